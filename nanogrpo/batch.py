@@ -1,0 +1,83 @@
+"""The three types that flow through a step: `Prompt` → `Sample` → `PackedBatch`. Nothing else crosses a file boundary.
+
+In: nothing of ours. Out: used by every file. Read next: grpo.py (what is computed on them), packing.py (how samples become batches).
+
+Dimension key, used in every shape comment of the project:
+T tokens of a packed strip · N sequences in it · M completion tokens in it that are trained · D hidden · H query heads ·
+K key/value heads · E head size · F MLP width · V vocabulary · G group size · P prompts a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Prompt:
+    """One question, asked G times.
+
+    Example: Prompt(id=7, text="3+4=", token_ids=[1, 18, 14, 19, 30, 2], columns={"answer": "7"})
+    """
+
+    id: int  # position in the data set: part of the random key, so that it must be stable between runs
+    text: str | list[dict]  # as in the data: plain text, or messages [{"role": ..., "content": ...}]
+    token_ids: list[int]  # after the chat template
+    columns: dict = field(default_factory=dict)  # every other column of the data set, handed to the rewards
+
+
+@dataclass
+class Sample:
+    """One completion of a prompt.
+
+    Example: Sample(prompt, index=2, token_ids=[9, 26, 10, 3], logp=[-0.1, -1.2, -0.0, -0.3], stopped=True, versions=[4, 4, 4, 4])
+    """
+
+    prompt: Prompt
+    index: int  # 0 … G-1 within the group
+    token_ids: list[int]  # the completion; the stop token is its last id when it stopped
+    logp: list[float]  # the engine's log-prob of each id, at the sampling temperature
+    stopped: bool  # told by the engine, never guessed from ids; False: cut at the length limit
+    versions: list[int]  # the weight version that wrote each token
+    text: str = ""  # decoded completion, without special tokens
+    rewards: dict[str, float | None] = field(default_factory=dict)  # one entry a reward function; None: does not apply
+    reward: float | None = None  # the weighted sum; None when no function applied
+    advantage: float = 0.0
+
+
+@dataclass
+class PackedBatch:
+    """A strip of sequences laid end to end, without padding, and the completion tokens in it that are trained.
+
+    The decoder computes all T tokens; the output head only the M rows that carry loss, so that prompt tokens never meet the
+    vocabulary. Row j says: "hidden state `rows[j]` predicts token `targets[j]`".
+
+    Example: two samples of one prompt (p0 p1), completions (a b) and (c), on policy, token-mean over 3 tokens:
+        tokens     = p0 p1 a  b  p0 p1 c       [T=7]
+        positions  = 0  1  2  3  0  1  2       [T]
+        cu_seqlens = 0 4 7                     [N+1]
+        rows       = 1  2  5                   [M=3]
+        targets    = a  b  c                   [M]
+        sample     = 0  0  1                   [M]
+        advantage  = 1  1  -1                  [M]
+        weight     = 1/3 1/3 1/3               [M]
+    """
+
+    tokens: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    cu_seqlens: Tensor  # [N+1] int32: sequence n is tokens[cu_seqlens[n] : cu_seqlens[n+1]]
+    max_len: int  # length of the longest sequence
+    rows: Tensor  # [M] int64: index into T of the hidden state that predicts the target
+    targets: Tensor  # [M] int64: the completion token
+    sample: Tensor  # [M] int64: which sample of the generation the token belongs to
+    advantage: Tensor  # [M] float32
+    weight: Tensor  # [M] float32: the normaliser of the loss type, over the whole optimizer step and all ranks
+    sampling_logp: Tensor  # [M] float32: the engine's log-prob
+    old_logp: Tensor | None = None  # [M] float32: log-prob before the first update; None: on policy, the ratio is 1
+    ref_logp: Tensor | None = None  # [M] float32: the reference model's log-prob; None when beta is 0
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return PackedBatch(**moved)
