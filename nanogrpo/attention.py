@@ -1,0 +1,128 @@
+"""Causal attention over packed sequences, and over a key/value cache: the two ways a decoder block can look back.
+
+In: queries `[T, H, E]`, keys and values `[T, K, E]` of sequences laid end to end (H is a multiple of K: grouped-query attention).
+Out: `[T, H, E]`. A block never knows which way it is used: it is handed an `attend(layer, q, k, v)`, either
+
+* `Packed`: training, scoring and prefill. Each sequence attends to itself only, whatever its length; nothing is padded.
+* `KVCache`: decoding. Each row is one sequence's next token; its key and value are written to the cache, then it attends to all
+  that the cache holds for it.
+
+The backends of `Packed`, one function each, all with the same signature: the flash-attn package, torch's own varlen attention,
+and a reference that runs anywhere. Read next: model.py (who calls this), local_engine.py (who owns the cache).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import logging
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanogrpo.errors import UserError
+
+log = logging.getLogger("nanogrpo")
+
+
+# --- packed sequences ---------------------------------------------------------------------------------------------------------
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
+    """One scaled-dot-product call a sequence: plain, exact, and on a CPU as fast as anything padded."""
+    lengths = cu_seqlens.diff().tolist()
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H or K, T, E]
+    spans = zip(*(x.split(lengths, dim=2) for x in (q, k, v)))
+    out = [F.scaled_dot_product_attention(*span, is_causal=True, enable_gqa=True) for span in spans]
+    return torch.cat(out, dim=2)[0].transpose(0, 1)  # [T, H, E]
+
+
+def torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
+    """`torch.nn.attention.varlen.varlen_attn` (CUDA, half precision): FlashAttention inside, no extra package."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters  # the signature moved between torch 2.11 and 2.13
+    kwargs: dict = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    if "enable_gqa" in known:
+        kwargs["enable_gqa"] = True
+    else:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # [T, H, E]
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, **kwargs)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
+    """`flash_attn_varlen_func` of the flash-attn package (CUDA, half precision); deterministic backward."""
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, causal=True, deterministic=True)
+
+
+BACKENDS = {"reference": reference, "torch": torch_varlen, "flash": flash}
+
+
+@functools.cache
+def backend(device_type: str, dtype: torch.dtype) -> str:
+    """The name of the fastest backend that can run, or the one named by NANOGRPO_ATTENTION; told once in the log."""
+    name = os.environ.get("NANOGRPO_ATTENTION", "")
+    if name and name not in BACKENDS:
+        raise UserError(f"NANOGRPO_ATTENTION={name} is not an attention backend; choose one of {', '.join(BACKENDS)}.")
+    if not name:
+        fast = device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+        name = ("flash" if importlib.util.find_spec("flash_attn") else "torch") if fast else "reference"
+    log.info("attention: %s (%s, %s)", name, device_type, dtype)
+    return name
+
+
+class Packed:
+    """`attend` over sequences laid end to end. With `keep`, remembers each layer's keys and values (prefill)."""
+
+    def __init__(self, cu_seqlens: Tensor, max_len: int, keep: bool = False):
+        self.cu_seqlens, self.max_len = cu_seqlens, max_len  # [N+1] int32
+        self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep else None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.kept is not None:
+            self.kept[layer] = (k, v)  # [T, K, E] each
+        return BACKENDS[backend(q.device.type, q.dtype)](q, k, v, self.cu_seqlens, self.max_len)
+
+
+# --- one token a sequence, over a cache ---------------------------------------------------------------------------------------
+
+
+class KVCache:
+    """Keys and values of B sequences of at most S tokens, and `attend` for one new token of each of the first `rows`.
+
+    Before a step, call `begin(positions, span)`: row b writes its token at `positions[b]` and sees the columns up to and with it. `span`
+    bounds the columns read, so that short sequences in a long cache stay cheap.
+    """
+
+    def __init__(self, layers: int, B: int, K: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
+        self.k = torch.zeros(layers, B, K, S, E, dtype=dtype, device=device)
+        self.v = torch.zeros_like(self.k)
+        self.columns = torch.arange(S, device=device)  # [S]
+        self.index = torch.arange(B, device=device)  # [B]
+
+    def begin(self, positions: Tensor, span: int) -> None:
+        """positions: [b] int64, b ≤ B; span: above all of them, at most S."""
+        self.positions, self.rows, self.span = positions, len(positions), span
+        unseen = self.columns[:span] > positions[:, None]  # [b, span]
+        self.bias = torch.zeros_like(unseen, dtype=self.k.dtype).masked_fill_(unseen, float("-inf"))[
+            :, None, None
+        ]  # [b, 1, 1, span]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, H, E = q.shape
+        K = k.shape[1]
+        keys, values = self.k[layer], self.v[layer]  # [B, K, S, E]
+        keys[self.index[:b], :, self.positions] = k
+        values[self.index[:b], :, self.positions] = v
+        keys, values = keys[:b, :, : self.span], values[:b, :, : self.span]
+        q = q.view(b, K, H // K, E)  # the H/K queries that share a key head stand in for a query length: no repeated keys
+        if q.is_cuda:
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.bias).reshape(b, H, E)
+        # On a CPU two plain matmuls take a third of the time of the fused call at these sizes.
+        scores = torch.matmul(q * E**-0.5, keys.transpose(-1, -2)).add_(self.bias)  # [b, K, H/K, span]
+        return torch.matmul(scores.softmax(-1), values).view(b, H, E)

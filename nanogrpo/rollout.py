@@ -1,0 +1,56 @@
+"""What every engine is: something that samples completions and takes new weights. And the random stream they share.
+
+In: prompts. Out: `Sample`s (batch.py), grouped by prompt in the order asked. local_engine.py samples from our own decoder in this
+process; vllm_engine.py asks a vLLM server. The training loop cannot tell them apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from nanogrpo.batch import Prompt, Sample
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How completions are drawn. Log-probs are always those of softmax(logits / temperature) over the whole vocabulary.
+
+    Filters (top_k, top_p, min_p) are applied after the temperature, in that order, as transformers and vLLM do.
+    """
+
+    temperature: float = 1.0  # 0: greedy; log-probs are then those at temperature 1
+    top_k: int = 0  # keep the k likeliest tokens; 0: all
+    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
+    min_p: float = 0.0  # drop tokens less likely than min_p times the likeliest
+    max_tokens: int = 256  # completion tokens, the stop token included
+    stop_token_ids: Sequence[int] = ()
+    ignore_stop: bool = False  # never stop early: for benches
+    seed: int = 0
+
+
+class Engine(Protocol):
+    version: int  # of the weights it samples from
+
+    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int) -> list[Sample]:
+        """n completions of each prompt, ordered prompt by prompt, index 0 … n-1 within each."""
+        ...
+
+    def load(self, model: nn.Module, version: int) -> None:
+        """Takes the model's current weights; samples drawn from now on carry `version`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def stream(seed: int, step: int, prompt: int, sample: int) -> int:
+    """The key of a completion's random stream: a 63-bit hash of (seed, step, prompt, sample), equal on every machine.
+
+    So a resumed run repeats the interrupted one, whatever the batching, the engine's slots or the number of ranks.
+    """
+    digest = hashlib.blake2b(f"{seed},{step},{prompt},{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
