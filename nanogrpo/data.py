@@ -1,6 +1,6 @@
 """Prompts from files, and which of them a step draws.
 
-In: a .jsonl or .parquet file, or rows (dicts) made by a built-in task. Out: `Prompt`s with token ids; `draw` picks those of a step.
+In: a .jsonl or .parquet file, or rows (dicts) of a built-in task. Out: `Prompt`s with token ids; `draw` picks those of a step.
 Read next: tasks.py (built-in rows), rewards.py (where every other column ends up).
 
 A row is one of
