@@ -78,11 +78,11 @@ def length_reward(completion_ids: list[list[int]], limit: int = 512, **kwargs) -
     from step to step. `limit` is max_completion_length, given as "length:LIMIT"; the cache of the paper is limit / 5, as there.
     """
     cache = limit / 5
-    return [-min(max(len(ids) - (limit - cache), 0.0) / cache, 1.0) for ids in completion_ids]
+    return [max(-1.0, min(0.0, (limit - cache - len(ids)) / cache)) for ids in completion_ids]
 
 
 def extract_answer(text: str) -> str | None:
-    """The final answer in a text, or None: the last \\boxed{…}, else the last <answer>…</answer>, else what follows the last ####.
+    """The final answer in a text, or None: the last \\boxed{…}, else the last <answer>…</answer>, else what follows ####.
 
     Only what follows </think>, when there is one: results tried while thinking are no answers. Linear in the text's length, also
     for the degenerate completions that repeat an unclosed \\boxed{ to the limit.
@@ -200,8 +200,8 @@ def _load_file(path: Path):
 def score(samples: list[Sample], functions: Sequence[Callable], weights: Sequence[float] | None = None) -> None:
     """Fill each sample's `rewards` and `reward`: Σ_f weight_f · reward_f over the functions that gave a number, None if none did.
 
-    `weights`: None or empty, 1 each. A function that raises, or returns the wrong count or a value that is not a finite number, stops
-    the run with a UserError and leaves every sample as it was: a 0 in its place would be trained on as if it were a judgement.
+    `weights`: None or empty, 1 each. A function that raises, or returns the wrong count or a value that is not a finite number,
+    stops the run with a UserError, and no sample is touched: a 0 in its place would be trained on as if it were a judgement.
     """
     weights = list(weights) if weights else [1.0] * len(functions)
     if len(weights) != len(functions):

@@ -84,7 +84,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Text → ids. None is added at the ends; special tokens *written in* the text become their one id, as templates need."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError as error:  # half a surrogate pair, which JSON's "\\ud800" can bring into a str
+            raise UserError(f"the text {ascii(text)[:60]} cannot be encoded as UTF-8: write whole characters") from error
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Ids → text. <think> and </think> survive `skip_special_tokens`: Qwen3 adds them as ordinary tokens."""
