@@ -162,7 +162,9 @@ def _load_function(spec: str) -> Callable:
     if spec in BUILT_IN:
         return BUILT_IN[spec]
     where, _, name = spec.rpartition(":")
-    if where == "length" and name.isdecimal() and int(name) > 0:
+    if where == "length":
+        if not name.isdecimal() or int(name) == 0:
+            raise UserError(f"reward_funcs: {spec!r} must give a positive number of tokens after the colon, e.g. length:512")
         return functools.partial(length_reward, limit=int(name))
     if not where or not name:
         raise UserError(

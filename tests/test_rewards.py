@@ -1,0 +1,406 @@
+"""Rewards: what counts as an answer, what a function is given, and that nothing it returns is taken on trust.
+
+Read next: the tests of grpo.py, where rewards become advantages.
+"""
+
+import functools
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanogrpo.batch import Prompt, Sample
+from nanogrpo.errors import UserError
+from nanogrpo.rewards import (
+    accuracy_reward,
+    extract_answer,
+    format_reward,
+    length_reward,
+    load_functions,
+    same_answer,
+    score,
+)
+
+
+def make_samples(texts=("7", "8"), prompt="3+4=", **columns):
+    one = Prompt(id=17, text=prompt, token_ids=[1], columns=columns)
+    return [
+        Sample(one, index=i, token_ids=[5, 2], logp=[-1.0, -0.1], stopped=True, versions=[0, 0], text=text)
+        for i, text in enumerate(texts)
+    ]
+
+
+# ---- answers -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{1}, no, \boxed{ 42 }.", "42"),
+        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed {5}", "5"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{5} and an unclosed \boxed{6", "5"),
+        (r"{ \boxed{ unclosed around \boxed{5}", "5"),
+        (r"\boxed{a \boxed{b}}", "b"),
+        (r"\boxed{1} <answer>2</answer> #### 3", "1"),
+        ("<answer>1</answer> #### 3", "1"),
+        ("<answer>1</answer><answer>\n 2 \n</answer>", "2"),
+        ("<answer>1", None),
+        ("1</answer>", None),
+        ("</answer><answer>", None),
+        ("It is 7.\n#### 7\nas said", "7"),
+        ("#### 7 #### 8", "8"),
+        (r"<think>\boxed{1}</think> I do not know", None),
+        (r"<think>\boxed{1}</think>\boxed{2}", "2"),
+        (r"thoughts \boxed{1}</think>#### 2", "2"),
+        ("42", None),
+        ("", None),
+    ],
+)
+def test_extract_answer(text, answer):
+    assert extract_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("1,234", "1234.0", True),
+        ("-1,234,567.50", "-1234567.5", True),
+        (r"\frac{1}{2}", "0.5", True),
+        (r"-\dfrac{1}{2}", "-.5", True),
+        (r"\frac12", "1/2", True),
+        ("2/4", "1/2", True),
+        ("$5", "5", True),
+        (r"\$5.00", "5", True),
+        (r"50\%", "50", True),
+        ("50%", "50", True),
+        ("+3", "3", True),
+        ("7.", "7", True),
+        (r"1\,234", "1234", True),
+        ("  x +  1 ", "x+1", True),
+        (r"\left( 1, 2 \right)", "(1,2)", True),
+        (r"\text{Monday}.", "Monday", True),
+        (r"50\%", "0.5", False),
+        ("1,2", "12", False),
+        ("1 2", "12", False),
+        ("12,34", "1234", False),
+        ("0.333", "1/3", False),
+        ("1/0", "0", False),
+        ("1/0", "1/0", True),
+        ("", "0", False),
+        ("x", "X", False),
+        ("1e3", "1000", False),
+        ("9" * 5000, "9" * 5000, True),
+        ("nan", "nan", True),
+    ],
+)
+def test_same_answer(a, b, same):
+    assert same_answer(a, b) is same
+    assert same_answer(b, a) is same
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(0, 3))
+def test_a_number_equals_itself_however_it_is_written(n, zeros):
+    plain = str(n) + ("." + "0" * zeros if zeros else "")
+    for written in (f"{n:,}", f"${n}", rf"\boxed{{{n}}}", f"{2 * n}/2", rf"\({n}\)"):
+        inner = extract_answer(written) or written.strip(r"\()")
+        assert same_answer(inner, plain)
+    assert not same_answer(str(n + 1), plain)
+
+
+@given(st.text(alphabet="\\boxed{}<answer>/#4 \n$%,.", max_size=80))
+def test_any_text_can_be_judged(text):
+    assert format_reward([text])[0] in (0.0, 1.0)
+    assert accuracy_reward([text], solution=[text])[0] in (0.0, 1.0)
+    assert same_answer(text, text)
+
+
+def test_degenerate_completions_take_no_time():
+    """Loops of a collapsed policy: 32k characters each. Quadratic work would take minutes on these."""
+    start = time.perf_counter()
+    for piece in ("\\boxed{", "\\boxed", "<answer>", "</answer>", "<think>", "#### ", "{", "}", "1", "1,111", "\\frac", " "):
+        text = piece * (32000 // len(piece))
+        for form in (text, f"<think></think><answer>{text}</answer>", f"</think><answer>{text}</answer> x", rf"\boxed{{{text}}}"):
+            format_reward([form])
+            accuracy_reward([form], solution=["1"])
+    assert time.perf_counter() - start < 5
+
+
+# ---- the built-in functions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think><answer>7</answer>", 1),
+        (" <think>\na\n</think>\n\n<answer>\n7\n</answer>\n", 1),
+        ("a</think><answer>7</answer>", 1),  # the template ended the prompt with <think>
+        ("<think></think><answer>7</answer>", 1),
+        ("<answer>7</answer>", 0),
+        ("<think>a</think>7", 0),
+        ("<think>a</think><answer> </answer>", 0),
+        ("<think>a</think><answer>7</answer> done", 0),
+        ("so <think>a</think><answer>7</answer>", 0),
+        ("<think>a</think> so <answer>7</answer>", 0),
+        ("<think>a</think><answer>7</answer><answer>8</answer>", 0),
+        ("<think>a<think>b</think><answer>7</answer>", 0),
+        ("<answer>7</answer><think>a</think>", 0),
+        ("<think><answer>7</answer></think>", 0),
+        ("", 0),
+    ],
+)
+def test_format_reward(text, reward):
+    assert format_reward([text]) == [reward]
+    assert format_reward([[{"role": "assistant", "content": text}]]) == [reward]
+
+
+def test_accuracy_reads_solution_then_answer_and_skips_rows_without():
+    completions = ["#### 1", "#### 2", "#### 3", "#### 4", "4", "#### 6"]
+    solution = ["1", None, None, r"\boxed{5}", "4", 6]
+    answer = ["9", "so 2\n#### 2.0", None, "4", "4", None]
+    assert accuracy_reward(completions, solution=solution, answer=answer) == [1.0, 1.0, None, 0.0, 0.0, 1.0]
+    assert accuracy_reward([[{"role": "assistant", "content": "#### 1"}]], answer=["1"]) == [1.0]
+
+
+def test_length_reward_is_dapos_and_looks_at_one_completion_only():
+    lengths = [0, 80, 85, 90, 100, 250]
+    ids = [[0] * n for n in lengths]
+    want = [0, 0, -0.25, -0.5, -1, -1]  # L_max 100, L_cache 20
+    assert length_reward(ids, limit=100) == want
+    assert [length_reward([one], limit=100)[0] for one in ids] == want
+    (function,) = load_functions(["length:100"])
+    samples = make_samples(["a"] * 6)
+    for sample, one in zip(samples, ids):
+        sample.token_ids = one
+    score(samples, [function])
+    assert [sample.rewards for sample in samples] == [{"length_reward": reward} for reward in want]
+
+
+# ---- what a function is given --------------------------------------------------------------------------------------------------
+
+
+def test_a_function_is_called_once_with_trls_arguments():
+    calls = []
+
+    def spy(prompts, completions, completion_ids, **columns):
+        calls.append((prompts, completions, completion_ids, columns))
+        return [0.0] * len(prompts)
+
+    messages = [{"role": "user", "content": "hi"}]
+    samples = make_samples(["a", "b"], solution="7", level=1) + make_samples(["c"], prompt=messages, solution="8", tag="x")
+    score(samples, [spy])
+    assert calls == [
+        (
+            ["3+4=", "3+4=", messages],
+            ["a", "b", [{"role": "assistant", "content": "c"}]],
+            [[5, 2]] * 3,
+            {"solution": ["7", "7", "8"], "level": [1, 1, None], "tag": [None, None, "x"]},
+        )
+    ]
+
+
+def test_a_function_that_edits_its_arguments_changes_no_sample():
+    def vandal(prompts, completions, completion_ids, solution):
+        for values in (completions, solution, *completion_ids):
+            values.clear()
+        return [1.0] * len(prompts)
+
+    samples = make_samples(["#### 7", "#### 8"], solution="7")
+    score(samples, [vandal, accuracy_reward])
+    assert [sample.token_ids for sample in samples] == [[5, 2], [5, 2]]
+    assert [sample.rewards["accuracy_reward"] for sample in samples] == [1.0, 0.0]
+
+
+# ---- sums ----------------------------------------------------------------------------------------------------------------------
+
+
+def returns(*values):
+    def constant(completions, **kwargs):
+        return list(values)
+
+    return constant
+
+
+def test_rewards_are_weighted_and_none_does_not_count():
+    samples = make_samples(["a"] * 4)
+    score(samples, [returns(1, 2, None, None), returns(10, None, 30, None)], weights=[0.5, -1.0])
+    assert [sample.rewards for sample in samples] == [
+        {"constant": 1.0, "constant_2": 10.0},
+        {"constant": 2.0, "constant_2": None},
+        {"constant": None, "constant_2": 30.0},
+        {"constant": None, "constant_2": None},
+    ]
+    assert [sample.reward for sample in samples] == [-9.5, 1.0, -30.0, None]
+    for unweighted in (None, ()):
+        score(samples, [returns(1, 2, None, None), returns(10, None, 30, None)], unweighted)
+        assert [sample.reward for sample in samples] == [11.0, 2.0, 30.0, None]
+
+
+def test_numbers_of_every_kind_become_floats():
+    for result in (
+        [True, False],
+        (1, 0),
+        torch.tensor([1.0, 0.0], dtype=torch.bfloat16),
+        [torch.tensor(1.0), torch.tensor(False)],
+        np.array([1, 0], dtype=np.int8),
+        [np.float32(1), np.bool_(False)],
+    ):
+        samples = make_samples()
+        score(samples, [lambda completions, result=result, **kwargs: result])
+        assert [sample.reward for sample in samples] == [1.0, 0.0]
+        assert all(type(sample.reward) is float for sample in samples)
+
+
+class Judge:
+    def __call__(self, completions, **kwargs):
+        return [0.0] * len(completions)
+
+
+def test_names_of_partials_and_instances():
+    samples = make_samples()
+    score(samples, [Judge(), functools.partial(length_reward, limit=9), length_reward, Judge()])
+    assert list(samples[0].rewards) == ["Judge", "length_reward", "length_reward_2", "Judge_2"]
+
+
+# ---- mistakes ------------------------------------------------------------------------------------------------------------------
+
+
+async def awaited(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1.0, float("nan")], "returned nan for sample 1 of prompt 17"),
+        ([float("-inf"), 1.0], "returned -inf for sample 0 of prompt 17"),
+        ([1.0, "1.0"], "returned '1.0' for sample 1 of prompt 17"),
+        ([1.0, 10**400], "for sample 1 of prompt 17"),
+        ([1.0, [1.0]], r"returned \[1.0\] for sample 1 of prompt 17"),
+        ([1.0, 1j], "returned 1j for sample 1"),
+        ([1.0, torch.tensor([1.0, 2.0])], "for sample 1 of prompt 17"),
+        (torch.ones(2, 1), r"returned \[1.0\] for sample 0"),
+        ([1.0], "returned 1 values for 2 completions"),
+        ([1.0] * 3, "returned 3 values for 2 completions"),
+        ([], "returned 0 values for 2 completions"),
+        (None, "returned a NoneType for 2 completions"),
+        (1.0, "returned a float for 2 completions"),
+        (torch.tensor(1.0), "returned a Tensor for 2 completions"),
+        ("ab", "returned a str for 2 completions"),
+        ({0: 1.0, 1: 1.0}, "returned a dict for 2 completions"),
+    ],
+)
+def test_a_bad_result_names_the_function_and_the_sample_and_scores_nothing(result, message):
+    def broken(completions, **kwargs):
+        return result
+
+    samples = make_samples(solution="7")
+    with pytest.raises(UserError, match=message) as caught:
+        score(samples, [accuracy_reward, broken])
+    assert str(caught.value).startswith("the reward function broken ")
+    assert all(sample.rewards == {} and sample.reward is None for sample in samples)
+
+
+def test_a_function_that_raises_is_named_with_its_line_and_its_exception():
+    def divides(completions, **kwargs):
+        return [1 / 0 for _ in completions]
+
+    with pytest.raises(
+        UserError, match=r"divides raised ZeroDivisionError: division by zero \(at test_rewards\.py:\d+,"
+    ) as caught:
+        score(make_samples(), [divides])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "2 completions of prompts 17)" in str(caught.value)
+
+    def no_kwargs(completions):
+        return [0.0] * len(completions)
+
+    with pytest.raises(UserError, match=r"no_kwargs raised TypeError: .*unexpected keyword argument 'prompts'"):
+        score(make_samples(), [no_kwargs])
+    with pytest.raises(
+        UserError, match="accuracy_reward raised ValueError: the data has neither a column `solution` nor `answer`"
+    ):
+        score(make_samples(), [accuracy_reward])
+    with pytest.raises(UserError, match=r"raised TypeError: .*multiple values for keyword argument 'prompts'"):
+        score(make_samples(prompts="taken"), [format_reward])
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_an_async_function_is_refused_and_not_left_unawaited_in_silence():
+    with pytest.raises(UserError, match="awaited returned a coroutine"):
+        score(make_samples(), [awaited])
+
+
+def test_ctrl_c_inside_a_function_is_not_the_functions_mistake():
+    def interrupted(completions, **kwargs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(make_samples(), [interrupted])
+
+
+def test_weights_must_be_one_a_function():
+    with pytest.raises(UserError, match="reward_weights has 2 values for 1 reward functions"):
+        score(make_samples(), [format_reward], [1.0, 2.0])
+
+
+# ---- finding functions ---------------------------------------------------------------------------------------------------------
+
+
+def test_functions_are_found_by_name_by_module_and_by_file(tmp_path, monkeypatch):
+    source = "from dataclasses import dataclass\n\n@dataclass\nclass State:\n    n: int = 0\n\nstate = State()\n"
+    source += "def mine(completions, **kwargs):\n    state.n += 1\n    return [state.n] * len(completions)\n\nother = mine\n"
+    (tmp_path / "my.file.py").write_text(source)
+    (tmp_path / "my_rewards_module.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = str(tmp_path / "my.file.py")
+    specs = ["format", "accuracy", "length", "my_rewards_module:mine", f"{path}:mine", f"{path}:other"]
+    functions = load_functions(specs)
+    assert functions[:3] == [format_reward, accuracy_reward, length_reward]
+    assert functions[4] is functions[5]  # one file, one module
+    assert functions[3] is not functions[4]
+    samples = make_samples(solution="7")
+    score(samples, functions)
+    assert list(samples[0].rewards) == ["format_reward", "accuracy_reward", "length_reward", "mine", "mine_2", "mine_3"]
+    assert [samples[0].rewards[name] for name in ("mine", "mine_2", "mine_3")] == [1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("acuracy", "'acuracy' is neither one of format, accuracy, length nor"),
+        ("length:0", "'length:0' must give a positive number of tokens"),
+        ("length:long", "'length:long' must give a positive number of tokens"),
+        ("math:", "neither one of"),
+        ("no_such_package.rewards:f", "importing 'no_such_package.rewards' raised ModuleNotFoundError"),
+        ("nowhere/file.py:f", "importing 'nowhere/file.py' raised FileNotFoundError"),
+        ("math:nothing", "'math' has no function 'nothing'"),
+        ("math:pi", "'math' has no function 'pi'"),
+    ],
+)
+def test_a_spec_that_names_no_function(spec, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load_functions(["format", spec])
+    assert str(caught.value).startswith("reward_funcs: ")
+
+
+def test_a_file_that_fails_can_be_mended_and_loaded_again(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text("1 / 0\n")
+    with pytest.raises(UserError, match="raised ZeroDivisionError") as caught:
+        load_functions([f"{path}:f"])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    path.write_text("def f(completions, **kwargs):\n    return [3.0] * len(completions)  # mended\n")
+    samples = make_samples()
+    score(samples, load_functions([f"{path}:f"]))
+    assert samples[0].reward == 3.0
+
+
+@pytest.mark.parametrize("specs", [[], (), "accuracy"])
+def test_reward_funcs_is_a_list_of_at_least_one(specs):
+    with pytest.raises(UserError, match="name a list of at least one function"):
+        load_functions(specs)
