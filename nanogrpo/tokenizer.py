@@ -96,7 +96,7 @@ class Tokenizer:
     def render(
         self, messages: list[dict], *, add_generation_prompt: bool = True, enable_thinking: bool | None = None, **kwargs
     ) -> str:
-        """Messages → the text the model was taught to continue; equals transformers' `apply_chat_template(tokenize=False)`.
+        """Messages → the text the model was taught to continue, as transformers' `apply_chat_template`, but without today's date.
 
         `enable_thinking`: Qwen3's switch; None leaves it undefined, so that the template's own default holds (for Qwen3: think).
         `kwargs` reach the template as variables. UserError when there is no template, or it refuses the messages.

@@ -3,8 +3,10 @@
 In: a small byte-level BPE folder made here (`make_folder`, which test_data.py uses too). Read next: test_data.py.
 """
 
+import importlib.util
 import json
 from datetime import date
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -129,6 +131,25 @@ def test_render_equals_transformers(tmp_path, template, in_config):
                 assert ours.render(chat, add_generation_prompt=prompt_too, **switch) == want
         want = theirs.apply_chat_template(chat, add_generation_prompt=True, enable_thinking=False, return_dict=False)
         assert ours.encode_prompt(chat, enable_thinking=False) == want
+
+
+def test_the_published_qwen_templates_render_as_in_transformers(tmp_path):
+    """Qwen's own templates, as TRL ships copies of them, its training variants with {% generation %} included."""
+    from transformers import AutoTokenizer
+
+    trl = importlib.util.find_spec("trl")  # found and not imported: only its files are wanted
+    if trl is None:
+        pytest.skip("TRL needs Python 3.11")
+    files = sorted((Path(trl.origin).parent / "chat_templates").glob("qwen[23]*.jinja"))
+    assert {"qwen2_5.jinja", "qwen3.jinja", "qwen3_training.jinja"} <= {path.name for path in files}
+    tools = [{"type": "function", "function": {"name": "add", "description": "a < b", "parameters": {"type": "object"}}}]
+    for path in files:
+        folder = make_folder(tmp_path / path.stem, path.read_text(encoding="utf-8"))
+        ours, theirs = Tokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        for chat in CHATS:
+            for switch in ({}, {"enable_thinking": False}, {"enable_thinking": True}, {"tools": tools}):
+                want = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **switch)
+                assert ours.render(chat, **switch) == want, path.name
 
 
 def test_the_thinking_switch_is_left_to_the_template_unless_given(pair):
