@@ -95,8 +95,8 @@ class Packed:
 class KVCache:
     """Keys and values of B sequences of at most S tokens, and `attend` for one new token of each of the first `rows`.
 
-    Before a step, call `begin(positions, span)`: row b writes its token at `positions[b]` and sees the columns up to and with it. `span`
-    bounds the columns read, so that short sequences in a long cache stay cheap.
+    Before a step, call `begin(positions, span)`: row b writes its token at `positions[b]` and sees the columns up to
+    and with it. `span` bounds the columns read, so that short sequences in a long cache stay cheap.
     """
 
     def __init__(self, layers: int, B: int, K: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
@@ -104,6 +104,18 @@ class KVCache:
         self.v = torch.zeros_like(self.k)
         self.columns = torch.arange(S, device=device)  # [S]
         self.index = torch.arange(B, device=device)  # [B]
+
+    def fill(self, rows: list[int], k: Tensor, v: Tensor) -> None:
+        """Gives each of `rows` the same prefix, a prefilled prompt's: k, v [layers, K, t, E]."""
+        for r in rows:
+            self.k[:, r, :, : k.shape[2]] = k
+            self.v[:, r, :, : v.shape[2]] = v
+
+    def move(self, source: list[int], target: list[int], span: int) -> None:
+        """Copies the first `span` columns of row source[i] to row target[i]; no row is both."""
+        for s, t in zip(source, target):
+            self.k[:, t, :, :span] = self.k[:, s, :, :span]
+            self.v[:, t, :, :span] = self.v[:, s, :, :span]
 
     def begin(self, positions: Tensor, span: int) -> None:
         """positions: [b] int64, b ≤ B; span: above all of them, at most S."""

@@ -1,6 +1,7 @@
 """The three types that flow through a step: `Prompt` → `Sample` → `PackedBatch`. Nothing else crosses a file boundary.
 
-In: nothing of ours. Out: used by every file. Read next: grpo.py (what is computed on them), packing.py (how samples become batches).
+In: nothing of ours. Out: used by every file. Read next: grpo.py (what is computed on them), packing.py
+(how samples become batches).
 
 Dimension key, used in every shape comment of the project:
 T tokens of a packed strip · N sequences in it · M completion tokens in it that are trained · D hidden · H query heads ·
@@ -45,6 +46,8 @@ class Sample:
     rewards: dict[str, float | None] = field(default_factory=dict)  # one entry a reward function; None: does not apply
     reward: float | None = None  # the weighted sum; None when no function applied
     advantage: float = 0.0
+    old_logp: Tensor | None = None  # [tokens] float32, on the CPU: the trainer's log-probs before the first update, if recomputed
+    ref_logp: Tensor | None = None  # [tokens] float32, on the CPU: the reference model's
 
 
 @dataclass
@@ -71,7 +74,7 @@ class PackedBatch:
     max_len: int  # length of the longest sequence
     rows: Tensor  # [M] int64: index into T of the hidden state that predicts the target
     targets: Tensor  # [M] int64: the completion token
-    sample: Tensor  # [M] int64: which sample of the generation the token belongs to
+    sample: Tensor  # [M] int64: which of the packed samples the token belongs to
     advantage: Tensor  # [M] float32
     weight: Tensor  # [M] float32: the normaliser of the loss type, over the whole optimizer step and all ranks
     sampling_logp: Tensor  # [M] float32: the engine's log-prob

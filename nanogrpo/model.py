@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanogrpo.attention import Packed
+from nanogrpo.batch import PackedBatch
 from nanogrpo.errors import UserError
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -232,3 +234,7 @@ class Decoder(nn.Module):
         """tokens, positions: [T]; rows: [M] indices into T (None: all); op: what to do with the M hidden states (see Head)."""
         hidden = self.model(tokens, positions, attend)  # [T, D]
         return self.lm_head(hidden if rows is None else hidden.index_select(0, rows), op)
+
+    def score(self, batch: PackedBatch, op: HeadOp):
+        """Runs over a strip, and `op` over the hidden states that predict its completion tokens."""
+        return self(batch.tokens, batch.positions, Packed(batch.cu_seqlens, batch.max_len), batch.rows, op)

@@ -1,0 +1,242 @@
+"""Hugging Face checkpoints in and out, and the exact state of a run.
+
+In: a folder or hub id with config.json and safetensors (one file, or shards with an index). Out: a `Decoder`; folders
+`output_dir/checkpoint-N` that transformers and vLLM load as they are, which also hold the optimizer's state and the step, so that
+`--resume` repeats the interrupted run. A folder is written under another name, flushed, and renamed: it is whole or not there.
+Read next: optim.py (whose state is saved), train.py (when).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError
+from nanogrpo.model import Decoder, ModelConfig
+from nanogrpo.tokenizer import Tokenizer
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# What may differ between a run and its continuation without changing what it computes.
+FREE = {
+    "resume",
+    "output_dir",
+    "max_steps",
+    "save_steps",
+    "save_total_limit",
+    "num_completions_to_print",
+    "max_concurrent",
+    "device",
+}
+
+
+# --- reading ------------------------------------------------------------------------------------------------------------------
+
+
+def locate(name: str) -> Path:
+    """The folder of a checkpoint: a local path as it is, else a hub id, downloaded once into Hugging Face's cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).is_absolute() or name.count("/") != 1 or name.startswith((".", "~")):
+        raise UserError(f"--model {name}: there is no such folder (and it is not a hub id of the form owner/name).")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except Exception as e:  # the hub's client raises from half a dozen libraries: every one means that the model is not here
+        raise UserError(f"--model {name}: no such folder, and the hub did not give it ({type(e).__name__}: {e}).") from e
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: a checkpoint folder holds config.json, *.safetensors and tokenizer.json.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} is not valid JSON ({e}): take the file that belongs to the weights.") from e
+
+
+def files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, all present."""
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).exists():
+        raise UserError(f"{folder} holds neither {WEIGHTS} nor {INDEX}: convert the weights to safetensors first.")
+    shards = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+    for shard in shards:
+        if not (folder / shard).exists():
+            raise UserError(f"{folder / shard} is missing though {INDEX} names it: complete the download.")
+    return [folder / shard for shard in shards]
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of every tensor of a checkpoint, one in memory at a time."""
+    for file in files(folder):
+        try:
+            with safe_open(file, framework="pt") as f:
+                for name in f.keys():  # noqa: SIM118 (not a dict: it has no __iter__)
+                    yield name, f.get_tensor(name)
+        except (SafetensorError, OSError) as e:
+            raise UserError(f"{file} is corrupt or cut short ({e}): download or write it again.") from e
+
+
+@torch.no_grad()
+def load_weights(model: Decoder, folder: Path) -> None:
+    """Copies a checkpoint into the model; UserError names the first tensor that is missing, unknown, or of the wrong shape."""
+    wanted = model.state_dict(keep_vars=True)
+    missing = set(wanted)
+    tied = model.cfg.tie_word_embeddings
+    for name, tensor in tensors(folder):
+        if name not in wanted:
+            raise UserError(
+                f"{folder}: the tensor {name} does not belong to this architecture; config.json and weights disagree."
+            )
+        if wanted[name].shape != tensor.shape:
+            shape, expected = tuple(tensor.shape), tuple(wanted[name].shape)
+            raise UserError(f"{folder}: the tensor {name} has shape {shape} where config.json asks for {expected}.")
+        if not (tied and name == "lm_head.weight"):  # a tied head is the embedding, whatever a file says
+            wanted[name].copy_(tensor)
+        missing.discard(name)
+    if tied:
+        missing.discard("lm_head.weight")
+    if missing:
+        raise UserError(f"{folder}: the tensor {min(missing)} is missing; config.json and weights disagree.")
+
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
+    """The model of a checkpoint folder, its weights cast to `dtype`."""
+    cfg = ModelConfig.from_dict(read_json(folder / "config.json"), str(folder / "config.json"))
+    with torch.device("meta"):  # no time or memory spent on values that are read from the file anyway
+        model = Decoder(cfg)
+    model = model.to_empty(device=device).to(dtype)
+    model.tie()
+    load_weights(model, folder)
+    return model
+
+
+# --- writing ------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def written_whole(final: Path) -> Iterator[Path]:
+    """A folder to write into, renamed to `final` at the end: a crash leaves what was there before."""
+    aside = final.with_name(f".{final.name}.tmp")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        for path in (*aside.iterdir(), aside):  # a rename may reach the disk before the data does, unless the data is flushed
+            _flush(path)
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+        _flush(final.parent)
+    except (OSError, SafetensorError) as e:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(
+            f"{final} could not be written ({e}): make room or choose another --output-dir; earlier files are whole."
+        ) from e
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def export(model: Decoder, folder: Path, tokenizer: Tokenizer | None = None, source: Path | None = None) -> None:
+    """Writes config.json, model.safetensors and the tokenizer's files into an existing folder.
+
+    With `source`, the checkpoint that training started from, the fields of its config.json that we do not read are kept.
+    """
+    config = read_json(source / "config.json") if source else model.cfg.to_dict()
+    weights = {n: t.detach().cpu().contiguous() for n, t in model.state_dict().items()}
+    if model.cfg.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    config["dtype"] = config["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    if tokenizer:
+        tokenizer.save(folder)
+
+
+def save(cfg: Config, step: int, model: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, source: Path) -> Path:
+    """Writes `output_dir/checkpoint-{step}`, the state after `step` finished steps, and drops the oldest beyond the limit."""
+    final = Path(cfg.output_dir) / f"checkpoint-{step}"
+    with written_whole(final) as folder:
+        export(model, folder, tokenizer, source)
+        save_file(_optimizer_tensors(model, optimizer), folder / "optimizer.safetensors")
+        (folder / "state.json").write_text(json.dumps({"step": step, "config": dataclasses.asdict(cfg)}, indent=2) + "\n")
+    for old in checkpoints(cfg)[: -cfg.save_total_limit or None] if cfg.save_total_limit else []:
+        shutil.rmtree(old)
+    return final
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's moments under the parameters' names: `exp_avg.model.norm.weight`, …"""
+    names = {p: n for n, p in model.named_parameters()}
+    return {f"{key}.{names[p]}": value.cpu() for p, state in optimizer.state.items() for key, value in state.items()}
+
+
+# --- resuming -----------------------------------------------------------------------------------------------------------------
+
+
+def checkpoints(cfg: Config) -> list[Path]:
+    """The finished checkpoints of a run, oldest first."""
+    found = [p for p in Path(cfg.output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    return sorted(found, key=lambda p: int(p.name.split("-")[1]))
+
+
+def check_output(cfg: Config) -> None:
+    """Refuses an output folder that holds another run, unless it is to be continued."""
+    folder = Path(cfg.output_dir)
+    if not cfg.resume and ((folder / "metrics.jsonl").exists() or checkpoints(cfg)):
+        raise UserError(f"--output-dir {folder} already holds a run: continue it with --resume or choose another folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as e:
+        raise UserError(f"--output-dir {folder} cannot be written ({e.strerror}): choose another folder.") from e
+
+
+def resume(cfg: Config, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
+    """Restores the last checkpoint, if there is one; returns the number of finished steps."""
+    found = checkpoints(cfg)
+    if not (cfg.resume and found):
+        return 0
+    folder = found[-1]
+    state = read_json(folder / "state.json")
+    now = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    free = FREE if cfg.lr_scheduler_type == "constant" else FREE - {"max_steps"}
+    for name, value in state["config"].items():
+        if name not in free and now.get(name) != value:
+            raise UserError(
+                f"--resume: {folder} was written with {name} = {value}, now it is {now.get(name)}: give the same options."
+            )
+    load_weights(model, folder)
+    parameters = dict(model.named_parameters())
+    try:
+        with safe_open(folder / "optimizer.safetensors", framework="pt") as f:
+            for key in f.keys():  # noqa: SIM118
+                kind, name = key.split(".", 1)
+                tensor = f.get_tensor(key)
+                at = parameters[name].device if kind != "step" else "cpu"  # AdamW keeps its step counter on the host
+                optimizer.state[parameters[name]][kind] = tensor.to(at)
+    except (SafetensorError, OSError, KeyError) as e:
+        raise UserError(
+            f"{folder / 'optimizer.safetensors'} is corrupt ({e}): remove {folder} to resume from the one before."
+        ) from e
+    return state["step"]

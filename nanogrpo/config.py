@@ -1,0 +1,195 @@
+"""All options of a run: one frozen dataclass, a comment a field. The command line is made from it.
+
+In: the command line. Out: a `Config`, validated; wrong values raise UserError with one sentence that names the field.
+Names are those of TRL's GRPOConfig wherever the meaning is the same. `python train.py --help` prints the comments below, under
+the headings below: they are the documentation. Read next: train.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+from dataclasses import dataclass
+
+from nanogrpo.errors import UserError
+
+
+@dataclass(frozen=True)
+class Config:
+    # --- model and data
+    model: str = ""  # folder or hub id of a Qwen3 or Qwen2 checkpoint (config.json, *.safetensors, tokenizer.json)
+    data: str = ""  # training prompts: a .jsonl or .parquet file, or a built-in task (arithmetic)
+    eval_data: str = ""  # held-out prompts for evaluation; empty: none, but a built-in task brings its own
+    output_dir: str = "runs/grpo"  # metrics.jsonl, completions and checkpoints are written here
+    enable_thinking: bool = True  # the thinking switch of Qwen3's chat template
+    max_prompt_length: int = 0  # longer prompts are refused, with the line's number; 0: what the context leaves
+    # --- rewards
+    reward_funcs: tuple[str, ...] = (
+        "accuracy",
+        "format",
+    )  # built in: accuracy, format, length; or module:function or file.py:function
+    reward_weights: tuple[float, ...] = ()  # one a reward function; empty: all 1
+    # --- sampling
+    num_generations: int = 8  # G, completions a prompt: the group that shares a baseline
+    generation_batch_size: int = 64  # completions a step: P·G, so P = generation_batch_size / num_generations prompts
+    max_completion_length: int = 512  # longest completion in tokens, the stop token included
+    temperature: float = 1.0  # of sampling, and so of every log-prob that is trained
+    top_p: float = 1.0  # keep the smallest set of tokens with this probability; 1: all
+    top_k: int = 0  # keep the k likeliest tokens; 0: all
+    min_p: float = 0.0  # drop tokens less likely than this fraction of the likeliest
+    max_concurrent: int = 64  # sequences decoded at once by the embedded engine
+    # --- objective
+    loss_type: str = "dapo"  # how token losses are averaged: grpo, bnpo, dr_grpo, dapo
+    scale_rewards: str = "group"  # divide advantages by the standard deviation of the group, the batch, or none
+    epsilon: float = 0.2  # the ratio is clipped below at 1 - epsilon
+    epsilon_high: float | None = None  # and above at 1 + epsilon_high; default: epsilon
+    delta: float | None = None  # upper bound of the ratio where the advantage is negative (dual clip); default: none
+    beta: float = 0.0  # weight of the KL penalty to the reference model; 0: no reference model is kept
+    use_bias_correction_kl: bool = True  # multiply the k3 estimate by the ratio, which makes its gradient exact
+    mask_truncated_completions: bool = False  # leave completions that were cut at the length limit out of the loss
+    # --- optimisation
+    max_steps: int = 100  # generations: each samples, scores and trains once
+    num_iterations: int = 1  # passes over a generation
+    steps_per_generation: int = 1  # optimizer steps a pass: the generation is split into so many minibatches of whole groups
+    token_budget: int = 16384  # tokens a micro-batch: gradients accumulate over as many as a minibatch needs
+    learning_rate: float = 1e-6  # peak
+    lr_scheduler_type: str = "constant"  # after the warm-up: constant, linear or cosine to zero
+    warmup_steps: int = 0  # optimizer steps of linear warm-up
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.0  # decoupled (AdamW), on matrices only
+    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm; 0: never
+    # --- evaluation, logging, checkpoints
+    eval_steps: int = 0  # evaluate greedily on the held-out prompts every so many steps, and before and after; 0: never
+    eval_samples: int = 256  # held-out prompts evaluated, the first ones; 0: all
+    save_steps: int = 0  # write a checkpoint every so many steps; 0: only the last
+    save_total_limit: int = 2  # checkpoints kept
+    num_completions_to_print: int = 0  # completions shown in a table after each step; 0: none
+    # --- machine
+    seed: int = 0  # of everything: a run is a pure function of its seed on a CPU
+    device: str = "auto"  # auto, cpu, cuda
+    resume: bool = False  # continue from the last checkpoint of output_dir
+
+    @property
+    def prompts_per_step(self) -> int:
+        """P."""
+        return self.generation_batch_size // self.num_generations
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps a generation."""
+        return self.num_iterations * self.steps_per_generation
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the policy that is trained is the one that sampled: then the ratio is 1 and no old log-probs are needed."""
+        return self.updates_per_step == 1
+
+    def validate(self) -> None:
+        """Raises UserError on the first value that cannot work, naming the option."""
+        c = self
+
+        def require(ok: bool, sentence: str) -> None:
+            if not ok:
+                raise UserError(sentence)
+
+        require(bool(c.model), "--model is missing: give the folder or hub id of a checkpoint.")
+        require(bool(c.data), "--data is missing: give a .jsonl or .parquet file of prompts, or a built-in task.")
+        require(
+            c.num_generations >= 2, f"--num-generations is {c.num_generations}: a group needs at least 2 completions to compare."
+        )
+        require(
+            c.generation_batch_size > 0 and c.generation_batch_size % c.num_generations == 0,
+            f"--generation-batch-size {c.generation_batch_size} is not a multiple of --num-generations {c.num_generations}: "
+            "a step samples whole groups.",
+        )
+        require(
+            c.steps_per_generation >= 1 and c.prompts_per_step % c.steps_per_generation == 0,
+            f"--steps-per-generation {c.steps_per_generation} does not divide the {c.prompts_per_step} prompts of a step "
+            "(generation_batch_size / num_generations): a minibatch holds whole groups.",
+        )
+        for name, allowed in CHOICES.items():
+            require(getattr(c, name) in allowed, f"--{dashed(name)} is {getattr(c, name)!r}: choose one of {', '.join(allowed)}.")
+        for name in POSITIVE:
+            require(getattr(c, name) > 0, f"--{dashed(name)} is {getattr(c, name)}: it must be above 0.")
+        for name in NOT_NEGATIVE:
+            require((getattr(c, name) or 0) >= 0, f"--{dashed(name)} is {getattr(c, name)}: it must not be negative.")
+        for name in ("top_p", "min_p"):
+            require(0 <= getattr(c, name) <= 1, f"--{dashed(name)} is {getattr(c, name)}: it is a probability, between 0 and 1.")
+        require(c.top_p > 0, "--top-p is 0: no token could be drawn.")
+        require(c.epsilon < 1, f"--epsilon is {c.epsilon}: the ratio is clipped at 1 - epsilon, which must stay positive.")
+        require(c.delta is None or c.delta > 1, f"--delta is {c.delta}: the bound on the ratio must be above 1.")
+        require(
+            not c.reward_weights or len(c.reward_weights) == len(c.reward_funcs),
+            f"--reward-weights has {len(c.reward_weights)} values for {len(c.reward_funcs)} reward functions: give one each.",
+        )
+        require(bool(c.reward_funcs), "--reward-funcs is empty: without a reward there is nothing to learn.")
+
+
+CHOICES = {
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "lr_scheduler_type": ("constant", "linear", "cosine"),
+    "device": ("auto", "cpu", "cuda"),
+}
+POSITIVE = (
+    "max_completion_length",
+    "temperature",
+    "max_concurrent",
+    "max_steps",
+    "num_iterations",
+    "token_budget",
+    "learning_rate",
+)
+NOT_NEGATIVE = (
+    *("top_k", "epsilon", "epsilon_high", "beta", "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "eval_samples"),
+    *("save_steps", "num_completions_to_print", "max_prompt_length", "save_total_limit", "seed"),
+)
+
+
+def dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def documentation() -> dict[str, tuple[str, str]]:
+    """Field name → (its heading, its comment), read from the source above."""
+    heading, out = "", {}
+    for line in inspect.getsource(Config).splitlines():
+        if found := re.match(r"    # --- (.*)", line):
+            heading = found[1]
+        elif found := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
+            out[found[1]] = (heading, found[2] or "")
+    return out
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{message[0].upper()}{message[1:]}; see --help for the options.")
+
+
+def parse(argv: list[str] | None = None, **defaults) -> Config:
+    """The command line as a Config. `defaults` replace the dataclass's (a demo's settings, say).
+
+    Unknown options, and values of the wrong type, raise UserError. Tuples take several values, booleans `--x` or `--no-x`.
+    """
+    parser = _Parser(description="GRPO, from prompts to a checkpoint.", allow_abbrev=False)
+    docs, groups = documentation(), {}
+    for field in dataclasses.fields(Config):
+        heading, text = docs[field.name]
+        default = defaults.get(field.name, field.default)
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        kind = str(field.type)
+        how: dict = {"default": default, "help": f"{text} (default: {default})".replace("%", "%%")}
+        if kind == "bool":
+            how["action"] = argparse.BooleanOptionalAction
+        elif kind.startswith("tuple"):
+            how |= {"nargs": "*", "type": float if "float" in kind else str, "metavar": "X"}
+        else:
+            how |= {"type": {"int": int, "str": str}.get(kind, float), "metavar": field.name.split("_")[-1].upper()}
+        groups[heading].add_argument(f"--{dashed(field.name)}", **how)
+    values = vars(parser.parse_args(argv))
+    return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

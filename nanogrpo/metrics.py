@@ -1,0 +1,203 @@
+"""What a step was like: TRL's metric names, one JSON line and one console line a step. docs/metrics.md says what each means.
+
+In: the step's samples, and each micro-batch with what its loss gave (`Meter.add`). Out: `metrics.jsonl`, the console, a table of
+completions on request. Means are over tokens or completions of the whole step, never means of means. Read next: plot.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from nanogrpo import __version__
+from nanogrpo.batch import PackedBatch, Sample
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError
+from nanogrpo.ops import PolicyOut
+
+console = Console(stderr=True)
+
+
+class Clock:
+    """Seconds by phase: `with clock("sample"): …`. On a GPU each phase waits for its kernels, so that the time is its own."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] += time.perf_counter() - start
+
+
+class Meter:
+    """Per-token results of a step's updates, kept as they come and reduced once at the end: no host sync between micro-batches."""
+
+    def __init__(self):
+        self.parts: list[dict[str, Tensor]] = []
+        self.loss, self.norms = torch.zeros(()), []
+        self.updates = 0
+
+    def add(self, batch: PackedBatch, out: PolicyOut) -> None:
+        part = {"sample": batch.sample, "entropy": out.entropy, "clip": out.clip}
+        if out.kl is not None:
+            part["kl"] = out.kl
+        if self.updates == 0:  # the weights are still those that sampled: what differs is trainer against engine
+            part["gap"] = (out.logp - batch.sampling_logp).abs()
+        part["update"] = torch.full_like(batch.sample, self.updates)
+        self.parts.append(part)
+        self.loss = self.loss + out.loss.detach().cpu()
+
+    def end_update(self, norm: float) -> None:
+        self.norms.append(norm)
+        self.updates += 1
+
+    def summary(self) -> dict[str, float]:
+        out = {"loss": self.loss.item() / max(self.updates, 1), "grad_norm": statistics.fmean(self.norms) if self.norms else 0.0}
+        if not self.parts:  # every completion was masked
+            return out
+
+        def joined(name: str) -> Tensor:
+            return torch.cat([p[name] for p in self.parts if name in p]).float().cpu()
+
+        out["entropy"] = joined("entropy").mean().item()
+        if "kl" in self.parts[0]:
+            out["kl"] = joined("kl").mean().item()
+        low, high = (joined("clip") == -1).float(), (joined("clip") == 1).float()
+        ids = torch.stack([joined("update"), joined("sample")]).long()
+        _, index, count = ids.unique(dim=1, return_inverse=True, return_counts=True)  # one id a completion and update
+        by_sample = torch.zeros(2, len(count)).index_add_(1, index, torch.stack([low, high])) / count
+        out |= {
+            "clip_ratio/low_mean": low.mean().item(),
+            "clip_ratio/low_min": by_sample[0].min().item(),
+            "clip_ratio/high_mean": high.mean().item(),
+            "clip_ratio/high_max": by_sample[1].max().item(),
+            "clip_ratio/region_mean": (low + high).mean().item(),
+        }
+        gap = joined("gap")
+        out["sampling/sampling_logp_difference/mean"] = gap.mean().item()
+        out["sampling/sampling_logp_difference/max"] = gap.max().item()
+        return out
+
+
+def _mean_std(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def of_samples(samples: Sequence[Sample], std: Tensor) -> dict[str, float]:
+    """Metrics of a generation: lengths, rewards, and how many groups carry no signal (`std`: of grpo.advantages)."""
+    out: dict[str, float] = {}
+    lengths = [len(s.token_ids) for s in samples]
+    ended = [n for n, s in zip(lengths, samples) if s.stopped] or [0]
+    for name, values in (("length", lengths), ("terminated_length", ended)):
+        out |= {f"completions/{how.__name__}_{name}": how(values) for how in (min, max)}
+        out[f"completions/mean_{name}"] = statistics.fmean(values)
+    out["completions/clipped_ratio"] = statistics.fmean(not s.stopped for s in samples)
+    for name in samples[0].rewards:
+        given = [r for s in samples if (r := s.rewards[name]) is not None]
+        if given:
+            out[f"rewards/{name}/mean"], out[f"rewards/{name}/std"] = _mean_std(given)
+    given = [s.reward for s in samples if s.reward is not None]
+    if given:
+        out["reward"], out["reward_std"] = _mean_std(given)
+    out["frac_reward_zero_std"] = torch.isclose(std, torch.zeros_like(std)).float().mean().item()
+    return out
+
+
+def provenance(cfg: Config) -> dict:
+    """What heads every log: the resolved options, versions, machine and commit that made the numbers below it."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {
+        "run": dataclasses.asdict(cfg),
+        "commit": git.stdout.strip() if git.returncode == 0 else "unknown",
+        "versions": {"nanogrpo": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "device": device,
+    }
+
+
+class Log:
+    """`output_dir/metrics.jsonl` and the console."""
+
+    def __init__(self, cfg: Config, start: int):
+        self.cfg, self.path = cfg, Path(cfg.output_dir) / "metrics.jsonl"
+        self.began, self.start, self.tokens = time.perf_counter(), start, 0
+        self._keep_before(start)
+        self._write(provenance(cfg))
+
+    def _keep_before(self, start: int) -> None:
+        """A resumed run repeats the steps after its checkpoint: their lines are dropped, so that each step stands once."""
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                break  # the last line of a killed run, half written
+            if row.get("step", -1) < start or "run" in row:
+                kept.append(line)
+            self.tokens = row.get("num_tokens", self.tokens) if row.get("step", -1) < start else self.tokens
+        aside = self.path.with_suffix(".tmp")
+        aside.write_text("".join(line + "\n" for line in kept))
+        aside.replace(self.path)
+
+    def _write(self, row: dict) -> None:
+        try:
+            with self.path.open("a") as f:
+                f.write(json.dumps(row) + "\n")
+        except OSError as e:
+            raise UserError(f"{self.path} could not be written ({e.strerror}): make room; what it holds so far is whole.") from e
+
+    def step(self, step: int, samples: Sequence[Sample], row: dict[str, float], clock: Clock) -> None:
+        """Writes one step. `row`: everything but tokens and times."""
+        tokens = sum(len(s.token_ids) for s in samples)
+        self.tokens += tokens + sum(len(s.prompt.token_ids) for s in samples)
+        total = sum(clock.seconds.values())
+        times = {f"time/{phase}": seconds for phase, seconds in clock.seconds.items()}
+        row = {"step": step, **row, "num_tokens": self.tokens, "tokens_per_second": tokens / total, "step_time": total, **times}
+        self._write(row)
+        left = (time.perf_counter() - self.began) / (step + 1 - self.start) * (self.cfg.max_steps - step - 1)
+        shown = {"reward": "reward", "accuracy": "rewards/accuracy_reward/mean", "length": "completions/mean_length"}
+        shown |= {
+            "entropy": "entropy",
+            "kl": "kl",
+            "clip": "clip_ratio/region_mean",
+            "gap": "sampling/sampling_logp_difference/mean",
+        }
+        values = "  ".join(f"{k} {row[name]:.3g}" for k, name in shown.items() if name in row)
+        speed = f"{row['tokens_per_second']:,.0f} tok/s  {int(left) // 60}:{int(left) % 60:02d} left"
+        console.print(f"step {step + 1:>4}/{self.cfg.max_steps}  {values}  {speed}", highlight=False)
+
+    def evaluation(self, step: int, samples: Sequence[Sample]) -> None:
+        """Writes what greedy decoding of the held-out prompts gave after `step` steps."""
+        row = {f"eval/rewards/{n}": statistics.fmean(s.rewards[n] or 0.0 for s in samples) for n in samples[0].rewards}
+        row["eval/mean_length"] = statistics.fmean(len(s.token_ids) for s in samples)
+        self._write({"step": step - 1, "eval/after": step, **row})
+        values = "  ".join(f"{name.split('/')[-1]} {value:.3f}" for name, value in row.items())
+        console.print(f"[bold]held-out, greedy, after {step} steps:[/bold]  {values}", highlight=False)
+
+
+def print_completions(samples: Sequence[Sample], count: int) -> None:
+    """A table of the first `count` completions with their rewards, as TRL's log_completions shows."""
+    table = Table("prompt", "completion", "reward", "advantage", show_lines=True)
+    for s in samples[:count]:
+        prompt = s.prompt.text if isinstance(s.prompt.text, str) else s.prompt.text[-1]["content"]
+        table.add_row(prompt[-200:], s.text[-400:], "-" if s.reward is None else f"{s.reward:.2f}", f"{s.advantage:+.2f}")
+    console.print(table)

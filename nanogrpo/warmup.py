@@ -1,0 +1,130 @@
+"""The small base model of the built-in task: a Qwen3 of under a million parameters, taught two habits from a seed.
+
+    python -m nanogrpo.warmup runs/base --seed 0      # then: python train.py --model runs/base --data arithmetic …
+
+First it learns to work sums out term by term; then, for a while, it is shown answers that are mostly blurted out, which it gets
+right when the sum is short. What is left blurts four times out of five. Nothing tells it which habit is better: GRPO finds out.
+In: a seed. Out: a checkpoint folder in Hugging Face's layout. Read next: train.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+from pathlib import Path
+
+import tokenizers
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from nanogrpo import checkpoint, grpo, optim, packing
+from nanogrpo.batch import Prompt, Sample
+from nanogrpo.config import Config
+from nanogrpo.model import Decoder, ModelConfig
+from nanogrpo.tasks import problems
+from nanogrpo.tokenizer import Tokenizer
+
+TAGS = ["<|user|>", "<|assistant|>", "<|end|>", "<think>", "</think>", "<answer>", "</answer>"]
+
+
+def worked_out(text: str, rng: random.Random, p_think: float) -> str:
+    """A completion as the warm-up shows it: with probability `p_think` worked out, else blurted out."""
+    first, *terms = re.findall(r"[+-]?\d+", text)
+    total, steps = int(first), []
+    for term in terms:
+        steps.append(f"{total}{term}={total + int(term)}")
+        total += int(term)
+    thought = ",".join(steps) if rng.random() < p_think else ""
+    return f"<think>{thought}</think><answer>{total}</answer>"
+
+
+def write_tokenizer(folder: Path) -> Tokenizer:
+    """A tokenizer of printable ASCII characters and a few tags, in Hugging Face's files."""
+    vocabulary = {token: i for i, token in enumerate(["<|pad|>", "\n", *map(chr, range(32, 127)), *TAGS])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")  # every character by itself
+    tokenizer.decoder = tokenizers.decoders.Fuse()  # and no spaces put between them
+    tokenizer.add_special_tokens(["<|pad|>", *TAGS[:3]])
+    tokenizer.add_tokens(TAGS[3:])  # ordinary tokens: the rewards must see them
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = (
+        "{%- for m in messages %}{{ ('<|user|>' if m.role == 'user' else '<|assistant|>') + m.content }}"
+        "{%- if m.role == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "pad_token": "<|pad|>",
+        "chat_template": template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    ids = {"eos_token_id": vocabulary["<|end|>"], "pad_token_id": vocabulary["<|pad|>"]}
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+    return Tokenizer.from_pretrained(folder)
+
+
+def base_config(vocab_size: int) -> ModelConfig:
+    return ModelConfig(
+        model_type="qwen3",
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+    )
+
+
+def make_base(
+    folder: Path, seed: int = 0, steps: int = 600, habit: float = 0.25, p_think: float = 0.2, quiet: bool = False
+) -> None:
+    """Trains the base model from scratch on `steps` batches of 64 solved training problems and writes its checkpoint.
+
+    The last `habit` of the steps shows the sums worked out with probability `p_think` only. Supervised learning is the policy
+    gradient of someone else's completions with advantage 1: so this is the trainer's own loss, on samples that were not sampled.
+    """
+    cfg = Config(loss_type="dapo")
+    rng = random.Random(f"warm-up,{seed}")
+    torch.manual_seed(seed)
+    with checkpoint.written_whole(folder) as aside:
+        tokenizer = write_tokenizer(aside)
+        model = Decoder(base_config(tokenizer.vocab_size))
+        optimizer = optim.make_optimizer(model, cfg)
+        for step in track(range(steps), "warm-up", console=Console(stderr=True, quiet=quiet)):
+            samples = [solved(text, tokenizer, rng, p_think if step >= steps * (1 - habit) else 1.0) for text in draw(rng)]
+            for batch in packing.pack(samples, cfg, len(samples), packing.trained_tokens(samples, cfg)):
+                model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+            rate = 3e-3 * min(1.0, (step + 1) / 50, 1.05 - step / steps)  # up in 50 steps, then down to a twentieth
+            optim.clip_and_step(model, optimizer, rate, max_grad_norm=1.0)
+        checkpoint.export(model, aside, tokenizer)
+
+
+def draw(rng: random.Random) -> list[str]:
+    return problems("train", 64, seed=rng.getrandbits(32))
+
+
+def solved(text: str, tokenizer: Tokenizer, rng: random.Random, p_think: float) -> Sample:
+    """A problem and its solution as if it had been sampled, with advantage 1."""
+    prompt = Prompt(0, text, tokenizer.encode_prompt([{"role": "user", "content": f"{text}="}]))
+    ids = tokenizer.encode(worked_out(text, rng, p_think) + "<|end|>")
+    return Sample(prompt, 0, ids, logp=[0.0] * len(ids), stopped=True, versions=[0] * len(ids), advantage=1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the base model of the built-in arithmetic task.")
+    parser.add_argument("folder", type=Path, help="where the checkpoint is written")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    make_base(args.folder, args.seed)
+
+
+if __name__ == "__main__":
+    main()
