@@ -1,0 +1,312 @@
+"""The embedded engine: samples completions from our own decoder, in the trainer's process, with a key/value cache.
+
+In: prompts (token ids), n completions of each, `SamplingParams`. Out: `Sample`s: ids, their log-probs, stopped or cut.
+
+    waiting completions ──► rows 0 … b-1 of the cache ──► one decode step for all b rows ──► one new token a row ──┐
+         prompt prefilled once,      ▲                                                                             │
+         copied to its group's rows  └── a finished row leaves at once: a waiting completion, or the last row, ◄───┘
+                                         takes its place, so that rows stay dense and a step costs what is alive
+
+A completion starts one token early: the prompt *without its last token* is prefilled, and the last prompt token is the first
+input of decoding. So prefill needs no output head and no sampling, and there is one place where tokens are drawn: `draw`.
+
+Randomness is counter-based: token t of a completion uses the hash of (its key, t), whatever row it sits in and whoever its
+neighbours are. Read before: rollout.py (the interface), attention.py (the cache). Read next: vllm_engine.py, train.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from nanogrpo.attention import KVCache, Packed
+from nanogrpo.batch import Prompt, Sample
+from nanogrpo.errors import UserError
+from nanogrpo.model import Decoder, ModelConfig
+from nanogrpo.rollout import SamplingParams, stream
+
+PREFILL_TOKENS = 8192  # prompts are prefilled in packs of at most this many tokens: bounds the memory of a pack
+
+
+# --- drawing a token ----------------------------------------------------------------------------------------------------------
+
+
+def filtered(scores: Tensor, params: SamplingParams) -> Tensor:
+    """scores: [b, V] logits / temperature. Returns them with -inf where top_k, top_p, then min_p drop a token."""
+    if 0 < params.top_k < scores.shape[-1]:
+        kth = scores.topk(params.top_k).values[:, -1:]  # [b, 1]; tokens tied with the k-th stay
+        scores = scores.masked_fill(scores < kth, float("-inf"))
+    if params.top_p < 1.0:
+        ascending, order = scores.sort(dim=-1)
+        tail = ascending.softmax(-1).cumsum(-1) <= 1.0 - params.top_p  # the unlikely tokens that top_p can do without
+        tail[:, -1] = False  # the likeliest stays whatever top_p is
+        scores = scores.masked_fill(tail.scatter(1, order, tail), float("-inf"))
+    if params.min_p > 0.0:
+        probs = scores.softmax(-1)
+        scores = scores.masked_fill(probs < params.min_p * probs.amax(-1, keepdim=True), float("-inf"))
+    return scores
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x  # the int64 with the same 64 bits
+
+
+def uniform(key: Tensor, counter: Tensor) -> Tensor:
+    """key, counter: [b] int64 → [b] float64 in [0, 1), multiples of 2⁻⁵³: SplitMix64 (Steele, Lea and Flood 2014) of each pair.
+
+    int64 wraps like uint64 under + and ·, and its shift drags the sign along: the mask makes the shift a logical one.
+    """
+
+    def xor_shift(z: Tensor, n: int) -> Tensor:
+        return z ^ ((z >> n) & ((1 << (64 - n)) - 1))
+
+    z = key + (counter + 1) * _signed(0x9E3779B97F4A7C15)
+    z = xor_shift(z, 30) * _signed(0xBF58476D1CE4E5B9)
+    z = xor_shift(z, 27) * _signed(0x94D049BB133111EB)
+    return ((xor_shift(z, 31) >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def draw(logits: Tensor, key: Tensor, counter: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """One token a row. logits: [b, V]; key, counter: [b] int64. Returns tokens [b] int64, log-probs [b] float32.
+
+    Inverse CDF: one uniform a token instead of V Gumbels. The CDF is summed in fixed point (2⁻⁴⁰): integer sums are exact in any
+    order, so on every device the CDF rises only where a probability is positive, and neither a filtered token nor one past the
+    end can be drawn, however close to 1 the uniform is. The log-prob is that of softmax(logits / temperature), before filters.
+    """
+    scores = logits.float() if params.temperature in (0, 1) else logits.float() / params.temperature
+    logp = scores.log_softmax(-1)  # [b, V]
+    if params.temperature == 0:
+        token = scores.argmax(-1, keepdim=True)  # [b, 1]
+    else:
+        kept = filtered(scores, params)
+        probs = logp.exp() if kept is scores else kept.softmax(-1)
+        cdf = (probs * 2.0**40).long().cumsum(-1)  # [b, V] int64
+        target = (uniform(key, counter)[:, None] * cdf[:, -1:]).long()  # [b, 1], below the last of cdf: see the docstring
+        token = torch.searchsorted(cdf, target, right=True)  # the first whose CDF exceeds the target
+        token = token.clamp_(max=logits.shape[-1] - 1)  # binds only for NaN logits, which `_step` reports: the gather must live
+    return token[:, 0], logp.gather(1, token)[:, 0]
+
+
+# --- the engine ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Completion:
+    """One completion under way: what the host knows of a row."""
+
+    prompt: Prompt
+    index: int
+    limit: int  # completion tokens at most
+    key: int
+    token_ids: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.stopped or len(self.token_ids) == self.limit
+
+    @property
+    def position(self) -> int:  # of the token that is fed next
+        return len(self.prompt.token_ids) - 1 + len(self.token_ids)
+
+
+def _bucket(x: int, step: int, top: int) -> int:
+    """The least step · 2ⁱ that holds x, at most `top`: few shapes, so few graphs."""
+    while step < x:
+        step *= 2
+    return min(step, top)
+
+
+class LocalEngine:
+    """Samples from a copy of the trainer's weights (rollout.Engine).
+
+    The copy costs one pass over the weights and buys safety: updating the trainer's cannot change what `version` means midway,
+    and the engine keeps its own dtype. float32 on a CPU, bfloat16 on CUDA unless told; log-probs are float32 everywhere.
+    """
+
+    def __init__(
+        self,
+        model_cfg: ModelConfig,
+        *,
+        max_len: int,  # of the context: prompt and completion
+        slots: int = 64,  # completions decoded at once
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        graphs: bool | None = None,  # CUDA graphs for decoding; None: on a GPU
+    ):
+        if max_len > model_cfg.max_position_embeddings:
+            raise UserError(f"max_len {max_len} exceeds the model's max_position_embeddings {model_cfg.max_position_embeddings}.")
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.max_len, self.slots, self.version = max_len, slots, -1
+        with torch.device("meta"):  # no random initialisation: it would cost time and move the global random state
+            self.model = Decoder(model_cfg).to(self.dtype).requires_grad_(False)
+        self.model.to_empty(device=self.device).tie()
+        c = model_cfg
+        self.cache = KVCache(c.num_hidden_layers, slots, c.num_key_value_heads, max_len, c.head_dim, self.dtype, self.device)
+        self.state = torch.zeros(3, slots, dtype=torch.int64, device=self.device)  # a row's next token, its position, its key
+        self.logp = torch.zeros(slots, device=self.device)  # [slots] float32, of the token just drawn
+        on_gpu = self.device.type == "cuda"
+        self.stride = 8 if on_gpu else 1  # decode steps between two looks of the host: each look waits for the GPU
+        self.graphs: dict | None = {} if (on_gpu if graphs is None else graphs) else None
+
+    @torch.no_grad()
+    def load(self, model: nn.Module, version: int) -> None:
+        """Copies the weights of a Decoder with the same configuration; sharded ones are gathered (every rank must call)."""
+        theirs = dict(model.named_parameters())
+        for name, mine in self.model.named_parameters():
+            weight = theirs[name].detach()
+            mine.copy_(weight.full_tensor() if hasattr(weight, "full_tensor") else weight)
+        self.version = version
+
+    def close(self) -> None:
+        """Frees the weights, the cache and the graphs; the engine cannot be used afterwards."""
+        del self.model, self.cache, self.graphs
+
+    @torch.inference_mode()
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int, limits: Sequence[int] | None = None
+    ) -> list[Sample]:
+        """n completions of each prompt, in order. `limits` [len(prompts) · n]: completion tokens at most, for each its own."""
+        if self.version < 0:
+            raise RuntimeError("LocalEngine.load must be called before sample.")
+        limits = limits or [params.max_tokens] * (len(prompts) * n)
+        for i, p in enumerate(prompts):
+            total = len(p.token_ids) + max(limits[i * n : (i + 1) * n], default=0)
+            if not p.token_ids or min(limits) < 1:
+                raise UserError(f"Prompt {p.id} is empty or is asked for no token; give it a token and max_tokens of at least 1.")
+            if total > self.max_len:
+                raise UserError(
+                    f"Prompt {p.id} has {len(p.token_ids)} tokens and needs {total} with its completion, but the engine's "
+                    f"context is {self.max_len}; shorten the prompt or max_tokens, or raise the context."
+                )
+        todo = [
+            _Completion(p, j, limits[i * n + j], stream(params.seed, step, p.id, j))
+            for i, p in enumerate(prompts)
+            for j in range(n)
+        ]
+        waiting, active, prefilled = deque(todo), [], {}
+        stops = frozenset() if params.ignore_stop else frozenset(params.stop_token_ids)
+        self._admit(waiting, active, prefilled)
+        while active:
+            self._step(active, params, stops)
+            self._admit(waiting, active, prefilled)
+        version = self.version
+        return [Sample(c.prompt, c.index, c.token_ids, c.logp, c.stopped, [version] * len(c.token_ids)) for c in todo]
+
+    # --- rows: who sits where ---
+
+    def _admit(self, waiting: deque[_Completion], active: list[_Completion], prefilled: dict) -> None:
+        """Row r belongs to active[r]. Gives the rows of finished completions, and free ones, to waiting ones; closes the gaps."""
+        holes = [r for r, c in enumerate(active) if c.finished]
+        free = holes + list(range(len(active), self.slots))
+        rows, state = free[: len(waiting)], []
+        while free and waiting:
+            prompt, members = waiting[0].prompt, []
+            if id(prompt) not in prefilled:  # completions wait in order: those before this pack of prompts all have their rows
+                prefilled.clear()
+                prefilled.update(self._prefill(waiting))
+            while free and waiting and waiting[0].prompt is prompt:
+                r, c = free.pop(0), waiting.popleft()
+                active[r : r + 1] = [c]  # replaces, or appends when r is one past the end
+                members.append(r)
+                state.append((prompt.token_ids[-1], c.position, c.key))
+            self.cache.fill(members, *prefilled[id(prompt)])
+        if rows:
+            self.state[:, rows] = torch.tensor(state, device=self.device).T  # [3, entering]
+        holes = [r for r in holes if active[r].finished]
+        if holes:  # nobody waits any more: the last living rows move into the gaps
+            living = [r for r, c in enumerate(active) if not c.finished]
+            target = [r for r in holes if r < len(living)]
+            source = living[len(living) - len(target) :]
+            span = max((active[r].position for r in source), default=0)
+            if target:
+                self.cache.move(source, target, span)
+                self.state[:, target] = self.state[:, source]
+            for s, t in zip(source, target):
+                active[t] = active[s]
+            del active[len(living) :]
+
+    def _prefill(self, waiting: Sequence[_Completion]) -> dict[int, tuple[Tensor, Tensor]]:
+        """The first prompts that wait, as many as PREFILL_TOKENS allows: id(prompt) → keys, values [L, K, len - 1, E]."""
+        pack: dict[int, Prompt] = {}
+        budget = PREFILL_TOKENS
+        for c in waiting:
+            if id(c.prompt) not in pack:
+                budget -= len(c.prompt.token_ids)
+                if pack and budget < 0:
+                    break
+                pack[id(c.prompt)] = c.prompt
+        lengths = [len(p.token_ids) - 1 for p in pack.values()]
+        some = [n for n in lengths if n]  # a prompt of one token leaves nothing to prefill
+        L, (K, E) = len(self.model.model.layers), self.cache.k.shape[2::2]
+        keys = values = torch.zeros(L, K, 0, E, dtype=self.dtype, device=self.device)
+        if some:
+            tokens = torch.tensor([t for p in pack.values() for t in p.token_ids[:-1]], device=self.device)  # [T]
+            positions = torch.cat([torch.arange(n, device=self.device) for n in some])  # [T]
+            cu_seqlens = torch.tensor([0, *some], device=self.device).cumsum(0).int()  # [N+1]
+            attend = Packed(cu_seqlens, max(some), keep=True)
+            self.model.model(tokens, positions, attend)  # the body only: no row needs the vocabulary
+            keys, values = (torch.stack([attend.kept[i][j] for i in range(L)]).transpose(1, 2) for j in (0, 1))  # [L, K, T, E]
+        return dict(zip(pack, zip(keys.split(lengths, dim=2), values.split(lengths, dim=2))))
+
+    # --- decoding ---
+
+    def _step(self, active: list[_Completion], params: SamplingParams, stops: frozenset[int]) -> None:
+        """Up to `stride` tokens for every active row, then one look: what was drawn, who is done."""
+        b = len(active)
+        steps = min(self.stride, min(c.limit - len(c.token_ids) for c in active))
+        rows, span = b, min(max(c.position for c in active) + steps, self.max_len)
+        if self.graphs is not None:  # a graph has fixed shapes: rows b … rows-1 idle along, at positions that surely exist
+            rows, span = _bucket(b, 1, self.slots), _bucket(span, 64, self.max_len)
+            self.state[1, b:rows] = 0
+        drawn = []
+        for _ in range(steps):
+            self._decode(rows, span, params)
+            drawn.append((self.state[0, :b].clone(), self.logp[:b].clone()))
+        tokens, logps = (torch.stack(x).cpu() for x in zip(*drawn))  # [steps, b] each; the one wait for the GPU
+        if not logps.isfinite().all():
+            self.cache.k.zero_(), self.cache.v.zero_()  # NaN in a column that is masked later would still spread: 0 · NaN
+            bad = active[int((~logps.isfinite()).any(0).nonzero()[0])]
+            raise FloatingPointError(
+                f"The logits of prompt {bad.prompt.id} are not finite at weight version {self.version}; the weights hold NaN or "
+                "infinity, or overflow: look at the gradient norm of the steps before."
+            )
+        for c, ids, logp in zip(active, tokens.T.tolist(), logps.T.tolist()):
+            end = next((i + 1 for i, t in enumerate(ids) if t in stops), steps)  # what follows a stop token is discarded
+            c.token_ids += ids[:end]
+            c.logp += logp[:end]
+            c.stopped = c.token_ids[-1] in stops
+
+    def _decode(self, rows: int, span: int, params: SamplingParams) -> None:
+        """One token for the first `rows` rows: reads and advances `state`, writes `logp`. No host work: may be a CUDA graph."""
+        if self.graphs is None:
+            return self._forward(rows, span, params)
+        shape = (rows, span, params.temperature, params.top_k, params.top_p, params.min_p)  # all that a graph bakes in
+        if shape not in self.graphs:
+            before = self.state.clone()
+            aside = torch.cuda.Stream()  # the warm-up that capturing asks for: libraries allocate their workspaces now
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                self._forward(rows, span, params)
+            torch.cuda.current_stream().wait_stream(aside)
+            self.state.copy_(before)  # the cache keeps the warm-up's write: the real step writes the same there
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=next((g.pool() for g in self.graphs.values()), None)):
+                self._forward(rows, span, params)
+            self.graphs[shape] = graph
+        self.graphs[shape].replay()
+
+    def _forward(self, rows: int, span: int, params: SamplingParams) -> None:
+        token, position, key = self.state[:, :rows]  # [rows] each
+        self.cache.begin(position, span)
+        logits = self.model(token, position, self.cache)  # [rows, V]
+        drawn, logp = draw(logits, key, position, params)
+        token.copy_(drawn)
+        self.logp[:rows] = logp
+        position += 1
