@@ -1,0 +1,143 @@
+"""What the tests share: a tiny random decoder, its checkpoint folder, strips of random tokens, and what runs without a GPU.
+
+    from conftest import tiny_config, tiny_model, positions_of, random_batch      # helpers are plain functions
+    def test_…(tiny_base): …                                                      # fixtures: folders made once a session
+
+Without a GPU the Triton kernels run in Triton's interpreter, which is chosen when a kernel is defined: so the environment is set
+here, before any of our modules is imported. Nothing reaches the network. Read next: test_model.py.
+"""
+
+# ruff: noqa: E402 (imports after the environment is set)
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a download would pass here and fail elsewhere
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from nanogrpo import checkpoint, warmup
+from nanogrpo.attention import Packed
+from nanogrpo.batch import PackedBatch
+from nanogrpo.model import Decoder, ModelConfig
+
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not CUDA and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none"))
+
+
+# ---- models --------------------------------------------------------------------------------------------------------------------
+
+
+def tiny_config(**changes) -> ModelConfig:
+    """A Qwen3 of about 56,000 parameters: two layers, four query heads on two key heads, a head size that is not D / H."""
+    tiny = ModelConfig(
+        model_type="qwen3",
+        vocab_size=151,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        rope_theta=10_000.0,
+    )
+    return dataclasses.replace(tiny, **changes)
+
+
+@torch.no_grad()
+def tiny_model(cfg: ModelConfig | None = None, seed: int = 0, std: float = 0.2, **changes) -> Decoder:
+    """A random decoder whose logits are spread like a trained model's (a standard deviation of about 1 to 3).
+
+    Norms and biases are random too: at their initial ones and zeros, a norm or bias that is never applied would go unnoticed.
+    """
+    model = Decoder(cfg or tiny_config(**changes))
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        p.normal_(0.0, std, generator=generator)
+        if name.endswith("norm.weight"):
+            p.add_(1.0)
+    return model
+
+
+# ---- strips of tokens ----------------------------------------------------------------------------------------------------------
+
+
+def random_tokens(n: int, vocab_size: int = 151, seed: int = 0) -> torch.Tensor:
+    """[n] int64."""
+    return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def positions_of(lengths: Sequence[int], device: str = "cpu") -> tuple[torch.Tensor, Packed]:
+    """Positions [T] of sequences laid end to end, and the way to attend over them.
+
+    >>> positions, attend = positions_of([3, 2])        # positions 0 1 2 0 1; model(tokens, positions, attend) → logits [5, V]
+    """
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)  # [T]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)  # [N+1]
+    return positions, Packed(cu_seqlens, max(lengths))
+
+
+def random_batch(pairs: Sequence[tuple[int, int]], vocab_size: int = 151, seed: int = 0, off_policy: bool = True) -> PackedBatch:
+    """A strip of random samples of (prompt, completion) lengths, with random advantages and, off policy, random old log-probs.
+
+    >>> batch = random_batch([(2, 2), (2, 1)])          # the example of batch.py: T = 7, N = 2, M = 3
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [p + c for p, c in pairs]
+    starts = torch.tensor([0, *lengths]).cumsum(0)  # [N+1]
+    counts = torch.tensor([c for _, c in pairs])  # [N]
+    M = int(counts.sum())
+    tokens = torch.randint(vocab_size, (sum(lengths),), generator=generator)  # [T]
+    rows = torch.cat([starts[i] + p - 1 + torch.arange(c) for i, (p, c) in enumerate(pairs)])  # [M]
+    sampling_logp = -5 * torch.rand(M, generator=generator)  # [M]
+    return PackedBatch(
+        tokens=tokens,
+        positions=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=starts.to(torch.int32),
+        max_len=max(lengths),
+        rows=rows,
+        targets=tokens[rows + 1],
+        sample=torch.arange(len(pairs)).repeat_interleave(counts),
+        advantage=torch.randn(len(pairs), generator=generator).repeat_interleave(counts),
+        weight=torch.full((M,), 1.0 / M),
+        sampling_logp=sampling_logp,
+        old_logp=sampling_logp + 0.1 * torch.randn(M, generator=generator) if off_policy else None,
+    )
+
+
+# ---- folders -------------------------------------------------------------------------------------------------------------------
+
+
+def write_base(folder: Path, seed: int = 0, **changes) -> Path:
+    """A checkpoint folder of a random tiny model with the built-in task's tokenizer: what --model wants."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = warmup.write_tokenizer(folder)
+    model = tiny_model(tiny_config(**{"vocab_size": tokenizer.vocab_size, **changes}), seed)
+    checkpoint.export(model, folder, tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder, shared by all tests: read it, copy it, never write to it."""
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def tiny_tokenizer(tiny_base: Path):
+    return warmup.Tokenizer.from_pretrained(tiny_base)
