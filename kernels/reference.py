@@ -43,15 +43,15 @@ def log_softmax_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[N, V], [N] → log-prob of the target [N], entropy [N] in nats, and (Q, log S) [2, N] for the backward.
 
-    z = logits / T;  Q = max_j z_j;  S = Σ_j e^{z_j - Q};  logp = z_y - Q - log S;  H = log S - Σ_j e^{z_j - Q} (z_j - Q) / S.
+    Q = max_j x_j;  t_j = (x_j - Q) / T;  S = Σ_j e^{t_j};  logp = t_y - log S;  H = log S - Σ_j e^{t_j} t_j / S.
     Everything is relative to Q, so that a row around -10,000 is as exact as one around 0. An entry of -inf has probability 0
     and adds 0 to H. Rows whose mask is False give 0.
     """
-    z = logits.to(accumulate(logits.dtype)) / temperature  # [N, V]
+    x = logits.to(accumulate(logits.dtype))  # [N, V]
     if mask is not None:
-        z = z.masked_fill(~mask[:, None], 0.0)  # such a row may hold anything, nan included
-    q = z.amax(-1) if z.numel() else z.new_zeros(z.shape[0])  # [N]
-    t = z - q[:, None]
+        x = x.masked_fill(~mask[:, None], 0.0)  # such a row may hold anything, nan included
+    q = x.amax(-1) if x.numel() else x.new_zeros(x.shape[0])  # [N]
+    t = (x - q[:, None]) / temperature
     e = t.exp()
     s = e.sum(-1)  # [N]
     entropy = s.log() - torch.where(e > 0, e * t, 0.0).sum(-1) / s  # 0 · -inf is nan: chosen by where, not multiplied away
@@ -83,7 +83,7 @@ def log_softmax_backward(
         dlogp, dentropy = dlogp.masked_fill(~mask, 0.0), None if dentropy is None else dentropy.masked_fill(~mask, 0.0)
     else:
         logits_seen = logits
-    logp_all = logits_seen.to(norm.dtype) / temperature - norm[0][:, None] - norm[1][:, None]  # [N, V]
+    logp_all = (logits_seen.to(norm.dtype) - norm[0][:, None]) / temperature - norm[1][:, None]  # [N, V]
     p = logp_all.exp()
     dz = -dlogp[:, None] * p
     if dentropy is not None:

@@ -1,0 +1,167 @@
+"""What stands in for a GPU in the kernel tests: compiling ahead of time and counting instructions, and an exact fma.
+
+`compile_kernel` turns a `@triton.jit` function into machine code for a GPU that is not here, with the assembler that Triton
+ships; `Machine` answers the questions of the compile contracts: does it spill, how many instructions has its inner loop.
+Triton decides when it is imported whether it interprets; so contracts run in a process of their own with TRITON_INTERPRET=0:
+`python tests/aot.py NAME ARCH` prints one JSON line a kernel. Read next: test_kernels_contracts.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":  # run as a script: the checkout is not on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+@dataclass
+class Machine:
+    """A compiled kernel: registers, bytes of stack, and its instructions as text, in order."""
+
+    registers: int
+    stack: int  # bytes; more than 0 means that registers were spilled to memory
+    code: list[str]
+    loops: list[list[str]]  # the body of each backward branch, in order of their ends
+
+    def count(self, name: str) -> int:
+        """Instructions whose name starts so (LDL and STL are the spills, BAR the barriers)."""
+        return sum(_name(line).startswith(name) for line in self.code)
+
+
+def _name(instruction: str) -> str:
+    return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0]
+
+
+def compile_kernel(
+    fn, arch: int, signature: dict[str, str], constants: dict, warps: int, aligned: tuple[str, ...] = ()
+) -> Machine:
+    """fn compiled for sm_<arch>. signature names the run-time arguments; the rest are constants (None for absent pointers).
+
+    Arguments in `aligned` are multiples of 16, as Triton finds at a launch: without it loads are not of 16 bytes.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {name: signature.get(name, "constexpr") for name in fn.arg_names}
+    constants = {name: constants.get(name) for name, kind in types.items() if kind == "constexpr"}
+    hints = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names) if name in aligned}
+    source = ASTSource(fn, types, constants, hints)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"\b{word}:(\d+)", usage).group(1)) for word in ("REG", "STACK"))
+    return Machine(registers, stack, *_parse(sass))
+
+
+def _parse(sass: str) -> tuple[list[str], list[list[str]]]:
+    code, labels, loops = [], {}, []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label.group(1)] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", line):
+            code.append(instruction.group(1))
+            target = re.search(r"BRA.*`\((\.L_\w+)\)", code[-1])
+            if target and target.group(1) in labels:
+                loops.append(code[labels[target.group(1)] :])
+    return code, loops
+
+
+def exact_fma() -> None:
+    """Gives the interpreter the GPU's fused multiply-add: one rounding instead of two.
+
+    Triton's interpreter multiplies, rounds, then adds; the log-softmax kernels rely on the single rounding that `tl.fma`
+    promises. float32 products are exact in float64, so computing there and rounding once is what the hardware does.
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def create_fma(self, x, y, z):
+        wide = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = create_fma
+
+
+POINTERS = {"LOGITS": "*bf16", "OUT": "*bf16", "TARGETS": "*i64", "MASK": "*i8", "CLIP": "*i8"}  # all others: *fp32
+NUMBERS = {
+    "stride": "i64",
+    "stride_out": "i64",
+    "N": "i32",
+    "V": "i32",
+    "M": "i32",
+    "parts": "i32",
+    "slice": "i32",
+    "blocks": "i32",
+}
+ALIGNED = ("stride", "stride_out", "V", "slice")  # multiples of 16 for Qwen3's vocabulary; pointers always are
+
+
+def contracts() -> dict:
+    """name → (kernel, constants, warps): every kernel, as it is launched for Qwen3's vocabulary of 151,936 words in bfloat16.
+
+    What a kernel's constants do not mention is a run-time argument, typed by its name: pointers are in capitals.
+    """
+    import triton.language as tl
+
+    from nanogrpo.kernels import log_softmax, policy, rows
+
+    acc = dict(ACC=tl.float32)
+    lanes = dict(R=1024, C=8, **acc)
+    visit = dict(BIAS=True, R=2048, C=8, **acc)
+    plain = dict(OLD=None, REF=None, IMP=None)
+    return {
+        "log_softmax.forward": (log_softmax.forward_kernel, dict(MASK=None, **lanes), 8),
+        "log_softmax.forward, masked": (log_softmax.forward_kernel, lanes, 8),
+        "log_softmax.part": (log_softmax.part_kernel, lanes, 8),
+        "log_softmax.join": (log_softmax.join_kernel, dict(PARTS_2=32, MASK=None, **acc), 1),
+        "log_softmax.backward": (log_softmax.backward_kernel, dict(BLOCK=4096, MASK=None, **acc), 8),
+        "policy": (policy.policy_kernel, dict(BIAS=True, BLOCK=1024), 4),
+        "policy, on policy": (policy.policy_kernel, dict(BIAS=True, BLOCK=1024, KL=None, **plain), 4),
+        "policy.sum": (policy.sum_kernel, dict(ROWS=32), 1),
+        "rows": (rows.row_kernel, visit, 32),
+        "rows, on policy": (rows.row_kernel, dict(ENTROPY_WEIGHT=None, **plain, **visit), 32),
+    }
+
+
+def compile_contract(name: str, arch: int) -> Machine:
+    kernel, constants, warps = contracts()[name]
+    kinds = {
+        n: POINTERS.get(n, "*fp32") if n.isupper() and n not in NUMBERS else NUMBERS.get(n, "fp32") for n in kernel.arg_names
+    }
+    kinds["rows"] = "i32"
+    signature = {n: kinds[n] for n in kernel.arg_names if n not in constants}
+    aligned = tuple(n for n in signature if n in ALIGNED or signature[n].startswith("*"))
+    return compile_kernel(kernel, arch, signature, constants, warps, aligned)
+
+
+def report(name: str, arch: int) -> dict:
+    """One line of facts about a kernel: what the contracts are held against."""
+    _, constants, warps = contracts()[name]
+    machine = compile_contract(name, arch)
+    spills = machine.count("LDL") + machine.count("STL")
+    facts = {"kernel": name, "arch": arch, "registers": machine.registers, "stack": machine.stack, "spills": spills}
+    loops = [{"length": len(loop), "barriers": sum(_name(i).startswith("BAR") for i in loop)} for loop in machine.loops]
+    for facts_of, loop in zip(loops, machine.loops):
+        names = Counter(_name(i).split(".")[0] for i in loop)
+        facts_of.update(exp2=names["MUFU"], shuffles=names["SHFL"], loads=names["LDG"], fma=names["FFMA"])
+        if "R" in constants:
+            facts_of["per_element"] = round(len(loop) * warps * 32 / (constants["R"] * constants["C"]), 2)
+    return {**facts, "loops": loops, "instructions": len(machine.code)}
+
+
+if __name__ == "__main__":
+    chosen, arch = sys.argv[1], int(sys.argv[2])
+    for each in contracts() if chosen == "all" else [chosen]:
+        print(json.dumps(report(each, arch)), flush=True)
