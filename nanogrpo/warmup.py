@@ -2,8 +2,9 @@
 
     python -m nanogrpo.warmup runs/base --seed 0      # then: python train.py --model runs/base --data arithmetic …
 
-First it learns to work sums out term by term; then, for a while, it is shown answers that are mostly blurted out, which it gets
-right when the sum is short. What is left blurts four times out of five. Nothing tells it which habit is better: GRPO finds out.
+First it learns to work sums out term by term. Then, for a while, it is shown a lazy student: short sums worked out four times of
+five, long ones blurted out four times of five. The base copies both, and so fails at what it could do: its blurted answers are
+mostly wrong, its worked ones mostly right. Nothing tells it which habit is better: GRPO finds out.
 In: a seed. Out: a checkpoint folder in Hugging Face's layout. Read next: train.py.
 """
 
@@ -30,14 +31,15 @@ from nanogrpo.tokenizer import Tokenizer
 TAGS = ["<|user|>", "<|assistant|>", "<|end|>", "<think>", "</think>", "<answer>", "</answer>"]
 
 
-def worked_out(text: str, rng: random.Random, p_think: float) -> str:
-    """A completion as the warm-up shows it: with probability `p_think` worked out, else blurted out."""
+def solution(text: str, rng: random.Random, lazy: bool) -> str:
+    """A completion as the warm-up shows it: worked out always, or by a lazy student."""
     first, *terms = re.findall(r"[+-]?\d+", text)
+    think = not lazy or (rng.random() < 0.8) == (len(terms) == 1)
     total, steps = int(first), []
     for term in terms:
         steps.append(f"{total}{term}={total + int(term)}")
         total += int(term)
-    thought = ",".join(steps) if rng.random() < p_think else ""
+    thought = ",".join(steps) if think else ""
     return f"<think>{thought}</think><answer>{total}</answer>"
 
 
@@ -71,9 +73,9 @@ def base_config(vocab_size: int) -> ModelConfig:
     return ModelConfig(
         model_type="qwen3",
         vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -83,13 +85,11 @@ def base_config(vocab_size: int) -> ModelConfig:
     )
 
 
-def make_base(
-    folder: Path, seed: int = 0, steps: int = 600, habit: float = 0.25, p_think: float = 0.2, quiet: bool = False
-) -> None:
+def make_base(folder: Path, seed: int = 0, steps: int = 600, quiet: bool = False) -> None:
     """Trains the base model from scratch on `steps` batches of 64 solved training problems and writes its checkpoint.
 
-    The last `habit` of the steps shows the sums worked out with probability `p_think` only. Supervised learning is the policy
-    gradient of someone else's completions with advantage 1: so this is the trainer's own loss, on samples that were not sampled.
+    The last quarter of the steps shows the lazy student. Supervised learning is the policy gradient of someone else's completions
+    with advantage 1: so this is the trainer's own loss, on samples that were not sampled.
     """
     cfg = Config(loss_type="dapo")
     rng = random.Random(f"warm-up,{seed}")
@@ -99,7 +99,7 @@ def make_base(
         model = Decoder(base_config(tokenizer.vocab_size))
         optimizer = optim.make_optimizer(model, cfg)
         for step in track(range(steps), "warm-up", console=Console(stderr=True, quiet=quiet)):
-            samples = [solved(text, tokenizer, rng, p_think if step >= steps * (1 - habit) else 1.0) for text in draw(rng)]
+            samples = [solved(text, tokenizer, rng, lazy=step >= steps * 3 // 4) for text in draw(rng)]
             for batch in packing.pack(samples, cfg, len(samples), packing.trained_tokens(samples, cfg)):
                 model.score(batch, grpo.objective(batch, cfg)).loss.backward()
             rate = 3e-3 * min(1.0, (step + 1) / 50, 1.05 - step / steps)  # up in 50 steps, then down to a twentieth
@@ -111,10 +111,10 @@ def draw(rng: random.Random) -> list[str]:
     return problems("train", 64, seed=rng.getrandbits(32))
 
 
-def solved(text: str, tokenizer: Tokenizer, rng: random.Random, p_think: float) -> Sample:
+def solved(text: str, tokenizer: Tokenizer, rng: random.Random, lazy: bool) -> Sample:
     """A problem and its solution as if it had been sampled, with advantage 1."""
     prompt = Prompt(0, text, tokenizer.encode_prompt([{"role": "user", "content": f"{text}="}]))
-    ids = tokenizer.encode(worked_out(text, rng, p_think) + "<|end|>")
+    ids = tokenizer.encode(solution(text, rng, lazy) + "<|end|>")
     return Sample(prompt, 0, ids, logp=[0.0] * len(ids), stopped=True, versions=[0] * len(ids), advantage=1.0)
 
 
