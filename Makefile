@@ -1,0 +1,30 @@
+# demo: a small model learns arithmetic by GRPO.  test: the whole suite.  lint: style.  Each makes what it needs first.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint clean
+
+demo: .venv/plot.done
+	rm -rf runs/demo
+	$(BIN)/python -m nanogrpo.warmup runs/demo/base
+	$(BIN)/python train.py --model runs/demo/base --data arithmetic --output-dir runs/demo $(DEMO)
+	$(BIN)/python -m nanogrpo.plot runs/demo
+
+# One screen of settings: what the demo trains with beside the defaults of nanogrpo/config.py.
+DEMO := --max-steps 100 --generation-batch-size 128 --max-concurrent 128 --max-completion-length 48 --learning-rate 3e-4 --eval-steps 20
+
+test: .venv/test.done
+	$(BIN)/python -m pytest
+
+lint: .venv/test.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The environment, with the pinned versions. A stamp an extra: the demo does not wait for the peers that only tests need.
+.venv/%.done: setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$*]"
+	touch $@
+
+clean:
+	rm -rf .venv runs build *.egg-info

@@ -1,0 +1,91 @@
+"""Draws runs: `python -m nanogrpo.plot runs/demo [runs/other …] [--out curve.png]`, several runs overlaid.
+
+In: the metrics.jsonl of each run. Out: one picture with reward, held-out accuracy, completion length and entropy, and, where a run
+has them, KL and the gap between trainer and engine. Needs matplotlib (`pip install -e .[plot]`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from nanogrpo.errors import UserError
+
+# title → (metric of a step, whether it is a held-out value drawn at "eval/after")
+PANELS = {
+    "training reward": "reward",
+    "held-out accuracy (greedy)": "eval/rewards/accuracy_reward",
+    "completion length (tokens)": "completions/mean_length",
+    "entropy (nats a token)": "entropy",
+    "KL to the reference (nats a token)": "kl",
+    "|log-prob trainer - engine|": "sampling/sampling_logp_difference/mean",
+}
+
+
+def read(run: Path) -> list[dict]:
+    """The rows of a run's metrics.jsonl, head lines left out."""
+    path = run / "metrics.jsonl" if run.is_dir() else run
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, json.JSONDecodeError) as e:
+        raise UserError(f"{path} cannot be read ({e}): name the output folder of a run.") from e
+    return [row for row in rows if "step" in row]
+
+
+def series(rows: list[dict], name: str) -> tuple[list[float], list[float]]:
+    """(steps finished, values) of a metric."""
+    found = [(row.get("eval/after", row["step"] + 1), row[name]) for row in rows if name in row]
+    return [x for x, _ in found], [y for _, y in found]
+
+
+def draw(runs: list[Path], out: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError as e:
+        raise UserError("drawing needs matplotlib: pip install -e .[plot]") from e
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    data = {run: read(run) for run in runs}
+    shown = {title: name for title, name in PANELS.items() if any(series(rows, name)[0] for rows in data.values())}
+    columns = min(len(shown), 2)
+    figure, axes = plt.subplots(-(-len(shown) // columns), columns, figsize=(10, 3 * -(-len(shown) // columns)), squeeze=False)
+    for axis in axes.flat[len(shown) :]:
+        axis.remove()
+    for axis, (title, name) in zip(axes.flat, shown.items()):
+        for run, rows in data.items():
+            steps, values = series(rows, name)
+            axis.plot(steps, values, label=run.name, marker="o" if name.startswith("eval/") else "", linewidth=1.5, markersize=4)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step", fontsize=9)
+        axis.grid(alpha=0.3)
+        if name.startswith("eval/"):
+            axis.set_ylim(0, 1.02)
+        elif name.startswith("sampling/"):
+            axis.set_yscale("log")
+    if len(runs) > 1:
+        axes.flat[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Draw the metrics of one or several runs.")
+    parser.add_argument("runs", nargs="+", type=Path, help="output folders")
+    parser.add_argument("--out", type=Path, help="the picture (default: curve.png in the first folder)")
+    args = parser.parse_args(argv)
+    out = args.out or args.runs[0] / "curve.png"
+    try:
+        draw(args.runs, out)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
