@@ -8,7 +8,7 @@ installed as `nanogrpo.kernels`: a top-level package `kernels` would shadow the 
 from setuptools import setup
 
 TRAIN = ["torch>=2.11,<2.14", "triton>=3.6,<3.8; platform_system == 'Linux'", "numpy>=1.26", "safetensors>=0.5"]
-TEXT = ["tokenizers>=0.21", "huggingface_hub>=0.30", "jinja2>=3.1", "rich>=13"]
+TEXT = ["tokenizers>=0.21", "huggingface_hub>=0.30", "jinja2>=3.1.6", "rich>=13"]
 PLOT = ["matplotlib>=3.8"]
 # TRL needs Python 3.11; on 3.10 the parity tests against it are not collected (tests/conftest.py).
 PEERS = ["transformers>=5,<6", "trl==1.16.0; python_version >= '3.11'"]
@@ -21,7 +21,7 @@ setup(
     python_requires=">=3.10",
     packages=["nanogrpo", "nanogrpo.kernels"],
     package_dir={"nanogrpo.kernels": "kernels"},
-    py_modules=["train", "serve"],
+    py_modules=["train"],
     install_requires=TRAIN + TEXT,
     extras_require={
         "plot": PLOT,

@@ -183,7 +183,7 @@ class Log:
         }
         values = "  ".join(f"{k} {row[name]:.3g}" for k, name in shown.items() if name in row)
         speed = f"{row['tokens_per_second']:,.0f} tok/s  {int(left) // 60}:{int(left) % 60:02d} left"
-        console.print(f"step {step + 1:>4}/{self.cfg.max_steps}  {values}  {speed}", highlight=False)
+        console.print(f"step {step + 1:>4}/{self.cfg.max_steps}  {values}  {speed}", highlight=False, soft_wrap=True)
 
     def evaluation(self, step: int, samples: Sequence[Sample]) -> None:
         """Writes what greedy decoding of the held-out prompts gave after `step` steps."""
@@ -191,7 +191,7 @@ class Log:
         row["eval/mean_length"] = statistics.fmean(len(s.token_ids) for s in samples)
         self._write({"step": step - 1, "eval/after": step, **row})
         values = "  ".join(f"{name.split('/')[-1]} {value:.3f}" for name, value in row.items())
-        console.print(f"[bold]held-out, greedy, after {step} steps:[/bold]  {values}", highlight=False)
+        console.print(f"[bold]held-out, greedy, after {step} steps:[/bold]  {values}", highlight=False, soft_wrap=True)
 
 
 def print_completions(samples: Sequence[Sample], count: int) -> None:
