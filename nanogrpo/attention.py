@@ -69,8 +69,12 @@ def backend(device_type: str, dtype: torch.dtype) -> str:
     name = os.environ.get("NANOGRPO_ATTENTION", "")
     if name and name not in BACKENDS:
         raise UserError(f"NANOGRPO_ATTENTION={name} is not an attention backend; choose one of {', '.join(BACKENDS)}.")
+    fast = device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    if name in ("torch", "flash") and not fast:
+        raise UserError(
+            f"NANOGRPO_ATTENTION={name} computes in bfloat16 on a GPU only, not in {dtype} on {device_type}: choose reference."
+        )
     if not name:
-        fast = device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
         name = ("flash" if importlib.util.find_spec("flash_attn") else "torch") if fast else "reference"
     log.info("attention: %s (%s, %s)", name, device_type, dtype)
     return name

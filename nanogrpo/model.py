@@ -14,6 +14,7 @@ the cached forward for decoding are the same code, handed another `attend`. Read
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,7 +52,10 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> ModelConfig:
-        """Reads the dict of a config.json; UserError on an architecture or a feature that this decoder does not compute."""
+        """Reads the dict of a config.json; UserError on an architecture or a feature that this decoder does not compute.
+
+        A field that is absent means what it means to transformers, or is an error.
+        """
         kind = raw.get("model_type")
         if kind not in ARCHITECTURES:
             raise UserError(
@@ -68,15 +72,22 @@ class ModelConfig:
             )
         if raw.get("hidden_act", "silu") != "silu":
             raise UserError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is.")
-        raw = {"rope_theta": rope.get("rope_theta", 10_000.0), **raw}
-        raw.setdefault("num_key_value_heads", raw.get("num_attention_heads"))
-        if raw.get("head_dim") is None and raw.get("hidden_size") and raw.get("num_attention_heads"):
-            raw["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
-        names = {f.name: f for f in dataclasses.fields(cls)}
-        missing = [n for n, f in names.items() if f.default is dataclasses.MISSING and raw.get(n) is None]
+        raw = {**raw, "rope_theta": rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0}  # the inner one wins
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        found = {n: _checked(n, raw[n], f.type, where) for n, f in fields.items() if raw.get(n) is not None}
+        if kind == "qwen3":
+            found.setdefault("head_dim", 128)  # Qwen3's is its own; not D / H, which it may well differ from
+        elif "hidden_size" in found and "num_attention_heads" in found:
+            found.setdefault("head_dim", found["hidden_size"] // found["num_attention_heads"])
+        missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in found]
         if missing:
             raise UserError(f"{where}: the field {missing[0]} is missing; take the config.json that belongs to the weights.")
-        return cls(**{n: raw[n] for n in names if raw.get(n) is not None})
+        cfg = cls(**found)
+        if cfg.num_attention_heads % cfg.num_key_value_heads:
+            raise UserError(f"{where}: num_attention_heads must be a multiple of num_key_value_heads, one of them is wrong.")
+        if cfg.head_dim % 2:
+            raise UserError(f"{where}: head_dim {cfg.head_dim} is odd, but the rotation pairs dimensions; correct it.")
+        return cfg
 
     def to_dict(self) -> dict:
         """A config.json that transformers (4 and 5) and vLLM read."""
@@ -88,6 +99,24 @@ class ModelConfig:
             "hidden_act": "silu",
             "use_sliding_window": False,
         }
+
+
+KINDS = {
+    "str": (str, "text"),
+    "bool": (bool, "true or false"),
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+}
+
+
+def _checked(name: str, value, kind: str, where: str):
+    """The value of a field of config.json, when it is what the field's type says and, a number, above 0."""
+    types, wanted = KINDS[kind]
+    right = isinstance(value, types) and (kind == "bool" or not isinstance(value, bool))  # to Python, True is an int
+    if not right or (kind in ("int", "float") and not 0 < value < math.inf):
+        wanted += " above 0" if kind in ("int", "float") else ""
+        raise UserError(f"{where}: {name} is {value!r} but must be {wanted}; take the config.json that belongs to the weights.")
+    return value
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
