@@ -11,7 +11,7 @@ demo: .venv/plot.done
 	$(BIN)/python -m nanogrpo.plot runs/demo
 
 # One screen of settings: what the demo trains with beside the defaults of nanogrpo/config.py.
-DEMO := --max-steps 100 --generation-batch-size 128 --max-concurrent 128 --max-completion-length 48 --learning-rate 3e-4 --eval-steps 20
+DEMO := --max-steps 60 --generation-batch-size 128 --max-concurrent 128 --max-completion-length 48 --learning-rate 5e-5 --eval-steps 5
 
 test: .venv/test.done
 	$(BIN)/python -m pytest

@@ -31,16 +31,24 @@ log = logging.getLogger("nanogrpo")
 # --- packed sequences ---------------------------------------------------------------------------------------------------------
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
+# Each backend: q [Tq, H, E] in sequences bounded by cu_q [N+1] int32, none longer than max_q; k, v [Tk, K, E] bounded by cu_k.
+# Sequence n's queries are the last ones of its keys: its first query sees all keys but those of the queries after it.
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor | None = None, max_k: int = 0) -> Tensor:
     """One scaled-dot-product call a sequence: plain, exact, and on a CPU as fast as anything padded."""
-    lengths = cu_seqlens.diff().tolist()
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H or K, T, E]
-    spans = zip(*(x.split(lengths, dim=2) for x in (q, k, v)))
-    out = [F.scaled_dot_product_attention(*span, is_causal=True, enable_gqa=True) for span in spans]
-    return torch.cat(out, dim=2)[0].transpose(0, 1)  # [T, H, E]
+    queries = cu_q.diff().tolist()
+    keys = queries if cu_k is None else cu_k.diff().tolist()
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H or K, Tq or Tk, E]
+    out = []
+    for q_n, k_n, v_n in zip(q.split(queries, dim=2), k.split(keys, dim=2), v.split(keys, dim=2)):
+        n, past = q_n.shape[2], k_n.shape[2] - q_n.shape[2]
+        seen = torch.ones(n, n + past, dtype=torch.bool, device=q.device).tril(past) if past else None
+        out.append(F.scaled_dot_product_attention(q_n, k_n, v_n, attn_mask=seen, is_causal=not past, enable_gqa=True))
+    return torch.cat(out, dim=2)[0].transpose(0, 1)  # [Tq, H, E]
 
 
-def torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
+def torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor | None = None, max_k: int = 0) -> Tensor:
     """`torch.nn.attention.varlen.varlen_attn` (CUDA, half precision): FlashAttention inside, no extra package."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -49,15 +57,16 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: i
     if "enable_gqa" in known:
         kwargs["enable_gqa"] = True
     else:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # [T, H, E]
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, **kwargs)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # [Tk, H, E]
+    return varlen_attn(q, k, v, cu_q, cu_q if cu_k is None else cu_k, max_q, max_k or max_q, **kwargs)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor | None = None, max_k: int = 0) -> Tensor:
     """`flash_attn_varlen_func` of the flash-attn package (CUDA, half precision); deterministic backward."""
     from flash_attn import flash_attn_varlen_func
 
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, causal=True, deterministic=True)
+    cu_k = cu_q if cu_k is None else cu_k
+    return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k or max_q, causal=True, deterministic=True)
 
 
 BACKENDS = {"reference": reference, "torch": torch_varlen, "flash": flash}
@@ -81,16 +90,33 @@ def backend(device_type: str, dtype: torch.dtype) -> str:
 
 
 class Packed:
-    """`attend` over sequences laid end to end. With `keep`, remembers each layer's keys and values (prefill)."""
+    """`attend` over sequences laid end to end.
 
-    def __init__(self, cu_seqlens: Tensor, max_len: int, keep: bool = False):
-        self.cu_seqlens, self.max_len = cu_seqlens, max_len  # [N+1] int32
+    Sequence n owns the queries cu_seqlens[n] … cu_seqlens[n+1] and sees, causally, its own keys; or, with `kv_rows`, the keys and
+    values of the rows kv_rows[kv_cu_seqlens[n]] …, the last of them its own. That is how completions share one copy of their prompt:
+    its keys are gathered once a completion, and the gather's backward adds the completions' gradients up.
+    With `keep`, remembers each layer's keys and values (prefill).
+    """
+
+    def __init__(
+        self,
+        cu_seqlens: Tensor,  # [N+1] int32
+        max_len: int,
+        kv_rows: Tensor | None = None,  # [Tk] int64
+        kv_cu_seqlens: Tensor | None = None,  # [N+1] int32
+        kv_max_len: int = 0,
+        keep: bool = False,
+    ):
+        self.cu_seqlens, self.max_len, self.kv_rows = cu_seqlens, max_len, kv_rows
+        self.bounds = (cu_seqlens, max_len) if kv_rows is None else (cu_seqlens, max_len, kv_cu_seqlens, kv_max_len)
         self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep else None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.kept is not None:
             self.kept[layer] = (k, v)  # [T, K, E] each
-        return BACKENDS[backend(q.device.type, q.dtype)](q, k, v, self.cu_seqlens, self.max_len)
+        if self.kv_rows is not None:
+            k, v = k.index_select(0, self.kv_rows), v.index_select(0, self.kv_rows)  # [Tk, K, E]
+        return BACKENDS[backend(q.device.type, q.dtype)](q, k, v, *self.bounds)
 
 
 # --- one token a sequence, over a cache ---------------------------------------------------------------------------------------
