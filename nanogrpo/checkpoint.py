@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,6 +27,8 @@ from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.model import Decoder, ModelConfig
 from nanogrpo.tokenizer import Tokenizer
+
+log = logging.getLogger("nanogrpo")
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # What may differ between a run and its continuation without changing what it computes.
@@ -55,16 +58,20 @@ def locate(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as e:  # the hub's client raises from half a dozen libraries: every one means that the model is not here
-        raise UserError(f"--model {name}: no such folder, and the hub did not give it ({type(e).__name__}: {e}).") from e
+        reason = f"{type(e).__name__}: {str(e).strip()}".splitlines()[0].rstrip(".")  # some go on for a paragraph
+        raise UserError(f"--model {name}: no such folder, and the hub did not give it ({reason}).") from e
 
 
 def read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(f"{path} is missing: a checkpoint folder holds config.json, *.safetensors and tokenizer.json.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (OSError, ValueError) as e:  # not readable, not UTF-8, not JSON
         raise UserError(f"{path} is not valid JSON ({e}): take the file that belongs to the weights.") from e
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object: take the file that belongs to the weights.")
+    return value
 
 
 def files(folder: Path) -> list[Path]:
@@ -73,7 +80,10 @@ def files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     if not (folder / INDEX).exists():
         raise UserError(f"{folder} holds neither {WEIGHTS} nor {INDEX}: convert the weights to safetensors first.")
-    shards = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise UserError(f"{folder / INDEX} has no weight_map from tensors to files: download it again.")
+    shards = sorted(set(weight_map.values()))
     for shard in shards:
         if not (folder / shard).exists():
             raise UserError(f"{folder / shard} is missing though {INDEX} names it: complete the download.")
@@ -119,7 +129,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str | t
     cfg = ModelConfig.from_dict(read_json(folder / "config.json"), str(folder / "config.json"))
     with torch.device("meta"):  # no time or memory spent on values that are read from the file anyway
         model = Decoder(cfg)
-    model = model.to_empty(device=device).to(dtype)
+    model = model.to(dtype).to_empty(device=device)  # in this order, so that no float32 copy exists
     model.tie()
     load_weights(model, folder)
     return model
@@ -130,22 +140,39 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str | t
 
 @contextlib.contextmanager
 def written_whole(final: Path) -> Iterator[Path]:
-    """A folder to write into, renamed to `final` at the end: a crash leaves what was there before."""
-    aside = final.with_name(f".{final.name}.tmp")
+    """A folder to write into, renamed to `final` at the end: a crash, or any exception, leaves what was there before.
+
+    A checkpoint that is there already is replaced; a folder that holds anything else is refused.
+    """
+    final = final.absolute()  # "." has no name of its own
+    aside, old = final.with_name(f".{final.name}.tmp"), final.with_name(f".{final.name}.old")
     try:
+        if final.exists() and any(final.iterdir()) and not (final / "config.json").exists():
+            raise UserError(f"{final} holds other files, which would be lost: choose another folder.")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
-        for path in (*aside.iterdir(), aside):  # a rename may reach the disk before the data does, unless the data is flushed
-            _flush(path)
-        shutil.rmtree(final, ignore_errors=True)
+        mode = aside.stat().st_mode & 0o666  # as the umask has it: safetensors makes files that only their owner can read
+        for path in (*aside.rglob("*"), aside):
+            if path.is_file():
+                path.chmod(mode)
+            _flush(path)  # a rename may reach the disk before the data does, unless the data is flushed
+        if final.exists():  # a folder cannot be renamed over another: for a moment the old one is whole under the name `old`
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
         aside.rename(final)
         _flush(final.parent)
-    except (OSError, SafetensorError) as e:
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException as e:
         shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(
-            f"{final} could not be written ({e}): make room or choose another --output-dir; earlier files are whole."
-        ) from e
+        if old.exists() and not final.exists():
+            old.rename(final)
+        if isinstance(e, (OSError, SafetensorError)):
+            reason = getattr(e, "strerror", None) or e
+            raise UserError(
+                f"{final} could not be written ({reason}): make room or choose another folder; earlier checkpoints are whole."
+            ) from e
+        raise
 
 
 def _flush(path: Path) -> None:
@@ -179,7 +206,7 @@ def save(cfg: Config, step: int, model: Decoder, optimizer: torch.optim.Optimize
         export(model, folder, tokenizer, source)
         save_file(_optimizer_tensors(model, optimizer), folder / "optimizer.safetensors")
         (folder / "state.json").write_text(json.dumps({"step": step, "config": dataclasses.asdict(cfg)}, indent=2) + "\n")
-    for old in checkpoints(cfg)[: -cfg.save_total_limit or None] if cfg.save_total_limit else []:
+    for old in checkpoints(cfg)[: -cfg.save_total_limit] if cfg.save_total_limit else []:
         shutil.rmtree(old)
     return final
 
@@ -213,30 +240,56 @@ def check_output(cfg: Config) -> None:
 
 
 def resume(cfg: Config, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
-    """Restores the last checkpoint, if there is one; returns the number of finished steps."""
-    found = checkpoints(cfg)
-    if not (cfg.resume and found):
+    """Restores the last checkpoint, if there is one; returns the number of finished steps.
+
+    A folder that was not finished is removed. A finished one that cannot be read is an error and not skipped in silence: the
+    steps since the one before it would be lost, which is for the user to decide.
+    """
+    if not cfg.resume:
         return 0
-    folder = found[-1]
-    state = read_json(folder / "state.json")
-    now = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    for leftover in Path(cfg.output_dir).glob(".checkpoint-*.tmp"):
+        log.warning("removed %s: the run ended while this checkpoint was being written", leftover)
+        shutil.rmtree(leftover)
+    found = checkpoints(cfg)
+    if not found:
+        return 0
+    with _readable(found[-1]):
+        state = read_json(found[-1] / "state.json")
+        if not (isinstance(state.get("step"), int) and isinstance(state.get("config"), dict)):
+            raise UserError("state.json lacks the step or the options")
+    now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # tuples become lists, as in the file
     free = FREE if cfg.lr_scheduler_type == "constant" else FREE - {"max_steps"}
     for name, value in state["config"].items():
         if name not in free and now.get(name) != value:
             raise UserError(
-                f"--resume: {folder} was written with {name} = {value}, now it is {now.get(name)}: give the same options."
+                f"--resume: {found[-1]} was written with {name} = {value}, now it is {now.get(name)}: give the same options."
             )
-    load_weights(model, folder)
-    parameters = dict(model.named_parameters())
-    try:
-        with safe_open(folder / "optimizer.safetensors", framework="pt") as f:
-            for key in f.keys():  # noqa: SIM118
-                kind, name = key.split(".", 1)
-                tensor = f.get_tensor(key)
-                at = parameters[name].device if kind != "step" else "cpu"  # AdamW keeps its step counter on the host
-                optimizer.state[parameters[name]][kind] = tensor.to(at)
-    except (SafetensorError, OSError, KeyError) as e:
-        raise UserError(
-            f"{folder / 'optimizer.safetensors'} is corrupt ({e}): remove {folder} to resume from the one before."
-        ) from e
+    with _readable(found[-1]):
+        load_weights(model, found[-1])
+        _load_optimizer(model, optimizer, found[-1] / "optimizer.safetensors")
     return state["step"]
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (UserError, SafetensorError, OSError) as e:
+        reason = str(e).rstrip(".")
+        raise UserError(f"--resume: {folder} is damaged ({reason}): remove it to continue from the one before it.") from e
+
+
+def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> None:
+    """The inverse of `_optimizer_tensors`. All parameters have a state or, before the first update, none has."""
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    wanted = {f"{kind}.{n}": (p, kind) for n, p in parameters.items() for kind in ("step", "exp_avg", "exp_avg_sq")}
+    with safe_open(file, framework="pt") as f:
+        found = set(f.keys())
+        if found and found != set(wanted):
+            raise UserError(f"{file.name} belongs to other weights: {min(found ^ set(wanted))} is in one of them only")
+        for key in found:
+            p, kind = wanted[key]
+            tensor = f.get_tensor(key)
+            if kind != "step" and tensor.shape != p.shape:
+                raise UserError(f"{file.name}: {key} has shape {tuple(tensor.shape)}, its parameter {tuple(p.shape)}")
+            optimizer.state[p][kind] = tensor.to(p.device)  # the step counter too: the fused AdamW wants it there

@@ -1,0 +1,278 @@
+"""A save is whole or absent whatever happens while it is written, and a resumed run repeats the uninterrupted one bit for bit.
+
+The whole program, killed at random moments, is in test_train.py; here each damage is done by hand. Read next: test_bad_input.py.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import resource
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import random_batch, write_base
+from safetensors.torch import load_file, save_file
+from test_checkpoint import assert_same, weights_of
+
+from nanogrpo import checkpoint, grpo, optim
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError
+
+# ---- whole or not there --------------------------------------------------------------------------------------------------------
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def write(final: Path, text: str) -> None:
+    with checkpoint.written_whole(final) as folder:
+        (folder / "config.json").write_text(text)
+
+
+def test_a_folder_appears_at_once_and_replaces_a_checkpoint_only_when_it_is_whole(tmp_path):
+    final = tmp_path / "deep" / "checkpoint-1"
+    with checkpoint.written_whole(final) as folder:
+        (folder / "config.json").write_text("one")
+        assert not final.exists()
+    assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"one"}
+    with checkpoint.written_whole(final) as folder:
+        (folder / "config.json").write_text("two")
+        assert content(final) == {"config.json": b"one"}
+    assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"two"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("ours"), KeyboardInterrupt(), UserError("theirs")])
+def test_any_exception_leaves_what_was_there_and_no_litter(tmp_path, error):
+    write(tmp_path / "checkpoint-1", "one")
+    with pytest.raises(type(error)), checkpoint.written_whole(tmp_path / "checkpoint-1") as folder:  # noqa: PT012
+        (folder / "config.json").write_text("two")
+        raise error
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert content(tmp_path) == {"checkpoint-1/config.json": b"one"}
+
+
+def test_a_rename_that_fails_gives_the_old_folder_back(tmp_path, monkeypatch):
+    write(tmp_path / "checkpoint-1", "one")
+    rename = Path.rename
+
+    def refuse(self, target):
+        if self.name.endswith(".tmp"):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(UserError, match="could not be written"):
+        write(tmp_path / "checkpoint-1", "two")
+    assert content(tmp_path) == {"checkpoint-1/config.json": b"one"}
+
+
+def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="holds other files"):
+        write(tmp_path, "gone")
+    assert content(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+@pytest.mark.parametrize("place", ["/proc/checkpoint-1", "{}/file/checkpoint-1", "{}/file"])
+def test_an_unwritable_place_is_one_sentence(tmp_path, place):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(UserError, match=r"could not be written \([A-Z].*\): make room or choose") as told:
+        write(Path(place.format(tmp_path)), "x")
+    assert "\n" not in str(told.value)
+    assert content(tmp_path) == {"file": b"not a folder"}
+
+
+@pytest.mark.parametrize("limit", [100, 5_000, 100_000])  # config.json, tokenizer.json, model.safetensors do not fit
+def test_a_disk_that_fills_up_while_saving_leaves_the_earlier_checkpoint(tmp_path, tiny_base, tiny_tokenizer, limit):
+    """By the limit on a file's size: a write beyond it fails as on a full disk, midway (Python ignores the signal)."""
+    write(tmp_path / "checkpoint-1", "one")
+    model, cfg = checkpoint.load_model(tiny_base), Config(output_dir=str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(UserError, match=rf"{tmp_path}/checkpoint-2 could not be written \(.*\): make room") as told:
+            checkpoint.save(cfg, 2, model, optim.make_optimizer(model, cfg), tiny_tokenizer, tiny_base)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(told.value)
+    assert content(tmp_path) == {"checkpoint-1/config.json": b"one"}
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_files_are_as_readable_as_the_umask_says(tmp_path, tiny_base, tiny_tokenizer, umask, mode):
+    model, cfg = checkpoint.load_model(tiny_base), Config(output_dir=str(tmp_path))
+    before = os.umask(umask)
+    try:
+        saved = checkpoint.save(cfg, 1, model, optim.make_optimizer(model, cfg), tiny_tokenizer, tiny_base)
+    finally:
+        os.umask(before)
+    assert {p.name: oct(stat.S_IMODE(p.stat().st_mode)) for p in saved.iterdir()} == {p.name: oct(mode) for p in saved.iterdir()}
+    assert {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"} <= {p.name for p in saved.iterdir()}
+
+
+# ---- saving and resuming a run -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Run:
+    """As much of a run as a checkpoint holds: `advance` does optimizer steps on fixed batches, `save` writes checkpoint-N."""
+
+    cfg: Config
+    base: Path
+    step: int = 0
+
+    def __post_init__(self):
+        self.model = checkpoint.load_model(self.base)
+        self.optimizer = optim.make_optimizer(self.model, self.cfg)
+        self.step = checkpoint.resume(self.cfg, self.model, self.optimizer)
+
+    def advance(self, steps: int) -> "Run":
+        for _ in range(steps):
+            batch = random_batch([(3, 5), (2, 7)], vocab_size=104, seed=self.step, off_policy=False)
+            self.model.score(batch, grpo.objective(batch, self.cfg)).loss.backward()
+            optim.clip_and_step(self.model, self.optimizer, optim.learning_rate(self.step, self.cfg), 1.0)
+            self.step += 1
+        return self
+
+    def save(self) -> Path:
+        tokenizer = checkpoint.Tokenizer.from_pretrained(self.base)
+        return checkpoint.save(self.cfg, self.step, self.model, self.optimizer, tokenizer, self.base)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        moments = checkpoint._optimizer_tensors(self.model, self.optimizer)
+        return {**weights_of(self.model), **{n: t.clone() for n, t in moments.items()}}
+
+
+def start(tmp_path: Path, base: Path, **options) -> Run:
+    return Run(Config(**{"model": str(base), "output_dir": str(tmp_path / "run"), "learning_rate": 1e-2, **options}), base)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, tied):
+    base = write_base(tmp_path / "base", tie_word_embeddings=tied)
+    options = {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "max_steps": 6}
+    whole = start(tmp_path, base, **options).advance(3)
+    before = whole.state()
+    whole.save()
+    resumed = start(tmp_path, base, **options, resume=True)
+    assert resumed.step == 3
+    assert_same(resumed.state(), before)
+    assert_same(resumed.advance(3).state(), whole.advance(3).state())
+    assert not torch.equal(whole.state()["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_a_checkpoint_before_the_first_update_resumes(tmp_path, tiny_base):
+    run = start(tmp_path, tiny_base)
+    run.save()
+    resumed = start(tmp_path, tiny_base, resume=True)
+    assert_same(resumed.advance(2).state(), run.advance(2).state())
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path, tiny_base):
+    def names(limit: int) -> list[str]:
+        run = start(tmp_path / str(limit), tiny_base, save_total_limit=limit)
+        for run.step in (8, 9, 10, 11):  # 10 is after 9, though not to a string
+            run.save()
+        return [p.name for p in checkpoint.checkpoints(run.cfg)]
+
+    assert names(2) == ["checkpoint-10", "checkpoint-11"]
+    assert names(1) == ["checkpoint-11"]
+    assert names(0) == ["checkpoint-8", "checkpoint-9", "checkpoint-10", "checkpoint-11"]
+
+
+def test_resume_takes_the_newest_and_removes_what_was_cut_short(tmp_path, tiny_base, caplog):
+    run = start(tmp_path, tiny_base)
+    for run.step in (9, 10):
+        run.save()
+    folder = tmp_path / "run"
+    shutil.copytree(folder / "checkpoint-10", folder / ".checkpoint-11.tmp")
+    (folder / ".checkpoint-11.tmp" / "state.json").unlink()
+    (folder / "checkpoint-best").mkdir()  # somebody's own
+    with caplog.at_level(logging.WARNING):
+        assert start(tmp_path, tiny_base, resume=True).step == 10
+    assert [r.message for r in caplog.records] == [
+        f"removed {folder}/.checkpoint-11.tmp: the run ended while this checkpoint was being written"
+    ]
+    assert sorted(p.name for p in folder.iterdir()) == ["checkpoint-10", "checkpoint-9", "checkpoint-best"]
+
+
+def test_nothing_to_resume_is_a_start(tmp_path, tiny_base):
+    assert start(tmp_path, tiny_base, resume=True).step == 0
+    start(tmp_path, tiny_base).save()
+    assert start(tmp_path, tiny_base).step == 0  # without --resume nothing is read
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def edit(path: Path, **changes) -> None:
+    tensors = load_file(path)
+    save_file({n: t for n, t in (tensors | changes).items() if t is not None}, path)
+
+
+DAMAGE = {
+    "weights cut": lambda f: cut(f / "model.safetensors"),
+    "weights gone": lambda f: (f / "model.safetensors").unlink(),
+    "optimizer cut": lambda f: cut(f / "optimizer.safetensors"),
+    "optimizer gone": lambda f: (f / "optimizer.safetensors").unlink(),
+    "optimizer lacks one": lambda f: edit(f / "optimizer.safetensors", **{"exp_avg.model.norm.weight": None}),
+    "optimizer has another": lambda f: edit(f / "optimizer.safetensors", nonsense=torch.ones(1)),
+    "optimizer of another shape": lambda f: edit(f / "optimizer.safetensors", **{"exp_avg.model.norm.weight": torch.ones(7)}),
+    "state cut": lambda f: cut(f / "state.json"),
+    "state gone": lambda f: (f / "state.json").unlink(),
+    "state empty": lambda f: (f / "state.json").write_text("{}"),
+    "state a list": lambda f: (f / "state.json").write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_removing_it_goes_back_one(tmp_path, tiny_base, damage):
+    run = start(tmp_path, tiny_base).advance(1)
+    run.save()
+    expected = run.state()
+    newest = run.advance(1).save()
+    DAMAGE[damage](newest)
+    with pytest.raises(UserError, match=rf"--resume: {newest} is damaged \(.*\): remove it to continue") as told:
+        start(tmp_path, tiny_base, resume=True)
+    assert "\n" not in str(told.value)
+    shutil.rmtree(newest)
+    resumed = start(tmp_path, tiny_base, resume=True)
+    assert resumed.step == 1
+    assert_same(resumed.state(), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", 7), ("learning_rate", 0.5), ("reward_funcs", ("format",)), ("epsilon_high", 0.3)]
+)
+def test_resuming_with_other_options_is_refused(tmp_path, tiny_base, name, value):
+    start(tmp_path, tiny_base).advance(1).save()
+    with pytest.raises(UserError, match=rf"--resume: .*checkpoint-1 was written with {name} = .*: give the same options"):
+        start(tmp_path, tiny_base, resume=True, **{name: value})
+
+
+def test_options_that_change_nothing_may_differ_and_max_steps_where_the_schedule_allows(tmp_path, tiny_base):
+    start(tmp_path, tiny_base).advance(1).save()
+    free = {"max_steps": 900, "save_steps": 3, "save_total_limit": 9, "num_completions_to_print": 2}
+    assert start(tmp_path, tiny_base, resume=True, **free).step == 1
+    start(tmp_path / "linear", tiny_base, lr_scheduler_type="linear").save()
+    with pytest.raises(UserError, match="max_steps = 100, now it is 900"):
+        start(tmp_path / "linear", tiny_base, lr_scheduler_type="linear", resume=True, max_steps=900)
+
+
+def test_another_models_checkpoint_is_refused(tmp_path, tiny_base):
+    start(tmp_path, tiny_base).advance(1).save()
+    other = write_base(tmp_path / "other", hidden_size=32)
+    with pytest.raises(UserError, match=r"was written with model = .*now it is .*other: give the same options"):
+        start(tmp_path, other, resume=True)
+    path = tmp_path / "run" / "checkpoint-1" / "state.json"
+    state = json.loads(path.read_text())
+    state["config"]["model"] = str(other)  # the folder of the base model was made anew, with other sizes
+    path.write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"the tensor \S+ has shape .* where config.json asks for"):
+        start(tmp_path, other, resume=True)
