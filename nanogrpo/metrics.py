@@ -47,7 +47,7 @@ class Clock:
 
 
 class Meter:
-    """Per-token results of a step's updates, kept as they come and reduced once at the end: no host sync between micro-batches."""
+    """Per-token results of a step's updates, kept as they come and reduced once at the end: no wait for the GPU in between."""
 
     def __init__(self):
         self.parts: list[dict[str, Tensor]] = []
@@ -151,9 +151,10 @@ class Log:
                 row = json.loads(line)
             except json.JSONDecodeError:
                 break  # the last line of a killed run, half written
-            if row.get("step", -1) < start or "run" in row:
+            # From 0 everything is repeated, also the evaluation before the first step, whose line says step -1.
+            if "run" in row or (start > 0 and row["step"] < start):
                 kept.append(line)
-            self.tokens = row.get("num_tokens", self.tokens) if row.get("step", -1) < start else self.tokens
+                self.tokens = row.get("num_tokens", self.tokens)
         aside = self.path.with_suffix(".tmp")
         aside.write_text("".join(line + "\n" for line in kept))
         aside.replace(self.path)
@@ -187,7 +188,11 @@ class Log:
 
     def evaluation(self, step: int, samples: Sequence[Sample]) -> None:
         """Writes what greedy decoding of the held-out prompts gave after `step` steps."""
-        row = {f"eval/rewards/{n}": statistics.fmean(s.rewards[n] or 0.0 for s in samples) for n in samples[0].rewards}
+        row: dict[str, float] = {}
+        for name in samples[0].rewards:
+            given = [r for s in samples if (r := s.rewards[name]) is not None]  # as in training: None is not a 0
+            if given:
+                row[f"eval/rewards/{name}"] = statistics.fmean(given)
         row["eval/mean_length"] = statistics.fmean(len(s.token_ids) for s in samples)
         self._write({"step": step - 1, "eval/after": step, **row})
         values = "  ".join(f"{name.split('/')[-1]} {value:.3f}" for name, value in row.items())
