@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import math
 import re
 from dataclasses import dataclass
 
@@ -26,10 +27,7 @@ class Config:
     enable_thinking: bool = True  # the thinking switch of Qwen3's chat template
     max_prompt_length: int = 0  # longer prompts are refused, with the line's number; 0: what the context leaves
     # --- rewards
-    reward_funcs: tuple[str, ...] = (
-        "accuracy",
-        "format",
-    )  # built in: accuracy, format, length; or module:function or file.py:function
+    reward_funcs: tuple[str, ...] = ("accuracy", "format")  # built in: these and length:TOKENS; module:function, file.py:function
     reward_weights: tuple[float, ...] = ()  # one a reward function; empty: all 1
     # --- sampling
     num_generations: int = 8  # G, completions a prompt: the group that shares a baseline
@@ -54,19 +52,19 @@ class Config:
     num_iterations: int = 1  # passes over a generation
     steps_per_generation: int = 1  # optimizer steps a pass: the generation is split into so many minibatches of whole groups
     token_budget: int = 16384  # tokens a micro-batch: gradients accumulate over as many as a minibatch needs
-    learning_rate: float = 1e-6  # peak
+    learning_rate: float = 1e-6  # at its peak, after the warm-up
     lr_scheduler_type: str = "constant"  # after the warm-up: constant, linear or cosine to zero
     warmup_steps: int = 0  # optimizer steps of linear warm-up
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
+    adam_beta1: float = 0.9  # decay of the mean of the gradients
+    adam_beta2: float = 0.999  # decay of the mean of their squares
+    adam_epsilon: float = 1e-8  # added to the root of the latter
     weight_decay: float = 0.0  # decoupled (AdamW), on matrices only
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm; 0: never
     # --- evaluation, logging, checkpoints
     eval_steps: int = 0  # evaluate greedily on the held-out prompts every so many steps, and before and after; 0: never
     eval_samples: int = 256  # held-out prompts evaluated, the first ones; 0: all
     save_steps: int = 0  # write a checkpoint every so many steps; 0: only the last
-    save_total_limit: int = 2  # checkpoints kept
+    save_total_limit: int = 2  # checkpoints kept, the newest ones; 0: all
     num_completions_to_print: int = 0  # completions shown in a table after each step; 0: none
     # --- machine
     seed: int = 0  # of everything: a run is a pure function of its seed on a CPU
@@ -96,8 +94,14 @@ class Config:
             if not ok:
                 raise UserError(sentence)
 
+        for field in dataclasses.fields(c):
+            value = getattr(c, field.name)
+            for number in value if isinstance(value, tuple) else (value,):
+                finite = not isinstance(number, float) or math.isfinite(number)
+                require(finite, f"--{dashed(field.name)} is {number}: give a finite number.")
         require(bool(c.model), "--model is missing: give the folder or hub id of a checkpoint.")
         require(bool(c.data), "--data is missing: give a .jsonl or .parquet file of prompts, or a built-in task.")
+        require(bool(c.output_dir), "--output-dir is empty: name the folder that the run is written to.")
         require(
             c.num_generations >= 2, f"--num-generations is {c.num_generations}: a group needs at least 2 completions to compare."
         )
@@ -119,7 +123,9 @@ class Config:
             require((getattr(c, name) or 0) >= 0, f"--{dashed(name)} is {getattr(c, name)}: it must not be negative.")
         for name in ("top_p", "min_p"):
             require(0 <= getattr(c, name) <= 1, f"--{dashed(name)} is {getattr(c, name)}: it is a probability, between 0 and 1.")
-        require(c.top_p > 0, "--top-p is 0: no token could be drawn.")
+        for name in ("adam_beta1", "adam_beta2"):
+            require(0 <= getattr(c, name) < 1, f"--{dashed(name)} is {getattr(c, name)}: a decay is at least 0 and below 1.")
+        require(c.top_p > 0, f"--top-p is {c.top_p}: no token could be drawn.")
         require(c.epsilon < 1, f"--epsilon is {c.epsilon}: the ratio is clipped at 1 - epsilon, which must stay positive.")
         require(c.delta is None or c.delta > 1, f"--delta is {c.delta}: the bound on the ratio must be above 1.")
         require(
@@ -143,6 +149,7 @@ POSITIVE = (
     "num_iterations",
     "token_budget",
     "learning_rate",
+    "adam_epsilon",
 )
 NOT_NEGATIVE = (
     *("top_k", "epsilon", "epsilon_high", "beta", "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "eval_samples"),
@@ -170,20 +177,21 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message[0].upper()}{message[1:]}; see --help for the options.")
 
 
-def parse(argv: list[str] | None = None, **defaults) -> Config:
-    """The command line as a Config. `defaults` replace the dataclass's (a demo's settings, say).
+def parse(argv: list[str] | None = None) -> Config:
+    """The command line as a Config, not yet validated (its values may also come from elsewhere: `Config.validate`).
 
     Unknown options, and values of the wrong type, raise UserError. Tuples take several values, booleans `--x` or `--no-x`.
     """
-    parser = _Parser(description="GRPO, from prompts to a checkpoint.", allow_abbrev=False)
+    # What is not given is left to the dataclass: one place for the defaults.
+    parser = _Parser(description="GRPO, from prompts to a checkpoint.", allow_abbrev=False, argument_default=argparse.SUPPRESS)
     docs, groups = documentation(), {}
     for field in dataclasses.fields(Config):
         heading, text = docs[field.name]
-        default = defaults.get(field.name, field.default)
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
-        kind = str(field.type)
-        how: dict = {"default": default, "help": f"{text} (default: {default})".replace("%", "%%")}
+        kind, default = str(field.type), field.default
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        how: dict = {"help": (text if shown in ("", None) else f"{text} (default: {shown})").replace("%", "%%")}
         if kind == "bool":
             how["action"] = argparse.BooleanOptionalAction
         elif kind.startswith("tuple"):
