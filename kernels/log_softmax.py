@@ -68,14 +68,15 @@ def statistics(L, start, stop, k, R: tl.constexpr, C: tl.constexpr, ACC: tl.cons
         q, l, s = fold(tl.load(L + (c + base)).to(ACC), q, l, s, k)
     if tail < stop:
         o = tail + base
-        # A lane that sees only filling starts from LOWEST, so that merging multiplies it by 0.
-        q, l, s = fold(tl.load(L + o, mask=o < stop, other=LOWEST).to(ACC), q, l, s, k)
+        x = tl.load(L + o, mask=o < stop, other=0.0).to(ACC)
+        # Filled after the conversion (float16 knows no -1e30), with what lies below any q once it is multiplied by k: e = 0.
+        q, l, s = fold(tl.where(o < stop, x, 2.0 * LOWEST / k), q, l, s, k)
     q, l, s = merge(q, l, s)
     if s != s:  # an entry of -inf made 0 · -inf: sum again, leaving out what has no probability
         again = tl.zeros((R,), ACC)
         for c in tl.range(start, stop, BLOCK):
             o = c + base
-            x = tl.load(L + o, mask=o < stop, other=LOWEST).to(ACC)
+            x = tl.where(o < stop, tl.load(L + o, mask=o < stop, other=0.0).to(ACC), 2.0 * LOWEST / k)
             t = tl.fma(x, k + tl.zeros_like(x), -q + tl.zeros_like(x))
             e = tl.exp2(t)
             again += tl.sum(tl.where(e > 0, e * t, 0.0), 1)
@@ -207,7 +208,7 @@ def backward_kernel(
         tl.store(D + o, tl.zeros((BLOCK,), OUT.dtype.element_ty), mask=o < V)
         return
     y = tl.load(TARGETS + row)
-    x = tl.load(LOGITS + row * stride + o, mask=o < V, other=LOWEST).to(ACC)
+    x = tl.load(LOGITS + row * stride + o, mask=o < V, other=0.0).to(ACC)
     q, log_l, entropy = tl.load(NORM + row), tl.load(NORM + N + row), tl.load(ENTROPY + row)
     dz = row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy) * inv_t
     tl.store(D + o, dz.to(OUT.dtype.element_ty), mask=o < V)

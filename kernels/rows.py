@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .log_softmax import LOG2E, LOWEST, accumulator, log_softmax_backward, log_softmax_forward, results, row_gradient, statistics
+from .log_softmax import LOG2E, accumulator, log_softmax_backward, log_softmax_forward, results, row_gradient, statistics
 from .policy import policy_forward, terms
 from .reference import Objective
 
@@ -103,7 +103,7 @@ def row_kernel(
     tl.debug_barrier()  # every thread has read the target's logit and finished the sums before any logit is overwritten
     for i in tl.range(0, blocks):
         o = (blocks - 1 - i) * BLOCK + lanes
-        x = tl.load(L + o, mask=o < V, other=LOWEST).to(ACC)
+        x = tl.load(L + o, mask=o < V, other=0.0).to(ACC)
         dz = row_gradient(x, o, y, k, q, log_l, entropy, dlogp, -entropy_weight) * inv_t
         tl.store(L + o, dz.to(LOGITS.dtype.element_ty), mask=o < V)
 
