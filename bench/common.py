@@ -1,0 +1,144 @@
+"""What every bench shares: the machine's description, fair timing of several sides, JSON rows, a table.
+
+In: functions to time. Out: `bench/results/<name>.json`, a list of rows, each of which stands alone: what was measured, on which
+machine, with which versions, at which commit, by which command. Tables and plots are made from those rows, never typed.
+
+A bench is a module with `main(argv)`, run as `python -m bench.<name>`: it interleaves its sides in one process (`interleave`),
+so that a busy neighbour or a warm chip meets all of them, and reports medians with their spread. Read next: rollout_speed.py.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each repeat of one side, in the order run."""
+
+    seconds: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> list[float]:
+        """[fastest, slowest]"""
+        return [min(self.seconds), max(self.seconds)]
+
+
+def interleave(sides: dict[str, Callable[[], object]], repeats: int, warmup: int = 1, title: str = "timing") -> dict[str, Timing]:
+    """Times each side `repeats` times, in turns: A B C, B C A, C A B, … so that none always follows the same neighbour.
+
+    `warmup` untimed rounds come first. On a GPU each call is followed by a synchronize. Shows a progress bar on stderr.
+    """
+    names, seconds = list(sides), {name: [] for name in sides}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=(warmup + repeats) * len(names))
+        for turn in range(-warmup, repeats):
+            shift = turn % len(names)
+            for name in names[shift:] + names[:shift]:
+                progress.update(task, description=f"{title}: {name}")
+                began = time.perf_counter()
+                sides[name]()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                if turn >= 0:
+                    seconds[name].append(time.perf_counter() - began)
+                progress.advance(task)
+    return {name: Timing(s) for name, s in seconds.items()}
+
+
+def machine() -> dict:
+    """Where this runs: hardware, versions, commit. No host name, no paths."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True, check=False).stdout.strip()
+
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = models[0] if models else cpu
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "triton", "transformers", "trl", "vllm"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # not part of every install; the rows name only what was there
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load_average": round(os.getloadavg()[0], 2),  # above the number of threads: somebody else was working
+        "versions": versions,
+        "commit": git("rev-parse", "HEAD") or None,  # None: not run from a checkout
+        "uncommitted_changes": bool(
+            git("status", "--porcelain", "--untracked-files=no", "--", "nanogrpo", "kernels", "bench/*.py")
+        ),
+    }
+
+
+def row(bench: str, case: str, side: str, timing: Timing, argv: Sequence[str], **figures) -> dict:
+    """One measurement of one side in one case. `figures`: whatever the bench derives (tokens a second, shapes, settings)."""
+    return {
+        "bench": bench,
+        "case": case,
+        "side": side,
+        "seconds_median": timing.median,
+        "seconds_spread": timing.spread,
+        "seconds": timing.seconds,
+        **figures,
+        "command": shlex.join(["python", "-m", f"bench.{bench}", *argv]),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+    }
+
+
+def write(name: str, rows: list[dict], folder: Path = RESULTS) -> Path:
+    """Writes `folder/<name>.json` in one move, so that a reader never sees half a file. Replaces an earlier run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(rows, indent=1) + "\n")
+    part.replace(path)
+    return path
+
+
+def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
+    """Prints a table; floats with three significant digits, thousands grouped."""
+
+    def show(x: object) -> str:
+        if isinstance(x, float):
+            return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
+        return f"{x:,}" if isinstance(x, int) else str(x)
+
+    out = Table(title=title, title_justify="left")
+    for i, c in enumerate(columns):
+        out.add_column(c, justify="left" if i == 0 else "right")
+    for line in lines:
+        out.add_row(*map(show, line))
+    console = Console()
+    console.width = max(console.width, 100)  # a log file has no width: do not fold the figures
+    console.print(out)

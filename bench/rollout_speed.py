@@ -1,0 +1,166 @@
+"""How fast does the embedded engine sample, against `transformers` generate on the same weights?
+
+In: nothing: a random Qwen3 of about three million parameters is made here. Out: rows for two cases, results/rollout_speed.json.
+
+* even: one batch of P·G completions, all of the same length: the plain cost of a decode step.
+* uneven: several batches' worth of completions whose lengths are like those of reasoning models, with a mean of a third of the
+  maximum, at most `--batch` at once on both sides. The engine lets finished completions leave; generate keeps a batch until its
+  longest row ends, its finished rows padded on. Only the tokens asked for are counted ("useful").
+
+Generate gets its best: its default cache, inference mode, no logits processor (temperature 1 needs none), prompts of one length
+so that nothing is padded, and both its attention implementations, the faster of which is the peer in the ratio. The engine
+returns the log-prob of every token, as GRPO needs; generate is not asked to. Read next: nanogrpo/local_engine.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench import common
+from nanogrpo.batch import Prompt
+from nanogrpo.local_engine import LocalEngine
+from nanogrpo.model import Decoder, ModelConfig
+from nanogrpo.rollout import SamplingParams
+
+
+def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
+    """n lengths in 1 … longest with a mean of longest / 3: exponential, cut at the maximum as a token limit cuts."""
+    draws = torch.empty(n, dtype=torch.float64).exponential_(generator=torch.Generator().manual_seed(seed))
+    low, high = 0.0, float(longest)
+    for _ in range(60):  # the scale whose cut mean is right, by bisection
+        scale = (low + high) / 2
+        lengths = (draws * scale).ceil().clamp(1, longest)
+        low, high = (low, scale) if lengths.mean() > longest / 3 else (scale, high)
+    return lengths.long().tolist()
+
+
+def peer(model: Decoder, attention: str):
+    """The same weights as a transformers model, ready for generate."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**{**model.cfg.to_dict(), "attn_implementation": attention})
+    theirs = Qwen3ForCausalLM(config).eval()
+    theirs.load_state_dict(model.state_dict(), strict=True)
+    theirs.generation_config.eos_token_id = None  # lengths are forced
+    theirs.generation_config.pad_token_id = 0
+    return theirs
+
+
+def generate(theirs, prompts: list[Prompt], lengths: list[int], batch: int) -> list[int]:
+    """Completes prompt i with lengths[i] tokens, `batch` rows at a time; returns the useful tokens of each row."""
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    class AtLength(StoppingCriteria):
+        def __init__(self, ends: torch.Tensor):
+            self.ends = ends  # [rows] prompt and completion
+
+        def __call__(self, input_ids, scores, **_):
+            return input_ids.shape[1] >= self.ends  # [rows] bool: this row is done
+
+    done = []
+    for i in range(0, len(lengths), batch):
+        ids = torch.tensor([p.token_ids for p in prompts[i : i + batch]])  # [rows, prompt]
+        wanted = torch.tensor(lengths[i : i + batch])
+        with torch.inference_mode():
+            out = theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=int(wanted.max()),
+                stopping_criteria=StoppingCriteriaList([AtLength(wanted + ids.shape[1])]),
+            )
+        done += wanted.clamp(max=out.shape[1] - ids.shape[1]).tolist()
+    return done
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict]:
+    parser = argparse.ArgumentParser(prog="python -m bench.rollout_speed", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
+    parser.add_argument("--repeats", type=int, default=7, help="timed runs of each side, interleaved (default 7)")
+    parser.add_argument("--batch", type=int, default=64, help="completions at once, on both sides (default 64)")
+    parser.add_argument("--group", type=int, default=8, help="completions a prompt (default 8)")
+    parser.add_argument("--prompt-length", type=int, default=32, help="tokens a prompt (default 32)")
+    parser.add_argument("--length", type=int, default=128, help="even case: tokens a completion (default 128)")
+    parser.add_argument("--longest", type=int, default=192, help="uneven case: the length limit (default 192)")
+    parser.add_argument("--batches", type=int, default=4, help="uneven case: completions as a multiple of --batch (default 4)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (default 256)")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default 4)")
+    parser.add_argument("--vocab", type=int, default=2048, help="vocabulary (default 2048)")
+    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder for the JSON rows (default bench/results)")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+
+    heads = max(2, args.hidden // 32)
+    cfg = ModelConfig(
+        model_type="qwen3",
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=2 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=32,
+        max_position_embeddings=args.prompt_length + max(args.length, args.longest),
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+    )
+    model = Decoder(cfg).requires_grad_(False)
+    engine = LocalEngine(cfg, max_len=cfg.max_position_embeddings, slots=args.batch, device="cpu")
+    engine.load(model, version=0)
+    peers = {f"transformers {a}": peer(model, a) for a in ("eager", "sdpa")}
+
+    n = args.batch * args.batches
+    cases = {"even": [args.length] * args.batch, "uneven": uneven_lengths(n, args.longest)}
+    params = SamplingParams(max_tokens=max(args.length, args.longest), ignore_stop=True)
+    rows, lines = [], []
+    for case, lengths in cases.items():
+        prompts = [
+            Prompt(i, "", torch.randint(args.vocab, (args.prompt_length,)).tolist()) for i in range(len(lengths) // args.group)
+        ]
+        repeated = [p for p in prompts for _ in range(args.group)]
+
+        def ours(prompts=prompts, lengths=lengths) -> None:
+            got = [len(s.token_ids) for s in engine.sample(prompts, args.group, params, step=0, limits=lengths)]
+            assert got == lengths
+
+        def theirs(name: str, repeated=repeated, lengths=lengths) -> None:
+            assert generate(peers[name], repeated, lengths, args.batch) == lengths
+
+        sides = {"nanogrpo": ours, **{name: (lambda name=name: theirs(name)) for name in peers}}
+        timings = common.interleave(sides, args.repeats, title=case)
+        best = min(peers, key=lambda name: timings[name].median)
+        for name, t in timings.items():
+            figures = {
+                "tokens": sum(lengths),
+                "tokens_per_second": sum(lengths) / t.median,
+                "speedup_over_best_generate": timings[best].median / t.median,
+                "completions": len(lengths),
+                "longest": max(lengths),
+                "mean_length": sum(lengths) / len(lengths),
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "model": dataclasses.asdict(cfg),
+            }
+            rows.append(common.row("rollout_speed", case, name, t, [] if argv is None else argv, **figures))
+            fast, slow = (sum(lengths) / s for s in t.spread)
+            spread = f"{slow:,.0f} … {fast:,.0f}"
+            lines.append((case, name, figures["tokens_per_second"], spread, f"{figures['speedup_over_best_generate']:.2f}×"))
+    path = common.write("rollout_speed", rows, args.out)
+    title = f"useful tokens/s, {rows[0]['parameters'] / 1e6:.1f} M parameters, batch {args.batch}, {args.threads} threads"
+    common.table(title, ("case", "side", "median", "spread", "over the best generate"), lines)
+    print(f"rows: {path}")
+    return rows
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])
