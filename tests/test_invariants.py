@@ -1,0 +1,237 @@
+"""What must hold whatever the code looks like (design, section 7): splits, stops, engine against trainer, repetition, learning.
+
+Real runs of train.py on a task of one digit: "7=" is to be answered `<answer>7</answer>`, which the base does now and then.
+Invariants 3, 4 and 7 are in test_grpo.py, 12 in test_trl_parity.py, the killed runs of 9 in test_train.py: read it next.
+"""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_config, tiny_model
+
+import train
+from nanogrpo import checkpoint, grpo, optim, packing, warmup
+from nanogrpo.batch import Prompt, Sample
+from nanogrpo.config import Config
+from nanogrpo.local_engine import LocalEngine
+from nanogrpo.model import Decoder
+from nanogrpo.rollout import SamplingParams
+
+LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
+
+
+def config(**options) -> Config:
+    return Config(model="-", data="-", max_completion_length=20, **options)
+
+
+def random_samples(n: int = 12, seed: int = 0, off_policy: bool = True) -> list[Sample]:
+    """Completions of uneven lengths, a third of them cut, with advantages and log-probs of every sign and size."""
+    rng = random.Random(seed)
+    out = []
+    for i in range(n):
+        length = rng.choice([1, 2, 5, 9, 20])
+        prompt = Prompt(i, "", [rng.randrange(151) for _ in range(rng.randint(1, 12))])
+        ids = [rng.randrange(151) for _ in range(length)]
+        s = Sample(prompt, 0, ids, [-1.0] * length, i % 3 != 0, [0] * length, advantage=rng.gauss(0, 1))
+        s.ref_logp = -5.5 + torch.tensor([rng.gauss(0, 0.5) for _ in ids])
+        if off_policy:
+            s.old_logp = -5.0 + torch.tensor([rng.gauss(0, 1) for _ in ids])
+        out.append(s)
+    return out
+
+
+def gradient(model: Decoder, samples: list[Sample], cfg: Config) -> tuple[float, torch.Tensor, int]:
+    """Loss and flat gradient of one optimizer step, summed over its micro-batches, and their number."""
+    model.zero_grad(set_to_none=True)
+    batches = packing.pack(samples, cfg, len(samples), packing.trained_tokens(samples, cfg))
+    loss = 0.0
+    for batch in batches:
+        out = model.score(batch, grpo.objective(batch, cfg))
+        out.loss.backward()
+        loss += out.loss.item()
+    return loss, torch.cat([p.grad.flatten() for p in model.parameters()]), len(batches)
+
+
+# ---- 1: any split of a step has the same gradient ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "mask_truncated"])
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_any_micro_batches_have_the_same_gradient(loss_type, masked):
+    model, samples = tiny_model(), random_samples()
+    cfg = config(loss_type=loss_type, mask_truncated_completions=masked, beta=0.1)
+    loss, whole, n = gradient(model, samples, cfg)
+    assert n == 1
+    for budget in (1, 30, 75):
+        for seed in (0, 1):
+            shuffled = random.Random(seed).sample(samples, len(samples))
+            split_loss, split, n = gradient(model, shuffled, dataclasses.replace(cfg, token_budget=budget))
+            assert n > 1
+            assert split_loss == pytest.approx(loss, rel=1e-5)
+            assert (split - whole).norm() <= 1e-6 * whole.norm(), (budget, seed)
+
+
+# ---- 2: a sample's log-probs are its own -------------------------------------------------------------------------------------
+
+
+def test_packed_log_probs_are_those_of_the_sample_alone():
+    model, samples, cfg = tiny_model(), random_samples(), config(temperature=0.7)
+    train.score_logp(model, samples, "old_logp", cfg)
+    for s in samples:
+        ids = torch.tensor(s.prompt.token_ids + s.token_ids)
+        (batch,) = packing.pack([s], cfg)
+        logits = model.score(batch, lambda hidden, weight: hidden @ weight.T) / 0.7
+        alone = logits.log_softmax(-1).gather(1, ids[len(s.prompt.token_ids) :, None])[:, 0]
+        torch.testing.assert_close(s.old_logp, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_changing_one_sample_changes_no_other_bit_of_the_strip():
+    model, samples, cfg = tiny_model(), random_samples(), config()
+    train.score_logp(model, samples, "old_logp", cfg)
+    before = [s.old_logp.clone() for s in samples]
+    samples[5].token_ids = [(t + 1) % 151 for t in samples[5].token_ids]
+    train.score_logp(model, samples, "old_logp", cfg)
+    for i, (s, old) in enumerate(zip(samples, before)):
+        assert torch.equal(s.old_logp, old) is (i != 5), i
+
+
+# ---- 5: the stop token is trained, a cut has none ----------------------------------------------------------------------------
+
+
+def test_the_stop_token_is_trained_when_the_sample_stopped_and_a_cut_has_none():
+    model = tiny_model()
+    engine = LocalEngine(model.cfg, max_len=20, slots=8, device="cpu")
+    engine.load(model, version=0)
+    stops = list(range(0, 151, 7))  # one token in seven, so that about half of the samples stop
+    params = SamplingParams(max_tokens=6, stop_token_ids=stops)
+    samples = engine.sample([Prompt(i, "", [9, i]) for i in range(4)], 8, params, step=0)
+    assert {s.stopped for s in samples} == {True, False}
+    for masked in (False, True):
+        cfg = config(mask_truncated_completions=masked)
+        (batch,) = packing.pack(samples, cfg)
+        for i, s in enumerate(samples):
+            mine = batch.targets[batch.sample == i].tolist()
+            assert mine == ([] if masked and not s.stopped else s.token_ids)
+            ends = [t in stops for t in s.token_ids]
+            assert any(ends[:-1]) is False
+            assert ends[-1] is s.stopped
+            assert s.stopped or len(s.token_ids) == 6
+
+
+# ---- 6: engine and trainer agree ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_the_engines_log_probs_are_the_trainers(temperature):
+    model = tiny_model()
+    engine = LocalEngine(model.cfg, max_len=40, slots=8, device="cpu")
+    engine.load(model, version=0)
+    params = SamplingParams(max_tokens=16, stop_token_ids=(3, 4, 5), temperature=temperature, top_k=40, top_p=0.9)
+    samples = engine.sample([Prompt(i, "", [1, i, 7][: 1 + i % 3]) for i in range(5)], 4, params, step=0)
+    train.score_logp(model, samples, "old_logp", config(temperature=temperature))
+    gap = torch.cat([(s.old_logp - torch.tensor(s.logp)).abs() for s in samples])
+    assert gap.max() < 1e-4
+    train.score_logp(model, samples, "old_logp", config(temperature=temperature * 1.1))  # and the test would see the difference
+    assert torch.cat([(s.old_logp - torch.tensor(s.logp)).abs() for s in samples]).mean() > 1e-2
+
+
+# ---- the task of one digit ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def digit_base(tmp_path_factory) -> Path:
+    """A base that answers in the right form, with the right digit two times out of five: room above and below."""
+    folder = tmp_path_factory.mktemp("digits") / "base"
+    folder.mkdir()
+    tokenizer = warmup.write_tokenizer(folder)
+    torch.manual_seed(0)
+    rng, cfg = random.Random(0), config()
+    model = Decoder(tiny_config(vocab_size=tokenizer.vocab_size))
+    optimizer = optim.make_optimizer(model, cfg)
+    for _ in range(100):
+        samples = []
+        for digit in list(range(10)) * 4:
+            answer = digit if rng.random() < 0.5 else rng.randrange(10)
+            ids = tokenizer.encode(f"<answer>{answer}</answer><|end|>")
+            prompt = Prompt(digit, "", tokenizer.encode(f"{digit}="))
+            samples.append(Sample(prompt, 0, ids, [0.0] * len(ids), True, [0] * len(ids), advantage=1.0))
+        for batch in packing.pack(samples, cfg, len(samples), packing.trained_tokens(samples, cfg)):
+            model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+        optim.clip_and_step(model, optimizer, 1e-2, 1.0)
+    checkpoint.export(model, folder, tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def digit_data(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("digits") / "digits.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{d}=", "answer": str(d)}) + "\n" for d in range(10)))
+    return path
+
+
+def run(base: Path, data: Path, output: Path, *options: str) -> list[dict]:
+    """One run of train.py, in this process; returns the lines of its steps."""
+    argv = ["--model", str(base), "--data", str(data), "--output-dir", str(output), "--reward-funcs", "accuracy"]
+    argv += ["--max-completion-length", "6", "--generation-batch-size", "64", "--num-generations", "8"]
+    assert train.main([*argv, "--learning-rate", "3e-3", "--device", "cpu", *options]) == 0
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "reward" in line]
+
+
+def timeless(line: dict) -> dict:
+    return {k: v for k, v in line.items() if not k.startswith("time/") and k not in ("step_time", "tokens_per_second")}
+
+
+# ---- 9: the same seed, the same run ------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(digit_base, digit_data, tmp_path):
+    options = [
+        "--max-steps",
+        "3",
+        "--steps-per-generation",
+        "2",
+        "--num-iterations",
+        "2",
+        "--temperature",
+        "0.9",
+        "--beta",
+        "0.1",
+    ]
+    first = run(digit_base, digit_data, tmp_path / "a", *options)
+    torch.manual_seed(123)  # the global stream is not what decides
+    random.seed(123)
+    second = run(digit_base, digit_data, tmp_path / "b", *options)
+    third = run(digit_base, digit_data, tmp_path / "c", *options, "--seed", "1")
+    assert [timeless(line) for line in first] == [timeless(line) for line in second]
+    assert first[0]["loss"] != third[0]["loss"]
+    assert (tmp_path / "a/checkpoint-3/model.safetensors").read_bytes() == (
+        tmp_path / "b/checkpoint-3/model.safetensors"
+    ).read_bytes()
+    for line in first:  # 6, in the log
+        assert 0 < line["sampling/sampling_logp_difference/mean"] <= line["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+# ---- 10: it learns -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_the_reward_rises(digit_base, digit_data, tmp_path, loss_type):
+    rewards = [line["reward"] for line in run(digit_base, digit_data, tmp_path, "--max-steps", "30", "--loss-type", loss_type)]
+    before, after = sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
+    assert before < 0.6, rewards
+    assert after > before + 0.2, rewards
+
+
+def test_with_the_advantages_negated_the_accuracy_falls(digit_base, digit_data, tmp_path, monkeypatch):
+    """The same run with one sign turned: were the rise mere luck, or a drift of the sampler, it would rise here too."""
+    right_way = grpo.advantages
+    monkeypatch.setattr(grpo, "advantages", lambda *args: (-right_way(*args)[0], right_way(*args)[1]))
+    rewards = [line["reward"] for line in run(digit_base, digit_data, tmp_path, "--max-steps", "16")]
+    before, after = sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
+    assert before > 0.2, rewards
+    assert after < before / 3, rewards
