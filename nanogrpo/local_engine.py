@@ -82,9 +82,7 @@ def draw(logits: Tensor, key: Tensor, counter: Tensor, params: SamplingParams) -
     if params.temperature == 0:
         token = scores.argmax(-1, keepdim=True)  # [b, 1]
     else:
-        kept = filtered(scores, params)
-        probs = logp.exp() if kept is scores else kept.softmax(-1)
-        cdf = (probs * 2.0**40).long().cumsum(-1)  # [b, V] int64
+        cdf = (filtered(scores, params).softmax(-1) * 2.0**40).long().cumsum(-1)  # [b, V] int64
         target = (uniform(key, counter)[:, None] * cdf[:, -1:]).long()  # [b, 1], below the last of cdf: see the docstring
         token = torch.searchsorted(cdf, target, right=True)  # the first whose CDF exceeds the target
         token = token.clamp_(max=logits.shape[-1] - 1)  # binds only for NaN logits, which `_step` reports: the gather must live
@@ -192,6 +190,7 @@ class LocalEngine:
         ]
         waiting, active, prefilled = deque(todo), [], {}
         stops = frozenset() if params.ignore_stop else frozenset(params.stop_token_ids)
+        self.cache.clear()
         self._admit(waiting, active, prefilled)
         while active:
             self._step(active, params, stops)
@@ -271,7 +270,6 @@ class LocalEngine:
             drawn.append((self.state[0, :b].clone(), self.logp[:b].clone()))
         tokens, logps = (torch.stack(x).cpu() for x in zip(*drawn))  # [steps, b] each; the one wait for the GPU
         if not logps.isfinite().all():
-            self.cache.k.zero_(), self.cache.v.zero_()  # NaN in a column that is masked later would still spread: 0 · NaN
             bad = active[int((~logps.isfinite()).any(0).nonzero()[0])]
             raise FloatingPointError(
                 f"The logits of prompt {bad.prompt.id} are not finite at weight version {self.version}; the weights hold NaN or "
