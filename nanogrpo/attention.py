@@ -155,18 +155,16 @@ class KVCache:
             more = min(-(-span // 64) * 64, self.S) - self.width
             self.k, self.v = (F.pad(x, (0, 0, 0, more)) for x in (self.k, self.v))
 
-    def fill(self, rows: list[int], k: Tensor, v: Tensor) -> None:
-        """Gives each of `rows` the same prefix, a prefilled prompt's: k, v [layers, K, t, E]."""
+    def fill(self, first: int, end: int, k: Tensor, v: Tensor) -> None:
+        """Gives each of the rows first … end-1 the same prefix, a prefilled prompt's: k, v [layers, K, t, E]."""
         self.widen(k.shape[2])
-        for r in rows:
-            self.k[:, r, :, : k.shape[2]] = k
-            self.v[:, r, :, : v.shape[2]] = v
+        self.k[:, first:end, :, : k.shape[2]] = k[:, None]
+        self.v[:, first:end, :, : v.shape[2]] = v[:, None]
 
     def move(self, source: list[int], target: list[int], span: int) -> None:
         """Copies the first `span` columns of row source[i] to row target[i]; no row is both."""
-        for s, t in zip(source, target):
-            self.k[:, t, :, :span] = self.k[:, s, :, :span]
-            self.v[:, t, :, :span] = self.v[:, s, :, :span]
+        self.k[:, target, :, :span] = self.k[:, source, :, :span]
+        self.v[:, target, :, :span] = self.v[:, source, :, :span]
 
     def begin(self, positions: Tensor, span: int) -> None:
         """positions: [b] int64, b ≤ B; span: above all of them, at most S."""
