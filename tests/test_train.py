@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import train
-from nanogrpo import checkpoint, optim, warmup
+from nanogrpo import checkpoint, metrics, optim, packing, warmup
 from nanogrpo.attention import Packed
 from nanogrpo.config import Config
 
@@ -52,6 +52,7 @@ def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     (folder / "reward.py").write_text(REWARD)
     (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(12)))
+    (folder / "uneven.jsonl").write_text("".join(json.dumps({"prompt": f"{'1+' * i}1="}) + "\n" for i in range(9)))
     (folder / "empty.jsonl").write_text("\n\n")
     (folder / "broken.jsonl").write_text('{"prompt": "1="}\n{"prompt": "2="}\n{"prompt": \n')
     (folder / "long.jsonl").write_text('{"prompt": "1="}\n' * 8 + json.dumps({"prompt": "9" * 300}) + "\n")
@@ -223,6 +224,29 @@ def test_several_updates_a_generation_use_the_log_probs_of_the_weights_that_samp
 def test_on_policy_the_ratio_is_one(tiny_base, files, tmp_path):
     assert train.main(arguments(tiny_base, files, tmp_path, "--epsilon", "0.001")) == 0
     assert all(row["clip_ratio/region_mean"] == 0 for row in steps(tmp_path))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_the_logged_loss_is_minus_the_mean_advantage_of_each_minibatch(tiny_base, files, tmp_path, monkeypatch, loss_type):
+    """With a rate too small to move a weight every ratio is 1, so the loss is -Σ A·m/n, n being of the minibatch."""
+    seen, of_samples = [], metrics.of_samples
+    monkeypatch.setattr(metrics, "of_samples", lambda samples, std: seen.append(samples) or of_samples(samples, std))
+    options = ["--loss-type", loss_type, "--steps-per-generation", "2", "--learning-rate", "1e-20", "--token-budget", "30"]
+    options += ["--data", str(files / "uneven.jsonl"), "--mask-truncated-completions", "--temperature", "3", "--seed", "2"]
+    assert train.main(arguments(tiny_base, files, tmp_path, *options, "--max-completion-length", "60")) == 0
+    for step, (row, samples) in enumerate(zip(steps(tmp_path), seen)):
+        losses = []
+        for part in packing.minibatches(samples, Config(num_generations=4, steps_per_generation=2, seed=2), step):
+            trained = [s for s in part if s.stopped]
+            total = sum(s.advantage * len(s.token_ids) for s in trained)
+            losses.append(
+                {
+                    "grpo": -sum(s.advantage for s in trained) / len(part),
+                    "dr_grpo": -total / (len(part) * 60),
+                }.get(loss_type, -total / max(sum(len(s.token_ids) for s in trained), 1))
+            )
+        assert any(loss != 0 for loss in losses)
+        assert row["loss"] == pytest.approx(sum(losses) / 2, rel=1e-4, abs=1e-6)
 
 
 def test_with_beta_the_kl_starts_at_zero_and_the_reference_stays(tiny_base, files, tmp_path):
