@@ -24,11 +24,11 @@ export PYTHONUNBUFFERED=1
             echo "peer $peer is not installed: its sides are left out of the tables by name"
     done
     # The kernels' own tests once more: on a GPU they compile instead of interpreting.
-    timeout 190 "$PYTHON" -m pytest -q -m gpu && timeout 90 "$PYTHON" -m pytest -q tests/test_kernels_interpreted.py
+    timeout 150 "$PYTHON" -m pytest -q -m gpu && timeout 80 "$PYTHON" -m pytest -q tests/test_kernels_interpreted.py
     tests=$?
     timeout 40 "$PYTHON" -m bench.kernel_speed --check
     right=$?
-    timeout 240 "$PYTHON" -m bench.kernel_speed --seconds 10 --out "$OUT"
+    timeout 260 "$PYTHON" -m bench.kernel_speed --seconds 8 --out "$OUT"
     speed=$?
     echo "tests $tests, errors $right, speed $speed (0 is good); $SECONDS seconds"
 } 2>&1 | tee "$OUT/gpu.log"

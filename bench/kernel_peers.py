@@ -79,7 +79,14 @@ def log_softmax(device: str, temperature: float) -> Sides:
         logp = fused_selective_log_softmax(logits[None], targets[None, :-1], temperature)
         return {"logp": logp.flatten()}
 
+    def textbook(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        from nanogrpo.kernels.textbook import textbook_log_softmax
+
+        logp, entropy = textbook_log_softmax(logits, targets, temperature)
+        return {"logp": logp, "entropy": entropy}
+
     return {
+        "textbook online softmax": _missing("triton", device) or textbook,
         "torch eager": eager,
         "torch.compile": "needs a GPU" if device != "cuda" else compiled,
         "TRL fused": _missing("trl", device) or trl,

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench import common, kernel_peers
+from bench import common, kernel_decoder, kernel_peers
 from nanogrpo import ops
 from nanogrpo.kernels import reference
 
@@ -167,7 +167,7 @@ def errors(case: Case, results: dict[str, Tensor], truth: dict[str, Tensor]) -> 
 
 def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
     """Times every side of the case for about `budget` seconds together; figures: error, peak memory, launches."""
-    truth = case.truth(**case.inputs)
+    truth = {name: value.detach() for name, value in case.truth(**case.inputs).items()}
     pristine = {name: case.inputs[name].clone() for name in case.restore}
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")  # several times the L2 cache
     runnable = {name: side for name, side in case.sides.items() if callable(side)}
@@ -222,14 +222,16 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
 
 def cases(device: str, small: bool) -> list[Callable[[], Case]]:
     """The operations, made when their turn comes: their inputs would not all fit together."""
+    decoder = [lambda make=make: Case(**make()) for make in kernel_decoder.cases(device, small)]
     if small:
         dtype = torch.float32
         made = [lambda: log_softmax_case(128, 301, device, dtype), lambda: rows_case(128, 301, device, dtype)]
-        return [*made, lambda: head_case(128, 301, 32, device, dtype), lambda: loss_case(128, device)]
+        made += [lambda: head_case(128, 301, 32, device, dtype), lambda: loss_case(128, device)]
+        return made + decoder
     dtype, count, vocab = torch.bfloat16, 8192, 151_936
     made = [lambda: log_softmax_case(count, vocab, device, dtype), lambda: rows_case(count, vocab, device, dtype)]
     made += [lambda width=width: head_case(count, vocab, width, device, dtype) for width in (1024, 2048, 4096)]
-    return [*made, lambda: loss_case(32_768, device)]
+    return [*made, lambda: loss_case(32_768, device), *decoder]
 
 
 def check(device: str) -> int:
@@ -237,7 +239,7 @@ def check(device: str) -> int:
     wrong, lines = 0, []
     for make in cases(device, small=True):
         case = make()
-        truth = case.truth(**case.inputs)
+        truth = {name: value.detach() for name, value in case.truth(**case.inputs).items()}
         pristine = {name: case.inputs[name].clone() for name in case.restore}
         for name, side in case.sides.items():
             if isinstance(side, str):

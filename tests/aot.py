@@ -94,18 +94,11 @@ def exact_fma() -> None:
     interpreter.InterpreterBuilder.create_fma = create_fma
 
 
-POINTERS = {"LOGITS": "*bf16", "OUT": "*bf16", "TARGETS": "*i64", "MASK": "*i8", "CLIP": "*i8"}  # all others: *fp32
-NUMBERS = {
-    "stride": "i64",
-    "stride_out": "i64",
-    "N": "i32",
-    "V": "i32",
-    "M": "i32",
-    "parts": "i32",
-    "slice": "i32",
-    "blocks": "i32",
-}
-ALIGNED = ("stride", "stride_out", "V", "slice")  # multiples of 16 for Qwen3's vocabulary; pointers always are
+BF16 = ["LOGITS", "OUT", "X", "RESIDUAL", "Y", "SUM", "H", "DY", "DSUM", "DX", "GATE", "UP", "DGATE", "DUP"]
+POINTERS = dict.fromkeys(BF16, "*bf16") | {"TARGETS": "*i64", "MASK": "*i8", "CLIP": "*i8"}  # all others: *fp32
+NUMBERS = dict.fromkeys(["N", "V", "M", "T", "D", "parts", "slice", "blocks", "rows", "count", "heads"], "i32")
+NUMBERS |= {"stride": "i64", "stride_out": "i64"}
+ALIGNED = ("stride", "stride_out", "V", "slice", "D")  # multiples of 16 for Qwen3's sizes; pointers always are
 
 
 def contracts() -> dict:
@@ -115,13 +108,14 @@ def contracts() -> dict:
     """
     import triton.language as tl
 
-    from nanogrpo.kernels import log_softmax, policy, rows
+    from nanogrpo.kernels import log_softmax, norm, policy, rope, rows, swiglu, textbook
 
     acc = dict(ACC=tl.float32)
     lanes = dict(R=1024, C=8, **acc)
     visit = dict(BIAS=True, R=2048, C=8, **acc)
     plain = dict(OLD=None, REF=None, IMP=None)
     return {
+        "textbook": (textbook.textbook_kernel, dict(BLOCK=1024), 4),
         "log_softmax.forward": (log_softmax.forward_kernel, dict(MASK=None, **lanes), 8),
         "log_softmax.forward, masked": (log_softmax.forward_kernel, lanes, 8),
         "log_softmax.part": (log_softmax.part_kernel, lanes, 8),
@@ -132,15 +126,19 @@ def contracts() -> dict:
         "policy.sum": (policy.sum_kernel, dict(ROWS=32), 1),
         "rows": (rows.row_kernel, visit, 32),
         "rows, on policy": (rows.row_kernel, dict(ENTROPY_WEIGHT=None, **plain, **visit), 32),
+        "norm.forward": (norm.forward_kernel, dict(BLOCK=4096), 8),
+        "norm.backward": (norm.backward_kernel, dict(BLOCK=4096), 8),
+        "rope.forward": (rope.forward_kernel, dict(HALF=64, ROWS=16), 4),
+        "rope.backward": (rope.backward_kernel, dict(HALF=64, ROWS=16), 4),
+        "swiglu.forward": (swiglu.forward_kernel, dict(BLOCK=4096), 8),
+        "swiglu.backward": (swiglu.backward_kernel, dict(BLOCK=4096), 8),
     }
 
 
 def compile_contract(name: str, arch: int) -> Machine:
     kernel, constants, warps = contracts()[name]
-    kinds = {
-        n: POINTERS.get(n, "*fp32") if n.isupper() and n not in NUMBERS else NUMBERS.get(n, "fp32") for n in kernel.arg_names
-    }
-    kinds["rows"] = "i32"
+    pointers = [n for n in kernel.arg_names if n.isupper() and n not in NUMBERS]
+    kinds = {n: POINTERS.get(n, "*fp32") if n in pointers else NUMBERS.get(n, "fp32") for n in kernel.arg_names}
     signature = {n: kinds[n] for n in kernel.arg_names if n not in constants}
     aligned = tuple(n for n in signature if n in ALIGNED or signature[n].startswith("*"))
     return compile_kernel(kernel, arch, signature, constants, warps, aligned)
@@ -156,8 +154,9 @@ def report(name: str, arch: int) -> dict:
     for facts_of, loop in zip(loops, machine.loops):
         names = Counter(_name(i).split(".")[0] for i in loop)
         facts_of.update(exp2=names["MUFU"], shuffles=names["SHFL"], loads=names["LDG"], fma=names["FFMA"])
-        if "R" in constants:
-            facts_of["per_element"] = round(len(loop) * warps * 32 / (constants["R"] * constants["C"]), 2)
+        block = constants["R"] * constants["C"] if "R" in constants else constants.get("BLOCK", 0)
+        if block:
+            facts_of["per_element"] = round(len(loop) * warps * 32 / block, 2)
     return {**facts, "loops": loops, "instructions": len(machine.code)}
 
 

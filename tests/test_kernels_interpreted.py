@@ -17,6 +17,8 @@ from nanogrpo.kernels.reference import Objective
 from nanogrpo import ops
 from nanogrpo.kernels import log_softmax, policy, reference, rows
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy remarks on the 0 · -inf that the kernels provide for
+
 if not CUDA:
     exact_fma()
 

@@ -1,0 +1,95 @@
+"""RMSNorm with the residual add before it, in one read and one write: not used by the model until a GPU shows that it wins.
+
+In: x [T, D] and residual [T, D] (or None), weight [D]; bf16, fp16 or fp32. Out: the normed [T, D] and the sum [T, D], which is
+the next residual. Read next: rope.py.
+
+Equation.   h = x + residual;  r = (mean(h²) + ε)^{-1/2};  y = h r · weight        (Zhang and Sennrich 2019, arXiv 1910.07467)
+Derivation. With n = h r and g = dy · weight:  dh = r (g - n mean(g n)) + dh_from_the_residual;  dx = dresidual = dh;
+            dweight = Σ_t dy n. Statistics in float32; h is rounded to its type first, as the separate add would.
+Sums.       dweight: each of P programs walks over every P-th row and keeps its part; the parts are added in order.
+Bytes.      Forward: reads 4·T·D, writes 4·T·D in bfloat16, where add and norm apart move 12·T·D. Backward: reads 6, writes 2.
+            T = 8192, D = 4096 at 4.3 TB/s: 62 µs each way. FLOP: 6 an element.
+Reference.  `torch.nn.functional.rms_norm(x + residual, …)`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 256  # of the backward: about two for each multiprocessor, and the number of rows of the table of parts
+
+
+@triton.jit
+def forward_kernel(X, RESIDUAL, WEIGHT, Y, SUM, RSTD, D, eps, BLOCK: tl.constexpr):
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    h = tl.load(X + row * D + j, mask=j < D, other=0.0).to(tl.float32)
+    if RESIDUAL is not None:
+        h += tl.load(RESIDUAL + row * D + j, mask=j < D, other=0.0).to(tl.float32)
+        rounded = h.to(SUM.dtype.element_ty)
+        tl.store(SUM + row * D + j, rounded, mask=j < D)
+        h = rounded.to(tl.float32)  # the backward will see the rounded sum
+    rstd = 1.0 / tl.sqrt(tl.sum(h * h, 0) / D + eps)
+    w = tl.load(WEIGHT + j, mask=j < D, other=0.0).to(tl.float32)
+    tl.store(Y + row * D + j, (h * rstd * w).to(Y.dtype.element_ty), mask=j < D)
+    tl.store(RSTD + row, rstd)
+
+
+@triton.jit
+def backward_kernel(H, WEIGHT, RSTD, DY, DSUM, DX, PARTS, T, D, BLOCK: tl.constexpr):
+    """Program p walks rows p, p + P, p + 2P, …; its part of dweight goes to row p of PARTS [P, D]."""
+    pid = tl.program_id(0)
+    j = tl.arange(0, BLOCK)
+    w = tl.load(WEIGHT + j, mask=j < D, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK,), tl.float32)
+    for t in tl.range(pid, T, tl.num_programs(0)):
+        row = tl.full((), t, tl.int64)
+        rstd = tl.load(RSTD + row)
+        n = tl.load(H + row * D + j, mask=j < D, other=0.0).to(tl.float32) * rstd
+        dy = tl.load(DY + row * D + j, mask=j < D, other=0.0).to(tl.float32)
+        dw += dy * n
+        g = dy * w
+        dh = rstd * (g - n * (tl.sum(g * n, 0) / D))
+        if DSUM is not None:
+            dh += tl.load(DSUM + row * D + j, mask=j < D, other=0.0).to(tl.float32)
+        tl.store(DX + row * D + j, dh.to(DX.dtype.element_ty), mask=j < D)
+    tl.store(PARTS + pid.to(tl.int64) * D + j, dw, mask=j < D)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+        x, weight = x.contiguous(), weight.contiguous()
+        count, width = x.shape
+        y, rstd = torch.empty_like(x), torch.empty(count, dtype=torch.float32, device=x.device)
+        total = None if residual is None else torch.empty_like(x)
+        block = triton.next_power_of_2(width)
+        args = x, None if residual is None else residual.contiguous(), weight, y, total, rstd, width, eps
+        if count:
+            forward_kernel[(count,)](*args, BLOCK=block, num_warps=max(1, min(16, block // 512)))
+        ctx.save_for_backward(x if residual is None else total, weight, rstd)
+        ctx.has_residual = residual is not None
+        return y, total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor, dsum: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, None]:
+        h, weight, rstd = ctx.saved_tensors
+        count, width = h.shape
+        programs = max(1, min(PROGRAMS, count))
+        dx, parts = torch.empty_like(h), torch.zeros(programs, width, dtype=torch.float32, device=h.device)
+        block = triton.next_power_of_2(width)
+        args = h, weight, rstd, dy.contiguous(), None if dsum is None else dsum.contiguous(), dx, parts, count, width
+        if count:
+            backward_kernel[(programs,)](*args, BLOCK=block, num_warps=max(1, min(16, block // 512)))
+        return dx, dx if ctx.has_residual else None, parts.sum(0).to(weight.dtype), None
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [T, D], residual [T, D] or None, weight [D] → normed [T, D] and x + residual [T, D], both in the type of x."""
+    y, total = _AddNorm.apply(x, residual, weight, eps)
+    return y, x if residual is None else total
