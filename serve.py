@@ -137,6 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 2
     os.environ[SECRET] = secret
+    os.environ["NANOGRPO_SERVER"] = str(os.getpid())  # the workers end with this process
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the weight routes exist only so; the guard keeps the other development routes shut
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -15,6 +15,12 @@ Read before: wire.py, sync.py. Read next: serve.py.
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import threading
+from pathlib import Path
+
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -107,5 +113,24 @@ class Extension:
     """What --worker-extension-cls names: importing this file is all it is for."""
 
 
-if NAME not in WeightTransferEngineFactory._registry:  # vLLM may import the file twice in one process, under spawn and fork
+def die_with(server: int) -> None:
+    """Kills this worker, and the engine process above it, when the process `server` ends: vLLM leaves both behind, and the memory
+    that they hold, when its HTTP server is killed (0.32.0). Waits for that on a thread, without polling."""
+    chain = [os.getpid()]
+    while (parent := int(Path(f"/proc/{chain[-1]}/stat").read_text().rsplit(")", 1)[1].split()[1])) != server:
+        if parent <= 1:
+            raise RuntimeError(f"worker {os.getpid()} does not descend from the server {server}")
+        chain.append(parent)
+    handle = os.pidfd_open(server)
+
+    def wait() -> None:
+        select.select([handle], [], [])
+        for pid in reversed(chain):  # the engine first, ourselves last
+            os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+die_with(int(os.environ["NANOGRPO_SERVER"]))  # set by serve.py
+if NAME not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(NAME, Transfer)

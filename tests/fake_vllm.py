@@ -1,4 +1,4 @@
-"""A server that speaks the sidecar's routes and samples nonsense: for the tests of the client that need no vLLM, only its answers.
+"""A server that speaks the sidecar's routes and samples nonsense: for tests of the client.
 
     with FakeVLLM(model.cfg) as server:                     # on a free port of this machine
         engine = VLLMEngine(model, max_len=64, servers=[server.url], transport="memory")

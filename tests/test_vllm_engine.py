@@ -1,4 +1,4 @@
-"""The client against a server that speaks the routes and samples nonsense (fake_vllm.py): what is sent, trusted, repeated, refused.
+"""The client against a server that speaks the routes and samples nonsense (fake_vllm.py): what is sent, trusted, asked again.
 
 What a real vLLM does with it is in test_vllm_real.py and test_vllm_recovery.py.
 """
@@ -244,7 +244,7 @@ def test_no_server_at_the_address():
 
 @pytest.mark.parametrize("url", ["ftp://x:1", "http://", "http://127.0.0.1:port", "http://127.0.0.1", "http://127.0.0.1:99999"])
 def test_an_address_that_is_none(url):
-    with pytest.raises(UserError, match="is not an address; write it as http://127.0.0.1:8000"):
+    with pytest.raises(UserError, match=r"is not an address; write it as http://127.0.0.1:8000"):
         Server(url)
 
 
@@ -256,7 +256,7 @@ def test_a_server_of_another_model(fake, field):
 
 
 def test_a_context_too_short(fake):
-    with pytest.raises(UserError, match="has a context of 256 tokens but prompt and completion need 300; start serve.py with"):
+    with pytest.raises(UserError, match=r"has a context of 256 tokens but prompt and completion need 300; start serve.py with"):
         engine_of(fake, max_len=300, load=False)
     engine = engine_of(fake)
     with pytest.raises(UserError, match="Prompt 0 has 3 tokens and needs 33 with its completion, but the engine's context is 32"):
@@ -265,7 +265,7 @@ def test_a_context_too_short(fake):
 
 def test_a_server_that_is_something_else(fake):
     fake.disturb = lambda m, path, b: 404
-    with pytest.raises(UserError, match="is a server, but not a sidecar of this project; start it by serve.py"):
+    with pytest.raises(UserError, match=r"is a server, but not a sidecar of this project; start it by serve.py"):
         engine_of(fake, load=False)
 
 
