@@ -1,8 +1,8 @@
 """GRPO itself: advantages of a group, the weight of a token, the objective of a batch. Pure functions, no model, no processes.
 
 In: rewards `[P, G]` and the per-token vectors `[M]` of a PackedBatch. Out: advantages `[P, G]`, and an operation that turns
-hidden states into a loss. The formulas are those of TRL 1.16.0 (tests hold them against its code); docs/equations.md lists them beside
-their papers. To try another algorithm, change `objective`: it is the only place where the policy gradient is defined.
+hidden states into a loss. The formulas are those of TRL 1.16.0 (tests hold them against its code); docs/equations.md lists them
+beside their papers. To try another algorithm, change `objective`: it is the only place where the policy gradient is defined.
 Read next: ops.py (what the fused loss computes), packing.py (where weights meet tokens).
 """
 
@@ -71,9 +71,8 @@ def token_weight(length: int, n_samples: int, n_tokens: int, cfg: Config) -> flo
             return 1.0 / (n_samples * max(length, 1))
         case "dr_grpo":  # a constant, so that length earns nothing: Liu et al. 2025
             return 1.0 / (n_samples * cfg.max_completion_length)
-        case (
-            _
-        ):  # dapo (Yu et al. 2025, equation 8): each token of the step counts the same. bnpo is this mean over one micro-batch;
+        case _:  # dapo: each token of the step counts the same (Yu et al. 2025, equation 8)
+            # bnpo is this mean over one micro-batch. Its dependence on the split is what we do not want: here the two are one.
             return 1.0 / max(n_tokens, 1)  # its dependence on the split is what we do not want, so here the two are one.
 
 

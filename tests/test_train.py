@@ -176,14 +176,14 @@ def files_of_a_checkpoint_under_way(output: Path, since: float) -> int:
 
 
 def test_killed_anywhere_and_resumed_it_is_the_same_run_bit_for_bit(tiny_base, files, tmp_path):
-    """Five SIGKILLs, three of them while a checkpoint is written: the same losses, rewards, norms and last checkpoint."""
-    options = ["--max-steps", "36", "--save-steps", "2", "--steps-per-generation", "2", "--num-iterations", "2"]
+    """Four SIGKILLs, two of them while a checkpoint is written: the same losses, rewards, norms and last checkpoint."""
+    options = ["--max-steps", "30", "--save-steps", "2", "--steps-per-generation", "2", "--num-iterations", "2"]
     options += ["--lr-scheduler-type", "cosine", "--warmup-steps", "4", "--beta", "0.05"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     process = launch(arguments(tiny_base, files, whole, *options))
     seed = random.SystemRandom().randrange(2**32)
     rng, hits = random.Random(seed), []
-    for written in (None, 0, None, 3, 6):
+    for written in (None, 0, None, 4):
         argv = arguments(tiny_base, files, broken, *options, "--resume")  # with nothing to resume, it begins
         hits.append(kill_somewhere(argv, broken, rng, written))
     last = launch(arguments(tiny_base, files, broken, *options, "--resume"))
@@ -193,11 +193,11 @@ def test_killed_anywhere_and_resumed_it_is_the_same_run_bit_for_bit(tiny_base, f
         _, errors = run.communicate()
         assert run.returncode == 0, story + errors
     assert any(".tmp" in hit for hit in hits), story  # at least one kill left half a checkpoint behind
-    assert [row["step"] for row in steps(broken)] == list(range(36)), story
+    assert [row["step"] for row in steps(broken)] == list(range(30)), story
     assert steps(broken) == steps(whole), story
-    assert len({row["loss"] for row in steps(whole)}) == 36  # not a run in which nothing happens
+    assert len({row["loss"] for row in steps(whole)}) == 30  # not a run in which nothing happens
     for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (broken / "checkpoint-36" / name).read_bytes() == (whole / "checkpoint-36" / name).read_bytes(), story
+        assert (broken / "checkpoint-30" / name).read_bytes() == (whole / "checkpoint-30" / name).read_bytes(), story
     assert not list(broken.glob(".*")), story
 
 
@@ -305,25 +305,16 @@ def test_rewards_that_never_apply_change_nothing_and_log_no_reward(tiny_base, fi
 
 # ---- mistakes ------------------------------------------------------------------------------------------------------------------
 
-MISTAKES = {  # options that replace the good ones → what the sentence must name
+# In data and rewards; test_bad_input.py has those in options, models and folders. Options → what the sentence must name.
+MISTAKES = {
     "empty data": (["--data", "{files}/empty.jsonl"], r"empty\.jsonl holds no prompts"),
     "no such data": (["--data", "{files}/nowhere.jsonl"], r"nowhere\.jsonl is not a file"),
     "broken line": (["--data", "{files}/broken.jsonl"], r"broken\.jsonl:3: not JSON"),
     "long prompt": (["--data", "{files}/long.jsonl"], r"long\.jsonl:9: the prompt has 300 tokens"),
     "long prompt, own limit": (["--max-prompt-length", "3"], r"data\.jsonl:1: the prompt has 4 tokens"),
-    "no room": (["--max-completion-length", "256"], r"--max-completion-length 256 leaves no room .* context of 256"),
     "few prompts": (["--generation-batch-size", "64"], r"holds 12 prompts but a step draws 16"),
     "no eval data": (["--eval-steps", "1"], r"--eval-data names no held-out prompts"),
-    "no such model": (["--model", "{files}/nowhere"], r"--model .*nowhere: there is no such folder"),
-    "not a model": (["--model", "{files}"], r"has no tokenizer\.json"),
     "no such reward": (["--reward-funcs", "{files}/reward.py:odd"], r"odd"),
-    "group of one": (["--num-generations", "1"], r"--num-generations is 1"),
-    "uneven groups": (["--num-generations", "3"], r"--generation-batch-size 16 is not a multiple of --num-generations 3"),
-    "uneven minibatches": (["--steps-per-generation", "3"], r"--steps-per-generation 3 does not divide the 4 prompts"),
-    "unknown option": (["--learning-rte", "1"], r"--learning-rte"),
-    "not a number": (["--beta", "much"], r"--beta"),
-    "unknown loss": (["--loss-type", "ppo"], r"--loss-type is 'ppo': choose one of grpo, bnpo, dr_grpo, dapo"),
-    "nan": (["--learning-rate", "nan"], r"--learning-rate is nan"),
 }
 
 
@@ -345,13 +336,3 @@ def test_a_reward_that_raises_stops_the_run_and_loses_nothing(tiny_base, files, 
     assert re.search(r"error: .*fails_in_the_third_step raised ZeroDivisionError: no such luck", capsys.readouterr().err)
     assert [row["step"] for row in steps(tmp_path)] == [0, 1]
     assert (tmp_path / "checkpoint-2").is_dir()
-
-
-def test_another_run_is_not_overwritten_nor_continued_with_other_options(tiny_base, files, tmp_path, capsys):
-    assert train.main(arguments(tiny_base, files, tmp_path, "--max-steps", "1")) == 0
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    assert train.main(arguments(tiny_base, files, tmp_path)) == 2
-    assert "already holds a run: continue it with --resume" in capsys.readouterr().err
-    assert train.main(arguments(tiny_base, files, tmp_path, "--resume", "--temperature", "0.5")) == 2
-    assert re.search(r"temperature = 1\.0, now it is 0\.5", capsys.readouterr().err)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
