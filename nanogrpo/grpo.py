@@ -73,7 +73,7 @@ def token_weight(length: int, n_samples: int, n_tokens: int, cfg: Config) -> flo
             return 1.0 / (n_samples * cfg.max_completion_length)
         case _:  # dapo: each token of the step counts the same (Yu et al. 2025, equation 8)
             # bnpo is this mean over one micro-batch. Its dependence on the split is what we do not want: here the two are one.
-            return 1.0 / max(n_tokens, 1)  # its dependence on the split is what we do not want, so here the two are one.
+            return 1.0 / max(n_tokens, 1)
 
 
 def objective(batch: PackedBatch, cfg: Config):
