@@ -92,10 +92,10 @@ def backend(device_type: str, dtype: torch.dtype) -> str:
 class Packed:
     """`attend` over sequences laid end to end.
 
-    Sequence n owns the queries cu_seqlens[n] … cu_seqlens[n+1] and sees, causally, its own keys; or, with `kv_rows`, the keys and
-    values of the rows kv_rows[kv_cu_seqlens[n]] …, the last of them its own. That is how completions share one copy of their prompt:
-    its keys are gathered once a completion, and the gather's backward adds the completions' gradients up.
-    With `keep`, remembers each layer's keys and values (prefill).
+    Sequence n owns the queries cu_seqlens[n] … cu_seqlens[n+1] and sees, causally, its own keys; or, with `kv_rows`, the keys
+    and values of the rows kv_rows[kv_cu_seqlens[n]] …, the last of them its own. That is how completions share one copy of
+    their prompt: its keys are gathered once a completion, and the gather's backward adds the completions' gradients up. With
+    `keep`, remembers each layer's keys and values (prefill).
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Many processes: who is here, what they tell each other, and the model cut into shards (FSDP2). Everything from outside the model.
+"""Many processes: who is here, what they tell each other, and the model cut into shards (FSDP2). Everything from outside the
+model.
 
 In: the environment that torchrun sets, a model. Out: a `World`; the same model with its parameters sharded. One process without
 torchrun is a world of one and needs none of it, so the loop is written once.
@@ -61,7 +62,8 @@ class World:
     def exchange(self, mine: Sequence[Sample], wanted: Sequence[set[int]]) -> Mapping[int, Sample]:
         """The samples that this rank trains, by their index in the generation. Only those that change rank are sent.
 
-        mine: the samples this rank drew, a run of the generation in the order of ranks; wanted[r]: the indices that rank r trains.
+        mine: the samples this rank drew, a run of the generation in the order of ranks; wanted[r]: the indices that rank r
+        trains.
         """
         start = sum(self.gather(len(mine))[: self.rank])
         own = dict(enumerate(mine, start))
@@ -108,8 +110,9 @@ def stop() -> None:
 def shard(model: Decoder, world: World, cfg: Config) -> None:
     """Cuts the parameters over the ranks: one unit a block, one for an untied head, the rest at the root.
 
-    Float32 masters; on GPUs bfloat16 compute and float32 reduction. A tied head is the embedding: both belong to the root, whose
-    parameters stay gathered between forward and backward. `cast_forward_inputs` would turn the float32 rotary angles into bfloat16.
+    Float32 masters; on GPUs bfloat16 compute and float32 reduction. A tied head is the embedding: both belong to the root,
+    whose parameters stay gathered between forward and backward. `cast_forward_inputs` would turn the float32 rotary angles into
+    bfloat16.
     """
     if not dist.is_initialized():
         return

@@ -1,8 +1,8 @@
 """GRPO itself: advantages of a group, the weight of a token, the objective of a batch. Pure functions, no model, no processes.
 
 In: rewards `[P, G]` and the per-token vectors `[M]` of a PackedBatch. Out: advantages `[P, G]`, and an operation that turns
-hidden states into a loss. The formulas are those of TRL 1.16.0 (tests hold them against its code); docs/equations.md lists them beside
-their papers. To try another algorithm, change `objective`: it is the only place where the policy gradient is defined.
+hidden states into a loss. The formulas are those of TRL 1.16.0 (tests hold them against its code); docs/equations.md lists them
+beside their papers. To try another algorithm, change `objective`: it is the only place where the policy gradient is defined.
 Read next: ops.py (what the fused loss computes), packing.py (where weights meet tokens).
 """
 

@@ -96,7 +96,8 @@ def plan(chosen: Sequence[int], sizes: Sequence[Size], cfg: Config, world: int =
 def _spread(
     pieces: list[Piece], sizes: Sequence[Size], budget: int, world: int, pair_cost: float
 ) -> tuple[list[Strip], list[float]]:
-    """The fewest strips, a multiple of `world`, that hold all pieces, costliest strips first; a piece over the budget has its own.
+    """The fewest strips, a multiple of `world`, that hold all pieces, costliest strips first; a piece over the budget has its
+    own.
 
     Longest processing time first: each piece goes to the cheapest strip with room, at most 4/3 of the optimum (Graham 1969).
     """
