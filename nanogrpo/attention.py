@@ -92,10 +92,10 @@ def backend(device_type: str, dtype: torch.dtype) -> str:
 class Packed:
     """`attend` over sequences laid end to end.
 
-    Sequence n owns the queries cu_seqlens[n] … cu_seqlens[n+1] and sees, causally, its own keys; or, with `kv_rows`, the keys
-    and values of the rows kv_rows[kv_cu_seqlens[n]] …, the last of them its own. That is how completions share one copy of
-    their prompt: its keys are gathered once a completion, and the gather's backward adds the completions' gradients up. With
-    `keep`, remembers each layer's keys and values (prefill).
+    Sequence n owns the queries cu_seqlens[n] … cu_seqlens[n+1] and sees, causally, its own keys; or, with `kv_rows`, the keys and
+    values of the rows kv_rows[kv_cu_seqlens[n]] …, the last of them its own. So completions share one copy of their prompt:
+    its keys are gathered once a completion, and the gather's backward adds the completions' gradients up.
+    With `keep`, remembers each layer's keys and values (prefill).
     """
 
     def __init__(
@@ -123,37 +123,56 @@ class Packed:
 
 
 class KVCache:
-    """Keys and values of B sequences of at most S tokens, and `attend` for one new token of each of the first `rows`.
+    """Keys and values of B sequences of at most S tokens, and `attend` for one new token of each of the first rows.
 
     Before a step, call `begin(positions, span)`: row b writes its token at `positions[b]` and sees the columns up to
     and with it. `span` bounds the columns read, so that short sequences in a long cache stay cheap.
+
+    On a CPU the cache holds `width` columns and widens as sequences grow: rows that lie close together are read about half again
+    as fast as the same columns of a cache of full width. On a GPU it has all S from the start: CUDA graphs need it to stay put.
     """
 
     def __init__(self, layers: int, B: int, K: int, S: int, E: int, dtype: torch.dtype, device: torch.device):
-        self.k = torch.zeros(layers, B, K, S, E, dtype=dtype, device=device)
+        self.S, self.narrow = S, S if device.type == "cuda" else min(S, 64)
+        self.k = torch.zeros(layers, B, K, self.narrow, E, dtype=dtype, device=device)
         self.v = torch.zeros_like(self.k)
         self.columns = torch.arange(S, device=device)  # [S]
         self.index = torch.arange(B, device=device)  # [B]
 
-    def fill(self, rows: list[int], k: Tensor, v: Tensor) -> None:
-        """Gives each of `rows` the same prefix, a prefilled prompt's: k, v [layers, K, t, E]."""
-        for r in rows:
-            self.k[:, r, :, : k.shape[2]] = k
-            self.v[:, r, :, : v.shape[2]] = v
+    @property
+    def width(self) -> int:
+        return self.k.shape[3]
+
+    def clear(self) -> None:
+        """Narrow and zero again. Not only for memory: a NaN left in a masked column would spread, for 0 · NaN is NaN."""
+        if self.width > self.narrow:
+            self.k, self.v = (x[:, :, :, : self.narrow].clone() for x in (self.k, self.v))
+        self.k.zero_(), self.v.zero_()
+
+    def widen(self, span: int) -> None:
+        """Makes room for `span` columns, in steps of 64."""
+        if span > self.width:
+            more = min(-(-span // 64) * 64, self.S) - self.width
+            self.k, self.v = (F.pad(x, (0, 0, 0, more)) for x in (self.k, self.v))
+
+    def fill(self, first: int, end: int, k: Tensor, v: Tensor) -> None:
+        """Gives each of the rows first … end-1 the same prefix, a prefilled prompt's: k, v [layers, K, t, E]."""
+        self.widen(k.shape[2])
+        self.k[:, first:end, :, : k.shape[2]] = k[:, None]
+        self.v[:, first:end, :, : v.shape[2]] = v[:, None]
 
     def move(self, source: list[int], target: list[int], span: int) -> None:
         """Copies the first `span` columns of row source[i] to row target[i]; no row is both."""
-        for s, t in zip(source, target):
-            self.k[:, t, :, :span] = self.k[:, s, :, :span]
-            self.v[:, t, :, :span] = self.v[:, s, :, :span]
+        self.k[:, target, :, :span] = self.k[:, source, :, :span]
+        self.v[:, target, :, :span] = self.v[:, source, :, :span]
 
     def begin(self, positions: Tensor, span: int) -> None:
         """positions: [b] int64, b ≤ B; span: above all of them, at most S."""
-        self.positions, self.rows, self.span = positions, len(positions), span
+        self.widen(span)
+        self.positions, self.span = positions, span
         unseen = self.columns[:span] > positions[:, None]  # [b, span]
-        self.bias = torch.zeros_like(unseen, dtype=self.k.dtype).masked_fill_(unseen, float("-inf"))[
-            :, None, None
-        ]  # [b, 1, 1, span]
+        bias = torch.zeros_like(unseen, dtype=self.k.dtype).masked_fill_(unseen, float("-inf"))
+        self.bias = bias[:, None, None]  # [b, 1, 1, span]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         b, H, E = q.shape

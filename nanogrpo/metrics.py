@@ -53,18 +53,21 @@ class Meter:
 
     def __init__(self):
         self.parts: list[dict[str, Tensor]] = []
-        self.loss, self.norms = torch.zeros(()), []
+        self.loss: Tensor | float = 0.0
+        self.norms: list[float] = []
         self.updates = 0
+        self.first: int | None = None  # the first update with tokens
 
     def add(self, batch: PackedBatch, out: PolicyOut) -> None:
         part = {"sample": batch.sample, "entropy": out.entropy, "clip": out.clip}
         if out.kl is not None:
             part["kl"] = out.kl
-        if self.updates == 0:  # the weights are still those that sampled: what differs is trainer against engine
+        self.first = self.updates if self.first is None else self.first
+        if self.updates == self.first:  # the weights are still those that sampled: what differs is trainer against engine
             part["gap"] = (out.logp - batch.sampling_logp).abs()
         part["update"] = torch.full_like(batch.sample, self.updates)
         self.parts.append(part)
-        self.loss = self.loss + out.loss.detach().cpu()
+        self.loss = self.loss + out.loss.detach()
 
     def end_update(self, norm: float) -> None:
         self.norms.append(norm)
@@ -72,7 +75,7 @@ class Meter:
 
     def summary(self, world: World) -> dict[str, float]:
         """The step's metrics over all ranks; every rank must call, and gets the same."""
-        loss = sum(world.gather(self.loss.item()))
+        loss = sum(world.gather(float(self.loss)))
         out = {"loss": loss / max(self.updates, 1), "grad_norm": statistics.fmean(self.norms) if self.norms else 0.0}
         parts = world.concat([{name: t.float().cpu() for name, t in part.items()} for part in self.parts])
         if not sum(len(part["sample"]) for part in parts):  # every completion was masked

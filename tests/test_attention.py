@@ -3,6 +3,7 @@
 The cache, the other way to attend, is tested with the engine that owns it. Read next: test_model.py.
 """
 
+import itertools
 import logging
 
 import pytest
@@ -48,6 +49,45 @@ def test_packed_remembers_the_keys_and_values_when_asked():
     assert all(x.shape == (9, 2, 16) for pair in keeping.kept.values() for x in pair)
 
 
+PROMPT, COMPLETIONS = 5, [4, 1, 7]
+
+
+def shared_prompt() -> Packed:
+    """One prompt laid down once, then its completions, each of which sees the prompt's keys and its own."""
+    cu_seqlens = torch.tensor([0, PROMPT, *COMPLETIONS]).cumsum(0)  # [N+1]
+    own = [torch.arange(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
+    rows = [own[0], *(torch.cat((own[0], mine)) for mine in own[1:])]
+    kv_cu_seqlens = torch.tensor([0, *map(len, rows)]).cumsum(0, dtype=torch.int32)
+    return Packed(cu_seqlens.int(), max(COMPLETIONS), torch.cat(rows), kv_cu_seqlens, PROMPT + max(COMPLETIONS))
+
+
+def test_completions_that_share_a_prompt_equal_those_that_repeat_it():
+    """Outputs and gradients, the prompt's keys included: they get the completions' gradients added up."""
+    model = tiny_model()
+    prompt, *completions = random_tokens(PROMPT + sum(COMPLETIONS)).split([PROMPT, *COMPLETIONS])
+    positions = torch.cat([torch.arange(PROMPT), *(PROMPT + torch.arange(n) for n in COMPLETIONS)])
+
+    def run(tokens, positions, attend, rows):
+        model.zero_grad()
+        out = model(tokens, positions, attend, torch.cat(rows))
+        out.square().sum().backward()
+        return out.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    ends = torch.tensor([0, PROMPT, *COMPLETIONS]).cumsum(0).tolist()
+    rows = [torch.arange(a, b) for a, b in itertools.pairwise(ends[1:])]
+    shared, gradients = run(torch.cat((prompt, *completions)), positions, shared_prompt(), rows)
+
+    lengths = [PROMPT + n for n in COMPLETIONS]
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    rows = [torch.arange(end - n, end) for end, n in zip(ends, COMPLETIONS)]
+    tokens = torch.cat([torch.cat((prompt, mine)) for mine in completions])
+    repeated, expected = run(tokens, *positions_of(lengths), rows)
+
+    torch.testing.assert_close(shared, repeated, rtol=0, atol=1e-5)
+    for name in expected:
+        assert (gradients[name] - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
+
+
 def test_the_backend_is_told_once_and_can_be_chosen(monkeypatch, caplog):
     monkeypatch.delenv("NANOGRPO_ATTENTION", raising=False)
     attention.backend.cache_clear()
@@ -71,18 +111,21 @@ def test_a_half_precision_backend_is_refused_where_it_cannot_run(monkeypatch, de
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["torch", "flash"])
-def test_fast_backends_agree_with_the_equation(name):
+def test_fast_backends_agree_with_the_equation(name, shared):
     if name == "flash":
         pytest.importorskip("flash_attn")
     torch.manual_seed(0)
     lengths = [130, 1, 77, 300]
-    _, attend = positions_of(lengths, "cuda")
-    q, k, v, g = (torch.randn(sum(lengths), heads, 128, device="cuda") for heads in (8, 2, 2, 8))
+    attend = shared_prompt() if shared else positions_of(lengths)[1]
+    bounds = [x.cuda() if isinstance(x, torch.Tensor) else x for x in attend.bounds]
+    queries, keys = int(bounds[0][-1]), int(bounds[-2 if shared else 0][-1])
+    q, k, v, g = (torch.randn(n, heads, 128, device="cuda") for n, heads in ((queries, 8), (keys, 2), (keys, 2), (queries, 8)))
 
     def run(backend, dtype):
         inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
-        out = attention.BACKENDS[backend](*inputs, attend.cu_seqlens, attend.max_len)
+        out = attention.BACKENDS[backend](*inputs, *bounds)
         return [out, *torch.autograd.grad(out, inputs, g.to(dtype))]
 
     exact, plain, fast = run("reference", torch.float64), run("reference", torch.bfloat16), run(name, torch.bfloat16)

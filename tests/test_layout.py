@@ -40,12 +40,14 @@ MAY_IMPORT = {
     "rewards": "batch tokenizer",
     "rollout": "batch",
     "local_engine": "model attention batch rollout ops",
-    "vllm_engine": "batch rollout config",  # it speaks HTTP: the server's weights are not its business
+    "guard": "",
+    "server": "guard",
+    "vllm_protocol": "batch rollout server",
+    "vllm_engine": "batch rollout config guard server sync vllm_protocol",  # speaks HTTP: vLLM itself is another process's
     "staleness": "batch rollout config",
     "wire": "",  # both ends of the weight sync read it, and one of them has neither our model nor our config
     "engine_worker": "wire",
-    "guard": "",
-    "sync": "wire model",
+    "sync": "wire server model",
     "fsdp": "model config",
     "optim": "config",
     "checkpoint": "model config tokenizer lora fsdp",
@@ -55,7 +57,7 @@ MAY_IMPORT = {
     "warmup": "checkpoint grpo optim packing model tasks tokenizer batch config",
     "serve": "guard engine_worker wire",
 }
-NOT_BY_TRAIN = {"engine_worker", "guard", "serve", "warmup", "plot"}
+NOT_BY_TRAIN = {"engine_worker", "serve", "warmup", "plot"}
 
 # Where a library may appear at all (kernels, bench and tests stand for every file of the folder).
 ONLY_IN = {

@@ -105,6 +105,16 @@ def test_no_kl_without_a_reference_and_nothing_at_all_without_tokens():
     assert empty.summary() == {"loss": 0.0, "grad_norm": 0.0}
 
 
+def test_the_gap_is_taken_at_the_first_update_that_has_tokens():
+    meter = metrics.Meter()
+    meter.end_update(0.0)  # a minibatch in which every completion was cut and masked: the weights did not move
+    add(meter, [0, 1], [0, 0], 0.0, entropy=[1.0, 1.0], sampling=[-1.5, -1.0])
+    meter.end_update(1.0)
+    add(meter, [0, 1], [0, 0], 0.0, entropy=[1.0, 1.0], sampling=[-9.0, -9.0])
+    meter.end_update(1.0)
+    assert meter.summary()["sampling/sampling_logp_difference/max"] == 0.5
+
+
 # ---- the log -------------------------------------------------------------------------------------------------------------------
 
 

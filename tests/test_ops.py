@@ -373,3 +373,12 @@ def test_mistakes_are_told():
         ops.policy_loss(v["old"], None, v["advantage"], v["weight"], beta=0.1, **CLIP)
     with pytest.raises(ValueError, match="cast"):
         ops.head_logp(hidden, head.bfloat16(), targets)
+
+
+def test_the_bench_is_right_without_a_gpu_and_says_that_it_needs_one(capsys):
+    from bench import kernel_speed
+
+    assert kernel_speed.main(["--check"]) == 0
+    if not torch.cuda.is_available():
+        assert kernel_speed.main([]) == 2
+        assert "GPU" in capsys.readouterr().err

@@ -46,6 +46,23 @@ def test_a_folder_appears_at_once_and_replaces_a_checkpoint_only_when_it_is_whol
     assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"two"}
 
 
+def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """A power cut after the rename must find the data: so each file, and the folder, is flushed before it."""
+    flushed, fsync = {}, os.fsync
+
+    def watch(fd):
+        flushed[os.fstat(fd).st_ino] = (tmp_path / "checkpoint-1").exists()
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    write(tmp_path / "checkpoint-1", "one")
+    assert flushed == {
+        (tmp_path / "checkpoint-1" / "config.json").stat().st_ino: False,
+        (tmp_path / "checkpoint-1").stat().st_ino: False,
+        tmp_path.stat().st_ino: True,
+    }
+
+
 @pytest.mark.parametrize("error", [RuntimeError("ours"), KeyboardInterrupt(), UserError("theirs")])
 def test_any_exception_leaves_what_was_there_and_no_litter(tmp_path, error):
     write(tmp_path / "checkpoint-1", "one")

