@@ -13,6 +13,7 @@ Read next: model.py (what runs over a strip), attention.py (how a completion see
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,12 @@ def schedule(sizes: Sequence[Size], cfg: Config, step: int, world: int = 1, pair
     return [Update(p, sum(sizes[i].completion_tokens for i in p), plan(p, sizes, cfg, world, pair_cost)) for p in parts]
 
 
+def one_update(samples: Sequence[Sample], cfg: Config) -> Update:
+    """All samples in one optimizer step of one process."""
+    known, everything = sizes(samples, cfg), list(range(len(samples)))
+    return Update(everything, sum(s.completion_tokens for s in known), plan(everything, known, cfg))
+
+
 def wanted(updates: Sequence[Update], world: int) -> list[set[int]]:
     """The samples that each rank computes."""
     return [{i for u in updates for strip in u.strips[rank] for piece in strip for i in piece} for rank in range(world)]
@@ -102,7 +109,8 @@ def _spread(
     Longest processing time first: each piece goes to the cheapest strip with room, at most 4/3 of the optimum (Graham 1969).
     """
     weighed = sorted(((_cost(p, sizes, pair_cost), _tokens(p, sizes), p) for p in pieces), key=lambda x: (-x[0], x[2]))
-    count = world * max(1, -(-sum(tokens for _, tokens, _ in weighed) // (budget * world)))
+    by_tokens, by_pieces = sum(tokens for _, tokens, _ in weighed) / (budget * world), len(pieces) / world
+    count = world * math.ceil(min(by_tokens, by_pieces))
     while True:
         bins: list[Strip] = [[] for _ in range(count)]
         costs, room = [0.0] * count, [budget] * count
@@ -159,6 +167,8 @@ def _pack(
 
     for piece in strip:
         prompt = samples[piece[0]].prompt.token_ids
+        if any(samples[i].prompt.token_ids != prompt for i in piece):
+            raise ValueError(f"different prompts share the id {samples[piece[0]].prompt.id}: ids must tell prompts apart")
         shared = sequence(prompt, 0, []) if len(piece) > 1 else None
         for i in piece:
             ids = samples[i].token_ids[:-1]  # the last token's hidden state would predict what nobody sampled
