@@ -185,7 +185,7 @@ def test_uneven_lengths_are_spread_evenly_and_cost_no_extra_tokens(world):
     assert computed <= 1.02 * needed
     costs = [[sum(packing._cost(piece, sizes, 1e-3) for piece in strip) for strip in strips] for strips in ranks]
     for slot in zip(*costs):  # ranks wait for the slowest of each micro-batch
-        assert max(slot) <= 1.1 * sum(slot) / world
+        assert max(slot) <= 1.15 * sum(slot) / world
 
 
 def test_shared_prompts_save_what_they_should():
