@@ -46,8 +46,6 @@ class Sample:
     rewards: dict[str, float | None] = field(default_factory=dict)  # one entry a reward function; None: does not apply
     reward: float | None = None  # the weighted sum; None when no function applied
     advantage: float = 0.0
-    old_logp: Tensor | None = None  # [tokens] float32, on the CPU: the trainer's log-probs before the first update, if recomputed
-    ref_logp: Tensor | None = None  # [tokens] float32, on the CPU: the reference model's
 
 
 @dataclass
@@ -55,23 +53,31 @@ class PackedBatch:
     """A strip of sequences laid end to end, without padding, and the completion tokens in it that are trained.
 
     The decoder computes all T tokens; the output head only the M rows that carry loss, so that prompt tokens never meet the
-    vocabulary. Row j says: "hidden state `rows[j]` predicts token `targets[j]`".
+    vocabulary. Row j says: "hidden state `rows[j]` predicts token `targets[j]`". A completion's last token is a target but no
+    input: what would follow it was never sampled.
 
-    Example: two samples of one prompt (p0 p1), completions (a b) and (c), on policy, token-mean over 3 tokens:
-        tokens     = p0 p1 a  b  p0 p1 c       [T=7]
-        positions  = 0  1  2  3  0  1  2       [T]
-        cu_seqlens = 0 4 7                     [N+1]
-        rows       = 1  2  5                   [M=3]
-        targets    = a  b  c                   [M]
-        sample     = 0  0  1                   [M]
-        advantage  = 1  1  -1                  [M]
-        weight     = 1/3 1/3 1/3               [M]
+    Example: two samples of one prompt (p0 p1), completions (a b c) and (d e), on policy, token-mean over 5 tokens. With the
+    prompt once for both, sequence 0 is the prompt, and the completions see its keys beside their own:
+        tokens        = p0 p1 a  b  d             [T=5]
+        positions     = 0  1  2  3  2             [T]
+        cu_seqlens    = 0 2 4 5                   [N+1]
+        kv_rows       = 0 1 · 0 1 2 3 · 0 1 4     [Tk=9]
+        kv_cu_seqlens = 0 2 6 9                   [N+1]
+        rows          = 1  2  3  1  4             [M=5]: both completions start from the hidden state of p1
+        targets       = a  b  c  d  e             [M]
+        sample        = 0  0  0  1  1             [M]
+        advantage     = 1  1  1  -1 -1            [M]
+        weight        = 1/5 …                     [M]
+    With a copy of the prompt for each: tokens = p0 p1 a b p0 p1 d, cu_seqlens = 0 4 7, rows = 1 2 3 5 6, and no kv_rows.
     """
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     cu_seqlens: Tensor  # [N+1] int32: sequence n is tokens[cu_seqlens[n] : cu_seqlens[n+1]]
     max_len: int  # length of the longest sequence
+    kv_rows: Tensor | None  # [Tk] int64: the rows whose keys each sequence sees, itself last; None: each sees itself only
+    kv_cu_seqlens: Tensor | None  # [N+1] int32: sequence n sees kv_rows[kv_cu_seqlens[n] : kv_cu_seqlens[n+1]]
+    kv_max_len: int
     rows: Tensor  # [M] int64: index into T of the hidden state that predicts the target
     targets: Tensor  # [M] int64: the completion token
     sample: Tensor  # [M] int64: which of the packed samples the token belongs to

@@ -17,11 +17,14 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
@@ -90,13 +93,13 @@ def files(folder: Path) -> list[Path]:
     return [folder / shard for shard in shards]
 
 
-def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor of a checkpoint, one in memory at a time."""
+def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """(name, slice) of every tensor of a checkpoint: `slice[:]` reads it whole, `slice[0:4]` those rows only."""
     for file in files(folder):
         try:
             with safe_open(file, framework="pt") as f:
                 for name in f.keys():  # noqa: SIM118 (not a dict: it has no __iter__)
-                    yield name, f.get_tensor(name)
+                    yield name, f.get_slice(name)
         except (SafetensorError, OSError) as e:
             raise UserError(f"{file} is corrupt or cut short ({e}): download or write it again.") from e
 
@@ -112,11 +115,11 @@ def load_weights(model: Decoder, folder: Path) -> None:
             raise UserError(
                 f"{folder}: the tensor {name} does not belong to this architecture; config.json and weights disagree."
             )
-        if wanted[name].shape != tensor.shape:
-            shape, expected = tuple(tensor.shape), tuple(wanted[name].shape)
+        shape, expected = tuple(tensor.get_shape()), tuple(wanted[name].shape)
+        if shape != expected:
             raise UserError(f"{folder}: the tensor {name} has shape {shape} where config.json asks for {expected}.")
         if not (tied and name == "lm_head.weight"):  # a tied head is the embedding, whatever a file says
-            wanted[name].copy_(tensor)
+            _fill(wanted[name], tensor)
         missing.discard(name)
     if tied:
         missing.discard("lm_head.weight")
@@ -124,12 +127,26 @@ def load_weights(model: Decoder, folder: Path) -> None:
         raise UserError(f"{folder}: the tensor {min(missing)} is missing; config.json and weights disagree.")
 
 
+def _fill(parameter: Tensor, source) -> None:
+    """Copies a slice of a file into a parameter; of a sharded one, only this rank's rows are read."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(source[:])
+        return
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    if 0 not in shape:
+        parameter.to_local().copy_(source[tuple(slice(o, o + n) for o, n in zip(offset, shape))])
+
+
+def empty_model(folder: Path) -> Decoder:
+    """The model of a checkpoint folder without its weights: no time or memory spent on values that are read from files anyway."""
+    cfg = ModelConfig.from_dict(read_json(folder / "config.json"), str(folder / "config.json"))
+    with torch.device("meta"):
+        return Decoder(cfg)
+
+
 def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
     """The model of a checkpoint folder, its weights cast to `dtype`."""
-    cfg = ModelConfig.from_dict(read_json(folder / "config.json"), str(folder / "config.json"))
-    with torch.device("meta"):  # no time or memory spent on values that are read from the file anyway
-        model = Decoder(cfg)
-    model = model.to(dtype).to_empty(device=device)  # in this order, so that no float32 copy exists
+    model = empty_model(folder).to(dtype).to_empty(device=device)  # in this order, so that no float32 copy exists
     model.tie()
     load_weights(model, folder)
     return model
@@ -188,10 +205,25 @@ def export(model: Decoder, folder: Path, tokenizer: Tokenizer | None = None, sou
 
     With `source`, the checkpoint that training started from, the fields of its config.json that we do not read are kept.
     """
-    config = read_json(source / "config.json") if source else model.cfg.to_dict()
-    weights = {n: t.detach().cpu().contiguous() for n, t in model.state_dict().items()}
-    if model.cfg.tie_word_embeddings:
-        del weights["lm_head.weight"]
+    write_model(gathered_weights(model), model.cfg, folder, tokenizer, source)
+
+
+def gathered_weights(model: Decoder) -> dict[str, Tensor]:
+    """The whole weights on the host, without a tied head; sharded ones are gathered one by one, so every rank must call."""
+    names = [n for n in model.state_dict() if not (model.cfg.tie_word_embeddings and n == "lm_head.weight")]
+    state = model.state_dict()
+    return {n: whole(state[n]).contiguous() for n in names}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+def write_model(
+    weights: dict[str, Tensor], cfg: ModelConfig, folder: Path, tokenizer: Tokenizer | None = None, source: Path | None = None
+) -> None:
+    config = read_json(source / "config.json") if source else cfg.to_dict()
     config["dtype"] = config["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
@@ -199,12 +231,23 @@ def export(model: Decoder, folder: Path, tokenizer: Tokenizer | None = None, sou
         tokenizer.save(folder)
 
 
-def save(cfg: Config, step: int, model: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, source: Path) -> Path:
+def save(
+    cfg: Config,
+    step: int,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: Tokenizer,
+    source: Path,
+    main: bool = True,
+) -> Path:
     """Writes `output_dir/checkpoint-{step}`, the state after `step` finished steps, and drops the oldest beyond the limit."""
     final = Path(cfg.output_dir) / f"checkpoint-{step}"
+    weights, moments = gathered_weights(model), _optimizer_tensors(model, optimizer)
+    if not main:
+        return final
     with written_whole(final) as folder:
-        export(model, folder, tokenizer, source)
-        save_file(_optimizer_tensors(model, optimizer), folder / "optimizer.safetensors")
+        write_model(weights, model.cfg, folder, tokenizer, source)
+        save_file(moments, folder / "optimizer.safetensors")
         (folder / "state.json").write_text(json.dumps({"step": step, "config": dataclasses.asdict(cfg)}, indent=2) + "\n")
     for old in checkpoints(cfg)[: -cfg.save_total_limit] if cfg.save_total_limit else []:
         shutil.rmtree(old)
@@ -214,7 +257,7 @@ def save(cfg: Config, step: int, model: Decoder, optimizer: torch.optim.Optimize
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """AdamW's moments under the parameters' names: `exp_avg.model.norm.weight`, …"""
     names = {p: n for n, p in model.named_parameters()}
-    return {f"{key}.{names[p]}": value.cpu() for p, state in optimizer.state.items() for key, value in state.items()}
+    return {f"{key}.{names[p]}": whole(value) for p, state in optimizer.state.items() for key, value in state.items()}
 
 
 # --- resuming -----------------------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class Config:
     max_steps: int = 100  # generations: each samples, scores and trains once
     num_iterations: int = 1  # passes over a generation
     steps_per_generation: int = 1  # optimizer steps a pass: the generation is split into so many minibatches of whole groups
+    share_prompts: bool = True  # completions of a prompt share one copy of its tokens; same gradient, fewer tokens
     token_budget: int = 16384  # tokens a micro-batch: gradients accumulate over as many as a minibatch needs
     learning_rate: float = 1e-6  # at its peak, after the warm-up
     lr_scheduler_type: str = "constant"  # after the warm-up: constant, linear or cosine to zero
@@ -67,6 +68,8 @@ class Config:
     save_total_limit: int = 2  # checkpoints kept, the newest ones; 0: all
     num_completions_to_print: int = 0  # completions shown in a table after each step; 0: none
     # --- machine
+    reshard_after_forward: bool = True  # give gathered blocks back after the forward (ZeRO-3); no: keep them (ZeRO-2)
+    ddp_timeout: int = 600  # seconds after which a rank that does not answer is given up
     seed: int = 0  # of everything: a run is a pure function of its seed on a CPU
     device: str = "auto"  # auto, cpu, cuda
     resume: bool = False  # continue from the last checkpoint of output_dir

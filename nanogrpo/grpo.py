@@ -44,15 +44,14 @@ def advantages(rewards: Tensor, scale_rewards: str = "group") -> tuple[Tensor, T
     return scaled.nan_to_num(0.0), std
 
 
-def assign_advantages(samples: Sequence[Sample], cfg: Config) -> Tensor:
-    """Fills `sample.advantage` from `sample.reward`, groups being G samples in a row. Returns the standard deviations."""
-    rewards = torch.tensor([torch.nan if s.reward is None else s.reward for s in samples], dtype=torch.float64).view(
-        -1, cfg.num_generations
-    )  # [P, G]
-    values, std = advantages(rewards, cfg.scale_rewards)
-    for sample, value in zip(samples, values.flatten().tolist()):
-        sample.advantage = value
-    return std
+def step_advantages(rewards: Sequence[float | None], cfg: Config) -> tuple[list[float], Tensor]:
+    """The advantage of each completion of a step, groups being G completions in a row; None: no reward function applied.
+
+    Also returns the standard deviations of `advantages`. With many ranks, `rewards` are those of all.
+    """
+    values = torch.tensor([torch.nan if r is None else r for r in rewards], dtype=torch.float64)  # [P·G]
+    scaled, std = advantages(values.view(-1, cfg.num_generations), cfg.scale_rewards)
+    return scaled.flatten().tolist(), std
 
 
 def is_trained(sample: Sample, cfg: Config) -> bool:

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -26,6 +27,7 @@ from nanogrpo import __version__
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
+from nanogrpo.fsdp import World
 from nanogrpo.ops import PolicyOut
 
 console = Console(stderr=True)
@@ -71,16 +73,19 @@ class Meter:
         self.norms.append(norm)
         self.updates += 1
 
-    def summary(self) -> dict[str, float]:
-        out = {"loss": float(self.loss) / max(self.updates, 1), "grad_norm": statistics.fmean(self.norms) if self.norms else 0.0}
-        if not self.parts:  # every completion was masked
+    def summary(self, world: World) -> dict[str, float]:
+        """The step's metrics over all ranks; every rank must call, and gets the same."""
+        loss = sum(world.gather(float(self.loss)))
+        out = {"loss": loss / max(self.updates, 1), "grad_norm": statistics.fmean(self.norms) if self.norms else 0.0}
+        parts = world.concat([{name: t.float().cpu() for name, t in part.items()} for part in self.parts])
+        if not sum(len(part["sample"]) for part in parts):  # every completion was masked
             return out
 
         def joined(name: str) -> Tensor:
-            return torch.cat([p[name] for p in self.parts if name in p]).float().cpu()
+            return torch.cat([part[name] for part in parts if name in part])
 
         out["entropy"] = joined("entropy").mean().item()
-        if "kl" in self.parts[0]:
+        if "kl" in parts[0]:
             out["kl"] = joined("kl").mean().item()
         low, high = (joined("clip") == -1).float(), (joined("clip") == 1).float()
         ids = torch.stack([joined("update"), joined("sample")]).long()
@@ -103,10 +108,25 @@ def _mean_std(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def of_samples(samples: Sequence[Sample], std: Tensor) -> dict[str, float]:
+class Facts(NamedTuple):
+    """What the metrics need of a sample: the ranks share these, not the tokens."""
+
+    length: int
+    prompt_length: int
+    stopped: bool
+    rewards: dict[str, float | None]
+    reward: float | None
+
+
+def facts(samples: Sequence[Sample], world: World) -> list[Facts]:
+    """Of the samples of all ranks; every rank must call."""
+    return world.concat([Facts(len(s.token_ids), len(s.prompt.token_ids), s.stopped, s.rewards, s.reward) for s in samples])
+
+
+def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
     """Metrics of a generation: lengths, rewards, and how many groups carry no signal (`std`: of grpo.advantages)."""
     out: dict[str, float] = {}
-    lengths = [len(s.token_ids) for s in samples]
+    lengths = [s.length for s in samples]
     ended = [n for n, s in zip(lengths, samples) if s.stopped] or [0]
     for name, values in (("length", lengths), ("terminated_length", ended)):
         out |= {f"completions/{how.__name__}_{name}": how(values) for how in (min, max)}
@@ -123,7 +143,7 @@ def of_samples(samples: Sequence[Sample], std: Tensor) -> dict[str, float]:
     return out
 
 
-def provenance(cfg: Config) -> dict:
+def provenance(cfg: Config, world: World) -> dict:
     """What heads every log: the resolved options, versions, machine and commit that made the numbers below it."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
@@ -132,17 +152,19 @@ def provenance(cfg: Config) -> dict:
         "commit": git.stdout.strip() if git.returncode == 0 else "unknown",
         "versions": {"nanogrpo": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": device,
+        "processes": world.size,
     }
 
 
 class Log:
-    """`output_dir/metrics.jsonl` and the console."""
+    """`output_dir/metrics.jsonl` and the console: the main rank's alone, the others' calls do nothing."""
 
-    def __init__(self, cfg: Config, start: int):
-        self.cfg, self.path = cfg, Path(cfg.output_dir) / "metrics.jsonl"
+    def __init__(self, cfg: Config, world: World, start: int):
+        self.cfg, self.main, self.path = cfg, world.main, Path(cfg.output_dir) / "metrics.jsonl"
         self.began, self.start, self.tokens = time.perf_counter(), start, 0
-        self._keep_before(start)
-        self._write(provenance(cfg))
+        if self.main:
+            self._keep_before(start)
+            self._write(provenance(cfg, world))
 
     def _keep_before(self, start: int) -> None:
         """A resumed run repeats the steps after its checkpoint: their lines are dropped, so that each step stands once."""
@@ -169,10 +191,12 @@ class Log:
         except OSError as e:
             raise UserError(f"{self.path} could not be written ({e.strerror}): make room; what it holds so far is whole.") from e
 
-    def step(self, step: int, samples: Sequence[Sample], row: dict[str, float], clock: Clock) -> None:
+    def step(self, step: int, samples: Sequence[Facts], row: dict[str, float], clock: Clock) -> None:
         """Writes one step. `row`: everything but tokens and times."""
-        tokens = sum(len(s.token_ids) for s in samples)
-        self.tokens += tokens + sum(len(s.prompt.token_ids) for s in samples)
+        if not self.main:
+            return
+        tokens = sum(s.length for s in samples)
+        self.tokens += tokens + sum(s.prompt_length for s in samples)
         total = sum(clock.seconds.values())
         times = {f"time/{phase}": seconds for phase, seconds in clock.seconds.items()}
         row = {"step": step, **row, "num_tokens": self.tokens, "tokens_per_second": tokens / total, "step_time": total, **times}
@@ -189,14 +213,16 @@ class Log:
         speed = f"{row['tokens_per_second']:,.0f} tok/s  {int(left) // 60}:{int(left) % 60:02d} left"
         console.print(f"step {step + 1:>4}/{self.cfg.max_steps}  {values}  {speed}", highlight=False, soft_wrap=True)
 
-    def evaluation(self, step: int, samples: Sequence[Sample]) -> None:
+    def evaluation(self, step: int, samples: Sequence[Facts]) -> None:
         """Writes what greedy decoding of the held-out prompts gave after `step` steps."""
+        if not self.main:
+            return
         row: dict[str, float] = {}
         for name in samples[0].rewards:
             given = [r for s in samples if (r := s.rewards[name]) is not None]  # as in training: None is not a 0
             if given:
                 row[f"eval/rewards/{name}"] = statistics.fmean(given)
-        row["eval/mean_length"] = statistics.fmean(len(s.token_ids) for s in samples)
+        row["eval/mean_length"] = statistics.fmean(s.length for s in samples)
         self._write({"step": step - 1, "eval/after": step, **row})
         values = "  ".join(f"{name.split('/')[-1]} {value:.3f}" for name, value in row.items())
         console.print(f"[bold]held-out, greedy, after {step} steps:[/bold]  {values}", highlight=False, soft_wrap=True)

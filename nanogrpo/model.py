@@ -50,6 +50,13 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # Qwen3 only: a bias on q, k, v and o; Qwen2 always has one on q, k and v
 
+    @property
+    def pair_cost(self) -> float:
+        """What a query-key pair costs in units of a token's matrix products: 4·H·E FLOP against 2 a weight, in each layer."""
+        heads, kv_heads = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        weights = self.hidden_size * (2 * heads + 2 * kv_heads + 3 * self.intermediate_size)
+        return 2 * heads / weights
+
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> ModelConfig:
         """Reads the dict of a config.json; UserError on an architecture or a feature that this decoder does not compute.
@@ -266,4 +273,5 @@ class Decoder(nn.Module):
 
     def score(self, batch: PackedBatch, op: HeadOp):
         """Runs over a strip, and `op` over the hidden states that predict its completion tokens."""
-        return self(batch.tokens, batch.positions, Packed(batch.cu_seqlens, batch.max_len), batch.rows, op)
+        attend = Packed(batch.cu_seqlens, batch.max_len, batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len)
+        return self(batch.tokens, batch.positions, attend, batch.rows, op)

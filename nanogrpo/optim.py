@@ -37,6 +37,7 @@ def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, rate: floa
     A norm that is not finite raises before any weight is touched: the checkpoint on disk stays the last good one.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of all ranks' shards
     if not norm.isfinite():
         raise FloatingPointError(f"the gradient's norm is {norm.item()}: no update was made")
     for group in optimizer.param_groups:

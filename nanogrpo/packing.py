@@ -1,14 +1,23 @@
-"""Samples → strips of tokens under a budget.
+"""Samples → strips of tokens: which rank trains what, in how many micro-batches, and the tensors of each.
 
-In: the samples of a generation. Out: for each optimizer step a list of `PackedBatch` micro-batches (batch.py shows one in full).
-No padding anywhere: a strip is as long as its sequences. Read next: model.py (what runs over a strip).
+In: the samples of a generation; of other ranks' samples only their sizes. Out: for each optimizer step, this rank's micro-batches
+(`PackedBatch`; batch.py shows one in full). Nothing is padded, and the completions of a prompt share one copy of its tokens where
+they lie in one strip:
+
+    a group of three, prompt p q r:     p q r | a b | c | d e f        T = 9 instead of 15
+    sees                                p q r | p q r a b | p q r c | p q r d e f
+
+`schedule` is a pure function of the sizes, so that all ranks agree on it without a word. The gradient does not depend on it.
+Read next: model.py (what runs over a strip), attention.py (how a completion sees its prompt).
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,94 +25,183 @@ from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
 from nanogrpo.grpo import is_trained, token_weight
 
+Piece = list[int]  # samples of one prompt that lie in one strip, by their index in the generation
+Strip = list[Piece]
 
-def minibatches(samples: Sequence[Sample], cfg: Config, step: int) -> Iterator[list[Sample]]:
-    """The samples of each optimizer step: `num_iterations` passes over the generation, each in `steps_per_generation` parts.
 
-    Parts hold whole groups, so that the G completions of a prompt can share its tokens; which groups go together is a pure
-    function of (seed, step, pass).
+class Size(NamedTuple):
+    """What every rank must know of a sample. Example: Size(prompt=7, prompt_tokens=11, completion_tokens=22)"""
+
+    prompt: int  # its id: completions of one prompt can share its tokens
+    prompt_tokens: int
+    completion_tokens: int  # that are trained; 0 where the completion is masked, and then it is not computed
+
+
+def sizes(samples: Sequence[Sample], cfg: Config) -> list[Size]:
+    return [Size(s.prompt.id, len(s.prompt.token_ids), len(s.token_ids) if is_trained(s, cfg) else 0) for s in samples]
+
+
+# --- who computes what --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Update:
+    """One optimizer step: its samples over all ranks, and who computes them in how many micro-batches."""
+
+    samples: list[int]  # by their index in the generation
+    n_tokens: int  # trained, over all ranks and micro-batches: the normaliser
+    strips: list[list[Strip]]  # [world][micro-batch]
+
+
+def schedule(sizes: Sequence[Size], cfg: Config, step: int, world: int = 1, pair_cost: float = 0.0) -> list[Update]:
+    """The optimizer steps of one pass over a generation: `steps_per_generation` parts of whole groups.
+
+    A pure function of (sizes, seed, step): all ranks agree on it without a word. pair_cost: model.ModelConfig.pair_cost.
     """
-    G = cfg.num_generations
-    groups = [list(samples[i : i + G]) for i in range(0, len(samples), G)]
+    groups = [list(range(i, i + cfg.num_generations)) for i in range(0, len(sizes), cfg.num_generations)]
+    if cfg.steps_per_generation > 1:
+        random.Random(f"{cfg.seed},{step}").shuffle(groups)
     part = len(groups) // cfg.steps_per_generation
-    for iteration in range(cfg.num_iterations):
-        order = list(range(len(groups)))
-        if cfg.steps_per_generation > 1:
-            random.Random(f"{cfg.seed},{step},{iteration}").shuffle(order)
-        for i in range(0, len(order), part):
-            yield [sample for g in order[i : i + part] for sample in groups[g]]
+    parts = [[sample for group in groups[i : i + part] for sample in group] for i in range(0, len(groups), part)]
+    return [Update(p, sum(sizes[i].completion_tokens for i in p), plan(p, sizes, cfg, world, pair_cost)) for p in parts]
 
 
-def trained_tokens(samples: Sequence[Sample], cfg: Config) -> int:
-    """How many completion tokens of these samples carry loss: with all ranks' counts added up, the step's normaliser."""
-    return sum(len(s.token_ids) for s in samples if is_trained(s, cfg))
+def one_update(samples: Sequence[Sample], cfg: Config) -> Update:
+    """All samples in one optimizer step of one process."""
+    known, everything = sizes(samples, cfg), list(range(len(samples)))
+    return Update(everything, sum(s.completion_tokens for s in known), plan(everything, known, cfg))
 
 
-def strips(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of sequences, put together so that no strip exceeds `budget` tokens (a sequence longer than it gets its own).
+def wanted(updates: Sequence[Update], world: int) -> list[set[int]]:
+    """The samples that each rank computes."""
+    return [{i for u in updates for strip in u.strips[rank] for piece in strip for i in piece} for rank in range(world)]
 
-    First fit, longest first: within 22 % of the fewest strips possible (Johnson 1973), and in practice within a few.
-    Indices keep their order inside a strip.
+
+def plan(chosen: Sequence[int], sizes: Sequence[Size], cfg: Config, world: int = 1, pair_cost: float = 0.0) -> list[list[Strip]]:
+    """Strips for each rank, [world][micro-batches]: within the token budget, as even as can be, the same number for every rank.
+
+    Groups are split where that makes the step cheaper: a split group computes its prompt twice, but evens out the load. A rank
+    with nothing to do gets an empty strip; if no sample is trained, no rank has a strip.
     """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for b, free in enumerate(room):
-            if lengths[i] <= free:
-                bins[b].append(i)
-                room[b] -= lengths[i]
-                break
-        else:
-            bins.append([i])
-            room.append(budget - lengths[i])
-    return [sorted(b) for b in bins]
-
-
-def pack(samples: Sequence[Sample], cfg: Config, n_samples: int = 1, n_tokens: int = 1) -> list[PackedBatch]:
-    """Micro-batches of the samples that are trained. `n_samples`, `n_tokens`: of the whole optimizer step (token_weight).
-
-    `batch.sample` indexes the list that was given. Without trained samples the list is empty.
-    """
-    chosen = [i for i, s in enumerate(samples) if is_trained(s, cfg) and s.token_ids]
-    lengths = [len(samples[i].prompt.token_ids) + len(samples[i].token_ids) for i in chosen]
-    return [_strip([chosen[j] for j in strip], samples, cfg, n_samples, n_tokens) for strip in strips(lengths, cfg.token_budget)]
-
-
-def _strip(chosen: list[int], samples: Sequence[Sample], cfg: Config, n_samples: int, n_tokens: int) -> PackedBatch:
-    tokens: list[int] = []
-    positions: list[int] = []
-    starts, rows, targets = [0], [], []
+    groups: dict[int, Piece] = {}
     for i in chosen:
-        prompt, completion = samples[i].prompt.token_ids, samples[i].token_ids
-        tokens += prompt + completion
-        positions += range(len(prompt) + len(completion))
-        first = starts[-1] + len(prompt) - 1  # the last prompt token predicts the first completion token
-        rows += range(first, first + len(completion))
-        targets += completion
+        if sizes[i].completion_tokens:
+            groups.setdefault(sizes[i].prompt, []).append(i)
+    best, best_cost = [[]] * world, float("inf")
+    most = max(map(len, groups.values()), default=0) if cfg.share_prompts else 1
+    while groups and most:
+        pieces = [group[j : j + most] for group in groups.values() for j in range(0, len(group), most)]
+        bins, costs = _spread(pieces, sizes, cfg.token_budget, world, pair_cost)
+        # Ranks wait for each other at every micro-batch: a step takes as long as the longest of each.
+        cost = sum(max(costs[slot : slot + world]) for slot in range(0, len(costs), world))
+        if cost < best_cost:
+            best, best_cost = [[sorted(b) for b in bins[rank::world]] for rank in range(world)], cost
+        most = 0 if most == 1 else -(-most // 2)
+    return best
+
+
+def _spread(
+    pieces: list[Piece], sizes: Sequence[Size], budget: int, world: int, pair_cost: float
+) -> tuple[list[Strip], list[float]]:
+    """The fewest strips, a multiple of `world`, that hold all pieces, costliest strips first; a piece over the budget has its
+    own.
+
+    Longest processing time first: each piece goes to the cheapest strip with room, at most 4/3 of the optimum (Graham 1969).
+    """
+    weighed = sorted(((_cost(p, sizes, pair_cost), _tokens(p, sizes), p) for p in pieces), key=lambda x: (-x[0], x[2]))
+    by_tokens, by_pieces = sum(tokens for _, tokens, _ in weighed) / (budget * world), len(pieces) / world
+    count = world * math.ceil(min(by_tokens, by_pieces))
+    while True:
+        bins: list[Strip] = [[] for _ in range(count)]
+        costs, room = [0.0] * count, [budget] * count
+        for cost, tokens, piece in weighed:
+            fits = [b for b in range(count) if tokens <= room[b] or not bins[b]]
+            if not fits:
+                break
+            b = min(fits, key=lambda b: costs[b])
+            bins[b].append(piece)
+            costs[b] += cost
+            room[b] -= tokens
+        else:
+            order = sorted(range(count), key=lambda b: -costs[b])
+            return [bins[b] for b in order], [costs[b] for b in order]
+        count += world
+
+
+def _tokens(piece: Piece, sizes: Sequence[Size]) -> int:
+    """Tokens a piece computes: its prompt once, and of each completion all but the last, which predicts nothing."""
+    return sizes[piece[0]].prompt_tokens + sum(sizes[i].completion_tokens - 1 for i in piece)
+
+
+def _cost(piece: Piece, sizes: Sequence[Size], pair_cost: float) -> float:
+    """Tokens, and the query-key pairs between them in units of tokens."""
+    p = sizes[piece[0]].prompt_tokens
+    ends = [sizes[i].completion_tokens - 1 for i in piece]
+    pairs = p * (p + 1) / 2 + sum(n * p + n * (n + 1) / 2 for n in ends)
+    return p + sum(ends) + pair_cost * pairs
+
+
+# --- the tensors --------------------------------------------------------------------------------------------------------------
+
+
+def pack(update: Update, samples: Mapping[int, Sample] | Sequence[Sample], cfg: Config, rank: int = 0) -> list[PackedBatch]:
+    """A rank's micro-batches of an optimizer step. `samples`: at least those that the rank computes, by index."""
+    return [_pack(strip, samples, len(update.samples), update.n_tokens, cfg) for strip in update.strips[rank]]
+
+
+def _pack(
+    strip: Strip, samples: Mapping[int, Sample] | Sequence[Sample], n_samples: int, n_tokens: int, cfg: Config
+) -> PackedBatch:
+    tokens, positions, rows, kv_rows = [], [], [], []  # [T], [T], [M], [Tk]
+    starts, kv_starts = [0], [0]  # [N+1]
+
+    def sequence(ids: list[int], position: int, sees: Sequence[int]) -> list[int]:
+        """Lays down a sequence that sees the rows `sees` and then itself; returns its rows."""
+        own = list(range(len(tokens), len(tokens) + len(ids)))
+        tokens.extend(ids)
+        positions.extend(range(position, position + len(ids)))
+        kv_rows.extend([*sees, *own])
         starts.append(len(tokens))
+        kv_starts.append(len(kv_rows))
+        return own
 
-    counts = torch.tensor([len(samples[i].token_ids) for i in chosen])  # [N]
+    for piece in strip:
+        prompt = samples[piece[0]].prompt.token_ids
+        if any(samples[i].prompt.token_ids != prompt for i in piece):
+            raise ValueError(f"different prompts share the id {samples[piece[0]].prompt.id}: ids must tell prompts apart")
+        shared = sequence(prompt, 0, []) if len(piece) > 1 else None
+        for i in piece:
+            ids = samples[i].token_ids[:-1]  # the last token's hidden state would predict what nobody sampled
+            if shared is None:
+                rows += sequence(prompt + ids, 0, [])[len(prompt) - 1 :]
+            else:  # the last prompt token predicts the first token of every completion
+                rows += [shared[-1], *(sequence(ids, len(prompt), shared) if ids else [])]
+    if not tokens:  # nothing to do, but the other ranks wait in the same collectives: one token, no row, no gradient
+        sequence([0], 0, [])
 
-    def per_token(values: list, dtype=torch.float32) -> torch.Tensor:
+    members = [i for piece in strip for i in piece]
+    counts = torch.tensor([len(samples[i].token_ids) for i in members], dtype=torch.int64)  # [samples]
+
+    def per_token(values: list, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """One value a sample → one a completion token, [M]."""
         return torch.tensor(values, dtype=dtype).repeat_interleave(counts)
 
-    def joined(name: str) -> torch.Tensor | None:
-        """A per-token vector of the samples, [M], or None where they have none."""
-        parts = [getattr(samples[i], name) for i in chosen]
-        return None if parts[0] is None else torch.cat([torch.as_tensor(p, dtype=torch.float32) for p in parts])
+    def longest(bounds: list[int]) -> int:
+        return max(b - a for a, b in zip(bounds, bounds[1:]))  # noqa: RUF007
 
+    sharing = len(kv_rows) > len(tokens)
     return PackedBatch(
         tokens=torch.tensor(tokens),
         positions=torch.tensor(positions),
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
-        max_len=max(b - a for a, b in itertools.pairwise(starts)),
-        rows=torch.tensor(rows),
-        targets=torch.tensor(targets),
-        sample=per_token(chosen, torch.int64),
-        advantage=per_token([samples[i].advantage for i in chosen]),
-        weight=per_token([token_weight(len(samples[i].token_ids), n_samples, n_tokens, cfg) for i in chosen]),
-        sampling_logp=joined("logp"),
-        old_logp=joined("old_logp"),
-        ref_logp=joined("ref_logp"),
+        max_len=longest(starts),
+        kv_rows=torch.tensor(kv_rows) if sharing else None,
+        kv_cu_seqlens=torch.tensor(kv_starts, dtype=torch.int32) if sharing else None,
+        kv_max_len=longest(kv_starts) if sharing else 0,
+        rows=torch.tensor(rows, dtype=torch.int64),
+        targets=torch.tensor([t for i in members for t in samples[i].token_ids], dtype=torch.int64),
+        sample=per_token(members, torch.int64),
+        advantage=per_token([samples[i].advantage for i in members]),
+        weight=per_token([token_weight(len(samples[i].token_ids), n_samples, n_tokens, cfg) for i in members]),
+        sampling_logp=torch.tensor([x for i in members for x in samples[i].logp], dtype=torch.float32),
     )

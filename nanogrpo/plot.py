@@ -1,7 +1,7 @@
 """Draws runs: `python -m nanogrpo.plot runs/demo [runs/other …] [--out curve.png]`, several runs overlaid.
 
-In: the metrics.jsonl of each run. Out: one picture with reward, held-out accuracy, completion length and entropy, and, where a run
-has them, KL and the gap between trainer and engine. Needs matplotlib (`pip install -e .[plot]`).
+In: the metrics.jsonl of each run. Out: one picture with reward, held-out accuracy, completion length and entropy, and, where a
+run has them, KL and the gap between trainer and engine. Needs matplotlib (`pip install -e .[plot]`).
 """
 
 from __future__ import annotations

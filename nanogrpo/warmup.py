@@ -99,8 +99,9 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600, quiet: bool = False
         model = Decoder(base_config(tokenizer.vocab_size))
         optimizer = optim.make_optimizer(model, cfg)
         for step in track(range(steps), "warm-up", console=Console(stderr=True, quiet=quiet)):
-            samples = [solved(text, tokenizer, rng, lazy=step >= steps * 3 // 4) for text in draw(rng)]
-            for batch in packing.pack(samples, cfg, len(samples), packing.trained_tokens(samples, cfg)):
+            lazy = step >= steps * 3 // 4
+            samples = [solved(i, text, tokenizer, rng, lazy) for i, text in enumerate(draw(rng))]
+            for batch in packing.pack(packing.one_update(samples, cfg), samples, cfg):
                 model.score(batch, grpo.objective(batch, cfg)).loss.backward()
             rate = 3e-3 * min(1.0, (step + 1) / 50, 1.05 - step / steps)  # up in 50 steps, then down to a twentieth
             optim.clip_and_step(model, optimizer, rate, max_grad_norm=1.0)
@@ -111,9 +112,9 @@ def draw(rng: random.Random) -> list[str]:
     return problems("train", 64, seed=rng.getrandbits(32))
 
 
-def solved(text: str, tokenizer: Tokenizer, rng: random.Random, lazy: bool) -> Sample:
+def solved(number: int, text: str, tokenizer: Tokenizer, rng: random.Random, lazy: bool) -> Sample:
     """A problem and its solution as if it had been sampled, with advantage 1."""
-    prompt = Prompt(0, text, tokenizer.encode_prompt([{"role": "user", "content": f"{text}="}]))
+    prompt = Prompt(number, text, tokenizer.encode_prompt([{"role": "user", "content": f"{text}="}]))
     ids = tokenizer.encode(solution(text, rng, lazy) + "<|end|>")
     return Sample(prompt, 0, ids, logp=[0.0] * len(ids), stopped=True, versions=[0] * len(ids), advantage=1.0)
 

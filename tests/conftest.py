@@ -25,12 +25,16 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from nanogrpo import checkpoint, warmup
+import train
+from nanogrpo import checkpoint, grpo, packing, warmup
 from nanogrpo.attention import Packed
-from nanogrpo.batch import PackedBatch
+from nanogrpo.batch import PackedBatch, Sample
+from nanogrpo.config import Config
+from nanogrpo.fsdp import World
 from nanogrpo.model import Decoder, ModelConfig
 
 DEVICE = "cuda" if CUDA else "cpu"
+SOLO = World(0, 1, torch.device("cpu"))  # one process
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -110,6 +114,9 @@ def random_batch(pairs: Sequence[tuple[int, int]], vocab_size: int = 151, seed: 
         positions=torch.cat([torch.arange(n) for n in lengths]),
         cu_seqlens=starts.to(torch.int32),
         max_len=max(lengths),
+        kv_rows=None,
+        kv_cu_seqlens=None,
+        kv_max_len=0,
         rows=rows,
         targets=tokens[rows + 1],
         sample=torch.arange(len(pairs)).repeat_interleave(counts),
@@ -118,6 +125,41 @@ def random_batch(pairs: Sequence[tuple[int, int]], vocab_size: int = 151, seed: 
         sampling_logp=sampling_logp,
         old_logp=sampling_logp + 0.1 * torch.randn(M, generator=generator) if off_policy else None,
     )
+
+
+def packed(samples: Sequence[Sample], cfg: Config) -> list[PackedBatch]:
+    """The micro-batches of all samples in one step; `s.old_logp` and `s.ref_logp` go along where a test has set them."""
+    batches = packing.pack(packing.one_update(samples, cfg), samples, cfg)
+    for batch in batches:
+        members = batch.sample.unique_consecutive().tolist()
+        for name in ("old_logp", "ref_logp"):
+            if all(hasattr(samples[i], name) for i in members):
+                setattr(batch, name, torch.cat([getattr(samples[i], name) for i in members]))
+    return batches
+
+
+def logp_of(model: Decoder, samples: Sequence[Sample], cfg: Config) -> list[torch.Tensor]:
+    """The model's log-probs of each sample's completion, computed in strips as the trainer does."""
+    out: list[torch.Tensor] = [torch.empty(0)] * len(samples)
+    for batch in packed(samples, cfg):
+        logp = train.logp(model, batch, cfg)
+        for i in batch.sample.unique().tolist():
+            out[i] = logp[batch.sample == i]
+    return out
+
+
+def set_logp(model: Decoder, samples: Sequence[Sample], name: str, cfg: Config) -> None:
+    """Sets `sample.old_logp` or `sample.ref_logp` to the model's log-probs."""
+    for sample, logp in zip(samples, logp_of(model, samples, cfg)):
+        setattr(sample, name, logp)
+
+
+def assign_advantages(samples: Sequence[Sample], cfg: Config) -> torch.Tensor:
+    """Fills `advantage` from `reward`; returns the standard deviations."""
+    values, std = grpo.step_advantages([s.reward for s in samples], cfg)
+    for sample, value in zip(samples, values):
+        sample.advantage = value
+    return std
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from conftest import random_batch
+from conftest import assign_advantages, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,7 +72,7 @@ def test_advantages_of_a_worked_example():
 
 def test_groups_are_g_samples_in_a_row():
     samples = [sample(1, reward=r) for r in (1.0, 0.0, 5.0, None)]
-    grpo.assign_advantages(samples, config(num_generations=2, scale_rewards="none"))
+    assign_advantages(samples, config(num_generations=2, scale_rewards="none"))
     assert [s.advantage for s in samples] == [0.5, -0.5, 0.0, 0.0]
 
 

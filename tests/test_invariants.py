@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_config, tiny_model
+from conftest import packed, set_logp, tiny_config, tiny_model
 
 import train
-from nanogrpo import checkpoint, grpo, optim, packing, warmup
+from nanogrpo import checkpoint, grpo, optim, warmup
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import Config
 from nanogrpo.local_engine import LocalEngine
@@ -47,7 +47,7 @@ def random_samples(n: int = 12, seed: int = 0, off_policy: bool = True) -> list[
 def gradient(model: Decoder, samples: list[Sample], cfg: Config) -> tuple[float, torch.Tensor, int]:
     """Loss and flat gradient of one optimizer step, summed over its micro-batches, and their number."""
     model.zero_grad(set_to_none=True)
-    batches = packing.pack(samples, cfg, len(samples), packing.trained_tokens(samples, cfg))
+    batches = packed(samples, cfg)
     loss = 0.0
     for batch in batches:
         out = model.score(batch, grpo.objective(batch, cfg))
@@ -80,10 +80,10 @@ def test_any_micro_batches_have_the_same_gradient(loss_type, masked):
 
 def test_packed_log_probs_are_those_of_the_sample_alone():
     model, samples, cfg = tiny_model(), random_samples(), config(temperature=0.7)
-    train.score_logp(model, samples, "old_logp", cfg)
+    set_logp(model, samples, "old_logp", cfg)
     for s in samples:
         ids = torch.tensor(s.prompt.token_ids + s.token_ids)
-        (batch,) = packing.pack([s], cfg)
+        (batch,) = packed([s], cfg)
         logits = model.score(batch, lambda hidden, weight: hidden @ weight.T) / 0.7
         alone = logits.log_softmax(-1).gather(1, ids[len(s.prompt.token_ids) :, None])[:, 0]
         torch.testing.assert_close(s.old_logp, alone, rtol=1e-5, atol=1e-5)
@@ -91,10 +91,10 @@ def test_packed_log_probs_are_those_of_the_sample_alone():
 
 def test_changing_one_sample_changes_no_other_bit_of_the_strip():
     model, samples, cfg = tiny_model(), random_samples(), config()
-    train.score_logp(model, samples, "old_logp", cfg)
+    set_logp(model, samples, "old_logp", cfg)
     before = [s.old_logp.clone() for s in samples]
     samples[5].token_ids = [(t + 1) % 151 for t in samples[5].token_ids]
-    train.score_logp(model, samples, "old_logp", cfg)
+    set_logp(model, samples, "old_logp", cfg)
     for i, (s, old) in enumerate(zip(samples, before)):
         assert torch.equal(s.old_logp, old) is (i != 5), i
 
@@ -112,7 +112,7 @@ def test_the_stop_token_is_trained_when_the_sample_stopped_and_a_cut_has_none():
     assert {s.stopped for s in samples} == {True, False}
     for masked in (False, True):
         cfg = config(mask_truncated_completions=masked)
-        (batch,) = packing.pack(samples, cfg)
+        (batch,) = packed(samples, cfg)
         for i, s in enumerate(samples):
             mine = batch.targets[batch.sample == i].tolist()
             assert mine == ([] if masked and not s.stopped else s.token_ids)
@@ -132,10 +132,10 @@ def test_the_engines_log_probs_are_the_trainers(temperature):
     engine.load(model, version=0)
     params = SamplingParams(max_tokens=16, stop_token_ids=(3, 4, 5), temperature=temperature, top_k=40, top_p=0.9)
     samples = engine.sample([Prompt(i, "", [1, i, 7][: 1 + i % 3]) for i in range(5)], 4, params, step=0)
-    train.score_logp(model, samples, "old_logp", config(temperature=temperature))
+    set_logp(model, samples, "old_logp", config(temperature=temperature))
     gap = torch.cat([(s.old_logp - torch.tensor(s.logp)).abs() for s in samples])
     assert gap.max() < 1e-4
-    train.score_logp(model, samples, "old_logp", config(temperature=temperature * 1.1))  # and the test would see the difference
+    set_logp(model, samples, "old_logp", config(temperature=temperature * 1.1))  # and the test would see the difference
     assert torch.cat([(s.old_logp - torch.tensor(s.logp)).abs() for s in samples]).mean() > 1e-2
 
 
@@ -159,7 +159,7 @@ def digit_base(tmp_path_factory) -> Path:
             ids = tokenizer.encode(f"<answer>{answer}</answer><|end|>")
             prompt = Prompt(digit, "", tokenizer.encode(f"{digit}="))
             samples.append(Sample(prompt, 0, ids, [0.0] * len(ids), True, [0] * len(ids), advantage=1.0))
-        for batch in packing.pack(samples, cfg, len(samples), packing.trained_tokens(samples, cfg)):
+        for batch in packed(samples, cfg):
             model.score(batch, grpo.objective(batch, cfg)).loss.backward()
         optim.clip_and_step(model, optimizer, 1e-2, 1.0)
     checkpoint.export(model, folder, tokenizer)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import SOLO
 
 from nanogrpo import metrics
 from nanogrpo.batch import Prompt, Sample
@@ -28,7 +29,7 @@ def sample(n: int, stopped: bool = True, prompt: int = 3, **rewards: float | Non
 
 def test_metrics_of_a_generation():
     samples = [sample(4, True, a=1.0, b=0.5), sample(10, False, a=0.0, b=None), sample(7, True, a=None, b=None)]
-    row = metrics.of_samples(samples, torch.tensor([[0.0], [0.3]]))
+    row = metrics.of_samples(metrics.facts(samples, SOLO), torch.tensor([[0.0], [0.3]]))
     assert row == pytest.approx(
         {
             "completions/min_length": 4,
@@ -50,7 +51,9 @@ def test_metrics_of_a_generation():
 
 
 def test_metrics_of_a_generation_in_which_nothing_ended_and_nothing_was_judged():
-    row = metrics.of_samples([sample(3, False, a=None), sample(3, False, a=None)], torch.tensor([[torch.nan]]))
+    row = metrics.of_samples(
+        metrics.facts([sample(3, False, a=None), sample(3, False, a=None)], SOLO), torch.tensor([[torch.nan]])
+    )
     assert row["completions/max_terminated_length"] == row["completions/mean_terminated_length"] == 0
     assert row["completions/clipped_ratio"] == 1
     assert row["frac_reward_zero_std"] == 0  # nobody knows that they are equal
@@ -77,7 +80,7 @@ def test_means_are_over_the_tokens_of_the_step_and_extremes_over_completions():
     meter.end_update(1.0)
     add(meter, [0, 0, 0], [-1, 1, 1], 0.125, entropy=[0.0, 0.0, 0.0], kl=[0.0] * 3, sampling=[-9.0] * 3)
     meter.end_update(3.0)
-    assert meter.summary() == pytest.approx(
+    assert meter.summary(SOLO) == pytest.approx(
         {
             "loss": 0.4375,  # (0.75 + 0.125) / 2: micro-batches add up, updates are averaged
             "grad_norm": 2.0,
@@ -99,10 +102,10 @@ def test_no_kl_without_a_reference_and_nothing_at_all_without_tokens():
     meter = metrics.Meter()
     add(meter, [0], [0], 0.5, entropy=[1.0])
     meter.end_update(1.0)
-    assert "kl" not in meter.summary()
+    assert "kl" not in meter.summary(SOLO)
     empty = metrics.Meter()
     empty.end_update(0.0)  # every completion was masked
-    assert empty.summary() == {"loss": 0.0, "grad_norm": 0.0}
+    assert empty.summary(SOLO) == {"loss": 0.0, "grad_norm": 0.0}
 
 
 def test_the_gap_is_taken_at_the_first_update_that_has_tokens():
@@ -112,7 +115,7 @@ def test_the_gap_is_taken_at_the_first_update_that_has_tokens():
     meter.end_update(1.0)
     add(meter, [0, 1], [0, 0], 0.0, entropy=[1.0, 1.0], sampling=[-9.0, -9.0])
     meter.end_update(1.0)
-    assert meter.summary()["sampling/sampling_logp_difference/max"] == 0.5
+    assert meter.summary(SOLO)["sampling/sampling_logp_difference/max"] == 0.5
 
 
 # ---- the log -------------------------------------------------------------------------------------------------------------------
@@ -127,7 +130,7 @@ def write(log: metrics.Log, steps: range) -> None:
         clock = metrics.Clock()
         with clock("sample"):
             pass
-        log.step(step, [sample(4), sample(2, prompt=5)], {"reward": float(step)}, clock)
+        log.step(step, metrics.facts([sample(4), sample(2, prompt=5)], SOLO), {"reward": float(step)}, clock)
 
 
 def rows(folder) -> list[dict]:
@@ -135,7 +138,7 @@ def rows(folder) -> list[dict]:
 
 
 def test_the_head_says_what_made_the_numbers(tmp_path):
-    write(metrics.Log(config(tmp_path, beta=0.25), start=0), range(1))
+    write(metrics.Log(config(tmp_path, beta=0.25), world=SOLO, start=0), range(1))
     head, step = rows(tmp_path)
     assert head["run"]["beta"] == 0.25
     assert head["run"]["max_steps"] == 9
@@ -149,14 +152,14 @@ def test_the_head_says_what_made_the_numbers(tmp_path):
 
 
 def test_a_resumed_log_keeps_each_step_once_and_drops_a_half_written_line(tmp_path):
-    log = metrics.Log(config(tmp_path), start=0)
-    log.evaluation(0, [sample(3, a=1.0)])
+    log = metrics.Log(config(tmp_path), world=SOLO, start=0)
+    log.evaluation(0, metrics.facts([sample(3, a=1.0)], SOLO))
     write(log, range(2))
-    log.evaluation(2, [sample(3, a=1.0)])
+    log.evaluation(2, metrics.facts([sample(3, a=1.0)], SOLO))
     write(log, range(2, 5))
     with (tmp_path / "metrics.jsonl").open("a") as f:
         f.write('{"step": 5, "rew')  # killed here
-    log = metrics.Log(config(tmp_path), start=3)  # its last checkpoint was after three steps
+    log = metrics.Log(config(tmp_path), world=SOLO, start=3)  # its last checkpoint was after three steps
     write(log, range(3, 9))
     found = rows(tmp_path)
     steps = [row for row in found if "reward" in row]
@@ -168,11 +171,11 @@ def test_a_resumed_log_keeps_each_step_once_and_drops_a_half_written_line(tmp_pa
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_its_log_again(tmp_path):
-    log = metrics.Log(config(tmp_path), start=0)
-    log.evaluation(0, [sample(3, a=1.0)])
+    log = metrics.Log(config(tmp_path), world=SOLO, start=0)
+    log.evaluation(0, metrics.facts([sample(3, a=1.0)], SOLO))
     write(log, range(2))
-    log = metrics.Log(config(tmp_path), start=0)
-    log.evaluation(0, [sample(3, a=1.0)])
+    log = metrics.Log(config(tmp_path), world=SOLO, start=0)
+    log.evaluation(0, metrics.facts([sample(3, a=1.0)], SOLO))
     write(log, range(1))
     found = [row for row in rows(tmp_path) if "run" not in row]
     assert [row.get("eval/after", row["step"]) for row in found] == [0, 0]
@@ -180,14 +183,14 @@ def test_a_run_killed_before_its_first_checkpoint_starts_its_log_again(tmp_path)
 
 
 def test_an_evaluation_leaves_out_what_was_not_judged(tmp_path):
-    log = metrics.Log(config(tmp_path), start=0)
-    log.evaluation(4, [sample(3, a=1.0, b=None), sample(5, a=None, b=None), sample(4, a=0.0, b=None)])
+    log = metrics.Log(config(tmp_path), world=SOLO, start=0)
+    log.evaluation(4, metrics.facts([sample(3, a=1.0, b=None), sample(5, a=None, b=None), sample(4, a=0.0, b=None)], SOLO))
     row = rows(tmp_path)[-1]
     assert row == {"step": 3, "eval/after": 4, "eval/rewards/a": 0.5, "eval/mean_length": 4}
 
 
 def test_a_full_disk_is_told_in_one_sentence(tmp_path):
-    log = metrics.Log(config(tmp_path), start=0)
+    log = metrics.Log(config(tmp_path), world=SOLO, start=0)
     log.path = log.path.parent / "gone" / "metrics.jsonl"
     with pytest.raises(UserError, match=r"metrics\.jsonl could not be written .*: make room"):
         write(log, range(1))

@@ -1,4 +1,4 @@
-"""Packing: strips under a budget, minibatches of whole groups, and every vector of a strip (invariants 1 and 5 start here).
+"""Packing: who computes what, strips under a budget, shared prompts, and every vector of a strip (invariants 1 and 5 start here).
 
 Read next: test_invariants.py, where packed and unpacked gradients are compared.
 """
@@ -8,10 +8,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from conftest import packed, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanogrpo import packing
+from nanogrpo import grpo, packing
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import Config
 from nanogrpo.grpo import token_weight
@@ -23,114 +24,197 @@ def config(**options) -> Config:
 
 @st.composite
 def sample_lists(draw) -> list[Sample]:
-    """Up to twelve samples of random lengths; tokens are all different, so that a misplaced one cannot hide."""
+    """Up to twelve samples of up to four prompts; tokens are all different, so that a misplaced one cannot hide."""
     fresh = iter(range(10_000))
+    prompts = [Prompt(10 + i, "", [next(fresh) for _ in range(draw(st.integers(1, 9)))]) for i in range(4)]
     out = []
-    for i in range(draw(st.integers(0, 12))):
-        p, c = draw(st.integers(1, 9)), draw(st.integers(0, 9))
-        prompt = Prompt(i, "", [next(fresh) for _ in range(p)])
+    for _ in range(draw(st.integers(0, 12))):
+        c = draw(st.integers(0, 9))
+        prompt = prompts[draw(st.integers(0, 3))]
         logp = [-float(draw(st.integers(0, 50))) for _ in range(c)]
         ids = [next(fresh) for _ in range(c)]
         out.append(Sample(prompt, 0, ids, logp, draw(st.booleans()), [0] * c, advantage=draw(st.sampled_from([-1.0, 0.0, 2.0]))))
     return out
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 120))
-def test_strips_take_each_sequence_once_and_keep_to_the_budget(lengths, budget):
-    strips = packing.strips(lengths, budget)
-    assert sorted(i for strip in strips for i in strip) == list(range(len(lengths)))
-    for strip in strips:
-        assert strip == sorted(strip) != []
-        assert sum(lengths[i] for i in strip) <= budget or len(strip) == 1  # a sequence above the budget goes alone
-    if lengths and max(lengths) <= budget:  # first fit: at most one strip is half empty
-        assert sum(sum(lengths[i] for i in strip) * 2 <= budget for strip in strips) <= 1
+WORLDS = st.sampled_from([1, 2, 3, 4])
 
 
 @settings(deadline=None)
-@given(sample_lists(), st.integers(1, 40), st.booleans(), st.sampled_from(["grpo", "dapo", "dr_grpo"]))
-def test_every_vector_of_a_strip(samples, budget, masked, loss_type):
-    cfg = config(token_budget=budget, mask_truncated_completions=masked, loss_type=loss_type, max_completion_length=9)
-    n_tokens = packing.trained_tokens(samples, cfg)
+@given(sample_lists(), st.integers(1, 60), WORLDS, st.booleans(), st.sampled_from([0.0, 0.01]))
+def test_a_plan_takes_each_trained_sample_once_and_gives_every_rank_as_many_strips(samples, budget, world, share, pair_cost):
+    cfg = config(token_budget=budget, share_prompts=share)
+    known = packing.sizes(samples, cfg)
+    ranks = packing.plan(range(len(samples)), known, cfg, world, pair_cost)
+    trained = [i for i, s in enumerate(samples) if s.token_ids]
+    assert sorted(i for strips in ranks for strip in strips for piece in strip for i in piece) == trained
+    assert len(ranks) == world
+    assert len({len(strips) for strips in ranks}) == 1
+    assert bool(ranks[0]) == bool(trained)  # nothing to train: no strip at all
+    assert world > 1 or all(strip for strips in ranks for strip in strips)  # alone, nobody waits: no empty strip
+    for strips in ranks:
+        for strip in strips:
+            tokens = [packing._tokens(piece, known) for piece in strip]
+            assert sum(tokens) <= budget or len(strip) == 1  # a piece above the budget goes alone …
+            assert sum(tokens) <= budget or len(strip[0]) == 1 or tokens[0] <= budget * 2  # … and is split first
+            for piece in strip:
+                assert len({samples[i].prompt.id for i in piece}) == 1
+                assert share or len(piece) == 1
+    assert ranks == packing.plan(range(len(samples)), known, cfg, world, pair_cost)  # pure
+
+
+@settings(deadline=None)
+@given(sample_lists(), st.integers(1, 60), WORLDS, st.booleans(), st.sampled_from(["grpo", "dapo", "dr_grpo"]), st.booleans())
+def test_every_vector_of_a_strip(samples, budget, world, masked, loss_type, share):
+    options = {"mask_truncated_completions": masked, "loss_type": loss_type, "share_prompts": share}
+    cfg = config(token_budget=budget, max_completion_length=9, **options)
+    known = packing.sizes(samples, cfg)
+    n_tokens = sum(len(s.token_ids) for s in samples if s.stopped or not masked)
+    update = packing.Update(list(range(len(samples))), n_tokens, packing.plan(range(len(samples)), known, cfg, world))
     seen = []
-    for b in packing.pack(samples, cfg, len(samples), n_tokens):
-        bounds = list(pairwise(b.cu_seqlens.tolist()))
-        assert b.cu_seqlens.dtype == torch.int32
-        assert (bounds[0][0], bounds[-1][1]) == (0, len(b.tokens))
-        assert b.max_len == max(end - start for start, end in bounds)
-        assert b.positions.tolist() == [i for start, end in bounds for i in range(end - start)]
-        assert (b.old_logp, b.ref_logp) == (None, None)
-        per_token = (b.rows, b.targets, b.sample, b.advantage, b.weight, b.sampling_logp)
-        assert len({len(x) for x in per_token}) == 1
-        assert torch.equal(b.tokens[b.rows + 1], b.targets)  # each row predicts the token that follows it
-        order = b.sample.unique_consecutive().tolist()
-        assert len(order) == len(bounds)
-        for i, (start, end) in zip(order, bounds):
-            s, mine = samples[i], b.sample == i
-            assert s.stopped or not masked
-            assert b.tokens[start:end].tolist() == s.prompt.token_ids + s.token_ids
-            assert b.targets[mine].tolist() == s.token_ids  # the whole completion, stop token included, and no prompt token
-            assert b.rows[mine].tolist() == list(range(start + len(s.prompt.token_ids) - 1, end - 1))
-            assert b.sampling_logp[mine].tolist() == s.logp
-            assert set(b.advantage[mine].tolist()) == {s.advantage}
-            expected = token_weight(len(s.token_ids), len(samples), n_tokens, cfg)
-            assert b.weight[mine].tolist() == pytest.approx([expected] * len(s.token_ids), rel=1e-6)
-        seen += order
-    trained = [i for i, s in enumerate(samples) if s.token_ids and (s.stopped or not masked)]
-    assert sorted(seen) == trained  # no trained sample: no batch at all
-    assert n_tokens == sum(len(samples[i].token_ids) for i in trained)
+    for rank in range(world):
+        for b in packing.pack(update, samples, cfg, rank):
+            bounds = list(pairwise(b.cu_seqlens.tolist()))
+            assert b.cu_seqlens.dtype == torch.int32
+            assert (bounds[0][0], bounds[-1][1]) == (0, len(b.tokens))
+            assert b.max_len == max(end - start for start, end in bounds)
+            assert (b.old_logp, b.ref_logp) == (None, None)
+            assert len({len(x) for x in (b.rows, b.targets, b.sample, b.advantage, b.weight, b.sampling_logp)}) == 1
+            views = [list(range(*bound)) for bound in bounds]
+            if b.kv_rows is not None:
+                assert share
+                views = [b.kv_rows[a:z].tolist() for a, z in pairwise(b.kv_cu_seqlens.tolist())]
+                assert b.kv_max_len == max(map(len, views))
+            sees = {}  # row → the tokens that its hidden state depends on, itself last
+            for (start, end), view in zip(bounds, views):
+                assert view[len(view) - (end - start) :] == list(range(start, end))
+                for row in range(start, end):
+                    sees[row] = [b.tokens[r].item() for r in view[: len(view) - (end - row) + 1]]
+                    assert b.positions[row] == len(sees[row]) - 1  # positions count on through the shared prompt
+            for i in b.sample.unique().tolist():
+                s, mine = samples[i], b.sample == i
+                assert s.stopped or not masked
+                whole = s.prompt.token_ids + s.token_ids
+                for t, (row, target) in enumerate(zip(b.rows[mine].tolist(), b.targets[mine].tolist())):
+                    assert sees[row] == whole[: len(s.prompt.token_ids) + t]  # exactly what came before …
+                    assert target == s.token_ids[t]  # … the token it predicts
+                assert b.sampling_logp[mine].tolist() == s.logp
+                assert set(b.advantage[mine].tolist()) == {s.advantage}
+                expected = token_weight(len(s.token_ids), len(samples), n_tokens, cfg)
+                assert b.weight[mine].tolist() == pytest.approx([expected] * len(s.token_ids), rel=1e-6)
+                seen.append(i)
+    assert sorted(seen) == [i for i, s in enumerate(samples) if s.token_ids and (s.stopped or not masked)]
+
+
+def a_group() -> list[Sample]:
+    prompt = Prompt(0, "", [100, 101])
+    first = Sample(prompt, 0, [7, 8, 9], [-0.1, -0.2, -0.3], True, [0] * 3, advantage=1.0)
+    return [first, Sample(prompt, 1, [5, 6], [-0.4, -0.5], True, [0] * 2, advantage=-1.0)]
 
 
 def test_the_example_of_the_docstring():
-    prompt = Prompt(0, "", [100, 101])
-    first = Sample(prompt, 0, [7, 8], [-0.1, -0.2], True, [0, 0], advantage=1.0)
-    second = Sample(prompt, 1, [9], [-0.3], True, [0], advantage=-1.0)
-    first.old_logp, second.old_logp = torch.tensor([-0.5, -0.6]), torch.tensor([-0.7])
-    (b,) = packing.pack([first, second], config(token_budget=7), n_samples=2, n_tokens=3)
-    assert b.tokens.tolist() == [100, 101, 7, 8, 100, 101, 9]
-    assert b.positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert b.cu_seqlens.tolist() == [0, 4, 7]
-    assert b.rows.tolist() == [1, 2, 5]
-    assert b.targets.tolist() == [7, 8, 9]
-    assert b.sample.tolist() == [0, 0, 1]
-    assert b.advantage.tolist() == [1, 1, -1]
-    assert b.weight.tolist() == pytest.approx([1 / 3] * 3)
-    assert b.old_logp.tolist() == pytest.approx([-0.5, -0.6, -0.7])
-    assert len(packing.pack([first, second], config(token_budget=6))) == 2
+    (b,) = packed(a_group(), config())
+    assert b.tokens.tolist() == [100, 101, 7, 8, 5]
+    assert b.positions.tolist() == [0, 1, 2, 3, 2]
+    assert b.cu_seqlens.tolist() == [0, 2, 4, 5]
+    assert b.kv_rows.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4]
+    assert b.kv_cu_seqlens.tolist() == [0, 2, 6, 9]
+    assert b.rows.tolist() == [1, 2, 3, 1, 4]
+    assert b.targets.tolist() == [7, 8, 9, 5, 6]
+    assert b.sample.tolist() == [0, 0, 0, 1, 1]
+    assert b.advantage.tolist() == [1, 1, 1, -1, -1]
+    assert b.weight.tolist() == pytest.approx([1 / 5] * 5)
+    (b,) = packed(a_group(), config(share_prompts=False))
+    assert b.tokens.tolist() == [100, 101, 7, 8, 100, 101, 5]
+    assert (b.cu_seqlens.tolist(), b.rows.tolist(), b.kv_rows) == ([0, 4, 7], [1, 2, 3, 5, 6], None)
+
+
+def test_prompts_that_share_an_id_by_mistake_are_noticed():
+    samples = a_group()
+    samples[1].prompt = Prompt(0, "", [100, 102])
+    with pytest.raises(ValueError, match="different prompts share the id 0"):
+        packed(samples, config())
 
 
 @settings(deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(2, 4), st.integers(0, 99), st.integers(0, 99))
-def test_minibatches_partition_whole_groups(per_part, parts, passes, G, seed, step):
-    cfg = config(num_generations=G, steps_per_generation=parts, num_iterations=passes, seed=seed)
-    samples = [Sample(Prompt(i // G, "", [1]), i % G, [2], [0.0], True, [0]) for i in range(per_part * parts * G)]
-    found = list(packing.minibatches(samples, cfg, step))
-    assert len(found) == cfg.updates_per_step
-    for i in range(0, len(found), parts):  # one pass: every sample once
-        together = [s for part in found[i : i + parts] for s in part]
-        assert sorted((s.prompt.id, s.index) for s in together) == [(s.prompt.id, s.index) for s in samples]
-    for part in found:
-        assert len(part) == per_part * G
-        for i in range(0, len(part), G):  # whole groups, in order
-            assert len({s.prompt.id for s in part[i : i + G]}) == 1
-            assert [s.index for s in part[i : i + G]] == list(range(G))
-    again = list(packing.minibatches(samples, cfg, step))
-    assert [[id(s) for s in part] for part in again] == [[id(s) for s in part] for part in found]
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(2, 4), st.integers(0, 99), st.integers(0, 99))
+def test_a_schedule_partitions_whole_groups(per_part, parts, G, seed, step):
+    cfg = config(num_generations=G, steps_per_generation=parts, seed=seed)
+    sizes = [packing.Size(i // G, 3, 1 + i % 5) for i in range(per_part * parts * G)]
+    updates = packing.schedule(sizes, cfg, step)
+    assert len(updates) == parts
+    assert sorted(i for u in updates for i in u.samples) == list(range(len(sizes)))
+    for u in updates:
+        assert len(u.samples) == per_part * G
+        assert u.n_tokens == sum(sizes[i].completion_tokens for i in u.samples)
+        for j in range(0, len(u.samples), G):  # whole groups, in order
+            assert u.samples[j : j + G] == list(range(u.samples[j], u.samples[j] + G))
+            assert u.samples[j] % G == 0
+    assert updates == packing.schedule(sizes, cfg, step)
 
 
-def test_minibatches_change_with_the_step_the_pass_and_the_seed():
-    samples = [Sample(Prompt(i // 2, "", [1]), i % 2, [2], [0.0], True, [0]) for i in range(32)]
-    cfg = config(num_generations=2, steps_per_generation=4, num_iterations=2)
+def test_a_schedule_changes_with_the_step_and_the_seed():
+    sizes = [packing.Size(i // 2, 1, 1) for i in range(32)]
+    cfg = config(num_generations=2, steps_per_generation=4)
 
     def order(cfg: Config, step: int) -> list[int]:
-        return [s.prompt.id for part in packing.minibatches(samples, cfg, step) for s in part]
+        return [i for u in packing.schedule(sizes, cfg, step) for i in u.samples]
 
-    first = order(cfg, 0)
-    assert first[:32] != first[32:] != order(cfg, 1)[:32] != first[:32] != order(dataclasses.replace(cfg, seed=1), 0)[:32]
+    assert order(cfg, 0) != order(cfg, 1) != order(dataclasses.replace(cfg, seed=1), 1)
 
 
 def test_nothing_trained_nothing_packed():
     cut = Sample(Prompt(0, "", [1]), 0, [2, 3], [0.0, 0.0], False, [0, 0])
-    cfg = config(mask_truncated_completions=True)
-    assert packing.pack([cut, cut], cfg, 2, packing.trained_tokens([cut, cut], cfg)) == []
-    assert packing.pack([], cfg) == []
+    assert packed([cut, cut], config(mask_truncated_completions=True)) == []
+    assert packed([], config()) == []
+
+
+def uneven(P: int, G: int = 8, prompt: int = 32, longest: int = 192, seed: int = 0) -> list[packing.Size]:
+    """Completions of exponential lengths with a mean of about a third of the longest."""
+    draws = torch.empty(P * G).exponential_(3 / longest, generator=torch.Generator().manual_seed(seed))
+    return [packing.Size(i // G, prompt, int(n)) for i, n in enumerate(draws.ceil().clamp(1, longest))]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_uneven_lengths_are_spread_evenly_and_cost_no_extra_tokens(world):
+    sizes = uneven(P=8 * world)
+    cfg = config(token_budget=2048)
+    ranks = packing.plan(range(len(sizes)), sizes, cfg, world, pair_cost=1e-3)
+    needed = sum(s.completion_tokens - 1 for s in sizes) + 8 * world * 32  # every prompt once
+    computed = sum(packing._tokens(piece, sizes) for strips in ranks for strip in strips for piece in strip)
+    assert computed <= 1.02 * needed
+    costs = [[sum(packing._cost(piece, sizes, 1e-3) for piece in strip) for strip in strips] for strips in ranks]
+    for slot in zip(*costs):  # ranks wait for the slowest of each micro-batch
+        assert max(slot) <= 1.15 * sum(slot) / world
+
+
+def test_shared_prompts_save_what_they_should():
+    """G = 8, prompt half as long as the completion: (P + G·R) / (G·(P + R)) = 0.71 of the tokens."""
+    sizes = [packing.Size(i // 8, 64, 128) for i in range(64)]
+
+    def computed(**options) -> int:
+        ranks = packing.plan(range(64), sizes, config(**options))
+        return sum(packing._tokens(piece, sizes) for strips in ranks for strip in strips for piece in strip)
+
+    assert computed() <= 0.75 * computed(share_prompts=False)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shared_prompts_have_the_gradient_of_copies(tied):
+    model, gradients = tiny_model(tie_word_embeddings=tied), []
+    g = torch.Generator().manual_seed(0)
+    ids = lambda n: torch.randint(151, (n,), generator=g).tolist()  # noqa: E731
+    samples = []
+    for p in range(3):
+        prompt = Prompt(p, "", ids(5 + p))
+        for j, n in enumerate((1, 2, 9, 17)):
+            samples.append(Sample(prompt, j, ids(n), [-5.0] * n, True, [0] * n, advantage=(-1.0) ** j))
+    for options in ({}, {"share_prompts": False}, {"token_budget": 30}, {"token_budget": 30, "share_prompts": False}):
+        cfg = config(**options)
+        model.zero_grad()
+        for batch in packed(samples, cfg):
+            assert (batch.kv_rows is None) or cfg.share_prompts
+            model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    for other in gradients[1:]:
+        assert (other - gradients[0]).norm() <= 1e-6 * gradients[0].norm()

@@ -19,9 +19,9 @@ import torch
 import transformers
 import trl
 from accelerate import Accelerator
+from conftest import SOLO, assign_advantages, packed, set_logp
 from trl.trainer.utils import add_fused_lm_head
 
-import train
 from nanogrpo import checkpoint, grpo, metrics, ops, packing
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import Config
@@ -156,11 +156,11 @@ def test_advantages_and_reward_metrics(kind, scale):
     theirs = peer.batch()["advantages"]
     for sample, reward in zip(samples, REWARDS[kind]):
         sample.reward, sample.rewards = reward, {"given": reward}
-    std = grpo.assign_advantages(samples, cfg)
+    std = assign_advantages(samples, cfg)
     ours = torch.tensor([s.advantage for s in samples], dtype=torch.float64)
     # TRL's Bessel correction is a float32 quotient whatever its input, and of equal rewards its rounded mean leaves 1e-17.
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-12)
-    row = metrics.of_samples(samples, std)
+    row = metrics.of_samples(metrics.facts(samples, SOLO), std)
     for name in ("reward", "reward_std", "frac_reward_zero_std", "rewards/given/mean", "rewards/given/std"):
         expected = peer._metrics["train"][name][0]
         if expected == expected:  # TRL logs NaN where there is nothing to log, and we log nothing
@@ -186,7 +186,7 @@ OBJECTIVES = {
 
 def ours(samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool) -> tuple[ops.PolicyOut, list]:
     """Our loss of the same numbers, and the (row, column) of each of its tokens in TRL's tables."""
-    n_tokens = packing.trained_tokens(samples, cfg)
+    n_tokens = packing.one_update(samples, cfg).n_tokens
     places = [(i, t) for i, s in enumerate(samples) if grpo.is_trained(s, cfg) for t in range(len(s.token_ids))]
     weight = [grpo.token_weight(len(samples[i].token_ids), len(samples), n_tokens, cfg) for i, _ in places]
     advantage = [samples[i].advantage for i, _ in places]
@@ -219,7 +219,7 @@ def test_loss_gradient_and_metrics(loss_type, objective, off_policy, masked):
     assert ("old_per_token_logps" in batch) == off_policy  # TRL decides as we do
     for sample, reward in zip(samples, rewards):
         sample.reward = reward
-    grpo.assign_advantages(samples, cfg)
+    assign_advantages(samples, cfg)
 
     (theirs,) = peer.losses(batch)
     if loss_type == "dapo" and off_policy:  # TRL counts the generation's tokens and expects half of them in this update
@@ -238,7 +238,7 @@ def test_loss_gradient_and_metrics(loss_type, objective, off_policy, masked):
     taken = SimpleNamespace(sample=index[0], sampling_logp=out.logp)
     meter.add(taken, out._replace(entropy=entropy))
     meter.end_update(0.0)
-    row = meter.summary()
+    row = meter.summary(SOLO)
     names = [n for n in peer._metrics["train"] if n.startswith("clip_ratio/") or n in ("kl", "entropy")]
     assert len(names) == 6 + bool(cfg.beta)
     for name in names:
@@ -256,7 +256,7 @@ def test_micro_batches_of_trl_add_up_to_our_loss(loss_type):
     (expected,) = torch.autograd.grad(theirs, logp["now"])
     for sample, reward in zip(samples, REWARDS["plain"]):
         sample.reward = reward
-    grpo.assign_advantages(samples, cfg)
+    assign_advantages(samples, cfg)
     out, _ = ours(samples, logp, cfg, off_policy=False)
     (gradient,) = torch.autograd.grad(out.loss, logp["now"])
     assert out.loss.item() == pytest.approx(theirs.item(), rel=1e-6)
@@ -279,7 +279,7 @@ def test_a_length_cut_is_judged_alike():
 def test_gradient_of_every_parameter(tiny_base, loss_type, off_policy):
     """transformers' model, TRL's padded batch, head, old and reference log-probs, against our packed strips: one checkpoint."""
     options = {"epsilon": 0.02, "epsilon_high": 0.03, "beta": 0.1, "temperature": 0.7, "mask_truncated_completions": True}
-    cfg = config(loss_type=loss_type, token_budget=40, **options)
+    cfg = config(loss_type=loss_type, token_budget=24, **options)
     samples = make_samples(vocab=100)
     args = settings(cfg, off_policy=off_policy)
 
@@ -304,10 +304,10 @@ def test_gradient_of_every_parameter(tiny_base, loss_type, off_policy):
     assert ("old_per_token_logps" in batch) == off_policy
     for sample, reward in zip(samples, REWARDS["plain"]):
         sample.reward = reward
-    grpo.assign_advantages(samples, cfg)
+    assign_advantages(samples, cfg)
     if off_policy:
-        train.score_logp(mine, samples, "old_logp", cfg)
-    train.score_logp(reference, samples, "ref_logp", cfg)
+        set_logp(mine, samples, "old_logp", cfg)
+    set_logp(reference, samples, "ref_logp", cfg)
     if off_policy:
         move(mine)
         move(theirs)
@@ -315,7 +315,7 @@ def test_gradient_of_every_parameter(tiny_base, loss_type, off_policy):
     (loss,) = peer.losses(batch)
     loss = loss / 2 if loss_type == "dapo" and off_policy else loss
     loss.backward()
-    batches = packing.pack(samples, cfg, len(samples), packing.trained_tokens(samples, cfg))
+    batches = packed(samples, cfg)
     assert len(batches) > 1
     total, clipped = 0.0, 0
     for strip in batches:

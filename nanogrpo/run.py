@@ -1,0 +1,114 @@
+"""The parts of a run, built and checked before the first expensive step.
+
+In: the options and the world. Out: a `Run`, which the loop in train.py uses. Every mistake of the user's that can be seen before
+training is told here, in one sentence. Read next: checkpoint.py, local_engine.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from nanogrpo import checkpoint, data, fsdp, metrics, optim, rewards, tasks
+from nanogrpo.batch import Prompt
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError
+from nanogrpo.fsdp import World
+from nanogrpo.local_engine import LocalEngine
+from nanogrpo.model import Decoder
+from nanogrpo.rollout import Engine, SamplingParams
+from nanogrpo.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass
+class Run:
+    """Everything that a run holds; made by `setup`."""
+
+    cfg: Config
+    world: World
+    source: Path  # the checkpoint that training started from
+    tokenizer: Tokenizer
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    reward_funcs: list
+    model: Decoder
+    reference: Decoder | None  # frozen; None when beta is 0
+    optimizer: torch.optim.Optimizer
+    engine: Engine
+    sampling: SamplingParams
+    log: metrics.Log
+    start: int  # finished steps: 0, or where a resumed run continues
+
+
+def setup(cfg: Config, world: World) -> Run:
+    """Checks every input before the first expensive step, then builds the parts."""
+    check_world(cfg, world)
+    checkpoint.check_output(cfg)
+    source = checkpoint.locate(cfg.model)
+    tokenizer = Tokenizer.from_pretrained(source)
+    reward_funcs = rewards.load_functions(cfg.reward_funcs)
+    model = load_sharded(source, world, cfg)
+    context = model.cfg.max_position_embeddings
+    prompts, eval_prompts = load_prompts(cfg, tokenizer, context)
+    reference = load_sharded(source, world, cfg).requires_grad_(False) if cfg.beta else None
+    optimizer = optim.make_optimizer(model, cfg)
+    start = checkpoint.resume(cfg, model, optimizer)
+    longest = max(len(p.token_ids) for p in prompts + eval_prompts)
+    engine = LocalEngine(model.cfg, max_len=longest + cfg.max_completion_length, slots=cfg.max_concurrent, device=world.device)
+    engine.load(model, version=start)
+    sampling = SamplingParams(
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        max_tokens=cfg.max_completion_length,
+        stop_token_ids=tokenizer.stop_token_ids,
+        seed=cfg.seed,
+    )
+    log = metrics.Log(cfg, world, start)
+    parts = (source, tokenizer, prompts, eval_prompts, reward_funcs, model, reference, optimizer, engine, sampling, log, start)
+    return Run(cfg, world, *parts)
+
+
+def check_world(cfg: Config, world: World) -> None:
+    if cfg.prompts_per_step % world.size:
+        raise UserError(
+            f"the {cfg.prompts_per_step} prompts of a step (--generation-batch-size / --num-generations) cannot be shared evenly "
+            f"by {world.size} processes: choose a multiple."
+        )
+
+
+def load_sharded(source: Path, world: World, cfg: Config) -> Decoder:
+    """The model of a checkpoint, cut over the ranks before its weights are read: no rank holds more than its part."""
+    model = checkpoint.empty_model(source)
+    fsdp.shard(model, world, cfg)
+    model.to_empty(device=world.device)
+    model.tie()
+    checkpoint.load_weights(model, source)
+    return model
+
+
+def load_prompts(cfg: Config, tokenizer: Tokenizer, context: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and held-out prompts, each short enough to leave room for a completion."""
+    room = context - cfg.max_completion_length
+    if room < 1:
+        raise UserError(
+            f"--max-completion-length {cfg.max_completion_length} leaves no room for a prompt in a context of {context}."
+        )
+    limit = min(cfg.max_prompt_length or room, room)
+
+    def load(source: str, split: str) -> list[Prompt]:
+        options = {"enable_thinking": cfg.enable_thinking, "max_prompt_length": limit}
+        if source in tasks.TASKS:
+            return data.from_rows(tasks.rows(source, split), tokenizer, **options)
+        return data.load(source, tokenizer, **options)
+
+    prompts = load(cfg.data, "train")
+    if len(prompts) < cfg.prompts_per_step:
+        raise UserError(f"--data {cfg.data} holds {len(prompts)} prompts but a step draws {cfg.prompts_per_step} different ones.")
+    held_out = cfg.eval_data or (cfg.data if cfg.data in tasks.TASKS else "")
+    if cfg.eval_steps and not held_out:
+        raise UserError("--eval-steps asks for evaluation but --eval-data names no held-out prompts.")
+    return prompts, load(held_out, "eval")[: cfg.eval_samples or None] if cfg.eval_steps else []
