@@ -100,8 +100,8 @@ def policy_terms(
 
     PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with an upper cap delta on the ratio (arXiv 2505.07291):
         r = exp(logp - old);  l = -min(min(r, delta) A, clamp(r, 1 - epsilon, 1 + epsilon_high) A) · importance + beta · KL
-    with k3 = e^x - x - 1, x = ref - logp (http://joschu.net/blog/kl-approx.html). dr/dlogp = r, and dk3/dlogp = 1 - e^x. Where
-    both arms of the min are equal each gives half of the derivative, as torch.minimum does. old_logp None: r = 1.
+    with k3 = e^x - x - 1, x = ref - logp (http://joschu.net/blog/kl-approx.html). dr/dlogp = r, and dk3/dlogp = 1 - e^x.
+    old_logp None: r = 1.
     """
     d = torch.zeros_like(logp) if old_logp is None else logp - old_logp
     r = d.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
@@ -112,7 +112,7 @@ def policy_terms(
     dfree = torch.where(r <= o.delta, dr * advantage, 0.0)
     dheld = torch.where((r >= low) & (r <= high), dr * advantage, 0.0)
     l = -torch.minimum(free, held)
-    dl = -torch.where(free < held, dfree, torch.where(held < free, dheld, 0.5 * (dfree + dheld)))
+    dl = -torch.where(free < held, dfree, dheld)  # where they are equal, within the range, so are their derivatives
     if importance is not None:
         l, dl = l * importance, dl * importance
     clip = ((capped > high) & (advantage > 0)).to(torch.int8) - ((capped < low) & (advantage < 0)).to(torch.int8)

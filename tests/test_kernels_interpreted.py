@@ -23,7 +23,7 @@ if not CUDA:
     exact_fma()
 
 # The interpreter is slow: few examples, the same ones each time, and a failure is shown as found, not shrunk for minutes.
-FEW = settings(max_examples=12, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
+FEW = settings(max_examples=8, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
 ULP = 2.0**-22  # two units in the last place of 1.0 in float32
 
 
@@ -34,8 +34,9 @@ def _eager(logits, targets, temperature):
     return logp_all.gather(1, targets[:, None]).squeeze(1), -(logp_all.exp() * seen).sum(-1)
 
 
-def _as_exact_as_eager(got, eager, exact):
-    error, allowed = (got.double() - exact).abs(), 2 * (eager.double() - exact).abs().max() + ULP * (1 + exact.abs())
+def _as_exact_as_eager(got, eager, exact, scale=1.0):
+    """scale: the size of the numbers that were added up to give these."""
+    error, allowed = (got.double() - exact).abs(), 2 * (eager.double() - exact).abs().max() + ULP * (scale + exact.abs())
     assert (error <= allowed).all(), f"error {error.max():.3g}, eager's {(eager.double() - exact).abs().max():.3g}"
 
 
@@ -56,18 +57,18 @@ def _rows(count, vocab, kind, dtype, seed):
     return z.to(dtype).to(DEVICE), targets.to(DEVICE)
 
 
-KINDS = st.sampled_from(["normal", "dominant", "equal", "far below", "-inf"])
+KINDS = ["normal", "dominant", "equal", "far below", "-inf"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @given(
     vocab=st.integers(1, 300),
-    kind=KINDS,
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     temperature=st.sampled_from([0.3, 1.0, 2.0]),
     split=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(FEW, max_examples=25)
+@FEW
 def test_log_softmax_is_as_exact_as_eager(vocab, kind, dtype, temperature, split, seed):
     z, targets = _rows(3, vocab, kind, dtype, seed)
     logp, entropy, _ = log_softmax.log_softmax_forward(z, targets, temperature, lanes=4, few_rows=9 if split else 0)
@@ -79,7 +80,8 @@ def test_log_softmax_is_as_exact_as_eager(vocab, kind, dtype, temperature, split
     assert (entropy <= math.log(vocab) + ULP * 8).all()
 
 
-@given(vocab=st.integers(1, 200), kind=KINDS, temperature=st.sampled_from([0.3, 1.0]), seed=st.integers(0, 99))
+@pytest.mark.parametrize("kind", KINDS)
+@given(vocab=st.integers(1, 200), temperature=st.sampled_from([0.3, 1.0]), seed=st.integers(0, 99))
 @FEW
 def test_gradient_of_log_softmax(vocab, kind, temperature, seed):
     z, targets = _rows(3, vocab, kind, torch.float32, seed)
@@ -92,7 +94,8 @@ def test_gradient_of_log_softmax(vocab, kind, temperature, seed):
         return module.log_softmax_backward(z, targets, temperature, norm, entropy, *upstream)
 
     got, exact = gradient(log_softmax, z), gradient(reference, z.double())
-    _as_exact_as_eager(got, gradient(reference, z), exact)
+    scale = float(dlogp.abs().max() + dentropy.abs().max()) / temperature
+    _as_exact_as_eager(got, gradient(reference, z), exact, scale)
     assert got.sum(-1).abs().max() <= 1e-5 / temperature  # adding a number to a row changes nothing
 
 
@@ -145,7 +148,8 @@ def _vectors(count, seed, dtype=torch.float32):
     g = torch.Generator().manual_seed(seed)
     logp, d_old, d_ref, advantage, weight, importance, entropy_weight = torch.randn(7, count, generator=g, dtype=torch.float64)
     weight[::5], advantage[1::7] = 0.0, 0.0
-    d_old[2], d_ref[3] = 60.0, -60.0  # beyond the clamp
+    if seed % 2:
+        d_old[2], d_ref[3] = 150.0, -150.0  # beyond the clamp
     vectors = -logp.abs(), -logp.abs() + 0.4 * d_old, -logp.abs() + 0.3 * d_ref, advantage, weight.abs(), importance.abs()
     return [v.to(dtype).to(DEVICE) for v in (*vectors, 0.1 * entropy_weight.abs())]
 
@@ -183,6 +187,18 @@ def test_policy_loss_gradient_and_statistics(objective, count, parts, seed):
             assert ((a.double() - c).abs() <= 2 * (b.double() - c).abs().max() + scale + ULP).all()
 
 
+def test_kl_is_exact_from_nothing_to_the_clamp():
+    x = torch.cat([torch.linspace(-19.9, 19.9, 4001), 10.0 ** -torch.arange(1.0, 15.0), torch.zeros(1)]).to(DEVICE)
+    ones = torch.ones_like(x)
+    _, grad, _, kl, _ = policy.policy_forward(
+        0 * x, None, 0 * x, ones, x, None, Objective(0.2, 0.2, beta=1.0, bias_correction=0.0)
+    )
+    wide = x.double()
+    series = wide**2 / 2 + wide**3 / 6  # float64 itself cancels below 1e-5
+    torch.testing.assert_close(kl.double(), torch.where(wide.abs() < 1e-5, series, torch.expm1(wide) - wide), rtol=1e-5, atol=0)
+    torch.testing.assert_close(grad.double(), -torch.expm1(wide), rtol=1e-5, atol=0)
+
+
 def test_policy_sums_over_many_blocks_and_over_none():
     count = 70_000  # more rows of the table than the second kernel takes at a time
     ones = torch.ones(count, device=DEVICE)
@@ -197,10 +213,10 @@ def test_policy_sums_over_many_blocks_and_over_none():
     assert grad.shape == clip.shape == kl.shape == (0,)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @given(
     objective=OBJECTIVES,
     vocab=st.integers(1, 120),
-    kind=KINDS,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     parts=st.tuples(*[st.booleans()] * 4),
     seed=st.integers(0, 99),
