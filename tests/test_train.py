@@ -229,14 +229,16 @@ def test_on_policy_the_ratio_is_one(tiny_base, files, tmp_path):
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
 def test_the_logged_loss_is_minus_the_mean_advantage_of_each_minibatch(tiny_base, files, tmp_path, monkeypatch, loss_type):
     """With a rate too small to move a weight every ratio is 1, so the loss is -Σ A·m/n, n being of the minibatch."""
-    seen, of_samples = [], metrics.of_samples
-    monkeypatch.setattr(metrics, "of_samples", lambda samples, std: seen.append(samples) or of_samples(samples, std))
+    seen, facts = [], metrics.facts
+    monkeypatch.setattr(metrics, "facts", lambda samples, world: seen.append(samples) or facts(samples, world))
     options = ["--loss-type", loss_type, "--steps-per-generation", "2", "--learning-rate", "1e-20", "--token-budget", "30"]
     options += ["--data", str(files / "uneven.jsonl"), "--mask-truncated-completions", "--temperature", "3", "--seed", "2"]
     assert train.main(arguments(tiny_base, files, tmp_path, *options, "--max-completion-length", "60")) == 0
     for step, (row, samples) in enumerate(zip(steps(tmp_path), seen)):
         losses = []
-        for part in packing.minibatches(samples, Config(num_generations=4, steps_per_generation=2, seed=2), step):
+        cfg = Config(num_generations=4, steps_per_generation=2, seed=2)
+        for update in packing.schedule(packing.sizes(samples, cfg), cfg, step):
+            part = [samples[i] for i in update.samples]
             trained = [s for s in part if s.stopped]
             total = sum(s.advantage * len(s.token_ids) for s in trained)
             losses.append(
