@@ -153,6 +153,7 @@ POSITIVE = (
     "token_budget",
     "learning_rate",
     "adam_epsilon",
+    "ddp_timeout",
 )
 NOT_NEGATIVE = (
     *("top_k", "epsilon", "epsilon_high", "beta", "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "eval_samples"),
