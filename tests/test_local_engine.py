@@ -10,11 +10,13 @@ import torch
 from conftest import positions_of, tiny_config, tiny_model
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from nanogrpo import draw as drawing
 from nanogrpo import local_engine
 from nanogrpo.attention import KVCache
 from nanogrpo.batch import Prompt
+from nanogrpo.draw import draw, filtered, uniform
 from nanogrpo.errors import UserError
-from nanogrpo.local_engine import LocalEngine, draw, filtered, uniform
+from nanogrpo.local_engine import LocalEngine
 from nanogrpo.rollout import SamplingParams, stream
 
 STOPS = range(12)  # of 151 tokens: about one in twelve stops a completion
@@ -75,6 +77,18 @@ def test_log_probs_are_the_trainers(temperature):
     samples = make_engine(model, slots=5).sample(make_prompts(), 4, dataclasses.replace(PARAMS, temperature=temperature), step=0)
     for s, logp in zip(samples, trainer_logp(model, samples, temperature or 1.0)):
         torch.testing.assert_close(torch.tensor(s.logp), logp, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"model_type": "qwen2"}, {"tie_word_embeddings": True}], ids=["qwen3", "biases", "tied"])
+def test_packed_weights_compute_the_same_and_follow_a_load(changes, monkeypatch):
+    monkeypatch.setattr(local_engine, "PACK_FROM", 0)  # every weight of the tiny model, not the head alone
+    engine = make_engine(tiny_model(**changes), slots=5)
+    for seed in (0, 1):
+        model = tiny_model(seed=seed, **changes)
+        engine.load(model, version=seed)
+        samples = engine.sample(make_prompts(), 4, PARAMS, step=0)
+        for s, logp in zip(samples, trainer_logp(model, samples, 1.0)):
+            torch.testing.assert_close(torch.tensor(s.logp), logp, atol=1e-5, rtol=1e-5)
 
 
 def test_greedy_takes_the_likeliest():
@@ -141,7 +155,7 @@ def test_draws_follow_the_softmax(changes):
 
 @pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-24, 1 - 2.0**-53])
 def test_a_token_of_probability_zero_is_never_drawn(u, monkeypatch):
-    monkeypatch.setattr(local_engine, "uniform", lambda key, counter: torch.full(key.shape, u, dtype=torch.float64))
+    monkeypatch.setattr(drawing, "uniform", lambda key, counter: torch.full(key.shape, u, dtype=torch.float64))
     logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0))
     logits[:, :7] = logits[:, 2000:2010] = logits[:, -9:] = float("-inf")
     logits[0, 7:] = float("-inf")
