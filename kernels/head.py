@@ -2,7 +2,7 @@
 
 In: hidden [M, D], lm_head [V, D], per-token vectors [M]. Out: vectors [M], dhidden [M, D], dhead [V, D]. This file holds only the
 loop over chunks: matrix products by cuBLAS (or the CPU's library) and, between them, the row functions of `rows` (reference.py,
-or the Triton kernels of the same names), so that both implementations share one loop. Read next: nanogrpo/ops.py.
+or the Triton kernels of the same names), so that both implementations share one loop. Read next: nanogrpo/custom_ops.py.
 
 Equation.   z_i = h_i Wᵀ / T;  logp_i = z_{i,y_i} - lse(z_i);  L = Σ_i weight_i l(logp_i) - entropy_weight_i H_i.
 Derivation. Token i's part of L depends on h_i and W alone, and weight_i is known beforehand, so dL/dz_i = weight_i l'(logp_i)
@@ -18,7 +18,8 @@ Reference.  `log_softmax_forward` and `policy_rows_` on the whole logits (tests/
 When the gradients may not be taken in the forward: a ratio over whole sequences, a mask by entropy quantile, anything where a
 token's coefficient depends on other tokens' log-probs. Then `logp_forward` / `logp_backward` are the two phases (four products).
 
-Rows are chosen by `nonzero`, which waits for the device once a call; the head is milliseconds of work, the wait microseconds.
+Rows are chosen by `nonzero`, which waits for the device: twice in `policy_forward`, once in `logp_backward`, never in
+`logp_forward`. The head is milliseconds of work, a wait microseconds.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ Derivation. dlogp/dz_j = 1[j = y] - p_j and dH/dz_j = -p_j (log p_j + H). With u
 Bytes.      Forward 2·N·V in bfloat16: 0.58 ms for N = 8192, V = 151,936 at 4.3 TB/s. Backward 4·N·V: 1.16 ms.
 FLOP.       About 5 an element forward, 6 backward; what limits is issue slots (about 14 an element at that bandwidth): the count
             of instructions is held by tests/test_kernels_contracts.py.
-Reference.  `log_softmax_forward`, `log_softmax_backward` in reference.py. Registered, and differentiated, in nanogrpo/ops.py.
+Reference.  `log_softmax_forward`, `log_softmax_backward` in reference.py; registered with a gradient in nanogrpo/custom_ops.py.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Bytes.      At most 24 read and 9 written a token: 0.25 µs for M = 32,768 at 4.
             is launches: 2, where the same equations in eager PyTorch take dozens.
 Sums.       Each program writes its seven sums to a row of a table; one more program adds the rows in order. No atomics: the
             result is the same bit for bit each time.
-Reference.  `policy_terms`, `policy_forward` in reference.py. Registered, and differentiated, in nanogrpo/ops.py.
+Reference.  `policy_terms`, `policy_forward` in reference.py; registered with a gradient in nanogrpo/custom_ops.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One visit of each row: log-prob, entropy, clipped loss, and the gradient of the loss written over the logits.
 
 In: logits [N, V] (overwritten), targets [N], per-token vectors [N]. Out: log-prob, entropy and loss [N] float32; in the place
-of the logits, dΣloss/dlogits. Also gathers the row functions of this folder under the names of reference.py, for ops.py and
-head.py to use as one module. Read next: head.py, which calls this on a chunk of logits between two matrix products.
+of the logits, dΣloss/dlogits. Also gathers the row functions of this folder under the names of reference.py, for custom_ops.py
+and head.py to use as one module. Read next: head.py, which calls this on a chunk of logits between two matrix products.
 
 Equation.   (logp, H) = log_softmax.py of the row;  (l, dl) = policy.py `terms` of logp;  loss = weight · l - entropy_weight · H
 Derivation. dloss/dx_j = (weight · dl (1[j = y] - p_j) + entropy_weight · p_j (log p_j + H)) / T: once the row's sums are known,
@@ -13,7 +13,7 @@ Bytes.      4·N·V in bfloat16 if the walk back hits the L2 cache (a row of Qwe
             Hence 32 warps a program: one row a multiprocessor at a time.
 Skipped.    Rows with neither weight are filled with zeros without being read; rows whose coefficients come out as 0 (no
             advantage, or clipped) are filled with zeros without being read again.
-Reference.  `policy_rows_` in reference.py. Used by head.py through nanogrpo/ops.py.
+Reference.  `policy_rows_` in reference.py. Used by head.py through nanogrpo/custom_ops.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The seam between the algorithm and the kernels: four operations, and which implementation of each runs.
+"""The seam between the algorithm and the kernels: four operations, which is all that the rest of the project knows of them.
 
 In: logits [N, V], or hidden states [M, D] and the output head [V, D]; per-token vectors [M]. Out: log-probs, entropies and the
 policy loss with its gradient. The `head_*` operations hold logits for a chunk of rows only, never [M, V].
@@ -10,28 +10,32 @@ policy loss with its gradient. The `head_*` operations hold logits for a chunk o
 | `head_logp` | hidden [M, D] → log-prob [M], entropy [M] | old, reference and evaluation log-probs; phase one of two |
 | `head_policy_loss` | hidden [M, D] → loss | the training step: three matrix products instead of four |
 
-On CUDA they run the Triton kernels of `kernels/`, elsewhere the equations of kernels/reference.py: chosen by device, said once
-in the log, never changed behind your back. Each is a `torch.library` custom op: torch.compile passes it without a graph break.
-Read next: kernels/README.md (how the kernels come from the equations), grpo.py (who calls).
+On CUDA they run the Triton kernels of `kernels/`, elsewhere the equations of kernels/reference.py; `use` forces one.
+Read next: custom_ops.py (how torch knows them), kernels/README.md (how kernels come from the equations), grpo.py (who calls).
 """
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from nanogrpo.errors import UserError
-from nanogrpo.kernels import head, reference
-from nanogrpo.kernels.reference import Objective, accumulate
+from nanogrpo import custom_ops
+from nanogrpo.custom_ops import STATS, implementation, use
 
-# What `PolicyOut.stats` sums over the tokens with weight != 0. ratio: exp(logp - old); kl: k3 to the reference; k1: old - logp.
-STATS = ("tokens", "ratio", "clip_low", "clip_high", "kl", "k1")
+__all__ = [  # with the three names above, which live where the choice is made
+    "STATS",
+    "PolicyHead",
+    "PolicyOut",
+    "default_chunk",
+    "head_logp",
+    "head_policy_loss",
+    "implementation",
+    "policy_loss",
+    "selective_log_softmax",
+    "use",
+]
 
 
 class PolicyOut(NamedTuple):
@@ -43,248 +47,6 @@ class PolicyOut(NamedTuple):
     clip: Tensor  # [M] int8: -1 below 1 - epsilon with A < 0, +1 above 1 + epsilon_high with A > 0, else 0
     kl: Tensor | None  # [M] float32: k3 to the reference (times the ratio under bias correction); None without ref_logp
     stats: Tensor  # [len(STATS)] float32: sums over the tokens with weight != 0
-
-
-# ---------------------------------------------------------------------------------------------------- which implementation
-
-_NAMES = ("triton", "torch")
-_chosen: str | None = os.environ.get("NANOGRPO_OPS") or None
-_told: set[str] = set()
-
-
-def use(name: str | None) -> None:
-    """Forces "triton" or "torch" on every device; None: by device again. The environment's NANOGRPO_OPS does it from outside."""
-    global _chosen
-    _chosen = name
-    _told.clear()
-
-
-def implementation(device: torch.device | str) -> str:
-    """ "triton" on CUDA, "torch" elsewhere, unless `use` or NANOGRPO_OPS said otherwise; told once in the log."""
-    kind = torch.device(device).type
-    name = _chosen or ("triton" if kind == "cuda" else "torch")
-    if name not in _NAMES:
-        raise UserError(f"NANOGRPO_OPS is {name!r}: set it to 'triton' or 'torch', or leave it unset to choose by device.")
-    if kind not in _told:
-        _told.add(kind)
-        logging.getLogger("nanogrpo").info("ops on %s run in %s%s", kind, name, " (forced)" if _chosen else "")
-    return name
-
-
-def _rows(device: torch.device) -> ModuleType:
-    """The module of row functions for a device. Triton is imported here, so that a machine without it can use the reference."""
-    if implementation(device) == "torch":
-        return reference
-    from nanogrpo.kernels import rows
-
-    return rows
-
-
-# ---------------------------------------------------------------------------------------------------------- registered ops
-# One pattern for all: a custom op computes, `setup` keeps what the backward needs, and the backward is a custom op too. Ops
-# without a derivative raise when differentiated, so that a double backward is an error and not a wrong number.
-
-
-@torch.library.custom_op("nanogrpo::scaled", mutates_args=())
-def _scaled(grad: Tensor, upstream: Tensor, of: Tensor) -> Tensor:
-    """grad · upstream in the type of `of`, the input whose gradient it is. upstream stays on the device: no host sync."""
-    return torch.mul(grad, upstream, out=torch.empty_like(of))
-
-
-@_scaled.register_fake
-def _(grad: Tensor, upstream: Tensor, of: Tensor) -> Tensor:
-    return torch.empty_like(of)
-
-
-@torch.library.custom_op("nanogrpo::log_softmax", mutates_args=())
-def _log_softmax(logits: Tensor, targets: Tensor, temperature: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return _rows(logits.device).log_softmax_forward(logits, targets, temperature, mask)
-
-
-@_log_softmax.register_fake
-def _(logits: Tensor, targets: Tensor, temperature: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    norm = logits.new_empty(2, logits.shape[0], dtype=accumulate(logits.dtype))
-    return torch.empty_like(norm[0]), torch.empty_like(norm[0]), norm
-
-
-@torch.library.custom_op("nanogrpo::log_softmax_backward", mutates_args=())
-def _log_softmax_backward(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    norm: Tensor,
-    entropy: Tensor,
-    dlogp: Tensor,
-    dentropy: Tensor,
-    mask: Tensor | None,
-) -> Tensor:
-    args = targets, temperature, norm, entropy, dlogp.contiguous(), dentropy.contiguous(), mask
-    return _rows(logits.device).log_softmax_backward(logits, *args)
-
-
-@_log_softmax_backward.register_fake
-def _(logits: Tensor, *_: object) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-def _log_softmax_setup(ctx, inputs, output) -> None:
-    logits, targets, ctx.temperature, mask = inputs
-    _, entropy, norm = output
-    ctx.save_for_backward(logits, targets, norm, entropy, mask)
-    ctx.mark_non_differentiable(norm)
-
-
-def _log_softmax_grad(ctx, dlogp: Tensor, dentropy: Tensor, _dnorm: Tensor) -> tuple:
-    logits, targets, norm, entropy, mask = ctx.saved_tensors
-    grad = _log_softmax_backward(logits, targets, ctx.temperature, norm, entropy, dlogp, dentropy, mask)
-    return grad, None, None, None
-
-
-_log_softmax.register_autograd(_log_softmax_grad, setup_context=_log_softmax_setup)
-
-
-@torch.library.custom_op("nanogrpo::policy", mutates_args=())
-def _policy(
-    logp: Tensor,
-    old_logp: Tensor | None,
-    advantage: Tensor,
-    weight: Tensor,
-    ref_logp: Tensor | None,
-    importance: Tensor | None,
-    objective: Sequence[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    args = logp, old_logp, advantage, weight, ref_logp, importance
-    return _rows(logp.device).policy_forward(*args, Objective(*objective))
-
-
-@_policy.register_fake
-def _(
-    logp: Tensor, old_logp, advantage, weight, ref_logp, importance, objective
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    clip = torch.empty_like(logp, dtype=torch.int8)
-    kl = torch.empty_like(logp) if ref_logp is not None else logp.new_empty(0)
-    return logp.new_empty(()), torch.empty_like(logp), clip, kl, logp.new_empty(len(STATS))
-
-
-def _policy_setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(output[1], inputs[0])
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _policy_grad(ctx, upstream: Tensor, *_: Tensor) -> tuple:
-    grad, logp = ctx.saved_tensors
-    return _scaled(grad, upstream, logp), *(None,) * 6
-
-
-_policy.register_autograd(_policy_grad, setup_context=_policy_setup)
-
-
-@torch.library.custom_op("nanogrpo::head_logp", mutates_args=())
-def _head_logp(hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    return head.logp_forward(_rows(hidden.device), hidden, lm_head, targets, temperature, chunk)
-
-
-@_head_logp.register_fake
-def _(hidden: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    norm = hidden.new_empty(2, hidden.shape[0], dtype=accumulate(hidden.dtype))
-    return torch.empty_like(norm[0]), torch.empty_like(norm[0]), norm
-
-
-@torch.library.custom_op("nanogrpo::head_logp_backward", mutates_args=())
-def _head_logp_backward(
-    hidden: Tensor,
-    lm_head: Tensor,
-    targets: Tensor,
-    temperature: float,
-    chunk: int,
-    norm: Tensor,
-    entropy: Tensor,
-    dlogp: Tensor,
-    dentropy: Tensor,
-) -> tuple[Tensor, Tensor]:
-    args = hidden, lm_head, targets, temperature, chunk, norm, entropy, dlogp, dentropy
-    return head.logp_backward(_rows(hidden.device), *args)
-
-
-@_head_logp_backward.register_fake
-def _(hidden: Tensor, lm_head: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(hidden), torch.empty_like(lm_head)
-
-
-def _head_logp_setup(ctx, inputs, output) -> None:
-    hidden, lm_head, targets, ctx.temperature, ctx.chunk = inputs
-    _, entropy, norm = output
-    ctx.save_for_backward(hidden, lm_head, targets, norm, entropy)
-    ctx.mark_non_differentiable(norm)
-
-
-def _head_logp_grad(ctx, dlogp: Tensor, dentropy: Tensor, _dnorm: Tensor) -> tuple:
-    hidden, lm_head, targets, norm, entropy = ctx.saved_tensors
-    settings = ctx.temperature, ctx.chunk
-    return *_head_logp_backward(hidden, lm_head, targets, *settings, norm, entropy, dlogp, dentropy), None, None, None
-
-
-_head_logp.register_autograd(_head_logp_grad, setup_context=_head_logp_setup)
-
-
-@torch.library.custom_op("nanogrpo::head_policy", mutates_args=())
-def _head_policy(
-    hidden: Tensor,
-    lm_head: Tensor,
-    targets: Tensor,
-    temperature: float,
-    old_logp: Tensor | None,
-    advantage: Tensor,
-    weight: Tensor,
-    ref_logp: Tensor | None,
-    importance: Tensor | None,
-    entropy_weight: Tensor | None,
-    objective: Sequence[float],
-    chunk: int,
-    need_dhidden: bool,
-    need_dhead: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """loss, logp, entropy, clip, kl (or [0]), stats, dhidden (or [0]), dhead (or [0], in the accumulator's type)."""
-    rows, o = _rows(hidden.device), Objective(*objective)
-    vectors = old_logp, advantage, weight, ref_logp, importance
-    args = rows, hidden, lm_head, targets, temperature, *vectors, entropy_weight, o, chunk, need_dhidden, need_dhead
-    logp, entropy, dhidden, dhead = head.policy_forward(*args)
-    loss, _, clip, kl, stats = rows.policy_forward(logp, *vectors, o)
-    if entropy_weight is not None:
-        loss = loss - (entropy_weight * entropy).sum()
-    dhidden = hidden.new_empty(0) if dhidden is None else dhidden
-    dhead = logp.new_empty(0) if dhead is None else dhead
-    return loss, logp, entropy, clip, kl, stats, dhidden, dhead
-
-
-@_head_policy.register_fake
-def _(hidden, lm_head, targets, temperature, old_logp, advantage, weight, ref_logp, *rest: object) -> tuple[Tensor, ...]:
-    need_dhidden, need_dhead = rest[-2:]
-    logp = hidden.new_empty(hidden.shape[0], dtype=accumulate(hidden.dtype))
-    kl = torch.empty_like(logp) if ref_logp is not None else logp.new_empty(0)
-    dhidden = torch.empty_like(hidden) if need_dhidden else hidden.new_empty(0)
-    dhead = torch.empty_like(lm_head, dtype=logp.dtype) if need_dhead else logp.new_empty(0)
-    clip = torch.empty_like(logp, dtype=torch.int8)
-    return logp.new_empty(()), logp, torch.empty_like(logp), clip, kl, logp.new_empty(len(STATS)), dhidden, dhead
-
-
-def _head_policy_setup(ctx, inputs, output) -> None:
-    ctx.need = inputs[-2:]
-    ctx.save_for_backward(*output[-2:], *inputs[:2])
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _head_policy_grad(ctx, upstream: Tensor, *_: Tensor) -> tuple:
-    dhidden, dhead, hidden, lm_head = ctx.saved_tensors
-    first = _scaled(dhidden, upstream, hidden) if ctx.need[0] else None
-    second = _scaled(dhead, upstream, lm_head) if ctx.need[1] else None
-    return first, second, *(None,) * 12
-
-
-_head_policy.register_autograd(_head_policy_grad, setup_context=_head_policy_setup)
-
-
-# ------------------------------------------------------------------------------------------------------- public functions
 
 
 def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -308,7 +70,7 @@ def selective_log_softmax(
     logits [N, V] (bf16, fp16, fp32; fp64 for finite differences; rows may be strided), targets [N] int64 → log-prob [N] float32,
     entropy [N] float32 in nats or None. Rows where mask [N] (bool) is False give 0 and no gradient, whatever they hold.
     """
-    logp, h, _ = _log_softmax(logits, targets, float(temperature), mask)
+    logp, h, _ = custom_ops.log_softmax(logits, targets, float(temperature), mask)
     return logp, h if entropy else None
 
 
@@ -332,7 +94,7 @@ def policy_loss(
     count for nothing even where they hold nan. importance multiplies the clipped term, never the KL.
     """
     objective = _objective(epsilon, epsilon_high, delta, beta, use_bias_correction_kl, ref_logp)
-    loss, _, clip, kl, stats = _policy(logp, old_logp, advantage, weight, ref_logp, importance, objective)
+    loss, _, clip, kl, stats = custom_ops.policy(logp, old_logp, advantage, weight, ref_logp, importance, objective)
     return PolicyOut(loss, logp.detach(), None, clip, None if ref_logp is None else kl, stats)
 
 
@@ -356,7 +118,7 @@ def head_logp(
     """
     _same_type(hidden, lm_head)
     chunk = chunk or default_chunk(lm_head.shape[0], hidden.dtype, hidden.device)
-    logp, h, _ = _head_logp(hidden, lm_head, targets, float(temperature), chunk)
+    logp, h, _ = custom_ops.head_logp(hidden, lm_head, targets, float(temperature), chunk)
     return logp, h if entropy else None
 
 
@@ -391,7 +153,7 @@ def head_policy_loss(
     chunk = chunk or default_chunk(lm_head.shape[0], hidden.dtype, hidden.device)
     vectors = old_logp, advantage, weight, ref_logp, importance, entropy_weight
     need = grad and hidden.requires_grad, grad and lm_head.requires_grad
-    out = _head_policy(hidden, lm_head, targets, float(temperature), *vectors, objective, chunk, *need)
+    out = custom_ops.head_policy(hidden, lm_head, targets, float(temperature), *vectors, objective, chunk, *need)
     loss, logp, entropy, clip, kl, stats, _, _ = out
     return PolicyOut(loss, logp, entropy, clip, None if ref_logp is None else kl, stats)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanogrpo import ops
+from nanogrpo import custom_ops, ops
 from nanogrpo.errors import UserError
 from nanogrpo.kernels import head as head_loop
 from nanogrpo.kernels import reference
@@ -323,10 +323,10 @@ def test_registered_ops_keep_the_rules_of_torch_library():
     objective = [0.2, 0.2, math.inf, 0.0, 1.0]
     vectors = v["old"], v["advantage"], v["weight"], v["ref"], None
     for op, args in [
-        (ops._log_softmax, (logits, targets, 0.7, None)),
-        (ops._policy, (logp, *vectors, objective)),
-        (ops._head_logp, (hidden, head, targets, 0.7, 4)),
-        (ops._head_policy, (hidden, head, targets, 0.7, *vectors, None, objective, 4, True, True)),
+        (custom_ops.log_softmax, (logits, targets, 0.7, None)),
+        (custom_ops.policy, (logp, *vectors, objective)),
+        (custom_ops.head_logp, (hidden, head, targets, 0.7, 4)),
+        (custom_ops.head_policy, (hidden, head, targets, 0.7, *vectors, None, objective, 4, True, True)),
     ]:
         torch.library.opcheck(op, args)
 
