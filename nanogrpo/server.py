@@ -56,6 +56,7 @@ class Server:
         self.timeout = timeout  # seconds for everything but sampling
         self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
         self.alive = False
+        self.version = -1  # of the weights that it was given last
         self.open: set[http.client.HTTPConnection] = set()
         self.lock = threading.Lock()
 

@@ -78,6 +78,7 @@ class VLLMEngine:
         self.window, self.timeout, self.transport, self.device = window, timeout, transport, torch.device(device)
         self.version = -1
         self.restarts = 0  # of our sidecar, and reconnections to others', since the run began: for the log
+        self.sends = 0  # of weights to a server: counted at the start and at the end, so that it is odd in between
         self.lock = threading.RLock()  # held while weights are gathered or sent: by the loop, or by a recovery
         self.workers: dict[Server, int] = {}
         self.sync: WeightSync | None = None
@@ -158,26 +159,32 @@ class VLLMEngine:
             if errors:
                 for s in self.servers:
                     s.abort()
-            # The heart beat: a question that the server's engine, not only its front, must answer. So a server that is stopped is
-            # noticed although its connections stay open.
             if time.monotonic() - beat > self.timeout / 4:
                 for s in {s for t, s in threads.items() if t.is_alive() and s.alive}:
-                    try:
-                        s.get("/weight_info")
-                    except ServerError as e:
-                        self._lose(s, e)
+                    self._beat(s)
                 beat = time.monotonic()
         if errors:
             raise errors[0]
 
+    def _beat(self, server: Server) -> None:
+        """The heart beat: a question that the server's engine, not only its front, must answer. So one that is stopped is noticed
+        although its connections stay open; and one that another trainer paused and then died, although it is healthy."""
+        before = self.sends
+        try:
+            paused = server.get("/is_paused")["is_paused"]
+            if paused and before % 2 == 0 and before == self.sends:
+                raise ServerError(f"{server} is paused, and not by this trainer")
+        except ServerError as e:
+            self._lose(server, e)
+
     def _ask(self, server: Server, group: _Group) -> list[Sample]:
         for attempt in range(ATTEMPTS):
-            oldest = self.version
+            oldest = server.version  # not ours: while `load` is under way in another thread, the server is still behind
             request = group.body | {"cache_salt": self.sync.label(oldest)}
             try:
                 # No limit of its own: a long group takes long. The heart beat ends the connection of a server that hangs.
                 reply = server.post("/inference/v1/generate", request, timeout=86400)
-                return read(reply, group.prompt, group.n, lambda v: self.sync.version_of(v), oldest, self.version, str(server))
+                return read(reply, group.prompt, group.n, self.sync.version_of, oldest, self.version, str(server))
             except ServerError as e:
                 if attempt + 1 == ATTEMPTS or e.status < 500 or not server.alive:
                     raise
@@ -236,8 +243,12 @@ class VLLMEngine:
         if server not in self.sync.groups:
             self._meet(server)
             self.sync.connect(server, self.workers[server])
-        self.sync.send(server, self.version)
-        server.alive = True
+        self.sends += 1
+        try:
+            self.sync.send(server, self.version)
+        finally:
+            self.sends += 1
+        server.alive, server.version = True, self.version
 
     def _lose(self, server: Server, error: Exception) -> None:
         if server.alive:
@@ -258,22 +269,21 @@ class VLLMEngine:
     def _recover(self) -> None:
         """Returns when at least one server lives and has the current weights. ServerLost when patience is over."""
         with self.lock:
-            problem: Exception | None = None
-            for _ in range(ATTEMPTS):
-                if any(s.alive for s in self.servers):
+            if any(s.alive for s in self.servers):
+                return
+            for s in self.servers:
+                self.sync.disconnect(s)
+            self.restarts += 1
+            # Ours is tried once as it is: it may have lost no more than a connection. Then it is started again.
+            wait = 0.0 if self.sidecar is not None else self.patience
+            problem = self._until(time.monotonic() + wait, self._bring_up_any)
+            for _ in range(ATTEMPTS if self.sidecar is not None else 0):
+                if problem is None:
                     return
-                for s in self.servers:
-                    self.sync.disconnect(s)
-                if self.sidecar is not None:
-                    self.restarts += 1
-                    log.warning("starting the sidecar again")
-                    self.servers = [self.sidecar.start(self.timeout)]
-                    problem = self._until(time.monotonic() + self.timeout, lambda: self._bring_up(self.servers[0]))
-                else:
-                    problem = self._until(time.monotonic() + self.patience, self._bring_up_any)
-                    self.restarts += problem is None
-                    break
-            if not any(s.alive for s in self.servers):
+                log.warning("%s; starting the sidecar again", problem)
+                self.servers = [self.sidecar.start(self.timeout)]
+                problem = self._until(time.monotonic() + self.timeout, self._bring_up_any)
+            if problem is not None:
                 raise ServerLost(f"No vLLM server is left ({problem}); the run stops; start the server and go on with --resume.")
 
     def _bring_up_any(self) -> None:

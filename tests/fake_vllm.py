@@ -25,6 +25,8 @@ class FakeVLLM:
         model = {name: getattr(cfg, name) for name in FIELDS}
         self.facts = {"model": model, "dtype": "float32", "max_model_len": max_model_len, "workers": workers, "device": "cpu"}
         self.label, self.weights, self.requests, self.disturb = "default", {}, [], lambda *call: None
+        self.running = threading.Event()  # cleared by /pause, set by /resume
+        self.running.set()
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -56,7 +58,10 @@ class FakeVLLM:
         self.http.server_close()  # from now on: connection refused
 
     def answer(self, path: str, body: dict) -> dict:
+        if path in ("/pause", "/resume"):
+            (self.running.set if path == "/resume" else self.running.clear)()
         if path == "/inference/v1/generate":
+            self.running.wait(20)
             return {"choices": [self.choice(i, body["sampling_params"]) for i in range(body["sampling_params"]["n"])]}
         if path == "/init_weight_transfer_engine":
             self.greeting = Greeting(**body["init_info"])
@@ -65,7 +70,7 @@ class FakeVLLM:
             assert int(sequence_of(self.mapped[0])) == body["update_info"]["sequence"]
             self.weights = {n: t.clone() for i, b in enumerate(self.mapped) for n, t in self.greeting.plan.views(b, i)}
         self.label = body.get("weight_version") or body.get("new_version") or self.label
-        return self.facts if path == "/nanogrpo" else {"weight_version": self.label}
+        return self.facts if path == "/nanogrpo" else {"weight_version": self.label, "is_paused": not self.running.is_set()}
 
     def choice(self, i: int, params: dict) -> dict:
         rng = random.Random(params["seed"] + i)

@@ -221,6 +221,14 @@ def test_a_hanging_server_is_noticed_by_its_heart_beat(fake):
         held.set()
 
 
+def test_a_server_that_a_dead_trainer_left_paused_is_taken_over(fake):
+    engine = engine_of(fake, timeout=0.4)
+    whole = shown(engine.sample(PROMPTS, 2, PARAMS, step=0))
+    fake.running.clear()  # as /pause does
+    assert shown(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
+    assert engine.restarts == 1
+
+
 def test_without_any_server_the_run_stops_when_patience_is_over():
     with FakeVLLM(tiny_config()) as fake:
         engine = engine_of(fake, patience=0.6)

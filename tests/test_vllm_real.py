@@ -1,5 +1,5 @@
-"""A real vLLM samples with the trainer's weights: equal log-probs after every sync, a door that is shut, and routes that nobody can
-change a weight by but a trainer. Marked `vllm`: needs the environment of docs/vllm.md; half a minute to start each server.
+"""A real vLLM samples with the trainer's weights: equal log-probs after every sync, a door that is shut, and routes by which
+only a trainer can change a weight. Marked `vllm`: needs the environment of docs/vllm.md; half a minute to start each server.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def test_routes_that_sampling_does_not_need_are_shut(server):
             server[1].post("/weight_checker", {"action": action, "baseline": {}})
 
 
-# --- what someone who knows the secret can do --------------------------------------------------------------------------------------
+# --- what someone who knows the secret can do -----------------------------------------------------------------------------------
 
 
 def malformed(rng: random.Random, whole: dict) -> object:
@@ -222,15 +222,12 @@ def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(serve
     session = ("/start_weight_update", "/update_weights", "/finish_weight_update")
     bodies += [(path, {"update_info": u}) for u in updates for path in session]
     for path, body in bodies:
-        try:
-            s.post(path, body, timeout=30)
-        except (UserError, ServerError) as e:
-            refused += 1
-            assert " (4" in str(e) or "with status 5" in str(e), str(e)  # an answer, not a lost connection
+        status = raw(s, path, json.dumps(body).encode())
+        assert status == 200 or 400 <= status < 600  # an answer, not a lost connection
+        refused += status != 200
     assert refused > 60
     for path in ("/init_weight_transfer_engine", "/update_weights", "/finish_weight_update"):  # truncated JSON
-        with pytest.raises((UserError, ServerError), match="4|5"):
-            raw(s, path, json.dumps({"init_info": whole}).encode()[:-7])
+        assert raw(s, path, json.dumps({"init_info": whole}).encode()[:-7]) >= 400
     assert s.post("/weight_checker", {"action": "checksum"}) == before
     # And the trainer that comes back is served as ever.
     samples = engine.sample(PROMPTS, 2, params(1.0), step=0)
@@ -240,12 +237,13 @@ def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(serve
     engine.close()
 
 
-def raw(server: Server, path: str, body: bytes) -> None:
+def raw(server: Server, path: str, body: bytes) -> int:
+    """The status of a POST."""
     connection = server.kind(server.host, server.port, timeout=30)
     connection.request("POST", path, body, server.headers)
     status = connection.getresponse().status
     connection.close()
-    raise ServerError(str(status), status)
+    return status
 
 
 def test_a_layout_that_lacks_a_tensor_is_refused(server):
@@ -273,5 +271,5 @@ def test_a_layout_that_lacks_a_tensor_is_refused(server):
 
 def test_a_trainer_of_another_model_is_refused(server, tmp_path):
     other = checkpoint.load_model(write_base(tmp_path / "other", **SIZES | {"intermediate_size": 96}))
-    with pytest.raises(UserError, match="serves another model: its (intermediate_size|tie_word_embeddings) is"):
+    with pytest.raises(UserError, match=r"serves another model: its (intermediate_size|tie_word_embeddings) is"):
         engine_of(server, other)

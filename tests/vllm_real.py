@@ -1,7 +1,7 @@
 """A real vLLM for the tests marked `vllm`: finds the interpreter that has it, starts sidecars, and measures the log-prob gap.
 
-vLLM pins other versions of transformers than the rest, so it lives in an environment of its own (docs/vllm.md says how to make it):
-.venv-vllm beside .venv, or wherever NANOGRPO_VLLM_PYTHON points.
+vLLM pins other versions of transformers than the rest, so it lives in an environment of its own (docs/vllm.md says how to make
+it): .venv-vllm beside .venv, or wherever NANOGRPO_VLLM_PYTHON points.
 """
 
 from __future__ import annotations

@@ -1,0 +1,88 @@
+"""Sampling ahead of training, by a bounded number of steps: the next generation is sampled while this one trains.
+
+In: an engine that can sample in a thread, the prompts of each step, a bound S. Out: the samples of each step, in order.
+
+    S = 0    sample 0 │ train 0 │ sync │ sample 1 │ train 1 │ sync │ …             synchronous: what it trains on is always fresh
+    S = 1    sample 0 │ train 0 ────────── sync │ train 1 ────────── sync │ …      the server never waits for the trainer,
+                      │ sample 1 ──────────┼────│ sample 2 ───── …                 the weights may change in mid-completion
+
+The bound holds by admission, not by throwing finished work away: the samples of step t are asked for only once step t − S has
+begun to train, so that the weights which start them are those after t − S steps, or newer. Every token carries the version that
+wrote it, and `take` asserts the bound on each of them (AReaL's admission rule, arXiv:2505.24298, counted in whole steps). What a
+completion has cached when the weights change it keeps: it goes on from keys that are partly one version older.
+Read before: vllm_engine.py. Read next: train.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from nanogrpo.batch import Prompt, Sample
+from nanogrpo.rollout import SamplingParams
+from nanogrpo.vllm_engine import VLLMEngine
+
+
+class Ahead:
+    """Samples up to S steps ahead.
+
+    >>> ahead = Ahead(engine, lambda step: data.draw(prompts, P, seed, step), G, params, start, cfg.max_steps, max_staleness=1)
+    >>> for step in range(start, cfg.max_steps):
+    ...     samples = ahead.take(step)                  # waits for the samples of this step; those of the next are under way
+    ...     ...                                         # train
+    ...     engine.load(model, version=step + 1)        # also while the server samples
+    """
+
+    def __init__(
+        self,
+        engine: VLLMEngine,
+        draw: Callable[[int], Sequence[Prompt]],  # the prompts of a step
+        n: int,
+        params: SamplingParams,
+        start: int,  # the first step: after a resume the count starts again, with nothing under way
+        stop: int,  # one past the last: nothing is sampled that nobody trains on
+        max_staleness: int = 0,
+    ):
+        self.engine, self.draw, self.n, self.params, self.stop, self.bound = engine, draw, n, params, stop, max_staleness
+        self.next = start  # the first step that has not been asked for
+        self.waiting: deque[tuple[int, Sequence[Prompt], Future]] = deque()
+        # One thread: the steps are asked for in their order, and a step's own groups fill the servers.
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sample") if engine.ranks.first else None
+
+    def take(self, step: int) -> list[Sample]:
+        """The samples of a step, on every rank; each step once, in order. Raises what sampling raised."""
+        if self.bound == 0:
+            samples = self.engine.sample(self.draw(step), self.n, self.params, step)
+        else:
+            # With `step` steps trained, steps up to step + S may have been asked for: started < trained + S + 1.
+            while self.next < min(step + self.bound + 1, self.stop):
+                prompts = self.draw(self.next)
+                self.waiting.append((self.next, prompts, self._ask(prompts, self.next)))
+                self.next += 1
+            asked, prompts, future = self.waiting.popleft()
+            if asked != step:
+                raise RuntimeError(f"the samples of step {asked} are next, not those of step {step}")
+            samples = self.engine._on_first(lambda: future.result())
+            samples = self.engine.spread(prompts, self.n, samples)
+        oldest = min(v for s in samples for v in s.versions)
+        if oldest < step - self.bound:
+            raise AssertionError(
+                f"a token of step {step} was written by version {oldest}: older than --max-staleness {self.bound}"
+            )
+        return samples
+
+    def _ask(self, prompts: Sequence[Prompt], step: int) -> Future | None:
+        return self.pool and self.pool.submit(self.engine.request, prompts, self.n, self.params, step)
+
+    def close(self) -> None:
+        """Forgets what is under way. Call it before the engine's `close`."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def staleness(samples: Sequence[Sample], step: int) -> dict[str, float]:
+    """How many versions behind a step's tokens are: mean and maximum, and the share of completions that mix versions."""
+    ages = [step - v for s in samples for v in s.versions]
+    mixed = [len(set(s.versions)) > 1 for s in samples]
+    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages), "staleness/mixed": sum(mixed) / len(mixed)}
