@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a download would pass here and fail elsewhere
@@ -28,7 +28,7 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import train
-from nanogrpo import checkpoint, grpo, packing, warmup
+from nanogrpo import checkpoint, grpo, ops, packing, warmup
 from nanogrpo.attention import Packed
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
@@ -165,6 +165,17 @@ def assign_advantages(samples: Sequence[Sample], cfg: Config) -> torch.Tensor:
     for sample, value in zip(samples, values):
         sample.advantage = value
     return std
+
+
+# ---- ops -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reference_ops() -> Iterator[None]:
+    """The equations of kernels/reference.py run, whatever the device and the environment say."""
+    ops.use("torch")
+    yield
+    ops.use(None)
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------------------
