@@ -9,13 +9,15 @@ In: nothing: a random Qwen3 of about three million parameters is made here. Out:
 
 Generate gets its best: its default cache, inference mode, no logits processor (temperature 1 needs none), prompts of one length
 so that nothing is padded, and both its attention implementations, the faster of which is the peer in the ratio. The engine
-returns the log-prob of every token, as GRPO needs; generate is not asked to. Read next: nanogrpo/local_engine.py.
+returns the log-prob of every token, as GRPO needs; generate is not asked to. On a CPU it packs its weights for oneDNN, which
+transformers does not: the side "nanogrpo, unpacked" tells how much of it that is. Read next: nanogrpo/local_engine.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -114,8 +116,11 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
         tie_word_embeddings=True,
     )
     model = Decoder(cfg).requires_grad_(False)
-    engine = LocalEngine(cfg, max_len=cfg.max_position_embeddings, slots=args.batch, device="cpu")
-    engine.load(model, version=0)
+    engines = {}
+    for name in ("nanogrpo", "nanogrpo, unpacked"):
+        engines[name] = LocalEngine(cfg, max_len=cfg.max_position_embeddings, slots=args.batch, device="cpu")
+        engines[name].packs = engines[name].packs and name == "nanogrpo"
+        engines[name].load(model, version=0)
     peers = {f"transformers {a}": peer(model, a) for a in ("eager", "sdpa")}
 
     n = args.batch * args.batches
@@ -128,14 +133,15 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
         ]
         repeated = [p for p in prompts for _ in range(args.group)]
 
-        def ours(prompts=prompts, lengths=lengths) -> None:
-            got = [len(s.token_ids) for s in engine.sample(prompts, args.group, params, step=0, limits=lengths)]
+        def ours(name: str, prompts=prompts, lengths=lengths) -> None:
+            got = [len(s.token_ids) for s in engines[name].sample(prompts, args.group, params, step=0, limits=lengths)]
             assert got == lengths
 
         def theirs(name: str, repeated=repeated, lengths=lengths) -> None:
             assert generate(peers[name], repeated, lengths, args.batch) == lengths
 
-        sides = {"nanogrpo": ours, **{name: (lambda name=name: theirs(name)) for name in peers}}
+        sides = {name: functools.partial(ours, name) for name in engines}
+        sides |= {name: functools.partial(theirs, name) for name in peers}
         timings = common.interleave(sides, args.repeats, title=case)
         best = min(peers, key=lambda name: timings[name].median)
         for name, t in timings.items():

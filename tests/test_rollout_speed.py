@@ -26,7 +26,9 @@ def test_the_bench_writes_rows_that_stand_alone(tmp_path, capsys, threads):
     rollout_speed.main([*SMALL.split(), "--threads", "1", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "rollout_speed.json").read_text())
     assert [(r["case"], r["side"]) for r in rows] == [
-        (case, side) for case in ("even", "uneven") for side in ("nanogrpo", "transformers eager", "transformers sdpa")
+        (case, side)
+        for case in ("even", "uneven")
+        for side in ("nanogrpo", "nanogrpo, unpacked", "transformers eager", "transformers sdpa")
     ]
     for r in rows:
         assert len(r["seconds"]) == 3
@@ -35,7 +37,7 @@ def test_the_bench_writes_rows_that_stand_alone(tmp_path, capsys, threads):
         assert {"cpu", "cores", "threads", "versions", "commit", "load_average"} <= set(r["machine"])
         assert r["machine"]["threads"] == 1
     assert rows[0]["tokens"] == 8 * 6
-    assert rows[3]["tokens"] == sum(rollout_speed.uneven_lengths(16, 12))
+    assert rows[4]["tokens"] == sum(rollout_speed.uneven_lengths(16, 12))
     assert "even" in capsys.readouterr().out
 
 
