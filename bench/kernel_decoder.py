@@ -1,7 +1,7 @@
 """The decoder's memory-bound pieces in bench/kernel_speed.py: RMSNorm with residual, QK-norm with RoPE, SwiGLU; both passes.
 
 Sides: nanogrpo (kernels/norm.py, rope.py, swiglu.py), eager PyTorch, torch.compile. The model uses none of the three kernels
-until one is measured to beat torch.compile here. In: a device. Out: arguments of kernel_speed's `Case`, one dict a piece.
+until one is measured to beat torch.compile here. In: a device. Out: arguments of kernel_cases' `Case`, one dict a piece.
 """
 
 from __future__ import annotations
