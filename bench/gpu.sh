@@ -24,7 +24,7 @@ export PYTHONUNBUFFERED=1
             echo "peer $peer is not installed: its sides are left out of the tables by name"
     done
     # The kernels' own tests once more: on a GPU they compile instead of interpreting.
-    timeout 150 "$PYTHON" -m pytest -q -m gpu && timeout 80 "$PYTHON" -m pytest -q tests/test_kernels_interpreted.py
+    timeout 150 "$PYTHON" -m pytest -q -m gpu && timeout 80 "$PYTHON" -m pytest -q tests/test_kernels_{log_softmax,policy}.py
     tests=$?
     timeout 40 "$PYTHON" -m bench.kernel_speed --check
     right=$?

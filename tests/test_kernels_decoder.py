@@ -1,6 +1,6 @@
 """The decoder's memory-bound kernels (norm, rope, swiglu), and the textbook softmax, against float64: as exact as eager PyTorch.
 
-They run in Triton's interpreter where there is no GPU. Read next: test_kernels_interpreted.py.
+They run in Triton's interpreter where there is no GPU. Read next: test_kernels_log_softmax.py.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """What only a GPU can show of the kernels: real sizes, real rounding, determinism, the memory ceiling. Marker `gpu`.
 
-Run by bench/gpu.sh. The tests of test_kernels_interpreted.py also run compiled where there is a GPU.
+Run by bench/gpu.sh. The tests of test_kernels_log_softmax.py and _policy.py also run compiled where there is a GPU.
 """
 
 import pytest

@@ -1,0 +1,89 @@
+"""The log-softmax kernels against the equations in float64.
+
+In the interpreter where there is no GPU, on the GPU where there is; kernel_inputs.py has the yardstick. Read next:
+test_kernels_policy.py.
+"""
+
+import math
+
+import pytest
+import torch
+from conftest import DEVICE
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_inputs import FEW, KINDS, ULP, as_exact_as_eager, eager_log_softmax, rows_of_logits
+
+from nanogrpo.kernels import log_softmax, reference
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy remarks on the 0 · -inf that the kernels provide for
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    vocab=st.integers(1, 300),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    split=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@FEW
+def test_log_softmax_is_as_exact_as_eager(vocab, kind, dtype, temperature, split, seed):
+    z, targets = rows_of_logits(3, vocab, kind, dtype, seed)
+    logp, entropy, _ = log_softmax.log_softmax_forward(z, targets, temperature, lanes=4, few_rows=9 if split else 0)
+    exact, eager = eager_log_softmax(z.double(), targets, temperature), eager_log_softmax(z.float(), targets, temperature)
+    as_exact_as_eager(logp, eager[0], exact[0])
+    as_exact_as_eager(entropy, eager[1], exact[1])
+    assert (logp <= ULP).all()
+    assert (entropy >= -ULP * 8).all()
+    assert (entropy <= math.log(vocab) + ULP * 8).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(vocab=st.integers(1, 200), temperature=st.sampled_from([0.3, 1.0]), seed=st.integers(0, 99))
+@FEW
+def test_gradient_of_log_softmax(vocab, kind, temperature, seed):
+    z, targets = rows_of_logits(3, vocab, kind, torch.float32, seed)
+    dlogp, dentropy = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    dentropy[0] = 0.0
+
+    def gradient(module, z):
+        logp, entropy, norm = module.log_softmax_forward(z, targets, temperature)
+        upstream = dlogp.to(logp.dtype), dentropy.to(logp.dtype)
+        return module.log_softmax_backward(z, targets, temperature, norm, entropy, *upstream)
+
+    got, exact = gradient(log_softmax, z), gradient(reference, z.double())
+    scale = float(dlogp.abs().max() + dentropy.abs().max()) / temperature
+    as_exact_as_eager(got, gradient(reference, z), exact, scale)
+    assert got.sum(-1).abs().max() <= 1e-5 / temperature  # adding a number to a row changes nothing
+
+
+def test_rows_may_be_strided_masked_and_none():
+    wide = torch.randn(4, 90).to(DEVICE)
+    z, targets = wide[:, 7:60], torch.tensor([0, 52, 9, 9]).to(DEVICE)
+    mask = torch.tensor([True, True, False, True]).to(DEVICE)
+    z[2] = math.nan
+    for few_rows in (0, 9):
+        got = log_softmax.log_softmax_forward(z, targets, 0.7, mask, lanes=2, few_rows=few_rows)
+        expected = reference.log_softmax_forward(z, targets, 0.7, mask)
+        torch.testing.assert_close(got[:2], expected[:2], rtol=1e-5, atol=1e-6)
+    ones = torch.ones(4, device=DEVICE)
+    dz = log_softmax.log_softmax_backward(z, targets, 0.7, got[2], got[1], ones, ones, mask, block=16)
+    torch.testing.assert_close(dz, reference.log_softmax_backward(z, targets, 0.7, expected[2], expected[1], ones, ones, mask))
+    assert not dz[2].any()
+    assert log_softmax.log_softmax_forward(z[:0], targets[:0], 1.0)[0].shape == (0,)
+    assert log_softmax.log_softmax_backward(z[:0], targets[:0], 1.0, got[2][:, :0], *(ones[:0],) * 3).shape == (0, 53)
+    with pytest.raises(ValueError, match="stride"):
+        log_softmax.log_softmax_forward(wide.T, targets, 1.0)
+
+
+def test_offsets_pass_two_to_the_31():
+    stride = 2**30  # row 2 begins where a 32-bit offset ends; only the pages that are touched take memory
+    memory = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=DEVICE)
+    z = memory.as_strided((3, 40), (stride, 1))
+    z.copy_(torch.randn(3, 40))
+    targets = torch.tensor([1, 2, 39]).to(DEVICE)
+    got = log_softmax.log_softmax_forward(z, targets, 1.0)
+    torch.testing.assert_close(got[0], reference.log_softmax_forward(z, targets, 1.0)[0], rtol=1e-5, atol=1e-6)
+    ones = torch.ones(3, device=DEVICE)
+    dz = log_softmax.log_softmax_backward(z, targets, 1.0, got[2], got[1], ones, None, in_place=True)
+    assert dz[2, 39] > 0 > dz[2, 0]
