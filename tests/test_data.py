@@ -1,6 +1,6 @@
 """Prompts from files: what each kind of row becomes, what each bad row is told, and that `draw` is a fair, pure function.
 
-Read next: test_rewards.py, where the other columns end up.
+Read next: test_answers.py and test_rewards.py, where the other columns end up.
 """
 
 import json
