@@ -3,7 +3,7 @@
 In: queries `[T, H, E]`, keys and values `[T, K, E]` of sequences laid end to end (H is a multiple of K: grouped-query attention).
 Out: `[T, H, E]`. A block never knows which way it is used: it is handed an `attend(layer, q, k, v)`, either
 
-* `Packed`: training, scoring and prefill. Each sequence attends to itself only, whatever its length; nothing is padded.
+* `Packed`: training, scoring and prefill. Each sequence attends to itself, and to the prompt it shares; nothing is padded.
 * `KVCache`: decoding. Each row is one sequence's next token; its key and value are written to the cache, then it attends to all
   that the cache holds for it.
 

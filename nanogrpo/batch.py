@@ -1,4 +1,4 @@
-"""The three types that flow through a step: `Prompt` → `Sample` → `PackedBatch`. Nothing else crosses a file boundary.
+"""The three types that carry the data of a step: `Prompt` → `Sample` → `PackedBatch`.
 
 In: nothing of ours. Out: used by every file. Read next: grpo.py (what is computed on them), packing.py
 (how samples become batches).
@@ -80,7 +80,7 @@ class PackedBatch:
     kv_max_len: int
     rows: Tensor  # [M] int64: index into T of the hidden state that predicts the target
     targets: Tensor  # [M] int64: the completion token
-    sample: Tensor  # [M] int64: which of the packed samples the token belongs to
+    sample: Tensor  # [M] int64: index in the generation, over all ranks, of the sample that the token belongs to
     advantage: Tensor  # [M] float32
     weight: Tensor  # [M] float32: the normaliser of the loss type, over the whole optimizer step and all ranks
     sampling_logp: Tensor  # [M] float32: the engine's log-prob

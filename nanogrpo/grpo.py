@@ -2,14 +2,15 @@
 
 In: rewards `[P, G]` and the per-token vectors `[M]` of a PackedBatch. Out: advantages `[P, G]`, and an operation that turns
 hidden states into a loss. The formulas are those of TRL 1.16.0 (tests hold them against its code); docs/equations.md lists them
-beside their papers. To try another algorithm, change `objective`: it is the only place where the policy gradient is defined.
+beside their papers. To try another algorithm, replace `objective`: docs/fork.md shows how, in a dozen lines.
 Read next: ops.py (what the fused loss computes), packing.py (where weights meet tokens).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch import Tensor
 from nanogrpo import ops
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
+
+HeadOp = Callable[[Tensor, Tensor], Any]  # (hidden [M, D], lm_head [V, D]) → anything; what Decoder.score applies
 
 STD_EPS = 1e-4  # added to every standard deviation, as TRL does
 
@@ -75,12 +78,13 @@ def token_weight(length: int, n_samples: int, n_tokens: int, cfg: Config) -> flo
             return 1.0 / max(n_tokens, 1)
 
 
-def objective(batch: PackedBatch, cfg: Config):
-    """The clipped policy gradient of a batch, as a head operation: (hidden [M, D], weight [V, D]) → ops.PolicyOut.
+def objective(batch: PackedBatch, cfg: Config) -> HeadOp:
+    """The clipped policy gradient of a batch, as a head operation: (hidden [M, D], lm_head [V, D]) → ops.PolicyOut.
 
     Per token, with ratio w = exp(logp - old_logp), or 1 in value when on policy (old_logp is None):
         l = -min(min(w, delta)·A, clamp(w, 1-ε, 1+ε_high)·A) + β·k3(logp, ref_logp)·w
-    and loss = Σ weight·l. Schulman et al. 2017 (clip), Yu et al. 2025 (ε_high), Ye et al. 2019 (delta), Schulman 2020 (k3).
+    and loss = Σ weight·l. Schulman et al. 2017 (clip), Yu et al. 2025 (ε_high), INTELLECT-2 2025 (delta), Schulman 2020 (k3).
+    The formula itself stands in `policy_terms` of kernels/reference.py and, for the GPU, in `terms` of kernels/policy.py.
     """
     return functools.partial(
         ops.head_policy_loss,
@@ -98,6 +102,6 @@ def objective(batch: PackedBatch, cfg: Config):
     )
 
 
-def logp_of(batch: PackedBatch, cfg: Config):
+def logp_of(batch: PackedBatch, cfg: Config) -> HeadOp:
     """The log-probs of a batch's targets at the sampling temperature, as a head operation: → (logp [M], None)."""
     return functools.partial(ops.head_logp, targets=batch.targets, temperature=cfg.temperature)

@@ -45,8 +45,8 @@ class PolicyOut(NamedTuple):
     logp: Tensor  # [M] float32
     entropy: Tensor | None  # [M] float32, nats; None from `policy_loss`, which sees no distribution
     clip: Tensor  # [M] int8: -1 below 1 - epsilon with A < 0, +1 above 1 + epsilon_high with A > 0, else 0
-    kl: Tensor | None  # [M] float32: k3 to the reference (times the ratio under bias correction); None without ref_logp
-    stats: Tensor  # [len(STATS)] float32: sums over the tokens with weight != 0
+    kl: Tensor | None = None  # [M] float32: k3 to the reference (times the ratio under bias correction); None without ref_logp
+    stats: Tensor | None = None  # [len(STATS)] float32: sums over the tokens with weight != 0
 
 
 def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:

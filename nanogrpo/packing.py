@@ -88,25 +88,29 @@ def plan(chosen: Sequence[int], sizes: Sequence[Size], cfg: Config, world: int =
         if sizes[i].completion_tokens:
             groups.setdefault(sizes[i].prompt, []).append(i)
     best, best_cost = [[]] * world, float("inf")
-    most = max(map(len, groups.values()), default=0) if cfg.share_prompts else 1
-    while groups and most:
+    largest = max(map(len, groups.values()), default=0)
+    for most in _halvings(largest) if cfg.share_prompts else [1] * (largest > 0):  # completions in a piece
         pieces = [group[j : j + most] for group in groups.values() for j in range(0, len(group), most)]
         bins, costs = _spread(pieces, sizes, cfg.token_budget, world, pair_cost)
         # Ranks wait for each other at every micro-batch: a step takes as long as the longest of each.
         cost = sum(max(costs[slot : slot + world]) for slot in range(0, len(costs), world))
         if cost < best_cost:
             best, best_cost = [[sorted(b) for b in bins[rank::world]] for rank in range(world)], cost
-        most = 0 if most == 1 else -(-most // 2)
     return best
+
+
+def _halvings(n: int) -> list[int]:
+    """8 → [8, 4, 2, 1], 5 → [5, 3, 2, 1], 0 → []."""
+    return [n, *_halvings(math.ceil(n / 2))] if n > 1 else [1] * n
 
 
 def _spread(
     pieces: list[Piece], sizes: Sequence[Size], budget: int, world: int, pair_cost: float
 ) -> tuple[list[Strip], list[float]]:
-    """The fewest strips, a multiple of `world`, that hold all pieces, costliest strips first; a piece over the budget has its
-    own.
+    """Few strips, a multiple of `world`, that hold all pieces, costliest strips first; a piece over the budget has its own.
 
-    Longest processing time first: each piece goes to the cheapest strip with room, at most 4/3 of the optimum (Graham 1969).
+    Longest processing time first: each piece goes to the cheapest strip with room. At most 4/3 of the optimum where the budget
+    does not bind (Graham 1969).
     """
     weighed = sorted(((_cost(p, sizes, pair_cost), _tokens(p, sizes), p) for p in pieces), key=lambda x: (-x[0], x[2]))
     by_tokens, by_pieces = sum(tokens for _, tokens, _ in weighed) / (budget * world), len(pieces) / world

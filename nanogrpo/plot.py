@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nanogrpo.errors import UserError
 
-# title → (metric of a step, whether it is a held-out value drawn at "eval/after")
+# title → metric; those of evaluations are drawn at "eval/after"
 PANELS = {
     "training reward": "reward",
     "held-out accuracy (greedy)": "eval/rewards/accuracy_reward",

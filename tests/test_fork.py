@@ -1,0 +1,79 @@
+"""The examples of docs/fork.md are run as they stand. Read next: test_invariants.py."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import packed, tiny_model
+
+import train
+from nanogrpo import grpo, packing
+from nanogrpo.batch import Prompt, Sample
+from nanogrpo.config import Config
+
+TEXT = (Path(train.__file__).parent / "docs" / "fork.md").read_text()
+
+
+def example(heading: str) -> dict:
+    """The names that the first code block under a heading defines."""
+    block = re.search(rf"## {heading}\n.*?```python\n(.*?)```", TEXT, re.DOTALL)
+    names: dict = {}
+    exec(block[1], names)
+    return names
+
+
+def test_gspo_has_one_ratio_a_sequence():
+    model, cfg = tiny_model(), Config(epsilon=0.05)
+    prompt = Prompt(0, "", [1, 2, 3])
+    samples = [Sample(prompt, j, [5 + j, 7, 9], [-5.0] * 3, True, [0] * 3, advantage=a) for j, a in enumerate((1.0, -1.0, 0.5))]
+    (batch,) = packed(samples, cfg)
+    batch.old_logp = train.logp(model, batch, cfg) + torch.tensor([0.1, -0.1, 0.03] * 3)
+    out = model.score(batch, example("A new loss")["objective"](batch, cfg))
+    ratio = torch.exp(torch.tensor(-0.01))  # the mean of -0.1, 0.1, -0.03: inside the clip
+    expected = -(ratio * batch.advantage * batch.weight).sum()
+    torch.testing.assert_close(out.loss, expected, rtol=1e-4, atol=1e-6)
+    out.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_gspo_trains(tiny_base, tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo, "objective", example("A new loss")["objective"])
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}="}) + "\n" for i in range(8)))
+    (tmp_path / "reward.py").write_text(
+        "def even(completion_ids, **_):\n    return [sum(i % 2 for i in x) / len(x) for x in completion_ids]"
+    )
+    argv = [
+        "--model",
+        str(tiny_base),
+        "--data",
+        str(tmp_path / "data.jsonl"),
+        "--output-dir",
+        str(tmp_path / "run"),
+        "--device",
+        "cpu",
+    ]
+    argv += [
+        "--reward-funcs",
+        f"{tmp_path}/reward.py:even",
+        "--generation-batch-size",
+        "16",
+        "--num-generations",
+        "4",
+        "--max-steps",
+        "2",
+    ]
+    argv += ["--max-completion-length", "8", "--num-iterations", "2", "--epsilon", "3e-4", "--learning-rate", "1e-3"]
+    assert train.main(argv) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1:]]
+    assert all(row["grad_norm"] > 0 and row["clip_ratio/region_mean"] > 0 for row in rows)
+
+
+def test_leave_one_out():
+    values, _ = example("A new advantage")["advantages"](torch.tensor([[1.0, 0.0, 0.0, 3.0]]))
+    assert values[0].tolist() == pytest.approx([0.0, -4 / 3, -4 / 3, 8 / 3])  # r minus the mean of the other three
+
+
+def test_pieces_are_halved():
+    assert [packing._halvings(n) for n in (0, 1, 2, 5, 8)] == [[], [1], [2, 1], [5, 3, 2, 1], [8, 4, 2, 1]]
