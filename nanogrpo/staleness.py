@@ -37,14 +37,16 @@ class Ahead:
     def __init__(
         self,
         engine: VLLMEngine,
-        draw: Callable[[int], Sequence[Prompt]],  # the prompts of a step
+        draw: Callable[[int], Sequence[Prompt]],  # all prompts of a step
         n: int,
         params: SamplingParams,
         start: int,  # the first step: after a resume the count starts again, with nothing under way
         stop: int,  # one past the last: nothing is sampled that nobody trains on
         max_staleness: int = 0,
+        share: Callable[[Sequence[Prompt]], Sequence[Prompt]] = lambda prompts: prompts,  # this rank's part of them: World.share
     ):
-        self.engine, self.draw, self.n, self.params, self.stop, self.bound = engine, draw, n, params, stop, max_staleness
+        self.engine, self.draw, self.share, self.n, self.params = engine, draw, share, n, params
+        self.stop, self.bound = stop, max_staleness
         self.next = start  # the first step that has not been asked for
         self.waiting: deque[tuple[int, Sequence[Prompt], Future]] = deque()
         # One thread: the steps are asked for in their order, and a step's own groups fill the servers.
@@ -53,7 +55,7 @@ class Ahead:
     def take(self, step: int) -> list[Sample]:
         """The samples of a step, on every rank; each step once, in order. Raises what sampling raised."""
         if self.bound == 0:
-            samples = self.engine.sample(self.draw(step), self.n, self.params, step)
+            samples = self.engine.sample(self.share(self.draw(step)), self.n, self.params, step)
         else:
             # With `step` steps trained, steps up to step + S may have been asked for: started < trained + S + 1.
             while self.next < min(step + self.bound + 1, self.stop):
@@ -63,9 +65,10 @@ class Ahead:
             asked, prompts, future = self.waiting.popleft()
             if asked != step:
                 raise RuntimeError(f"the samples of step {asked} are next, not those of step {step}")
-            samples = self.engine._on_first(lambda: future.result())
-            samples = self.engine.spread(prompts, self.n, samples)
-        oldest = min(v for s in samples for v in s.versions)
+            samples = self.engine.on_first(lambda: future.result())
+            skip = sum(self.engine.ranks.gather(len(self.share(prompts)))[: self.engine.ranks.rank])
+            samples = self.engine.spread(samples, self.share(prompts), self.n, skip)
+        oldest = min((v for s in samples for v in s.versions), default=step)
         if oldest < step - self.bound:
             raise AssertionError(
                 f"a token of step {step} was written by version {oldest}: older than --max-staleness {self.bound}"

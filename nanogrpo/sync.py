@@ -21,6 +21,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -83,22 +84,26 @@ class Ranks:
     """
 
     def __init__(self, timeout: float = 1800.0):
-        from datetime import timedelta
-
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if several else None
-        self.first = self.group is None or dist.get_rank() == 0
+        self.rank = dist.get_rank() if several else 0
+        self.first = self.rank == 0
 
     def share(self, value: object) -> object:
         """Rank 0's value, of JSON types, on every rank; the others' argument is not looked at."""
+        return self.gather(value if self.first else None)[0]
+
+    def gather(self, value: object) -> list:
+        """Every rank's value, of JSON types (which give floats back bit for bit), in the order of ranks, on every rank."""
         if self.group is None:
-            return value
-        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8) if self.first else None
-        size = torch.tensor([0 if payload is None else len(payload)])
-        dist.broadcast(size, 0, group=self.group)
-        payload = torch.empty(int(size), dtype=torch.uint8) if payload is None else payload
-        dist.broadcast(payload, 0, group=self.group)
-        return json.loads(payload.numpy().tobytes())
+            return [value]
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)  # [bytes]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self.group)
+        longest = max(int(n) for n in sizes)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(parts, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=self.group)
+        return [json.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(parts, sizes)]
 
 
 # --- the sync -------------------------------------------------------------------------------------------------------------------

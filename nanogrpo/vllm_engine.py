@@ -83,23 +83,29 @@ class VLLMEngine:
         self.workers: dict[Server, int] = {}
         self.sync: WeightSync | None = None
         self.servers = [Server(url, secret, timeout) for url in servers] if self.ranks.first else []
-        self._on_first(self._start)
+        self.on_first(self._start)
         dtype = self.ranks.share(self.dtype if self.ranks.first else None)
         self.sync = WeightSync(model, dtype, self.device, transport, timeout=timeout, first=self.ranks.first)
 
     # --- the interface of rollout.Engine ---
 
     def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int) -> list[Sample]:
-        """n completions of each prompt, ordered prompt by prompt. UserError, ServerLost, FloatingPointError: on every rank."""
-        samples = self._on_first(lambda: self.request(prompts, n, params, step))
-        return self.spread(prompts, n, samples)
+        """n completions of each prompt, ordered prompt by prompt. UserError, ServerLost, FloatingPointError: on every rank.
+
+        Every rank calls, each with its own prompts; rank 0 asks for all of them.
+        """
+        parts = self.ranks.gather([[p.id, p.token_ids] for p in prompts])
+        everyone = [Prompt(i, "", ids) for part in parts for i, ids in part]
+        skip = sum(len(part) for part in parts[: self.ranks.rank])
+        samples = self.on_first(lambda: self.request(everyone, n, params, step))
+        return self.spread(samples, prompts, n, skip)
 
     def load(self, model: nn.Module, version: int) -> None:
         """Gathers the weights (every rank calls) and has every server take them. ServerLost when none could be brought to."""
         with self.lock:
             self.sync.gather(model)
             self.version = version
-            self._on_first(self._send)
+            self.on_first(self._send)
 
     def close(self) -> None:
         """Releases the servers; ends the one that we started."""
@@ -297,25 +303,24 @@ class VLLMEngine:
 
     # --- several ranks ---
 
-    def _on_first(self, call):
+    def on_first(self, call):
         """`call` on rank 0; its error is raised on every rank, so that none waits for a rank that has given up."""
         result = error = None
         if self.ranks.first:
             try:
                 result = call()
-            except (UserError, FloatingPointError) as e:
+            except Exception as e:  # whatever it is: the other ranks wait for this one
                 error = e
         told = self.ranks.share(error and [type(error).__name__, str(error)])
         if error is not None:
             raise error
         if told is not None:
-            raise {"UserError": UserError, "ServerLost": ServerLost, "FloatingPointError": FloatingPointError}[told[0]](told[1])
+            kinds = {"UserError": UserError, "ServerLost": ServerLost, "FloatingPointError": FloatingPointError}
+            raise kinds.get(told[0], RuntimeError)(told[1])
         return result
 
-    def spread(self, prompts: Sequence[Prompt], n: int, samples: list[Sample] | None) -> list[Sample]:
-        """Rank 0's samples on every rank."""
-        if self.ranks.group is None:
-            return samples
+    def spread(self, samples: list[Sample] | None, prompts: Sequence[Prompt], n: int, skip: int) -> list[Sample]:
+        """Of rank 0's samples, those of this rank's prompts, which come after `skip` prompts of the ranks before."""
         rows = [[s.index, s.token_ids, s.logp, s.stopped, s.versions] for s in samples] if self.ranks.first else None
-        rows = self.ranks.share(rows)  # JSON gives floats back bit for bit
-        return [Sample(prompts[i // n], *row) for i, row in enumerate(rows)]
+        mine = self.ranks.share(rows)[skip * n : (skip + len(prompts)) * n]
+        return [Sample(prompts[i // n], *row) for i, row in enumerate(mine)]
