@@ -1,7 +1,8 @@
-"""What the tests share: a tiny random decoder, its checkpoint folder, strips of random tokens, and what runs without a GPU.
+"""What the tests share: a tiny random decoder, its checkpoint folder, strips of random tokens, options and logs of whole runs.
 
     from conftest import tiny_config, tiny_model, positions_of, random_batch      # helpers are plain functions
-    def test_…(tiny_base): …                                                      # fixtures: folders made once a session
+    from conftest import arguments, lines, steps                                  # of a run: its options, its log
+    def test_…(tiny_base, files): …                                               # fixtures: folders made once a session
 
 Without a GPU the Triton kernels run in Triton's interpreter, which is chosen when a kernel is defined: so the environment is set
 here, before any of our modules is imported. Nothing reaches the network. Read next: test_model.py.
@@ -12,6 +13,7 @@ here, before any of our modules is imported. Nothing reaches the network. Read n
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -199,3 +201,55 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_tokenizer(tiny_base: Path):
     return warmup.Tokenizer.from_pretrained(tiny_base)
+
+
+# ---- whole runs of train.py ----------------------------------------------------------------------------------------------------
+
+REWARD = '''
+"""Rewards for tests: dense enough that every group of random completions has something to compare."""
+import itertools
+
+def even(completion_ids, **kwargs):
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+
+def nothing_applies(completions, **kwargs):
+    return [None] * len(completions)
+
+calls = itertools.count()
+
+def fails_in_the_third_step(completion_ids, **kwargs):
+    if next(calls) == 2:
+        raise ZeroDivisionError("no such luck")
+    return even(completion_ids)
+'''
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory) -> Path:
+    """A folder with a reward file and small data sets, good and bad."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(12)))
+    (folder / "uneven.jsonl").write_text("".join(json.dumps({"prompt": f"{'1+' * i}1="}) + "\n" for i in range(9)))
+    (folder / "empty.jsonl").write_text("\n\n")
+    (folder / "broken.jsonl").write_text('{"prompt": "1="}\n{"prompt": "2="}\n{"prompt": \n')
+    (folder / "long.jsonl").write_text('{"prompt": "1="}\n' * 8 + json.dumps({"prompt": "9" * 300}) + "\n")
+    return folder
+
+
+def arguments(base: Path, files: Path, output: Path, *options: str) -> list[str]:
+    """A run of random weights on 12 prompts, 4 prompts of 4 completions a step; later options replace earlier ones."""
+    argv = ["--model", str(base), "--data", str(files / "data.jsonl"), "--output-dir", str(output), "--device", "cpu"]
+    argv += ["--reward-funcs", f"{files / 'reward.py'}:even", "--num-generations", "4", "--generation-batch-size", "16"]
+    return [*argv, "--max-completion-length", "8", "--learning-rate", "1e-3", "--max-steps", "3", *options]
+
+
+def lines(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(output: Path) -> list[dict]:
+    """The lines of the steps, without what depends on the clock."""
+    timed = ("step_time", "tokens_per_second")
+    rows = [row for row in lines(output) if "reward" in row]
+    return [{k: v for k, v in row.items() if not k.startswith("time/") and k not in timed} for row in rows]

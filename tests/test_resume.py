@@ -1,6 +1,6 @@
 """A save is whole or absent whatever happens while it is written, and a resumed run repeats the uninterrupted one bit for bit.
 
-The whole program, killed at random moments, is in test_train.py; here each damage is done by hand. Read next: test_bad_input.py.
+test_train_killed.py kills the whole program at random moments; here each damage is done by hand. Read next: test_bad_input.py.
 """
 
 import dataclasses

@@ -1,23 +1,15 @@
-"""Whole runs of train.py: what they write, how they repeat when killed, and what they say of a user's mistakes.
+"""Whole runs of train.py: what they write, and what each variant of the loop does to the numbers in the log.
 
-Everything is real: a real model (random, or warmed up for a moment), real sampling, real files, real SIGKILLs. Read next:
-test_invariants.py, where runs are asked whether they learn.
+Everything is real: a real model (random, or warmed up for a moment), real sampling, real files. Read next: test_train_killed.py.
 """
 
-import contextlib
-import json
-import os
-import random
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from conftest import arguments, lines, steps
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -25,57 +17,6 @@ import train
 from nanogrpo import checkpoint, metrics, optim, packing, warmup
 from nanogrpo.attention import Packed
 from nanogrpo.config import Config
-
-ROOT = Path(train.__file__).parent
-REWARD = '''
-"""Rewards for tests: dense enough that every group of random completions has something to compare."""
-import itertools
-
-def even(completion_ids, **kwargs):
-    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
-
-def nothing_applies(completions, **kwargs):
-    return [None] * len(completions)
-
-calls = itertools.count()
-
-def fails_in_the_third_step(completion_ids, **kwargs):
-    if next(calls) == 2:
-        raise ZeroDivisionError("no such luck")
-    return even(completion_ids)
-'''
-
-
-@pytest.fixture(scope="session")
-def files(tmp_path_factory) -> Path:
-    """A folder with a reward file and small data sets, good and bad."""
-    folder = tmp_path_factory.mktemp("files")
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(12)))
-    (folder / "uneven.jsonl").write_text("".join(json.dumps({"prompt": f"{'1+' * i}1="}) + "\n" for i in range(9)))
-    (folder / "empty.jsonl").write_text("\n\n")
-    (folder / "broken.jsonl").write_text('{"prompt": "1="}\n{"prompt": "2="}\n{"prompt": \n')
-    (folder / "long.jsonl").write_text('{"prompt": "1="}\n' * 8 + json.dumps({"prompt": "9" * 300}) + "\n")
-    return folder
-
-
-def arguments(base: Path, files: Path, output: Path, *options: str) -> list[str]:
-    """A run of random weights on 12 prompts, 4 prompts of 4 completions a step; later options replace earlier ones."""
-    argv = ["--model", str(base), "--data", str(files / "data.jsonl"), "--output-dir", str(output), "--device", "cpu"]
-    argv += ["--reward-funcs", f"{files / 'reward.py'}:even", "--num-generations", "4", "--generation-batch-size", "16"]
-    return [*argv, "--max-completion-length", "8", "--learning-rate", "1e-3", "--max-steps", "3", *options]
-
-
-def lines(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-def steps(output: Path) -> list[dict]:
-    """The lines of the steps, without what depends on the clock."""
-    timed = ("step_time", "tokens_per_second")
-    rows = [row for row in lines(output) if "reward" in row]
-    return [{k: v for k, v in row.items() if not k.startswith("time/") and k not in timed} for row in rows]
-
 
 # ---- a run on the built-in task ------------------------------------------------------------------------------------------------
 
@@ -138,74 +79,6 @@ def test_a_finished_run_resumed_does_nothing_more(arithmetic_run):
             argv += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
     assert train.main(argv) == 0
     assert steps(arithmetic_run) == before
-
-
-# ---- killed and resumed --------------------------------------------------------------------------------------------------------
-
-
-def launch(argv: list[str]) -> subprocess.Popen:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # one thread here and there, whatever pytest was started with
-    return subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
-
-
-def kill_somewhere(argv: list[str], output: Path, rng: random.Random, written: int | None) -> str:
-    """Some steps and a moment more, or until so many files of a checkpoint are written; then SIGKILL. Says what was there."""
-    launched, process = time.time(), launch(argv)
-    reported = (line for line in process.stderr if line.startswith("step"))
-    for _ in range(rng.randint(1, 4)):
-        next(reported, None)
-    if written is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # as hoped: it is still running
-            process.wait(timeout=rng.uniform(0, 0.1))
-    else:
-        while process.poll() is None and files_of_a_checkpoint_under_way(output, since=launched) < written:
-            pass  # it exists for some milliseconds only: no time to do anything but look again
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
-    return str(sorted(p.name for p in output.iterdir()))
-
-
-def files_of_a_checkpoint_under_way(output: Path, since: float) -> int:
-    """-1: none is under way. One that an earlier kill left behind does not count."""
-    for folder in output.glob(".checkpoint-*.tmp"):
-        with contextlib.suppress(FileNotFoundError):  # renamed while we look
-            if folder.stat().st_mtime > since:
-                return len(os.listdir(folder))
-    return -1
-
-
-def test_killed_anywhere_and_resumed_it_is_the_same_run_bit_for_bit(tiny_base, files, tmp_path):
-    """Four SIGKILLs, two of them while a checkpoint is written: the same losses, rewards, norms and last checkpoint."""
-    options = ["--max-steps", "30", "--save-steps", "2", "--steps-per-generation", "2", "--num-iterations", "2"]
-    options += ["--lr-scheduler-type", "cosine", "--warmup-steps", "4", "--beta", "0.05"]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    process = launch(arguments(tiny_base, files, whole, *options))
-    seed = random.SystemRandom().randrange(2**32)
-    rng, hits = random.Random(seed), []
-    for written in (None, 0, None, 4):
-        argv = arguments(tiny_base, files, broken, *options, "--resume")  # with nothing to resume, it begins
-        hits.append(kill_somewhere(argv, broken, rng, written))
-    last = launch(arguments(tiny_base, files, broken, *options, "--resume"))
-    story = f"seed {seed}: " + "; ".join(hits)
-    print(story)
-    for run in (process, last):
-        _, errors = run.communicate()
-        assert run.returncode == 0, story + errors
-    assert any(".tmp" in hit for hit in hits), story  # at least one kill left half a checkpoint behind
-    assert [row["step"] for row in steps(broken)] == list(range(30)), story
-    assert steps(broken) == steps(whole), story
-    assert len({row["loss"] for row in steps(whole)}) == 30  # not a run in which nothing happens
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (broken / "checkpoint-30" / name).read_bytes() == (whole / "checkpoint-30" / name).read_bytes(), story
-    assert not list(broken.glob(".*")), story
-
-
-def test_a_longer_run_continues_a_shorter_one(tiny_base, files, tmp_path):
-    assert train.main(arguments(tiny_base, files, tmp_path / "once", "--max-steps", "4")) == 0
-    assert train.main(arguments(tiny_base, files, tmp_path / "twice", "--max-steps", "2")) == 0
-    assert train.main(arguments(tiny_base, files, tmp_path / "twice", "--max-steps", "4", "--resume")) == 0
-    assert steps(tmp_path / "once") == steps(tmp_path / "twice")
 
 
 # ---- variants of the loop ------------------------------------------------------------------------------------------------------
@@ -303,38 +176,3 @@ def test_rewards_that_never_apply_change_nothing_and_log_no_reward(tiny_base, fi
     assert row["loss"] == row["grad_norm"] == 0
     before, after = (load_file(folder / "model.safetensors") for folder in (tiny_base, tmp_path / "checkpoint-1"))
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-# ---- mistakes ------------------------------------------------------------------------------------------------------------------
-
-# In data and rewards; test_bad_input.py has those in options, models and folders. Options → what the sentence must name.
-MISTAKES = {
-    "empty data": (["--data", "{files}/empty.jsonl"], r"empty\.jsonl holds no prompts"),
-    "no such data": (["--data", "{files}/nowhere.jsonl"], r"nowhere\.jsonl is not a file"),
-    "broken line": (["--data", "{files}/broken.jsonl"], r"broken\.jsonl:3: not JSON"),
-    "long prompt": (["--data", "{files}/long.jsonl"], r"long\.jsonl:9: the prompt has 300 tokens"),
-    "long prompt, own limit": (["--max-prompt-length", "3"], r"data\.jsonl:1: the prompt has 4 tokens"),
-    "few prompts": (["--generation-batch-size", "64"], r"holds 12 prompts but a step draws 16"),
-    "no eval data": (["--eval-steps", "1"], r"--eval-data names no held-out prompts"),
-    "no such reward": (["--reward-funcs", "{files}/reward.py:odd"], r"odd"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_in_one_sentence_before_anything_is_written(tiny_base, files, tmp_path, capsys, mistake):
-    options, sentence = MISTAKES[mistake]
-    options = [option.format(files=files) for option in options]
-    assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 2
-    told = capsys.readouterr().err.strip().splitlines()
-    assert told[-1].startswith("error: ")
-    assert re.search(sentence, told[-1]), told[-1]
-    assert not any("Traceback" in line for line in told)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()  # so that the corrected command can be typed as it is
-
-
-def test_a_reward_that_raises_stops_the_run_and_loses_nothing(tiny_base, files, tmp_path, capsys):
-    options = ["--reward-funcs", f"{files / 'reward.py'}:fails_in_the_third_step", "--save-steps", "1", "--max-steps", "5"]
-    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 2
-    assert re.search(r"error: .*fails_in_the_third_step raised ZeroDivisionError: no such luck", capsys.readouterr().err)
-    assert [row["step"] for row in steps(tmp_path)] == [0, 1]
-    assert (tmp_path / "checkpoint-2").is_dir()

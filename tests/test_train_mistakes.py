@@ -1,0 +1,43 @@
+"""Runs of train.py that cannot be right: a mistake in data or rewards is one sentence, told before anything is written.
+
+test_bad_input.py has the mistakes in options, models and folders: read it next.
+"""
+
+import re
+
+import pytest
+from conftest import arguments, steps
+
+import train
+
+# Options → what the sentence must name.
+MISTAKES = {
+    "empty data": (["--data", "{files}/empty.jsonl"], r"empty\.jsonl holds no prompts"),
+    "no such data": (["--data", "{files}/nowhere.jsonl"], r"nowhere\.jsonl is not a file"),
+    "broken line": (["--data", "{files}/broken.jsonl"], r"broken\.jsonl:3: not JSON"),
+    "long prompt": (["--data", "{files}/long.jsonl"], r"long\.jsonl:9: the prompt has 300 tokens"),
+    "long prompt, own limit": (["--max-prompt-length", "3"], r"data\.jsonl:1: the prompt has 4 tokens"),
+    "few prompts": (["--generation-batch-size", "64"], r"holds 12 prompts but a step draws 16"),
+    "no eval data": (["--eval-steps", "1"], r"--eval-data names no held-out prompts"),
+    "no such reward": (["--reward-funcs", "{files}/reward.py:odd"], r"odd"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_in_one_sentence_before_anything_is_written(tiny_base, files, tmp_path, capsys, mistake):
+    options, sentence = MISTAKES[mistake]
+    options = [option.format(files=files) for option in options]
+    assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert told[-1].startswith("error: ")
+    assert re.search(sentence, told[-1]), told[-1]
+    assert not any("Traceback" in line for line in told)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()  # so that the corrected command can be typed as it is
+
+
+def test_a_reward_that_raises_stops_the_run_and_loses_nothing(tiny_base, files, tmp_path, capsys):
+    options = ["--reward-funcs", f"{files / 'reward.py'}:fails_in_the_third_step", "--save-steps", "1", "--max-steps", "5"]
+    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 2
+    assert re.search(r"error: .*fails_in_the_third_step raised ZeroDivisionError: no such luck", capsys.readouterr().err)
+    assert [row["step"] for row in steps(tmp_path)] == [0, 1]
+    assert (tmp_path / "checkpoint-2").is_dir()
