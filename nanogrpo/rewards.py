@@ -75,7 +75,7 @@ def length_reward(completion_ids: list[list[int]], limit: int = 512, **kwargs) -
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13): 0 up to 4/5 of `limit` tokens, then linearly to -1 at `limit`.
 
     A function of the completion alone: one that compared it with the longest of its batch would pay differently for the same text
-    from step to step. `limit` is max_completion_length, given as "length:LIMIT"; the cache of the paper is limit / 5, as there.
+    from step to step. `limit` is max_completion_length, or given as "length:LIMIT"; the cache of the paper is limit / 5, as there.
     """
     cache = limit / 5
     return [max(-1.0, min(0.0, (limit - cache - len(ids)) / cache)) for ids in completion_ids]
@@ -148,14 +148,16 @@ def _text(completion: str | list[dict]) -> str:
 BUILT_IN = {"format": format_reward, "accuracy": accuracy_reward, "length": length_reward}
 
 
-def load_functions(specs: Sequence[str]) -> list[Callable]:
+def load_functions(specs: Sequence[str], max_completion_length: int = 512) -> list[Callable]:
     """Each spec → a function: "format", "accuracy", "length" or "length:LIMIT", "package.module:name", "path/to/file.py:name".
+
+    "length" alone judges against `max_completion_length`.
 
     UserError when a spec names nothing that can be called; what importing the user's code raises is its __cause__.
     """
     if isinstance(specs, str) or not specs:
         raise UserError(f"reward_funcs is {specs!r}: name a list of at least one function, e.g. accuracy")
-    return [_load_function(spec) for spec in specs]
+    return [_load_function(f"length:{max_completion_length}" if spec == "length" else spec) for spec in specs]
 
 
 def _load_function(spec: str) -> Callable:

@@ -199,6 +199,8 @@ def test_length_reward_is_dapos_and_looks_at_one_completion_only():
     want = [0, 0, -0.25, -0.5, -1, -1]  # L_max 100, L_cache 20
     assert length_reward(ids, limit=100) == want
     assert [length_reward([one], limit=100)[0] for one in ids] == want
+    for function in load_functions(["length:100"]) + load_functions(["length"], max_completion_length=100):
+        assert function(completion_ids=[[0] * 100, [0] * 80]) == [-1.0, 0.0]
     (function,) = load_functions(["length:100"])
     samples = make_samples(["a"] * 6)
     for sample, one in zip(samples, ids):
@@ -219,7 +221,8 @@ def test_functions_are_found_by_name_by_module_and_by_file(tmp_path, monkeypatch
     path = str(tmp_path / "my.file.py")
     specs = ["format", "accuracy", "length", "my_rewards_module:mine", f"{path}:mine", f"{path}:other"]
     functions = load_functions(specs)
-    assert functions[:3] == [format_reward, accuracy_reward, length_reward]
+    assert functions[:2] == [format_reward, accuracy_reward]
+    assert functions[2].func is length_reward
     assert functions[4] is functions[5]  # one file, one module
     assert functions[3] is not functions[4]
     samples = make_samples(solution="7")
