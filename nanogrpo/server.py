@@ -38,6 +38,10 @@ class ServerError(Exception):
         self.status = status
 
 
+class ServerLost(UserError):
+    """No server answers any more, and patience is over. The loop saves a checkpoint and stops."""
+
+
 class Server:
     """HTTP to one server. `alive` says whether it is given work; the engine sets it. Safe to use from several threads."""
 

@@ -65,7 +65,7 @@ class Ahead:
             asked, prompts, future = self.waiting.popleft()
             if asked != step:
                 raise RuntimeError(f"the samples of step {asked} are next, not those of step {step}")
-            samples = self.engine.on_first(lambda: future.result())
+            samples = self.engine.ranks.on_first(lambda: future.result())
             skip = sum(self.engine.ranks.gather(len(self.share(prompts)))[: self.engine.ranks.rank])
             samples = self.engine.spread(samples, self.share(prompts), self.n, skip)
         oldest = min((v for s in samples for v in s.versions), default=step)

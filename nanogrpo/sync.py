@@ -20,7 +20,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from nanogrpo.server import Server, ServerError
+from nanogrpo.errors import UserError
+from nanogrpo.server import Server, ServerError, ServerLost
 from nanogrpo.wire import BUCKET_BYTES, Greeting, Group, Layout, SharedBuckets, listen, loopback, sequence_of
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,23 @@ class Ranks:
     def share(self, value: object) -> object:
         """Rank 0's value, of JSON types, on every rank; the others' argument is not looked at."""
         return self.gather(value if self.first else None)[0]
+
+    def on_first(self, call: Callable[[], object]) -> object:
+        """`call` on rank 0, whose result is returned there, None elsewhere. Its error is raised on every rank: none waits for one
+        that has given up."""
+        result = error = None
+        if self.first:
+            try:
+                result = call()
+            except Exception as e:  # whatever it is: the other ranks wait for this one
+                error = e
+        told = self.share(error and [type(error).__name__, str(error)])
+        if error is not None:
+            raise error
+        if told is not None:
+            kinds = {"UserError": UserError, "ServerLost": ServerLost, "FloatingPointError": FloatingPointError}
+            raise kinds.get(told[0], RuntimeError)(told[1])
+        return result
 
     def gather(self, value: object) -> list:
         """Every rank's value, of JSON types (which give floats back bit for bit), in the order of ranks, on every rank."""

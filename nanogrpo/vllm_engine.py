@@ -30,17 +30,13 @@ from nanogrpo.batch import Prompt, Sample
 from nanogrpo.errors import UserError
 from nanogrpo.guard import FACTS, FIELDS
 from nanogrpo.rollout import SamplingParams
-from nanogrpo.server import Server, ServerError, Sidecar
+from nanogrpo.server import Server, ServerError, ServerLost, Sidecar
 from nanogrpo.sync import Ranks, WeightSync
 from nanogrpo.vllm_protocol import ask, check, read
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # of one request on one server that answers 5xx, before the server counts as lost
-
-
-class ServerLost(UserError):
-    """No server answers any more, and patience is over. The loop saves a checkpoint and stops."""
 
 
 @dataclass
@@ -78,12 +74,13 @@ class VLLMEngine:
         self.window, self.timeout, self.transport, self.device = window, timeout, transport, torch.device(device)
         self.version = -1
         self.restarts = 0  # of our sidecar, and reconnections to others', since the run began: for the log
+        self.problem: Exception | None = None  # why the last server was lost
         self.sends = 0  # of weights to a server: counted at the start and at the end, so that it is odd in between
         self.lock = threading.RLock()  # held while weights are gathered or sent: by the loop, or by a recovery
         self.workers: dict[Server, int] = {}
         self.sync: WeightSync | None = None
         self.servers = [Server(url, secret, timeout) for url in servers] if self.ranks.first else []
-        self.on_first(self._start)
+        self.ranks.on_first(self._start)
         dtype = self.ranks.share(self.dtype if self.ranks.first else None)
         self.sync = WeightSync(model, dtype, self.device, transport, timeout=timeout, first=self.ranks.first)
 
@@ -97,7 +94,7 @@ class VLLMEngine:
         parts = self.ranks.gather([[p.id, p.token_ids] for p in prompts])
         everyone = [Prompt(i, "", ids) for part in parts for i, ids in part]
         skip = sum(len(part) for part in parts[: self.ranks.rank])
-        samples = self.on_first(lambda: self.request(everyone, n, params, step))
+        samples = self.ranks.on_first(lambda: self.request(everyone, n, params, step))
         return self.spread(samples, prompts, n, skip)
 
     def load(self, model: nn.Module, version: int) -> None:
@@ -105,7 +102,7 @@ class VLLMEngine:
         with self.lock:
             self.sync.gather(model)
             self.version = version
-            self.on_first(self._send)
+            self.ranks.on_first(self._send)
 
     def close(self) -> None:
         """Releases the servers; ends the one that we started."""
@@ -123,9 +120,13 @@ class VLLMEngine:
             raise RuntimeError("VLLMEngine.load must be called before sample.")
         check(prompts, params, self.max_len)
         groups = [_Group(p, n, ask(p, n, params, step)) for p in prompts]
+        idle = 0  # rounds in which no group was finished, although a server could be brought up
         while waiting := [g for g in groups if g.samples is None]:
             self._recover()
             self._run(waiting)
+            idle = idle + 1 if all(g.samples is None for g in waiting) else 0
+            if idle == ATTEMPTS:
+                raise ServerLost(f"No vLLM server gives completions ({self.problem}); the run stops; go on with --resume.")
         return [s for g in groups for s in g.samples]
 
     def _run(self, groups: list[_Group]) -> None:
@@ -259,6 +260,7 @@ class VLLMEngine:
     def _lose(self, server: Server, error: Exception) -> None:
         if server.alive:
             log.warning("lost a server: %s", error)
+            self.problem = error
         server.alive = False
         server.abort()
 
@@ -302,22 +304,6 @@ class VLLMEngine:
                     raise
 
     # --- several ranks ---
-
-    def on_first(self, call):
-        """`call` on rank 0; its error is raised on every rank, so that none waits for a rank that has given up."""
-        result = error = None
-        if self.ranks.first:
-            try:
-                result = call()
-            except Exception as e:  # whatever it is: the other ranks wait for this one
-                error = e
-        told = self.ranks.share(error and [type(error).__name__, str(error)])
-        if error is not None:
-            raise error
-        if told is not None:
-            kinds = {"UserError": UserError, "ServerLost": ServerLost, "FloatingPointError": FloatingPointError}
-            raise kinds.get(told[0], RuntimeError)(told[1])
-        return result
 
     def spread(self, samples: list[Sample] | None, prompts: Sequence[Prompt], n: int, skip: int) -> list[Sample]:
         """Of rank 0's samples, those of this rank's prompts, which come after `skip` prompts of the ranks before."""

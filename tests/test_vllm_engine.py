@@ -16,8 +16,8 @@ from fake_vllm import FakeVLLM
 from nanogrpo.batch import Prompt
 from nanogrpo.errors import UserError
 from nanogrpo.rollout import SamplingParams, stream
-from nanogrpo.server import Server, ServerError
-from nanogrpo.vllm_engine import ServerLost, VLLMEngine
+from nanogrpo.server import Server, ServerError, ServerLost
+from nanogrpo.vllm_engine import VLLMEngine
 
 MODEL = tiny_model()
 PROMPTS = [Prompt(i, "", [1 + i, 2, 3]) for i in range(6)]
@@ -159,6 +159,13 @@ def test_a_reply_that_is_not_whole_costs_the_whole_group_and_is_asked_for_again(
     spoiled(fake, spoil, times=1)
     assert shown(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
     assert engine.restarts == 1  # the server was taken for lost, and given the weights again
+
+
+def test_a_server_that_never_gives_a_whole_reply_stops_the_run(fake):
+    engine = engine_of(fake)
+    spoiled(fake, lambda c: c.update(finish_reason="abort"))
+    with pytest.raises(ServerLost, match=r"No vLLM server gives completions \(.* ended a completion of prompt . by 'abort'\)"):
+        engine.sample(PROMPTS, 2, PARAMS, step=0)
 
 
 def test_a_server_that_forgot_the_weights_is_given_them_again(fake):
