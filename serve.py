@@ -52,6 +52,8 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--startup-timeout", type=float, default=900.0, metavar="SECONDS", help="until the first sign of health")
     parser.add_argument("--stop-with-stdin", action="store_true", help="end when standard input closes: as whoever holds it ends")
     ours, rest = parser.parse_known_args(argv)
+    if any(word.split("=")[0] == "--api-key" for word in rest):
+        raise UserError(f"--api-key cannot be used: it leaves vLLM's weight routes open; set {SECRET} or --secret-file instead.")
     for word in rest:
         if (name := word.split("=")[0]) in FIXED:
             raise UserError(f"{name} cannot be set: training relies on {FIXED[name] or 'it being on'}; leave the option out.")

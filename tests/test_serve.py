@@ -36,6 +36,11 @@ def test_what_training_relies_on_cannot_be_changed(option):
             serve.options(["--model", "m", *words])
 
 
+def test_vllms_own_key_is_refused():
+    with pytest.raises(UserError, match=r"--api-key cannot be used: it leaves vLLM's weight routes open; set NANOGRPO_SECRET"):
+        serve.options(["--model", "m", "--api-key", "x"])
+
+
 def test_an_occupied_port():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

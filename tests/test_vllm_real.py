@@ -9,6 +9,8 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -102,6 +104,36 @@ def test_stop_tokens_and_lengths_are_the_trainers(server):
     free = engine.sample(PROMPTS, 2, SamplingParams(max_tokens=6, stop_token_ids=stops, ignore_stop=True), step=0)
     assert all(len(s.token_ids) == 6 and not s.stopped for s in free)
     engine.close()
+
+
+def test_weights_that_change_in_mid_completion_are_told_token_by_token(server):
+    model = checkpoint.load_model(server[0])
+    engine = engine_of(server, model)
+    engine.load(model, 0)
+    engine.sample(PROMPTS, 1, params(1.0), step=0)
+    samples, before = [], generated_tokens(server[1])
+    long = SamplingParams(max_tokens=100, ignore_stop=True)
+    thread = threading.Thread(target=lambda: samples.extend(engine.request(PROMPTS * 2, 4, long, 0)))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while generated_tokens(server[1]) == before and time.monotonic() < deadline:
+        pass
+    train_a_little(model, seed=0)
+    engine.load(model, 1)
+    thread.join(60)
+    assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in PROMPTS * 2 for i in range(4)]
+    assert all(s.versions == sorted(s.versions) and set(s.versions) <= {0, 1} for s in samples)
+    assert any(set(s.versions) == {0, 1} for s in samples)
+    assert engine.restarts == 0
+    engine.close()
+
+
+def generated_tokens(server: Server) -> float:
+    connection = server.kind(server.host, server.port, timeout=30)
+    connection.request("GET", "/metrics", headers=server.headers)
+    lines = connection.getresponse().read().decode().splitlines()
+    connection.close()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
 
 def test_two_trainer_processes_under_fsdp(server, tmp_path):
