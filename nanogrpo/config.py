@@ -68,6 +68,16 @@ class Config:
     save_total_limit: int = 2  # checkpoints kept, the newest ones; 0: all
     num_completions_to_print: int = 0  # completions shown in a table after each step; 0: none
     # --- machine
+    gradient_checkpointing: str = (
+        "none"  # compute again in the backward: none, full, selective (all but matrix products, attention)
+    )
+    torch_compile: bool = False  # compile each block; the first steps take minutes longer
+    torch_compile_backend: str = (
+        "inductor"  # or any other that torch knows, such as aot_eager, which compiles without a C compiler
+    )
+    cpu_offload: bool = (
+        False  # masters, gradients and the optimizer's moments in host memory; each block is sent when it computes
+    )
     reshard_after_forward: bool = True  # give gathered blocks back after the forward (ZeRO-3); no: keep them (ZeRO-2)
     ddp_timeout: int = 600  # seconds after which a rank that does not answer is given up
     seed: int = 0  # of everything: a run is a pure function of its seed on a CPU
@@ -142,6 +152,7 @@ CHOICES = {
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"),
     "scale_rewards": ("group", "batch", "none"),
     "lr_scheduler_type": ("constant", "linear", "cosine"),
+    "gradient_checkpointing": ("none", "full", "selective"),
     "device": ("auto", "cpu", "cuda"),
 }
 POSITIVE = (
@@ -153,6 +164,7 @@ POSITIVE = (
     "token_budget",
     "learning_rate",
     "adam_epsilon",
+    "ddp_timeout",
 )
 NOT_NEGATIVE = (
     *("top_k", "epsilon", "epsilon_high", "beta", "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "eval_samples"),
