@@ -13,15 +13,16 @@ ranks is taken, never a mean of means. Read next: optim.py (the step), state.py 
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nanogrpo.config import Config
-from nanogrpo.model import Decoder
+from nanogrpo.model import Attend, Block, Decoder
 from nanogrpo.world import World
 
 aten = torch.ops.aten
@@ -38,18 +39,43 @@ KEPT_NAMES = ("varlen_attn", "flash_attn")  # custom ops: registered when their 
 
 
 def prepare(model: Decoder, world: World, cfg: Config) -> None:
-    """Everything, in the order that works: recomputation inside, compilation around it, sharding outermost.
+    """Everything, in the order that works: compilation innermost, recomputation around it, sharding outermost.
 
-    So FSDP's hooks, which gather a block, run once around both passes over its forward, and the compiler never sees them.
+    FSDP's hooks, which gather a block, then run once around both passes over its forward, and the compiler never sees them.
     """
     for block in model.model.layers:
         # `forward` is replaced on the instance: no wrapper module, so parameters keep their names for checkpoints.
+        if cfg.torch_compile:
+            block.forward = _compiled(block, cfg.torch_compile_backend)
         if cfg.gradient_checkpointing != "none":
             block.forward = _recomputed(block.forward, cfg.gradient_checkpointing)
-        if cfg.torch_compile:
-            # One graph for all strips: their lengths are symbols. The blocks share it, for they are the same code.
-            block.forward = torch.compile(block.forward, dynamic=True, backend=cfg.torch_compile_backend)
     shard(model, world, cfg)
+
+
+class _Opaque:
+    """`attend`, called without being traced: its kernels are compiled already, and its bounds change with every strip."""
+
+    def __init__(self, attend: Attend):
+        self.attend = attend
+
+    @torch.compiler.disable
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(layer, q, k, v)
+
+
+def _compiled(block: Block, backend: str):
+    """A block's forward in two graphs, before and after attention, that all blocks and all strips share.
+
+    Lengths are symbols (dynamic). But a module's numbers are constants to the compiler: with the layer's in it, each block would
+    be another graph, and beyond the eighth none at all. Attention in training does not ask for it, so here every block is 0.
+    """
+    block.self_attn.layer = 0
+    forward = torch.compile(block.forward, dynamic=True, backend=backend)
+
+    def run(x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        return forward(x, cos, sin, _Opaque(attend))
+
+    return run
 
 
 def _recomputed(forward, kind: str):
@@ -92,7 +118,7 @@ def shard(model: Decoder, world: World, cfg: Config) -> None:
     fully_shard(model, reshard_after_forward=False, **options)
     # FSDP2 gathers ahead by itself, but only when the host reaches the next block. Packed strips make the host wait (their
     # bounds are read back), so the next gather is asked for before: one block ahead, in the order of each pass.
-    for block, following in zip(blocks, blocks[1:]):
+    for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
 

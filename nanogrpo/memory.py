@@ -146,8 +146,8 @@ def check(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> Non
         if needed > there:
             sizes = ", ".join(f"{row.name} {shown(row.bytes)}" for row in sorted(some, key=lambda row: -row.bytes)[:4])
             raise UserError(
-                f"a process needs {shown(needed)} of memory but {place} has {shown(there)} for it ({sizes}, …): lower --token-budget "
-                "or --max-concurrent, use --gradient-checkpointing full or --cpu-offload, or more processes."
+                f"a process needs {shown(needed)} of memory but {place} has {shown(there)} for it ({sizes}, …): lower "
+                "--token-budget or --max-concurrent, use --gradient-checkpointing full or --cpu-offload, or more processes."
             )
 
 

@@ -89,8 +89,8 @@ def check_vocabulary(tokenizer: Tokenizer, model: Decoder) -> None:
     """A model may have more rows than its tokenizer has ids (padding), but not fewer: a lookup would read past the table."""
     if tokenizer.vocab_size > model.cfg.vocab_size:
         raise UserError(
-            f"tokenizer.json has ids up to {tokenizer.vocab_size - 1} but config.json a vocab_size of {model.cfg.vocab_size}: take "
-            "the tokenizer that belongs to the weights."
+            f"tokenizer.json has ids up to {tokenizer.vocab_size - 1} but config.json a vocab_size of {model.cfg.vocab_size}: "
+            "take the tokenizer that belongs to the weights."
         )
 
 

@@ -73,8 +73,8 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 class Saver:
     """Writes checkpoints beside training, one at a time: `with Saver(…) as saver: … saver.save(step)`.
 
-    A save that fails is told at the end of the next step (`failure`), when the ranks speak to each other anyway. Leaving the block
-    waits for the last one.
+    A save that fails is told at the end of the next step (`failure`), when the ranks speak to each other anyway. Leaving the
+    block waits for the last one.
     """
 
     def __init__(
@@ -155,7 +155,8 @@ class Saver:
         if error is None or isinstance(error, UserError):
             return error
         return UserError(
-            f"{self.final} could not be written ({reason(error)}): make room or choose another folder; earlier checkpoints are whole."
+            f"{self.final} could not be written ({reason(error)}): make room or choose another folder; earlier checkpoints "
+            "are whole."
         )
 
     def finish(self) -> None:

@@ -114,8 +114,8 @@ def join(cfg: Config) -> Iterator[World]:
     )
     if cuda and local >= torch.cuda.device_count():
         raise UserError(
-            f"--device {cfg.device}: rank {rank} needs a GPU of its own but torch sees {torch.cuda.device_count()} on this machine:"
-            " use --device cpu or fewer processes."
+            f"--device {cfg.device}: rank {rank} needs a GPU of its own but torch sees {torch.cuda.device_count()} on this "
+            "machine: use --device cpu or fewer processes."
         )
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
@@ -158,7 +158,8 @@ def _connect(cfg: Config, world: World) -> Watch | None:
         advice = "choose another port (torchrun --master-port)" if taken else "see that all are started and reach that address"
         reason = "the port is in use" if taken else str(e).strip().splitlines()[0].rstrip(".")
         raise UserError(
-            f"rank {world.rank} could not join the {world.size} processes at {where} within {cfg.ddp_timeout} s ({reason}): {advice}."
+            f"rank {world.rank} could not join the {world.size} processes at {where} within {cfg.ddp_timeout} s ({reason}): "
+            f"{advice}."
         ) from e
     return Watch(dist.PrefixStore(f"watch {attempt}", store), world.rank) if world.size > 1 else None
 
