@@ -141,7 +141,7 @@ class Config:
         )
         require(
             not (c.torch_compile and c.gradient_checkpointing == "selective"),
-            "--gradient-checkpointing selective does not go with --torch-compile, which itself chooses what to compute again: use "
+            "--gradient-checkpointing selective does not go with --torch-compile, which itself chooses what to recompute: use "
             "full or none.",
         )
         require(bool(c.reward_funcs), "--reward-funcs is empty: without a reward there is nothing to learn.")
