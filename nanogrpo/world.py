@@ -20,6 +20,7 @@ import datetime
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -156,12 +157,12 @@ def _connect(cfg: Config, world: World) -> Watch | None:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         taken = "EADDRINUSE" in str(e) or "address already in use" in str(e).lower()
         advice = "choose another port (torchrun --master-port)" if taken else "see that all are started and reach that address"
-        reason = "the port is in use" if taken else str(e).strip().splitlines()[0].rstrip(".")
+        reason = "the port is in use" if taken else first_sentence(e)
         raise UserError(
             f"rank {world.rank} could not join the {world.size} processes at {where} within {cfg.ddp_timeout} s ({reason}): "
             f"{advice}."
         ) from e
-    return Watch(dist.PrefixStore(f"watch {attempt}", store), world.rank) if world.size > 1 else None
+    return Watch(dist.PrefixStore(f"watch {attempt}", store), world) if world.size > 1 else None
 
 
 class Watch:
@@ -172,9 +173,10 @@ class Watch:
     """
 
     delay = 0.5  # seconds between two looks at the store
+    grace = 3.0  # seconds that the rank which holds the store stays for the others to look there
 
-    def __init__(self, store: dist.Store, rank: int):
-        self.store, self.rank, self.over = store, rank, threading.Event()
+    def __init__(self, store: dist.Store, world: World):
+        self.store, self.rank, self.size, self.over = store, world.rank, world.size, threading.Event()
         self.failing = threading.Lock()
         self.thread = threading.Thread(target=self._look, name="watch", daemon=True)
         self.thread.start()
@@ -182,12 +184,12 @@ class Watch:
     def _look(self) -> None:
         while not self.over.wait(self.delay):
             try:
-                failed = self.store.check(["failed"])
+                told = self.store.get("failed") if self.store.check(["failed"]) else b""
             except (dist.DistError, RuntimeError):  # the rank that holds the store is gone, and has told why if it could
-                failed = True
-            if failed and self.failing.acquire(blocking=False):
+                told = b"0 error: the process that holds the store is gone."
+            if told and self.failing.acquire(blocking=False):
                 finish_in_time()
-                _leave(1)
+                self._leave(1, told)
 
     def stop(self) -> None:
         self.over.set()
@@ -196,24 +198,39 @@ class Watch:
     def end_all(self, error: BaseException) -> None:
         """Tells what happened, unless another rank has told before, and leaves without waiting for anybody."""
         self.failing.acquire()  # never released: the other thread must not leave before this one has spoken
-        try:
-            first = self.store.compare_set("failed", "", str(self.rank)) == str(self.rank).encode()
-        except (dist.DistError, RuntimeError):  # the rank that holds the store is gone, maybe killed: then nobody else can tell
-            first = True
-        if not first:
-            _leave(1)
-        known = isinstance(error, UserError)
-        sentence = str(error)
-        if not known and (isinstance(error, dist.DistError) or "gloo" in str(error)):
-            # No exception type tells a lost neighbour from a bug in a collective. The reason's first line names the address.
-            reason = str(error).strip().splitlines()[0].rstrip(".")
+        known, bug, sentence = isinstance(error, UserError), False, str(error)
+        if not known and (isinstance(error, dist.DistError) or "gloo" in sentence):
+            # No exception type tells a lost neighbour from a bug in a collective; the reason names the address.
+            reason = first_sentence(error)
             sentence = f"rank {self.rank} has lost another process ({reason}): see what ended it, and continue with --resume."
         elif not known:
-            traceback.print_exception(error)
-            sentence = f"rank {self.rank} failed: {type(error).__name__}: {error}"
-        print(f"error: {sentence}", file=sys.stderr)
-        _tell_torchrun(f"error: {sentence}")
-        _leave(2 if known else 1)
+            bug, sentence = True, f"rank {self.rank} failed: {type(error).__name__}: {error}"
+        mine = f"{self.rank} error: {sentence}".encode()  # with the rank: two may fail of the same
+        try:
+            told = self.store.compare_set("failed", "", mine)
+        except (dist.DistError, RuntimeError):  # the rank that holds the store is gone, maybe killed: then nobody else can tell
+            told = mine
+        if told == mine:
+            if bug:
+                traceback.print_exception(error)
+            print(f"error: {sentence}", file=sys.stderr)
+        self._leave(2 if known else 1, told)
+
+    def _leave(self, status: int, told: bytes) -> None:
+        """Without torchrun, the store lives in rank 0: it stays until the others have read there who speaks, or are dead."""
+        _tell_torchrun(told.decode().partition(" ")[2])
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            self.store.add("left", 1)
+            end = time.monotonic() + self.grace
+            while self.rank == 0 and self.store.add("left", 0) < self.size and time.monotonic() < end:
+                time.sleep(0.05)
+        _leave(status)
+
+
+def first_sentence(error: BaseException) -> str:
+    """Of a message from C++, which goes on with advice and a stack, and begins with the place in its source."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^\[\S+:\d+\] ", "", lines[0]).split(". ")[0].rstrip(".")
 
 
 def _tell_torchrun(sentence: str) -> None:

@@ -30,10 +30,10 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _rank(env: dict[str, str], folder: str, work: Callable, args: tuple) -> None:
+def _rank(rank: int, env: dict[str, str], folder: str, work: Callable, args: tuple) -> None:
     os.environ.update(env)
     os.chdir(ROOT)
-    name = Path(folder) / env["RANK"]
+    name = Path(folder) / str(rank)
     with open(f"{name}.err", "w") as err:  # file descriptors too: gloo and torch write past Python
         os.dup2(err.fileno(), 2)
         os.dup2(err.fileno(), 1)
@@ -49,12 +49,12 @@ class Ranks:
 
     def __init__(self, size: int, work: Callable, args: tuple, env: dict[str, str]):
         self.folder = tempfile.TemporaryDirectory()
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **env}
-        common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), **env}
         self.processes = []
         for rank in range(size):
-            own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = SERVER.Process(target=_rank, args=(own, self.folder.name, work, args))
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
+            process = SERVER.Process(target=_rank, args=(rank, own, self.folder.name, work, args))
             process.start()
             self.processes.append(process)
 

@@ -6,14 +6,10 @@ test_resume.py. Read next: test_signals.py.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
-import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +19,7 @@ from ranks import REWARD, run, start
 from safetensors.torch import load_file
 
 import train
-from nanogrpo import checkpoint, fsdp, local_engine, metrics, optim, packing, state
+from nanogrpo import checkpoint, local_engine, metrics, optim, packing, state
 from nanogrpo.config import Config
 
 OPTIONS = ["--device", "cpu", "--max-steps", "8", "--save-steps", "2", "--num-generations", "4", "--generation-batch-size", "16"]
