@@ -19,13 +19,14 @@ import sys
 import torch
 from torch import Tensor
 
-from nanogrpo import checkpoint, config, data, fsdp, grpo, metrics, optim, packing, rewards
+from nanogrpo import config, data, fsdp, grpo, memory, metrics, optim, packing, rewards
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
-from nanogrpo.fsdp import World
 from nanogrpo.model import Decoder
 from nanogrpo.run import Run, setup
+from nanogrpo.state import Saver
+from nanogrpo.world import Stop, World, join
 
 
 def train(cfg: Config, world: World) -> None:
@@ -34,45 +35,50 @@ def train(cfg: Config, world: World) -> None:
     model, optimizer, engine, log = run.model, run.optimizer, run.engine, run.log
     if cfg.eval_steps and run.start == 0:
         evaluate(run, after=0)
-    for step in range(run.start, cfg.max_steps):
-        clock, meter = metrics.Clock(), metrics.Meter()
+    with Saver(cfg, world, model, optimizer, run.tokenizer, run.config) as saver, Stop() as stop:
+        for step in range(run.start, cfg.max_steps):
+            clock, meter = metrics.Clock(), metrics.Meter()
 
-        with clock("sample"):
-            prompts = data.draw(run.prompts, cfg.prompts_per_step, cfg.seed, step)  # a pure function of (seed, step)
-            samples = engine.sample(world.share(prompts), cfg.num_generations, run.sampling, step)  # with their log-probs
-        with clock("score"):
-            score(run, samples)
-            advantages, std = grpo.step_advantages(world.concat([s.reward for s in samples]), cfg)  # of all ranks
-            for sample, advantage in zip(samples, world.share(advantages)):
-                sample.advantage = advantage
+            with clock("sample"):
+                prompts = data.draw(run.prompts, cfg.prompts_per_step, cfg.seed, step)  # a pure function of (seed, step)
+                samples = engine.sample(world.share(prompts), cfg.num_generations, run.sampling, step)  # with their log-probs
+            with clock("score"):
+                score(run, samples)
+                advantages, std = grpo.step_advantages(world.concat([s.reward for s in samples]), cfg)  # of all ranks
+                for sample, advantage in zip(samples, world.share(advantages)):
+                    sample.advantage = advantage
 
-        with clock("train"):
-            updates = pack(run, samples, step)  # the micro-batches of each optimizer step
-            for batch in itertools.chain(*updates):
-                if not cfg.on_policy:  # the ratio is against the weights that sampled: taken before they move
-                    batch.old_logp = logp(model, batch, cfg)
-                if run.reference is not None:
-                    batch.ref_logp = logp(run.reference, batch, cfg)
-            for batches in updates * cfg.num_iterations:
-                for batch in batches:  # gradients accumulate, and are summed over the ranks once
-                    fsdp.sync_gradients(model, batch is batches[-1])
-                    out = model.score(batch, grpo.objective(batch, cfg))
-                    (out.loss * world.size).backward()  # FSDP takes the mean over ranks: this makes it the sum
-                    meter.add(batch, out)
-                rate = optim.learning_rate(step * cfg.updates_per_step + meter.updates, cfg)
-                meter.end_update(optim.clip_and_step(model, optimizer, rate, cfg.max_grad_norm))
-        with clock("sync"):
-            engine.load(model, version=step + 1)
+            with clock("train"):
+                updates = pack(run, samples, step)  # the micro-batches of each optimizer step
+                for batch in itertools.chain(*updates):
+                    if not cfg.on_policy:  # the ratio is against the weights that sampled: taken before they move
+                        batch.old_logp = logp(model, batch, cfg)
+                    if run.reference is not None:
+                        batch.ref_logp = logp(run.reference, batch, cfg)
+                for batches in updates * cfg.num_iterations:
+                    for batch in batches:  # gradients accumulate, and are summed over the ranks once
+                        fsdp.sync_gradients(model, batch is batches[-1])
+                        out = model.score(batch, grpo.objective(batch, cfg))
+                        (out.loss * world.size).backward()  # FSDP takes the mean over ranks: this makes it the sum
+                        meter.add(batch, out)
+                    rate = optim.learning_rate(step * cfg.updates_per_step + meter.updates, cfg)
+                    meter.end_update(optim.clip_and_step(model, optimizer, rate, cfg.max_grad_norm))
+            with clock("sync"):
+                engine.load(model, version=step + 1)
 
-        facts = metrics.facts(samples, world)
-        log.step(step, facts, {**metrics.of_samples(facts, std), **meter.summary(world), "learning_rate": rate}, clock)
-        if cfg.num_completions_to_print and world.main:
-            metrics.print_completions(samples, cfg.num_completions_to_print)
-        last = step + 1 == cfg.max_steps
-        if cfg.eval_steps and (last or (step + 1) % cfg.eval_steps == 0):
-            evaluate(run, after=step + 1)
-        if last or (cfg.save_steps and (step + 1) % cfg.save_steps == 0):
-            checkpoint.save(cfg, step + 1, model, optimizer, run.tokenizer, run.source, world.main)
+            facts = metrics.facts(samples, world)
+            row = {**metrics.of_samples(facts, std), **meter.summary(world), **memory.measured(world), "learning_rate": rate}
+            log.step(step, facts, row, clock)
+            if cfg.num_completions_to_print and world.main:
+                metrics.print_completions(samples, cfg.num_completions_to_print)
+            stopped = world.agree(stop.asked, saver.failure())  # a signal to any rank, or its failed save, is known to all
+            last = step + 1 == cfg.max_steps
+            if cfg.eval_steps and (last or (step + 1) % cfg.eval_steps == 0):
+                evaluate(run, after=step + 1)
+            if last or stopped or (cfg.save_steps and (step + 1) % cfg.save_steps == 0):
+                saver.save(step + 1)  # copies the state; the writing goes on beside the next steps
+            if stopped:
+                break
     engine.close()
 
 
@@ -112,12 +118,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         cfg = config.parse(argv)
         cfg.validate()
-        world = fsdp.start(cfg)
-        train(cfg, world)
-        fsdp.stop()
+        with join(cfg) as world:
+            train(cfg, world)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before the first step: later, it ends the run after the step (world.Stop)
+        return 130
     return 0
 
 

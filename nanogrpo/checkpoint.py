@@ -1,17 +1,14 @@
-"""Hugging Face checkpoints in and out, and the exact state of a run.
+"""Hugging Face checkpoints in and out.
 
-In: a folder or hub id with config.json and safetensors (one file, or shards with an index). Out: a `Decoder`; folders
-`output_dir/checkpoint-N` that transformers and vLLM load as they are, which also hold the optimizer's state and the step, so that
-`--resume` repeats the interrupted run. A folder is written under another name, flushed, and renamed: it is whole or not there.
-Read next: optim.py (whose state is saved), train.py (when).
+In: a folder or hub id with config.json and safetensors (one file, or several with an index). Out: a `Decoder`, whole or sharded;
+folders that transformers and vLLM load as they are. A folder is written under another name, flushed, and renamed: it is whole or
+not there. Read next: state.py (what a run needs beside the weights to be continued).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import logging
 import os
 import re
 import shutil
@@ -22,29 +19,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.model import Decoder, ModelConfig
 from nanogrpo.tokenizer import Tokenizer
 
-log = logging.getLogger("nanogrpo")
-
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# What may differ between a run and its continuation without changing what it computes.
-FREE = {
-    "resume",
-    "output_dir",
-    "max_steps",
-    "save_steps",
-    "save_total_limit",
-    "num_completions_to_print",
-    "max_concurrent",
-    "device",
-}
+MAX_FILE_BYTES = 5 * 10**9  # of weights in one safetensors file, as transformers splits them
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------------
@@ -200,139 +184,52 @@ def _flush(path: Path) -> None:
         os.close(fd)
 
 
-def export(model: Decoder, folder: Path, tokenizer: Tokenizer | None = None, source: Path | None = None) -> None:
-    """Writes config.json, model.safetensors and the tokenizer's files into an existing folder.
+def export(model: Decoder, folder: Path, tokenizer: Tokenizer | None = None, config: dict | None = None) -> None:
+    """Writes a model into an existing folder, in its own dtype; sharded ones are gathered, so every rank must call."""
+    write_model(host_weights(model), config or model.cfg.to_dict(), folder, tokenizer)
 
-    With `source`, the checkpoint that training started from, the fields of its config.json that we do not read are kept.
+
+@torch.no_grad()
+def host_weights(model: Decoder, dtype: torch.dtype | None = None, keep: bool = True) -> dict[str, Tensor]:
+    """Copies of the whole weights in host memory, without a tied head.
+
+    Sharded ones are gathered one by one, so every rank must call; where `keep` is off they are dropped again at once.
     """
-    write_model(gathered_weights(model), model.cfg, folder, tokenizer, source)
+    out: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():  # a tied head is the embedding, under whose name it comes first
+        p = p.detach()
+        full = p.full_tensor() if isinstance(p, DTensor) else p
+        if keep:
+            out[name] = full.to("cpu", dtype or p.dtype, copy=True).contiguous()
+    return out
 
 
-def gathered_weights(model: Decoder) -> dict[str, Tensor]:
-    """The whole weights on the host, without a tied head; sharded ones are gathered one by one, so every rank must call."""
-    names = [n for n in model.state_dict() if not (model.cfg.tie_word_embeddings and n == "lm_head.weight")]
-    state = model.state_dict()
-    return {n: whole(state[n]).contiguous() for n in names}
+def write_model(weights: dict[str, Tensor], config: dict, folder: Path, tokenizer: Tokenizer | None = None) -> None:
+    """Writes config.json, the weights, and the tokenizer's files into an existing folder.
 
-
-def whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
-
-
-def write_model(
-    weights: dict[str, Tensor], cfg: ModelConfig, folder: Path, tokenizer: Tokenizer | None = None, source: Path | None = None
-) -> None:
-    config = read_json(source / "config.json") if source else cfg.to_dict()
-    config["dtype"] = config["torch_dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    config: the fields of config.json; of a model that was loaded, all of the source's, also those that we do not read.
+    """
+    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n")
+    parts: list[dict[str, Tensor]] = [{}]
+    for name, tensor in weights.items():
+        if parts[-1] and sum(t.nbytes for t in parts[-1].values()) + tensor.nbytes > MAX_FILE_BYTES:
+            parts.append({})
+        parts[-1][name] = tensor
+    names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+    for file, part in zip(names if len(parts) > 1 else [WEIGHTS], parts):
+        save_file(part, folder / file, metadata={"format": "pt"})
+    if len(parts) > 1:
+        index = {
+            "metadata": {"total_size": sum(t.nbytes for t in weights.values())},
+            "weight_map": {name: file for file, part in zip(names, parts) for name in part},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if tokenizer:
         tokenizer.save(folder)
 
 
-def save(
-    cfg: Config,
-    step: int,
-    model: Decoder,
-    optimizer: torch.optim.Optimizer,
-    tokenizer: Tokenizer,
-    source: Path,
-    main: bool = True,
-) -> Path:
-    """Writes `output_dir/checkpoint-{step}`, the state after `step` finished steps, and drops the oldest beyond the limit."""
-    final = Path(cfg.output_dir) / f"checkpoint-{step}"
-    weights, moments = gathered_weights(model), _optimizer_tensors(model, optimizer)
-    if not main:
-        return final
-    with written_whole(final) as folder:
-        write_model(weights, model.cfg, folder, tokenizer, source)
-        save_file(moments, folder / "optimizer.safetensors")
-        (folder / "state.json").write_text(json.dumps({"step": step, "config": dataclasses.asdict(cfg)}, indent=2) + "\n")
-    for old in checkpoints(cfg)[: -cfg.save_total_limit] if cfg.save_total_limit else []:
-        shutil.rmtree(old)
-    return final
-
-
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's moments under the parameters' names: `exp_avg.model.norm.weight`, …"""
-    names = {p: n for n, p in model.named_parameters()}
-    return {f"{key}.{names[p]}": whole(value) for p, state in optimizer.state.items() for key, value in state.items()}
-
-
-# --- resuming -----------------------------------------------------------------------------------------------------------------
-
-
-def checkpoints(cfg: Config) -> list[Path]:
+def checkpoints(output_dir: str) -> list[Path]:
     """The finished checkpoints of a run, oldest first."""
-    found = [p for p in Path(cfg.output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
+    found = [p for p in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
     return sorted(found, key=lambda p: int(p.name.split("-")[1]))
-
-
-def check_output(cfg: Config) -> None:
-    """Refuses an output folder that holds another run, unless it is to be continued."""
-    folder = Path(cfg.output_dir)
-    if not cfg.resume and ((folder / "metrics.jsonl").exists() or checkpoints(cfg)):
-        raise UserError(f"--output-dir {folder} already holds a run: continue it with --resume or choose another folder.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
-    except OSError as e:
-        raise UserError(f"--output-dir {folder} cannot be written ({e.strerror}): choose another folder.") from e
-
-
-def resume(cfg: Config, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
-    """Restores the last checkpoint, if there is one; returns the number of finished steps.
-
-    A folder that was not finished is removed. A finished one that cannot be read is an error and not skipped in silence: the
-    steps since the one before it would be lost, which is for the user to decide.
-    """
-    if not cfg.resume:
-        return 0
-    for leftover in Path(cfg.output_dir).glob(".checkpoint-*.tmp"):
-        log.warning("removed %s: the run ended while this checkpoint was being written", leftover)
-        shutil.rmtree(leftover)
-    found = checkpoints(cfg)
-    if not found:
-        return 0
-    with _readable(found[-1]):
-        state = read_json(found[-1] / "state.json")
-        if not (isinstance(state.get("step"), int) and isinstance(state.get("config"), dict)):
-            raise UserError("state.json lacks the step or the options")
-    now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # tuples become lists, as in the file
-    free = FREE if cfg.lr_scheduler_type == "constant" else FREE - {"max_steps"}
-    for name, value in state["config"].items():
-        if name not in free and now.get(name) != value:
-            raise UserError(
-                f"--resume: {found[-1]} was written with {name} = {value}, now it is {now.get(name)}: give the same options."
-            )
-    with _readable(found[-1]):
-        load_weights(model, found[-1])
-        _load_optimizer(model, optimizer, found[-1] / "optimizer.safetensors")
-    return state["step"]
-
-
-@contextlib.contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (UserError, SafetensorError, OSError) as e:
-        reason = str(e).rstrip(".")
-        raise UserError(f"--resume: {folder} is damaged ({reason}): remove it to continue from the one before it.") from e
-
-
-def _load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> None:
-    """The inverse of `_optimizer_tensors`. All parameters have a state or, before the first update, none has."""
-    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    wanted = {f"{kind}.{n}": (p, kind) for n, p in parameters.items() for kind in ("step", "exp_avg", "exp_avg_sq")}
-    with safe_open(file, framework="pt") as f:
-        found = set(f.keys())
-        if found and found != set(wanted):
-            raise UserError(f"{file.name} belongs to other weights: {min(found ^ set(wanted))} is in one of them only")
-        for key in found:
-            p, kind = wanted[key]
-            tensor = f.get_tensor(key)
-            if kind != "step" and tensor.shape != p.shape:
-                raise UserError(f"{file.name}: {key} has shape {tuple(tensor.shape)}, its parameter {tuple(p.shape)}")
-            optimizer.state[p][kind] = tensor.to(p.device)  # the step counter too: the fused AdamW wants it there

@@ -68,6 +68,10 @@ class Config:
     save_total_limit: int = 2  # checkpoints kept, the newest ones; 0: all
     num_completions_to_print: int = 0  # completions shown in a table after each step; 0: none
     # --- machine
+    gradient_checkpointing: str = "none"  # compute again in the backward: none, full, selective (not the costly operations)
+    torch_compile: bool = False  # compile each block; the first steps take minutes longer
+    torch_compile_backend: str = "inductor"  # or another that torch knows, such as aot_eager, which needs no C compiler
+    cpu_offload: bool = False  # masters, gradients and moments in host memory; each block is sent when it computes
     reshard_after_forward: bool = True  # give gathered blocks back after the forward (ZeRO-3); no: keep them (ZeRO-2)
     ddp_timeout: int = 600  # seconds after which a rank that does not answer is given up
     seed: int = 0  # of everything: a run is a pure function of its seed on a CPU
@@ -135,6 +139,11 @@ class Config:
             not c.reward_weights or len(c.reward_weights) == len(c.reward_funcs),
             f"--reward-weights has {len(c.reward_weights)} values for {len(c.reward_funcs)} reward functions: give one each.",
         )
+        require(
+            not (c.torch_compile and c.gradient_checkpointing == "selective"),
+            "--gradient-checkpointing selective does not go with --torch-compile, which itself chooses what to recompute: use "
+            "full or none.",
+        )
         require(bool(c.reward_funcs), "--reward-funcs is empty: without a reward there is nothing to learn.")
 
 
@@ -142,6 +151,7 @@ CHOICES = {
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"),
     "scale_rewards": ("group", "batch", "none"),
     "lr_scheduler_type": ("constant", "linear", "cosine"),
+    "gradient_checkpointing": ("none", "full", "selective"),
     "device": ("auto", "cpu", "cuda"),
 }
 POSITIVE = (

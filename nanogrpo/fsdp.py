@@ -1,131 +1,134 @@
-"""Many processes: who is here, what they tell each other, and the model cut into shards (FSDP2). Everything from outside the
-model.
+"""The model cut into shards (FSDP2), and what else is done to it from outside: activation checkpointing, torch.compile.
 
-In: the environment that torchrun sets, a model. Out: a `World`; the same model with its parameters sharded. One process without
-torchrun is a world of one and needs none of it, so the loop is written once.
+In: a model whose weights are not yet there, the world. Out: the same model, its parameters DTensors: every rank holds 1/n of
+each, as float32 masters. A block is gathered just before it computes, in the dtype it computes in, and given back after:
 
-What the ranks share in a step, in order: each other's rewards and sizes (a few numbers a sample: they fix the baseline, the token
-count and the plan), the samples that the plan moves, and inside the model the shards themselves. The gradient is then that of
-one process: every loss is divided by the token count of the whole step, and the sum over ranks is taken, never a mean of means.
-Read next: packing.py (the plan), train.py.
+    forward     gather block 0 │ compute 0 ∥ gather 1 │ compute 1 ∥ gather 2 │ …            (∥: on a stream of its own)
+    backward    … │ compute 1 ∥ gather 0 ∥ sum over ranks and scatter the gradients of 2 │ …
+
+The gradient is that of one process: every loss is divided by the token count of the whole step (packing.py), and the sum over
+ranks is taken, never a mean of means. Read next: optim.py (the step), state.py (how shards are saved).
 """
 
 from __future__ import annotations
 
-import datetime
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import functools
+import itertools
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from nanogrpo.batch import Sample
 from nanogrpo.config import Config
-from nanogrpo.errors import UserError
-from nanogrpo.model import Decoder
+from nanogrpo.model import Attend, Block, Decoder
+from nanogrpo.world import World
+
+aten = torch.ops.aten
+# What selective checkpointing keeps: the results of matrix products and of attention, which cost most to make again. What lies
+# between them (norms, rotation, SwiGLU) is cheap to repeat but makes up most of the memory.
+KEPT = {
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default),
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+}
+KEPT_NAMES = ("varlen_attn", "flash_attn")  # custom ops: registered when their packages are first imported
 
 
-@dataclass(frozen=True)
-class World:
-    """The processes of a run. Example, the second of four: World(rank=1, size=4, device=cuda:1)"""
+def prepare(model: Decoder, world: World, cfg: Config) -> None:
+    """Everything, in the order that works: compilation innermost, recomputation around it, sharding outermost.
 
-    rank: int
-    size: int
-    device: torch.device
-
-    @property
-    def main(self) -> bool:
-        """The rank that writes and talks."""
-        return self.rank == 0
-
-    def share(self, items: Sequence) -> Sequence:
-        """This rank's part of a list that all ranks hold: a run of equal length (the last may be shorter)."""
-        part = -(-len(items) // self.size)
-        return items[self.rank * part : (self.rank + 1) * part]
-
-    def gather(self, mine: Any) -> list:
-        """What every rank gave, in the order of ranks, on every rank."""
-        if self.size == 1:
-            return [mine]
-        everyone: list = [None] * self.size
-        dist.all_gather_object(everyone, mine)
-        return everyone
-
-    def concat(self, mine: list) -> list:
-        """The ranks' lists, one behind the other."""
-        return [item for part in self.gather(mine) for item in part]
-
-    def exchange(self, mine: Sequence[Sample], wanted: Sequence[set[int]]) -> Mapping[int, Sample]:
-        """The samples that this rank trains, by their index in the generation. Only those that change rank are sent.
-
-        mine: the samples this rank drew, a run of the generation in the order of ranks; wanted[r]: the indices that rank r
-        trains.
-        """
-        start = sum(self.gather(len(mine))[: self.rank])
-        own = dict(enumerate(mine, start))
-        moving = {i: own[i] for i in own.keys() - wanted[self.rank]}
-        for given in self.gather(moving):
-            own |= given
-        return {i: own[i] for i in wanted[self.rank]}
-
-    def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
-        return any(self.gather(flag))
+    FSDP's hooks, which gather a block, then run once around both passes over its forward, and the compiler never sees them.
+    """
+    for block in model.model.layers:
+        # `forward` is replaced on the instance: no wrapper module, so parameters keep their names for checkpoints.
+        if cfg.torch_compile:
+            block.forward = _compiled(block, cfg.torch_compile_backend)
+        if cfg.gradient_checkpointing != "none":
+            block.forward = _recomputed(block.forward, cfg.gradient_checkpointing)
+    shard(model, world, cfg)
 
 
-def start(cfg: Config) -> World:
-    """Joins the process group that torchrun describes; without torchrun, a world of one."""
-    cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
-    rank, size, local = (
-        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    )
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
-    if "WORLD_SIZE" in os.environ:
-        try:
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
-        except (dist.DistError, RuntimeError, ValueError) as e:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise UserError(
-                f"rank {rank} could not join the {size} processes at {where} within {cfg.ddp_timeout} s ({e})."
-            ) from e
-    elif cuda:  # FSDP2 also computes in bfloat16 from float32 masters, which one GPU wants as much as eight
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    return World(rank, size, device)
+class _Opaque:
+    """`attend`, called without being traced: its kernels are compiled already, and its bounds change with every strip."""
+
+    def __init__(self, attend: Attend):
+        self.attend = attend
+
+    @torch.compiler.disable
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(layer, q, k, v)
 
 
-def stop() -> None:
-    """Leaves the process group. The barrier first: gloo aborts a process whose peer has already torn down its connections."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+def _compiled(block: Block, backend: str):
+    """A block's forward in two graphs, before and after attention, that all blocks and all strips share.
+
+    Lengths are symbols (dynamic). But a module's numbers are constants to the compiler: with the layer's in it, each block would
+    be another graph, and beyond the eighth none at all. Attention in training does not ask for it, so here every block is 0.
+    """
+    block.self_attn.layer = 0
+    forward = torch.compile(block.forward, dynamic=True, backend=backend)
+
+    def run(x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        return forward(x, cos, sin, _Opaque(attend))
+
+    return run
+
+
+def _recomputed(forward, kind: str):
+    """`forward`, whose intermediate results are computed again in the backward instead of being kept."""
+    options: dict = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout whose state could matter
+    if kind == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+    @functools.wraps(forward)
+    def run(*args):
+        return checkpoint(forward, *args, **options) if torch.is_grad_enabled() else forward(*args)
+
+    return run
+
+
+def _policy(_context, op, *_args, **_kwargs) -> CheckpointPolicy:
+    kept = op in KEPT or any(name in str(op) for name in KEPT_NAMES)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def shard(model: Decoder, world: World, cfg: Config) -> None:
     """Cuts the parameters over the ranks: one unit a block, one for an untied head, the rest at the root.
 
-    Float32 masters; on GPUs bfloat16 compute and float32 reduction. A tied head is the embedding: both belong to the root,
-    whose parameters stay gathered between forward and backward. `cast_forward_inputs` would turn the float32 rotary angles into
-    bfloat16.
+    Float32 masters; on GPUs bfloat16 compute and float32 reduction. `cast_forward_inputs` would turn the float32 rotary angles
+    into bfloat16. A tied head is the embedding: both belong to the root, whose parameters stay gathered between forward and
+    backward; a unit of its own would gather the one matrix twice and see its gradient come from two places.
     """
     if not dist.is_initialized():
         return
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options: dict = {"mp_policy": policy} if world.device.type == "cuda" else {}
-    for block in model.model.layers:
+    options: dict = {}
+    if world.device.type == "cuda":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        if cfg.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+    blocks = list(model.model.layers)
+    for block in blocks:
         fully_shard(block, reshard_after_forward=cfg.reshard_after_forward, **options)
     if not model.cfg.tie_word_embeddings:
         fully_shard(model.lm_head, reshard_after_forward=False, **options)  # its backward follows its forward at once
     fully_shard(model, reshard_after_forward=False, **options)
+    # FSDP2 gathers ahead by itself, but only when the host reaches the next block. Packed strips make the host wait (their
+    # bounds are read back), so the next gather is asked for before: one block ahead, in the order of each pass.
+    for block, following in itertools.pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+
+
+def home(world: World, cfg: Config) -> torch.device:
+    """Where the shards live."""
+    return torch.device("cpu") if cfg.cpu_offload else world.device
 
 
 def sync_gradients(model: nn.Module, on: bool) -> None:
     """Off for all but the last micro-batch of a step: gradients accumulate unsharded, and are reduced once."""
-    if hasattr(model, "set_requires_gradient_sync"):
+    if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)

@@ -11,14 +11,22 @@ from nanogrpo.config import Config
 
 
 def make_optimizer(model: nn.Module, cfg: Config) -> torch.optim.AdamW:
-    """AdamW in the parameters' own precision (float32 masters); weight decay on matrices only, not on norms and biases."""
-    parameters = list(model.parameters())
+    """AdamW in the parameters' own precision (float32 masters); weight decay on matrices only, not on norms and biases.
+
+    Fused: one kernel for all tensors instead of a dozen for each. Its state, as zeros, exists from the start and not from the
+    first step: what does not fit fails before the first sample is drawn, and a checkpoint is read straight into it.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     betas = (cfg.adam_beta1, cfg.adam_beta2)
-    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, fused=True)
+    for p in parameters:  # as AdamW itself would make it: the counter a float32 on the parameter's device, the moments sharded
+        step = torch.zeros((), dtype=torch.float32, device=p.device)
+        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer
 
 
 def learning_rate(update: int, cfg: Config) -> float:

@@ -1,7 +1,7 @@
 """The parts of a run, built and checked before the first expensive step.
 
 In: the options and the world. Out: a `Run`, which the loop in train.py uses. Every mistake of the user's that can be seen before
-training is told here, in one sentence. Read next: checkpoint.py, local_engine.py.
+training is told here, in one sentence. Read next: checkpoint.py, state.py, local_engine.py.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from nanogrpo import checkpoint, data, fsdp, metrics, optim, rewards, tasks
+from nanogrpo import checkpoint, data, fsdp, memory, metrics, optim, rewards, state, tasks
 from nanogrpo.batch import Prompt
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
-from nanogrpo.fsdp import World
 from nanogrpo.local_engine import LocalEngine
 from nanogrpo.model import Decoder
 from nanogrpo.rollout import Engine, SamplingParams
 from nanogrpo.tokenizer import Tokenizer
+from nanogrpo.world import World
 
 
 @dataclasses.dataclass
@@ -28,7 +28,7 @@ class Run:
 
     cfg: Config
     world: World
-    source: Path  # the checkpoint that training started from
+    config: dict  # config.json of the checkpoint that training started from
     tokenizer: Tokenizer
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
@@ -45,17 +45,22 @@ class Run:
 def setup(cfg: Config, world: World) -> Run:
     """Checks every input before the first expensive step, then builds the parts."""
     check_world(cfg, world)
-    checkpoint.check_output(cfg)
+    state.check_output(cfg, world)
     source = checkpoint.locate(cfg.model)
+    raw = checkpoint.read_json(source / "config.json")
     tokenizer = Tokenizer.from_pretrained(source)
     reward_funcs = rewards.load_functions(cfg.reward_funcs)
-    model = load_sharded(source, world, cfg)
-    context = model.cfg.max_position_embeddings
-    prompts, eval_prompts = load_prompts(cfg, tokenizer, context)
-    reference = load_sharded(source, world, cfg).requires_grad_(False) if cfg.beta else None
-    optimizer = optim.make_optimizer(model, cfg)
-    start = checkpoint.resume(cfg, model, optimizer)
+    model = checkpoint.empty_model(source)
+    check_vocabulary(tokenizer, model)
+    prompts, eval_prompts = load_prompts(cfg, tokenizer, model.cfg.max_position_embeddings)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts)
+    memory.check(model, cfg, world, longest)
+    load_sharded(model, source, world, cfg)
+    reference = None
+    if cfg.beta:
+        reference = load_sharded(checkpoint.empty_model(source), source, world, cfg).requires_grad_(False)
+    optimizer = optim.make_optimizer(model, cfg)
+    start = state.resume(cfg, world, model, optimizer)
     engine = LocalEngine(model.cfg, max_len=longest + cfg.max_completion_length, slots=cfg.max_concurrent, device=world.device)
     engine.load(model, version=start)
     sampling = SamplingParams(
@@ -68,7 +73,7 @@ def setup(cfg: Config, world: World) -> Run:
         seed=cfg.seed,
     )
     log = metrics.Log(cfg, world, start)
-    parts = (source, tokenizer, prompts, eval_prompts, reward_funcs, model, reference, optimizer, engine, sampling, log, start)
+    parts = (raw, tokenizer, prompts, eval_prompts, reward_funcs, model, reference, optimizer, engine, sampling, log, start)
     return Run(cfg, world, *parts)
 
 
@@ -80,11 +85,19 @@ def check_world(cfg: Config, world: World) -> None:
         )
 
 
-def load_sharded(source: Path, world: World, cfg: Config) -> Decoder:
-    """The model of a checkpoint, cut over the ranks before its weights are read: no rank holds more than its part."""
-    model = checkpoint.empty_model(source)
-    fsdp.shard(model, world, cfg)
-    model.to_empty(device=world.device)
+def check_vocabulary(tokenizer: Tokenizer, model: Decoder) -> None:
+    """A model may have more rows than its tokenizer has ids (padding), but not fewer: a lookup would read past the table."""
+    if tokenizer.vocab_size > model.cfg.vocab_size:
+        raise UserError(
+            f"tokenizer.json has ids up to {tokenizer.vocab_size - 1} but config.json a vocab_size of {model.cfg.vocab_size}: "
+            "take the tokenizer that belongs to the weights."
+        )
+
+
+def load_sharded(model: Decoder, source: Path, world: World, cfg: Config) -> Decoder:
+    """Gives an empty model its weights, cut over the ranks before they are read: no rank ever holds more than its part."""
+    fsdp.prepare(model, world, cfg)
+    model.to_empty(device=fsdp.home(world, cfg))
     model.tie()
     checkpoint.load_weights(model, source)
     return model

@@ -1,0 +1,158 @@
+"""What a run needs of memory, told before anything is allocated, and refused when it cannot fit.
+
+In: the model's sizes, the options, the number of ranks. Out: a table in bytes for one rank, and how much there is.
+
+With n parameters, of which a block has n_b and the rest (embedding, head, norms) n_r, on W ranks, computing in b bytes a number
+(2 on a GPU, 4 on a CPU), strips of T tokens:
+
+    parameters     4·n/W                      float32 masters
+    optimizer      8·n/W                      two float32 moments
+    gradients      4·n/W, or 4·n + 4·n/W      the latter when they accumulate, unsharded, over several micro-batches
+    gathered       b·(n_r + 2·n_b), or b·n    what FSDP holds whole at a time: the root, one block and the next; or all (ZeRO-2)
+    activations    T · per_token              by layer: see `activation_bytes`
+    logits         b·C·V + 4·V·D              one chunk of C rows, and the head's gradient in float32
+    engine         b·n + KV cache             its own copy of the weights, and 2·b·K·E a layer for each slot and position
+    reference      4·n/W                      only with beta > 0; its root stays gathered too
+
+Ahead of a run nobody knows how long completions will be: they are taken at their longest. Read next: metrics.py, which logs the
+peak that was measured (`memory/peak_gib`), test_memory.py, which holds the estimates against real tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nanogrpo import ops
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError
+from nanogrpo.model import Decoder, ModelConfig
+from nanogrpo.world import World
+
+log = logging.getLogger("nanogrpo")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. Example: Row("optimizer", 4_768_000_000, on_host=True)"""
+
+    name: str
+    bytes: int
+    on_host: bool = False  # in the machine's memory although the run computes on a GPU
+
+
+def activation_bytes(c: ModelConfig, item: int, kind: str) -> tuple[int, int]:
+    """What the backward needs of one token: (bytes that each layer keeps, bytes of a layer that is computed again).
+
+    Counted from Block.forward, each tensor where autograd keeps it: 4·D (input and output of two norms), q before and after
+    norm and rotation, k likewise, v, attention's result (and its copy that o_proj reads), gate, up, silu(gate), their product.
+    """
+    D, F = c.hidden_size, c.intermediate_size
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    norms = 2 if c.model_type == "qwen3" else 1  # copies of q and k: before the norm, and rotated
+    statistics = 4 * (2 + 2 * c.num_attention_heads + c.num_key_value_heads)  # float32: one a norm, one a head's softmax
+    everything = item * (4 * D + (norms + 2) * q + (norms + 1) * kv + 4 * F) + statistics
+    if kind == "none":
+        return everything, 0
+    if kind == "full":
+        return item * D, everything
+    results = item * (3 * D + 2 * q + 2 * kv + 2 * F) + 4 * c.num_attention_heads  # the block's input, and fsdp.KEPT
+    return results, everything
+
+
+def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[int, bool]:
+    """Tokens of a rank's largest micro-batch, and whether an update may need several of them."""
+    prompts = -(-cfg.prompts_per_step // (cfg.steps_per_generation * world_size))
+    completions = cfg.num_generations * (cfg.max_completion_length - 1)
+    copies = 1 if cfg.share_prompts else cfg.num_generations
+    in_all = prompts * (copies * longest_prompt + completions)
+    sample = longest_prompt + cfg.max_completion_length - 1  # one that exceeds the budget has a strip of its own
+    return max(min(in_all, cfg.token_budget), sample), in_all > cfg.token_budget
+
+
+def table(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> list[Row]:
+    """The estimate for one rank, from shapes alone: the model may be on the meta device."""
+    c, W = model.cfg, world.size
+    sharded = dist.is_initialized()
+    item = 2 if world.device.type == "cuda" else 4
+    n = sum(p.numel() for p in model.parameters())
+    block = sum(p.numel() for p in model.model.layers[0].parameters())
+    root = n - block * c.num_hidden_layers
+    T, several = longest_strip(cfg, W, longest_prompt)
+    kept, again = activation_bytes(c, item, cfg.gradient_checkpointing)
+    rows = min(T, ops.default_chunk(c.vocab_size, torch.bfloat16 if item == 2 else torch.float32, world.device))
+    positions = longest_prompt + cfg.max_completion_length
+    cache = 2 * item * c.num_hidden_layers * cfg.max_concurrent * c.num_key_value_heads * positions * c.head_dim
+    away = cfg.cpu_offload and world.device.type == "cuda"
+    out = [
+        Row("parameters", 4 * n // W, away),
+        Row("optimizer", 8 * n // W, away),
+        Row("gradients", 4 * n // W, away),
+    ]
+    if sharded:
+        if several:
+            out.append(Row("gradients, summed before they are reduced", 4 * n))
+        out.append(Row("gathered by FSDP", item * (root + 2 * block if cfg.reshard_after_forward else n)))
+    if cfg.beta:
+        out.append(Row("reference model", 4 * n // W + (item * root if sharded else 0), away))
+    out += [
+        Row(f"activations of {T:,} tokens", T * (c.num_hidden_layers * kept + again + 3 * item * c.hidden_size)),
+        Row(f"logits of {rows:,} tokens", item * rows * c.vocab_size + 4 * c.vocab_size * c.hidden_size),
+        Row("engine: weights", item * n),
+        Row(f"engine: cache of {cfg.max_concurrent} × {positions:,} tokens", cache),
+    ]
+    return out
+
+
+def capacity(world: World) -> tuple[int, int]:
+    """(bytes on the device, bytes of host memory) for one rank. Ranks of one machine share its memory."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")  # a container's share, where there is one
+    if limit.exists() and limit.read_text().strip().isdecimal():
+        host = min(host, int(limit.read_text()))
+    host //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_properties(world.device).total_memory, host
+    return host, host
+
+
+def shown(n: int) -> str:
+    """1536 → "1.5 KiB"."""
+    size, units = float(n), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.1f} {units[0]}" if units[0] != "B" else f"{n} B"
+
+
+def check(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> None:
+    """Prints the table on rank 0; raises UserError where the sum exceeds what there is."""
+    rows = table(model, cfg, world, longest_prompt)
+    places = [("the GPU", capacity(world)[0], False), ("this machine", capacity(world)[1], True)]
+    if world.device.type == "cpu":
+        places = [("this machine", capacity(world)[0], False)]
+    for place, there, on_host in places:
+        some = [row for row in rows if row.on_host == on_host]
+        needed = sum(row.bytes for row in some)
+        if not some:
+            continue
+        log.info("memory of a process on %s, estimated: %s of %s", place, shown(needed), shown(there))
+        for row in some:
+            log.info("  %9s  %s", shown(row.bytes), row.name)
+        if needed > there:
+            sizes = ", ".join(f"{row.name} {shown(row.bytes)}" for row in sorted(some, key=lambda row: -row.bytes)[:4])
+            raise UserError(
+                f"a process needs {shown(needed)} of memory but {place} has {shown(there)} for it ({sizes}, …): lower "
+                "--token-budget or --max-concurrent, use --gradient-checkpointing full or --cpu-offload, or more processes."
+            )
+
+
+def measured(world: World) -> dict[str, float]:
+    """The most that tensors took on this rank's GPU so far, in GiB; nothing on a CPU, where nobody counts."""
+    if world.device.type != "cuda":
+        return {}
+    return {"memory/peak_gib": torch.cuda.max_memory_allocated(world.device) / 2**30}

@@ -1,0 +1,280 @@
+"""The exact state of a run: written while training goes on, restored bit for bit, on any number of ranks.
+
+In: model and optimizer, whole or sharded. Out: folders of output_dir, each of them a checkpoint that transformers loads:
+
+    checkpoint-N/
+        config.json  model*.safetensors  tokenizer.json …    the weights in the dtype of the base model (checkpoint.py)
+        state.json                                           finished steps, options, number of ranks
+        state/__0_0.distcp  __1_0.distcp …  .metadata        float32 masters and AdamW's moments: a file a rank
+
+What is not here needs no saving: data, random streams and the learning rate are functions of the step.
+
+    every rank   copies its shards to the host ─┬─ trains on
+                                                └─ writes its file of state/ ──────────────┐
+    rank 0       gathers the weights to the host ── writes them, waits for all files of state/ ── flushes, renames
+
+Read before: checkpoint.py. Read next: optim.py (whose state is saved), train.py (when).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import logging
+import shutil
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import FSDPModule
+
+from nanogrpo import checkpoint
+from nanogrpo import world as processes
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError
+from nanogrpo.model import Decoder
+from nanogrpo.tokenizer import Tokenizer
+from nanogrpo.world import World
+
+log = logging.getLogger("nanogrpo")
+
+# What may differ between a run and its continuation without changing what it computes.
+FREE = {"resume", "output_dir", "max_steps", "save_steps", "save_total_limit", "num_completions_to_print", "max_concurrent"}
+FREE |= {"device", "ddp_timeout", "gradient_checkpointing", "cpu_offload", "reshard_after_forward"}
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Masters and moments by name, and the number of updates: the tensors themselves, to write or to read into.
+
+    Of a sharded model they are DTensors, which know their place in the whole: so another number of ranks finds its parts.
+    """
+    for module in model.modules():  # after a forward without a backward the root is still gathered, and its shards hidden
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    out: dict[str, Tensor] = {}
+    for name, p in model.named_parameters():
+        moments = optimizer.state[p]
+        out |= {f"master.{name}": p.detach(), f"exp_avg.{name}": moments["exp_avg"], f"exp_avg_sq.{name}": moments["exp_avg_sq"]}
+        out.setdefault("updates", moments["step"])  # one count for all: each update moves every parameter
+    return out
+
+
+# --- writing ------------------------------------------------------------------------------------------------------------------
+
+
+class Saver:
+    """Writes checkpoints beside training, one at a time: `with Saver(…) as saver: … saver.save(step)`.
+
+    A save that fails is told at the end of the next step (`failure`), when the ranks speak to each other anyway. Leaving the
+    block waits for the last one.
+    """
+
+    def __init__(
+        self, cfg: Config, world: World, model: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, config: dict
+    ):
+        """config: config.json of the base model, as it was read at the start: its folder may be gone when we save."""
+        self.cfg, self.world, self.model, self.optimizer, self.tokenizer, self.config = (
+            *(cfg, world, model, optimizer),
+            *(tokenizer, config),
+        )
+        named = str(config.get("dtype", config.get("torch_dtype")))
+        self.dtype = torch.bfloat16 if named == "bfloat16" else torch.float32  # float16 could not hold every master
+        # The threads that write talk to each other while the main ones do: so they need a group of their own.
+        timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="saver")
+        self.job: Future | None = None
+        self.final = Path()
+
+    def __enter__(self) -> Saver:
+        processes.unfinished.append(self.wait)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self.finish()
+            else:  # this rank has failed: what all have begun to write is completed, and no collective of the main group begun
+                self.wait()
+        finally:
+            processes.unfinished.remove(self.wait)
+            self.pool.shutdown(wait=False)
+
+    def save(self, step: int) -> None:
+        """Begins `checkpoint-{step}`, the state after `step` finished steps. Returns when the weights may change again."""
+        self.finish()
+        self.final = Path(self.cfg.output_dir).absolute() / f"checkpoint-{step}"
+        with contextlib.ExitStack() as stack:
+            # All ranks write into the folder that rank 0 makes, so none may begin before it is there: `once` is a barrier too.
+            folder = self.world.once(lambda: stack.enter_context(checkpoint.written_whole(self.final)))
+            weights = checkpoint.host_weights(self.model, self.dtype, keep=self.world.main)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*single process.*")  # as asked: without a group there is one
+                shards = dcp.async_save(
+                    tensors(self.model, self.optimizer),
+                    checkpoint_id=folder / "state",
+                    process_group=self.group,
+                    no_dist=self.group is None,
+                )
+            assert isinstance(shards, Future)  # the copies are complete, and the rest is under way
+            written = stack.pop_all()
+            self.job = self.pool.submit(self._write, written, folder, weights, step, shards) if self.world.main else shards
+
+    def _write(self, written: contextlib.ExitStack, folder: Path, weights: dict[str, Tensor], step: int, shards: Future) -> None:
+        """Rank 0's thread. Leaving `written` renames the folder, or removes it where anything failed."""
+        with written:
+            try:
+                checkpoint.write_model(weights, self.config, folder, self.tokenizer)
+                row = {"step": step, "processes": self.world.size, "config": dataclasses.asdict(self.cfg)}
+                (folder / "state.json").write_text(json.dumps(row, indent=2) + "\n")
+            finally:
+                wait([shards])  # all ranks' files, or none: the others must not write into a folder that is being removed
+            shards.result()
+        for old in checkpoint.checkpoints(self.cfg.output_dir)[: -self.cfg.save_total_limit or None]:
+            if self.cfg.save_total_limit:
+                shutil.rmtree(old)
+
+    def wait(self) -> None:
+        if self.job is not None:
+            wait([self.job])
+
+    def failure(self) -> UserError | None:
+        """What went wrong with a save that has ended, told once; None while it is under way, or when it is whole."""
+        if self.job is None or not self.job.done():
+            return None
+        job, self.job = self.job, None
+        error = job.exception()
+        if error is None or isinstance(error, UserError):
+            return error
+        return UserError(
+            f"{self.final} could not be written ({reason(error)}): make room or choose another folder; earlier checkpoints "
+            "are whole."
+        )
+
+    def finish(self) -> None:
+        """Waits for the save under way; a failure of any rank is raised on all. Every rank must call."""
+        self.wait()
+        self.world.agree(error=self.failure())
+
+
+def reason(error: BaseException) -> str:
+    """One line of an exception; of those that torch.distributed.checkpoint gathers from the ranks, the first."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
+    named = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
+    return f"{(lines or [type(error).__name__])[0].rstrip('.')}{named}"
+
+
+# --- the folder of a run ------------------------------------------------------------------------------------------------------
+
+
+def check_output(cfg: Config, world: World) -> None:
+    """Refuses an output folder that holds another run, that cannot be written, or that is not the same one for every rank."""
+    folder = Path(cfg.output_dir)
+    mark = folder / ".writable"
+
+    def claim() -> None:
+        if not cfg.resume and ((folder / "metrics.jsonl").exists() or checkpoint.checkpoints(cfg.output_dir)):
+            raise UserError(f"--output-dir {folder} already holds a run: continue it with --resume or choose another folder.")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as e:
+            raise UserError(f"--output-dir {folder} cannot be written ({e.strerror}): choose another folder.") from e
+
+    world.once(claim)
+    error = None
+    if not mark.exists():
+        error = UserError(f"--output-dir {folder} is another folder for rank {world.rank}: choose one that all machines share.")
+    world.agree(error=error)
+    world.once(mark.unlink)
+
+
+def clean(cfg: Config) -> None:
+    """Removes what a killed run was still writing, with a sentence."""
+    folder = Path(cfg.output_dir)
+    for leftover in folder.glob(".checkpoint-*.tmp"):
+        log.warning("removed %s: the run ended while this checkpoint was being written", leftover)
+        shutil.rmtree(leftover)
+    for old in folder.glob(".checkpoint-*.old"):  # replaced by another of the same name, unless the kill came in between
+        final = folder / old.name[1 : -len(".old")]
+        shutil.rmtree(old) if final.exists() else old.rename(final)
+
+
+# --- resuming -----------------------------------------------------------------------------------------------------------------
+
+
+def resume(cfg: Config, world: World, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
+    """Restores the last checkpoint, if there is one; returns the number of finished steps. Every rank must call.
+
+    A finished folder that cannot be read is an error and not skipped in silence: the steps since the one before it would be lost,
+    which is for the user to decide.
+    """
+    if not cfg.resume:
+        return 0
+    found = world.once(lambda: _newest(cfg))
+    if found is None:
+        return 0
+    folder, step, size = found
+    if size != world.size:
+        log.info("%s was written by %d processes and is continued by %d", folder, size, world.size)
+    _load(folder, tensors(model, optimizer))
+    updates = next(iter(optimizer.state.values()))["step"]
+    for state in optimizer.state.values():
+        state["step"].copy_(updates)
+    return step
+
+
+def _newest(cfg: Config) -> tuple[Path, int, int] | None:
+    """(folder, finished steps, ranks that wrote it) of the last checkpoint, written with options that fit."""
+    clean(cfg)
+    found = checkpoint.checkpoints(cfg.output_dir)
+    if not found:
+        return None
+    with _readable(found[-1]):
+        saved = checkpoint.read_json(found[-1] / "state.json")
+        if not (isinstance(saved.get("step"), int) and isinstance(saved.get("config"), dict)):
+            raise UserError("state.json lacks the step or the options")
+    now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # tuples become lists, as in the file
+    free = FREE if cfg.lr_scheduler_type == "constant" else FREE - {"max_steps"}
+    for name, value in saved["config"].items():
+        if name not in free and now.get(name) != value:
+            raise UserError(
+                f"--resume: {found[-1]} was written with {name} = {value}, now it is {now.get(name)}: give the same options."
+            )
+    return found[-1], saved["step"], saved.get("processes", 1)
+
+
+def _load(folder: Path, mine: dict[str, Tensor]) -> None:
+    """Reads this rank's parts of every tensor, whatever the number of ranks that wrote them."""
+    with _readable(folder):
+        reader = dcp.FileSystemReader(folder / "state")
+        theirs = {name: getattr(m, "size", None) for name, m in reader.read_metadata().state_dict_metadata.items()}
+    for name in sorted(theirs.keys() | mine.keys()):
+        shapes = [str(tuple(t)) if t is not None else "none" for t in (theirs.get(name), getattr(mine.get(name), "shape", None))]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                f"--resume: {folder} is of another model ({name} has shape {shapes[0]} there and {shapes[1]} here): "
+                "give the --model that the run began with."
+            )
+    with _readable(folder), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*single process.*")
+        dcp.load(mine, storage_reader=reader, no_dist=not dist.is_initialized())
+
+
+@contextlib.contextmanager
+def _readable(folder: Path):
+    try:
+        yield
+    except (UserError, CheckpointException, OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError) as e:
+        told = reason(e)
+        raise UserError(f"--resume: {folder} is damaged ({told}): remove it to continue from the one before it.") from e

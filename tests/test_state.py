@@ -1,0 +1,175 @@
+"""Saved beside training and continued: bit for bit on as many ranks, to 1e-6 on others, after kills at every kind of moment.
+
+Whole runs of train.py on real processes, which kill themselves with SIGKILL at a given point (`Kill`). Damaged folders are in
+test_resume.py. Read next: test_signals.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import write_base
+from ranks import REWARD, run, start
+from safetensors.torch import load_file
+
+import train
+from nanogrpo import checkpoint, local_engine, metrics, optim, packing, state
+from nanogrpo.config import Config
+
+OPTIONS = ["--device", "cpu", "--max-steps", "8", "--save-steps", "2", "--num-generations", "4", "--generation-batch-size", "16"]
+OPTIONS += ["--max-completion-length", "6", "--learning-rate", "3e-3", "--lr-scheduler-type", "cosine", "--warmup-steps", "2"]
+OPTIONS += ["--token-budget", "60", "--num-iterations", "2", "--beta", "0.05", "--reward-funcs", f"{REWARD}:even"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base") / "tied", tie_word_embeddings=True)
+
+
+def argv(base: Path, output: Path, *more: str) -> list[str]:
+    return ["--model", str(base), "--data", "arithmetic", "--output-dir", str(output), *OPTIONS, *more]
+
+
+def rows(output: Path) -> list[dict]:
+    """The steps' lines, without what depends on the clock."""
+    clocks = ("step_time", "tokens_per_second")
+    found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in clocks and not k.startswith("time/")} for row in found if "step" in row]
+
+
+def final(output: Path) -> tuple[dict, dict]:
+    """The last checkpoint: the exported weights and the state, whole."""
+    folder = checkpoint.checkpoints(str(output))[-1]
+    model = checkpoint.load_model(folder)
+    optimizer = optim.make_optimizer(model, Config())
+    mine = state.tensors(model, optimizer)
+    state._load(folder, mine)
+    return load_file(folder / "model.safetensors"), {n: t.clone() for n, t in mine.items()}
+
+
+def close(a: list[dict], b: list[dict]) -> bool:
+    """Other numbers of ranks add in another order: equal to rounding, which training carries on."""
+    same = [x.keys() == y.keys() for x, y in zip(a, b, strict=True)]
+    return all(same) and all(abs(x[k] - y[k]) <= 1e-6 * max(1, abs(x[k])) for x, y in zip(a, b) for k in x)
+
+
+# ---- killed --------------------------------------------------------------------------------------------------------------------
+
+POINTS = {
+    # where → the function whose call is counted; the process dies as it is entered, or, with "after", as it returns
+    "sampling": (local_engine.LocalEngine, "_step", "before"),
+    "scoring": (train.rewards, "score", "before"),
+    "packing": (packing, "schedule", "after"),
+    "between forward and backward": (metrics.Meter, "add", "before"),
+    "between backward and step": (optim, "clip_and_step", "before"),
+    "after the optimizer's step": (optim, "clip_and_step", "after"),
+    "weight sync": (local_engine.LocalEngine, "load", "before"),
+    "logging": (metrics.Log, "step", "before"),
+    "a save begins": (state.Saver, "save", "before"),
+    "weights half written": (checkpoint, "write_model", "before"),
+    "shards being written": (state.dcp.FileSystemWriter, "write_data", "before"),
+    "shards written, not finished": (state.dcp.FileSystemWriter, "write_data", "after"),
+    "before the rename": (checkpoint, "_flush", "before"),
+    "after the rename": (state.Saver, "failure", "before"),
+}
+
+
+def train_until_killed(options: list[str], kill: tuple[str, int, int | None] | None) -> int:
+    """train.py, which at the n-th passage of a point kills rank `who` (None: every rank) as SIGKILL does: without a word."""
+    if kill is not None:
+        where, count, who = kill
+        owner, name, when = POINTS[where]
+        original, passed = getattr(owner, name), [0]
+
+        def die() -> None:
+            passed[0] += 1
+            if passed[0] == count and who in (None, int(os.environ["RANK"])):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def passing(*args, **kwargs):
+            if when == "before":
+                die()
+            result = original(*args, **kwargs)
+            if when == "after":
+                die()
+            return result
+
+        setattr(owner, name, passing)
+    return train.main(options)
+
+
+KILLS = [  # (where, the how manieth passage, which rank) of two; each run continues what the one before it left
+    ("sampling", 9, 1),
+    ("between forward and backward", 3, 0),
+    ("between backward and step", 4, None),
+    ("a save begins", 1, 1),
+    ("weights half written", 1, 0),
+    ("shards being written", 1, 1),
+    ("shards written, not finished", 1, None),
+    ("before the rename", 3, 0),
+    ("after the optimizer's step", 5, 1),
+    ("scoring", 2, None),
+    ("weight sync", 2, 0),
+    ("logging", 2, None),
+    ("packing", 2, 1),
+    ("after the rename", 3, None),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory) -> dict[int, Path]:
+    """Uninterrupted runs on 1 and 2 ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    for size in (1, 2):
+        assert run(size, train_until_killed, argv(base, folder / str(size)), None) == [0] * size
+    assert len({row["loss"] for row in rows(folder / "2")}) == 8  # not runs in which nothing happens
+    assert close(rows(folder / "1"), rows(folder / "2"))
+    return {size: folder / str(size) for size in (1, 2)}
+
+
+def test_killed_anywhere_and_resumed_it_is_the_same_run_bit_for_bit(base, whole, tmp_path):
+    """Fourteen kills, of one rank and of both: losses, rewards, norms and the last checkpoint are those of the whole run."""
+    output, story = tmp_path / "run", []
+    options = argv(base, output, "--resume")
+    for kill in KILLS:
+        before = time.monotonic()
+        ranks = start(2, train_until_killed, options, kill)
+        ends = ranks.ends(timeout=60)
+        left = sorted(p.name for p in output.iterdir()) if output.exists() else []
+        story.append((kill, ends, left, round(time.monotonic() - before, 1)))
+        dead = [0, 1] if kill[2] is None else [kill[2]]
+        assert -signal.SIGKILL in ends, (story, ranks.errors())
+        assert all(ends[rank] in (-signal.SIGKILL, 1) for rank in dead), (story, ranks.errors())
+        assert 0 not in ends, (story, ranks.errors())  # the survivor does not hang and does not pretend
+    assert run(2, train_until_killed, options, None) == [0, 0], story
+    print(*story, sep="\n")
+    assert any(".tmp" in name for _, _, left, _ in story for name in left), story  # some kill left half a checkpoint behind
+    assert rows(output) == rows(whole[2]), story
+    for mine, theirs in zip(final(output), final(whole[2])):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert not list(output.glob(".*"))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4), (4, 1, 2)])
+def test_resumed_on_other_numbers_of_ranks(base, whole, tmp_path, sizes):
+    for i, size in enumerate(sizes):
+        ends = i == len(sizes) - 1
+        kill = None if ends else ("sampling", 14, None)
+        ranks = start(size, train_until_killed, argv(base, tmp_path, "--resume"), kill)
+        assert set(ranks.ends()) == ({0} if ends else {-signal.SIGKILL}), ranks.errors()
+    assert [row["step"] for row in rows(tmp_path)] == list(range(8))
+    assert close(rows(tmp_path), rows(whole[1]))
+
+
+def test_a_run_on_one_process_without_torchrun_is_continued_by_two(base, whole, tmp_path):
+    """The same code saves without a process group, and its checkpoint is of the same kind."""
+    assert train.main(argv(base, tmp_path, "--max-steps", "4", "--lr-scheduler-type", "constant")) == 0
+    assert sorted(p.name for p in (tmp_path / "checkpoint-4" / "state").iterdir()) == [".metadata", "__0_0.distcp"]
+    assert run(2, train_until_killed, argv(base, tmp_path, "--resume", "--lr-scheduler-type", "constant"), None) == [0, 0]
+    assert [row["step"] for row in rows(tmp_path)] == list(range(8))
