@@ -55,7 +55,7 @@ def train(cfg: Config, world: World) -> None:
                         batch.old_logp = logp(model, batch, cfg)
                     if run.reference is not None:
                         batch.ref_logp = logp(run.reference, batch, cfg)
-                for batches in updates * cfg.num_iterations:
+                for batches in updates * cfg.num_iterations:  # the same micro-batches, once per pass
                     for batch in batches:  # gradients accumulate, and are summed over the ranks once
                         fsdp.sync_gradients(model, batch is batches[-1])
                         out = model.score(batch, grpo.objective(batch, cfg))

@@ -23,15 +23,15 @@ class Config:
     model: str = ""  # folder or hub id of a Qwen3 or Qwen2 checkpoint (config.json, *.safetensors, tokenizer.json)
     data: str = ""  # training prompts: a .jsonl or .parquet file, or a built-in task (arithmetic)
     eval_data: str = ""  # held-out prompts for evaluation; empty: none, but a built-in task brings its own
-    output_dir: str = "runs/grpo"  # metrics.jsonl, completions and checkpoints are written here
+    output_dir: str = "runs/grpo"  # metrics.jsonl and checkpoints are written here
     enable_thinking: bool = True  # the thinking switch of Qwen3's chat template
     max_prompt_length: int = 0  # longer prompts are refused, with the line's number; 0: what the context leaves
     # --- rewards
     reward_funcs: tuple[str, ...] = ("accuracy", "format")  # built in: these and length:TOKENS; module:function, file.py:function
-    reward_weights: tuple[float, ...] = ()  # one a reward function; empty: all 1
+    reward_weights: tuple[float, ...] = ()  # one per reward function; empty: all 1
     # --- sampling
-    num_generations: int = 8  # G, completions a prompt: the group that shares a baseline
-    generation_batch_size: int = 64  # completions a step: P·G, so P = generation_batch_size / num_generations prompts
+    num_generations: int = 8  # G, completions per prompt: the group that shares a baseline
+    generation_batch_size: int = 64  # completions per step: P·G, so P = generation_batch_size / num_generations prompts
     max_completion_length: int = 512  # longest completion in tokens, the stop token included
     temperature: float = 1.0  # of sampling, and so of every log-prob that is trained
     top_p: float = 1.0  # keep the smallest set of tokens with this probability; 1: all
@@ -39,20 +39,20 @@ class Config:
     min_p: float = 0.0  # drop tokens less likely than this fraction of the likeliest
     max_concurrent: int = 64  # sequences decoded at once by the embedded engine
     # --- objective
-    loss_type: str = "dapo"  # how token losses are averaged: grpo, bnpo, dr_grpo, dapo
+    loss_type: str = "dapo"  # how token losses are averaged: grpo, dr_grpo, dapo; bnpo is dapo here (docs/equations.md)
     scale_rewards: str = "group"  # divide advantages by the standard deviation of the group, the batch, or none
     epsilon: float = 0.2  # the ratio is clipped below at 1 - epsilon
     epsilon_high: float | None = None  # and above at 1 + epsilon_high; default: epsilon
-    delta: float | None = None  # upper bound of the ratio where the advantage is negative (dual clip); default: none
+    delta: float | None = None  # upper bound of the ratio, where the clip leaves it free (A < 0); default: none
     beta: float = 0.0  # weight of the KL penalty to the reference model; 0: no reference model is kept
     use_bias_correction_kl: bool = True  # multiply the k3 estimate by the ratio, which makes its gradient exact
     mask_truncated_completions: bool = False  # leave completions that were cut at the length limit out of the loss
     # --- optimisation
     max_steps: int = 100  # generations: each samples, scores and trains once
     num_iterations: int = 1  # passes over a generation
-    steps_per_generation: int = 1  # optimizer steps a pass: the generation is split into so many minibatches of whole groups
+    steps_per_generation: int = 1  # optimizer steps per pass: the generation is split into so many minibatches
     share_prompts: bool = True  # completions of a prompt share one copy of its tokens; same gradient, fewer tokens
-    token_budget: int = 16384  # tokens a micro-batch: gradients accumulate over as many as a minibatch needs
+    token_budget: int = 16384  # tokens per micro-batch: gradients accumulate over as many as a minibatch needs
     learning_rate: float = 1e-6  # at its peak, after the warm-up
     lr_scheduler_type: str = "constant"  # after the warm-up: constant, linear or cosine to zero
     warmup_steps: int = 0  # optimizer steps of linear warm-up

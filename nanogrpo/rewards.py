@@ -74,8 +74,9 @@ def accuracy_reward(completions: list, solution: list | None = None, answer: lis
 def length_reward(completion_ids: list[list[int]], limit: int = 512, **kwargs) -> list[float]:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13): 0 up to 4/5 of `limit` tokens, then linearly to -1 at `limit`.
 
-    A function of the completion alone: one that compared it with the longest of its batch would pay differently for the same text
-    from step to step. `limit` is max_completion_length, or given as "length:LIMIT"; the cache of the paper is limit / 5, as there.
+    A function of the completion alone: one that compared it with the longest of its batch would pay differently for the same
+    text from step to step. `limit` is max_completion_length, or given as "length:LIMIT"; the cache of the paper is limit / 5,
+    as there.
     """
     cache = limit / 5
     return [max(-1.0, min(0.0, (limit - cache - len(ids)) / cache)) for ids in completion_ids]

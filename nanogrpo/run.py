@@ -49,10 +49,11 @@ def setup(cfg: Config, world: World) -> Run:
     source = checkpoint.locate(cfg.model)
     raw = checkpoint.read_json(source / "config.json")
     tokenizer = Tokenizer.from_pretrained(source)
-    reward_funcs = rewards.load_functions(cfg.reward_funcs)
+    reward_funcs = rewards.load_functions(cfg.reward_funcs, cfg.max_completion_length)
     model = checkpoint.empty_model(source)
     check_vocabulary(tokenizer, model)
     prompts, eval_prompts = load_prompts(cfg, tokenizer, model.cfg.max_position_embeddings)
+    check_references(cfg, prompts)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts)
     memory.check(model, cfg, world, longest)
     load_sharded(model, source, world, cfg)
@@ -72,9 +73,22 @@ def setup(cfg: Config, world: World) -> Run:
         stop_token_ids=tokenizer.stop_token_ids,
         seed=cfg.seed,
     )
-    log = metrics.Log(cfg, world, start)
-    parts = (raw, tokenizer, prompts, eval_prompts, reward_funcs, model, reference, optimizer, engine, sampling, log, start)
-    return Run(cfg, world, *parts)
+    return Run(
+        cfg=cfg,
+        world=world,
+        config=raw,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        reward_funcs=reward_funcs,
+        model=model,
+        reference=reference,
+        optimizer=optimizer,
+        engine=engine,
+        sampling=sampling,
+        log=metrics.Log(cfg, world, start),
+        start=start,
+    )
 
 
 def check_world(cfg: Config, world: World) -> None:
@@ -82,6 +96,14 @@ def check_world(cfg: Config, world: World) -> None:
         raise UserError(
             f"the {cfg.prompts_per_step} prompts of a step (--generation-batch-size / --num-generations) cannot be shared evenly "
             f"by {world.size} processes: choose a multiple."
+        )
+
+
+def check_references(cfg: Config, prompts: list[Prompt]) -> None:
+    if "accuracy" in cfg.reward_funcs and not any({"solution", "answer"} & p.columns.keys() for p in prompts):
+        raise UserError(
+            f"--data {cfg.data} has neither a column solution nor answer, which --reward-funcs accuracy compares with: add "
+            "one, or name other reward functions."
         )
 
 

@@ -46,9 +46,18 @@ from nanogrpo.world import World
 
 log = logging.getLogger("nanogrpo")
 
-# What may differ between a run and its continuation without changing what it computes.
+# What may differ between a run and its continuation: it changes nothing, or (device) no more than rounding.
 FREE = {"resume", "output_dir", "max_steps", "save_steps", "save_total_limit", "num_completions_to_print", "max_concurrent"}
-FREE |= {"device", "ddp_timeout", "gradient_checkpointing", "cpu_offload", "reshard_after_forward"}
+FREE |= {
+    "eval_data",
+    "eval_steps",
+    "eval_samples",
+    "device",
+    "ddp_timeout",
+    "gradient_checkpointing",
+    "cpu_offload",
+    "reshard_after_forward",
+}
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -183,7 +192,7 @@ def check_output(cfg: Config, world: World) -> None:
     mark = folder / ".writable"
 
     def claim() -> None:
-        if not cfg.resume and ((folder / "metrics.jsonl").exists() or checkpoint.checkpoints(cfg.output_dir)):
+        if not cfg.resume and (_has_steps(folder / "metrics.jsonl") or checkpoint.checkpoints(cfg.output_dir)):
             raise UserError(f"--output-dir {folder} already holds a run: continue it with --resume or choose another folder.")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -197,6 +206,11 @@ def check_output(cfg: Config, world: World) -> None:
         error = UserError(f"--output-dir {folder} is another folder for rank {world.rank}: choose one that all machines share.")
     world.agree(error=error)
     world.once(mark.unlink)
+
+
+def _has_steps(log: Path) -> bool:
+    """Whether a run got as far as a line about a step: one that failed before has nothing to lose."""
+    return log.exists() and any('"step"' in line for line in log.read_text(errors="replace").splitlines())
 
 
 def clean(cfg: Config) -> None:

@@ -54,7 +54,7 @@ class World:
         return self.rank == 0
 
     def share(self, items: Sequence) -> Sequence:
-        """This rank's part of a list that all ranks hold: a run of equal length (the last may be shorter)."""
+        """This rank's part of a list that all ranks hold: a run of equal length (the last ones may be shorter, or empty)."""
         part = -(-len(items) // self.size)
         return items[self.rank * part : (self.rank + 1) * part]
 
@@ -67,7 +67,7 @@ class World:
         return everyone
 
     def concat(self, mine: list) -> list:
-        """The ranks' lists, one behind the other."""
+        """The ranks' lists, concatenated."""
         return [item for part in self.gather(mine) for item in part]
 
     def exchange(self, mine: Sequence[Sample], wanted: Sequence[set[int]]) -> Mapping[int, Sample]:
