@@ -7,7 +7,9 @@ completions on request. Means are over tokens or completions of the whole step, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import logging
 import platform
 import statistics
 import subprocess
@@ -21,6 +23,7 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from nanogrpo import __version__
@@ -30,7 +33,8 @@ from nanogrpo.errors import UserError
 from nanogrpo.fsdp import World
 from nanogrpo.ops import PolicyOut
 
-console = Console(stderr=True)
+console = Console(stderr=True)  # is given Text: a str's brackets would be read as markup, "[/INST]" as an end of nothing
+logger = logging.getLogger(__name__)
 
 
 class Clock:
@@ -145,11 +149,15 @@ def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
 
 def provenance(cfg: Config, world: World) -> dict:
     """What heads every log: the resolved options, versions, machine and commit that made the numbers below it."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+        commit = git.stdout.strip() if git.returncode == 0 else "unknown"
+    except OSError:  # no git here
+        commit = "unknown"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return {
         "run": dataclasses.asdict(cfg),
-        "commit": git.stdout.strip() if git.returncode == 0 else "unknown",
+        "commit": commit,
         "versions": {"nanogrpo": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": device,
         "processes": world.size,
@@ -167,27 +175,50 @@ class Log:
             self._write(provenance(cfg, world))
 
     def _keep_before(self, start: int) -> None:
-        """A resumed run repeats the steps after its checkpoint: their lines are dropped, so that each step stands once."""
-        if not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_text().splitlines():
+        """Makes an earlier log ready to be gone on with from step `start`, so that each step stands once in it.
+
+        A resumed run repeats the steps after its checkpoint: their lines are dropped. Without one everything is repeated,
+        and the old log is kept beside the new one.
+        """
+        with self._guarded():
+            if not self.path.exists():
+                return
+            lines = self.path.read_bytes().splitlines()
+            if start == 0 and any(b'"step"' in line for line in lines):
+                aside = next(p for i in itertools.count(1) if not (p := self.path.with_name(f"metrics-{i}.jsonl")).exists())
+                self.path.rename(aside)
+                logger.warning("nothing to resume in %s: starting over, the old log is %s", self.cfg.output_dir, aside)
+                return
+            kept = []
+            for line, row in self._rows(lines):
+                if "run" in row or row["step"] < start:
+                    kept.append(line + b"\n")
+                    self.tokens = row.get("num_tokens", self.tokens)
+            aside = self.path.with_suffix(".tmp")
+            aside.write_bytes(b"".join(kept))
+            aside.replace(self.path)
+
+    def _rows(self, lines: list[bytes]) -> Iterator[tuple[bytes, dict]]:
+        for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
-                break  # the last line of a killed run, half written
-            # From 0 everything is repeated, also the evaluation before the first step, whose line says step -1.
-            if "run" in row or (start > 0 and row["step"] < start):
-                kept.append(line)
-                self.tokens = row.get("num_tokens", self.tokens)
-        aside = self.path.with_suffix(".tmp")
-        aside.write_text("".join(line + "\n" for line in kept))
-        aside.replace(self.path)
+            except (ValueError, RecursionError):  # not JSON, or not UTF-8, or brackets without end
+                if number == len(lines):
+                    return  # the last line of a killed run, half written
+                row = None
+            if not isinstance(row, dict) or not ("run" in row or isinstance(row.get("step"), int)):
+                # What follows may be good, and what stood here is unknown: dropping either in silence would falsify the log.
+                raise UserError(f"{self.path}:{number} is no line of a log: mend or remove it, then resume.")
+            yield line, row
 
     def _write(self, row: dict) -> None:
+        with self._guarded(), self.path.open("a") as f:
+            f.write(json.dumps(row) + "\n")
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            with self.path.open("a") as f:
-                f.write(json.dumps(row) + "\n")
+            yield
         except OSError as e:
             raise UserError(f"{self.path} could not be written ({e.strerror}): make room; what it holds so far is whole.") from e
 
@@ -211,7 +242,7 @@ class Log:
         }
         values = "  ".join(f"{k} {row[name]:.3g}" for k, name in shown.items() if name in row)
         speed = f"{row['tokens_per_second']:,.0f} tok/s  {int(left) // 60}:{int(left) % 60:02d} left"
-        console.print(f"step {step + 1:>4}/{self.cfg.max_steps}  {values}  {speed}", highlight=False, soft_wrap=True)
+        console.print(Text(f"step {step + 1:>4}/{self.cfg.max_steps}  {values}  {speed}"), soft_wrap=True)
 
     def evaluation(self, step: int, samples: Sequence[Facts]) -> None:
         """Writes what greedy decoding of the held-out prompts gave after `step` steps."""
@@ -224,8 +255,9 @@ class Log:
                 row[f"eval/rewards/{name}"] = statistics.fmean(given)
         row["eval/mean_length"] = statistics.fmean(s.length for s in samples)
         self._write({"step": step - 1, "eval/after": step, **row})
-        values = "  ".join(f"{name.split('/')[-1]} {value:.3f}" for name, value in row.items())
-        console.print(f"[bold]held-out, greedy, after {step} steps:[/bold]  {values}", highlight=False, soft_wrap=True)
+        names = [name.removeprefix("eval/").removeprefix("rewards/") for name in row]
+        values = "  ".join(f"{name} {value:.3f}" for name, value in zip(names, row.values()))
+        console.print(Text.assemble((f"held-out, greedy, after {step} steps:", "bold"), f"  {values}"), soft_wrap=True)
 
 
 def print_completions(samples: Sequence[Sample], count: int) -> None:
@@ -233,5 +265,11 @@ def print_completions(samples: Sequence[Sample], count: int) -> None:
     table = Table("prompt", "completion", "reward", "advantage", show_lines=True)
     for s in samples[:count]:
         prompt = s.prompt.text if isinstance(s.prompt.text, str) else s.prompt.text[-1]["content"]
-        table.add_row(prompt[-200:], s.text[-400:], "-" if s.reward is None else f"{s.reward:.2f}", f"{s.advantage:+.2f}")
+        reward = "-" if s.reward is None else f"{s.reward:.2f}"
+        table.add_row(_plain(prompt[-200:]), _plain(s.text[-400:]), reward, f"{s.advantage:+.2f}")
     console.print(table)
+
+
+def _plain(text: str) -> Text:
+    """As it is, but for the characters that would command the terminal: a model may write those, too."""
+    return Text("".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text))
