@@ -14,6 +14,7 @@ import argparse
 import json
 import random
 import re
+import sys
 from pathlib import Path
 
 import tokenizers
@@ -24,10 +25,12 @@ from rich.progress import track
 from nanogrpo import checkpoint, grpo, optim, packing
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import Config
+from nanogrpo.errors import UserError
 from nanogrpo.model import Decoder, ModelConfig
 from nanogrpo.tasks import problems
 from nanogrpo.tokenizer import Tokenizer
 
+MARK = "warmup.json"  # in a folder that this file wrote: nothing else is overwritten
 TAGS = ["<|user|>", "<|assistant|>", "<|end|>", "<think>", "</think>", "<answer>", "</answer>"]
 
 
@@ -91,6 +94,7 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600, quiet: bool = False
     The last quarter of the steps shows the lazy student. Supervised learning is the policy gradient of someone else's completions
     with advantage 1: so this is the trainer's own loss, on samples that were not sampled.
     """
+    folder = may_write(folder)
     cfg = Config(loss_type="dapo")
     rng = random.Random(f"warm-up,{seed}")
     torch.manual_seed(seed)
@@ -106,6 +110,26 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600, quiet: bool = False
             rate = 3e-3 * min(1.0, (step + 1) / 50, 1.05 - step / steps)  # up in 50 steps, then down to a twentieth
             optim.clip_and_step(model, optimizer, rate, max_grad_norm=1.0)
         checkpoint.export(model, aside, tokenizer)
+        row = {"seed": seed, "steps": steps, "files": sorted([MARK, *(path.name for path in aside.iterdir())])}
+        (aside / MARK).write_text(json.dumps(row) + "\n")
+
+
+def may_write(folder: Path) -> Path:
+    """The folder itself, links followed. UserError when it holds anything but what an earlier warm-up wrote there.
+
+    A base is replaced as a whole: so a run inside its folder would be lost with it, or another model's only copy.
+    """
+    folder = folder.resolve()
+    try:
+        found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        written = json.loads((folder / MARK).read_text())["files"] if MARK in found else []
+    except OSError as e:
+        raise UserError(f"{folder} cannot be used ({e.strerror}): choose another folder.") from e
+    except (ValueError, TypeError, KeyError) as e:
+        raise UserError(f"{folder / MARK} was not written by a warm-up: choose another folder.") from e
+    if found != written:
+        raise UserError(f"{folder} holds files that no warm-up wrote, which would be lost: choose another folder.")
+    return folder
 
 
 def draw(rng: random.Random) -> list[str]:
@@ -119,13 +143,18 @@ def solved(number: int, text: str, tokenizer: Tokenizer, rng: random.Random, laz
     return Sample(prompt, 0, ids, logp=[0.0] * len(ids), stopped=True, versions=[0] * len(ids), advantage=1.0)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make the base model of the built-in arithmetic task.")
     parser.add_argument("folder", type=Path, help="where the checkpoint is written")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    make_base(args.folder, args.seed)
+    args = parser.parse_args(argv)
+    try:
+        make_base(args.folder, args.seed)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
