@@ -25,13 +25,27 @@ PANELS = {
 
 
 def read(run: Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl, head lines left out."""
+    """The rows of a run's metrics.jsonl, head lines left out, and a last line that is only half written (by a run under way)."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, json.JSONDecodeError) as e:
-        raise UserError(f"{path} cannot be read ({e}): name the output folder of a run.") from e
-    return [row for row in rows if "step" in row]
+        lines = path.read_bytes().splitlines()
+    except OSError as e:
+        raise UserError(f"{path} cannot be read ({e.strerror}): name the output folder of a run.") from e
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as e:  # not JSON, or not UTF-8, or brackets without end
+            if number < len(lines):
+                raise UserError(f"{path}:{number} is not JSON ({e}): name the output folder of a run.") from e
+            break
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number} holds a {type(row).__name__} and no metrics: name the output folder of a run.")
+        if isinstance(row.get("step"), int):
+            rows.append({name: value for name, value in row.items() if isinstance(value, int | float)})
+    if not any(name in row for row in rows for name in PANELS.values()):
+        raise UserError(f"{path} holds no step to draw yet: wait for the run's first, or name another one.")
+    return rows
 
 
 def series(rows: list[dict], name: str) -> tuple[list[float], list[float]]:
@@ -41,13 +55,18 @@ def series(rows: list[dict], name: str) -> tuple[list[float], list[float]]:
 
 
 def draw(runs: list[Path], out: Path) -> None:
+    """Writes the picture `out`, in the format that its suffix names."""
     try:
         import matplotlib
     except ImportError as e:
         raise UserError("drawing needs matplotlib: pip install -e .[plot]") from e
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.backend_bases import FigureCanvasBase
 
+    formats = sorted(FigureCanvasBase.get_supported_filetypes())
+    if out.suffix.removeprefix(".").lower() not in formats:
+        raise UserError(f"--out {out}: the suffix {out.suffix!r} names no format of pictures; use one of {', '.join(formats)}.")
     data = {run: read(run) for run in runs}
     shown = {title: name for title, name in PANELS.items() if any(series(rows, name)[0] for rows in data.values())}
     columns = min(len(shown), 2)
@@ -68,8 +87,12 @@ def draw(runs: list[Path], out: Path) -> None:
     if len(runs) > 1:
         axes.flat[0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(out, dpi=110)
-    plt.close(figure)
+    try:
+        figure.savefig(out, dpi=110)
+    except OSError as e:
+        raise UserError(f"--out {out} cannot be written ({e.strerror}): name a file in a folder that exists.") from e
+    finally:
+        plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,7 +100,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, help="output folders")
     parser.add_argument("--out", type=Path, help="the picture (default: curve.png in the first folder)")
     args = parser.parse_args(argv)
-    out = args.out or args.runs[0] / "curve.png"
+    first = args.runs[0]
+    out = args.out or (first.parent if first.is_file() else first) / "curve.png"
     try:
         draw(args.runs, out)
     except UserError as e:
