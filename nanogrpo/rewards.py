@@ -14,6 +14,7 @@ with the keyword arguments, lists of length B each,
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.util
@@ -71,12 +72,12 @@ def accuracy_reward(completions: list, solution: list | None = None, answer: lis
     return scores
 
 
-def length_reward(completion_ids: list[list[int]], limit: int = 512, **kwargs) -> list[float]:
+def length_reward(limit: int = 512, /, *, completion_ids: list[list[int]], **kwargs) -> list[float]:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13): 0 up to 4/5 of `limit` tokens, then linearly to -1 at `limit`.
 
     A function of the completion alone: one that compared it with the longest of its batch would pay differently for the same
     text from step to step. `limit` is max_completion_length, or given as "length:LIMIT"; the cache of the paper is limit / 5,
-    as there.
+    as there. It is given by position, so that a column of the data that is named `limit` stays one.
     """
     cache = limit / 5
     return [max(-1.0, min(0.0, (limit - cache - len(ids)) / cache)) for ids in completion_ids]
@@ -168,14 +169,14 @@ def _load_function(spec: str) -> Callable:
     if where == "length":
         if not name.isdecimal() or int(name) == 0:
             raise UserError(f"reward_funcs: {spec!r} must give a positive number of tokens after the colon, e.g. length:512")
-        return functools.partial(length_reward, limit=int(name))
+        return functools.partial(length_reward, int(name))
     if not where or not name:
         raise UserError(
             f"reward_funcs: {spec!r} is neither one of {', '.join(BUILT_IN)} nor package.module:name nor path/file.py:name"
         )
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except Exception as error:  # the user's module may raise anything; the sentence carries it
+    except (Exception, SystemExit) as error:  # the user's module may raise anything; the sentence carries it
         raise UserError(
             f"reward_funcs: importing {where!r} raised {type(error).__name__}: {error}; mend it or the path"
         ) from error
@@ -202,20 +203,34 @@ def _load_file(path: Path):
 # ---- the runner ----------------------------------------------------------------------------------------------------------------
 
 
+LARGEST = 1e30  # of a reward or a sum, either sign: well inside float32, in which the advantages that it makes are trained on
+
+
 def score(samples: list[Sample], functions: Sequence[Callable], weights: Sequence[float] | None = None) -> None:
     """Fill each sample's `rewards` and `reward`: Σ_f weight_f · reward_f over the functions that gave a number, None if none did.
 
-    `weights`: None or empty, 1 each. A function that raises, or returns the wrong count or a value that is not a finite number,
-    stops the run with a UserError, and no sample is touched: a 0 in its place would be trained on as if it were a judgement.
+    `weights`: None or empty, 1 each. A function that raises or calls sys.exit, returns the wrong count or a value that is not a
+    number of at most LARGEST stops the run with a UserError, and no sample is touched: a 0 in its place would be trained on as if
+    it were a judgement.
     """
     weights = list(weights) if weights else [1.0] * len(functions)
     if len(weights) != len(functions):
         raise UserError(f"reward_weights has {len(weights)} values for {len(functions)} reward functions; give one for each")
     results = {name: _call(function, name, samples) for name, function in zip(_names(functions), functions)}
-    for i, sample in enumerate(samples):
-        sample.rewards = {name: values[i] for name, values in results.items()}
-        terms = [w * r for w, r in zip(weights, sample.rewards.values()) if r is not None]
-        sample.reward = sum(terms) if terms else None
+    rewards = [dict(zip(results, values)) for values in zip(*results.values())]
+    sums = [_weighted_sum(weights, given, sample) for given, sample in zip(rewards, samples)]
+    for sample, given, total in zip(samples, rewards, sums):
+        sample.rewards, sample.reward = given, total
+
+
+def _weighted_sum(weights: Sequence[float], rewards: dict[str, float | None], sample: Sample) -> float | None:
+    terms = [w * r for w, r in zip(weights, rewards.values()) if r is not None]
+    if not abs(total := sum(terms)) <= LARGEST:
+        raise UserError(
+            f"reward_weights make {total} of the rewards {rewards} for sample {sample.index} of prompt {sample.prompt.id}; make "
+            f"them smaller, for a sum must not be beyond {LARGEST:g}"
+        )
+    return total if terms else None
 
 
 def _names(functions: Sequence[Callable]) -> list[str]:
@@ -236,16 +251,17 @@ def _names(functions: Sequence[Callable]) -> list[str]:
 def _call(function: Callable, name: str, samples: list[Sample]) -> list[float | None]:
     """One reward function over all samples → one checked value each."""
     keys = dict.fromkeys(key for sample in samples for key in sample.prompt.columns)  # the union, in order of appearance
-    columns = {key: [sample.prompt.columns.get(key) for sample in samples] for key in keys}
+    # Lists made for this call, and copies of what is in them: a function that edits its arguments must reach neither the ids that
+    # will be trained, nor the next function, nor the steps to come, which draw the same prompts again.
+    columns = copy.deepcopy({key: [sample.prompt.columns.get(key) for sample in samples] for key in keys})
     try:
-        # Lists made for this call: a function that edits its arguments must not reach the ids that will be trained.
         result = function(
-            prompts=[sample.prompt.text for sample in samples],
+            prompts=copy.deepcopy([sample.prompt.text for sample in samples]),
             completions=[_as_completion(sample) for sample in samples],
             completion_ids=[list(sample.token_ids) for sample in samples],
             **columns,
         )
-    except Exception as error:  # the user's code may raise anything; the sentence carries it
+    except (Exception, SystemExit) as error:  # the user's code may raise anything; sys.exit(0) would look like the run's end
         frames = traceback.extract_tb(error.__traceback__)  # [0] is the call above, [1] the line of the user's function
         where = f"{Path(frames[1].filename).name}:{frames[1].lineno}" if len(frames) > 1 else "its call"
         ids = list(dict.fromkeys(sample.prompt.id for sample in samples))
@@ -271,9 +287,9 @@ def _checked(value, name: str, sample: Sample) -> float | None:
         return None
     number = value.item() if getattr(value, "ndim", None) == 0 else value  # a numpy or torch scalar
     # One comparison refuses NaN, both infinities and integers beyond float. A bool is a Real: True counts 1.
-    if not isinstance(number, Real) or not abs(number) <= sys.float_info.max:
+    if not isinstance(number, Real) or not abs(number) <= LARGEST:
         raise UserError(
             f"the reward function {name} returned {value!r} for sample {sample.index} of prompt {sample.prompt.id}; "
-            "it must return a finite number, or None where it does not apply"
+            f"it must return a number of at most {LARGEST:g}, or None where it does not apply"
         )
     return float(number)

@@ -1,4 +1,4 @@
-"""What counts as an answer: read from any text, compared as a mathematician would, and judged in no time. Pure functions on text.
+"""The built-in rewards. What counts as an answer: read from any text, compared as a mathematician would, and judged in no time.
 
 Read next: test_rewards.py, where any function is run on samples.
 """
@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanogrpo.rewards import accuracy_reward, extract_answer, format_reward, same_answer
+from nanogrpo.batch import Prompt, Sample
+from nanogrpo.rewards import (
+    accuracy_reward,
+    extract_answer,
+    format_reward,
+    length_reward,
+    load_functions,
+    same_answer,
+    score,
+)
 
 # ---- answers -------------------------------------------------------------------------------------------------------------------
 
@@ -142,3 +151,21 @@ def test_accuracy_reads_solution_then_answer_and_skips_rows_without():
     answer = ["9", "so 2\n#### 2.0", None, "4", "4", None]
     assert accuracy_reward(completions, solution=solution, answer=answer) == [1.0, 1.0, None, 0.0, 0.0, 1.0]
     assert accuracy_reward([[{"role": "assistant", "content": "#### 1"}]], answer=["1"]) == [1.0]
+
+
+# ---- the reward of length, by name ---------------------------------------------------------------------------------------------
+
+
+def test_length_reward_is_dapos_and_looks_at_one_completion_only():
+    lengths = [0, 80, 85, 90, 100, 250]
+    ids = [[0] * n for n in lengths]
+    want = [0, 0, -0.25, -0.5, -1, -1]  # L_max 100, L_cache 20
+    assert length_reward(100, completion_ids=ids) == want
+    assert [length_reward(100, completion_ids=[one])[0] for one in ids] == want
+    for function in load_functions(["length:100"]) + load_functions(["length"], max_completion_length=100):
+        assert function(completion_ids=[[0] * 100, [0] * 80]) == [-1.0, 0.0]
+    (function,) = load_functions(["length:100"])
+    prompt = Prompt(0, "?", [1], {"limit": "3 apples"})  # a column of the data, and not the function's limit
+    samples = [Sample(prompt, 0, one, [0.0] * len(one), True, [0] * len(one)) for one in ids]
+    score(samples, [function])
+    assert [sample.rewards for sample in samples] == [{"length_reward": reward} for reward in want]

@@ -4,6 +4,7 @@ Read next: the tests of grpo.py, where rewards become advantages.
 """
 
 import functools
+import sys
 
 import numpy as np
 import pytest
@@ -57,6 +58,25 @@ def test_a_function_that_edits_its_arguments_changes_no_sample():
     assert [sample.rewards["accuracy_reward"] for sample in samples] == [1.0, 0.0]
 
 
+def test_edits_reach_neither_the_next_function_nor_the_next_step():
+    messages = [{"role": "user", "content": "3+4="}]
+    samples = make_samples(["7", "8"], prompt=messages, solution="7", tests=[{"in": [3, 4]}], tag=None)
+    seen = []
+
+    def vandal(prompts, completions, completion_ids, tests, **columns):
+        seen.append((prompts[0][-1]["content"], tests[0][0]["in"][:], completions[0][0]["content"]))
+        prompts[0][-1]["content"] = completions[0][0]["content"] = "gone"
+        prompts[0].append({"role": "assistant", "content": "gone"})
+        tests[0][0]["in"].clear()
+        return [1.0] * len(prompts)
+
+    for _ in range(2):  # two steps that draw the same prompt
+        score(samples, [vandal, vandal])
+    assert seen == [("3+4=", [3, 4], "7")] * 4
+    assert samples[0].prompt.text == [{"role": "user", "content": "3+4="}]
+    assert samples[0].prompt.columns == {"solution": "7", "tests": [{"in": [3, 4]}], "tag": None}
+
+
 # ---- sums ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +124,7 @@ class Judge:
 
 def test_names_of_partials_and_instances():
     samples = make_samples()
-    score(samples, [Judge(), functools.partial(length_reward, limit=9), length_reward, Judge()])
+    score(samples, [Judge(), functools.partial(length_reward, 9), length_reward, Judge()])
     assert list(samples[0].rewards) == ["Judge", "length_reward", "length_reward_2", "Judge_2"]
 
 
@@ -122,6 +142,7 @@ async def awaited(completions, **kwargs):
         ([float("-inf"), 1.0], "returned -inf for sample 0 of prompt 17"),
         ([1.0, "1.0"], "returned '1.0' for sample 1 of prompt 17"),
         ([1.0, 10**400], "for sample 1 of prompt 17"),
+        ([1.0, -1.1e30], r"returned -1\.1e\+30 for sample 1 of prompt 17; it must return a number of at most 1e\+30"),
         ([1.0, [1.0]], r"returned \[1.0\] for sample 1 of prompt 17"),
         ([1.0, 1j], "returned 1j for sample 1"),
         ([1.0, torch.tensor([1.0, 2.0])], "for sample 1 of prompt 17"),
@@ -177,6 +198,32 @@ def test_an_async_function_is_refused_and_not_left_unawaited_in_silence():
         score(make_samples(), [awaited])
 
 
+@pytest.mark.parametrize("status", [0, None, 3, "bye"])
+def test_a_function_or_a_file_that_exits_does_not_end_the_run_as_if_it_were_done(tmp_path, status):
+    def leaves(completions, **kwargs):
+        sys.exit(status)
+
+    samples = make_samples()
+    with pytest.raises(UserError, match=r"the reward function leaves raised SystemExit: .*at test_rewards\.py:\d+"):
+        score(samples, [returns(1.0, 1.0), leaves])
+    assert all(sample.rewards == {} and sample.reward is None for sample in samples)
+    (tmp_path / "leaves.py").write_text(f"import sys\nsys.exit({status!r})\n")
+    with pytest.raises(UserError, match=r"importing '\S+leaves\.py' raised SystemExit: "):
+        load_functions([f"{tmp_path / 'leaves.py'}:f"])
+
+
+def test_a_sum_must_not_overflow_either():
+    samples = make_samples()
+    score(samples, [returns(1e30, -1e30)])
+    assert [sample.reward for sample in samples] == [1e30, -1e30]
+    for weights in ([1.0, 1.0], [1e300, 1e300], [1e300, -1e300]):
+        samples = make_samples()
+        with pytest.raises(UserError, match=r"reward_weights make .* for sample 1 of prompt 17; make them smaller") as caught:
+            score(samples, [returns(0.0, 1e30), returns(0, 1e30)], weights)
+        assert "\n" not in str(caught.value)
+        assert all(sample.rewards == {} and sample.reward is None for sample in samples)
+
+
 def test_ctrl_c_inside_a_function_is_not_the_functions_mistake():
     def interrupted(completions, **kwargs):
         raise KeyboardInterrupt
@@ -188,25 +235,6 @@ def test_ctrl_c_inside_a_function_is_not_the_functions_mistake():
 def test_weights_must_be_one_a_function():
     with pytest.raises(UserError, match="reward_weights has 2 values for 1 reward functions"):
         score(make_samples(), [format_reward], [1.0, 2.0])
-
-
-# ---- the reward of length, by name ---------------------------------------------------------------------------------------------
-
-
-def test_length_reward_is_dapos_and_looks_at_one_completion_only():
-    lengths = [0, 80, 85, 90, 100, 250]
-    ids = [[0] * n for n in lengths]
-    want = [0, 0, -0.25, -0.5, -1, -1]  # L_max 100, L_cache 20
-    assert length_reward(ids, limit=100) == want
-    assert [length_reward([one], limit=100)[0] for one in ids] == want
-    for function in load_functions(["length:100"]) + load_functions(["length"], max_completion_length=100):
-        assert function(completion_ids=[[0] * 100, [0] * 80]) == [-1.0, 0.0]
-    (function,) = load_functions(["length:100"])
-    samples = make_samples(["a"] * 6)
-    for sample, one in zip(samples, ids):
-        sample.token_ids = one
-    score(samples, [function])
-    assert [sample.rewards for sample in samples] == [{"length_reward": reward} for reward in want]
 
 
 # ---- finding functions ---------------------------------------------------------------------------------------------------------
