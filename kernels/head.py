@@ -35,7 +35,10 @@ from .reference import Objective, accumulate
 def logp_forward(
     rows: ModuleType, hidden: Tensor, lm_head: Tensor, targets: Tensor, temperature: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob [M], entropy [M] and the backward's (Q, log S) [2, M]; one product, 2·M·V·D FLOP."""
+    """Log-prob [M], entropy [M] and norm [2, M], which belongs to `rows`: opaque here, only handed back to its backward.
+
+    One product, 2·M·V·D FLOP.
+    """
     count, acc = hidden.shape[0], accumulate(hidden.dtype)
     logp, entropy = (torch.empty(count, dtype=acc, device=hidden.device) for _ in range(2))
     norm = torch.empty(2, count, dtype=acc, device=hidden.device)
@@ -95,6 +98,9 @@ def policy_forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Log-prob [M], entropy [M], dL/dhidden [M, D] and dL/dlm_head [V, D] (float32), each gradient None where not needed.
 
+    The loss is not among them: it, the clip flags and the statistics are of all M tokens, whatever their kind and chunk, and
+    custom_ops.py takes them from the log-probs by `rows.policy_forward`: microseconds beside these products.
+
     Tokens are sorted into three kinds. Neither weight nor entropy weight: not computed, zeros. No advantage, KL or entropy term:
     their gradient is zero, so one product (the forward) instead of three. The rest: three products.
     """
@@ -117,6 +123,7 @@ def policy_forward(
         logits = torch.mm(h, lm_head.T, out=buffer[: len(h)])
         vectors = (old_logp, advantage, weight, ref_logp, importance, entropy_weight)
         vectors = (None if v is None else v[index] for v in vectors)
+        # Its third result, the loss of each row, is not needed: see above.
         logp[index], entropy[index], _ = rows.policy_rows_(logits, targets[index], temperature, *vectors, o)
         dlogits = logits  # overwritten in place  # [C, V]
         if need_dhidden:

@@ -11,7 +11,11 @@ Lanes.      Every lane (8 neighbouring bfloat16 numbers, one 16-byte load) keeps
             row. A textbook online softmax meets once a block instead: barriers and shuffles that cost more than the loads.
 Exactness.  q is rounded, but the same rounded q stands in every term, so that fma(x, k, -q) has one rounding, near the result:
             a row around -10,000 is as exact as one around 0. An entry of -inf has e = 0 but e · t = nan; it is met by a second
-            visit of that row (rare), not by an instruction in everyone's loop. Sums of 150,000 terms are sums of 8192 sums.
+            visit of that row (rare), not by an instruction in everyone's loop. A sum of 151,936 terms is a tree over 1024 lanes,
+            each of which adds 19 sums of 8. Entropy is always computed: it reads nothing more, and its multiply-adds are counted
+            in the limit below.
+Domain.     |max_j z_j| log2(e) < 2^31: logits around ±1.4e9 at T = 1, or of 100 at T = 1e-7. Beyond, the rounding of q is a shift
+            of more than 2^64 in e, and sums overflow. A form without it, (x - max) k, is one instruction more for every element.
 Derivation. dlogp/dz_j = 1[j = y] - p_j and dH/dz_j = -p_j (log p_j + H). With upstream gradients g of logp and h of H:
             dx_j = (g (1[j = y] - p_j) - h p_j (log p_j + H)) / T,  p_j = 2^{fma(x_j, k, -q) - log2 l}; q and log2 l are saved.
 Bytes.      Forward 2·N·V in bfloat16: 0.58 ms for N = 8192, V = 151,936 at 4.3 TB/s. Backward 4·N·V: 1.16 ms.
@@ -56,10 +60,17 @@ def merge(q, l, s):
 
 
 @triton.jit
-def statistics(L, start, stop, k, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr):
-    """(q, l, s) of the columns start … stop of the row at L."""
+def statistics(L, start, stop, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr):
+    """(q, l, s) of the columns start … stop of the row at L. WIDE: a lane's C numbers are neighbours, loaded at once.
+
+    Where rows do not begin at multiples of 16 bytes that load is impossible, and Triton would part the C numbers of a lane among
+    threads. So a lane then takes every R-th number, and neighbouring lanes neighbouring numbers: narrow loads, no exchange.
+    """
     BLOCK: tl.constexpr = R * C
-    base = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]  # [R, C]
+    if WIDE:
+        base = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]  # [R, C]
+    else:
+        base = tl.arange(0, R)[:, None] + tl.arange(0, C)[None, :] * R  # [R, C]
     q = tl.full((R,), LOWEST, ACC)
     l = tl.zeros((R,), ACC)
     s = tl.zeros((R,), ACC)
@@ -96,8 +107,9 @@ def results(zy, k, q, l, s):
 
 @triton.jit
 def forward_kernel(
-    LOGITS, TARGETS, MASK, LOGP, ENTROPY, NORM, stride, N, V, k, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr
-):
+    LOGITS, TARGETS, MASK, LOGP, ENTROPY, NORM, stride, N, V, k,
+    WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)  # row · V passes 2^31 at 14,134 rows of Qwen3
     k = tl.full((), k, ACC)
@@ -110,7 +122,7 @@ def forward_kernel(
         return
     L = LOGITS + row * stride
     zy = tl.load(L + tl.load(TARGETS + row)).to(ACC)
-    q, l, s = statistics(L, 0, V, k, R, C, ACC)
+    q, l, s = statistics(L, 0, V, k, WIDE, R, C, ACC)
     logp, entropy, log_l = results(zy, k, q, l, s)
     tl.store(LOGP + row, logp)
     tl.store(ENTROPY + row, entropy)
@@ -119,13 +131,15 @@ def forward_kernel(
 
 
 @triton.jit
-def part_kernel(LOGITS, PARTS, stride, V, k, parts, slice, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr):
+def part_kernel(
+    LOGITS, PARTS, stride, V, k, parts, slice, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr
+):
     """One program a slice of a row, for few rows: (q, l, s) of it into PARTS [N, parts, 3]."""
     pid = tl.program_id(0).to(tl.int64)
     part = (pid % parts).to(tl.int32)
     k = tl.full((), k, ACC)
     start = part * slice
-    q, l, s = statistics(LOGITS + pid // parts * stride, start, tl.minimum(start + slice, V), k, R, C, ACC)
+    q, l, s = statistics(LOGITS + pid // parts * stride, start, tl.minimum(start + slice, V), k, WIDE, R, C, ACC)
     tl.store(PARTS + pid * 3, q)
     tl.store(PARTS + pid * 3 + 1, l)
     tl.store(PARTS + pid * 3 + 2, s)
@@ -174,24 +188,9 @@ def row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy):
 
 @triton.jit
 def backward_kernel(
-    LOGITS,
-    TARGETS,
-    MASK,
-    NORM,
-    ENTROPY,
-    DLOGP,
-    DENTROPY,
-    OUT,
-    stride,
-    stride_out,
-    N,
-    V,
-    k,
-    inv_t,
-    blocks,
-    BLOCK: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    LOGITS, TARGETS, MASK, NORM, ENTROPY, DLOGP, DENTROPY, OUT, stride, stride_out, N, V, k, inv_t, blocks,
+    BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     """One program a block of a row: each element depends on itself and six numbers of its row. OUT may be LOGITS."""
     pid = tl.program_id(0).to(tl.int64)
     row = pid // blocks
@@ -224,6 +223,22 @@ def shape_of_block(vocab: int, dtype: torch.dtype, lanes: int = 1024) -> tuple[i
     return lanes, per_lane, max(1, min(8, lanes // 128))
 
 
+def wide(logits: Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes, as Triton will find: it asks the same of pointer and stride."""
+    return logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0
+
+
+def shape_of_gradient(vocab: int, block: int = 4096) -> tuple[int, int]:
+    """Columns and warps of a program of the backward."""
+    block = min(block, triton.next_power_of_2(vocab))
+    return block, max(1, min(8, block // 512))
+
+
+def columns_of_part(lanes: int, per_lane: int) -> int:
+    """Columns of a part of a split row: of V and the type alone, so that a row's result is not a matter of its neighbours."""
+    return max(SLICE if lanes == 1024 else 0, lanes * per_lane)
+
+
 def accumulator(dtype: torch.dtype) -> tuple[torch.dtype, tl.dtype]:
     return (torch.float64, tl.float64) if dtype == torch.float64 else (torch.float32, tl.float32)
 
@@ -237,7 +252,7 @@ def log_softmax_forward(
     lanes: int = 1024,
     few_rows: int = FEW_ROWS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[N, V], [N] → log-prob [N], entropy [N], and (q, log2 l) [2, N] for the backward. Rows may be strided.
+    """[N, V], [N] → log-prob [N], entropy [N], and (q, log2 l) [2, N] for this file's backward. Rows may be strided.
 
     lanes and few_rows are for the tests, which want many blocks of a small row.
     """
@@ -252,16 +267,14 @@ def log_softmax_forward(
     mask = None if mask is None else mask.contiguous().view(torch.int8)
     targets, k, stride = targets.contiguous(), LOG2E.value / temperature, logits.stride(0)
     R, C, warps = shape_of_block(vocab, logits.dtype, lanes)
-    out = logp, entropy, norm
+    out, shape = (logp, entropy, norm), dict(WIDE=wide(logits), R=R, C=C, ACC=acc, num_warps=warps)
     if count >= few_rows or vocab <= 2 * R * C:
-        forward_kernel[(count,)](logits, targets, mask, *out, stride, count, vocab, k, R=R, C=C, ACC=acc, num_warps=warps)
+        forward_kernel[(count,)](logits, targets, mask, *out, stride, count, vocab, k, **shape)
         return out
-    columns = max(
-        SLICE if lanes == 1024 else 0, R * C
-    )  # chosen from V alone, so that a row's result is not a matter of its neighbours
+    columns = columns_of_part(R, C)
     parts = triton.cdiv(vocab, columns)
     partial = torch.empty(count, parts, 3, dtype=dtype, device=logits.device)
-    part_kernel[(count * parts,)](logits, partial, stride, vocab, k, parts, columns, R=R, C=C, ACC=acc, num_warps=warps)
+    part_kernel[(count * parts,)](logits, partial, stride, vocab, k, parts, columns, **shape)
     args = logits, targets, mask, partial, *out, stride, count, k, parts
     join_kernel[(count,)](*args, PARTS_2=triton.next_power_of_2(parts), ACC=acc, num_warps=1)
     return out
@@ -287,13 +300,12 @@ def log_softmax_backward(
         return out
     dentropy = torch.zeros_like(dlogp) if dentropy is None else dentropy
     mask = None if mask is None else mask.contiguous().view(torch.int8)
-    block = min(block, triton.next_power_of_2(vocab))
+    block, warps = shape_of_gradient(vocab, block)
     blocks = triton.cdiv(vocab, block)
     per_row = (v.contiguous() for v in (norm, entropy, dlogp, dentropy))
     strides = logits.stride(0), out.stride(0)
     numbers = count, vocab, LOG2E.value / temperature, 1.0 / temperature, blocks
     acc = accumulator(logits.dtype)[1]
-    warps = max(1, min(8, block // 512))
     args = logits, targets.contiguous(), mask, *per_row, out, *strides, *numbers
     backward_kernel[(count * blocks,)](*args, BLOCK=block, ACC=acc, num_warps=warps)
     return out

@@ -105,12 +105,13 @@ def policy_terms(
     """
     d = torch.zeros_like(logp) if old_logp is None else logp - old_logp
     r = d.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
-    dr = torch.where(d.abs() <= LOG_RATIO_MAX, r, 0.0)  # beyond the clamp the ratio is a constant
+    # Beyond the clamp the ratio is a constant. Asked this way round, here and below, a nan stays nan: it must be seen.
+    dr = torch.where(d.abs() > LOG_RATIO_MAX, 0.0, r)
     low, high = 1.0 - o.epsilon, 1.0 + o.epsilon_high
     capped = r.clamp(max=o.delta)
     free, held = capped * advantage, r.clamp(low, high) * advantage  # the two arms of the min, and their derivatives
-    dfree = torch.where(r <= o.delta, dr * advantage, 0.0)
-    dheld = torch.where((r >= low) & (r <= high), dr * advantage, 0.0)
+    dfree = torch.where(r > o.delta, 0.0, dr * advantage)
+    dheld = torch.where((r < low) | (r > high), 0.0, dr * advantage)
     l = -torch.minimum(free, held)
     dl = -torch.where(free < held, dfree, dheld)  # where they are equal, within the range, so are their derivatives
     if importance is not None:
@@ -119,10 +120,10 @@ def policy_terms(
     if ref_logp is None:
         return l, dl, clip, None, r
     x = ref_logp - logp
-    inside = x.abs() <= LOG_RATIO_MAX
+    outside = x.abs() > LOG_RATIO_MAX
     x = x.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
     growth = torch.expm1(x)  # e^x - 1, exact near 0, where e^x - x - 1 would cancel
-    kl, dkl = growth - x, torch.where(inside, -growth, 0.0)
+    kl, dkl = growth - x, torch.where(outside, 0.0, -growth)
     if o.bias_correction:
         kl, dkl = r * kl, r * dkl + dr * kl
     if o.beta != 0.0:

@@ -12,7 +12,7 @@ Bytes.      4·N·V in bfloat16 if the walk back hits the L2 cache (a row of Qwe
             50 MB of an H200): 1.16 ms for N = 8192 at 4.3 TB/s, against 6·N·V for a forward and a backward kernel.
             Hence 32 warps a program: one row a multiprocessor at a time.
 Skipped.    Rows with neither weight are filled with zeros without being read; rows whose coefficients come out as 0 (no
-            advantage, or clipped) are filled with zeros without being read again.
+            advantage, or clipped) are filled with zeros without being read again, unless their log-prob is nan.
 Reference.  `policy_rows_` in reference.py. Used by head.py through nanogrpo/custom_ops.py.
 """
 
@@ -23,7 +23,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .log_softmax import LOG2E, accumulator, log_softmax_backward, log_softmax_forward, results, row_gradient, statistics
+from .log_softmax import (
+    LOG2E,
+    accumulator,
+    log_softmax_backward,
+    log_softmax_forward,
+    results,
+    row_gradient,
+    shape_of_block,
+    statistics,
+    wide,
+)
 from .policy import policy_forward, terms
 from .reference import Objective
 
@@ -32,30 +42,10 @@ __all__ = ["log_softmax_backward", "log_softmax_forward", "policy_forward", "pol
 
 @triton.jit
 def row_kernel(
-    LOGITS,
-    TARGETS,
-    OLD,
-    ADV,
-    WEIGHT,
-    REF,
-    IMP,
-    ENTROPY_WEIGHT,
-    LOGP,
-    ENTROPY,
-    LOSS,
-    stride,
-    V,
-    k,
-    inv_t,
-    low,
-    high,
-    delta,
-    beta,
-    BIAS: tl.constexpr,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    ACC: tl.constexpr,
-):
+    LOGITS, TARGETS, OLD, ADV, WEIGHT, REF, IMP, ENTROPY_WEIGHT, LOGP, ENTROPY, LOSS,
+    stride, V, k, inv_t, low, high, delta, beta,
+    BIAS: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
     L = LOGITS + row * stride
@@ -76,7 +66,7 @@ def row_kernel(
     y = tl.load(TARGETS + row)
     if (weight != 0.0) | (entropy_weight != 0.0):
         zy = tl.load(L + y).to(ACC)  # before it is overwritten
-        q, l, s = statistics(L, 0, V, k, R, C, ACC)
+        q, l, s = statistics(L, 0, V, k, WIDE, R, C, ACC)
         logp, entropy, log_l = results(zy, k, q, l, s)
         if weight != 0.0:
             old = None
@@ -96,7 +86,7 @@ def row_kernel(
     tl.store(LOGP + row, logp)
     tl.store(ENTROPY + row, entropy)
     tl.store(LOSS + row, loss)
-    if (dlogp == 0.0) & (entropy_weight == 0.0):
+    if (dlogp == 0.0) & (entropy_weight == 0.0) & (logp == logp):  # a row of nan gives nan, as in the reference
         for c in tl.range(0, V, BLOCK):
             tl.store(L + (c + lanes), tl.zeros((BLOCK,), LOGITS.dtype.element_ty), mask=c + lanes < V)
         return
@@ -106,6 +96,15 @@ def row_kernel(
         x = tl.load(L + o, mask=o < V, other=0.0).to(ACC)
         dz = row_gradient(x, o, y, k, q, log_l, entropy, dlogp, -entropy_weight) * inv_t
         tl.store(L + o, dz.to(LOGITS.dtype.element_ty), mask=o < V)
+
+
+def shape_of_visit(vocab: int, dtype: torch.dtype, wide: bool, lanes: int = 2048) -> tuple[int, int, int]:
+    """Lanes, numbers a lane, warps: twice the lanes of a forward, two a thread, so that one program fills a multiprocessor.
+
+    Such a thread has 64 registers. Narrow loads (log_softmax.py, `statistics`) need one each: then a lane has 4 numbers at most.
+    """
+    lanes, per_lane, _ = shape_of_block(vocab, dtype, lanes)
+    return lanes, per_lane if wide else min(4, per_lane), max(1, min(32, lanes // 64))
 
 
 def policy_rows_(
@@ -132,10 +131,10 @@ def policy_rows_(
         return out
     vectors = targets, old_logp, advantage, weight, ref_logp, importance, entropy_weight
     vectors = (None if v is None else v.contiguous() for v in vectors)
-    per_lane = 16 // logits.dtype.itemsize  # one load
-    lanes = min(lanes, triton.next_power_of_2(triton.cdiv(vocab, per_lane)))
+    WIDE = wide(logits)
+    R, C, warps = shape_of_visit(vocab, logits.dtype, WIDE, lanes)
     temperatures = LOG2E.value / temperature, 1.0 / temperature
     numbers = logits.stride(0), vocab, *temperatures, 1.0 - o.epsilon, 1.0 + o.epsilon_high, o.delta, o.beta
-    shape = dict(BIAS=bool(o.bias_correction), R=lanes, C=per_lane, ACC=acc)
-    row_kernel[(count,)](logits, *vectors, *out, *numbers, **shape, num_warps=max(1, min(32, lanes // 64)))
+    shape = dict(BIAS=bool(o.bias_correction), WIDE=WIDE, R=R, C=C, ACC=acc, num_warps=warps)
+    row_kernel[(count,)](logits, *vectors, *out, *numbers, **shape)
     return out

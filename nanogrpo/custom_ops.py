@@ -64,6 +64,8 @@ def rows_for(device: torch.device) -> ModuleType:
 # ---------------------------------------------------------------------------------------------------------- registered ops
 # One pattern for all: a custom op computes, `setup` keeps what the backward needs, and the backward is a custom op too. Ops
 # without a derivative raise when differentiated, so that a double backward is an error and not a wrong number.
+# torch.library knows arguments by position. A new one touches, together: the op, its fake, its `setup` (which unpacks inputs and
+# outputs by place), the caller in ops.py, and the op's counterpart in kernels/ (reference.py and the Triton file, or head.py).
 
 
 @torch.library.custom_op("nanogrpo::scaled", mutates_args=())
@@ -79,7 +81,7 @@ def _(grad: Tensor, upstream: Tensor, of: Tensor) -> Tensor:
 
 @torch.library.custom_op("nanogrpo::log_softmax", mutates_args=())
 def log_softmax(logits: Tensor, targets: Tensor, temperature: float, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """logp [N], entropy [N], norm [2, N]: a maximum and a sum of each row, which spare the backward a visit."""
+    """logp [N], entropy [N], and norm [2, N], which spares the backward a visit: opaque, of the implementation that made it."""
     return rows_for(logits.device).log_softmax_forward(logits, targets, temperature, mask)
 
 
@@ -150,13 +152,14 @@ def _(
 
 
 def _policy_setup(ctx, inputs, output) -> None:
+    ctx.others = len(inputs) - 1  # arguments without a gradient
     ctx.save_for_backward(output[1], inputs[0])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _policy_grad(ctx, upstream: Tensor, *_: Tensor) -> tuple:
     grad, logp = ctx.saved_tensors
-    return _scaled(grad, upstream, logp), *(None,) * 6
+    return _scaled(grad, upstream, logp), *(None,) * ctx.others
 
 
 policy.register_autograd(_policy_grad, setup_context=_policy_setup)
@@ -253,7 +256,7 @@ def _(hidden, lm_head, targets, temperature, old_logp, advantage, weight, ref_lo
 
 
 def _head_policy_setup(ctx, inputs, output) -> None:
-    ctx.need = inputs[-2:]
+    ctx.need, ctx.others = inputs[-2:], len(inputs) - 2
     ctx.save_for_backward(*output[-2:], *inputs[:2])
     ctx.mark_non_differentiable(*output[1:])
 
@@ -262,7 +265,7 @@ def _head_policy_grad(ctx, upstream: Tensor, *_: Tensor) -> tuple:
     dhidden, dhead, hidden, lm_head = ctx.saved_tensors
     first = _scaled(dhidden, upstream, hidden) if ctx.need[0] else None
     second = _scaled(dhead, upstream, lm_head) if ctx.need[1] else None
-    return first, second, *(None,) * 12
+    return first, second, *(None,) * ctx.others
 
 
 head_policy.register_autograd(_head_policy_grad, setup_context=_head_policy_setup)

@@ -5,7 +5,7 @@ policy loss with its gradient. The `head_*` operations hold logits for a chunk o
 
 | operation | in → out | used for |
 |---|---|---|
-| `selective_log_softmax` | logits [N, V] → log-prob [N], entropy [N] | logits that exist anyway: the embedded engine, tests |
+| `selective_log_softmax` | logits [N, V] → log-prob [N], entropy [N] | logits that exist anyway: benches and tests |
 | `policy_loss` | log-probs [M] → loss | losses in two phases: sequence-level ratios, entropy quantiles |
 | `head_logp` | hidden [M, D] → log-prob [M], entropy [M] | old, reference and evaluation log-probs; phase one of two |
 | `head_policy_loss` | hidden [M, D] → loss | the training step: three matrix products instead of four |
@@ -19,14 +19,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanogrpo import custom_ops
 from nanogrpo.custom_ops import STATS, implementation, use
 
 __all__ = [  # with the three names above, which live where the choice is made
     "STATS",
-    "PolicyHead",
     "PolicyOut",
     "default_chunk",
     "head_logp",
@@ -156,19 +155,3 @@ def head_policy_loss(
     out = custom_ops.head_policy(hidden, lm_head, targets, float(temperature), *vectors, objective, chunk, *need)
     loss, logp, entropy, clip, kl, stats, _, _ = out
     return PolicyOut(loss, logp, entropy, clip, None if ref_logp is None else kl, stats)
-
-
-class PolicyHead(nn.Module):
-    """The output head as a module whose forward gives the loss: FSDP2 then gathers its weight once and reduces its gradient once.
-
-    `fully_shard` it as a unit of its own (or with the embedding, when the two are tied) and call the module; reading `.weight`
-    outside of forward would meet a shard.
-    """
-
-    def __init__(self, weight: nn.Parameter):
-        super().__init__()
-        self.weight = weight  # [V, D]
-
-    def forward(self, hidden: Tensor, targets: Tensor, *vectors: Tensor | None, **settings) -> PolicyOut:
-        """`head_policy_loss` without its second argument."""
-        return head_policy_loss(hidden, self.weight, targets, *vectors, **settings)

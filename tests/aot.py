@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # run as a script: the checkout is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -94,59 +95,89 @@ def exact_fma() -> None:
     interpreter.InterpreterBuilder.create_fma = create_fma
 
 
-BF16 = ["LOGITS", "OUT", "X", "RESIDUAL", "Y", "SUM", "H", "DY", "DSUM", "DX", "GATE", "UP", "DGATE", "DUP"]
-POINTERS = dict.fromkeys(BF16, "*bf16") | {"TARGETS": "*i64", "MASK": "*i8", "CLIP": "*i8"}  # all others: *fp32
+LOGITS_LIKE = ["LOGITS", "OUT", "X", "RESIDUAL", "Y", "SUM", "H", "DY", "DSUM", "DX", "GATE", "UP", "DGATE", "DUP"]
+POINTERS = {"TARGETS": "*i64", "MASK": "*i8", "CLIP": "*i8"}  # all but these and the above: *fp32
 NUMBERS = dict.fromkeys(["N", "V", "M", "T", "D", "parts", "slice", "blocks", "rows", "count", "heads"], "i32")
 NUMBERS |= {"stride": "i64", "stride_out": "i64"}
 ALIGNED = ("stride", "stride_out", "V", "slice", "D")  # multiples of 16 for Qwen3's sizes; pointers always are
+QWEN3 = 151_936  # words
 
 
-def contracts() -> dict:
-    """name → (kernel, constants, warps): every kernel, as it is launched for Qwen3's vocabulary of 151,936 words in bfloat16.
+@dataclass
+class Contract:
+    """A kernel as it is launched: what its constants do not mention is a run-time argument, typed by its name."""
 
-    What a kernel's constants do not mention is a run-time argument, typed by its name: pointers are in capitals.
-    """
+    kernel: Any
+    constants: dict
+    warps: int
+    dtype: str = "bf16"  # of logits and activations
+    aligned: tuple[str, ...] = ALIGNED
+
+
+def contracts() -> dict[str, Contract]:
+    """name → every kernel, for Qwen3's vocabulary; shapes of blocks are those that the launching code itself computes."""
+    import torch
+    import triton
     import triton.language as tl
 
     from nanogrpo.kernels import log_softmax, norm, policy, rope, rows, swiglu, textbook
 
     acc = dict(ACC=tl.float32)
-    lanes = dict(R=1024, C=8, **acc)
-    visit = dict(BIAS=True, R=2048, C=8, **acc)
     plain = dict(OLD=None, REF=None, IMP=None)
-    return {
-        "textbook": (textbook.textbook_kernel, dict(BLOCK=1024), 4),
-        "log_softmax.forward": (log_softmax.forward_kernel, dict(MASK=None, **lanes), 8),
-        "log_softmax.forward, masked": (log_softmax.forward_kernel, lanes, 8),
-        "log_softmax.part": (log_softmax.part_kernel, lanes, 8),
-        "log_softmax.join": (log_softmax.join_kernel, dict(PARTS_2=32, MASK=None, **acc), 1),
-        "log_softmax.backward": (log_softmax.backward_kernel, dict(BLOCK=4096, MASK=None, **acc), 8),
-        "policy": (policy.policy_kernel, dict(BIAS=True, BLOCK=1024), 4),
-        "policy, on policy": (policy.policy_kernel, dict(BIAS=True, BLOCK=1024, KL=None, **plain), 4),
-        "policy.sum": (policy.sum_kernel, dict(ROWS=32), 1),
-        "rows": (rows.row_kernel, visit, 32),
-        "rows, on policy": (rows.row_kernel, dict(ENTROPY_WEIGHT=None, **plain, **visit), 32),
-        "norm.forward": (norm.forward_kernel, dict(BLOCK=4096), 8),
-        "norm.backward": (norm.backward_kernel, dict(BLOCK=4096), 8),
-        "rope.forward": (rope.forward_kernel, dict(HALF=64, ROWS=16), 4),
-        "rope.backward": (rope.backward_kernel, dict(HALF=64, ROWS=16), 4),
-        "swiglu.forward": (swiglu.forward_kernel, dict(BLOCK=4096), 8),
-        "swiglu.backward": (swiglu.backward_kernel, dict(BLOCK=4096), 8),
+    table = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        end = "" if name == "bf16" else f", {name}"
+        R, C, warps = log_softmax.shape_of_block(QWEN3, dtype)
+        (VR, VC, visit_warps), (_, narrow_c, _) = (rows.shape_of_visit(QWEN3, dtype, wide) for wide in (True, False))
+        lanes, visit = dict(WIDE=True, R=R, C=C, **acc), dict(BIAS=True, WIDE=True, R=VR, C=VC, **acc)
+        parts = triton.next_power_of_2(triton.cdiv(QWEN3, log_softmax.columns_of_part(R, C)))
+        block, block_warps = log_softmax.shape_of_gradient(QWEN3)
+        backward = dict(BLOCK=block, MASK=None, **acc)
+        odd, narrow = tuple(n for n in ALIGNED if n != "V" and not n.startswith("stride")), dict(WIDE=False)
+        here = {
+            "log_softmax.forward": Contract(log_softmax.forward_kernel, dict(MASK=None, **lanes), warps),
+            "log_softmax.forward, masked": Contract(log_softmax.forward_kernel, lanes, warps),
+            "log_softmax.forward, odd stride": Contract(log_softmax.forward_kernel, lanes | narrow, warps, aligned=odd),
+            "log_softmax.part, odd stride": Contract(log_softmax.part_kernel, lanes | narrow, warps, aligned=odd),
+            "log_softmax.part": Contract(log_softmax.part_kernel, lanes, warps),
+            "log_softmax.join": Contract(log_softmax.join_kernel, dict(PARTS_2=parts, MASK=None, **acc), 1),
+            "log_softmax.backward": Contract(log_softmax.backward_kernel, backward, block_warps),
+            "log_softmax.backward, odd stride": Contract(log_softmax.backward_kernel, backward, block_warps, aligned=odd),
+            "rows": Contract(rows.row_kernel, visit, visit_warps),
+            "rows, on policy": Contract(rows.row_kernel, dict(ENTROPY_WEIGHT=None, **plain, **visit), visit_warps),
+            "rows, odd stride": Contract(rows.row_kernel, visit | narrow | dict(C=narrow_c), visit_warps, aligned=odd),
+        }
+        table |= {f"{key}{end}": replace(contract, dtype=name) for key, contract in here.items()}
+    policies = dict(BIAS=True, BLOCK=policy.BLOCK)
+    block, warps = norm.shape_of_block(4096)
+    table |= {
+        "textbook": Contract(textbook.textbook_kernel, dict(BLOCK=1024), 4),
+        "policy": Contract(policy.policy_kernel, policies, policy.WARPS),
+        "policy, on policy": Contract(policy.policy_kernel, dict(KL=None, **policies, **plain), policy.WARPS),
+        "policy.sum": Contract(policy.sum_kernel, dict(ROWS=32), 1),
+        "norm.forward": Contract(norm.forward_kernel, dict(BLOCK=block), warps),
+        "norm.backward": Contract(norm.backward_kernel, dict(BLOCK=block), warps),
+        "rope.forward": Contract(rope.forward_kernel, dict(HALF=64, ROWS=16), 4),
+        "rope.backward": Contract(rope.backward_kernel, dict(HALF=64, ROWS=16), 4),
+        "swiglu.forward": Contract(swiglu.forward_kernel, dict(BLOCK=4096), 8),
+        "swiglu.backward": Contract(swiglu.backward_kernel, dict(BLOCK=4096), 8),
     }
+    return table
 
 
 def compile_contract(name: str, arch: int) -> Machine:
-    kernel, constants, warps = contracts()[name]
-    pointers = [n for n in kernel.arg_names if n.isupper() and n not in NUMBERS]
-    kinds = {n: POINTERS.get(n, "*fp32") if n in pointers else NUMBERS.get(n, "fp32") for n in kernel.arg_names}
+    contract = contracts()[name]
+    kernel, constants = contract.kernel, contract.constants
+    kinds = POINTERS | dict.fromkeys(LOGITS_LIKE, f"*{contract.dtype}") | NUMBERS
+    kinds = {n: kinds.get(n, "*fp32" if n.isupper() else "fp32") for n in kernel.arg_names}
     signature = {n: kinds[n] for n in kernel.arg_names if n not in constants}
-    aligned = tuple(n for n in signature if n in ALIGNED or signature[n].startswith("*"))
-    return compile_kernel(kernel, arch, signature, constants, warps, aligned)
+    aligned = tuple(n for n in signature if n in contract.aligned or signature[n].startswith("*"))
+    return compile_kernel(kernel, arch, signature, constants, contract.warps, aligned)
 
 
 def report(name: str, arch: int) -> dict:
     """One line of facts about a kernel: what the contracts are held against."""
-    _, constants, warps = contracts()[name]
+    constants, warps = contracts()[name].constants, contracts()[name].warps
     machine = compile_contract(name, arch)
     spills = machine.count("LDL") + machine.count("STL")
     facts = {"kernel": name, "arch": arch, "registers": machine.registers, "stack": machine.stack, "spills": spills}
