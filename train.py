@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
         cfg.validate()
         with join(cfg) as world:
             train(cfg, world)
-    except UserError as e:
+    except (UserError, FloatingPointError) as e:  # the latter: weights or log-probs that are no numbers
         print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the first step: later, it ends the run after the step (world.Stop)

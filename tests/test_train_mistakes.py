@@ -6,7 +6,8 @@ test_bad_input.py has the mistakes in options, models and folders: read it next.
 import re
 
 import pytest
-from conftest import arguments, steps
+from conftest import arguments, steps, write_base
+from safetensors.torch import load_file, save_file
 
 import train
 
@@ -41,3 +42,25 @@ def test_a_reward_that_raises_stops_the_run_and_loses_nothing(tiny_base, files, 
     assert re.search(r"error: .*fails_in_the_third_step raised ZeroDivisionError: no such luck", capsys.readouterr().err)
     assert [row["step"] for row in steps(tmp_path)] == [0, 1]
     assert (tmp_path / "checkpoint-2").is_dir()
+
+
+HUGE = """
+def huge(completions, **kwargs):
+    return [1e30 * (i % 2) for i in range(len(completions))]
+"""
+
+
+def test_numbers_that_are_none_end_the_run_in_one_sentence(files, tmp_path, capsys):
+    base = write_base(tmp_path / "base")
+    (tmp_path / "huge.py").write_text(HUGE)
+    options = ["--reward-funcs", f"{tmp_path / 'huge.py'}:huge", "--scale-rewards", "none"]
+    assert train.main(arguments(base, files, tmp_path / "gradient", *options)) == 2
+    gradient = capsys.readouterr().err.strip().splitlines()
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, base / "model.safetensors")
+    assert train.main(arguments(base, files, tmp_path / "logits")) == 2
+    logits = capsys.readouterr().err.strip().splitlines()
+    assert re.fullmatch(r"error: the gradient's norm is (inf|nan): no update was made", gradient[-1])
+    assert re.match(r"error: Logits are not finite \(prompt \d+, weights 0\)", logits[-1])
+    assert not any("Traceback" in line for line in gradient + logits)
