@@ -156,7 +156,7 @@ def _read(path: Path) -> Iterator[tuple[str, dict]]:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                     if text.strip():
                         yield f"{path}:{number}", json.loads(text)
-                except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+                except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8, or brackets without end
                     raise UserError(f"{path}:{number}: not JSON ({error}); each line must be one whole JSON object") from error
     else:
         raise UserError(

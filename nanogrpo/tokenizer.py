@@ -56,8 +56,8 @@ class Tokenizer:
 
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.pad_token_id: int | None = self._id("pad_token")
-        eos, extra = self._id("eos_token"), self._json("generation_config.json").get("eos_token_id")
-        stops = ([] if eos is None else [eos]) + (extra if isinstance(extra, list) else [] if extra is None else [extra])
+        eos = self._id("eos_token")
+        stops = ([] if eos is None else [eos]) + self._more_stops()
         if not stops:
             raise UserError(f"{self._folder / 'tokenizer_config.json'} names no eos_token: add it, or no completion ever stops")
         self.stop_token_ids: list[int] = list(dict.fromkeys(stops))
@@ -110,7 +110,7 @@ class Tokenizer:
         fields = {"tools": None, "documents": None, **self._special, **kwargs}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **fields)
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: e.g. the template adds content to a string
+        except Exception as error:  # a template is somebody's program: it may divide by zero, or add a message to a string
             raise UserError(f"the chat template of {self._folder} refuses the messages ({error}): change the prompt") from error
 
     def encode_prompt(self, prompt: str | list[dict], *, enable_thinking: bool | None = None) -> list[int]:
@@ -120,7 +120,7 @@ class Tokenizer:
     def _json(self, name: str) -> dict:
         try:
             value = json.loads(self._files.get(name, b"{}"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8, or brackets without end
             raise UserError(f"{self._folder / name} is not JSON ({error}): copy it again from the model") from error
         if not isinstance(value, dict):
             raise UserError(f"{self._folder / name} holds a {type(value).__name__}, not an object: copy it again from the model")
@@ -133,14 +133,36 @@ class Tokenizer:
             raise UserError(f"{self._folder}: {name} {self._special[name]!r} is not in tokenizer.json; make the two files agree")
         return found
 
+    def _more_stops(self) -> list[int]:
+        """The ids in generation_config.json that end a completion beside eos_token: none, one, or a list."""
+        stops = self._json("generation_config.json").get("eos_token_id")
+        stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+        for stop in stops:
+            if type(stop) is not int or not 0 <= stop < self.vocab_size:  # a bool is no id
+                raise UserError(
+                    f"{self._folder / 'generation_config.json'}: eos_token_id holds {stop!r}, which is no id of tokenizer.json: "
+                    f"give whole numbers from 0 to {self.vocab_size - 1}"
+                )
+        return stops
+
     def _compile(self, template: str | list[dict] | None) -> jinja2.Template | None:
         """The template of chat_template.jinja, else of the config: a string, or a list of {"name", "template"}."""
         if "chat_template.jinja" in self._files:
-            template = self._files["chat_template.jinja"].decode()
-        if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            try:
+                template = self._files["chat_template.jinja"].decode()
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{self._folder / 'chat_template.jinja'} is not UTF-8 ({error}): copy it again from the model"
+                ) from error
+        if isinstance(template, list) and all(isinstance(e, dict) and {"name", "template"} <= e.keys() for e in template):
+            template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
         if template is None:
             return None
+        if not isinstance(template, str):
+            raise UserError(
+                f"{self._folder / 'tokenizer_config.json'}: chat_template must be a text, or a list of "
+                '{"name": text, "template": text}; mend it or remove it'
+            )
         # A template comes from whoever made the model: sandboxed, and unable to change the messages it is shown.
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
         env.filters["tojson"] = _tojson
@@ -148,7 +170,7 @@ class Tokenizer:
         env.globals["raise_exception"] = _raise_exception
         try:
             return env.from_string(template)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # jinja makes Python of it, which has limits of its own, such as loops nested too deep
             raise UserError(f"the chat template of {self._folder} cannot be compiled ({error}): repair it") from error
 
 

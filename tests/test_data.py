@@ -111,6 +111,7 @@ GOOD = '{"prompt": "a"}'
         ("{'prompt': 'a'}", "not JSON"),
         ('{"prompt": "a"', "not JSON"),
         (b'{"prompt": "\xff"}', "not JSON .*utf-8"),
+        ('{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "not JSON .*recursion"),
         ('["a"]', "a row must be an object .* this is a list"),
         ("{}", "no `prompt`"),
         ('{"question": "q", "answer": "42"}', "no `prompt`"),

@@ -250,12 +250,47 @@ def test_mistakes_get_one_sentence(tmp_path):
     fails("names no eos_token", make_folder(tmp_path / "endless", config={"eos_token": None}))
     fails("'<eos>' is not in tokenizer.json", make_folder(tmp_path / "other", config={"eos_token": "<eos>"}))
     fails("cannot be compiled", make_folder(tmp_path / "typo", "{% if %}"))
+    deep = make_folder(tmp_path / "deep", generation={})
+    (deep / "generation_config.json").write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    fails(r"deep/generation_config\.json is not JSON", deep)
+    latin = make_folder(tmp_path / "latin")
+    (latin / "chat_template.jinja").write_bytes("{{ 'ü' }}".encode("latin-1"))
+    fails(r"latin/chat_template\.jinja is not UTF-8", latin)
+    loops = "".join(f"{{% for i{n} in messages %}}" for n in range(60)) + "{% endfor %}" * 60
+    fails("cannot be compiled", make_folder(tmp_path / "loops", loops))
+
+
+@pytest.mark.parametrize("eos", ["2", 2.0, True, -1, 302, 10**30, [2, None], [2, [0]], {"id": 2}])
+def test_a_stop_that_is_no_id_is_refused(tmp_path, eos):
+    folder = make_folder(tmp_path, generation={"eos_token_id": eos})
+    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id holds .* give whole numbers from 0 to \d+$"):
+        Tokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [3, True, {"default": "D"}, ["D"], [{"template": "D"}], [{"name": "default"}], [{"name": "default", "template": 3}]],
+)
+def test_a_template_that_is_no_text_is_refused(tmp_path, template):
+    folder = make_folder(tmp_path, template, in_config=True)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: chat_template must be a text, or a list of") as caught:
+        Tokenizer.from_pretrained(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_list_without_a_default_is_no_template(tmp_path):
+    several = [{"name": "tool_use", "template": "T"}]
+    assert not Tokenizer.from_pretrained(make_folder(tmp_path, several, in_config=True)).has_chat_template
 
 
 def test_messages_that_the_template_refuses(tmp_path):
     ours = Tokenizer.from_pretrained(make_folder(tmp_path / "a", CHATML))
     with pytest.raises(UserError, match="unknown role critic"):
         ours.render([{"role": "critic", "content": "x"}])
+    for i, crash in enumerate(["{{ 1 // 0 }}", "{{ 'x' | int(base=99) }}", "{{ messages[0].content | tojson(indent={}) }}"]):
+        ours = Tokenizer.from_pretrained(make_folder(tmp_path / f"crash{i}", crash + "{{ messages[0].content.index('z') }}"))
+        with pytest.raises(UserError, match=r"crash\d refuses the messages \(.+\): change the prompt"):
+            ours.render(CHATS[0])
     bare = Tokenizer.from_pretrained(make_folder(tmp_path / "b", None))
     assert not bare.has_chat_template
     assert bare.encode_prompt("3+4=") == bare.encode("3+4=")
