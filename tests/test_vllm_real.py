@@ -47,7 +47,7 @@ def params(temperature: float, **changes) -> SamplingParams:
 
 def engine_of(server, model, **options) -> VLLMEngine:
     _, s, _ = server
-    return VLLMEngine(model, max_len=64, servers=[s.url], secret=secret_of(s), **options)
+    return VLLMEngine(model, **{"max_len": 64} | options, servers=[s.url], secret=secret_of(s))
 
 
 def secret_of(server: Server) -> str:
@@ -108,9 +108,8 @@ def test_stop_tokens_and_lengths_are_the_trainers(server):
 
 def test_weights_that_change_in_mid_completion_are_told_token_by_token(server):
     model = checkpoint.load_model(server[0])
-    engine = engine_of(server, model)
+    engine = engine_of(server, model, max_len=128)
     engine.load(model, 0)
-    engine.sample(PROMPTS, 1, params(1.0), step=0)
     samples, before = [], generated_tokens(server[1])
     long = SamplingParams(max_tokens=100, ignore_stop=True)
     thread = threading.Thread(target=lambda: samples.extend(engine.request(PROMPTS * 2, 4, long, 0)))
@@ -153,6 +152,7 @@ def test_two_trainer_processes_under_fsdp(server, tmp_path):
 
 TWO_RANKS = """
 import json, sys
+from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
