@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nanogrpo.config import Config
+from nanogrpo.errors import UserError
 from nanogrpo.model import Attend, Block, Decoder
 from nanogrpo.world import World
 
@@ -43,6 +44,11 @@ def prepare(model: Decoder, world: World, cfg: Config) -> None:
 
     FSDP's hooks, which gather a block, then run once around both passes over its forward, and the compiler never sees them.
     """
+    known = torch.compiler.list_backends(exclude_tags=()) if cfg.torch_compile else []
+    if cfg.torch_compile and cfg.torch_compile_backend not in known:
+        raise UserError(
+            f"--torch-compile-backend {cfg.torch_compile_backend} is not known to torch: choose one of {', '.join(known)}."
+        )
     for block in model.model.layers:
         # `forward` is replaced on the instance: no wrapper module, so parameters keep their names for checkpoints.
         if cfg.torch_compile:
