@@ -114,8 +114,8 @@ def shard(model: Decoder, world: World, cfg: Config) -> None:
     options: dict = {}
     if world.device.type == "cuda":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        if cfg.cpu_offload:
-            options["offload_policy"] = CPUOffloadPolicy()
+    if cfg.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     blocks = list(model.model.layers)
     for block in blocks:
         fully_shard(block, reshard_after_forward=cfg.reshard_after_forward, **options)
