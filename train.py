@@ -35,7 +35,7 @@ def train(cfg: Config, world: World) -> None:
     model, optimizer, engine, log = run.model, run.optimizer, run.engine, run.log
     if cfg.eval_steps and run.start == 0:
         evaluate(run, after=0)
-    with Saver(cfg, world, model, optimizer, run.tokenizer, run.config) as saver, Stop() as stop:
+    with Stop() as stop, Saver(cfg, world, model, optimizer, run.tokenizer, run.config) as saver:
         for step in range(run.start, cfg.max_steps):
             clock, meter = metrics.Clock(), metrics.Meter()
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nanogrpo.config import Config
+from nanogrpo.errors import UserError
 from nanogrpo.model import Attend, Block, Decoder
 from nanogrpo.world import World
 
@@ -43,6 +44,11 @@ def prepare(model: Decoder, world: World, cfg: Config) -> None:
 
     FSDP's hooks, which gather a block, then run once around both passes over its forward, and the compiler never sees them.
     """
+    known = torch.compiler.list_backends(exclude_tags=()) if cfg.torch_compile else []
+    if cfg.torch_compile and cfg.torch_compile_backend not in known:
+        raise UserError(
+            f"--torch-compile-backend {cfg.torch_compile_backend} is not known to torch: choose one of {', '.join(known)}."
+        )
     for block in model.model.layers:
         # `forward` is replaced on the instance: no wrapper module, so parameters keep their names for checkpoints.
         if cfg.torch_compile:
@@ -108,8 +114,8 @@ def shard(model: Decoder, world: World, cfg: Config) -> None:
     options: dict = {}
     if world.device.type == "cuda":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        if cfg.cpu_offload:
-            options["offload_policy"] = CPUOffloadPolicy()
+    if cfg.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     blocks = list(model.model.layers)
     for block in blocks:
         fully_shard(block, reshard_after_forward=cfg.reshard_after_forward, **options)

@@ -12,6 +12,7 @@ With n parameters, of which a block has n_b and the rest (embedding, head, norms
     activations    T · per_token              by layer: see `activation_bytes`
     logits         b·C·V + 4·V·D              one chunk of C rows, and the head's gradient in float32
     engine         b·n + KV cache             its own copy of the weights, and 2·b·K·E a layer for each slot and position
+    checkpoint     12·n/W + 4·n               copies on the host while they are written; the last term on rank 0
     reference      4·n/W                      only with beta > 0; its root stays gathered too
 
 Ahead of a run nobody knows how long completions will be: they are taken at their longest. Read next: metrics.py, which logs the
@@ -39,7 +40,7 @@ log = logging.getLogger("nanogrpo")
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. Example: Row("optimizer", 4_768_000_000, on_host=True)"""
+    """One line of the table. Example: Row("optimizer", 4_768_000_000)"""
 
     name: str
     bytes: int
@@ -105,6 +106,7 @@ def table(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> lis
         Row(f"logits of {rows:,} tokens", item * rows * c.vocab_size + 4 * c.vocab_size * c.hidden_size),
         Row("engine: weights", item * n),
         Row(f"engine: cache of {cfg.max_concurrent} × {positions:,} tokens", cache),
+        Row("a checkpoint that is being written", 12 * n // W + 4 * n * world.main, on_host=True),
     ]
     return out
 
@@ -132,11 +134,10 @@ def shown(n: int) -> str:
 def check(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> None:
     """Prints the table on rank 0; raises UserError where the sum exceeds what there is."""
     rows = table(model, cfg, world, longest_prompt)
-    places = [("the GPU", capacity(world)[0], False), ("this machine", capacity(world)[1], True)]
-    if world.device.type == "cpu":
-        places = [("this machine", capacity(world)[0], False)]
-    for place, there, on_host in places:
-        some = [row for row in rows if row.on_host == on_host]
+    device, host = capacity(world)
+    on_host = [row for row in rows if row.on_host or world.device.type == "cpu"]
+    on_gpu = [row for row in rows if row not in on_host]
+    for place, there, some in [("the GPU", device, on_gpu), ("this machine", host, on_host)]:
         needed = sum(row.bytes for row in some)
         if not some:
             continue

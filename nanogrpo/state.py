@@ -46,6 +46,9 @@ from nanogrpo.world import World
 
 log = logging.getLogger("nanogrpo")
 
+# A process without a group is one by intent; the warning comes from the thread that writes, so it is silenced for all.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
 # What may differ between a run and its continuation: it changes nothing, or (device) no more than rounding.
 FREE = {"resume", "output_dir", "max_steps", "save_steps", "save_total_limit", "num_completions_to_print", "max_concurrent"}
 FREE |= {
@@ -125,14 +128,8 @@ class Saver:
             # All ranks write into the folder that rank 0 makes, so none may begin before it is there: `once` is a barrier too.
             folder = self.world.once(lambda: stack.enter_context(checkpoint.written_whole(self.final)))
             weights = checkpoint.host_weights(self.model, self.dtype, keep=self.world.main)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*single process.*")  # as asked: without a group there is one
-                shards = dcp.async_save(
-                    tensors(self.model, self.optimizer),
-                    checkpoint_id=folder / "state",
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
+            what, where = tensors(self.model, self.optimizer), folder / "state"
+            shards = dcp.async_save(what, checkpoint_id=where, process_group=self.group, no_dist=self.group is None)
             assert isinstance(shards, Future)  # the copies are complete, and the rest is under way
             written = stack.pop_all()
             self.job = self.pool.submit(self._write, written, folder, weights, step, shards) if self.world.main else shards
@@ -280,8 +277,7 @@ def _load(folder: Path, mine: dict[str, Tensor]) -> None:
                 f"--resume: {folder} is of another model ({name} has shape {shapes[0]} there and {shapes[1]} here): "
                 "give the --model that the run began with."
             )
-    with _readable(folder), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*single process.*")
+    with _readable(folder):
         dcp.load(mine, storage_reader=reader, no_dist=not dist.is_initialized())
 
 

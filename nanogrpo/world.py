@@ -173,7 +173,7 @@ class Watch:
     """
 
     delay = 0.5  # seconds between two looks at the store
-    grace = 3.0  # seconds that the rank which holds the store stays for the others to look there
+    grace = 1.5  # seconds that the rank which holds the store stays for the others to look there
 
     def __init__(self, store: dist.Store, world: World):
         self.store, self.rank, self.size, self.over = store, world.rank, world.size, threading.Event()
@@ -221,8 +221,9 @@ class Watch:
         _tell_torchrun(told.decode().partition(" ")[2])
         with contextlib.suppress(dist.DistError, RuntimeError):
             self.store.add("left", 1)
+            ours = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             end = time.monotonic() + self.grace
-            while self.rank == 0 and self.store.add("left", 0) < self.size and time.monotonic() < end:
+            while ours and self.store.add("left", 0) < self.size and time.monotonic() < end:
                 time.sleep(0.05)
         _leave(status)
 

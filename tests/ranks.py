@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 REWARD = Path(__file__)  # as --reward-funcs wants it: f"{REWARD}:even"
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["train", "conftest", "torch.distributed.tensor", "torch.distributed.checkpoint"])
+SERVER.set_forkserver_preload(["train", "conftest", "torch.distributed.tensor", "torch.distributed.checkpoint", "fsspec.core"])
 
 
 def free_port() -> int:
@@ -54,7 +54,7 @@ class Ranks:
         self.processes = []
         for rank in range(size):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
-            process = SERVER.Process(target=_rank, args=(rank, own, self.folder.name, work, args))
+            process = SERVER.Process(target=_rank, args=(rank, own, self.folder.name, work, args), daemon=True)
             process.start()
             self.processes.append(process)
 

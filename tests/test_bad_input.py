@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_base
+from conftest import CUDA, tiny_model, write_base
 from safetensors.torch import load_file, save_file
 
 import train
+from nanogrpo import checkpoint
 from nanogrpo.errors import UserError
 from nanogrpo.model import ModelConfig
 
@@ -94,6 +95,12 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+def fewer_words(folder: Path) -> None:
+    """A whole model, whose vocabulary is smaller than its tokenizer's."""
+    tokenizer = checkpoint.Tokenizer.from_pretrained(folder)
+    checkpoint.export(tiny_model(vocab_size=50), folder, tokenizer)
+
+
 MODELS = {
     # what is done to the folder, and the words that the sentence must hold
     "no folder": (shutil.rmtree, r"--model \S+base: there is no such folder"),
@@ -143,6 +150,10 @@ MODELS = {
     "index not JSON": (shard(index="{"), r"model\.safetensors\.index\.json is not valid JSON"),
     "index without a map": (shard(index="{}"), r"model\.safetensors\.index\.json has no weight_map"),
     "index with an odd map": (shard(index='{"weight_map": {"a": 1}}'), r"model\.safetensors\.index\.json has no weight_map"),
+    "a tokenizer with more ids": (
+        fewer_words,
+        r"tokenizer\.json has ids up to 103 but config\.json a vocab_size of 50: take the tokenizer that belongs",
+    ),
     "no tokenizer": (remove("tokenizer.json"), r"base has no tokenizer\.json"),
 }
 
@@ -189,12 +200,22 @@ OPTIONS = {
     "--loss-type ppo": "--loss-type is 'ppo': choose one of grpo, bnpo, dr_grpo, dapo",
     "--max-completion-length 256": "--max-completion-length 256 leaves no room for a prompt in a context of 256",
     "--generation-batch-size 800000000": "--data arithmetic holds",
+    "--gradient-checkpointing half": "--gradient-checkpointing is 'half': choose one of none, full, selective",
+    "--torch-compile --gradient-checkpointing selective": "--gradient-checkpointing selective does not go with --torch-compile",
+    "--torch-compile --torch-compile-backend gcc": "--torch-compile-backend gcc is not known to torch: choose one of",
+    "--max-concurrent 100000000": "lower --token-budget or --max-concurrent",
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_bad_option(options, base, tmp_path, capsys):
     assert OPTIONS[options] in refused(capsys, base, *options.split(), out=tmp_path / "run")
+
+
+@pytest.mark.skipif(CUDA, reason="there is a GPU, which this option asks for")
+def test_cuda_without_cuda(base, tmp_path, capsys):
+    told = refused(capsys, base, "--device", "cuda", out=tmp_path / "run")
+    assert told.startswith("--device cuda: rank 0 needs a GPU of its own but torch sees 0 on this machine: use --device cpu")
 
 
 def test_in_a_process_of_its_own(tmp_path):
@@ -243,7 +264,7 @@ def test_a_damaged_run_is_not_resumed(base, tmp_path, capsys):
     ]
     assert train.main([*argv, "--generation-batch-size", "8"]) == 0
     capsys.readouterr()
-    cut(run / "checkpoint-1")
+    (run / "checkpoint-1" / "state" / "__0_0.distcp").unlink()
     told = refused(capsys, base, "--generation-batch-size", "8", "--resume", out=run)
     assert told.startswith(f"--resume: {run}/checkpoint-1 is damaged (")
     assert told.endswith("remove it to continue from the one before it.")

@@ -4,6 +4,8 @@ Bad folders are in test_bad_input.py. Read next: test_resume.py, the state of a 
 """
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,7 @@ def test_an_export_loads_in_transformers_with_the_same_logits(tmp_path, name):
 
 
 def test_the_tokenizer_travels_with_the_weights(tiny_base, tiny_tokenizer, tmp_path):
-    checkpoint.export(checkpoint.load_model(tiny_base), tmp_path, tiny_tokenizer, tiny_base)
+    checkpoint.export(checkpoint.load_model(tiny_base), tmp_path, tiny_tokenizer)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     chat = [{"role": "user", "content": "12+7="}]
     assert theirs.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] == tiny_tokenizer.encode_prompt(chat)
@@ -62,9 +64,29 @@ def test_fields_that_we_do_not_read_survive_an_export(tmp_path):
     raw = json.loads((source / "config.json").read_text())
     foreign = {"eos_token_id": 99, "initializer_range": 0.5, "attention_dropout": 0.25, "their_own": {"deep": [1, None]}}
     (source / "config.json").write_text(json.dumps({**raw, **foreign, "torch_dtype": "float16"}))
-    checkpoint.export(checkpoint.load_model(source).to(torch.bfloat16), target, source=source)
+    model, config = checkpoint.load_model(source), checkpoint.read_json(source / "config.json")
+    shutil.rmtree(source)  # it was read at the start, and is not needed when we write
+    checkpoint.export(model.to(torch.bfloat16), target, config=config)
     assert json.loads((target / "config.json").read_text()) == {**raw, **foreign, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
     assert AutoConfig.from_pretrained(target).attention_dropout == 0.25
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_large_weights_are_split_into_files_with_an_index(tmp_path, monkeypatch, tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", 60_000)
+    checkpoint.export(model, tmp_path)
+    parts = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    assert len(parts) > 2
+    assert parts[0] == f"model-00001-of-{len(parts):05}.safetensors"
+    largest = max(p.nbytes for p in model.parameters())
+    assert all(sum(t.nbytes for t in load_file(tmp_path / part).values()) <= max(60_000, largest) for part in parts)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
+    assert_same(weights_of(checkpoint.load_model(tmp_path)), weights_of(model))
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(torch.equal(t, dict(theirs.named_parameters())[n]) for n, t in model.named_parameters())
 
 
 # ---- transformers → ours -------------------------------------------------------------------------------------------------------
@@ -92,7 +114,7 @@ def test_a_bfloat16_checkpoint_becomes_float32_masters_or_stays(tmp_path):
     assert_same(weights_of(checkpoint.load_model(tmp_path, torch.bfloat16)), weights_of(model))
     again = tmp_path / "again"
     again.mkdir()
-    checkpoint.export(masters.to(torch.bfloat16), again, source=tmp_path)
+    checkpoint.export(masters.to(torch.bfloat16), again, config=checkpoint.read_json(tmp_path / "config.json"))
     assert AutoModelForCausalLM.from_pretrained(again).dtype == torch.bfloat16
 
 
@@ -112,3 +134,85 @@ def test_a_model_is_found_in_a_folder_or_refused_in_a_sentence(tiny_base, monkey
         with pytest.raises(UserError, match=r"--model \S+: .*no such folder") as told:
             checkpoint.locate(name)
         assert "\n" not in str(told.value)
+
+
+# ---- whole or not there --------------------------------------------------------------------------------------------------------
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def write(final: Path, text: str) -> None:
+    with checkpoint.written_whole(final) as folder:
+        (folder / "config.json").write_text(text)
+
+
+def test_a_folder_appears_at_once_and_replaces_a_checkpoint_only_when_it_is_whole(tmp_path):
+    final = tmp_path / "deep" / "checkpoint-1"
+    with checkpoint.written_whole(final) as folder:
+        (folder / "config.json").write_text("one")
+        assert not final.exists()
+    assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"one"}
+    with checkpoint.written_whole(final) as folder:
+        (folder / "config.json").write_text("two")
+        assert content(final) == {"config.json": b"one"}
+    assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"two"}
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """A power cut after the rename must find the data: so each file, and the folder, is flushed before it."""
+    flushed, fsync = {}, os.fsync
+
+    def watch(fd):
+        flushed[os.fstat(fd).st_ino] = (tmp_path / "checkpoint-1").exists()
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    write(tmp_path / "checkpoint-1", "one")
+    assert flushed == {
+        (tmp_path / "checkpoint-1" / "config.json").stat().st_ino: False,
+        (tmp_path / "checkpoint-1").stat().st_ino: False,
+        tmp_path.stat().st_ino: True,
+    }
+
+
+@pytest.mark.parametrize("error", [RuntimeError("ours"), KeyboardInterrupt(), UserError("theirs")])
+def test_any_exception_leaves_what_was_there_and_no_litter(tmp_path, error):
+    write(tmp_path / "checkpoint-1", "one")
+    with pytest.raises(type(error)), checkpoint.written_whole(tmp_path / "checkpoint-1") as folder:  # noqa: PT012
+        (folder / "config.json").write_text("two")
+        raise error
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert content(tmp_path) == {"checkpoint-1/config.json": b"one"}
+
+
+def test_a_rename_that_fails_gives_the_old_folder_back(tmp_path, monkeypatch):
+    write(tmp_path / "checkpoint-1", "one")
+    rename = Path.rename
+
+    def refuse(self, target):
+        if self.name.endswith(".tmp"):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(UserError, match="could not be written"):
+        write(tmp_path / "checkpoint-1", "two")
+    assert content(tmp_path) == {"checkpoint-1/config.json": b"one"}
+
+
+def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="holds other files"):
+        write(tmp_path, "gone")
+    assert content(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+@pytest.mark.parametrize("place", ["/proc/checkpoint-1", "{}/file/checkpoint-1", "{}/file"])
+def test_an_unwritable_place_is_one_sentence(tmp_path, place):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(UserError, match=r"could not be written \([A-Z].*\): make room or choose") as told:
+        write(Path(place.format(tmp_path)), "x")
+    assert "\n" not in str(told.value)
+    assert content(tmp_path) == {"file": b"not a folder"}

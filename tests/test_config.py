@@ -156,6 +156,13 @@ GOOD_EDGES = {
 }  # fmt: skip
 
 
+def test_the_compiler_and_selective_recomputation_do_not_go_together():
+    for kind in ("none", "full"):
+        dataclasses.replace(GOOD, torch_compile=True, gradient_checkpointing=kind).validate()
+    with pytest.raises(UserError, match="--gradient-checkpointing selective does not go with --torch-compile"):
+        dataclasses.replace(GOOD, torch_compile=True, gradient_checkpointing="selective").validate()
+
+
 @pytest.mark.parametrize("name", GOOD_EDGES)
 def test_the_edge_of_what_is_allowed(name):
     dataclasses.replace(GOOD, **{name: GOOD_EDGES[name]}).validate()

@@ -50,11 +50,16 @@ MAY_IMPORT = {
     "wire": "",  # both ends of the weight sync read it, and one of them has neither our model nor our config
     "engine_worker": "wire",
     "sync": "wire server model",
-    "fsdp": "model config",
+    "world": "batch config",
+    "fsdp": "model config world",
     "optim": "config",
-    "checkpoint": "model config tokenizer lora fsdp",
+    "checkpoint": "model tokenizer",
+    "state": "checkpoint world model config tokenizer",
+    "memory": "world model config ops",
+    "run": "batch checkpoint config data fsdp local_engine memory metrics model optim rewards"
+    " rollout state tasks tokenizer world",
     "lora": "model config",
-    "metrics": "__init__ batch config ops rollout",
+    "metrics": "__init__ batch config ops rollout world fsdp",
     "plot": "",
     "warmup": "checkpoint grpo optim packing model tasks tokenizer batch config",
     "serve": "guard engine_worker wire",
@@ -63,7 +68,7 @@ NOT_BY_TRAIN = {"engine_worker", "serve", "warmup", "plot"}
 
 # Where a library may appear at all (kernels, bench and tests stand for every file of the folder).
 ONLY_IN = {
-    "torch.distributed": "fsdp sync wire engine_worker checkpoint train bench tests",
+    "torch.distributed": "world fsdp state memory sync wire engine_worker checkpoint train bench tests",
     "vllm": "serve engine_worker tests",
     "transformers": "bench tests",
     "trl": "bench tests",

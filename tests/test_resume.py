@@ -1,6 +1,6 @@
 """A save is whole or absent whatever happens while it is written, and a resumed run repeats the uninterrupted one bit for bit.
 
-test_train_killed.py kills the whole program at random moments; here each damage is done by hand. Read next: test_bad_input.py.
+Whole runs, killed at many points, are in test_state.py; here each damage is done by hand. Read next: test_bad_input.py.
 """
 
 import dataclasses
@@ -15,96 +15,23 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import random_batch, write_base
-from safetensors.torch import load_file, save_file
-from test_checkpoint import assert_same, weights_of
+from test_checkpoint import assert_same, content, write
 
-from nanogrpo import checkpoint, grpo, optim
+from nanogrpo import checkpoint, grpo, optim, state
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
+from nanogrpo.world import World
 
-# ---- whole or not there --------------------------------------------------------------------------------------------------------
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+ALONE = World(0, 1, torch.device("cpu"))
 
 
-def write(final: Path, text: str) -> None:
-    with checkpoint.written_whole(final) as folder:
-        (folder / "config.json").write_text(text)
+def saver(cfg: Config, model, optimizer, tokenizer, base: Path) -> state.Saver:
+    return state.Saver(cfg, ALONE, model, optimizer, tokenizer, checkpoint.read_json(base / "config.json"))
 
 
-def test_a_folder_appears_at_once_and_replaces_a_checkpoint_only_when_it_is_whole(tmp_path):
-    final = tmp_path / "deep" / "checkpoint-1"
-    with checkpoint.written_whole(final) as folder:
-        (folder / "config.json").write_text("one")
-        assert not final.exists()
-    assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"one"}
-    with checkpoint.written_whole(final) as folder:
-        (folder / "config.json").write_text("two")
-        assert content(final) == {"config.json": b"one"}
-    assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"two"}
-
-
-def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    """A power cut after the rename must find the data: so each file, and the folder, is flushed before it."""
-    flushed, fsync = {}, os.fsync
-
-    def watch(fd):
-        flushed[os.fstat(fd).st_ino] = (tmp_path / "checkpoint-1").exists()
-        fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", watch)
-    write(tmp_path / "checkpoint-1", "one")
-    assert flushed == {
-        (tmp_path / "checkpoint-1" / "config.json").stat().st_ino: False,
-        (tmp_path / "checkpoint-1").stat().st_ino: False,
-        tmp_path.stat().st_ino: True,
-    }
-
-
-@pytest.mark.parametrize("error", [RuntimeError("ours"), KeyboardInterrupt(), UserError("theirs")])
-def test_any_exception_leaves_what_was_there_and_no_litter(tmp_path, error):
-    write(tmp_path / "checkpoint-1", "one")
-    with pytest.raises(type(error)), checkpoint.written_whole(tmp_path / "checkpoint-1") as folder:  # noqa: PT012
-        (folder / "config.json").write_text("two")
-        raise error
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
-    assert content(tmp_path) == {"checkpoint-1/config.json": b"one"}
-
-
-def test_a_rename_that_fails_gives_the_old_folder_back(tmp_path, monkeypatch):
-    write(tmp_path / "checkpoint-1", "one")
-    rename = Path.rename
-
-    def refuse(self, target):
-        if self.name.endswith(".tmp"):
-            raise OSError(5, "Input/output error")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(UserError, match="could not be written"):
-        write(tmp_path / "checkpoint-1", "two")
-    assert content(tmp_path) == {"checkpoint-1/config.json": b"one"}
-
-
-def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="holds other files"):
-        write(tmp_path, "gone")
-    assert content(tmp_path) == {"thesis.tex": b"years of work"}
-
-
-@pytest.mark.parametrize("place", ["/proc/checkpoint-1", "{}/file/checkpoint-1", "{}/file"])
-def test_an_unwritable_place_is_one_sentence(tmp_path, place):
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(UserError, match=r"could not be written \([A-Z].*\): make room or choose") as told:
-        write(Path(place.format(tmp_path)), "x")
-    assert "\n" not in str(told.value)
-    assert content(tmp_path) == {"file": b"not a folder"}
-
-
-@pytest.mark.parametrize("limit", [100, 5_000, 100_000])  # config.json, tokenizer.json, model.safetensors do not fit
+@pytest.mark.parametrize(
+    "limit", [100, 5_000, 100_000, 400_000]
+)  # config.json, tokenizer.json, the weights, the state do not fit
 def test_a_disk_that_fills_up_while_saving_leaves_the_earlier_checkpoint(tmp_path, tiny_base, tiny_tokenizer, limit):
     """By the limit on a file's size: a write beyond it fails as on a full disk, midway (Python ignores the signal)."""
     write(tmp_path / "checkpoint-1", "one")
@@ -112,8 +39,10 @@ def test_a_disk_that_fills_up_while_saving_leaves_the_earlier_checkpoint(tmp_pat
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
+        writer = saver(cfg, model, optim.make_optimizer(model, cfg), tiny_tokenizer, tiny_base)
+        writer.save(2)
         with pytest.raises(UserError, match=rf"{tmp_path}/checkpoint-2 could not be written \(.*\): make room") as told:
-            checkpoint.save(cfg, 2, model, optim.make_optimizer(model, cfg), tiny_tokenizer, tiny_base)
+            writer.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "\n" not in str(told.value)
@@ -125,11 +54,13 @@ def test_files_are_as_readable_as_the_umask_says(tmp_path, tiny_base, tiny_token
     model, cfg = checkpoint.load_model(tiny_base), Config(output_dir=str(tmp_path))
     before = os.umask(umask)
     try:
-        saved = checkpoint.save(cfg, 1, model, optim.make_optimizer(model, cfg), tiny_tokenizer, tiny_base)
+        with saver(cfg, model, optim.make_optimizer(model, cfg), tiny_tokenizer, tiny_base) as writer:
+            writer.save(1)
     finally:
         os.umask(before)
-    assert {p.name: oct(stat.S_IMODE(p.stat().st_mode)) for p in saved.iterdir()} == {p.name: oct(mode) for p in saved.iterdir()}
-    assert {"config.json", "model.safetensors", "optimizer.safetensors", "state.json"} <= {p.name for p in saved.iterdir()}
+    files = [p for p in (tmp_path / "checkpoint-1").rglob("*") if p.is_file()]
+    assert {p.name: oct(stat.S_IMODE(p.stat().st_mode)) for p in files} == {p.name: oct(mode) for p in files}
+    assert {"config.json", "model.safetensors", ".metadata", "__0_0.distcp", "state.json"} <= {p.name for p in files}
 
 
 # ---- saving and resuming a run -------------------------------------------------------------------------------------------------
@@ -146,7 +77,7 @@ class Run:
     def __post_init__(self):
         self.model = checkpoint.load_model(self.base)
         self.optimizer = optim.make_optimizer(self.model, self.cfg)
-        self.step = checkpoint.resume(self.cfg, self.model, self.optimizer)
+        self.step = state.resume(self.cfg, ALONE, self.model, self.optimizer)
 
     def advance(self, steps: int) -> "Run":
         for _ in range(steps):
@@ -158,11 +89,12 @@ class Run:
 
     def save(self) -> Path:
         tokenizer = checkpoint.Tokenizer.from_pretrained(self.base)
-        return checkpoint.save(self.cfg, self.step, self.model, self.optimizer, tokenizer, self.base)
+        with saver(self.cfg, self.model, self.optimizer, tokenizer, self.base) as writer:
+            writer.save(self.step)
+        return writer.final
 
     def state(self) -> dict[str, torch.Tensor]:
-        moments = checkpoint._optimizer_tensors(self.model, self.optimizer)
-        return {**weights_of(self.model), **{n: t.clone() for n, t in moments.items()}}
+        return {n: t.clone() for n, t in state.tensors(self.model, self.optimizer).items()}
 
 
 def start(tmp_path: Path, base: Path, **options) -> Run:
@@ -180,7 +112,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, tied):
     assert resumed.step == 3
     assert_same(resumed.state(), before)
     assert_same(resumed.advance(3).state(), whole.advance(3).state())
-    assert not torch.equal(whole.state()["model.norm.weight"], before["model.norm.weight"])
+    assert not torch.equal(whole.state()["master.model.norm.weight"], before["master.model.norm.weight"])
+    assert before["updates"] == 3
 
 
 def test_a_checkpoint_before_the_first_update_resumes(tmp_path, tiny_base):
@@ -195,7 +128,7 @@ def test_only_the_last_checkpoints_are_kept(tmp_path, tiny_base):
         run = start(tmp_path / str(limit), tiny_base, save_total_limit=limit)
         for run.step in (8, 9, 10, 11):  # 10 is after 9, though not to a string
             run.save()
-        return [p.name for p in checkpoint.checkpoints(run.cfg)]
+        return [p.name for p in checkpoint.checkpoints(run.cfg.output_dir)]
 
     assert names(2) == ["checkpoint-10", "checkpoint-11"]
     assert names(1) == ["checkpoint-11"]
@@ -212,7 +145,7 @@ def test_resume_takes_the_newest_and_removes_what_was_cut_short(tmp_path, tiny_b
     (folder / "checkpoint-best").mkdir()  # somebody's own
     with caplog.at_level(logging.WARNING):
         assert start(tmp_path, tiny_base, resume=True).step == 10
-    assert [r.message for r in caplog.records] == [
+    assert [r.message for r in caplog.records if r.name == "nanogrpo"] == [
         f"removed {folder}/.checkpoint-11.tmp: the run ended while this checkpoint was being written"
     ]
     assert sorted(p.name for p in folder.iterdir()) == ["checkpoint-10", "checkpoint-9", "checkpoint-best"]
@@ -225,22 +158,17 @@ def test_nothing_to_resume_is_a_start(tmp_path, tiny_base):
 
 
 def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def edit(path: Path, **changes) -> None:
-    tensors = load_file(path)
-    save_file({n: t for n, t in (tensors | changes).items() if t is not None}, path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 DAMAGE = {
-    "weights cut": lambda f: cut(f / "model.safetensors"),
-    "weights gone": lambda f: (f / "model.safetensors").unlink(),
-    "optimizer cut": lambda f: cut(f / "optimizer.safetensors"),
-    "optimizer gone": lambda f: (f / "optimizer.safetensors").unlink(),
-    "optimizer lacks one": lambda f: edit(f / "optimizer.safetensors", **{"exp_avg.model.norm.weight": None}),
-    "optimizer has another": lambda f: edit(f / "optimizer.safetensors", nonsense=torch.ones(1)),
-    "optimizer of another shape": lambda f: edit(f / "optimizer.safetensors", **{"exp_avg.model.norm.weight": torch.ones(7)}),
+    "a shard cut": lambda f: cut(f / "state" / "__0_0.distcp"),
+    "a shard empty": lambda f: (f / "state" / "__0_0.distcp").write_bytes(b""),
+    "a shard gone": lambda f: (f / "state" / "__0_0.distcp").unlink(),
+    "all shards gone": lambda f: shutil.rmtree(f / "state"),
+    "metadata gone": lambda f: (f / "state" / ".metadata").unlink(),
+    "metadata cut": lambda f: cut(f / "state" / ".metadata"),
+    "metadata nonsense": lambda f: (f / "state" / ".metadata").write_text("not a pickle"),
     "state cut": lambda f: cut(f / "state.json"),
     "state gone": lambda f: (f / "state.json").unlink(),
     "state empty": lambda f: (f / "state.json").write_text("{}"),
@@ -288,8 +216,26 @@ def test_another_models_checkpoint_is_refused(tmp_path, tiny_base):
     with pytest.raises(UserError, match=r"was written with model = .*now it is .*other: give the same options"):
         start(tmp_path, other, resume=True)
     path = tmp_path / "run" / "checkpoint-1" / "state.json"
-    state = json.loads(path.read_text())
-    state["config"]["model"] = str(other)  # the folder of the base model was made anew, with other sizes
-    path.write_text(json.dumps(state))
-    with pytest.raises(UserError, match=r"the tensor \S+ has shape .* where config.json asks for"):
+    saved = json.loads(path.read_text())
+    saved["config"]["model"] = str(other)  # the folder of the base model was made anew, with other sizes
+    path.write_text(json.dumps(saved))
+    with pytest.raises(UserError, match=r"checkpoint-1 is of another model \(\S+ has shape \(\S+ 48\) there and \(\S+ 32\) here"):
         start(tmp_path, other, resume=True)
+    tied = write_base(tmp_path / "tied", tie_word_embeddings=True)
+    saved["config"]["model"] = str(tied)
+    path.write_text(json.dumps(saved))
+    with pytest.raises(UserError, match=r"another model \(exp_avg\.lm_head\.weight has shape \(104, 48\) there and none here"):
+        start(tmp_path, tied, resume=True)
+
+
+def test_a_kill_between_two_renames_loses_no_checkpoint(tmp_path, tiny_base):
+    """Replacing checkpoint-3: the old one is aside under another name, the new one has not its own yet."""
+    run = start(tmp_path, tiny_base).advance(1)
+    folder = run.save()
+    folder.rename(folder.with_name(f".{folder.name}.old"))
+    resumed = start(tmp_path, tiny_base, resume=True)
+    assert resumed.step == 1
+    assert_same(resumed.state(), run.state())
+    shutil.copytree(folder, folder.with_name(f".{folder.name}.old"))
+    assert start(tmp_path, tiny_base, resume=True).step == 1
+    assert not list(folder.parent.glob(".*"))

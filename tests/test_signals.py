@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,15 +18,14 @@ from pathlib import Path
 
 import pytest
 from conftest import write_base
-from ranks import REWARD, ROOT, Ranks, free_port, run, start
+from ranks import REWARD, ROOT, free_port, run, start
 
 import train
 from nanogrpo import rewards, state
-from nanogrpo.config import Config
 from nanogrpo.errors import UserError
-from nanogrpo.world import Stop, World, join
+from nanogrpo.world import Stop
 
-PATIENCE = 20  # seconds within which ranks must have ended: generous, for the machine that runs the tests may be busy
+PATIENCE = 60  # seconds within which ranks must have ended; a hang lasts --ddp-timeout, ten minutes
 
 
 @pytest.fixture(scope="module")
@@ -225,87 +223,3 @@ def test_under_torchrun_the_sentence_is_the_last_of_its_report(base, tmp_path):
     sentence = r"error: \S+none\.jsonl is not a file.*"
     assert len(re.findall(rf"^{sentence}", done.stderr, re.M)) == 1, done.stderr
     assert re.search(rf"traceback : {sentence}\n=+\n*$", done.stderr), done.stderr
-
-
-# ---- not even begun ------------------------------------------------------------------------------------------------------------
-
-
-def refused(ranks: Ranks) -> str:
-    assert set(ranks.ends(PATIENCE)) == {0}
-    assert set(ranks.results()) == {2}
-    told = "".join(ranks.errors())
-    assert "Traceback" not in told
-    (said,) = [line for line in told.splitlines() if line.startswith("error: ")]
-    return said
-
-
-def test_a_rank_that_is_alone_says_so_within_the_timeout(base, tmp_path):
-    ranks = start(1, train.main, argv(base, tmp_path, "--ddp-timeout", "2"), WORLD_SIZE="2")
-    said = refused(ranks)
-    assert re.match(r"error: rank 0 could not join the 2 processes at 127\.0\.0\.1:\d+ within 2 s \(.+\): see that all", said)
-
-
-def test_an_address_where_nobody_listens(base, tmp_path):
-    ranks = start(1, train.main, argv(base, tmp_path, "--ddp-timeout", "2"), WORLD_SIZE="2", RANK="1")
-    assert "rank 1 could not join the 2 processes" in refused(ranks)
-
-
-def test_a_port_in_use(base, tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        said = refused(start(1, train.main, argv(base, tmp_path, "--ddp-timeout", "2"), WORLD_SIZE="2", MASTER_PORT=port))
-    assert f":{port} within 2 s (the port is in use): choose another port (torchrun --master-port)." in said
-
-
-def test_a_step_whose_prompts_the_ranks_cannot_share(base, tmp_path):
-    ranks = start(3, train.main, argv(base, tmp_path))
-    ends = ranks.ends(PATIENCE)
-    assert set(ends) <= {1, 2}
-    assert 2 in ends
-    (said,) = [line for line in "".join(ranks.errors()).splitlines() if line.startswith("error: ")]
-    assert "the 4 prompts of a step (--generation-batch-size / --num-generations) cannot be shared evenly by 3 processes" in said
-
-
-def test_an_output_folder_that_is_not_shared(tmp_path):
-    """Two machines, each with a folder of its own of that name."""
-    found = run(2, elsewhere, tmp_path)
-    assert found[0] == found[1] == f"--output-dir {tmp_path}/1 is another folder for rank 1: choose one that all machines share."
-
-
-def elsewhere(folder: Path) -> str:
-    cfg = Config(device="cpu", output_dir=str(folder / os.environ["RANK"]))
-    with join(cfg) as world:
-        try:
-            state.check_output(cfg, world)
-        except UserError as e:
-            return str(e)
-    return ""
-
-
-def test_what_one_rank_does_alone_fails_on_all():
-    assert run(2, alone_and_in_vain) == ["not here.", "not here."]
-
-
-def alone_and_in_vain() -> str:
-    def work() -> None:
-        raise UserError("not here.")
-
-    with join(Config(device="cpu")) as world:
-        assert world.once(lambda: world.rank) == 0
-        assert world.agree(flag=world.rank == 1)
-        assert not world.agree()
-        try:
-            world.once(work)
-        except UserError as e:
-            return str(e)
-    return ""
-
-
-def test_a_world_of_one_agrees_with_itself():
-    world = World(0, 1, None)
-    assert world.agree(True)
-    assert not world.agree()
-    with pytest.raises(UserError, match="alas"):
-        world.agree(error=UserError("alas"))

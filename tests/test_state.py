@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -17,10 +18,14 @@ import torch
 from conftest import write_base
 from ranks import REWARD, run, start
 from safetensors.torch import load_file
+from test_checkpoint import assert_same
+from test_resume import saver
+from test_resume import start as begin
 
 import train
 from nanogrpo import checkpoint, local_engine, metrics, optim, packing, state
 from nanogrpo.config import Config
+from nanogrpo.world import Watch
 
 OPTIONS = ["--device", "cpu", "--max-steps", "8", "--save-steps", "2", "--num-generations", "4", "--generation-batch-size", "16"]
 OPTIONS += ["--max-completion-length", "6", "--learning-rate", "3e-3", "--lr-scheduler-type", "cosine", "--warmup-steps", "2"]
@@ -82,6 +87,7 @@ POINTS = {
 
 def train_until_killed(options: list[str], kill: tuple[str, int, int | None] | None) -> int:
     """train.py, which at the n-th passage of a point kills rank `who` (None: every rank) as SIGKILL does: without a word."""
+    Watch.grace = 0.3  # the killed will not come to read who speaks
     if kill is not None:
         where, count, who = kill
         owner, name, when = POINTS[where]
@@ -114,10 +120,10 @@ KILLS = [  # (where, the how manieth passage, which rank) of two; each run conti
     ("shards written, not finished", 1, None),
     ("before the rename", 3, 0),
     ("after the optimizer's step", 5, 1),
-    ("scoring", 2, None),
-    ("weight sync", 2, 0),
+    ("scoring", 4, None),
+    ("weight sync", 3, 0),
     ("logging", 2, None),
-    ("packing", 2, 1),
+    ("packing", 3, 1),
     ("after the rename", 3, None),
 ]
 
@@ -156,13 +162,10 @@ def test_killed_anywhere_and_resumed_it_is_the_same_run_bit_for_bit(base, whole,
     assert not list(output.glob(".*"))
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 4), (4, 1, 2)])
-def test_resumed_on_other_numbers_of_ranks(base, whole, tmp_path, sizes):
-    for i, size in enumerate(sizes):
-        ends = i == len(sizes) - 1
-        kill = None if ends else ("sampling", 14, None)
+def test_resumed_on_other_numbers_of_ranks(base, whole, tmp_path):
+    for size, kill in [(2, ("sampling", 14, None)), (4, ("sampling", 14, None)), (1, None)]:
         ranks = start(size, train_until_killed, argv(base, tmp_path, "--resume"), kill)
-        assert set(ranks.ends()) == ({0} if ends else {-signal.SIGKILL}), ranks.errors()
+        assert set(ranks.ends()) == {-signal.SIGKILL if kill else 0}, ranks.errors()
     assert [row["step"] for row in rows(tmp_path)] == list(range(8))
     assert close(rows(tmp_path), rows(whole[1]))
 
@@ -173,3 +176,53 @@ def test_a_run_on_one_process_without_torchrun_is_continued_by_two(base, whole, 
     assert sorted(p.name for p in (tmp_path / "checkpoint-4" / "state").iterdir()) == [".metadata", "__0_0.distcp"]
     assert run(2, train_until_killed, argv(base, tmp_path, "--resume", "--lr-scheduler-type", "constant"), None) == [0, 0]
     assert [row["step"] for row in rows(tmp_path)] == list(range(8))
+
+
+# ---- written beside training ---------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_while_the_state_is_written(tmp_path, tiny_base, monkeypatch):
+    """What is written is the state when `save` returned, though each parameter changed before its file was even opened."""
+    run, go = begin(tmp_path, tiny_base).advance(1), threading.Event()
+    expected = run.state()
+    write, export = state.dcp.FileSystemWriter.write_data, checkpoint.write_model
+    monkeypatch.setattr(state.dcp.FileSystemWriter, "write_data", lambda *a: (go.wait(60), write(*a))[1])
+    monkeypatch.setattr(checkpoint, "write_model", lambda *a: (go.wait(60), export(*a))[1])
+    tokenizer = checkpoint.Tokenizer.from_pretrained(tiny_base)
+    with saver(run.cfg, run.model, run.optimizer, tokenizer, tiny_base) as writer:
+        writer.save(1)
+        assert writer.failure() is None
+        run.advance(2)
+        assert not checkpoint.checkpoints(run.cfg.output_dir)
+        go.set()
+    resumed = begin(tmp_path, tiny_base, resume=True)
+    assert_same(resumed.state(), expected)
+    exported = dict(checkpoint.load_model(writer.final).named_parameters())
+    assert all(torch.equal(p, expected[f"master.{n}"]) for n, p in exported.items())
+
+
+def test_a_save_that_fails_is_told_at_the_next_look(tmp_path, tiny_base, monkeypatch):
+    run = begin(tmp_path, tiny_base)
+    run.save()
+    run.advance(1)
+    monkeypatch.setattr(checkpoint, "write_model", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    writer = saver(run.cfg, run.model, run.optimizer, checkpoint.Tokenizer.from_pretrained(tiny_base), tiny_base)
+    writer.save(1)
+    writer.wait()
+    told = str(writer.failure())
+    assert told.startswith(f"{tmp_path}/run/checkpoint-1 could not be written (No space left on device): make room")
+    assert writer.failure() is None  # told once
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["checkpoint-0"]
+
+
+def test_a_bfloat16_base_is_exported_in_bfloat16_and_resumed_in_float32(tmp_path):
+    base = write_base(tmp_path / "base")
+    model = checkpoint.load_model(base).to(torch.bfloat16)
+    checkpoint.export(model, base, checkpoint.Tokenizer.from_pretrained(base))
+    run = begin(tmp_path, base).advance(1)
+    exported = load_file(run.save() / "model.safetensors")
+    assert {t.dtype for t in exported.values()} == {torch.bfloat16}
+    masters = run.state()
+    assert all(torch.equal(t, masters[f"master.{n}"].to(torch.bfloat16)) for n, t in exported.items())
+    assert any(not torch.equal(t.float(), masters[f"master.{n}"]) for n, t in exported.items())
+    assert_same(begin(tmp_path, base, resume=True).state(), masters)
