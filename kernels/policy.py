@@ -80,8 +80,8 @@ def terms(logp, old, adv, ref, imp, low, high, delta, beta, BIAS: tl.constexpr):
         if BIAS:
             dkl = r * dkl + dr * kl
             kl = r * kl
-        l += beta * kl
-        dl += beta * dkl
+        l += tl.where(beta != 0.0, beta * kl, 0.0)  # a KL that only is reported may be nan
+        dl += tl.where(beta != 0.0, beta * dkl, 0.0)
     return l, dl, clip, kl, r
 
 

@@ -20,6 +20,8 @@ if not CUDA:
 # The interpreter is slow: few examples, the same ones each time, and a failure is shown as found, not shrunk for minutes.
 FEW = settings(max_examples=8, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
 ULP = 2.0**-22  # two units in the last place of 1.0 in float32
+# What storing a number in a type may change it by; the interpreter truncates to bfloat16 where a GPU rounds.
+UNIT = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8 if CUDA else 2.0**-7}
 
 
 def eager_log_softmax(logits, targets, temperature):
@@ -51,6 +53,14 @@ def rows_of_logits(count, vocab, kind, dtype, seed):
         z[torch.rand(count, vocab, generator=g) < 0.4] = -math.inf
         z[torch.arange(count), targets] = 1.0
     return z.to(dtype).to(DEVICE), targets.to(DEVICE)
+
+
+def placed(z, wide):
+    """A copy of rows of logits, each of which begins at a multiple of 16 bytes, or (wide False) one word behind the last."""
+    count, vocab = z.shape
+    stride = -(-vocab // 16) * 16 + (0 if wide else 1)
+    copy = torch.empty(count, stride, dtype=z.dtype, device=z.device)[:, :vocab]
+    return copy.copy_(z)
 
 
 KINDS = ["normal", "dominant", "equal", "far below", "-inf"]

@@ -8,10 +8,12 @@ import math
 
 import pytest
 import torch
-from op_inputs import CLIP, M, T, V, draw
+from conftest import tiny_config
+from op_inputs import CLIP, D, M, T, V, draw
 
 from nanogrpo import custom_ops, ops
 from nanogrpo.errors import UserError
+from nanogrpo.model import Head
 
 pytestmark = pytest.mark.usefixtures("reference_ops")
 
@@ -70,21 +72,22 @@ def test_registered_ops_keep_the_rules_of_torch_library():
         torch.library.opcheck(op, args)
 
 
-def test_policy_head_is_a_unit_for_fsdp():
+def test_the_head_is_a_unit_for_fsdp():
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    hidden, head, targets, v = draw(torch.float32)
+    hidden, weight, targets, v = draw(torch.float32)
     args = targets, v["old"], v["advantage"], v["weight"]
-    expected = torch.autograd.grad(ops.head_policy_loss(hidden, head, *args, **CLIP).loss, (hidden, head))
+    expected = torch.autograd.grad(ops.head_policy_loss(hidden, weight, *args, **CLIP).loss, (hidden, weight))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = dist.init_device_mesh("cpu", (1,))
-        unit = ops.PolicyHead(torch.nn.Parameter(head.detach().clone()))
-        fully_shard(unit, mesh=mesh)
-        unit(hidden, *args, **CLIP).loss.backward()
+        head = Head(tiny_config(vocab_size=V, hidden_size=D))
+        head.weight.data.copy_(weight.detach())
+        fully_shard(head, mesh=mesh)
+        head(hidden, lambda hidden, weight: ops.head_policy_loss(hidden, weight, *args, **CLIP)).loss.backward()
         torch.testing.assert_close(hidden.grad, expected[0])
-        torch.testing.assert_close(unit.weight.grad.full_tensor(), expected[1])
+        torch.testing.assert_close(head.weight.grad.full_tensor(), expected[1])
     finally:
         dist.destroy_process_group()
 

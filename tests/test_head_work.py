@@ -5,6 +5,7 @@ Read next: test_custom_ops.py.
 
 import pytest
 import torch
+from conftest import random_batch, tiny_model
 from op_inputs import CLIP, D, M, V, draw
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,6 +66,30 @@ def test_logits_are_never_more_than_a_chunk():
         _, entropy, norm = head_loop.logp_forward(reference, hidden, lm_head, targets, 1.0, 8)
         head_loop.logp_backward(reference, hidden, lm_head, targets, 1.0, 8, norm, entropy, ones, ones)
     assert largest.numbers == 8 * 512
+
+
+def _largest_allocation(function) -> int:
+    """Bytes of the largest piece of memory that a call asks for: the allocator sees inside the ops, and the backward."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    return max(e.self_cpu_memory_usage for e in profile.events())
+
+
+def test_a_whole_step_never_makes_a_tensor_of_all_logits():
+    words, batch = 2000, random_batch([(3, 103)] * 2, vocab_size=2000)
+    model = tiny_model(vocab_size=words)
+    tokens = len(batch.rows)
+
+    def chunked(hidden, weight):
+        args = hidden, weight, batch.targets, batch.old_logp, batch.advantage, batch.weight
+        return ops.head_policy_loss(*args, chunk=8, **CLIP).loss + ops.head_logp(hidden, weight, batch.targets, chunk=8)[0].sum()
+
+    def whole(hidden, weight):
+        return ops.selective_log_softmax(hidden @ weight.T, batch.targets)[0].sum()
+
+    one_byte_each = tokens * words  # less than all logits in any type
+    assert _largest_allocation(lambda: model.score(batch, chunked).backward()) < one_byte_each
+    assert _largest_allocation(lambda: model.score(batch, whole).backward()) >= 4 * one_byte_each  # the measure sees it
 
 
 def test_gradient_of_a_bfloat16_head_is_summed_in_float32():
