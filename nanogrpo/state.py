@@ -206,8 +206,8 @@ def check_output(cfg: Config, world: World) -> None:
 
 
 def _has_steps(log: Path) -> bool:
-    """Whether a run got as far as a line about a step: one that failed before has nothing to lose."""
-    return log.exists() and any('"step"' in line for line in log.read_text(errors="replace").splitlines())
+    """Whether a log holds more than heads: a run that failed before its first step has nothing to lose."""
+    return log.exists() and any(not line.startswith('{"run"') for line in log.read_text(errors="replace").splitlines())
 
 
 def clean(cfg: Config) -> None:

@@ -21,7 +21,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -32,21 +31,11 @@ from nanogrpo.guard import FACTS, FIELDS
 from nanogrpo.rollout import SamplingParams
 from nanogrpo.server import Server, ServerError, ServerLost, Sidecar
 from nanogrpo.sync import Ranks, WeightSync
-from nanogrpo.vllm_protocol import ask, check, read
+from nanogrpo.vllm_protocol import Group, ask, check, read
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # of one request on one server that answers 5xx, before the server counts as lost
-
-
-@dataclass
-class _Group:
-    """The G completions of one prompt, asked for in one request."""
-
-    prompt: Prompt
-    n: int
-    body: dict  # without what depends on the weights' version
-    samples: list[Sample] | None = None
 
 
 class VLLMEngine:
@@ -119,7 +108,7 @@ class VLLMEngine:
         if self.version < 0:
             raise RuntimeError("VLLMEngine.load must be called before sample.")
         check(prompts, params, self.max_len)
-        groups = [_Group(p, n, ask(p, n, params, step)) for p in prompts]
+        groups = [Group(p, n, ask(p, n, params, step)) for p in prompts]
         idle = 0  # rounds in which no group was finished, although a server could be brought up
         while waiting := [g for g in groups if g.samples is None]:
             self._recover()
@@ -129,7 +118,7 @@ class VLLMEngine:
                 raise ServerLost(f"No vLLM server gives completions ({self.problem}); the run stops; go on with --resume.")
         return [s for g in groups for s in g.samples]
 
-    def _run(self, groups: list[_Group]) -> None:
+    def _run(self, groups: list[Group]) -> None:
         """Works on the groups with every living server until all are done, or no server lives. Other errors are raised."""
         waiting, errors, changed = deque(groups), [], threading.Condition()
 
@@ -184,7 +173,7 @@ class VLLMEngine:
         except ServerError as e:
             self._lose(server, e)
 
-    def _ask(self, server: Server, group: _Group) -> list[Sample]:
+    def _ask(self, server: Server, group: Group) -> list[Sample]:
         for attempt in range(ATTEMPTS):
             oldest = server.version  # not ours: while `load` is under way in another thread, the server is still behind
             request = group.body | {"cache_salt": self.sync.label(oldest)}

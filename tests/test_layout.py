@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "server": "guard",
     "vllm_protocol": "batch rollout server",
     "vllm_engine": "batch rollout config guard server sync vllm_protocol",  # speaks HTTP: vLLM itself is another process's
-    "staleness": "batch rollout config",
+    "staleness": "batch rollout config vllm_engine",
     "wire": "",  # both ends of the weight sync read it, and one of them has neither our model nor our config
     "engine_worker": "wire",
     "sync": "wire server model",
