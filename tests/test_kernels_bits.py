@@ -147,7 +147,6 @@ def test_offsets_of_split_rows_and_of_one_visit_pass_two_to_the_31():
 
 
 def test_ops_give_float32_for_every_type_of_logits(monkeypatch):
-    ops.use("triton")
     monkeypatch.setattr(ops.custom_ops, "_chosen", "triton")  # undone at the end, so that other tests choose by device again
     targets, ones = torch.tensor([0, 6, 1]).to(DEVICE), torch.ones(3, device=DEVICE)
     for dtype in DTYPES:
