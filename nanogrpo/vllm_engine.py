@@ -10,8 +10,7 @@ each token. One request a group (n = G), as many under way as `window` allows, o
 Three rules make an answer trustworthy. Every sampling field is sent, so that no default of the server's leaks in. Each token
 carries the label of the weights that wrote it, and a label that is not ours (a server that was restarted, another trainer's) is
 treated as a lost server. The prefix cache is salted with the label, so that no prompt meets keys of older weights.
-With several trainer processes rank 0 talks to the servers and shares what it gets, errors too.
-Read before: server.py (one server), sync.py (`load`). Read next: staleness.py, train.py.
+With several trainer processes rank 0 talks to the servers and shares what it gets, errors too. Read next: sync.py, staleness.py.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.errors import UserError
@@ -17,6 +18,16 @@ from nanogrpo.rollout import SamplingParams, stream
 from nanogrpo.server import ServerError
 
 SENTINEL = -9999.0  # what vLLM's HTTP layer writes for a log-prob that is NaN or -inf
+
+
+@dataclass
+class Group:
+    """The G completions of one prompt, asked for in one request."""
+
+    prompt: Prompt
+    n: int
+    body: dict  # without what depends on the weights' version
+    samples: list[Sample] | None = None
 
 
 def check(prompts: Sequence[Prompt], params: SamplingParams, max_len: int) -> None:

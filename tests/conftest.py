@@ -34,7 +34,7 @@ from nanogrpo import checkpoint, grpo, ops, packing, warmup
 from nanogrpo.attention import Packed
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
-from nanogrpo.fsdp import World
+from nanogrpo.world import World
 from nanogrpo.model import Decoder, ModelConfig
 
 # TRL needs Python 3.11: on 3.10 the parity with it is not tested.

@@ -1,7 +1,4 @@
-"""The client against a server that speaks the routes and samples nonsense (fake_vllm.py): what is sent, trusted, asked again.
-
-What a real vLLM does with it is in test_vllm_real.py and test_vllm_recovery.py.
-"""
+"""The client against a fake server (fake_vllm.py): what is sent, trusted, asked again. Read next: test_vllm_real.py."""
 
 from __future__ import annotations
 

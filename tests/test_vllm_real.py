@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 from conftest import write_base
-from vllm_real import ROOT, gap, sidecar, train_a_little
+from vllm_real import ROOT, gap, malformed, raw, sidecar, train_a_little
 
 from nanogrpo import checkpoint
 from nanogrpo.batch import Prompt
@@ -211,23 +211,6 @@ def test_routes_that_sampling_does_not_need_are_shut(server):
 # --- what someone who knows the secret can do -----------------------------------------------------------------------------------
 
 
-def malformed(rng: random.Random, whole: dict) -> object:
-    """A greeting with one thing wrong."""
-    junk = [None, -1, 0, 1e308, "", "x" * 5000, [], {}, [[]], True, "../../etc/passwd", 2**63, [["a", "float32", [2**32] * 4]]]
-    body = json.loads(json.dumps(whole))
-    kind = rng.randrange(4)
-    if kind == 0:
-        body[rng.choice(list(body))] = rng.choice(junk)
-    elif kind == 1:
-        del body[rng.choice(["transport", "layout", "bucket_bytes", "timeout", "address", "port", "room", "world"])]
-    elif kind == 2:
-        entry = rng.choice(body["layout"])
-        entry[rng.randrange(3)] = rng.choice(junk)
-    else:
-        body["extra"] = rng.choice(junk)
-    return body
-
-
 def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(server):
     model = checkpoint.load_model(server[0])
     engine = engine_of(server, model)
@@ -269,15 +252,6 @@ def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(serve
     engine.load(model, 1)
     assert {v for x in engine.sample(PROMPTS, 2, params(1.0), step=1) for v in x.versions} == {1}
     engine.close()
-
-
-def raw(server: Server, path: str, body: bytes) -> int:
-    """The status of a POST."""
-    connection = server.kind(server.host, server.port, timeout=30)
-    connection.request("POST", path, body, server.headers)
-    status = connection.getresponse().status
-    connection.close()
-    return status
 
 
 def test_a_layout_that_lacks_a_tensor_is_refused(server):

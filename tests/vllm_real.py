@@ -6,7 +6,9 @@ it): .venv-vllm beside .venv, or wherever NANOGRPO_VLLM_PYTHON points.
 
 from __future__ import annotations
 
+import json
 import os
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import torch
 from nanogrpo.attention import Packed
 from nanogrpo.batch import Sample
 from nanogrpo.model import Decoder
-from nanogrpo.server import Sidecar
+from nanogrpo.server import Server, Sidecar
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
@@ -53,3 +55,29 @@ def train_a_little(model: Decoder, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.add_(0.05 * torch.randn(p.shape, generator=generator))
+
+
+def malformed(rng: random.Random, whole: dict) -> object:
+    """A greeting with one thing wrong."""
+    junk = [None, -1, 0, 1e308, "", "x" * 5000, [], {}, [[]], True, "../../etc/passwd", 2**63, [["a", "float32", [2**32] * 4]]]
+    body = json.loads(json.dumps(whole))
+    kind = rng.randrange(4)
+    if kind == 0:
+        body[rng.choice(list(body))] = rng.choice(junk)
+    elif kind == 1:
+        del body[rng.choice(["transport", "layout", "bucket_bytes", "timeout", "address", "port", "room", "world"])]
+    elif kind == 2:
+        entry = rng.choice(body["layout"])
+        entry[rng.randrange(3)] = rng.choice(junk)
+    else:
+        body["extra"] = rng.choice(junk)
+    return body
+
+
+def raw(server: Server, path: str, body: bytes) -> int:
+    """The status of a POST."""
+    connection = server.kind(server.host, server.port, timeout=30)
+    connection.request("POST", path, body, server.headers)
+    status = connection.getresponse().status
+    connection.close()
+    return status
