@@ -5,6 +5,7 @@
     start(2, work, path).ends()     # [0, -9]: exit statuses; what they wrote to stderr is in .errors()
 
 Processes are forked from one server that has imported torch and our code already, so that a rank starts in a tenth of a second.
+But each imports the test module that it runs a function of: such a module must not import transformers, which takes seconds.
 They find each other through the variables that torchrun sets. Read next: test_fsdp.py.
 """
 

@@ -1,7 +1,7 @@
 """Saved beside training and continued: bit for bit on as many ranks, to 1e-6 on others, after kills at every kind of moment.
 
 Whole runs of train.py on real processes, which kill themselves with SIGKILL at a given point (`Kill`). Damaged folders are in
-test_resume.py. Read next: test_signals.py.
+test_resume.py. Read next: test_saver.py, test_signals.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -18,9 +17,6 @@ import torch
 from conftest import write_base
 from ranks import REWARD, run, start
 from safetensors.torch import load_file
-from test_checkpoint import assert_same
-from test_resume import saver
-from test_resume import start as begin
 
 import train
 from nanogrpo import checkpoint, local_engine, metrics, optim, packing, state
@@ -176,53 +172,3 @@ def test_a_run_on_one_process_without_torchrun_is_continued_by_two(base, whole, 
     assert sorted(p.name for p in (tmp_path / "checkpoint-4" / "state").iterdir()) == [".metadata", "__0_0.distcp"]
     assert run(2, train_until_killed, argv(base, tmp_path, "--resume", "--lr-scheduler-type", "constant"), None) == [0, 0]
     assert [row["step"] for row in rows(tmp_path)] == list(range(8))
-
-
-# ---- written beside training ---------------------------------------------------------------------------------------------------
-
-
-def test_training_goes_on_while_the_state_is_written(tmp_path, tiny_base, monkeypatch):
-    """What is written is the state when `save` returned, though each parameter changed before its file was even opened."""
-    run, go = begin(tmp_path, tiny_base).advance(1), threading.Event()
-    expected = run.state()
-    write, export = state.dcp.FileSystemWriter.write_data, checkpoint.write_model
-    monkeypatch.setattr(state.dcp.FileSystemWriter, "write_data", lambda *a: (go.wait(60), write(*a))[1])
-    monkeypatch.setattr(checkpoint, "write_model", lambda *a: (go.wait(60), export(*a))[1])
-    tokenizer = checkpoint.Tokenizer.from_pretrained(tiny_base)
-    with saver(run.cfg, run.model, run.optimizer, tokenizer, tiny_base) as writer:
-        writer.save(1)
-        assert writer.failure() is None
-        run.advance(2)
-        assert not checkpoint.checkpoints(run.cfg.output_dir)
-        go.set()
-    resumed = begin(tmp_path, tiny_base, resume=True)
-    assert_same(resumed.state(), expected)
-    exported = dict(checkpoint.load_model(writer.final).named_parameters())
-    assert all(torch.equal(p, expected[f"master.{n}"]) for n, p in exported.items())
-
-
-def test_a_save_that_fails_is_told_at_the_next_look(tmp_path, tiny_base, monkeypatch):
-    run = begin(tmp_path, tiny_base)
-    run.save()
-    run.advance(1)
-    monkeypatch.setattr(checkpoint, "write_model", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    writer = saver(run.cfg, run.model, run.optimizer, checkpoint.Tokenizer.from_pretrained(tiny_base), tiny_base)
-    writer.save(1)
-    writer.wait()
-    told = str(writer.failure())
-    assert told.startswith(f"{tmp_path}/run/checkpoint-1 could not be written (No space left on device): make room")
-    assert writer.failure() is None  # told once
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["checkpoint-0"]
-
-
-def test_a_bfloat16_base_is_exported_in_bfloat16_and_resumed_in_float32(tmp_path):
-    base = write_base(tmp_path / "base")
-    model = checkpoint.load_model(base).to(torch.bfloat16)
-    checkpoint.export(model, base, checkpoint.Tokenizer.from_pretrained(base))
-    run = begin(tmp_path, base).advance(1)
-    exported = load_file(run.save() / "model.safetensors")
-    assert {t.dtype for t in exported.values()} == {torch.bfloat16}
-    masters = run.state()
-    assert all(torch.equal(t, masters[f"master.{n}"].to(torch.bfloat16)) for n, t in exported.items())
-    assert any(not torch.equal(t.float(), masters[f"master.{n}"]) for n, t in exported.items())
-    assert_same(begin(tmp_path, base, resume=True).state(), masters)
