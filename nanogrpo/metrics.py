@@ -30,8 +30,8 @@ from nanogrpo import __version__
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
-from nanogrpo.world import World
 from nanogrpo.ops import PolicyOut
+from nanogrpo.world import World
 
 console = Console(stderr=True)  # is given Text: a str's brackets would be read as markup, "[/INST]" as an end of nothing
 logger = logging.getLogger(__name__)

@@ -91,6 +91,8 @@ def plan(chosen: Sequence[int], sizes: Sequence[Size], cfg: Config, world: int =
     largest = max(map(len, groups.values()), default=0)
     for most in _halvings(largest) if cfg.share_prompts else [1] * (largest > 0):  # completions in a piece
         pieces = [group[j : j + most] for group in groups.values() for j in range(0, len(group), most)]
+        if any(len(p) > 1 and _tokens(p, sizes) > cfg.token_budget for p in pieces):
+            continue  # the budget is the memory: only a single completion may exceed it, which nothing can split
         bins, costs = _spread(pieces, sizes, cfg.token_budget, world, pair_cost)
         # Ranks wait for each other at every micro-batch: a step takes as long as the longest of each.
         cost = sum(max(costs[slot : slot + world]) for slot in range(0, len(costs), world))

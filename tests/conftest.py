@@ -34,8 +34,8 @@ from nanogrpo import checkpoint, grpo, ops, packing, warmup
 from nanogrpo.attention import Packed
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
-from nanogrpo.world import World
 from nanogrpo.model import Decoder, ModelConfig
+from nanogrpo.world import World
 
 # TRL needs Python 3.11: on 3.10 the parity with it is not tested.
 collect_ignore = [] if sys.version_info >= (3, 11) else ["test_trl_parity.py"]

@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "run": "batch checkpoint config data fsdp local_engine memory metrics model optim rewards"
     " rollout state tasks tokenizer world",
     "lora": "model config",
-    "metrics": "__init__ batch config ops rollout world fsdp",
+    "metrics": "__init__ batch config ops rollout world",
     "plot": "",
     "warmup": "checkpoint grpo optim packing model tasks tokenizer batch config",
     "serve": "guard engine_worker wire",

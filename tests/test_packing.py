@@ -55,8 +55,7 @@ def test_a_plan_takes_each_trained_sample_once_and_gives_every_rank_as_many_stri
     for strips in ranks:
         for strip in strips:
             tokens = [packing._tokens(piece, known) for piece in strip]
-            assert sum(tokens) <= budget or len(strip) == 1  # a piece above the budget goes alone …
-            assert sum(tokens) <= budget or len(strip[0]) == 1 or tokens[0] <= budget * 2  # … and is split first
+            assert sum(tokens) <= budget or len(strip) == len(strip[0]) == 1  # above the budget: one completion, alone
             for piece in strip:
                 assert len({samples[i].prompt.id for i in piece}) == 1
                 assert share or len(piece) == 1
