@@ -1,7 +1,6 @@
 """The vLLM sidecar: samples for train.py, and takes its weights after every step.
 
     python serve.py --model runs/base                                      # on this machine only
-    python train.py --model runs/base --data arithmetic --engine vllm --server http://127.0.0.1:8000
     NANOGRPO_SECRET=… python serve.py --model runs/base --host 0.0.0.0     # from elsewhere: with a secret
 
 In: a checkpoint folder. Out: vLLM's own OpenAI-compatible server, with our weight-transfer engine (nanogrpo/engine_worker.py)
