@@ -27,8 +27,28 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from nanogrpo.model import ModelConfig
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+
+
+def small_qwen3(hidden: int, layers: int, vocab: int, context: int) -> ModelConfig:
+    """The shape that the CPU benches run: heads of 32, two query heads per key head, tied; about 3 M parameters at 256 × 4."""
+    heads = max(2, hidden // 32)
+    return ModelConfig(
+        model_type="qwen3",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=32,
+        max_position_embeddings=context,
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+    )
 
 
 @dataclass(frozen=True)

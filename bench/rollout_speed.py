@@ -26,7 +26,7 @@ import torch
 from bench import common
 from nanogrpo.batch import Prompt
 from nanogrpo.local_engine import LocalEngine
-from nanogrpo.model import Decoder, ModelConfig
+from nanogrpo.model import Decoder
 from nanogrpo.rollout import SamplingParams
 
 
@@ -101,20 +101,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
 
-    heads = max(2, args.hidden // 32)
-    cfg = ModelConfig(
-        model_type="qwen3",
-        vocab_size=args.vocab,
-        hidden_size=args.hidden,
-        intermediate_size=2 * args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        head_dim=32,
-        max_position_embeddings=args.prompt_length + max(args.length, args.longest),
-        rope_theta=10_000.0,
-        tie_word_embeddings=True,
-    )
+    cfg = common.small_qwen3(args.hidden, args.layers, args.vocab, args.prompt_length + max(args.length, args.longest))
     model = Decoder(cfg).requires_grad_(False)
     engines = {}
     for name in ("nanogrpo", "nanogrpo, unpacked"):

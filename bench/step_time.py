@@ -27,7 +27,7 @@ from bench.rollout_speed import uneven_lengths
 from nanogrpo import checkpoint, grpo, optim, packing, warmup
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import Config
-from nanogrpo.model import Decoder, ModelConfig
+from nanogrpo.model import Decoder
 
 # case → (prompts, G, prompt length, longest completion, whether the lengths are even)
 CASES = {
@@ -151,20 +151,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     with tempfile.TemporaryDirectory() as where:
         folder = Path(where)
         tokenizer = warmup.write_tokenizer(folder)
-        heads = max(2, args.hidden // 32)
-        shape = ModelConfig(
-            model_type="qwen3",
-            vocab_size=tokenizer.vocab_size,
-            hidden_size=args.hidden,
-            intermediate_size=2 * args.hidden,
-            num_hidden_layers=args.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 2,
-            head_dim=32,
-            max_position_embeddings=1024,
-            rope_theta=10_000.0,
-            tie_word_embeddings=True,
-        )
+        shape = common.small_qwen3(args.hidden, args.layers, tokenizer.vocab_size, 1024)
         model = Decoder(shape)
         checkpoint.export(model, folder, tokenizer)
         for case in args.cases:
