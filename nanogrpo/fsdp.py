@@ -1,13 +1,15 @@
 """The model cut into shards (FSDP2), and what else is done to it from outside: activation checkpointing, torch.compile.
 
-In: a model whose weights are not yet there, the world. Out: the same model, its parameters DTensors: every rank holds 1/n of
-each, as float32 masters. A block is gathered just before it computes, in the dtype it computes in, and given back after:
+In: a model whose weights are not yet there, the world. Out: the same model, its parameters DTensors: every rank holds a run of
+rows of each (maybe none), as float32 masters. A block is gathered just before it computes, in the dtype it computes in, and
+given back after:
 
     forward     gather block 0 │ compute 0 ∥ gather 1 │ compute 1 ∥ gather 2 │ …            (∥: on a stream of its own)
     backward    … │ compute 1 ∥ gather 0 ∥ sum over ranks and scatter the gradients of 2 │ …
 
 The gradient is that of one process: every loss is divided by the token count of the whole step (packing.py), and the sum over
-ranks is taken, never a mean of means. Read next: optim.py (the step), state.py (how shards are saved).
+ranks is taken, never a mean of means. FSDP by itself takes the mean: train.py multiplies each loss by the number of ranks, and
+so must every other loop. Read next: optim.py (the step), state.py (how shards are saved).
 """
 
 from __future__ import annotations

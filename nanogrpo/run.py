@@ -53,13 +53,14 @@ def setup(cfg: Config, world: World) -> Run:
     model = checkpoint.empty_model(source)
     check_vocabulary(tokenizer, model)
     prompts, eval_prompts = load_prompts(cfg, tokenizer, model.cfg.max_position_embeddings)
-    check_references(cfg, prompts)
+    check_answers(cfg, prompts)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts)
     memory.check(model, cfg, world, longest)
     load_sharded(model, source, world, cfg)
     reference = None
     if cfg.beta:
-        reference = load_sharded(checkpoint.empty_model(source), source, world, cfg).requires_grad_(False)
+        frozen = dataclasses.replace(cfg, reshard_after_forward=True)  # it has no backward to keep its blocks gathered for
+        reference = load_sharded(checkpoint.empty_model(source), source, world, frozen).requires_grad_(False)
     optimizer = optim.make_optimizer(model, cfg)
     start = state.resume(cfg, world, model, optimizer)
     engine = LocalEngine(model.cfg, max_len=longest + cfg.max_completion_length, slots=cfg.max_concurrent, device=world.device)
@@ -99,7 +100,7 @@ def check_world(cfg: Config, world: World) -> None:
         )
 
 
-def check_references(cfg: Config, prompts: list[Prompt]) -> None:
+def check_answers(cfg: Config, prompts: list[Prompt]) -> None:
     if "accuracy" in cfg.reward_funcs and not any({"solution", "answer"} & p.columns.keys() for p in prompts):
         raise UserError(
             f"--data {cfg.data} has neither a column solution nor answer, which --reward-funcs accuracy compares with: add "

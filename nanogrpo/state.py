@@ -1,4 +1,4 @@
-"""The exact state of a run: written while training goes on, restored bit for bit, on any number of ranks.
+"""The exact state of a run: written while training goes on, restored bit for bit on any number of ranks.
 
 In: model and optimizer, whole or sharded. Out: folders of output_dir, each of them a checkpoint that transformers loads:
 
@@ -238,8 +238,9 @@ def resume(cfg: Config, world: World, model: Decoder, optimizer: torch.optim.Opt
     folder, step, size = found
     if size != world.size:
         log.info("%s was written by %d processes and is continued by %d", folder, size, world.size)
-    _load(folder, tensors(model, optimizer))
-    updates = next(iter(optimizer.state.values()))["step"]
+    mine = tensors(model, optimizer)
+    _load(folder, mine)
+    updates = mine["updates"]
     for state in optimizer.state.values():
         state["step"].copy_(updates)
     return step

@@ -7,7 +7,9 @@ Ends are of three kinds, and none is a hang:
 
     by itself    every rank leaves after the same step; a barrier, then the process group is taken down
     asked to     SIGTERM or Ctrl-C at any rank: `Stop` remembers it, the ranks agree at the end of the step, save, and leave
-    by failure   a rank writes "failed" into the store that all ranks share; the others look there twice a second and leave too.
+    by failure   a rank writes "failed" into the store that all ranks share; the others look there twice a second and leave too
+                 (a save under way is completed first). A rank that is killed cannot write: gloo notices its closed connection,
+                 torchrun ends its neighbours on the machine, and NCCL across machines waits for --ddp-timeout.
                  The first to write it speaks, the others are silent: what they would say is only that a neighbour is gone.
 
 Read next: fsdp.py (the model cut into shards), train.py.
@@ -132,7 +134,7 @@ def join(cfg: Config) -> Iterator[World]:
             dist.destroy_process_group()
         raise
     if watch is not None:
-        watch.stop()
+        watch.stop()  # before the barrier: behind it the store may go first, which would look like a failure after a good run
     if dist.is_initialized():
         dist.barrier()  # gloo aborts a process whose peer has already torn down its connections
         dist.destroy_process_group()
@@ -198,7 +200,7 @@ class Watch:
     def end_all(self, error: BaseException) -> None:
         """Tells what happened, unless another rank has told before, and leaves without waiting for anybody."""
         self.failing.acquire()  # never released: the other thread must not leave before this one has spoken
-        known, bug, sentence = isinstance(error, UserError), False, str(error)
+        known, bug, sentence = isinstance(error, (UserError, FloatingPointError)), False, str(error)
         if not known and (isinstance(error, dist.DistError) or "gloo" in sentence):
             # No exception type tells a lost neighbour from a bug in a collective; the reason names the address.
             reason = first_sentence(error)
@@ -243,9 +245,12 @@ def _tell_torchrun(sentence: str) -> None:
 
 def _leave(status: int) -> None:
     """Ends the process now. An ordinary exit would take down the process group, which waits for ranks that are gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, RuntimeError, ValueError):  # a closed pipe, or a flush that a signal interrupted
+                stream.flush()
+    finally:
+        os._exit(status)
 
 
 # What must not be cut short when another rank fails: state.Saver puts itself here while a checkpoint is being written.
