@@ -146,7 +146,7 @@ class Saver:
             shards.result()
         for old in checkpoint.checkpoints(self.cfg.output_dir)[: -self.cfg.save_total_limit or None]:
             if self.cfg.save_total_limit:
-                shutil.rmtree(old)
+                shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))  # half removed, it must not look finished
 
     def wait(self) -> None:
         if self.job is not None:

@@ -8,8 +8,8 @@ Ends are of three kinds, and none is a hang:
     by itself    every rank leaves after the same step; a barrier, then the process group is taken down
     asked to     SIGTERM or Ctrl-C at any rank: `Stop` remembers it, the ranks agree at the end of the step, save, and leave
     by failure   a rank writes "failed" into the store that all ranks share; the others look there twice a second and leave too
-                 (a save under way is completed first). A rank that is killed cannot write: gloo notices its closed connection,
-                 torchrun ends its neighbours on the machine, and NCCL across machines waits for --ddp-timeout.
+                 (a save under way comes first). A killed rank cannot write: gloo notices its closed connection, torchrun
+                 ends its neighbours on the machine, and NCCL across machines waits for --ddp-timeout.
                  The first to write it speaks, the others are silent: what they would say is only that a neighbour is gone.
 
 Read next: fsdp.py (the model cut into shards), train.py.
@@ -73,14 +73,14 @@ class World:
         return [item for part in self.gather(mine) for item in part]
 
     def exchange(self, mine: Sequence[Sample], wanted: Sequence[set[int]]) -> Mapping[int, Sample]:
-        """The samples that this rank trains, by their index in the generation. Only those that change rank are sent.
+        """The samples that this rank trains, by their index in the generation. Those that change rank are sent, to all.
 
-        mine: the samples this rank drew, a run of the generation in the order of ranks; wanted[r]: the indices that rank r
-        trains.
+        mine: what this rank drew, a run of the generation in the order of ranks; wanted[r]: the indices that rank r trains.
         """
         start = sum(self.gather(len(mine))[: self.rank])
         own = dict(enumerate(mine, start))
-        moving = {i: own[i] for i in own.keys() - wanted[self.rank]}
+        elsewhere = set().union(*wanted) - wanted[self.rank]  # what nobody trains stays where it is
+        moving = {i: own[i] for i in own.keys() & elsewhere}
         for given in self.gather(moving):
             own |= given
         return {i: own[i] for i in wanted[self.rank]}
@@ -164,7 +164,8 @@ def _connect(cfg: Config, world: World) -> Watch | None:
             f"rank {world.rank} could not join the {world.size} processes at {where} within {cfg.ddp_timeout} s ({reason}): "
             f"{advice}."
         ) from e
-    return Watch(dist.PrefixStore(f"watch {attempt}", store), world) if world.size > 1 else None
+    # The watch has a connection of its own: a rank may wait in the other for the one that failed.
+    return Watch(dist.PrefixStore(f"watch {attempt}", store.clone()), world) if world.size > 1 else None
 
 
 class Watch:
@@ -210,7 +211,7 @@ class Watch:
         mine = f"{self.rank} error: {sentence}".encode()  # with the rank: two may fail of the same
         try:
             told = self.store.compare_set("failed", "", mine)
-        except (dist.DistError, RuntimeError):  # the rank that holds the store is gone, maybe killed: then nobody else can tell
+        except (dist.DistError, RuntimeError):  # the rank that holds the store is gone: then nobody else can tell
             told = mine
         if told == mine:
             if bug:
@@ -253,8 +254,7 @@ def _leave(status: int) -> None:
         os._exit(status)
 
 
-# What must not be cut short when another rank fails: state.Saver puts itself here while a checkpoint is being written.
-unfinished: list[Callable[[], None]] = []
+unfinished: list[Callable[[], None]] = []  # not to be cut short when another rank fails: state.Saver puts itself here
 
 
 def finish_in_time(seconds: float = 60.0) -> None:
