@@ -19,7 +19,7 @@ import sys
 import torch
 from torch import Tensor
 
-from nanogrpo import config, data, fsdp, grpo, memory, metrics, optim, packing, rewards
+from nanogrpo import cli, data, fsdp, grpo, memory, metrics, optim, packing, rewards
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
@@ -116,7 +116,7 @@ def evaluate(run: Run, after: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING, format="%(message)s")
     try:
-        cfg = config.parse(argv)
+        cfg = cli.parse(argv)
         cfg.validate()
         with join(cfg) as world:
             train(cfg, world)

@@ -9,7 +9,8 @@ import re
 
 import pytest
 
-from nanogrpo.config import CHOICES, NOT_NEGATIVE, POSITIVE, Config, dashed, documentation, parse
+from nanogrpo.cli import documentation, parse
+from nanogrpo.config import CHOICES, NOT_NEGATIVE, POSITIVE, Config, dashed
 from nanogrpo.errors import UserError
 from nanogrpo.optim import learning_rate
 

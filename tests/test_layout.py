@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "errors": "",
     "batch": "",
     "config": "",
+    "cli": "config",
     "kernels": "",
     "custom_ops": "kernels",
     "ops": "custom_ops",
