@@ -1,6 +1,6 @@
 """Invariant 12: advantages, losses, gradients and metrics equal those of TRL 1.16.0, computed by TRL's own code.
 
-`trl_peer.Peer` is TRL's trainer without what it never meets here. Two halves:
+`bench.trl_peer.Peer` is TRL's trainer without what it never meets here. Two halves:
 
 * the maths alone, in float64 to 1e-6: generation, rewards and the model's log-probs are given numbers, everything else (masks,
   advantages, normalisers, loss, metrics) is TRL's;
@@ -11,19 +11,31 @@ Read next: test_grpo.py, where the same quantities are derived by hand.
 """
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 import trl
-from conftest import SOLO, assign_advantages, packed, set_logp
+from conftest import packed, set_logp
 from trl.trainer.utils import add_fused_lm_head
-from trl_peer import STOPPED, NoModel, Peer, config, make_samples, settings, tables
 
-from nanogrpo import checkpoint, grpo, metrics, ops, packing
-from nanogrpo.batch import Sample
-from nanogrpo.config import Config
+from bench.trl_peer import (
+    LOSSES,
+    OBJECTIVES,
+    REWARDS,
+    STOPPED,
+    NoModel,
+    Peer,
+    advantages_of_both,
+    config,
+    give_rewards,
+    losses_of_both,
+    make_samples,
+    our_loss,
+    settings,
+    tables,
+)
+from nanogrpo import checkpoint, grpo
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL to transformers, not of ours
 
@@ -34,74 +46,17 @@ def test_the_peer_is_the_version_we_promise():
 
 # ---- advantages ----------------------------------------------------------------------------------------------------------------
 
-REWARDS = {
-    "plain": [1.0, 0.0, 0.25, 1.0, 0.5, 2.0, -1.0, 0.0],
-    "equal": [0.1, 0.1, 0.1, 0.1, 1.0, 0.0, 0.0, 0.0],
-    "some none": [None, 1.0, 0.0, None, 0.5, 0.25, None, 0.0],
-    "one left": [None, None, 3.0, None, 0.5, 0.25, 1.0, 0.0],
-    "a group of none": [None, None, None, None, 0.5, 0.25, 1.0, 0.0],
-    "all none": [None] * 8,
-    "all equal": [1.0] * 8,
-}
-
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("kind", REWARDS)
 def test_advantages_and_reward_metrics(kind, scale):
-    samples = make_samples()
-    cfg = config(scale_rewards=scale)
-    peer = Peer(settings(cfg), samples, REWARDS[kind], NoModel(), logp={})
-    theirs = peer.batch()["advantages"]
-    for sample, reward in zip(samples, REWARDS[kind]):
-        sample.reward, sample.rewards = reward, {"given": reward}
-    std = assign_advantages(samples, cfg)
-    ours = torch.tensor([s.advantage for s in samples], dtype=torch.float64)
+    ours, theirs = advantages_of_both(config(scale_rewards=scale), REWARDS[kind])
     # TRL's Bessel correction is a float32 quotient whatever its input, and of equal rewards its rounded mean leaves 1e-17.
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-12)
-    row = metrics.of_samples(metrics.facts(samples, SOLO), std)
-    for name in ("reward", "reward_std", "frac_reward_zero_std", "rewards/given/mean", "rewards/given/std"):
-        expected = peer._metrics["train"][name][0]
-        if expected == expected:  # TRL logs NaN where there is nothing to log, and we log nothing
-            assert row[name] == pytest.approx(expected, rel=1e-6, abs=1e-12), name
-        else:
-            assert row.get(name, 0.0) == 0.0, name
+    torch.testing.assert_close(ours.pop("advantages"), theirs.pop("advantages"), rtol=1e-6, atol=1e-12)
+    assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-12)
 
 
 # ---- the loss and its gradient with respect to the log-probs ------------------------------------------------------------------
-
-LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
-OBJECTIVES = {
-    "plain": {},
-    "narrow clip": {"epsilon": 0.05},
-    "clip-higher": {"epsilon": 0.1, "epsilon_high": 0.3},
-    "delta": {"epsilon": 0.2, "delta": 1.5},
-    "delta inside the clip": {"epsilon": 0.1, "epsilon_high": 0.8, "delta": 1.3},
-    "kl": {"beta": 0.3, "use_bias_correction_kl": False},
-    "kl, corrected": {"beta": 0.3},
-    "kl, corrected, delta": {"beta": 0.3, "delta": 1.5, "epsilon_high": 0.28},
-}
-
-
-def ours(samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool) -> tuple[ops.PolicyOut, list]:
-    """Our loss of the same numbers, and the (row, column) of each of its tokens in TRL's tables."""
-    n_tokens = packing.one_update(samples, cfg).n_tokens
-    places = [(i, t) for i, s in enumerate(samples) if grpo.is_trained(s, cfg) for t in range(len(s.token_ids))]
-    weight = [grpo.token_weight(len(samples[i].token_ids), len(samples), n_tokens, cfg) for i, _ in places]
-    advantage = [samples[i].advantage for i, _ in places]
-    index = tuple(torch.tensor(places).T)
-    out = ops.policy_loss(
-        logp["now"][index],
-        logp["old"][index] if off_policy else None,
-        torch.tensor(advantage, dtype=torch.float64),
-        torch.tensor(weight, dtype=torch.float64),
-        epsilon=cfg.epsilon,
-        epsilon_high=cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high,
-        delta=cfg.delta,
-        ref_logp=logp["ref"][index] if cfg.beta else None,
-        beta=cfg.beta,
-        use_bias_correction_kl=cfg.use_bias_correction_kl,
-    )
-    return out, places
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask_truncated"])
@@ -110,39 +65,14 @@ def ours(samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_loss_gradient_and_metrics(loss_type, objective, off_policy, masked):
     cfg = config(loss_type=loss_type, mask_truncated_completions=masked, **OBJECTIVES[objective])
-    samples, logp = make_samples(), tables(seed=len(objective))
-    rewards = REWARDS["plain"]
-    peer = Peer(settings(cfg, off_policy=off_policy), samples, rewards, NoModel(), NoModel(), logp)
-    batch = peer.batch()
-    assert ("old_per_token_logps" in batch) == off_policy  # TRL decides as we do
-    for sample, reward in zip(samples, rewards):
-        sample.reward = reward
-    assign_advantages(samples, cfg)
-
-    (theirs,) = peer.losses(batch)
-    if loss_type == "dapo" and off_policy:  # TRL counts the generation's tokens and expects half of them in this update
-        theirs = theirs / 2
-    (expected,) = torch.autograd.grad(theirs, logp["now"])
-    out, places = ours(samples, logp, cfg, off_policy)
-    (gradient,) = torch.autograd.grad(out.loss, logp["now"])
-    assert out.loss.item() == pytest.approx(theirs.item(), rel=1e-6)
-    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-12)
+    ours, theirs = losses_of_both(cfg, off_policy, seed=len(objective))
+    assert ours.pop("loss") == pytest.approx(theirs.pop("loss"), rel=1e-6)
+    expected = theirs.pop("gradient")
+    torch.testing.assert_close(ours.pop("gradient"), expected, rtol=1e-6, atol=1e-12)
     assert expected.abs().max() > 0
-
-    # The same numbers through the meter, under TRL's names.
-    meter = metrics.Meter()
-    index = tuple(torch.tensor(places).T)
-    entropy = logp["now"].detach().square()[index]
-    taken = SimpleNamespace(sample=index[0], sampling_logp=out.logp)
-    meter.add(taken, out._replace(entropy=entropy))
-    meter.end_update(0.0)
-    row = meter.summary(SOLO)
-    names = [n for n in peer._metrics["train"] if n.startswith("clip_ratio/") or n in ("kl", "entropy")]
-    assert len(names) == 6 + bool(cfg.beta)
-    for name in names:
-        assert row[name] == pytest.approx(peer._metrics["train"][name][0], rel=1e-5, abs=1e-9), name
+    assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9)
     if off_policy and objective == "plain":
-        assert row["clip_ratio/low_mean"] > 0 < row["clip_ratio/high_mean"]  # the case is not vacuous
+        assert ours["clip_ratio/low_mean"] > 0 < ours["clip_ratio/high_mean"]  # the case is not vacuous
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])  # bnpo depends on the split in TRL: that is its definition
@@ -152,10 +82,8 @@ def test_micro_batches_of_trl_add_up_to_our_loss(loss_type):
     peer = Peer(settings(cfg, accumulation=4), samples, REWARDS["plain"], NoModel(), NoModel(), logp)
     theirs = sum(peer.losses(peer.batch()))
     (expected,) = torch.autograd.grad(theirs, logp["now"])
-    for sample, reward in zip(samples, REWARDS["plain"]):
-        sample.reward = reward
-    assign_advantages(samples, cfg)
-    out, _ = ours(samples, logp, cfg, off_policy=False)
+    give_rewards(samples, REWARDS["plain"], cfg)
+    out, _ = our_loss(samples, logp, cfg, off_policy=False)
     (gradient,) = torch.autograd.grad(out.loss, logp["now"])
     assert out.loss.item() == pytest.approx(theirs.item(), rel=1e-6)
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-12)
@@ -200,9 +128,7 @@ def test_gradient_of_every_parameter(tiny_base, loss_type, off_policy):
         move(model)  # away from the reference, so that the KL is not zero
     batch = peer.batch()
     assert ("old_per_token_logps" in batch) == off_policy
-    for sample, reward in zip(samples, REWARDS["plain"]):
-        sample.reward = reward
-    assign_advantages(samples, cfg)
+    give_rewards(samples, REWARDS["plain"], cfg)
     if off_policy:
         set_logp(mine, samples, "old_logp", cfg)
     set_logp(reference, samples, "ref_logp", cfg)
