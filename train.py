@@ -1,4 +1,4 @@
-"""GRPO on one machine, the whole loop: draw → sample → score → pack → loss → step → sync → log.
+"""GRPO on one machine, the whole loop: sync → draw → sample → score → pack → loss → step → log.
 
     python -m nanogrpo.warmup runs/base                                   # a small base model, made in half a minute
     python train.py --model runs/base --data arithmetic --output-dir runs/first --learning-rate 3e-4
@@ -10,21 +10,26 @@ Each part is one file, and each line of `train` below names it. Read next: batch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import os
 import sys
+from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from nanogrpo import cli, data, fsdp, grpo, memory, metrics, optim, packing, rewards
+from nanogrpo import cli, fsdp, grpo, memory, metrics, mismatch, optim, packing, rewards
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.model import Decoder
 from nanogrpo.run import Run, setup
+from nanogrpo.server import ServerLost
+from nanogrpo.staleness import staleness
 from nanogrpo.state import Saver
 from nanogrpo.world import Stop, World, join
 
@@ -32,16 +37,17 @@ from nanogrpo.world import Stop, World, join
 def train(cfg: Config, world: World) -> None:
     """One run, from the options to the last checkpoint. Every rank runs it; what differs is its share of the samples."""
     run = setup(cfg, world)
-    model, optimizer, engine, log = run.model, run.optimizer, run.engine, run.log
-    if cfg.eval_steps and run.start == 0:
-        evaluate(run, after=0)
-    with Stop() as stop, Saver(cfg, world, model, optimizer, run.tokenizer, run.config) as saver:
+    model, optimizer, log = run.model, run.optimizer, run.log
+    with Stop() as stop, Saver(cfg, world, model, optimizer, run.tokenizer, run.config) as saver, engine_of(run, saver):
+        if cfg.eval_steps and run.start == 0:
+            evaluate(run)
         for step in range(run.start, cfg.max_steps):
             clock, meter = metrics.Clock(), metrics.Meter()
 
+            with clock("sync"):
+                sync(run)  # the weights of the step before go to the engine
             with clock("sample"):
-                prompts = data.draw(run.prompts, cfg.prompts_per_step, cfg.seed, step)  # a pure function of (seed, step)
-                samples = engine.sample(world.share(prompts), cfg.num_generations, run.sampling, step)  # with their log-probs
+                samples = run.ahead.take(step)  # this rank's, with the engine's log-probs
             with clock("score"):
                 score(run, samples)
                 advantages, std = grpo.step_advantages(world.concat([s.reward for s in samples]), cfg)  # of all ranks
@@ -51,10 +57,7 @@ def train(cfg: Config, world: World) -> None:
             with clock("train"):
                 updates = pack(run, samples, step)  # the micro-batches of each optimizer step
                 for batch in itertools.chain(*updates):
-                    if not cfg.on_policy:  # the ratio is against the weights that sampled: taken before they move
-                        batch.old_logp = logp(model, batch, cfg)
-                    if run.reference is not None:
-                        batch.ref_logp = logp(run.reference, batch, cfg)
+                    add_logps(run, batch)  # before the weights move
                 for batches in updates * cfg.num_iterations:  # the same micro-batches, once per pass
                     for batch in batches:  # gradients accumulate, and are summed over the ranks once
                         fsdp.sync_gradients(model, batch is batches[-1])
@@ -63,23 +66,42 @@ def train(cfg: Config, world: World) -> None:
                         meter.add(batch, out)
                     rate = optim.learning_rate(step * cfg.updates_per_step + meter.updates, cfg)
                     meter.end_update(optim.clip_and_step(model, optimizer, rate, cfg.max_grad_norm))
-            with clock("sync"):
-                engine.load(model, version=step + 1)
+            run.done = step + 1
 
             facts = metrics.facts(samples, world)
             row = {**metrics.of_samples(facts, std), **meter.summary(world), **memory.measured(world), "learning_rate": rate}
+            if cfg.engine == "vllm":
+                row |= staleness(world.concat([Counter(s.versions) for s in samples]), step)
+                row["vllm/restarts"] = run.engine.restarts
             log.step(step, facts, row, clock)
             if cfg.num_completions_to_print and world.main:
                 metrics.print_completions(samples, cfg.num_completions_to_print)
             stopped = world.agree(stop.asked, saver.failure())  # a signal to any rank, or its failed save, is known to all
             last = step + 1 == cfg.max_steps
             if cfg.eval_steps and (last or (step + 1) % cfg.eval_steps == 0):
-                evaluate(run, after=step + 1)
+                evaluate(run)
             if last or stopped or (cfg.save_steps and (step + 1) % cfg.save_steps == 0):
                 saver.save(step + 1)  # copies the state; the writing goes on beside the next steps
             if stopped:
                 break
-    engine.close()
+
+
+@contextlib.contextmanager
+def engine_of(run: Run, saver: Saver) -> Iterator[None]:
+    """Ends the engine with the run, however that ends. When a server is lost for good, what is trained is saved first."""
+    with contextlib.closing(run.engine), contextlib.closing(run.ahead):
+        try:
+            yield
+        except ServerLost:  # on every rank
+            if run.done > run.start:
+                saver.save(run.done)
+            raise
+
+
+def sync(run: Run) -> None:
+    """Brings the engine the weights after `run.done` steps, if it has them not yet."""
+    if run.engine.version != run.done:
+        run.engine.load(run.model, version=run.done)
 
 
 def score(run: Run, samples: list[Sample]) -> None:
@@ -105,12 +127,28 @@ def logp(model: Decoder, batch: PackedBatch, cfg: Config) -> Tensor:
     return model.score(batch, grpo.logp_of(batch, cfg))[0]
 
 
-def evaluate(run: Run, after: int) -> None:
+def add_logps(run: Run, batch: PackedBatch) -> None:
+    """What the loss compares with: log-probs before the first update, of the trainer or of the engine, and of the reference."""
+    cfg = run.cfg
+    mode = cfg.vllm_importance_sampling_mode
+    if cfg.old_from_engine:
+        batch.old_logp = batch.sampling_logp
+    elif not cfg.on_policy or mode != "off":
+        batch.old_logp = logp(run.model, batch, cfg)
+    if mode != "off":
+        bounds = cfg.vllm_importance_sampling_clip_max, cfg.vllm_importance_sampling_clip_min
+        batch.importance = mismatch.correction(batch.old_logp, batch.sampling_logp, batch.sample, mode, *bounds)
+    if run.reference is not None:
+        batch.ref_logp = logp(run.reference, batch, cfg)
+
+
+def evaluate(run: Run) -> None:
     """Greedy completions of the held-out prompts, scored by the same rewards."""
+    sync(run)
     greedy = dataclasses.replace(run.sampling, temperature=0.0)
     samples = run.engine.sample(run.world.share(run.eval_prompts), 1, greedy, step=0)
     score(run, samples)
-    run.log.evaluation(after, metrics.facts(samples, run.world))
+    run.log.evaluation(run.done, metrics.facts(samples, run.world))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -86,6 +86,7 @@ class PackedBatch:
     sampling_logp: Tensor  # [M] float32: the engine's log-prob
     old_logp: Tensor | None = None  # [M] float32: log-prob before the first update; None: on policy, the ratio is 1
     ref_logp: Tensor | None = None  # [M] float32: the reference model's log-prob; None when beta is 0
+    importance: Tensor | None = None  # [M] float32: trainer over engine, of mismatch.correction; multiplies all but the KL
 
     def to(self, device: torch.device | str) -> PackedBatch:
         moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()}

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanogrpo.errors import UserError
@@ -34,7 +36,21 @@ class Config:
     top_p: float = 1.0  # keep the smallest set of tokens with this probability; 1: all
     top_k: int = 0  # keep the k likeliest tokens; 0: all
     min_p: float = 0.0  # drop tokens less likely than this fraction of the likeliest
+    engine: str = "local"  # what samples: local (our own decoder, in this process) or vllm (a server beside it)
     max_concurrent: int = 64  # sequences decoded at once by the embedded engine
+    # --- the vLLM server (--engine vllm)
+    server: tuple[str, ...] = ()  # addresses of running serve.py, such as http://127.0.0.1:8000; none: one is started, and ended
+    vllm_python: str = ""  # the interpreter that has vLLM, for a server started here; empty: $NANOGRPO_VLLM_PYTHON, or this one
+    vllm_options: str = ""  # more options for it, as serve.py takes them: one string, behind =
+    weight_transport: str = "broadcast"  # how weights travel: broadcast (any machines), memory (one machine, or one GPU)
+    server_window: int = 64  # groups under way on a server at once
+    server_timeout: float = 60.0  # seconds in which a healthy server gives a sign of life, and takes the weights
+    server_patience: float = 600.0  # seconds that a server which was not started here may be away before the run saves and stops
+    max_staleness: int = 0  # steps that sampling may be ahead of training; 0: what is trained was sampled by the same weights
+    old_logp_from: str = "auto"  # log-probs under the ratio: trainer (its own), engine (as sampled), auto (engine if stale)
+    vllm_importance_sampling_mode: str = "off"  # correct trainer/engine: token_ or sequence_, then truncate or mask; or off
+    vllm_importance_sampling_clip_max: float = 3.0  # largest importance weight, trainer over engine
+    vllm_importance_sampling_clip_min: float | None = None  # smallest one; default: 0
     # --- objective
     loss_type: str = "dapo"  # how token losses are averaged: grpo, dr_grpo, dapo; bnpo is dapo here (docs/equations.md)
     scale_rewards: str = "group"  # divide advantages by the standard deviation of the group, the batch, or none
@@ -88,7 +104,14 @@ class Config:
     @property
     def on_policy(self) -> bool:
         """Whether the policy that is trained is the one that sampled: then the ratio is 1 and no old log-probs are needed."""
-        return self.updates_per_step == 1
+        return self.updates_per_step == 1 and not self.old_from_engine
+
+    @property
+    def old_from_engine(self) -> bool:
+        """Whether the ratio is taken against the log-probs of the engine, whose weights may be older than the trainer's."""
+        return self.old_logp_from == "engine" or (
+            self.old_logp_from == "auto" and self.max_staleness > 0 and self.vllm_importance_sampling_mode == "off"
+        )
 
     def validate(self) -> None:
         """Raises UserError on the first value that cannot work, naming the option."""
@@ -142,6 +165,43 @@ class Config:
             "full or none.",
         )
         require(bool(c.reward_funcs), "--reward-funcs is empty: without a reward there is nothing to learn.")
+        self._validate_engine(require)
+
+    def _validate_engine(self, require: Callable[[bool, str], None]) -> None:
+        c, corrected = self, self.vllm_importance_sampling_mode != "off"
+        low, high = c.vllm_importance_sampling_clip_min or 0.0, c.vllm_importance_sampling_clip_max
+        require(
+            low <= 1 <= high,
+            f"--vllm-importance-sampling-clip-min {low} and -max {high} must enclose 1, the weight where both agree.",
+        )
+        require(
+            not (c.old_from_engine and corrected),
+            "--old-logp-from engine already holds the correction in its ratio: set --vllm-importance-sampling-mode off.",
+        )
+        require(
+            c.max_staleness == 0 or c.old_from_engine or corrected,
+            "--max-staleness trains on samples of older weights: leave --old-logp-from to auto, or choose a "
+            "--vllm-importance-sampling-mode.",
+        )
+        if c.engine == "local":
+            for name in ("server", "vllm_python", "vllm_options", "max_staleness"):
+                require(not getattr(c, name), f"--{dashed(name)} is for a vLLM server: add --engine vllm.")
+        else:
+            for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+                require(
+                    getattr(c, name) == neutral,
+                    f"--{dashed(name)} {getattr(c, name)} cannot be used with --engine vllm: its log-probs would be those after "
+                    f"the filter, which training does not repeat; use {neutral}.",
+                )
+            for name in ("vllm_python", "vllm_options"):
+                require(
+                    not (c.server and getattr(c, name)),
+                    f"--{dashed(name)} is for a server that is started here: give it to serve.py, or leave out --server.",
+                )
+            try:
+                shlex.split(c.vllm_options)
+            except ValueError as e:
+                raise UserError(f"--vllm-options {c.vllm_options!r} cannot be split into words ({e}): close the quotes.") from e
 
 
 CHOICES = {
@@ -150,6 +210,10 @@ CHOICES = {
     "lr_scheduler_type": ("constant", "linear", "cosine"),
     "gradient_checkpointing": ("none", "full", "selective"),
     "device": ("auto", "cpu", "cuda"),
+    "engine": ("local", "vllm"),
+    "weight_transport": ("broadcast", "memory"),
+    "old_logp_from": ("auto", "trainer", "engine"),
+    "vllm_importance_sampling_mode": ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
 POSITIVE = (
     "max_completion_length",
@@ -161,10 +225,14 @@ POSITIVE = (
     "learning_rate",
     "adam_epsilon",
     "ddp_timeout",
+    "server_window",
+    "server_timeout",
+    "vllm_importance_sampling_clip_max",
 )
 NOT_NEGATIVE = (
     *("top_k", "epsilon", "epsilon_high", "beta", "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "eval_samples"),
     *("save_steps", "num_completions_to_print", "max_prompt_length", "save_total_limit", "seed"),
+    *("server_patience", "max_staleness", "vllm_importance_sampling_clip_min"),
 )
 
 

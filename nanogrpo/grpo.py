@@ -82,7 +82,7 @@ def objective(batch: PackedBatch, cfg: Config) -> HeadOp:
     """The clipped policy gradient of a batch, as a head operation: (hidden [M, D], lm_head [V, D]) → ops.PolicyOut.
 
     Per token, with ratio w = exp(logp - old_logp), or 1 in value when on policy (old_logp is None):
-        l = -min(min(w, delta)·A, clamp(w, 1-ε, 1+ε_high)·A) + β·k3(logp, ref_logp)·w
+        l = -min(min(w, delta)·A, clamp(w, 1-ε, 1+ε_high)·A)·importance + β·k3(logp, ref_logp)·w
     and loss = Σ weight·l. Schulman et al. 2017 (clip), Yu et al. 2025 (ε_high), INTELLECT-2 2025 (delta), Schulman 2020 (k3).
     The formula itself stands in `policy_terms` of kernels/reference.py and, for the GPU, in `terms` of kernels/policy.py.
     """
@@ -98,6 +98,7 @@ def objective(batch: PackedBatch, cfg: Config) -> HeadOp:
         delta=cfg.delta,
         ref_logp=batch.ref_logp,
         beta=cfg.beta,
+        importance=batch.importance,
         use_bias_correction_kl=cfg.use_bias_correction_kl,
     )
 

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from nanogrpo import __version__
+from nanogrpo import __version__, mismatch
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
@@ -68,7 +68,9 @@ class Meter:
             part["kl"] = out.kl
         self.first = self.updates if self.first is None else self.first
         if self.updates == self.first:  # the weights are still those that sampled: what differs is trainer against engine
-            part["gap"] = (out.logp - batch.sampling_logp).abs()
+            part["delta"] = out.logp - batch.sampling_logp
+            if batch.importance is not None:
+                part["importance"] = batch.importance
         part["update"] = torch.full_like(batch.sample, self.updates)
         self.parts.append(part)
         self.loss = self.loss + out.loss.detach()
@@ -102,10 +104,8 @@ class Meter:
             "clip_ratio/high_max": by_sample[1].max().item(),
             "clip_ratio/region_mean": (low + high).mean().item(),
         }
-        gap = joined("gap")
-        out["sampling/sampling_logp_difference/mean"] = gap.mean().item()
-        out["sampling/sampling_logp_difference/max"] = gap.max().item()
-        return out
+        corrected = any("importance" in part for part in parts)
+        return out | mismatch.compare(joined("delta"), joined("importance") if corrected else None)
 
 
 def _mean_std(values: Sequence[float]) -> tuple[float, float]:

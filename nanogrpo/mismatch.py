@@ -17,30 +17,35 @@ import math
 import torch
 from torch import Tensor
 
-MODES = ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+from nanogrpo.config import CHOICES
+
+MODES = CHOICES["vllm_importance_sampling_mode"]
 FAR = 20.0  # log-ratios are cut here before exp: e²⁰ is far beyond any bound, and finite
 
 
-def compare(trainer_logp: Tensor, engine_logp: Tensor, weight: Tensor | None = None) -> dict[str, float]:
-    """Figures over M tokens: trainer_logp, engine_logp [M] float32; weight [M], of `correction`, adds the last two.
+def compare(delta: Tensor, weight: Tensor | None = None) -> dict[str, float]:
+    """Figures over M tokens. delta: [M], Δ = log π − log μ in float32; weight: [M], of `correction`, adds the last lines.
 
-    mean, max      of |Δ|, Δ = log π − log μ: TRL's sampling_logp_difference
-    k3             mean of e^Δ − 1 − Δ: the KL divergence of μ from π, estimated on μ's own tokens, never negative (Schulman 2020)
-    ratio          mean of e^|Δ|: 1 when they agree
-    masked         share of the tokens that the correction takes out altogether
-    ess            effective share of the tokens under the correction, (Σw)² / (M · Σw²): 1 when all weigh the same
+    sampling_logp_difference/mean, max     of |Δ|, as in TRL
+    k3                                     mean of e^Δ − 1 − Δ: the KL divergence of μ from π, estimated on μ's own tokens, never
+                                           negative (Schulman 2020)
+    ratio                                  mean of e^|Δ|: 1 when they agree
+    importance_sampling_ratio/min, …       of the weights, as in TRL
+    masked                                 share of the tokens that the correction takes out altogether
+    ess                                    effective share of the tokens, (Σw)² / (M · Σw²): 1 when all weigh the same
     """
-    delta = (trainer_logp.float() - engine_logp.float()).double()  # [M]; a difference of 1e-6 has no digits to lose
+    delta = delta.double()  # a difference of 1e-6 has no digits to lose
     cut = delta.clamp(-FAR, FAR)
     out = {
-        "mean": delta.abs().mean().item(),
-        "max": delta.abs().max().item(),
+        "sampling_logp_difference/mean": delta.abs().mean().item(),
+        "sampling_logp_difference/max": delta.abs().max().item(),
         "k3": (cut.exp() - 1 - cut).mean().item(),
         "ratio": cut.abs().exp().mean().item(),
     }
     if weight is not None:
         w = weight.double()
         squares = (w * w).sum()
+        out |= {f"importance_sampling_ratio/{how}": getattr(w, how)().item() for how in ("min", "mean", "max")}
         out["masked"] = (w == 0).double().mean().item()
         out["ess"] = (w.sum() ** 2 / (len(w) * squares)).item() if squares > 0 else 0.0
     return {f"sampling/{k}": v for k, v in out.items()}

@@ -1,12 +1,15 @@
 """The parts of a run, built and checked before the first expensive step.
 
 In: the options and the world. Out: a `Run`, which the loop in train.py uses. Every mistake of the user's that can be seen before
-training is told here, in one sentence. Read next: checkpoint.py, state.py, local_engine.py.
+training is told here, in one sentence. Read next: checkpoint.py, state.py, local_engine.py, vllm_engine.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+import shlex
 from pathlib import Path
 
 import torch
@@ -15,10 +18,14 @@ from nanogrpo import checkpoint, data, fsdp, memory, metrics, optim, rewards, st
 from nanogrpo.batch import Prompt
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
+from nanogrpo.guard import SECRET
 from nanogrpo.local_engine import LocalEngine
 from nanogrpo.model import Decoder
 from nanogrpo.rollout import Engine, SamplingParams
+from nanogrpo.server import Sidecar
+from nanogrpo.staleness import Ahead
 from nanogrpo.tokenizer import Tokenizer
+from nanogrpo.vllm_engine import VLLMEngine
 from nanogrpo.world import World
 
 
@@ -37,9 +44,11 @@ class Run:
     reference: Decoder | None  # frozen; None when beta is 0
     optimizer: torch.optim.Optimizer
     engine: Engine
+    ahead: Ahead  # gives the samples of each step, drawn by the engine
     sampling: SamplingParams
     log: metrics.Log
-    start: int  # finished steps: 0, or where a resumed run continues
+    start: int  # the first step: 0, or where a resumed run continues
+    done: int  # finished steps so far: those before `start`, then one more after each
 
 
 def setup(cfg: Config, world: World) -> Run:
@@ -63,8 +72,7 @@ def setup(cfg: Config, world: World) -> Run:
         reference = load_sharded(checkpoint.empty_model(source), source, world, frozen).requires_grad_(False)
     optimizer = optim.make_optimizer(model, cfg)
     start = state.resume(cfg, world, model, optimizer)
-    engine = LocalEngine(model.cfg, max_len=longest + cfg.max_completion_length, slots=cfg.max_concurrent, device=world.device)
-    engine.load(model, version=start)
+    engine = make_engine(cfg, world, model, source, max_len=longest + cfg.max_completion_length)
     sampling = SamplingParams(
         temperature=cfg.temperature,
         top_k=cfg.top_k,
@@ -74,6 +82,7 @@ def setup(cfg: Config, world: World) -> Run:
         stop_token_ids=tokenizer.stop_token_ids,
         seed=cfg.seed,
     )
+    draw = functools.partial(data.draw, prompts, cfg.prompts_per_step, cfg.seed)  # a pure function of (seed, step)
     return Run(
         cfg=cfg,
         world=world,
@@ -86,9 +95,36 @@ def setup(cfg: Config, world: World) -> Run:
         reference=reference,
         optimizer=optimizer,
         engine=engine,
+        ahead=Ahead(engine, draw, cfg.num_generations, sampling, start, cfg.max_steps, cfg.max_staleness, world.share),
         sampling=sampling,
         log=metrics.Log(cfg, world, start),
         start=start,
+        done=start,
+    )
+
+
+def make_engine(cfg: Config, world: World, model: Decoder, source: Path, max_len: int) -> Engine:
+    """What samples; it has no weights yet. A vLLM server that is not named is started here, and ends with the run."""
+    if cfg.engine == "local":
+        return LocalEngine(model.cfg, max_len=max_len, slots=cfg.max_concurrent, device=world.device)
+    sidecar = None
+    if not cfg.server:
+        python = cfg.vllm_python or os.environ.get("NANOGRPO_VLLM_PYTHON", "")
+        # A CPU computes bfloat16 slowly, and the trainer's float32 is what the server must agree with.
+        dtype = ["--dtype", "float32"] if world.device.type == "cpu" else []
+        options = ["--max-model-len", str(max_len), *dtype, *shlex.split(cfg.vllm_options)]
+        sidecar = Sidecar(source, options, python, Path(cfg.output_dir) / "serve.log")
+    return VLLMEngine(
+        model,
+        max_len=max_len,
+        servers=cfg.server,
+        sidecar=sidecar,
+        secret=os.environ.get(SECRET, ""),
+        transport=cfg.weight_transport,
+        window=cfg.server_window,
+        timeout=cfg.server_timeout,
+        patience=cfg.server_patience,
+        device=world.device,
     )
 
 

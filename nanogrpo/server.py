@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nanogrpo.errors import UserError
@@ -113,6 +113,22 @@ class Server:
                 if connection.sock is not None:
                     with contextlib.suppress(OSError):  # it may have ended by itself meanwhile
                         connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def until(deadline: float, attempt: Callable[[], object], over: threading.Event) -> ServerError | None:
+    """Calls `attempt` until it works (None), or the deadline (its last error), or the end; tells each failure."""
+    pause = 0.5
+    while True:
+        try:
+            attempt()
+            return None
+        except ServerError as e:
+            left = deadline - time.monotonic()
+            if left <= 0 or over.is_set():
+                return e
+            log.warning("%s; trying for another %.0f s", e, left)
+            over.wait(min(pause, left))
+            pause = min(2 * pause, 10.0)
 
 
 class Sidecar:

@@ -15,28 +15,27 @@ Read before: vllm_engine.py. Read next: train.py.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from nanogrpo.batch import Prompt, Sample
-from nanogrpo.rollout import SamplingParams
-from nanogrpo.vllm_engine import VLLMEngine
+from nanogrpo.rollout import Engine, SamplingParams
 
 
 class Ahead:
-    """Samples up to S steps ahead.
+    """Samples up to S steps ahead. Any engine can do it for S = 0; for more it must be a VLLMEngine.
 
     >>> ahead = Ahead(engine, lambda step: data.draw(prompts, P, seed, step), G, params, start, cfg.max_steps, max_staleness=1)
     >>> for step in range(start, cfg.max_steps):
+    ...     engine.load(model, version=step)            # also while the server samples
     ...     samples = ahead.take(step)                  # waits for the samples of this step; those of the next are under way
     ...     ...                                         # train
-    ...     engine.load(model, version=step + 1)        # also while the server samples
     """
 
     def __init__(
         self,
-        engine: VLLMEngine,
+        engine: Engine,
         draw: Callable[[int], Sequence[Prompt]],  # all prompts of a step
         n: int,
         params: SamplingParams,
@@ -50,7 +49,8 @@ class Ahead:
         self.next = start  # the first step that has not been asked for
         self.waiting: deque[tuple[int, Sequence[Prompt], Future]] = deque()
         # One thread: the steps are asked for in their order, and a step's own groups fill the servers.
-        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sample") if engine.ranks.first else None
+        here = max_staleness > 0 and engine.ranks.first
+        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sample") if here else None
 
     def take(self, step: int) -> list[Sample]:
         """The samples of a step, on every rank; each step once, in order. Raises what sampling raised."""
@@ -84,8 +84,12 @@ class Ahead:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def staleness(samples: Sequence[Sample], step: int) -> dict[str, float]:
-    """How many versions behind a step's tokens are: mean and maximum, and the share of completions that mix versions."""
-    ages = [step - v for s in samples for v in s.versions]
-    mixed = [len(set(s.versions)) > 1 for s in samples]
-    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages), "staleness/mixed": sum(mixed) / len(mixed)}
+def staleness(versions: Sequence[Counter[int]], step: int) -> dict[str, float]:
+    """How many versions behind a step's tokens are: mean and maximum, and the share of completions that mix versions.
+
+    versions: of each completion, how many of its tokens each version wrote.
+    """
+    tokens = sum((Counter(v) for v in versions), Counter())
+    mean = sum((step - v) * n for v, n in tokens.items()) / tokens.total()
+    mixed = sum(len(v) > 1 for v in versions) / len(versions)
+    return {"staleness/mean": mean, "staleness/max": step - min(tokens), "staleness/mixed": mixed}

@@ -81,10 +81,11 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class Ranks:
     """The trainer's processes, of which rank 0 talks to the servers; a single process is rank 0 of one.
 
-    They share through a gloo group of their own, whose timeout outlives rank 0's attempts to get a server back.
+    They share through a gloo group of their own. The others wait there as long as rank 0 samples, or tries to get a server back,
+    so it has no limit worth the name: a rank 0 that is gone is noticed by world.Watch.
     """
 
-    def __init__(self, timeout: float = 1800.0):
+    def __init__(self, timeout: float = 7 * 86400.0):
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if several else None
         self.rank = dist.get_rank() if several else 0

@@ -28,7 +28,7 @@ from nanogrpo.batch import Prompt, Sample
 from nanogrpo.errors import UserError
 from nanogrpo.guard import FACTS, FIELDS
 from nanogrpo.rollout import SamplingParams
-from nanogrpo.server import Server, ServerError, ServerLost, Sidecar
+from nanogrpo.server import Server, ServerError, ServerLost, Sidecar, until
 from nanogrpo.sync import Ranks, WeightSync
 from nanogrpo.vllm_protocol import Group, ask, check, read
 
@@ -61,6 +61,7 @@ class VLLMEngine:
         self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, patience
         self.window, self.timeout, self.transport, self.device = window, timeout, transport, torch.device(device)
         self.version = -1
+        self.over = threading.Event()  # set by `close`
         self.restarts = 0  # of our sidecar, and reconnections to others', since the run began: for the log
         self.problem: Exception | None = None  # why the last server was lost
         self.sends = 0  # of weights to a server: counted at the start and at the end, so that it is odd in between
@@ -93,12 +94,14 @@ class VLLMEngine:
             self.ranks.on_first(self._send)
 
     def close(self) -> None:
-        """Releases the servers; ends the one that we started."""
-        if self.ranks.first:
-            if self.sync is not None:
-                self.sync.close()
-            if self.sidecar is not None:
-                self.sidecar.stop()
+        """Releases the servers; ends the one that we started. What a thread still asks for raises ServerLost there."""
+        self.over.set()
+        for server in self.servers:  # of rank 0: the others have none
+            server.abort()
+        if self.ranks.first and self.sync is not None:
+            self.sync.close()
+        if self.ranks.first and self.sidecar is not None:
+            self.sidecar.stop()
 
     # --- sampling: on rank 0 ---
 
@@ -166,8 +169,7 @@ class VLLMEngine:
         although its connections stay open; and one that another trainer paused and then died, although it is healthy."""
         before = self.sends
         try:
-            paused = server.get("/is_paused")["is_paused"]
-            if paused and before % 2 == 0 and before == self.sends:
+            if server.get("/is_paused")["is_paused"] and before % 2 == 0 and before == self.sends:
                 raise ServerError(f"{server} is paused, and not by this trainer")
         except ServerError as e:
             self._lose(server, e)
@@ -191,26 +193,10 @@ class VLLMEngine:
     def _start(self) -> None:
         if self.sidecar is not None:
             self.servers = [self.sidecar.start(self.timeout)]
-        problem, deadline = None, time.monotonic() + (self.timeout if self.sidecar else min(self.patience, 30.0))
+        deadline = time.monotonic() + (self.timeout if self.sidecar else min(self.patience, 30.0))
         for server in self.servers:
-            problem = self._until(deadline, lambda s=server: self._meet(s)) or problem
-        if problem is not None:
-            raise UserError(f"--server: {problem}; start serve.py there first, or leave the option out to have it started.")
-
-    def _until(self, deadline: float, attempt) -> ServerError | None:
-        """Calls `attempt` until it works (None), or until the deadline (its last error); tells each failure."""
-        pause = 0.5
-        while True:
-            try:
-                attempt()
-                return None
-            except ServerError as e:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return e
-                log.warning("%s; trying for another %.0f s", e, left)
-                time.sleep(min(pause, left))
-                pause = min(2 * pause, 10.0)
+            if problem := until(deadline, lambda s=server: self._meet(s), self.over):
+                raise UserError(f"--server: {problem}; start serve.py there first, or leave the option out to have it started.")
 
     def _meet(self, server: Server) -> None:
         """Learns what the server is, and refuses one that cannot serve this trainer. UserError, ServerError."""
@@ -265,6 +251,8 @@ class VLLMEngine:
     def _recover(self) -> None:
         """Returns when at least one server lives and has the current weights. ServerLost when patience is over."""
         with self.lock:
+            if self.over.is_set():
+                raise ServerLost("the run has ended")
             if any(s.alive for s in self.servers):
                 return
             for s in self.servers:
@@ -272,13 +260,13 @@ class VLLMEngine:
             self.restarts += 1
             # Ours is tried once as it is: it may have lost no more than a connection. Then it is started again.
             wait = 0.0 if self.sidecar is not None else self.patience
-            problem = self._until(time.monotonic() + wait, self._bring_up_any)
+            problem = until(time.monotonic() + wait, self._bring_up_any, self.over)
             for _ in range(ATTEMPTS if self.sidecar is not None else 0):
                 if problem is None:
                     return
                 log.warning("%s; starting the sidecar again", problem)
                 self.servers = [self.sidecar.start(self.timeout)]
-                problem = self._until(time.monotonic() + self.timeout, self._bring_up_any)
+                problem = until(time.monotonic() + self.timeout, self._bring_up_any, self.over)
             if problem is not None:
                 raise ServerLost(f"No vLLM server is left ({problem}); the run stops; start the server and go on with --resume.")
 

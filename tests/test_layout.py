@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "model": "ops attention config batch",
     "grpo": "batch config ops",
     "packing": "batch config ops grpo",
-    "mismatch": "batch config ops grpo",
+    "mismatch": "config",
     "tokenizer": "",
     "tasks": "batch tokenizer",
     "data": "batch tokenizer tasks",
@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "server": "guard",
     "vllm_protocol": "batch rollout server",
     "vllm_engine": "batch rollout config guard server sync vllm_protocol",  # speaks HTTP: vLLM itself is another process's
-    "staleness": "batch rollout config vllm_engine",
+    "staleness": "batch rollout",
     "wire": "",  # both ends of the weight sync read it, and one of them has neither our model nor our config
     "engine_worker": "wire",
     "sync": "wire server model",
@@ -57,10 +57,10 @@ MAY_IMPORT = {
     "checkpoint": "model tokenizer",
     "state": "checkpoint world model config tokenizer",
     "memory": "world model config ops",
-    "run": "batch checkpoint config data fsdp local_engine memory metrics model optim rewards"
-    " rollout state tasks tokenizer world",
+    "run": "batch checkpoint config data fsdp guard local_engine memory metrics model optim rewards"
+    " rollout server staleness state tasks tokenizer vllm_engine world",
     "lora": "model config",
-    "metrics": "__init__ batch config ops rollout world",
+    "metrics": "__init__ batch config mismatch ops rollout world",
     "plot": "",
     "warmup": "checkpoint grpo optim packing model tasks tokenizer batch config",
     "serve": "guard engine_worker wire",

@@ -67,7 +67,7 @@ def test_metrics_of_a_generation_in_which_nothing_ended_and_nothing_was_judged()
 def add(meter: metrics.Meter, sample: list, clip: list, loss: float, **values: list) -> None:
     """One micro-batch, as the loss would have given it."""
     vectors = {k: torch.tensor(v) for k, v in {"logp": [-1.0] * len(sample), **values}.items()}
-    batch = SimpleNamespace(sample=torch.tensor(sample), sampling_logp=vectors.pop("sampling", vectors["logp"]))
+    batch = SimpleNamespace(sample=torch.tensor(sample), sampling_logp=vectors.pop("sampling", vectors["logp"]), importance=None)
     clip = torch.tensor(clip, dtype=torch.int8)
     results = (vectors["logp"], vectors["entropy"], clip, vectors.get("kl"))
     meter.add(batch, PolicyOut(torch.tensor(loss), *results, torch.zeros(len(STATS))))
@@ -94,6 +94,8 @@ def test_means_are_over_the_tokens_of_the_step_and_extremes_over_completions():
             # of the first update only: afterwards the weights are no longer those that sampled
             "sampling/sampling_logp_difference/mean": 0.75 / 7,
             "sampling/sampling_logp_difference/max": 0.5,
+            "sampling/k3": (math.exp(0.5) - 1.5 + math.exp(-0.25) - 0.75) / 7,
+            "sampling/ratio": (math.exp(0.5) + math.exp(0.25) + 5) / 7,
         }
     )
 

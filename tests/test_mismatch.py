@@ -20,17 +20,18 @@ def test_equal_policies_have_no_gap_and_need_no_correction():
     logp, _, sample = vectors()
     for mode in MODES:
         assert torch.equal(correction(logp, logp, sample, mode), torch.ones(64))
-    figures = compare(logp, logp, torch.ones(64))
+    figures = compare(logp - logp, torch.ones(64))
     assert figures == {
-        **{"sampling/mean": 0.0, "sampling/max": 0.0, "sampling/k3": 0.0, "sampling/ratio": 1.0},
-        **{"sampling/masked": 0.0, "sampling/ess": 1.0},
+        **{"sampling/sampling_logp_difference/mean": 0.0, "sampling/sampling_logp_difference/max": 0.0},
+        **{"sampling/k3": 0.0, "sampling/ratio": 1.0, "sampling/masked": 0.0, "sampling/ess": 1.0},
+        **{f"sampling/importance_sampling_ratio/{how}": 1.0 for how in ("min", "mean", "max")},
     }
 
 
 def test_the_figures_of_two_tokens_by_hand():
-    figures = compare(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), torch.tensor([0.0, 2.0]))
-    assert figures["sampling/mean"] == pytest.approx(0.75)
-    assert figures["sampling/max"] == pytest.approx(1.0)
+    figures = compare(torch.tensor([0.5, -1.0]), torch.tensor([0.0, 2.0]))
+    assert figures["sampling/sampling_logp_difference/mean"] == pytest.approx(0.75)
+    assert figures["sampling/sampling_logp_difference/max"] == pytest.approx(1.0)
     assert figures["sampling/k3"] == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1.0)) / 2)
     assert figures["sampling/ratio"] == pytest.approx((math.exp(0.5) + math.exp(1.0)) / 2)
     assert (figures["sampling/masked"], figures["sampling/ess"]) == (0.5, 0.5)
@@ -41,10 +42,10 @@ def test_k3_is_never_negative_and_estimates_the_kl():
     mu, pi = (torch.randn(5, generator=g).log_softmax(-1) for _ in range(2))
     tokens = torch.multinomial(mu.exp(), 200_000, replacement=True, generator=g)
     exact = (mu.exp() * (mu - pi)).sum().item()
-    assert compare(pi[tokens], mu[tokens])["sampling/k3"] == pytest.approx(exact, rel=0.02)
+    assert compare(pi[tokens] - mu[tokens])["sampling/k3"] == pytest.approx(exact, rel=0.02)
     for seed in range(20):
         trainer, engine, _ = vectors(seed)
-        assert compare(trainer, engine)["sampling/k3"] > 0
+        assert compare(trainer - engine)["sampling/k3"] > 0
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -78,7 +79,7 @@ def test_ratios_beyond_every_bound_stay_finite():
     trainer, engine = torch.tensor([-1.0, -1e4]), torch.tensor([-1e4, -1.0])
     for mode in MODES:
         assert correction(trainer, engine, torch.tensor([0, 1]), mode).isfinite().all()
-    assert all(math.isfinite(v) for v in compare(trainer, engine).values())
+    assert all(math.isfinite(v) for v in compare(trainer - engine).values())
 
 
 def test_bounds_and_modes_that_make_no_sense():
