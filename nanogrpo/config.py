@@ -20,11 +20,15 @@ from nanogrpo.errors import UserError
 class Config:
     # --- model and data
     model: str = ""  # folder or hub id of a Qwen3 or Qwen2 checkpoint (config.json, *.safetensors, tokenizer.json)
-    data: str = ""  # training prompts: a .jsonl or .parquet file, or a built-in task (arithmetic)
-    eval_data: str = ""  # held-out prompts for evaluation; empty: none, but a built-in task brings its own
+    data: tuple[str, ...] = ()  # training prompts: .jsonl, .parquet, folders of save_to_disk, a built-in task (arithmetic)
+    data_weights: tuple[float, ...] = ()  # one per source: its share of the prompts drawn; empty: all are one data set
+    eval_data: tuple[str, ...] = ()  # held-out prompts for evaluation; empty: those that the training data bring, if any
+    dataset_train_split: str = "train"  # of a saved DatasetDict: the split that --data takes
+    dataset_test_split: str = "test"  # and the one for evaluation
     output_dir: str = "runs/grpo"  # metrics.jsonl and checkpoints are written here
     enable_thinking: bool = True  # the thinking switch of Qwen3's chat template
-    max_prompt_length: int = 0  # longer prompts are refused, with the line's number; 0: what the context leaves
+    max_prompt_length: int = 0  # in tokens, after the chat template; 0: what the context leaves
+    long_prompts: str = "refuse"  # longer prompts: refuse the data, with the line's number, or drop them, counted
     # --- rewards
     reward_funcs: tuple[str, ...] = ("accuracy", "format")  # built in: these and length:TOKENS; module:function, file.py:function
     reward_weights: tuple[float, ...] = ()  # one per reward function; empty: all 1
@@ -127,7 +131,17 @@ class Config:
                 finite = not isinstance(number, float) or math.isfinite(number)
                 require(finite, f"--{dashed(field.name)} is {number}: give a finite number.")
         require(bool(c.model), "--model is missing: give the folder or hub id of a checkpoint.")
-        require(bool(c.data), "--data is missing: give a .jsonl or .parquet file of prompts, or a built-in task.")
+        for name in ("data", "eval_data"):  # a str would be taken for a list of letters
+            require(not isinstance(getattr(c, name), str), f"--{dashed(name)} is one text: give a list of sources.")
+        require(bool(c.data) and all(c.data), "--data is missing: give a .jsonl or .parquet file of prompts, or a built-in task.")
+        require(
+            not c.data_weights or len(c.data_weights) == len(c.data),
+            f"--data-weights has {len(c.data_weights)} values for {len(c.data)} sources in --data: give one each.",
+        )
+        require(
+            all(w > 0 for w in c.data_weights),
+            f"--data-weights is {' '.join(map(str, c.data_weights))}: each weight must be above 0, and what has none left out.",
+        )
         require(bool(c.output_dir), "--output-dir is empty: name the folder that the run is written to.")
         require(
             c.num_generations >= 2, f"--num-generations is {c.num_generations}: a group needs at least 2 completions to compare."
@@ -205,6 +219,7 @@ class Config:
 
 
 CHOICES = {
+    "long_prompts": ("refuse", "drop"),
     "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"),
     "scale_rewards": ("group", "batch", "none"),
     "lr_scheduler_type": ("constant", "linear", "cosine"),

@@ -1,7 +1,7 @@
-"""Prompts from files, and which of them a step draws.
+"""Prompts from rows, and which of them a step draws.
 
-In: a .jsonl or .parquet file, or rows (dicts) of a built-in task. Out: `Prompt`s with token ids; `draw` picks those of a step.
-Read next: tasks.py (built-in rows), rewards.py (where every other column ends up).
+In: the rows of files or tasks (rows.py). Out: `Prompt`s with token ids; `draw` and `draw_mixed` pick those of a step.
+Read next: rows.py (where rows come from), reward_runner.py (where every other column ends up).
 
 A row is one of
     {"prompt": "3+4=", ...}                                          plain: tokenized as it is
@@ -11,37 +11,45 @@ A row is one of
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
+from nanogrpo import rows as sources
 from nanogrpo.batch import Prompt
 from nanogrpo.errors import UserError
 from nanogrpo.tokenizer import Tokenizer
 
-RESERVED = ("prompts", "completions", "completion_ids")  # the runner's own arguments to a reward function
+log = logging.getLogger("nanogrpo")
+
+# The runner's own arguments to a reward function.
+RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
-def load(
-    source: str, tokenizer: Tokenizer, *, enable_thinking: bool | None = None, max_prompt_length: int | None = None
-) -> list[Prompt]:
-    """Every row of a file as a `Prompt`, in the file's order: `Prompt.id` is the row's position, blank lines not counted.
+def load(source: str, tokenizer: Tokenizer, **options) -> list[Prompt]:
+    """Every row of one source as a `Prompt`; the options are those of `load_all`."""
+    return load_all([source], tokenizer, **options)[0]
 
-    `max_prompt_length` in tokens, after the chat template. A longer prompt is an error and is not cut: a question without its
-    beginning has another answer. Nor is it skipped: the data set would no longer be the one that was named.
 
-    UserError, with the file and line: missing or empty file, a line that is not JSON, a row without a usable prompt.
+def load_all(
+    names: Sequence[str], tokenizer: Tokenizer, *, split: str = "train", held_out: bool = False, **options
+) -> list[list[Prompt]]:
+    """The prompts of each source, in its order. The options are those of `from_rows`; split, held_out: see rows.py.
+
+    `Prompt.id` is the row's position in all sources laid end to end. It is part of the random key: a source that is added at the
+    end, or a long prompt that is dropped, changes no other prompt's id.
     """
-    places, rows = [], []
-    for place, row in _read(Path(source)):
-        places.append(place)
-        rows.append(row)
-    if not rows:
-        raise UserError(f"{source} holds no prompts: put at least one row in it")
-    return from_rows(rows, tokenizer, enable_thinking=enable_thinking, max_prompt_length=max_prompt_length, places=places)
+    parts, first = [], 0
+    for name in names:
+        found = sources.read(name, split, held_out)
+        places = [place for place, _ in found]
+        parts.append(from_rows([row for _, row in found], tokenizer, places=places, first_id=first, name=name, **options))
+        first += len(found)
+    return parts
 
 
 def from_rows(
@@ -50,10 +58,19 @@ def from_rows(
     *,
     enable_thinking: bool | None = None,
     max_prompt_length: int | None = None,
+    long_prompts: str = "refuse",
     places: Sequence[str] | None = None,
+    first_id: int = 0,
+    name: str = "the data set",
 ) -> list[Prompt]:
-    """Rows (see the top of the file) → prompts. `places[i]` is how errors name row i; the default is "row i"."""
+    """Rows (see the top of the file) → prompts. `places[i]` is how errors name row i; the default is "row i".
+
+    `max_prompt_length` in tokens, after the chat template. A longer prompt is never cut: a question without its beginning has
+    another answer. It is an error, for without it the data set would not be the one that was named; or, with `long_prompts`
+    "drop", it is left out, and how many were is logged.
+    """
     prompts: list[Prompt] = []
+    dropped = 0
     for i, row in enumerate(rows):
         place = places[i] if places else f"row {i}"
         text, columns = _split(row, place, tokenizer.has_chat_template)
@@ -64,14 +81,27 @@ def from_rows(
         if not token_ids:
             raise UserError(f"{place}: the prompt is empty; a completion needs at least one token to continue")
         if max_prompt_length is not None and len(token_ids) > max_prompt_length:
+            if long_prompts == "drop":
+                dropped += 1
+                continue
             raise UserError(
                 f"{place}: the prompt has {len(token_ids)} tokens and max_prompt_length is {max_prompt_length}; "
-                "raise max_prompt_length or remove the row"
+                "raise max_prompt_length, remove the row, or choose --long-prompts drop"
             )
-        prompts.append(Prompt(id=i, text=text, token_ids=token_ids, columns=columns))
+        prompts.append(Prompt(id=first_id + i, text=text, token_ids=token_ids, columns=columns))
+    if dropped and prompts:
+        count = f"{dropped} of {dropped + len(prompts)}"
+        log.info("%s: %s prompts have more than %d tokens and are dropped.", name, count, max_prompt_length)
     if not prompts:
-        raise UserError("the data set holds no prompts: give it at least one row")
+        raise UserError(
+            f"{name}: all {dropped} prompts have more than {max_prompt_length} tokens: raise max_prompt_length"
+            if dropped
+            else f"{name} holds no prompts: give it at least one row"
+        )
     return prompts
+
+
+# ---- which prompts a step draws ------------------------------------------------------------------------------------------------
 
 
 def draw(prompts: list[Prompt], n: int, seed: int, step: int) -> list[Prompt]:
@@ -110,10 +140,75 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
+def draw_mixed(parts: Sequence[list[Prompt]], weights: Sequence[float], n: int, seed: int, step: int) -> list[Prompt]:
+    """As `draw`, from several sources: of any k prompts in a row, source i gives weights[i] / sum(weights) · k, up to rounding.
+
+    The weights are shares of the prompts that are drawn, whatever the sizes of the sources: each is shuffled and repeated by
+    itself, epoch after epoch of its own, so that a small one with a large weight comes round often. Nothing is left to chance
+    but the order within a source. No prompt comes twice in a step (see `smallest`).
+    """
+    chosen = []
+    for i, position in _places(tuple(weights), step * n, n):
+        epoch, offset = divmod(position, len(parts[i]))
+        chosen.append(parts[i][_mixed_order(len(parts[i]), _most(weights, i, n) - 1, seed, epoch, i)[offset]])
+    return chosen
+
+
+def smallest(weights: Sequence[float], i: int, n: int) -> int:
+    """The prompts that source i must hold at least, for steps of n of a mixture: then none comes twice in a step."""
+    return max(3 * (_most(weights, i, n) - 1), 1)
+
+
+def _most(weights: Sequence[float], i: int, n: int) -> int:
+    """The most prompts that a step of n can take from source i. A source's c prompts in a row leave room for (c-1)·w_j/w_i - 1
+    or more of each other source j between the first and the last, and all of them are at most n."""
+    share = Fraction(weights[i]) / sum(map(Fraction, weights))
+    return min(n, math.floor(share * (n + len(weights) - 2)) + 1)
+
+
+def _places(weights: tuple[float, ...], start: int, n: int) -> list[tuple[int, int]]:
+    """The places start … start+n-1 of the endless mixture → (source, position in the source's own endless sequence) each.
+
+    The j-th prompt of source i is due at (j + 1/2) / share_i, and places are taken in the order of what is due (a tie: by
+    source). This is Sainte-Laguë's rule for sharing seats, in exact fractions: float rounding would part a resumed run from
+    the one that it continues. What is due by start - (number of sources) has at most `start` members: the count begins there.
+    """
+    total = sum(map(Fraction, weights))
+    shares = [Fraction(w) / total for w in weights]
+    taken = [math.floor(share * max(start - len(shares), 0)) for share in shares]
+    found: list[tuple[int, int]] = []
+    for place in range(sum(taken), start + n):
+        i = min(range(len(shares)), key=lambda i: (2 * taken[i] + 1) / shares[i])
+        if place >= start:
+            found.append((i, taken[i]))
+        taken[i] += 1
+    return found
+
+
+@lru_cache(maxsize=64)
+def _mixed_order(count: int, most: int, seed: int, epoch: int, source: int) -> np.ndarray:
+    """The order of a source of a mixture in an epoch → [count] int64, a permutation.
+
+    A step may straddle two epochs with up to `most` prompts on either side. So the first `most` are chosen among the first
+    2 · most of a random permutation, such that none is one of the last `most` of the epoch before; with count ≥ 3 · most (see
+    `smallest`) the end of an order is as random as it was.
+    """
+    order = _permutation(count, seed, epoch, source)
+    if not epoch or not most:
+        return order
+    last = _permutation(count, seed, epoch - 1, source)[count - most :]
+    first, rest = order[: 2 * most], order[2 * most :]
+    repeated = np.isin(first, last)
+    return np.concatenate([first[~repeated], first[repeated], rest])
+
+
+def _permutation(count: int, seed: int, *where: int) -> np.ndarray:
     """[count] int64. `RandomState` and not `default_rng`: numpy promises that its stream never changes between versions."""
-    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch]
+    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *where]
     return np.random.RandomState(words).permutation(count)
+
+
+# ---- rows ----------------------------------------------------------------------------------------------------------------------
 
 
 def _split(row: dict, place: str, conversational: bool) -> tuple[str | list[dict], dict]:
@@ -140,39 +235,3 @@ def _split(row: dict, place: str, conversational: bool) -> tuple[str | list[dict
 
 def _is_gsm8k(row: dict) -> bool:
     return isinstance(row.get("question"), str) and isinstance(row.get("answer"), str) and "####" in row["answer"]
-
-
-def _read(path: Path) -> Iterator[tuple[str, dict]]:
-    """The rows of a file, each with the words that find it again: "file.jsonl:12" counts lines from 1, blank ones included."""
-    if not path.is_file():
-        raise UserError(f"{path} is not a file: name a .jsonl or .parquet file, or a built-in task")
-    if path.suffix == ".parquet":
-        yield from _read_parquet(path)
-    elif path.suffix in (".jsonl", ".json"):
-        # Lines are split at b"\n" alone: str.splitlines would also split at U+2028 and its kin, which JSON allows in a text.
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                    if text.strip():
-                        yield f"{path}:{number}", json.loads(text)
-                except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8, or brackets without end
-                    raise UserError(f"{path}:{number}: not JSON ({error}); each line must be one whole JSON object") from error
-    else:
-        raise UserError(
-            f"{path}: cannot tell the format from {path.suffix!r}; name it .jsonl (one JSON object a line) or .parquet"
-        )
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, dict]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{path} needs pyarrow to be read: pip install pyarrow, or convert it to .jsonl") from error
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path} cannot be read as Parquet ({error}): write the file again") from error
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}, row {number}", row

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import shlex
 from pathlib import Path
 
 import torch
 
-from nanogrpo import checkpoint, data, fsdp, memory, metrics, optim, rewards, state, tasks
+from nanogrpo import checkpoint, data, fsdp, memory, metrics, optim, rewards, rows, state
 from nanogrpo.batch import Prompt
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
@@ -61,7 +62,8 @@ def setup(cfg: Config, world: World) -> Run:
     reward_funcs = rewards.load_functions(cfg.reward_funcs, cfg.max_completion_length)
     model = checkpoint.empty_model(source)
     check_vocabulary(tokenizer, model)
-    prompts, eval_prompts = load_prompts(cfg, tokenizer, model.cfg.max_position_embeddings)
+    parts, eval_prompts = load_prompts(cfg, tokenizer, model.cfg.max_position_embeddings)
+    prompts = list(itertools.chain(*parts))
     check_answers(cfg, prompts)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts)
     memory.check(model, cfg, world, longest)
@@ -82,7 +84,8 @@ def setup(cfg: Config, world: World) -> Run:
         stop_token_ids=tokenizer.stop_token_ids,
         seed=cfg.seed,
     )
-    draw = functools.partial(data.draw, prompts, cfg.prompts_per_step, cfg.seed)  # a pure function of (seed, step)
+    what = (data.draw_mixed, parts, cfg.data_weights) if cfg.data_weights else (data.draw, prompts)
+    draw = functools.partial(*what, cfg.prompts_per_step, cfg.seed)  # a pure function of (seed, step)
     return Run(
         cfg=cfg,
         world=world,
@@ -139,8 +142,8 @@ def check_world(cfg: Config, world: World) -> None:
 def check_answers(cfg: Config, prompts: list[Prompt]) -> None:
     if "accuracy" in cfg.reward_funcs and not any({"solution", "answer"} & p.columns.keys() for p in prompts):
         raise UserError(
-            f"--data {cfg.data} has neither a column solution nor answer, which --reward-funcs accuracy compares with: add "
-            "one, or name other reward functions."
+            f"--data {' '.join(cfg.data)} has neither a column solution nor answer, which --reward-funcs accuracy compares "
+            "with: add one, or name other reward functions."
         )
 
 
@@ -162,25 +165,35 @@ def load_sharded(model: Decoder, source: Path, world: World, cfg: Config) -> Dec
     return model
 
 
-def load_prompts(cfg: Config, tokenizer: Tokenizer, context: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and held-out prompts, each short enough to leave room for a completion."""
+def load_prompts(cfg: Config, tokenizer: Tokenizer, context: int) -> tuple[list[list[Prompt]], list[Prompt]]:
+    """Training prompts by source, and the held-out ones, each short enough to leave room for a completion."""
     room = context - cfg.max_completion_length
     if room < 1:
         raise UserError(
             f"--max-completion-length {cfg.max_completion_length} leaves no room for a prompt in a context of {context}."
         )
-    limit = min(cfg.max_prompt_length or room, room)
-
-    def load(source: str, split: str) -> list[Prompt]:
-        options = {"enable_thinking": cfg.enable_thinking, "max_prompt_length": limit}
-        if source in tasks.TASKS:
-            return data.from_rows(tasks.rows(source, split), tokenizer, **options)
-        return data.load(source, tokenizer, **options)
-
-    prompts = load(cfg.data, "train")
-    if len(prompts) < cfg.prompts_per_step:
-        raise UserError(f"--data {cfg.data} holds {len(prompts)} prompts but a step draws {cfg.prompts_per_step} different ones.")
-    held_out = cfg.eval_data or (cfg.data if cfg.data in tasks.TASKS else "")
+    options = {"enable_thinking": cfg.enable_thinking, "long_prompts": cfg.long_prompts}
+    options["max_prompt_length"] = min(cfg.max_prompt_length or room, room)
+    parts = data.load_all(cfg.data, tokenizer, split=cfg.dataset_train_split, **options)
+    check_enough(cfg, [len(part) for part in parts])
+    split = cfg.dataset_test_split if cfg.dataset_test_split != cfg.dataset_train_split else ""
+    held_out = cfg.eval_data or [name for name in cfg.data if rows.holds_out(name, split)]
     if cfg.eval_steps and not held_out:
         raise UserError("--eval-steps asks for evaluation but --eval-data names no held-out prompts.")
-    return prompts, load(held_out, "eval")[: cfg.eval_samples or None] if cfg.eval_steps else []
+    if not cfg.eval_steps:
+        return parts, []
+    found = data.load_all(held_out, tokenizer, split=cfg.dataset_test_split, held_out=True, **options)
+    return parts, list(itertools.chain(*found))[: cfg.eval_samples or None]
+
+
+def check_enough(cfg: Config, sizes: list[int]) -> None:
+    """No prompt may come twice in a step: its group would count double."""
+    P = cfg.prompts_per_step
+    if not cfg.data_weights and sum(sizes) < P:
+        raise UserError(f"--data {' '.join(cfg.data)} holds {sum(sizes)} prompts but a step draws {P} different ones.")
+    for i, (name, size) in enumerate(zip(cfg.data, sizes)):
+        if cfg.data_weights and size < (wanted := data.smallest(cfg.data_weights, i, P)):
+            raise UserError(
+                f"--data {name} holds {size} prompts but by its weight in --data-weights it needs {wanted}, or one would come "
+                "twice in a step: lower its weight, or name its file without weights."
+            )

@@ -53,6 +53,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 FREE = {"resume", "output_dir", "max_steps", "save_steps", "save_total_limit", "num_completions_to_print", "max_concurrent"}
 FREE |= {
     "eval_data",
+    "dataset_test_split",
     "eval_steps",
     "eval_samples",
     "device",

@@ -15,7 +15,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.optim import learning_rate
 
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
-GOOD = Config(model="base", data="arithmetic")
+GOOD = Config(model="base", data=("arithmetic",))
 
 
 def test_every_field_has_a_heading_and_a_comment():
@@ -105,7 +105,13 @@ def test_what_cannot_be_parsed_is_named(argv, named):
 
 BAD = [
     ("model", ""),
-    ("data", ""),
+    ("data", ()),
+    ("data", ("a", "")),
+    ("data", "a.jsonl"),
+    ("eval_data", "a.jsonl"),
+    ("data_weights", (1.0, 1.0)),
+    ("data_weights", (0.0,)),
+    ("data_weights", (-1.0,)),
     ("output_dir", ""),
     ("num_generations", 1),
     ("num_generations", 0),
@@ -146,7 +152,7 @@ def test_every_rule_names_the_option_and_the_value(name, value):
     assert sentence.startswith(f"--{dashed(name)} ")
     assert sentence.endswith(".")
     assert "\n" not in sentence
-    if value != "" and not isinstance(value, tuple):
+    if value != "" and not isinstance(value, tuple) and not name.endswith("data"):
         assert str(value) in sentence
 
 

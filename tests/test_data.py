@@ -1,21 +1,18 @@
-"""Prompts from files: what each kind of row becomes, what each bad row is told, and that `draw` is a fair, pure function.
+"""Prompts from files: what each kind of row becomes, what each bad row is told.
 
-Read next: test_answers.py and test_rewards.py, where the other columns end up.
+Read next: test_order.py (which prompts a step draws), test_rewards.py (where the other columns end up).
 """
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_tokenizer import make_folder
 
-from nanogrpo.batch import Prompt
-from nanogrpo.data import _order, draw, from_rows, load
+from nanogrpo.data import from_rows, load, load_all
 from nanogrpo.errors import UserError
 from nanogrpo.rewards import same_answer
+from nanogrpo.rows import holds_out
 from nanogrpo.tokenizer import Tokenizer
 
 GSM8K = Path(__file__).parent / "assets" / "gsm8k_tiny.jsonl"
@@ -140,14 +137,15 @@ def test_a_long_prompt_is_refused_with_its_line_its_length_and_the_limit(tmp_pat
     with pytest.raises(UserError) as caught:
         load(path, plain, max_prompt_length=5)
     assert str(caught.value) == (
-        f"{path}:2: the prompt has 6 tokens and max_prompt_length is 5; raise max_prompt_length or remove the row"
+        f"{path}:2: the prompt has 6 tokens and max_prompt_length is 5; raise max_prompt_length, remove the "
+        "row, or choose --long-prompts drop"
     )
 
 
 def test_files_that_are_no_data_set(tmp_path, chat, plain):
     for path, message in [
         (str(tmp_path / "none.jsonl"), r"none\.jsonl is not a file"),
-        (str(tmp_path), "is not a file"),
+        (str(tmp_path), r"state\.json is missing: name a folder that save_to_disk has written"),
         (write(tmp_path / "d.csv", "a,b"), "cannot tell the format from '.csv'"),
         (write(tmp_path / "empty.jsonl"), r"empty\.jsonl holds no prompts"),
         (write(tmp_path / "blank.jsonl", "", "  "), r"blank\.jsonl holds no prompts"),
@@ -162,66 +160,68 @@ def test_files_that_are_no_data_set(tmp_path, chat, plain):
         from_rows([{"prompt": "a"}, {}], plain)
 
 
-# ---- draw ----------------------------------------------------------------------------------------------------------------------
+def test_long_prompts_are_dropped_on_request_and_counted(tmp_path, plain, caplog):
+    path = write(tmp_path / "d.jsonl", GOOD, '{"prompt": "@@@@@@"}', '{"prompt": "b"}')
+    with caplog.at_level("INFO"):
+        kept = load(path, plain, max_prompt_length=5, long_prompts="drop")
+    assert [(p.id, p.text) for p in kept] == [(0, "a"), (2, "b")]  # an id is a row: the random numbers of others stay theirs
+    assert caplog.messages == [f"{path}: 1 of 3 prompts have more than 5 tokens and are dropped."]
+    with pytest.raises(UserError, match=r"d\.jsonl: all 3 prompts have more than 0 tokens: raise max_prompt_length"):
+        load(path, plain, max_prompt_length=0, long_prompts="drop")
 
 
-def prompts(count):
-    return [Prompt(id=i, text=str(i), token_ids=[i]) for i in range(count)]
+# ---- several sources, and folders of `datasets` --------------------------------------------------------------------------------
 
 
-def ids(drawn):
-    return [prompt.id for prompt in drawn]
+def test_ids_are_unique_and_stable_over_sources(tmp_path, plain):
+    a = write(tmp_path / "a.jsonl", *(json.dumps({"prompt": f"a{i}"}) for i in range(3)))
+    b = write(tmp_path / "b.jsonl", "", *(json.dumps({"prompt": f"b{i}" * (1 + 9 * (i == 0))}) for i in range(2)))
+    alone, both = load_all([a], plain), load_all([a, b], plain)
+    assert [p.id for part in both for p in part] == list(range(5))
+    assert [vars(p) for p in both[0]] == [vars(p) for p in alone[0]]
+    dropped = load_all([b, a], plain, max_prompt_length=4, long_prompts="drop")
+    assert [(p.id, p.text) for part in dropped for p in part] == [(1, "b1"), (2, "a0"), (3, "a1"), (4, "a2")]
 
 
-SEEDS = st.integers(-(2**63), 2**64)
-
-
-@given(count=st.integers(1, 40), n=st.integers(1, 60), seed=SEEDS, epochs=st.integers(1, 6))
-@settings(max_examples=150, deadline=None)
-def test_every_prompt_once_an_epoch_and_no_prompt_twice_in_a_step(count, n, seed, epochs):
-    data = prompts(count)
-    steps = [ids(draw(data, n, seed, step)) for step in range(-(-epochs * count // n))]
-    sequence = [i for step in steps for i in step]
-    for e in range(epochs):
-        assert sorted(sequence[e * count : (e + 1) * count]) == list(range(count))
-    for step in steps:
-        assert len(step) == n
-        assert n > count or len(set(step)) == n
-
-
-@given(count=st.integers(1, 30), n=st.integers(1, 40), seed=SEEDS, order=st.permutations(range(12)))
-@settings(max_examples=50, deadline=None)
-def test_draw_is_a_pure_function_of_seed_and_step(count, n, seed, order):
-    data = prompts(count)
-    forward = [ids(draw(data, n, seed, step)) for step in range(12)]
-    for step in order:  # in any order, and without what earlier calls left in the cache, as in a resumed process
-        _order.cache_clear()
-        assert ids(draw(data, n, seed, step)) == forward[step]
-
-
-def test_the_order_is_the_same_on_every_machine():
-    """Written down, so that a change of the stream, which would break resuming, is seen."""
-    assert [ids(draw(prompts(7), 3, seed=42, step=s)) for s in range(5)] == [
-        [3, 5, 0],
-        [4, 1, 6],
-        [2, 5, 3],
-        [1, 2, 4],
-        [6, 0, 1],
+def test_a_saved_data_set_gives_what_datasets_reads(tmp_path, chat):
+    datasets = pytest.importorskip("datasets")  # comes with TRL; the package itself reads the folders without it
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i}+1="}], "solution": str(i + 1), "tags": ["a"] * i, "n": {"x": i, "y": None}}
+        for i in range(7)
     ]
+    whole = datasets.Dataset.from_list(rows)
+    whole.shuffle(seed=3).select(range(5)).save_to_disk(tmp_path / "some", num_shards=2)
+    theirs = [vars(p) for p in from_rows(datasets.load_from_disk(tmp_path / "some").to_list(), chat)]
+    assert [vars(p) for p in load(str(tmp_path / "some"), chat)] == theirs
+    assert len(theirs) == 5
+    assert [p["columns"]["solution"] for p in theirs] != [str(i + 1) for i in range(5)]  # shuffled
+    datasets.DatasetDict(train=whole, test=whole.select([2, 4])).save_to_disk(tmp_path / "both")
+    both = str(tmp_path / "both")
+    assert [p.columns["solution"] for p in load(both, chat, split="test")] == ["3", "5"]
+    assert [vars(p) for p in load(both, chat)] == [vars(p) for p in from_rows(rows, chat)]
+    assert [holds_out(both, split) for split in ("test", "train", "eval")] == [True, True, False]
+    assert not holds_out(str(tmp_path / "some"), "test")
+    assert holds_out("arithmetic", "any")
 
-
-def test_seeds_and_epochs_differ_and_positions_are_fair():
-    data = prompts(50)
-    assert len({tuple(ids(draw(data, 50, seed, step))) for seed in range(4) for step in range(4)}) == 16
-    # 4000 seeds, 5 prompts, steps of 4: step 1 straddles the first boundary, where the order is bent. Still each prompt is as
-    # likely at each place: expected 800, standard deviation 25; the bound is 5 of them.
-    drawn = [ids(draw(prompts(5), 4, seed, step=1)) for seed in range(4000)]
-    for place in range(4):
-        seen = Counter(step[place] for step in drawn)
-        assert all(abs(seen[i] - 800) < 125 for i in range(5))
-
-
-def test_drawing_nothing_is_a_bug_of_the_caller():
-    for data, n in (([], 1), (prompts(2), 0)):
-        with pytest.raises(ValueError, match="cannot draw"):
-            draw(data, n, 0, 0)
+    with pytest.raises(UserError, match=r"both has no split 'eval' but 'train', 'test'"):
+        load(both, chat, split="eval")
+    with pytest.raises(UserError, match=r"some, row 1: the prompt has \d+ tokens"):
+        load(str(tmp_path / "some"), chat, max_prompt_length=3)
+    (tmp_path / "some" / "data-00001-of-00002.arrow").write_bytes(b"hello")
+    with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow cannot be read as Arrow"):
+        load(str(tmp_path / "some"), chat)
+    (tmp_path / "some" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow cannot be read as Arrow"):
+        load(str(tmp_path / "some"), chat)
+    for content, message in (
+        ("{", "is not JSON"),
+        ("[]", "names no data files"),
+        ('{"_data_files": [3]}', "names no data files"),
+    ):
+        (tmp_path / "some" / "state.json").write_text(content)
+        with pytest.raises(UserError, match=message):
+            load(str(tmp_path / "some"), chat)
+    for content in ("{", '{"splits": 3}'):
+        (tmp_path / "both" / "dataset_dict.json").write_text(content)
+        with pytest.raises(UserError, match=r"dataset_dict\.json (is not JSON|names no splits)"):
+            load(both, chat)

@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "mismatch": "config",
     "tokenizer": "",
     "tasks": "batch tokenizer",
-    "data": "batch tokenizer tasks",
+    "rows": "tasks",
+    "data": "batch tokenizer rows",
     "rewards": "batch tokenizer",
     "rollout": "batch",
     "draw": "rollout",
@@ -58,7 +59,7 @@ MAY_IMPORT = {
     "state": "checkpoint world model config tokenizer",
     "memory": "world model config ops",
     "run": "batch checkpoint config data fsdp guard local_engine memory metrics model optim rewards"
-    " rollout server staleness state tasks tokenizer vllm_engine world",
+    " rollout rows server staleness state tokenizer vllm_engine world",
     "lora": "model config",
     "metrics": "__init__ batch config mismatch ops rollout world",
     "plot": "",
@@ -75,7 +76,7 @@ ONLY_IN = {
     "trl": "bench tests",
     "triton": "kernels bench tests",
     "flash_attn": "attention bench tests",
-    "pyarrow": "data tests",
+    "pyarrow": "rows tests",
     "matplotlib": "plot bench",
 }
 
