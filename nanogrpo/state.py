@@ -62,6 +62,7 @@ FREE |= {
     "cpu_offload",
     "reshard_after_forward",
 }
+FREE |= {"server", "vllm_python", "vllm_options", "weight_transport", "server_window", "server_timeout", "server_patience"}
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
