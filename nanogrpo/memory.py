@@ -12,6 +12,7 @@ With n parameters, of which a block has n_b and the rest (embedding, head, norms
     activations    T · per_token              by layer: see `activation_bytes`
     logits         b·C·V + 4·V·D              one chunk of C rows, and the head's gradient in float32
     engine         b·n + KV cache             its own copy of the weights, and 2·b·K·E a layer for each slot and position
+                   or b·n                     of a vLLM server: rank 0's copy of the weights, to be sent
     checkpoint     12·n/W + 4·n               copies on the host while they are written; the last term on rank 0
     reference      4·n/W                      only with beta > 0; its root stays gathered too
 
@@ -89,6 +90,9 @@ def table(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> lis
     rows = min(T, ops.default_chunk(c.vocab_size, torch.bfloat16 if item == 2 else torch.float32, world.device))
     positions = longest_prompt + cfg.max_completion_length
     cache = 2 * item * c.num_hidden_layers * cfg.max_concurrent * c.num_key_value_heads * positions * c.head_dim
+    engine = [Row("engine: weights", item * n), Row(f"engine: cache of {cfg.max_concurrent} × {positions:,} tokens", cache)]
+    if cfg.engine == "vllm":  # another process, which counts for itself; of ours, rank 0 holds what it sends
+        engine = [Row("weights to be sent", item * n * world.main)]
     away = cfg.cpu_offload and world.device.type == "cuda"
     out = [
         Row("parameters", 4 * n // W, away),
@@ -104,8 +108,7 @@ def table(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> lis
     out += [
         Row(f"activations of {T:,} tokens", T * (c.num_hidden_layers * kept + again + 3 * item * c.hidden_size)),
         Row(f"logits of {rows:,} tokens", item * rows * c.vocab_size + 4 * c.vocab_size * c.hidden_size),
-        Row("engine: weights", item * n),
-        Row(f"engine: cache of {cfg.max_concurrent} × {positions:,} tokens", cache),
+        *engine,
         Row("a checkpoint that is being written", 12 * n // W + 4 * n * world.main, on_host=True),
     ]
     return out
