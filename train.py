@@ -25,22 +25,26 @@ from torch import Tensor
 from nanogrpo import cli, fsdp, grpo, memory, metrics, mismatch, optim, packing, rewards
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
+from nanogrpo.ends import Stop
 from nanogrpo.errors import UserError
 from nanogrpo.model import Decoder
 from nanogrpo.run import Run, setup
 from nanogrpo.server import ServerLost
 from nanogrpo.staleness import staleness
 from nanogrpo.state import Saver
-from nanogrpo.world import Stop, World, join
+from nanogrpo.world import World, join
 
 
-def train(cfg: Config, world: World) -> None:
+def train(cfg: Config, world: World, stop: Stop) -> None:
     """One run, from the options to the last checkpoint. Every rank runs it; what differs is its share of the samples."""
     run = setup(cfg, world)
     model, optimizer, log = run.model, run.optimizer, run.log
-    with Stop() as stop, Saver(cfg, world, model, optimizer, run.tokenizer, run.config) as saver, engine_of(run, saver):
-        if cfg.eval_steps and run.start == 0:
+    with Saver(cfg, world, model, optimizer, run.tokenizer, run.config) as saver, engine_of(run, saver):
+        if cfg.eval_steps and run.start == 0 and not world.any(stop.asked):
             evaluate(run)
+        if world.any(stop.asked):
+            logging.getLogger("nanogrpo").info("asked to stop before the first step: nothing was trained, nothing is saved")
+            return
         for step in range(run.start, cfg.max_steps):
             clock, meter = metrics.Clock(), metrics.Meter()
 
@@ -51,7 +55,7 @@ def train(cfg: Config, world: World) -> None:
             with clock("score"):
                 score(run, samples)
                 advantages, std = grpo.step_advantages(world.concat([s.reward for s in samples]), cfg)  # of all ranks
-                for sample, advantage in zip(samples, world.share(advantages)):
+                for sample, advantage in zip(samples, world.part(advantages)):
                     sample.advantage = advantage
 
             with clock("train"):
@@ -76,7 +80,7 @@ def train(cfg: Config, world: World) -> None:
             log.step(step, facts, row, clock)
             if cfg.num_completions_to_print and world.main:
                 metrics.print_completions(samples, cfg.num_completions_to_print)
-            stopped = world.agree(stop.asked, saver.failure())  # a signal to any rank, or its failed save, is known to all
+            stopped = world.any(stop.asked, saver.failure())  # a signal to any rank, or its failed save, is known to all
             last = step + 1 == cfg.max_steps
             if cfg.eval_steps and (last or (step + 1) % cfg.eval_steps == 0):
                 evaluate(run)
@@ -146,7 +150,7 @@ def evaluate(run: Run) -> None:
     """Greedy completions of the held-out prompts, scored by the same rewards."""
     sync(run)
     greedy = dataclasses.replace(run.sampling, temperature=0.0)
-    samples = run.engine.sample(run.world.share(run.eval_prompts), 1, greedy, step=0)
+    samples = run.engine.sample(run.world.part(run.eval_prompts), 1, greedy, step=0)
     score(run, samples)
     run.log.evaluation(run.done, metrics.facts(samples, run.world))
 
@@ -156,12 +160,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         cfg = cli.parse(argv)
         cfg.validate()
-        with join(cfg) as world:
-            train(cfg, world)
+        with join(cfg) as world, Stop() as stop:
+            train(cfg, world, stop)
     except (UserError, FloatingPointError) as e:  # the latter: weights or log-probs that are no numbers
         print(f"error: {e}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before the first step: later, it ends the run after the step (world.Stop)
+    except KeyboardInterrupt:  # while the processes join: later, it ends the run after the step (ends.Stop)
         return 130
     return 0
 

@@ -90,7 +90,8 @@ class Config:
     torch_compile_backend: str = "inductor"  # or another that torch knows, such as aot_eager, which needs no C compiler
     cpu_offload: bool = False  # masters, gradients and moments in host memory; each block is sent when it computes
     reshard_after_forward: bool = True  # give gathered blocks back after the forward (ZeRO-3); no: keep them (ZeRO-2)
-    ddp_timeout: int = 600  # seconds after which a rank that does not answer is given up
+    ddp_timeout: int = 600  # seconds that ranks wait for each other: at the start, and in each collective
+    heartbeat_timeout: int = 10  # seconds without a sign of life after which a rank counts as dead, and the others end
     seed: int = 0  # of everything: a run is a pure function of its seed on a CPU
     device: str = "auto"  # auto, cpu, cuda
     resume: bool = False  # continue from the last checkpoint of output_dir
@@ -177,6 +178,10 @@ class Config:
             not (c.torch_compile and c.gradient_checkpointing == "selective"),
             "--gradient-checkpointing selective does not go with --torch-compile, which itself chooses what to recompute: use "
             "full or none.",
+        )
+        require(
+            c.heartbeat_timeout >= 3,
+            f"--heartbeat-timeout is {c.heartbeat_timeout}: ranks give a sign twice a second, allow at least 3 seconds.",
         )
         require(bool(c.reward_funcs), "--reward-funcs is empty: without a reward there is nothing to learn.")
         self._validate_engine(require)

@@ -98,7 +98,7 @@ def setup(cfg: Config, world: World) -> Run:
         reference=reference,
         optimizer=optimizer,
         engine=engine,
-        ahead=Ahead(engine, draw, cfg.num_generations, sampling, start, cfg.max_steps, cfg.max_staleness, world.share),
+        ahead=Ahead(engine, draw, cfg.num_generations, sampling, start, cfg.max_steps, cfg.max_staleness, world.part),
         sampling=sampling,
         log=metrics.Log(cfg, world, start),
         start=start,

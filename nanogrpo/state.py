@@ -36,8 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 
-from nanogrpo import checkpoint
-from nanogrpo import world as processes
+from nanogrpo import checkpoint, ends
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.model import Decoder
@@ -58,6 +57,7 @@ FREE |= {
     "eval_samples",
     "device",
     "ddp_timeout",
+    "heartbeat_timeout",
     "gradient_checkpointing",
     "cpu_offload",
     "reshard_after_forward",
@@ -109,18 +109,18 @@ class Saver:
         self.final = Path()
 
     def __enter__(self) -> Saver:
-        processes.unfinished.append(self.wait)
+        ends.unfinished.append(self.wait)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
+        """After a failure it does not wait: world.join does, when the others have been told and complete their parts too."""
         try:
             if kind is None:
                 self.finish()
-            else:  # this rank has failed: what all have begun to write is completed, and no collective of the main group begun
-                self.wait()
         finally:
-            processes.unfinished.remove(self.wait)
             self.pool.shutdown(wait=False)
+        if kind is None:
+            ends.unfinished.remove(self.wait)
 
     def save(self, step: int) -> None:
         """Begins `checkpoint-{step}`, the state after `step` finished steps. Returns when the weights may change again."""
@@ -170,7 +170,7 @@ class Saver:
     def finish(self) -> None:
         """Waits for the save under way; a failure of any rank is raised on all. Every rank must call."""
         self.wait()
-        self.world.agree(error=self.failure())
+        self.world.any(error=self.failure())
 
 
 def reason(error: BaseException) -> str:
@@ -203,7 +203,7 @@ def check_output(cfg: Config, world: World) -> None:
     error = None
     if not mark.exists():
         error = UserError(f"--output-dir {folder} is another folder for rank {world.rank}: choose one that all machines share.")
-    world.agree(error=error)
+    world.any(error=error)
     world.once(mark.unlink)
 
 

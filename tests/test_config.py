@@ -133,6 +133,8 @@ BAD = [
     ("epsilon", 1.0),
     ("delta", 1.0),
     ("delta", -2.0),
+    ("heartbeat_timeout", 2),
+    ("heartbeat_timeout", -10),
     ("adam_beta1", 1.0),
     ("adam_beta2", -0.1),
     ("reward_weights", (1.0,)),

@@ -52,11 +52,12 @@ MAY_IMPORT = {
     "wire": "",  # both ends of the weight sync read it, and one of them has neither our model nor our config
     "engine_worker": "wire",
     "sync": "wire server model",
-    "world": "batch config",
+    "ends": "",
+    "world": "batch config ends",
     "fsdp": "model config world",
     "optim": "config",
     "checkpoint": "model tokenizer",
-    "state": "checkpoint world model config tokenizer",
+    "state": "checkpoint ends world model config tokenizer",
     "memory": "world model config ops",
     "run": "batch checkpoint config data fsdp guard local_engine memory metrics model optim rewards"
     " rollout rows server staleness state tokenizer vllm_engine world",
@@ -70,7 +71,7 @@ NOT_BY_TRAIN = {"engine_worker", "serve", "warmup", "plot"}
 
 # Where a library may appear at all (kernels, bench and tests stand for every file of the folder).
 ONLY_IN = {
-    "torch.distributed": "world fsdp state memory sync wire engine_worker checkpoint train bench tests",
+    "torch.distributed": "ends world fsdp state memory sync wire engine_worker checkpoint train bench tests",
     "vllm": "serve engine_worker tests",
     "transformers": "bench tests",
     "trl": "bench tests",

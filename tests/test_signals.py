@@ -22,8 +22,8 @@ from ranks import REWARD, ROOT, free_port, run, start
 
 import train
 from nanogrpo import rewards, state
+from nanogrpo.ends import Stop
 from nanogrpo.errors import UserError
-from nanogrpo.world import Stop
 
 PATIENCE = 60  # seconds within which ranks must have ended; a hang lasts --ddp-timeout, ten minutes
 

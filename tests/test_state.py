@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import train
 from nanogrpo import checkpoint, local_engine, metrics, optim, packing, state
 from nanogrpo.config import Config
-from nanogrpo.world import Watch
+from nanogrpo.ends import Watch
 
 OPTIONS = ["--device", "cpu", "--max-steps", "8", "--save-steps", "2", "--num-generations", "4", "--generation-batch-size", "16"]
 OPTIONS += ["--max-completion-length", "6", "--learning-rate", "3e-3", "--lr-scheduler-type", "cosine", "--warmup-steps", "2"]

@@ -94,8 +94,8 @@ def alone_and_in_vain() -> str:
 
     with join(Config(device="cpu")) as world:
         assert world.once(lambda: world.rank) == 0
-        assert world.agree(flag=world.rank == 1)
-        assert not world.agree()
+        assert world.any(flag=world.rank == 1)
+        assert not world.any()
         try:
             world.once(work)
         except UserError as e:
@@ -105,7 +105,7 @@ def alone_and_in_vain() -> str:
 
 def test_a_world_of_one_agrees_with_itself():
     world = World(0, 1, None)
-    assert world.agree(True)
-    assert not world.agree()
+    assert world.any(True)
+    assert not world.any()
     with pytest.raises(UserError, match="alas"):
-        world.agree(error=UserError("alas"))
+        world.any(error=UserError("alas"))
