@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
 import sys
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanogrpo import cli, fsdp, grpo, memory, metrics, mismatch, optim, packing, rewards
+from nanogrpo import cli, entropy, fsdp, grpo, memory, metrics, mismatch, optim, packing, rewards
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
 from nanogrpo.ends import Stop
@@ -38,7 +37,7 @@ from nanogrpo.world import World, join
 def train(cfg: Config, world: World, stop: Stop) -> None:
     """One run, from the options to the last checkpoint. Every rank runs it; what differs is its share of the samples."""
     run = setup(cfg, world)
-    model, optimizer, log = run.model, run.optimizer, run.log
+    model, optimizer, bonus, log = run.model, run.optimizer, run.bonus, run.log
     with Saver(cfg, world, model, optimizer, run.tokenizer, run.config) as saver, engine_of(run, saver):
         if cfg.eval_steps and run.start == 0 and not world.any(stop.asked):
             evaluate(run)
@@ -54,26 +53,31 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
                 samples = run.ahead.take(step)  # this rank's, with the engine's log-probs
             with clock("score"):
                 score(run, samples)
-                advantages, std = grpo.step_advantages(world.concat([s.reward for s in samples]), cfg)  # of all ranks
+                scored = world.concat([(s.reward, [*s.rewards.values()]) for s in samples])  # of all ranks
+                advantages, std = grpo.step_advantages([r for r, _ in scored], cfg, [each for _, each in scored])
                 for sample, advantage in zip(samples, world.part(advantages)):
                     sample.advantage = advantage
 
             with clock("train"):
                 updates = pack(run, samples, step)  # the micro-batches of each optimizer step
-                for batch in itertools.chain(*updates):
-                    add_logps(run, batch)  # before the weights move
+                for batches in updates:
+                    add_logps(run, batches)  # before the weights move
                 for batches in updates * cfg.num_iterations:  # the same micro-batches, once per pass
+                    bonus.weigh(batches)
                     for batch in batches:  # gradients accumulate, and are summed over the ranks once
                         fsdp.sync_gradients(model, batch is batches[-1])
                         out = model.score(batch, grpo.objective(batch, cfg))
                         (out.loss * world.size).backward()  # FSDP takes the mean over ranks: this makes it the sum
                         meter.add(batch, out)
+                        bonus.add(batch, out)
                     rate = optim.learning_rate(step * cfg.updates_per_step + meter.updates, cfg)
                     meter.end_update(optim.clip_and_step(model, optimizer, rate, cfg.max_grad_norm))
+                    bonus.end_update()
             run.done = step + 1
 
             facts = metrics.facts(samples, world)
             row = {**metrics.of_samples(facts, std), **meter.summary(world), **memory.measured(world), "learning_rate": rate}
+            row |= bonus.metrics()
             if cfg.engine == "vllm":
                 row |= staleness(world.concat([Counter(s.versions) for s in samples]), step)
                 row["vllm/restarts"] = run.engine.restarts
@@ -85,7 +89,7 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
             if cfg.eval_steps and (last or (step + 1) % cfg.eval_steps == 0):
                 evaluate(run)
             if last or stopped or (cfg.save_steps and (step + 1) % cfg.save_steps == 0):
-                saver.save(step + 1)  # copies the state; the writing goes on beside the next steps
+                saver.save(step + 1, bonus.state)  # copies the state; the writing goes on beside the next steps
             if stopped:
                 break
 
@@ -98,7 +102,7 @@ def engine_of(run: Run, saver: Saver) -> Iterator[None]:
             yield
         except ServerLost:  # on every rank
             if run.done > run.start:
-                saver.save(run.done)
+                saver.save(run.done, run.bonus.state)
             raise
 
 
@@ -131,19 +135,30 @@ def logp(model: Decoder, batch: PackedBatch, cfg: Config) -> Tensor:
     return model.score(batch, grpo.logp_of(batch, cfg))[0]
 
 
-def add_logps(run: Run, batch: PackedBatch) -> None:
-    """What the loss compares with: log-probs before the first update, of the trainer or of the engine, and of the reference."""
-    cfg = run.cfg
-    mode = cfg.vllm_importance_sampling_mode
-    if cfg.old_from_engine:
-        batch.old_logp = batch.sampling_logp
-    elif not cfg.on_policy or mode != "off":
-        batch.old_logp = logp(run.model, batch, cfg)
-    if mode != "off":
-        bounds = cfg.vllm_importance_sampling_clip_max, cfg.vllm_importance_sampling_clip_min
-        batch.importance = mismatch.correction(batch.old_logp, batch.sampling_logp, batch.sample, mode, *bounds)
-    if run.reference is not None:
-        batch.ref_logp = logp(run.reference, batch, cfg)
+@torch.no_grad()
+def add_logps(run: Run, batches: list[PackedBatch]) -> None:
+    """What the loss of an optimizer step compares with, taken before the weights move.
+
+    Log-probs of the policy that sampled, by the trainer or by the engine, and of the reference; from them the correction for the
+    engine, and from the entropies the tokens that are trained.
+    """
+    cfg, entropies = run.cfg, []
+    mode, top = cfg.vllm_importance_sampling_mode, cfg.top_entropy_quantile < 1
+    recompute = not cfg.old_from_engine and (not cfg.on_policy or mode != "off")
+    for batch in batches:
+        if cfg.old_from_engine:
+            batch.old_logp = batch.sampling_logp
+        if recompute or top:
+            before, h = run.model.score(batch, grpo.logp_of(batch, cfg, entropy=True))
+            batch.old_logp = before if recompute else batch.old_logp
+            entropies.append(h)
+        if mode != "off":
+            bounds = cfg.vllm_importance_sampling_clip_max, cfg.vllm_importance_sampling_clip_min
+            batch.importance = mismatch.correction(batch.old_logp, batch.sampling_logp, batch.sample, mode, *bounds)
+        if run.reference is not None:
+            batch.ref_logp = logp(run.reference, batch, cfg)
+    if top:
+        entropy.keep_top(batches, entropies, cfg.top_entropy_quantile, run.world)
 
 
 def evaluate(run: Run) -> None:

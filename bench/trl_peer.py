@@ -17,7 +17,7 @@ import torch
 import trl
 from accelerate import Accelerator
 
-from nanogrpo import grpo, metrics, ops, packing
+from nanogrpo import entropy, grpo, metrics, ops, packing
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import CHOICES, Config
 from nanogrpo.world import World
@@ -26,8 +26,12 @@ EOS, PAD = 5, 0
 G = 4  # completions a prompt
 LENGTHS = [3, 9, 1, 6, 12, 2, 12, 7]  # of the completions of two prompts
 SHARED = ("num_generations", "max_completion_length", "temperature", "loss_type", "scale_rewards", "epsilon", "epsilon_high")
-SHARED += ("delta", "beta", "use_bias_correction_kl", "mask_truncated_completions", "num_iterations")  # options of both
+SHARED += ("delta", "beta", "use_bias_correction_kl", "mask_truncated_completions", "num_iterations", "entropy_coef")
+SHARED += ("importance_sampling_level", "off_policy_mask_threshold", "top_entropy_quantile", "use_adaptive_entropy")
+SHARED += ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target", "multi_objective_aggregation")
+SHARED += ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 STOPPED = [True, True, True, False, False, True, True, True]
+OWN = ("kl", "entropy", "policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean")  # metrics beside clip_ratio/*
 SOLO = World(0, 1, torch.device("cpu"))  # one process
 
 # The cases: of advantages, rewards by kind; of losses, what each type is combined with.
@@ -40,7 +44,7 @@ REWARDS = {
     "all none": [None] * 8,
     "all equal": [1.0] * 8,
 }
-LOSSES = CHOICES["loss_type"]
+LOSSES = [name for name in CHOICES["loss_type"] if not name.startswith("dppo")]  # which TRL 1.16 has not
 OBJECTIVES = {
     "plain": {},
     "narrow clip": {"epsilon": 0.05},
@@ -50,6 +54,21 @@ OBJECTIVES = {
     "kl": {"beta": 0.3, "use_bias_correction_kl": False},
     "kl, corrected": {"beta": 0.3},
     "kl, corrected, delta": {"beta": 0.3, "delta": 1.5, "epsilon_high": 0.28},
+    "sequence": {"importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.08},
+    "sequence, kl, corrected": {"importance_sampling_level": "sequence", "beta": 0.3},
+    "engine corrected": {"vllm_importance_sampling_mode": "token_truncate", "beta": 0.3},
+    "off-policy mask": {"off_policy_mask_threshold": 0.01},
+    "off-policy mask, sequence, kl": {"off_policy_mask_threshold": 0.01, "importance_sampling_level": "sequence", "beta": 0.3},
+    "top entropy": {"top_entropy_quantile": 0.3, "beta": 0.3},
+    "highest entropy": {"top_entropy_quantile": 0.0},
+    "entropy bonus": {"entropy_coef": 0.2},
+    "entropy bonus of the top": {"entropy_coef": 0.2, "top_entropy_quantile": 0.45},
+    "sapo's temperatures": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
+    "vespo's powers": {"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.7, "vespo_lambda_neg": 1.5},
+    "everything": {
+        **{"beta": 0.2, "epsilon_high": 0.4, "importance_sampling_level": "sequence", "off_policy_mask_threshold": 0.05},
+        **{"top_entropy_quantile": 0.7, "entropy_coef": 0.1, "vllm_importance_sampling_mode": "token_mask"},
+    },
 }
 
 
@@ -80,21 +99,23 @@ class NoModel(torch.nn.Module):
 class Peer(trl.GRPOTrainer):
     """TRL's trainer without its constructor: what is generated and how it is rewarded is given, the rest is its own."""
 
-    def __init__(self, args, samples, rewards, model, ref_model=None, logp=None):
+    def __init__(self, args, samples, rewards, model, ref_model=None, logp=None, reward_weights=()):
         self.args, self.model, self.ref_model, self.accelerator = args, model, ref_model, Accelerator(cpu=True)
         self.samples, self.rewards, self.logp = samples, rewards, logp
         for name in SHARED:
             setattr(self, name, getattr(args, name))
         self.epsilon_low = args.epsilon
         self.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-        self.importance_sampling_level, self.multi_objective_aggregation = "token", "sum_then_normalize"
-        self.top_entropy_quantile, self.off_policy_mask_threshold, self.pad_to_multiple_of = 1.0, None, None
-        self.use_vllm = self.aux_loss_enabled = self._entropy_bonus_enabled = self.log_multimodal = False
+        self.pad_to_multiple_of = self._entropy_window_stats = None
+        self._entropy_bonus_enabled = args.entropy_coef != 0 or args.use_adaptive_entropy
+        self._last_world_entropy = float("inf")
+        self.use_vllm = self.aux_loss_enabled = self.log_multimodal = False
         self.environment_factories = self.environments = self.tools = None
         self._tokenizer, self.eos_token_ids = SimpleNamespace(pad_token_id=PAD), [EOS]
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
-        self.reward_funcs = self.reward_func_names = ["given"]
-        self.reward_weights = torch.ones(1, dtype=torch.float64)
+        functions = len(rewards[0]) if isinstance(rewards[0], tuple) else 1  # rewards: a value a sample, or a tuple of them
+        self.reward_funcs = self.reward_func_names = ["given", *(f"given {i}" for i in range(1, functions))]
+        self.reward_weights = torch.tensor(reward_weights or [1.0] * functions, dtype=torch.float64)
         self._metrics = {"train": defaultdict(list)}
         self._logs = defaultdict(deque, rewards=defaultdict(deque))
         self._pending_extra_logs, self._pending_metrics = {}, {}
@@ -104,18 +125,22 @@ class Peer(trl.GRPOTrainer):
         return [s.prompt.token_ids for s in self.samples], ids, None, [s.text for s in self.samples], None, {}, None, []
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids):
-        return torch.tensor([[torch.nan if r is None else r] for r in self.rewards], dtype=torch.float64)
+        rows = [row if isinstance(row, tuple) else (row,) for row in self.rewards]
+        return torch.tensor([[torch.nan if r is None else r for r in row] for row in rows], dtype=torch.float64)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **how):
         if self.logp is None:
             return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep, **how)
         name = "ref" if model is self.ref_model else "now" if torch.is_grad_enabled() else "old"
         rows = self.logp[name][self.taken] if name == "now" else self.logp[name]
-        return rows, rows.detach().square(), None  # the entropies only need to be some numbers
+        return rows, self.logp["entropy"][self.taken] if name == "now" else None, None
 
     def batch(self) -> dict:
         """What TRL makes of the samples: padded ids, masks, advantages, old and reference log-probs, the normaliser."""
-        return self._generate_and_score_completions([{"prompt": s.prompt.text} for s in self.samples])
+        batch = self._generate_and_score_completions([{"prompt": s.prompt.text} for s in self.samples])
+        # TRL counts the tokens of a generation and divides by the updates that it expects of it; here one update has them all.
+        batch["num_items_in_batch"] *= self.args.steps_per_generation // self.args.gradient_accumulation_steps
+        return batch
 
     def losses(self, batch: dict) -> list[torch.Tensor]:
         """One loss a micro-batch, as `training_step` would see them in turn."""
@@ -140,11 +165,18 @@ def make_samples(seed: int = 0, vocab: int = 100) -> list[Sample]:
 
 
 def tables(seed: int) -> dict[str, torch.Tensor]:
-    """Random log-probs [8, 12] float64: now, when sampled, of the reference. Wide enough that every clip and bound is met."""
+    """Random log-probs [8, 12] float64: now, when sampled, of the reference, of the engine; entropies; factors around 1.
+
+    Wide enough that every clip and bound is met. What carries a gradient: now and entropy.
+    """
     g = torch.Generator().manual_seed(seed)
     now = -3 * torch.rand(8, 12, generator=g, dtype=torch.float64)
-    noise = torch.randn(2, 8, 12, generator=g, dtype=torch.float64)
-    return {"now": now.requires_grad_(), "old": now.detach() + 0.5 * noise[0], "ref": now.detach() + 0.3 * noise[1]}
+    noise = torch.randn(4, 8, 12, generator=g, dtype=torch.float64)
+    tables = {"now": now.requires_grad_(), "old": now.detach() + 0.5 * noise[0], "ref": now.detach() + 0.3 * noise[1]}
+    tables["engine"] = now.detach() + 0.5 * noise[2]
+    tables["importance"] = (0.3 * noise[3]).exp().float().double()  # both as ours are, in float32
+    tables["entropy"] = torch.rand(8, 12, generator=g).double().requires_grad_()
+    return tables
 
 
 # ---- one case, by TRL's code and by ours ---------------------------------------------------------------------------------------
@@ -175,51 +207,76 @@ def advantages_of_both(cfg: Config, rewards: list[float | None]) -> tuple[dict, 
     return ours, theirs
 
 
-def our_loss(samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool) -> tuple[ops.PolicyOut, list]:
-    """Our loss of the same numbers, and the (row, column) of each of its tokens in TRL's tables."""
+def our_batch(
+    samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool
+) -> tuple[SimpleNamespace, tuple]:
+    """Our batch of the same numbers, float64, and the (row, column) of each of its tokens in TRL's tables."""
     n_tokens = packing.one_update(samples, cfg).n_tokens
     places = [(i, t) for i, s in enumerate(samples) if grpo.is_trained(s, cfg) for t in range(len(s.token_ids))]
-    weight = [grpo.token_weight(len(samples[i].token_ids), len(samples), n_tokens, cfg) for i, _ in places]
-    advantage = [samples[i].advantage for i, _ in places]
     index = tuple(torch.tensor(places).T)
-    out = ops.policy_loss(
-        logp["now"][index],
-        logp["old"][index] if off_policy else None,
-        torch.tensor(advantage, dtype=torch.float64),
-        torch.tensor(weight, dtype=torch.float64),
-        epsilon=cfg.epsilon,
-        epsilon_high=cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high,
-        delta=cfg.delta,
+    weight = [grpo.token_weight(len(samples[i].token_ids), len(samples), n_tokens, cfg) for i, _ in places]
+    batch = SimpleNamespace(
+        sample=index[0],
+        advantage=torch.tensor([samples[i].advantage for i, _ in places], dtype=torch.float64),
+        weight=torch.tensor(weight, dtype=torch.float64),
+        old_logp=logp["old"][index] if off_policy else None,
         ref_logp=logp["ref"][index] if cfg.beta else None,
-        beta=cfg.beta,
-        use_bias_correction_kl=cfg.use_bias_correction_kl,
+        sampling_logp=logp["engine"][index],
+        importance=logp["importance"][index] if cfg.vllm_importance_sampling_mode != "off" else None,
+        entropy_mask=None,
+        entropy_weight=None,
     )
-    return out, places
+    if cfg.top_entropy_quantile < 1:
+        entropy.keep_top([batch], [logp["entropy"].detach()[index]], cfg.top_entropy_quantile, SOLO)
+    entropy.Bonus(cfg, SOLO).weigh([batch])
+    return batch, index
+
+
+def our_loss(samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool) -> ops.PolicyOut:
+    """By `grpo.loss`, which has every option. The fused head has the clip's: tests hold the two to each other."""
+    batch, index = our_batch(samples, logp, cfg, off_policy)
+    return grpo.loss(logp["now"][index], logp["entropy"][index], batch, cfg)
+
+
+def their_batch(peer: Peer, cfg: Config, off_policy: bool) -> dict:
+    """Of TRL, with the engine's log-probs and the correction for them where the options ask for it."""
+    batch = peer.batch()
+    assert ("old_per_token_logps" in batch) == off_policy  # TRL decides as we do
+    batch["sampling_per_token_logps"] = peer.logp["engine"]
+    if cfg.vllm_importance_sampling_mode != "off":
+        peer.use_vllm = peer.vllm_importance_sampling_correction = True
+        batch["importance_sampling_ratio"] = torch.where(batch["completion_mask"].bool(), peer.logp["importance"], 1.0)
+    return batch
 
 
 def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict]:
-    """(ours, TRL's): "loss", its "gradient" with respect to the log-probs [8, 12] float64, and the metrics under TRL's names."""
+    """(ours, TRL's): "loss", its "gradient" with respect to the log-probs [8, 12] float64 and its "entropy gradient" with respect
+    to the entropies, and the metrics under TRL's names."""
     samples, logp, rewards = make_samples(), tables(seed), REWARDS["plain"]
     peer = Peer(settings(cfg, off_policy=off_policy), samples, rewards, NoModel(), NoModel(), logp)
-    batch = peer.batch()
-    assert ("old_per_token_logps" in batch) == off_policy  # TRL decides as we do
-    give_rewards(samples, rewards, cfg)
+    batch = their_batch(peer, cfg, off_policy)
+    for sample, advantage in zip(samples, batch["advantages"].tolist()):
+        sample.advantage = (
+            advantage  # theirs: `advantages_of_both` compares those, to the 1e-8 that TRL's float32 quotient leaves
+        )
 
-    (loss,) = peer.losses(batch)
-    if cfg.loss_type == "dapo" and off_policy:  # TRL counts the generation's tokens and expects half of them in this update
-        loss = loss / 2
-    theirs = {"loss": loss.item(), "gradient": torch.autograd.grad(loss, logp["now"])[0]}
-    out, places = our_loss(samples, logp, cfg, off_policy)
-    ours = {"loss": out.loss.item(), "gradient": torch.autograd.grad(out.loss, logp["now"])[0]}
+    def of(loss: torch.Tensor) -> dict:
+        gradients = torch.autograd.grad(loss, (logp["now"], logp["entropy"]), materialize_grads=True)
+        return {"loss": loss.item(), "gradient": gradients[0], "entropy gradient": gradients[1]}
+
+    theirs = of(peer.losses(batch)[0])
+    batch, index = our_batch(samples, logp, cfg, off_policy)
+    out = grpo.loss(logp["now"][index], logp["entropy"][index], batch, cfg)
+    ours = of(out.loss)
 
     # The same numbers through the meter, under TRL's names.
-    meter, index = metrics.Meter(), tuple(torch.tensor(places).T)
-    entropy = logp["now"].detach().square()[index]
-    meter.add(SimpleNamespace(sample=index[0], sampling_logp=out.logp), out._replace(entropy=entropy))
+    meter = metrics.Meter()
+    meter.add(batch, out)
     meter.end_update(0.0)
-    row = meter.summary(SOLO)
-    names = [n for n in peer._metrics["train"] if n.startswith("clip_ratio/") or n in ("kl", "entropy")]
-    assert len(names) == 6 + bool(cfg.beta)
+    row = {**meter.summary(SOLO), **entropy.Bonus(cfg, SOLO).metrics()}
+    names = {n for n in peer._metrics["train"] if n.startswith("clip_ratio/") or n in OWN}
+    if cfg.mask_truncated_completions and out.by_sequence:  # TRL counts a masked completion among the sequences, as unclipped
+        names -= {n for n in names if n.startswith("clip_ratio/") or n in ("cispo_clip_ratio", "vespo/phi_seq_mean")}
     theirs |= {name: peer._metrics["train"][name][0] for name in names}
     ours |= {name: row[name] for name in names}
     return ours, theirs

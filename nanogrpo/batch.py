@@ -87,6 +87,8 @@ class PackedBatch:
     old_logp: Tensor | None = None  # [M] float32: log-prob before the first update; None: on policy, the ratio is 1
     ref_logp: Tensor | None = None  # [M] float32: the reference model's log-prob; None when beta is 0
     importance: Tensor | None = None  # [M] float32: trainer over engine, of mismatch.correction; multiplies all but the KL
+    entropy_mask: Tensor | None = None  # [M] bool: tokens among the least certain of the step; None: all are trained
+    entropy_weight: Tensor | None = None  # [M] float32: factor of the entropy that is added to the objective; None: no bonus
 
     def to(self, device: torch.device | str) -> PackedBatch:
         moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()}

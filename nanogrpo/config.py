@@ -1,19 +1,18 @@
 """All options of a run: one frozen dataclass, a comment a field. The command line is made from it (cli.py).
 
-In: values. Out: a `Config`, validated; wrong values raise UserError with one sentence that names the field.
+In: values. Out: a `Config`; `validate` raises UserError with one sentence that names a wrong value (rules.py).
 Names are those of TRL's GRPOConfig wherever the meaning is the same. `python train.py --help` prints the comments below, under
 the headings below: they are the documentation. Read next: train.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanogrpo.errors import UserError
+from nanogrpo import rules
+from nanogrpo.rules import CHOICES, CLIPPED, NOT_NEGATIVE, POSITIVE, dashed
+
+__all__ = ["CHOICES", "CLIPPED", "NOT_NEGATIVE", "POSITIVE", "Config", "dashed"]
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,33 @@ class Config:
     vllm_importance_sampling_clip_max: float = 3.0  # largest importance weight, trainer over engine
     vllm_importance_sampling_clip_min: float | None = None  # smallest one; default: 0
     # --- objective
-    loss_type: str = "dapo"  # how token losses are averaged: grpo, dr_grpo, dapo; bnpo is dapo here (docs/equations.md)
-    scale_rewards: str = "group"  # divide advantages by the standard deviation of the group, the batch, or none
-    epsilon: float = 0.2  # the ratio is clipped below at 1 - epsilon
-    epsilon_high: float | None = None  # and above at 1 + epsilon_high; default: epsilon
+    loss_type: str = "dapo"  # grpo, bnpo, dr_grpo, dapo, luspo (clip), cispo, sapo, vespo, dppo_tv, dppo_kl: docs/equations.md
+    importance_sampling_level: str = "token"  # one ratio a token, or one a sequence (GSPO)
+    epsilon: float = 0.2  # the ratio is clipped below at 1 - epsilon; dppo: the divergence that a bad token may gain
+    epsilon_high: float | None = None  # and above at 1 + epsilon_high (cispo: at itself, 5 in its paper); default: epsilon
     delta: float | None = None  # upper bound of the ratio, where the clip leaves it free (A < 0); default: none
+    sapo_temperature_pos: float = 1.0  # sapo: how soon the gradient of a good token fades as its ratio leaves 1
+    sapo_temperature_neg: float = 1.05  # sapo: the same of a bad one
+    vespo_k_pos: float = 2.0  # vespo: power of the sequence's ratio in its weight, where A >= 0
+    vespo_lambda_pos: float = 3.0  # vespo: decay of that weight, where A >= 0
+    vespo_k_neg: float = 3.0  # vespo: the power where A < 0
+    vespo_lambda_neg: float = 2.0  # vespo: the decay where A < 0
+    dppo_penalty: float = 0.0  # dppo: factor of the squared log-ratio that is added to each token's loss; prime-rl takes 1e-3
     beta: float = 0.0  # weight of the KL penalty to the reference model; 0: no reference model is kept
     use_bias_correction_kl: bool = True  # multiply the k3 estimate by the ratio, which makes its gradient exact
     mask_truncated_completions: bool = False  # leave completions that were cut at the length limit out of the loss
+    off_policy_mask_threshold: float | None = None  # leave bad completions out whose mean log(engine/policy) is above it
+    top_entropy_quantile: float = 1.0  # train only this share of the tokens, those where the policy was least certain; 1: all
+    entropy_coef: float = 0.0  # weight of the entropy bonus, the mean over the trained tokens of an optimizer step; 0: none
+    use_adaptive_entropy: bool = False  # move entropy_coef after each optimizer step, to hold the entropy at entropy_target
+    entropy_coef_min: float = 0.0  # adaptive: no lower
+    entropy_coef_max: float = 1.0  # adaptive: no higher
+    entropy_coef_delta: float = 0.005  # adaptive: up by this when the entropy was at or below the target, else down
+    entropy_target: float = 0.2  # adaptive: nats per token; there is no bonus while the entropy is above it
+    # --- advantage
+    advantage_estimator: str = "grpo"  # against the group's mean (grpo), the mean of the others (rloo), relative to it (maxrl)
+    scale_rewards: str = "group"  # grpo: divide by the standard deviation of the group, the batch, or none
+    multi_objective_aggregation: str = "sum_then_normalize"  # several rewards; normalize_then_sum: each is scaled alone (GDPO)
     # --- optimisation
     max_steps: int = 100  # generations: each samples, scores and trains once
     num_iterations: int = 1  # passes over a generation
@@ -118,143 +136,11 @@ class Config:
             self.old_logp_from == "auto" and self.max_staleness > 0 and self.vllm_importance_sampling_mode == "off"
         )
 
+    @property
+    def high(self) -> float:
+        """epsilon_high, which is epsilon where it is not given."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
     def validate(self) -> None:
         """Raises UserError on the first value that cannot work, naming the option."""
-        c = self
-
-        def require(ok: bool, sentence: str) -> None:
-            if not ok:
-                raise UserError(sentence)
-
-        for field in dataclasses.fields(c):
-            value = getattr(c, field.name)
-            for number in value if isinstance(value, tuple) else (value,):
-                finite = not isinstance(number, float) or math.isfinite(number)
-                require(finite, f"--{dashed(field.name)} is {number}: give a finite number.")
-        require(bool(c.model), "--model is missing: give the folder or hub id of a checkpoint.")
-        for name in ("data", "eval_data"):  # a str would be taken for a list of letters
-            require(not isinstance(getattr(c, name), str), f"--{dashed(name)} is one text: give a list of sources.")
-        require(bool(c.data) and all(c.data), "--data is missing: give a .jsonl or .parquet file of prompts, or a built-in task.")
-        require(
-            not c.data_weights or len(c.data_weights) == len(c.data),
-            f"--data-weights has {len(c.data_weights)} values for {len(c.data)} sources in --data: give one each.",
-        )
-        require(
-            all(w > 0 for w in c.data_weights),
-            f"--data-weights is {' '.join(map(str, c.data_weights))}: each weight must be above 0, and what has none left out.",
-        )
-        require(bool(c.output_dir), "--output-dir is empty: name the folder that the run is written to.")
-        require(
-            c.num_generations >= 2, f"--num-generations is {c.num_generations}: a group needs at least 2 completions to compare."
-        )
-        require(
-            c.generation_batch_size > 0 and c.generation_batch_size % c.num_generations == 0,
-            f"--generation-batch-size {c.generation_batch_size} is not a multiple of --num-generations {c.num_generations}: "
-            "a step samples whole groups.",
-        )
-        require(
-            c.steps_per_generation >= 1 and c.prompts_per_step % c.steps_per_generation == 0,
-            f"--steps-per-generation {c.steps_per_generation} does not divide the {c.prompts_per_step} prompts of a step "
-            "(generation_batch_size / num_generations): a minibatch holds whole groups.",
-        )
-        for name, allowed in CHOICES.items():
-            require(getattr(c, name) in allowed, f"--{dashed(name)} is {getattr(c, name)!r}: choose one of {', '.join(allowed)}.")
-        for name in POSITIVE:
-            require(getattr(c, name) > 0, f"--{dashed(name)} is {getattr(c, name)}: it must be above 0.")
-        for name in NOT_NEGATIVE:
-            require((getattr(c, name) or 0) >= 0, f"--{dashed(name)} is {getattr(c, name)}: it must not be negative.")
-        for name in ("top_p", "min_p"):
-            require(0 <= getattr(c, name) <= 1, f"--{dashed(name)} is {getattr(c, name)}: it is a probability, between 0 and 1.")
-        for name in ("adam_beta1", "adam_beta2"):
-            require(0 <= getattr(c, name) < 1, f"--{dashed(name)} is {getattr(c, name)}: a decay is at least 0 and below 1.")
-        require(c.top_p > 0, f"--top-p is {c.top_p}: no token could be drawn.")
-        require(c.epsilon < 1, f"--epsilon is {c.epsilon}: the ratio is clipped at 1 - epsilon, which must stay positive.")
-        require(c.delta is None or c.delta > 1, f"--delta is {c.delta}: the bound on the ratio must be above 1.")
-        require(
-            not c.reward_weights or len(c.reward_weights) == len(c.reward_funcs),
-            f"--reward-weights has {len(c.reward_weights)} values for {len(c.reward_funcs)} reward functions: give one each.",
-        )
-        require(
-            not (c.torch_compile and c.gradient_checkpointing == "selective"),
-            "--gradient-checkpointing selective does not go with --torch-compile, which itself chooses what to recompute: use "
-            "full or none.",
-        )
-        require(
-            c.heartbeat_timeout >= 3,
-            f"--heartbeat-timeout is {c.heartbeat_timeout}: ranks give a sign twice a second, allow at least 3 seconds.",
-        )
-        require(bool(c.reward_funcs), "--reward-funcs is empty: without a reward there is nothing to learn.")
-        self._validate_engine(require)
-
-    def _validate_engine(self, require: Callable[[bool, str], None]) -> None:
-        c, corrected = self, self.vllm_importance_sampling_mode != "off"
-        low, high = c.vllm_importance_sampling_clip_min or 0.0, c.vllm_importance_sampling_clip_max
-        require(
-            low <= 1 <= high,
-            f"--vllm-importance-sampling-clip-min {low} and -max {high} must enclose 1, the weight where both agree.",
-        )
-        require(
-            not (c.old_from_engine and corrected),
-            "--old-logp-from engine already holds the correction in its ratio: set --vllm-importance-sampling-mode off.",
-        )
-        require(
-            c.max_staleness == 0 or c.old_from_engine or corrected,
-            "--max-staleness trains on samples of older weights: leave --old-logp-from to auto, or choose a "
-            "--vllm-importance-sampling-mode.",
-        )
-        if c.engine == "local":
-            for name in ("server", "vllm_python", "vllm_options", "max_staleness"):
-                require(not getattr(c, name), f"--{dashed(name)} is for a vLLM server: add --engine vllm.")
-        else:
-            for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-                require(
-                    getattr(c, name) == neutral,
-                    f"--{dashed(name)} {getattr(c, name)} cannot be used with --engine vllm: its log-probs would be those after "
-                    f"the filter, which training does not repeat; use {neutral}.",
-                )
-            for name in ("vllm_python", "vllm_options"):
-                require(
-                    not (c.server and getattr(c, name)),
-                    f"--{dashed(name)} is for a server that is started here: give it to serve.py, or leave out --server.",
-                )
-            try:
-                shlex.split(c.vllm_options)
-            except ValueError as e:
-                raise UserError(f"--vllm-options {c.vllm_options!r} cannot be split into words ({e}): close the quotes.") from e
-
-
-CHOICES = {
-    "long_prompts": ("refuse", "drop"),
-    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"),
-    "scale_rewards": ("group", "batch", "none"),
-    "lr_scheduler_type": ("constant", "linear", "cosine"),
-    "gradient_checkpointing": ("none", "full", "selective"),
-    "device": ("auto", "cpu", "cuda"),
-    "engine": ("local", "vllm"),
-    "weight_transport": ("broadcast", "memory"),
-    "old_logp_from": ("auto", "trainer", "engine"),
-    "vllm_importance_sampling_mode": ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-}
-POSITIVE = (
-    "max_completion_length",
-    "temperature",
-    "max_concurrent",
-    "max_steps",
-    "num_iterations",
-    "token_budget",
-    "learning_rate",
-    "adam_epsilon",
-    "ddp_timeout",
-    "server_window",
-    "server_timeout",
-    "vllm_importance_sampling_clip_max",
-)
-NOT_NEGATIVE = (
-    *("top_k", "epsilon", "epsilon_high", "beta", "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "eval_samples"),
-    *("save_steps", "num_completions_to_print", "max_prompt_length", "save_total_limit", "seed"),
-    *("server_patience", "max_staleness", "vllm_importance_sampling_clip_min"),
-)
-
-
-def dashed(name: str) -> str:
-    return name.replace("_", "-")
+        rules.check(self)

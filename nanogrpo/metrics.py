@@ -58,12 +58,15 @@ class Meter:
     def __init__(self):
         self.parts: list[dict[str, Tensor]] = []
         self.loss: Tensor | float = 0.0
+        self.bonus: Tensor | None = None  # what the entropy took off the loss; None: no such term
         self.norms: list[float] = []
         self.updates = 0
         self.first: int | None = None  # the first update with tokens
 
     def add(self, batch: PackedBatch, out: PolicyOut) -> None:
-        part = {"sample": batch.sample, "entropy": out.entropy, "clip": out.clip}
+        part = {"sample": batch.sample, "entropy": out.entropy}
+        level = "sequence" if out.by_sequence else "token"
+        part |= {f"{level}:{name}": x for name, x in {"clip": out.clip, **(out.seen or {})}.items() if x is not None}
         if out.kl is not None:
             part["kl"] = out.kl
         self.first = self.updates if self.first is None else self.first
@@ -74,6 +77,9 @@ class Meter:
         part["update"] = torch.full_like(batch.sample, self.updates)
         self.parts.append(part)
         self.loss = self.loss + out.loss.detach()
+        if batch.entropy_weight is not None:
+            bonus = (batch.entropy_weight * out.entropy).sum()
+            self.bonus = bonus if self.bonus is None else self.bonus + bonus
 
     def end_update(self, norm: float) -> None:
         self.norms.append(norm)
@@ -83,6 +89,8 @@ class Meter:
         """The step's metrics over all ranks; every rank must call, and gets the same."""
         loss = sum(world.gather(float(self.loss)))
         out = {"loss": loss / max(self.updates, 1), "grad_norm": statistics.fmean(self.norms) if self.norms else 0.0}
+        if self.bonus is not None:
+            out["policy_loss"] = out["loss"] + sum(world.gather(float(self.bonus))) / max(self.updates, 1)
         parts = world.concat([{name: t.float().cpu() for name, t in part.items()} for part in self.parts])
         if not sum(len(part["sample"]) for part in parts):  # every completion was masked
             return out
@@ -93,17 +101,26 @@ class Meter:
         out["entropy"] = joined("entropy").mean().item()
         if "kl" in parts[0]:
             out["kl"] = joined("kl").mean().item()
-        low, high = (joined("clip") == -1).float(), (joined("clip") == 1).float()
         ids = torch.stack([joined("update"), joined("sample")]).long()
         _, index, count = ids.unique(dim=1, return_inverse=True, return_counts=True)  # one id a completion and update
-        by_sample = torch.zeros(2, len(count)).index_add_(1, index, torch.stack([low, high])) / count
-        out |= {
-            "clip_ratio/low_mean": low.mean().item(),
-            "clip_ratio/low_min": by_sample[0].min().item(),
-            "clip_ratio/high_mean": high.mean().item(),
-            "clip_ratio/high_max": by_sample[1].max().item(),
-            "clip_ratio/region_mean": (low + high).mean().item(),
-        }
+
+        def by_sample(values: Tensor) -> Tensor:
+            return torch.zeros(len(count)).index_add_(0, index, values) / count
+
+        for level, name in (key.split(":", 1) for key in parts[0] if ":" in key):
+            values = joined(f"{level}:{name}")
+            mean = (lambda x: by_sample(x).mean().item()) if level == "sequence" else (lambda x: x.mean().item())
+            if name != "clip":
+                out[name] = mean(values)
+                continue
+            low, high = (values == -1).float(), (values == 1).float()
+            out |= {
+                "clip_ratio/low_mean": mean(low),
+                "clip_ratio/low_min": by_sample(low).min().item(),
+                "clip_ratio/high_mean": mean(high),
+                "clip_ratio/high_max": by_sample(high).max().item(),
+                "clip_ratio/region_mean": mean(low + high),
+            }
         corrected = any("importance" in part for part in parts)
         return out | mismatch.compare(joined("delta"), joined("importance") if corrected else None)
 

@@ -43,9 +43,11 @@ class PolicyOut(NamedTuple):
     loss: Tensor  # [] float32: sum_j weight_j * l_j - entropy_weight_j * H_j, the root of the graph up to a scalar
     logp: Tensor  # [M] float32
     entropy: Tensor | None  # [M] float32, nats; None from `policy_loss`, which sees no distribution
-    clip: Tensor  # [M] int8: -1 below 1 - epsilon with A < 0, +1 above 1 + epsilon_high with A > 0, else 0
+    clip: Tensor | None  # [M] int8: -1 below 1 - epsilon with A < 0, +1 above 1 + epsilon_high with A > 0, else 0; None: no clip
     kl: Tensor | None = None  # [M] float32: k3 to the reference (times the ratio under bias correction); None without ref_logp
     stats: Tensor | None = None  # [len(STATS)] float32: sums over the tokens with weight != 0
+    seen: dict[str, Tensor] | None = None  # more figures [M] to log the mean of, by their name in the log
+    by_sequence: bool = False  # clip and seen hold one value a sequence, repeated for its tokens: their means are over sequences
 
 
 def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:

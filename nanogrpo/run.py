@@ -18,6 +18,7 @@ import torch
 from nanogrpo import checkpoint, data, fsdp, memory, metrics, optim, rewards, rows, state
 from nanogrpo.batch import Prompt
 from nanogrpo.config import Config
+from nanogrpo.entropy import Bonus
 from nanogrpo.errors import UserError
 from nanogrpo.guard import SECRET
 from nanogrpo.local_engine import LocalEngine
@@ -44,6 +45,7 @@ class Run:
     model: Decoder
     reference: Decoder | None  # frozen; None when beta is 0
     optimizer: torch.optim.Optimizer
+    bonus: Bonus  # of entropy; remembers two numbers from update to update
     engine: Engine
     ahead: Ahead  # gives the samples of each step, drawn by the engine
     sampling: SamplingParams
@@ -97,6 +99,7 @@ def setup(cfg: Config, world: World) -> Run:
         model=model,
         reference=reference,
         optimizer=optimizer,
+        bonus=Bonus(cfg, world, state.carried(cfg, world)),
         engine=engine,
         ahead=Ahead(engine, draw, cfg.num_generations, sampling, start, cfg.max_steps, cfg.max_staleness, world.part),
         sampling=sampling,

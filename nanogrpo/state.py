@@ -50,18 +50,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 # What may differ between a run and its continuation: it changes nothing, or (device) no more than rounding.
 FREE = {"resume", "output_dir", "max_steps", "save_steps", "save_total_limit", "num_completions_to_print", "max_concurrent"}
-FREE |= {
-    "eval_data",
-    "dataset_test_split",
-    "eval_steps",
-    "eval_samples",
-    "device",
-    "ddp_timeout",
-    "heartbeat_timeout",
-    "gradient_checkpointing",
-    "cpu_offload",
-    "reshard_after_forward",
-}
+FREE |= {"eval_data", "dataset_test_split", "eval_steps", "eval_samples", "device", "ddp_timeout", "heartbeat_timeout"}
+FREE |= {"gradient_checkpointing", "cpu_offload", "reshard_after_forward"}
 FREE |= {"server", "vllm_python", "vllm_options", "weight_transport", "server_window", "server_timeout", "server_patience"}
 
 
@@ -122,9 +112,13 @@ class Saver:
         if kind is None:
             ends.unfinished.remove(self.wait)
 
-    def save(self, step: int) -> None:
-        """Begins `checkpoint-{step}`, the state after `step` finished steps. Returns when the weights may change again."""
+    def save(self, step: int, carried: dict | None = None) -> None:
+        """Begins `checkpoint-{step}`, the state after `step` finished steps. Returns when the weights may change again.
+
+        carried: the few numbers that go from step to step beside the tensors; `carried` gives them back.
+        """
         self.finish()
+        self.carried = carried or {}
         self.final = Path(self.cfg.output_dir).absolute() / f"checkpoint-{step}"
         with contextlib.ExitStack() as stack:
             # All ranks write into the folder that rank 0 makes, so none may begin before it is there: `once` is a barrier too.
@@ -141,7 +135,12 @@ class Saver:
         with written:
             try:
                 checkpoint.write_model(weights, self.config, folder, self.tokenizer)
-                row = {"step": step, "processes": self.world.size, "config": dataclasses.asdict(self.cfg)}
+                row = {
+                    "step": step,
+                    "processes": self.world.size,
+                    "carried": self.carried,
+                    "config": dataclasses.asdict(self.cfg),
+                }
                 (folder / "state.json").write_text(json.dumps(row, indent=2) + "\n")
             finally:
                 wait([shards])  # all ranks' files, or none: the others must not write into a folder that is being removed
@@ -246,6 +245,12 @@ def resume(cfg: Config, world: World, model: Decoder, optimizer: torch.optim.Opt
     for state in optimizer.state.values():
         state["step"].copy_(updates)
     return step
+
+
+def carried(cfg: Config, world: World) -> dict:
+    """What `save` was given beside the tensors in the checkpoint that `resume` restores; {} if there is none."""
+    found = world.once(lambda: _newest(cfg)) if cfg.resume else None
+    return checkpoint.read_json(found[0] / "state.json").get("carried", {}) if found else {}
 
 
 def _newest(cfg: Config) -> tuple[Path, int, int] | None:

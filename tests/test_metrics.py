@@ -67,7 +67,8 @@ def test_metrics_of_a_generation_in_which_nothing_ended_and_nothing_was_judged()
 def add(meter: metrics.Meter, sample: list, clip: list, loss: float, **values: list) -> None:
     """One micro-batch, as the loss would have given it."""
     vectors = {k: torch.tensor(v) for k, v in {"logp": [-1.0] * len(sample), **values}.items()}
-    batch = SimpleNamespace(sample=torch.tensor(sample), sampling_logp=vectors.pop("sampling", vectors["logp"]), importance=None)
+    taken = {"importance": None, "entropy_weight": None, "sampling_logp": vectors.pop("sampling", vectors["logp"])}
+    batch = SimpleNamespace(sample=torch.tensor(sample), **taken)
     clip = torch.tensor(clip, dtype=torch.int8)
     results = (vectors["logp"], vectors["entropy"], clip, vectors.get("kl"))
     meter.add(batch, PolicyOut(torch.tensor(loss), *results, torch.zeros(len(STATS))))

@@ -31,11 +31,13 @@ from bench.trl_peer import (
     give_rewards,
     losses_of_both,
     make_samples,
+    our_batch,
     our_loss,
     settings,
     tables,
 )
-from nanogrpo import checkpoint, grpo
+from nanogrpo import checkpoint, grpo, ops
+from nanogrpo.config import CLIPPED
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL to transformers, not of ours
 
@@ -66,24 +68,59 @@ def test_advantages_and_reward_metrics(kind, scale):
 def test_loss_gradient_and_metrics(loss_type, objective, off_policy, masked):
     cfg = config(loss_type=loss_type, mask_truncated_completions=masked, **OBJECTIVES[objective])
     ours, theirs = losses_of_both(cfg, off_policy, seed=len(objective))
-    assert ours.pop("loss") == pytest.approx(theirs.pop("loss"), rel=1e-6)
+    assert ours.pop("loss") == pytest.approx(theirs.pop("loss"), rel=1e-6, abs=1e-12)
     expected = theirs.pop("gradient")
     torch.testing.assert_close(ours.pop("gradient"), expected, rtol=1e-6, atol=1e-12)
     assert expected.abs().max() > 0
-    assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9)
-    if off_policy and objective == "plain":
+    expected = theirs.pop("entropy gradient")
+    torch.testing.assert_close(ours.pop("entropy gradient"), expected, rtol=1e-6, atol=1e-12)
+    assert (expected.abs().max() > 0) == (cfg.entropy_coef > 0)
+    assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+    by_sequence = cfg.importance_sampling_level == "sequence" or loss_type == "vespo"
+    own = 5 if loss_type in CLIPPED else loss_type != "sapo"
+    own = 0 if masked and by_sequence else own
+    assert len(ours) == 1 + own + bool(cfg.beta) + 2 * bool(cfg.entropy_coef)
+    if off_policy and objective == "plain" and loss_type in CLIPPED:
         assert ours["clip_ratio/low_mean"] > 0 < ours["clip_ratio/high_mean"]  # the case is not vacuous
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])  # bnpo depends on the split in TRL: that is its definition
+FUSED = [
+    name for name, options in OBJECTIVES.items() if not {"importance_sampling_level", "off_policy_mask_threshold"} & {*options}
+]
+
+
+@pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("objective", FUSED)
+def test_the_kernels_specification_has_the_same_loss(objective, off_policy):
+    """`ops.policy_loss`, the float64 path of what the fused head computes, with the clip's options: the above holds for it."""
+    cfg = config(**OBJECTIVES[objective])
+    samples, logp = make_samples(), tables(seed=len(objective))
+    give_rewards(samples, REWARDS["plain"], cfg)
+    expected = our_loss(samples, logp, cfg, off_policy)
+    batch, index = our_batch(samples, logp, cfg, off_policy)
+    how = {"epsilon": cfg.epsilon, "epsilon_high": cfg.high, "delta": cfg.delta, "ref_logp": batch.ref_logp, "beta": cfg.beta}
+    how |= {"use_bias_correction_kl": cfg.use_bias_correction_kl, "importance": grpo.factor(batch)}
+    out = ops.policy_loss(logp["now"][index], batch.old_logp, batch.advantage, batch.weight, **how)
+    total = out.loss if batch.entropy_weight is None else out.loss - (batch.entropy_weight * logp["entropy"][index]).sum()
+    assert total.item() == pytest.approx(expected.loss.item(), rel=1e-12)
+    gradients = (torch.autograd.grad(x, logp["now"])[0] for x in (total, expected.loss))
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
+    assert torch.equal(out.clip, expected.clip)
+    if cfg.beta:
+        torch.testing.assert_close(out.kl, expected.kl, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    "loss_type", ["grpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+)  # bnpo depends on the split in TRL: that is its definition
 def test_micro_batches_of_trl_add_up_to_our_loss(loss_type):
-    cfg = config(loss_type=loss_type, beta=0.1, mask_truncated_completions=True)
+    cfg = config(loss_type=loss_type, beta=0.1, mask_truncated_completions=True, importance_sampling_level="sequence")
     samples, logp = make_samples(), tables(seed=9)
     peer = Peer(settings(cfg, accumulation=4), samples, REWARDS["plain"], NoModel(), NoModel(), logp)
     theirs = sum(peer.losses(peer.batch()))
     (expected,) = torch.autograd.grad(theirs, logp["now"])
     give_rewards(samples, REWARDS["plain"], cfg)
-    out, _ = our_loss(samples, logp, cfg, off_policy=False)
+    out = our_loss(samples, logp, cfg, off_policy=False)
     (gradient,) = torch.autograd.grad(out.loss, logp["now"])
     assert out.loss.item() == pytest.approx(theirs.item(), rel=1e-6)
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-12)
@@ -137,7 +174,6 @@ def test_gradient_of_every_parameter(tiny_base, loss_type, off_policy):
         move(theirs)
 
     (loss,) = peer.losses(batch)
-    loss = loss / 2 if loss_type == "dapo" and off_policy else loss
     loss.backward()
     batches = packed(samples, cfg)
     assert len(batches) > 1
@@ -146,9 +182,9 @@ def test_gradient_of_every_parameter(tiny_base, loss_type, off_policy):
         out = mine.score(strip, grpo.objective(strip, cfg))
         out.loss.backward()
         total += out.loss.item()
-        clipped += (out.clip != 0).sum().item()
+        clipped += 0 if out.clip is None else (out.clip != 0).sum().item()
     assert total == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
-    assert (clipped > 0) == off_policy
+    assert (clipped > 0) == (off_policy and loss_type in CLIPPED)
     expected = dict(theirs.named_parameters())
     scale = max(p.grad.abs().max() for p in expected.values()).item()
     for name, p in mine.named_parameters():

@@ -1,0 +1,192 @@
+"""What may stand in the options: a rule for every number and choice, and for every pair that does not go together.
+
+In: a Config. Out: nothing, or UserError at the first value that cannot work, with one sentence that names the option and says
+what to do. A new option belongs into a table below, or has a `require` of its own. Read before: config.py. Read next: cli.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from typing import Any
+
+from nanogrpo.errors import UserError
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # one term, five ways to average it
+CHOICES = {
+    "long_prompts": ("refuse", "drop"),
+    "loss_type": (*CLIPPED, "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl"),
+    "importance_sampling_level": ("token", "sequence"),
+    "advantage_estimator": ("grpo", "rloo", "maxrl"),
+    "scale_rewards": ("group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "lr_scheduler_type": ("constant", "linear", "cosine"),
+    "gradient_checkpointing": ("none", "full", "selective"),
+    "device": ("auto", "cpu", "cuda"),
+    "engine": ("local", "vllm"),
+    "weight_transport": ("broadcast", "memory"),
+    "old_logp_from": ("auto", "trainer", "engine"),
+    "vllm_importance_sampling_mode": ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+POSITIVE = (
+    "max_completion_length",
+    "temperature",
+    *("sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    "entropy_coef_delta",
+    "max_concurrent",
+    "max_steps",
+    "num_iterations",
+    "token_budget",
+    "learning_rate",
+    "adam_epsilon",
+    "ddp_timeout",
+    "server_window",
+    "server_timeout",
+    "vllm_importance_sampling_clip_max",
+)
+NOT_NEGATIVE = (
+    *("top_k", "epsilon", "epsilon_high", "beta", "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "eval_samples"),
+    *("dppo_penalty", "off_policy_mask_threshold", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_target"),
+    *("save_steps", "num_completions_to_print", "max_prompt_length", "save_total_limit", "seed"),
+    *("server_patience", "max_staleness", "vllm_importance_sampling_clip_min"),
+)
+
+
+def dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def require(ok: bool, sentence: str) -> None:
+    if not ok:
+        raise UserError(sentence)
+
+
+def check(c: Any) -> None:
+    """c: a Config, which this file cannot name: config.py imports it."""
+    for field in dataclasses.fields(c):
+        value = getattr(c, field.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            finite = not isinstance(number, float) or math.isfinite(number)
+            require(finite, f"--{dashed(field.name)} is {number}: give a finite number.")
+    require(bool(c.model), "--model is missing: give the folder or hub id of a checkpoint.")
+    for name in ("data", "eval_data"):  # a str would be taken for a list of letters
+        require(not isinstance(getattr(c, name), str), f"--{dashed(name)} is one text: give a list of sources.")
+    require(bool(c.data) and all(c.data), "--data is missing: give a .jsonl or .parquet file of prompts, or a built-in task.")
+    require(
+        not c.data_weights or len(c.data_weights) == len(c.data),
+        f"--data-weights has {len(c.data_weights)} values for {len(c.data)} sources in --data: give one each.",
+    )
+    require(
+        all(w > 0 for w in c.data_weights),
+        f"--data-weights is {' '.join(map(str, c.data_weights))}: each weight must be above 0, and what has none left out.",
+    )
+    require(bool(c.output_dir), "--output-dir is empty: name the folder that the run is written to.")
+    require(c.num_generations >= 2, f"--num-generations is {c.num_generations}: a group needs at least 2 completions to compare.")
+    require(
+        c.generation_batch_size > 0 and c.generation_batch_size % c.num_generations == 0,
+        f"--generation-batch-size {c.generation_batch_size} is not a multiple of --num-generations {c.num_generations}: "
+        "a step samples whole groups.",
+    )
+    require(
+        c.steps_per_generation >= 1 and c.prompts_per_step % c.steps_per_generation == 0,
+        f"--steps-per-generation {c.steps_per_generation} does not divide the {c.prompts_per_step} prompts of a step "
+        "(generation_batch_size / num_generations): a minibatch holds whole groups.",
+    )
+    for name, allowed in CHOICES.items():
+        require(getattr(c, name) in allowed, f"--{dashed(name)} is {getattr(c, name)!r}: choose one of {', '.join(allowed)}.")
+    for name in POSITIVE:
+        require(getattr(c, name) > 0, f"--{dashed(name)} is {getattr(c, name)}: it must be above 0.")
+    for name in NOT_NEGATIVE:
+        require((getattr(c, name) or 0) >= 0, f"--{dashed(name)} is {getattr(c, name)}: it must not be negative.")
+    for name in ("top_p", "min_p"):
+        require(0 <= getattr(c, name) <= 1, f"--{dashed(name)} is {getattr(c, name)}: it is a probability, between 0 and 1.")
+    for name in ("adam_beta1", "adam_beta2"):
+        require(0 <= getattr(c, name) < 1, f"--{dashed(name)} is {getattr(c, name)}: a decay is at least 0 and below 1.")
+    require(c.top_p > 0, f"--top-p is {c.top_p}: no token could be drawn.")
+    require(
+        not c.reward_weights or len(c.reward_weights) == len(c.reward_funcs),
+        f"--reward-weights has {len(c.reward_weights)} values for {len(c.reward_funcs)} reward functions: give one each.",
+    )
+    require(
+        not (c.torch_compile and c.gradient_checkpointing == "selective"),
+        "--gradient-checkpointing selective does not go with --torch-compile, which itself chooses what to recompute: use "
+        "full or none.",
+    )
+    require(
+        c.heartbeat_timeout >= 3,
+        f"--heartbeat-timeout is {c.heartbeat_timeout}: ranks give a sign twice a second, allow at least 3 seconds.",
+    )
+    require(bool(c.reward_funcs), "--reward-funcs is empty: without a reward there is nothing to learn.")
+    _objective(c)
+    _engine(c)
+
+
+def _objective(c: Any) -> None:
+    require(c.epsilon < 1, f"--epsilon is {c.epsilon}: the ratio is clipped at 1 - epsilon, which must stay positive.")
+    require(c.delta is None or c.delta > 1, f"--delta is {c.delta}: the bound on the ratio must be above 1.")
+    require(
+        c.delta is None or c.loss_type in CLIPPED,
+        f"--delta {c.delta} does not go with --loss-type {c.loss_type}, which bounds the ratio in its own way: leave it out.",
+    )
+    require(
+        c.importance_sampling_level == "token" or not c.loss_type.startswith("dppo"),
+        f"--importance-sampling-level sequence does not go with --loss-type {c.loss_type}, which judges tokens: use token.",
+    )
+    require(
+        c.loss_type != "vespo" or not c.vllm_importance_sampling_mode.startswith("sequence"),
+        f"--vllm-importance-sampling-mode {c.vllm_importance_sampling_mode} does not go with --loss-type vespo, which "
+        "multiplies the tokens' own: use token_truncate, token_mask or off.",
+    )
+    require(
+        0 <= c.top_entropy_quantile <= 1,
+        f"--top-entropy-quantile is {c.top_entropy_quantile}: it is a share of the tokens, between 0 and 1.",
+    )
+    require(
+        not c.use_adaptive_entropy or c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max,
+        f"--entropy-coef {c.entropy_coef} is not between --entropy-coef-min {c.entropy_coef_min} and --entropy-coef-max "
+        f"{c.entropy_coef_max}, where --use-adaptive-entropy keeps it: start inside.",
+    )
+    simple = c.scale_rewards != "batch" and c.multi_objective_aggregation == "sum_then_normalize"
+    require(
+        c.advantage_estimator == "grpo" or simple,
+        f"--advantage-estimator {c.advantage_estimator} has a scale of its own: leave --scale-rewards batch and "
+        "--multi-objective-aggregation normalize_then_sum out.",
+    )
+
+
+def _engine(c: Any) -> None:
+    corrected = c.vllm_importance_sampling_mode != "off"
+    low, high = c.vllm_importance_sampling_clip_min or 0.0, c.vllm_importance_sampling_clip_max
+    require(
+        low <= 1 <= high,
+        f"--vllm-importance-sampling-clip-min {low} and -max {high} must enclose 1, the weight where both agree.",
+    )
+    require(
+        not (c.old_from_engine and corrected),
+        "--old-logp-from engine already holds the correction in its ratio: set --vllm-importance-sampling-mode off.",
+    )
+    require(
+        c.max_staleness == 0 or c.old_from_engine or corrected,
+        "--max-staleness trains on samples of older weights: leave --old-logp-from to auto, or choose a "
+        "--vllm-importance-sampling-mode.",
+    )
+    if c.engine == "local":
+        for name in ("server", "vllm_python", "vllm_options", "max_staleness"):
+            require(not getattr(c, name), f"--{dashed(name)} is for a vLLM server: add --engine vllm.")
+    else:
+        for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            require(
+                getattr(c, name) == neutral,
+                f"--{dashed(name)} {getattr(c, name)} cannot be used with --engine vllm: its log-probs would be those after "
+                f"the filter, which training does not repeat; use {neutral}.",
+            )
+        for name in ("vllm_python", "vllm_options"):
+            require(
+                not (c.server and getattr(c, name)),
+                f"--{dashed(name)} is for a server that is started here: give it to serve.py, or leave out --server.",
+            )
+        try:
+            shlex.split(c.vllm_options)
+        except ValueError as e:
+            raise UserError(f"--vllm-options {c.vllm_options!r} cannot be split into words ({e}): close the quotes.") from e
