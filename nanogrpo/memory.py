@@ -10,6 +10,7 @@ With n parameters, of which a block has n_b and the rest (embedding, head, norms
     gradients      4·n/W, or 4·n + 4·n/W      the latter when they accumulate, unsharded, over several micro-batches
     gathered       b·(n_r + 2·n_b), or b·n    what FSDP holds whole at a time: the root, one block and the next; or all (ZeRO-2)
     activations    T · per_token              by layer: see `activation_bytes`
+    key rows       2·b·K·E · (Tk - T)         a layer: keys and values of shared prompts, gathered once a completion
     logits         b·C·V + 4·V·D              one chunk of C rows, and the head's gradient in float32
     engine         b·n + KV cache             its own copy of the weights, and 2·b·K·E a layer for each slot and position
                    or b·n                     of a vLLM server: rank 0's copy of the weights, to be sent
@@ -26,11 +27,12 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from nanogrpo import ops
+from nanogrpo import ops, packing
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.model import Decoder, ModelConfig
@@ -67,14 +69,26 @@ def activation_bytes(c: ModelConfig, item: int, kind: str) -> tuple[int, int]:
     return results, everything
 
 
-def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[int, bool]:
-    """Tokens of a rank's largest micro-batch, and whether an update may need several of them."""
+class Longest(NamedTuple):
+    """Of a rank's largest micro-batch. Example: Longest(tokens=16384, key_rows=65536, several=True)"""
+
+    tokens: int  # T
+    key_rows: int  # Tk: above T where completions share a prompt
+    several: bool  # whether an update may need several micro-batches
+
+
+def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> Longest:
     prompts = -(-cfg.prompts_per_step // (cfg.steps_per_generation * world_size))
-    completions = cfg.num_generations * (cfg.max_completion_length - 1)
-    copies = 1 if cfg.share_prompts else cfg.num_generations
-    in_all = prompts * (copies * longest_prompt + completions)
-    sample = longest_prompt + cfg.max_completion_length - 1  # one that exceeds the budget has a strip of its own
-    return max(min(in_all, cfg.token_budget), sample), in_all > cfg.token_budget
+    longest = cfg.max_completion_length - 1
+    sample = longest_prompt + longest  # one that exceeds the budget has a strip of its own
+    plain = prompts * cfg.num_generations * sample
+    if not cfg.share_prompts:
+        T = max(min(plain, cfg.token_budget), sample)
+        return Longest(T, T, plain > cfg.token_budget)
+    tokens, keys = prompts * (longest_prompt + cfg.num_generations * longest), prompts * longest_prompt + plain
+    budget = cfg.token_budget, packing.KEY_ROWS * cfg.token_budget
+    T = max(min(tokens, budget[0]), sample)
+    return Longest(T, max(min(keys, budget[1]), T), tokens > budget[0] or keys > budget[1])
 
 
 def table(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> list[Row]:
@@ -85,8 +99,9 @@ def table(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> lis
     n = sum(p.numel() for p in model.parameters())
     block = sum(p.numel() for p in model.model.layers[0].parameters())
     root = n - block * c.num_hidden_layers
-    T, several = longest_strip(cfg, W, longest_prompt)
+    T, Tk, several = longest_strip(cfg, W, longest_prompt)
     kept, again = activation_bytes(c, item, cfg.gradient_checkpointing)
+    gathered = c.num_hidden_layers if cfg.gradient_checkpointing == "none" else 1  # layers that keep them for the backward
     rows = min(T, ops.default_chunk(c.vocab_size, torch.bfloat16 if item == 2 else torch.float32, world.device))
     positions = longest_prompt + cfg.max_completion_length
     cache = 2 * item * c.num_hidden_layers * cfg.max_concurrent * c.num_key_value_heads * positions * c.head_dim
@@ -107,6 +122,7 @@ def table(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> lis
         out.append(Row("reference model", 4 * n // W + (item * root if sharded else 0), away))
     out += [
         Row(f"activations of {T:,} tokens", T * (c.num_hidden_layers * kept + again + 3 * item * c.hidden_size)),
+        Row(f"keys and values gathered for {Tk:,} rows", gathered * 2 * item * c.num_key_value_heads * c.head_dim * (Tk - T)),
         Row(f"logits of {rows:,} tokens", item * rows * c.vocab_size + 4 * c.vocab_size * c.hidden_size),
         *engine,
         Row("a checkpoint that is being written", 12 * n // W + 4 * n * world.main, on_host=True),

@@ -13,6 +13,7 @@ Read next: model.py (what runs over a strip), attention.py (how a completion see
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from nanogrpo.grpo import is_trained, token_weight
 
 Piece = list[int]  # samples of one prompt that lie in one strip, by their index in the generation
 Strip = list[Piece]
+KEY_ROWS = 4  # rows of keys and values that a strip may gather, in token budgets: see `_room`
 
 
 class Size(NamedTuple):
@@ -81,24 +83,50 @@ def plan(chosen: Sequence[int], sizes: Sequence[Size], cfg: Config, world: int =
     """Strips for each rank, [world][micro-batches]: within the token budget, as even as can be, the same number for every rank.
 
     Groups are split where that makes the step cheaper: a split group computes its prompt twice, but evens out the load. A rank
-    with nothing to do gets an empty strip; if no sample is trained, no rank has a strip.
+    with nothing to do gets an empty strip; if no sample is trained, no rank has a strip. Which rank takes which strip of a
+    micro-batch is free, so each keeps as much as it can of what it drew: a run of the generation, whose sizes these are.
     """
     groups: dict[int, Piece] = {}
     for i in chosen:
         if sizes[i].completion_tokens:
             groups.setdefault(sizes[i].prompt, []).append(i)
-    best, best_cost = [[]] * world, float("inf")
+    best, best_cost = [], float("inf")
     largest = max(map(len, groups.values()), default=0)
     for most in _halvings(largest) if cfg.share_prompts else [1] * (largest > 0):  # completions in a piece
         pieces = [group[j : j + most] for group in groups.values() for j in range(0, len(group), most)]
-        if any(len(p) > 1 and _tokens(p, sizes) > cfg.token_budget for p in pieces):
+        if any(len(p) > 1 and _room(p, sizes) > cfg.token_budget for p in pieces):
             continue  # the budget is the memory: only a single completion may exceed it, which nothing can split
         bins, costs = _spread(pieces, sizes, cfg.token_budget, world, pair_cost)
         # Ranks wait for each other at every micro-batch: a step takes as long as the longest of each.
         cost = sum(max(costs[slot : slot + world]) for slot in range(0, len(costs), world))
         if cost < best_cost:
-            best, best_cost = [[sorted(b) for b in bins[rank::world]] for rank in range(world)], cost
-    return best
+            best, best_cost = bins, cost
+    slots = [_at_home(best[slot : slot + world], sizes, world) for slot in range(0, len(best), world)]
+    return [[sorted(slot[rank]) for slot in slots] for rank in range(world)]
+
+
+def home(sample: int, n_samples: int, world: int) -> int:
+    """The rank that drew a sample of a generation."""
+    return sample * world // n_samples
+
+
+def _at_home(slot: list[Strip], sizes: Sequence[Size], world: int) -> list[Strip]:
+    """The strips of one micro-batch, rank by rank, so that few tokens change rank: the fewest up to six ranks, then greedily."""
+    kept = [[0] * world for _ in slot]  # [strip][rank]: tokens that need not be sent
+    for strip, row in zip(slot, kept):
+        for i in itertools.chain(*strip):
+            row[home(i, len(sizes), world)] += sizes[i].completion_tokens
+    if world <= 6:
+        orders = itertools.permutations(range(world))
+        order = max(orders, key=lambda order: sum(kept[strip][rank] for rank, strip in enumerate(order)))
+        return [slot[strip] for strip in order]
+    strip_of: dict[int, Strip] = {}
+    free = set(range(world))  # strips
+    for strip, rank in sorted(itertools.product(range(world), repeat=2), key=lambda pair: -kept[pair[0]][pair[1]]):
+        if strip in free and rank not in strip_of:
+            strip_of[rank] = slot[strip]
+            free.remove(strip)
+    return [strip_of[rank] for rank in range(world)]
 
 
 def _halvings(n: int) -> list[int]:
@@ -112,22 +140,26 @@ def _spread(
     """Few strips, a multiple of `world`, that hold all pieces, costliest strips first; a piece over the budget has its own.
 
     Longest processing time first: each piece goes to the cheapest strip with room. At most 4/3 of the optimum where the budget
-    does not bind (Graham 1969).
+    does not bind (Graham 1969). Where costs are equal, strip b is rank b % world's, and pieces stay at home: the ranks' pieces
+    take turns, so that each finds a strip of its rank among the cheapest.
     """
-    weighed = sorted(((_cost(p, sizes, pair_cost), _tokens(p, sizes), p) for p in pieces), key=lambda x: (-x[0], x[2]))
-    by_tokens, by_pieces = sum(tokens for _, tokens, _ in weighed) / (budget * world), len(pieces) / world
-    count = world * math.ceil(min(by_tokens, by_pieces))
+    drawn = {p[0]: home(p[0], len(sizes), world) for p in pieces}
+    turn = {p[0]: p[0] - drawn[p[0]] * len(sizes) // world for p in pieces}
+    weighed = [(_cost(p, sizes, pair_cost), _room(p, sizes), p) for p in pieces]
+    weighed.sort(key=lambda x: (-x[0], turn[x[2][0]], x[2]))
+    by_room, by_pieces = sum(room for _, room, _ in weighed) / (budget * world), len(pieces) / world
+    count = world * math.ceil(min(by_room, by_pieces))
     while True:
         bins: list[Strip] = [[] for _ in range(count)]
-        costs, room = [0.0] * count, [budget] * count
-        for cost, tokens, piece in weighed:
-            fits = [b for b in range(count) if tokens <= room[b] or not bins[b]]
+        costs, left = [0.0] * count, [budget] * count
+        for cost, room, piece in weighed:
+            fits = [b for b in range(count) if room <= left[b] or not bins[b]]
             if not fits:
                 break
-            b = min(fits, key=lambda b: costs[b])
+            b = min(fits, key=lambda b: (costs[b], b % world != drawn[piece[0]]))
             bins[b].append(piece)
             costs[b] += cost
-            room[b] -= tokens
+            left[b] -= room
         else:
             order = sorted(range(count), key=lambda b: -costs[b])
             return [bins[b] for b in order], [costs[b] for b in order]
@@ -137,6 +169,24 @@ def _spread(
 def _tokens(piece: Piece, sizes: Sequence[Size]) -> int:
     """Tokens a piece computes: its prompt once, and of each completion all but the last, which predicts nothing."""
     return sizes[piece[0]].prompt_tokens + sum(sizes[i].completion_tokens - 1 for i in piece)
+
+
+def key_rows(piece: Piece, sizes: Sequence[Size]) -> int:
+    """Rows of keys and values that attention reads for a piece, Tk of batch.py: each completion gathers its prompt's again."""
+    if len(piece) == 1:
+        return _tokens(piece, sizes)
+    p = sizes[piece[0]].prompt_tokens
+    return p + sum(p + sizes[i].completion_tokens - 1 for i in piece if sizes[i].completion_tokens > 1)
+
+
+def _room(piece: Piece, sizes: Sequence[Size]) -> int:
+    """What a piece takes of the token budget: its tokens, or a quarter of its key rows where that is more.
+
+    So a strip has at most `token_budget` tokens and KEY_ROWS times as many key rows. A row costs a few percent of a token
+    (memory.py), but a long prompt has one for each of its tokens and completions: 64 completions of 100 tokens on a prompt of
+    1,000 are 7,400 tokens and 71,400 rows.
+    """
+    return max(_tokens(piece, sizes), -(-key_rows(piece, sizes) // KEY_ROWS))
 
 
 def _cost(piece: Piece, sizes: Sequence[Size], pair_cost: float) -> float:

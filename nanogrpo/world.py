@@ -59,14 +59,12 @@ class World:
 
         mine: what this rank drew, a run of the generation in the order of ranks; wanted[r]: the indices that rank r trains.
         """
-        if self.size == 1:
-            return dict(enumerate(mine))
         start = sum(self.gather(len(mine))[: self.rank])
         own = dict(enumerate(mine, start))
         moving = [{i: own[i] for i in own.keys() & there} if rank != self.rank else {} for rank, there in enumerate(wanted)]
-        for given in self._deliver(moving):
+        for given in self._deliver(moving) if self.size > 1 else ():
             own |= given
-        return {i: own[i] for i in wanted[self.rank]}
+        return {i: own[i] for i in sorted(wanted[self.rank])}
 
     def _deliver(self, parcels: Sequence[Any]) -> list:
         """parcels[r] goes to rank r; returns what this rank was sent, in the order of ranks."""

@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "optim": "config",
     "checkpoint": "model tokenizer",
     "state": "checkpoint ends world model config tokenizer",
-    "memory": "world model config ops",
+    "memory": "world model config ops packing",
     "run": "batch entropy checkpoint config data fsdp guard local_engine memory metrics model optim rewards"
     " rollout rows server staleness state tokenizer vllm_engine world",
     "lora": "model config",

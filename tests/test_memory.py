@@ -5,12 +5,13 @@ Read next: test_fsdp.py, whose shards these are.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import resource
 
 import pytest
 import torch
-from conftest import random_batch, tiny_config, tiny_model
+from conftest import packed, random_batch, tiny_config, tiny_model
 from ranks import run
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -73,6 +74,29 @@ def test_activations_are_as_large_as_estimated(model_type, kind):
     assert hidden.requires_grad
 
 
+def test_keys_gathered_for_shared_prompts_are_as_many_as_estimated():
+    """16 completions on one prompt that is ten times as long: what the forward keeps beyond that of as many unshared tokens."""
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+    model = tiny_model(tiny_config(num_hidden_layers=4, **shape), std=0.05)
+    cfg = Config(num_generations=16, generation_batch_size=16, max_completion_length=9)
+    prompt = Prompt(0, "", [i % 100 for i in range(80)])
+    (batch,) = packed([Sample(prompt, j, [7] * 9, [-1.0] * 9, True, [0] * 9) for j in range(16)], cfg)
+    assert (
+        memory.longest_strip(cfg, 1, 80) == (len(batch.tokens), len(batch.kv_rows), False) == (80 + 16 * 8, 80 + 16 * 88, False)
+    )
+    kept = []
+    for more in ((), (batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len)):
+        with Live(model) as live:
+            hidden = model.model(batch.tokens, batch.positions, Packed(batch.cu_seqlens, batch.max_len, *more))
+            kept.append(live.bytes)
+        assert hidden.requires_grad
+    row = "keys and values gathered for 1,488 rows"
+    estimate = sizes_of(cfg, model, longest=80)[row]
+    assert abs(kept[1] - kept[0] - estimate) < 0.05 * estimate
+    again = dataclasses.replace(cfg, gradient_checkpointing="full")  # then they exist for one layer at a time
+    assert sizes_of(again, model, longest=80)[row] == estimate / 4
+
+
 def test_weights_moments_and_cache_are_exactly_as_estimated():
     model = tiny_model(num_hidden_layers=3)
     cfg = Config(max_concurrent=6, max_completion_length=60, beta=0.1)
@@ -117,10 +141,10 @@ def test_more_ranks_fewer_tokens_and_recomputation_need_less():
 
     assert activations(token_budget=500) < activations()
     assert activations(gradient_checkpointing="full") < activations(gradient_checkpointing="selective") < activations()
-    assert memory.longest_strip(least, 1, 40) == (1000, True)
-    assert memory.longest_strip(Config(max_completion_length=2000, token_budget=1000), 1, 40) == (2039, True)
-    assert memory.longest_strip(Config(max_completion_length=2), 1, 40) == (8 * (40 + 8), False)
-    assert memory.longest_strip(Config(max_completion_length=2, share_prompts=False), 2, 40) == (4 * 8 * 41, False)
+    assert memory.longest_strip(least, 1, 40) == (1000, 4000, True)
+    assert memory.longest_strip(Config(max_completion_length=2000, token_budget=1000), 1, 40) == (2039, 4000, True)
+    assert memory.longest_strip(Config(max_completion_length=2), 1, 40) == (8 * (40 + 8), 8 * (40 + 8 * 41), False)
+    assert memory.longest_strip(Config(max_completion_length=2, share_prompts=False), 2, 40) == (4 * 8 * 41, 4 * 8 * 41, False)
 
 
 def test_the_table_is_told_and_what_cannot_fit_is_refused_with_its_sizes(caplog, monkeypatch):

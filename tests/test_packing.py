@@ -4,6 +4,7 @@ Read next: test_invariants.py, where packed and unpacked gradients are compared.
 """
 
 import dataclasses
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -56,6 +57,8 @@ def test_a_plan_takes_each_trained_sample_once_and_gives_every_rank_as_many_stri
         for strip in strips:
             tokens = [packing._tokens(piece, known) for piece in strip]
             assert sum(tokens) <= budget or len(strip) == len(strip[0]) == 1  # above the budget: one completion, alone
+            keys = [packing.key_rows(piece, known) for piece in strip]
+            assert sum(keys) <= packing.KEY_ROWS * budget or len(strip) == len(strip[0]) == 1
             for piece in strip:
                 assert len({samples[i].prompt.id for i in piece}) == 1
                 assert share or len(piece) == 1
@@ -72,13 +75,15 @@ def test_every_vector_of_a_strip(samples, budget, world, masked, loss_type, shar
     update = packing.Update(list(range(len(samples))), n_tokens, packing.plan(range(len(samples)), known, cfg, world))
     seen = []
     for rank in range(world):
-        for b in packing.pack(update, samples, cfg, rank):
+        for number, b in enumerate(packing.pack(update, samples, cfg, rank)):
             bounds = list(pairwise(b.cu_seqlens.tolist()))
             assert b.cu_seqlens.dtype == torch.int32
             assert (bounds[0][0], bounds[-1][1]) == (0, len(b.tokens))
             assert b.max_len == max(end - start for start, end in bounds)
             assert (b.old_logp, b.ref_logp) == (None, None)
             assert len({len(x) for x in (b.rows, b.targets, b.sample, b.advantage, b.weight, b.sampling_logp)}) == 1
+            strip = update.strips[rank][number]
+            assert len(b.tokens if b.kv_rows is None else b.kv_rows) == (sum(packing.key_rows(p, known) for p in strip) or 1)
             views = [list(range(*bound)) for bound in bounds]
             if b.kv_rows is not None:
                 assert share
@@ -217,3 +222,50 @@ def test_shared_prompts_have_the_gradient_of_copies(tied):
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     for other in gradients[1:]:
         assert (other - gradients[0]).norm() <= 1e-6 * gradients[0].norm()
+
+
+def test_a_long_prompt_of_many_completions_is_split_before_its_keys_fill_the_memory():
+    """64 completions of 100 tokens on a prompt of 1,000: within the budget by tokens, but with ten rows of keys a token."""
+    sizes = [packing.Size(0, 1000, 101)] * 64
+    (strips,) = packing.plan(range(64), sizes, config(token_budget=8000))
+    assert sum(map(len, strips[0])) < 64
+    for strip in strips:
+        assert sum(packing.key_rows(piece, sizes) for piece in strip) <= packing.KEY_ROWS * 8000
+    assert packing.key_rows(list(range(64)), sizes) == 1000 + 64 * 1100 > packing.KEY_ROWS * 8000
+    assert len(packing.plan(range(64), sizes, config(token_budget=20_000))[0]) == 1  # with room it stays whole
+
+
+# ---- who trains what he drew ---------------------------------------------------------------------------------------------------
+
+
+def moved(sizes: list[packing.Size], updates: list[packing.Update], world: int) -> int:
+    """Tokens that change rank."""
+    away = [(i, r) for r, want in enumerate(packing.wanted(updates, world)) for i in want if i * world // len(sizes) != r]
+    return sum(sizes[i].completion_tokens for i, _ in away)
+
+
+@pytest.mark.parametrize("budget", [300, 2000, 10**6])
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_of_even_lengths_nothing_moves(world, share, budget):
+    sizes = [packing.Size(i // 8, 20, 50) for i in range(8 * 4 * world)]
+    cfg = config(token_budget=budget, share_prompts=share)
+    assert moved(sizes, packing.schedule(sizes, cfg, 0, world), world) == 0
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_of_uneven_lengths_each_micro_batch_leaves_most_where_it_is(world):
+    """No other way to deal out a micro-batch's strips moves less (tried up to four ranks), and few do as badly as by turns."""
+    sizes = uneven(P=4 * world)
+    cfg = config(token_budget=700)
+    (update,) = packing.schedule(sizes, cfg, 0, world, pair_cost=1e-3)
+    least, by_cost = 0, 0
+    for slot in zip(*update.strips):
+
+        def away(order, slot=slot):
+            return moved(sizes, [packing.Update([], 0, [[slot[s]] for s in order])], world)
+
+        least += min(map(away, itertools.permutations(range(world)))) if world <= 4 else away(range(world))
+        cost = [sum(packing._cost(piece, sizes, 1e-3) for piece in strip) for strip in slot]
+        by_cost += away(sorted(range(world), key=lambda s: -cost[s]))
+    assert moved(sizes, [update], world) == least < by_cost

@@ -17,6 +17,7 @@ from test_signals import PATIENCE, argv
 
 import train
 from nanogrpo import state
+from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.world import World, join
@@ -109,3 +110,29 @@ def test_a_world_of_one_agrees_with_itself():
     assert not world.any()
     with pytest.raises(UserError, match="alas"):
         world.any(error=UserError("alas"))
+
+
+# ---- samples that change rank --------------------------------------------------------------------------------------------------
+
+
+def exchanged() -> None:
+    """Six samples of three ranks: one stays, one goes round, one goes to two ranks, one is trained by nobody, rank 2 gets all."""
+    wanted, arrived, deliver = [{0, 2, 4}, {1, 4}, {0, 1, 2, 4, 5}], [], World._deliver
+    World._deliver = lambda *args: arrived.extend(deliver(*args)) or arrived
+    with join(Config(device="cpu")) as world:
+        prompts = [Prompt(i, "", [i] * 3) for i in range(2 * world.rank, 2 * world.rank + 2)]
+        mine = [Sample(p, 0, [p.id, 7], [-0.5, -p.id / 3], True, [0, 0], advantage=p.id) for p in prompts]
+        got = world.exchange(mine, wanted)
+        assert list(got) == sorted(got)
+        assert set(got) == wanted[world.rank]
+        assert all(s.prompt.id == i and s.logp == [-0.5, -i / 3] and s.advantage == i for i, s in got.items())
+        sent = {i for part in arrived for i in part}
+        assert sent == wanted[world.rank] - {2 * world.rank, 2 * world.rank + 1}  # nothing that others train, nothing of its own
+        assert world.exchange(mine, [set(), set(), set()]) == {}  # and where nothing is trained nothing is sent
+
+
+def test_a_sample_goes_to_the_ranks_that_train_it_and_to_no_other():
+    run(3, exchanged)
+    alone = World(0, 1, None)
+    sample = Sample(Prompt(0, "", [1]), 0, [2], [-0.5], True, [0])
+    assert alone.exchange([sample, sample], [{0}]) == {0: sample}
