@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanogrpo import grpo, ops
 from nanogrpo.batch import Prompt, Sample
-from nanogrpo.config import Config
+from nanogrpo.config import CHOICES, Config
 
 REWARD = st.floats(-1e3, 1e3, allow_nan=False) | st.sampled_from([0.0, 0.1, 1.0, 1 / 3, math.nan])
 REWARDS = st.integers(1, 6).flatmap(lambda g: st.lists(st.lists(REWARD, min_size=g, max_size=g), min_size=1, max_size=4))
@@ -76,6 +76,60 @@ def test_groups_are_g_samples_in_a_row():
     assert [s.advantage for s in samples] == [0.5, -0.5, 0.0, 0.0]
 
 
+def test_leave_one_out_compares_with_the_others():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 3.0], [math.nan, 2.0, 0.0, math.nan]], dtype=torch.float64)
+    values, std = grpo.leave_one_out(rewards)
+    torch.testing.assert_close(values[0], torch.tensor([0.0, -4 / 3, -4 / 3, 8 / 3], dtype=torch.float64))
+    assert values[1].tolist() == [0.0, 2.0, -2.0, 0.0]
+    assert std.shape == (2, 1)
+    alone, _ = grpo.leave_one_out(torch.tensor([[math.nan, 5.0]]))
+    assert alone.tolist() == [[0.0, 0.0]]  # nobody to compare with
+
+
+def test_maxrl_weighs_a_success_by_its_rarity():
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1.0, 1, 1, 0], [0.0, 0, 0, 0], [-1.0, 0, -1, -2], [math.nan, 1.0, 0.0, 0.0]])
+    values, _ = grpo.maxrl(rewards)
+    assert values[0].tolist() == [3.0, -1.0, -1.0, -1.0]  # of a success rate p: 1/p - 1, and -1
+    assert values[1].tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
+    assert (values[2:4] == 0).all()  # a mean that is not above 0 is no scale
+    assert values[4].tolist() == pytest.approx([0.0, 2.0, -1.0, -1.0])
+
+
+def test_each_reward_is_scaled_alone():
+    """Two rewards of which one is a thousand times larger: summed it would be all there is, decoupled both count the same."""
+    small, large = torch.tensor([[0.0, 1.0, 0.0, 1.0]]), torch.tensor([[0.0, 0.0, 1000.0, 1000.0]])
+    table = torch.stack([small, large], dim=2).double()  # [1, 4, 2]
+    values, std = grpo.decoupled(table, torch.tensor([1.0, 1.0], dtype=torch.float64))
+    assert values[0, 1].item() == pytest.approx(values[0, 2].item(), abs=2e-3)  # one has the first, one the second
+    assert values[0].tolist() == pytest.approx([-values[0, 3].item(), 0, 0, values[0, 3].item()], abs=1e-3)
+    summed, _ = grpo.advantages((small + large).double())
+    assert summed[0, 2] - summed[0, 1] > 1.7
+    assert std.shape == (1, 1)
+    cfg = config(num_generations=4, multi_objective_aggregation="normalize_then_sum")
+    told, _ = grpo.step_advantages([0.0, 1.0, 1000.0, 1001.0], cfg, table[0].tolist())
+    assert told == pytest.approx(values[0].tolist())
+    negative, _ = grpo.decoupled(table, torch.tensor([1.0, -1.0], dtype=torch.float64))
+    assert negative[0, 1] > 0 > negative[0, 2]
+
+
+ESTIMATORS = [{"advantage_estimator": "rloo"}, {"advantage_estimator": "maxrl"}]
+ESTIMATORS += [{"multi_objective_aggregation": "normalize_then_sum"}, *({"scale_rewards": scale} for scale in SCALES)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(REWARD, min_size=3, max_size=3), min_size=2, max_size=4), st.sampled_from(ESTIMATORS))
+def test_every_estimator_is_finite_and_silent_where_nothing_differs(groups, options):
+    cfg = config(num_generations=3, **options)
+    flat = [None if math.isnan(r) else r for row in groups for r in row]
+    values, _ = grpo.step_advantages(flat, cfg, [[r] for r in flat])
+    assert all(math.isfinite(a) for a in values)
+    assert all(a == 0 for a, r in zip(values, flat) if r is None)
+    same = [groups[0][0]] * (3 * len(groups))
+    same = [None if math.isnan(r) else r for r in same]
+    values, _ = grpo.step_advantages(same, cfg, [[r] for r in same])
+    assert set(values) == {0.0}
+
+
 # ---- which tokens are trained, and how much each counts ------------------------------------------------------------------------
 
 
@@ -87,12 +141,16 @@ def test_weights_are_the_definitions():
         "dapo": 1.0,
         "bnpo": 1.0,
         "dr_grpo": n_tokens / (3 * limit),
+        "sapo": 1.0,
+        "luspo": n_tokens / 3,
+        **dict.fromkeys(("cispo", "vespo", "dppo_tv", "dppo_kl"), 1.0),
     }
+    assert set(loss) == set(CHOICES["loss_type"])
     for name, expected in loss.items():
         cfg = config(loss_type=name, max_completion_length=limit)
         weights = [grpo.token_weight(n, 3, n_tokens, cfg) for n in lengths]
         assert sum(w * n for w, n in zip(weights, lengths)) == pytest.approx(expected)
-        alike = name != "grpo"  # only there does a token of a short completion count more
+        alike = name not in ("grpo", "sapo")  # only there does a token of a short completion count more
         assert (max(weights) == min(weights)) == alike
         assert grpo.token_weight(0, 3, 0, cfg) > 0  # and nothing divides by zero
 
