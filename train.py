@@ -27,6 +27,7 @@ from nanogrpo.config import Config
 from nanogrpo.ends import Stop
 from nanogrpo.errors import UserError
 from nanogrpo.model import Decoder
+from nanogrpo.resample import resample
 from nanogrpo.run import Run, setup
 from nanogrpo.server import ServerLost
 from nanogrpo.staleness import staleness
@@ -53,6 +54,7 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
                 samples = run.ahead.take(step)  # this rank's, with the engine's log-probs
             with clock("score"):
                 score(run, samples)
+                replaced = resample(run, samples, step, score)
                 scored = world.concat([(s.reward, [*s.rewards.values()]) for s in samples])  # of all ranks
                 advantages, std = grpo.step_advantages([r for r, _ in scored], cfg, [each for _, each in scored])
                 for sample, advantage in zip(samples, world.part(advantages)):
@@ -78,6 +80,8 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
             facts = metrics.facts(samples, world)
             row = {**metrics.of_samples(facts, std), **meter.summary(world), **memory.measured(world), "learning_rate": rate}
             row |= bonus.metrics()
+            if cfg.max_resample_times:
+                row["resampled_groups"] = replaced
             if cfg.engine == "vllm":
                 row |= staleness(world.concat([Counter(s.versions) for s in samples]), step)
                 row["vllm/restarts"] = run.engine.restarts

@@ -42,10 +42,16 @@ class Sample:
     logp: list[float]  # the engine's log-prob of each id, at the sampling temperature
     stopped: bool  # told by the engine, never guessed from ids; False: cut at the length limit
     versions: list[int]  # the weight version that wrote each token
+    own: list[bool] | None = None  # which tokens the model wrote: a tool's answers are not trained (turns.py); None: all
     text: str = ""  # decoded completion, without special tokens
     rewards: dict[str, float | None] = field(default_factory=dict)  # one entry a reward function; None: does not apply
     reward: float | None = None  # the weighted sum; None when no function applied
     advantage: float = 0.0
+
+    @property
+    def written(self) -> list[int]:
+        """Where in the completion the tokens stand that the model wrote: those that can be trained."""
+        return [i for i in range(len(self.token_ids)) if self.own is None or self.own[i]]
 
 
 @dataclass

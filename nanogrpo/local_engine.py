@@ -126,7 +126,7 @@ class LocalEngine:
     def sample(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int, limits: Sequence[int] | None = None
     ) -> list[Sample]:
-        """n completions of each prompt, in order. `limits` [len(prompts) · n]: a max_tokens for each completion (for benches)."""
+        """n completions of each prompt, in order. `limits` [len(prompts) · n]: a max_tokens for each completion."""
         if self.version < 0:
             raise RuntimeError("LocalEngine.load must be called before sample.")
         limits = limits or [params.max_tokens] * (len(prompts) * n)

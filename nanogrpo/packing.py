@@ -36,11 +36,22 @@ class Size(NamedTuple):
 
     prompt: int  # its id: completions of one prompt can share its tokens
     prompt_tokens: int
-    completion_tokens: int  # that are trained; 0 where the completion is masked, and then it is not computed
+    completion_tokens: int  # up to the last that is trained; 0 where the completion is masked, and then it is not computed
+    told_tokens: int = 0  # of these, a tool's answers: computed, and not trained
 
 
 def sizes(samples: Sequence[Sample], cfg: Config) -> list[Size]:
-    return [Size(s.prompt.id, len(s.prompt.token_ids), len(s.token_ids) if is_trained(s, cfg) else 0) for s in samples]
+    return [_size(s) if is_trained(s, cfg) else Size(s.prompt.id, len(s.prompt.token_ids), 0) for s in samples]
+
+
+def _size(s: Sample) -> Size:
+    written = s.written
+    last = written[-1] + 1 if written else 0
+    return Size(s.prompt.id, len(s.prompt.token_ids), last, last - len(written))
+
+
+def _trained(sizes: Sequence[Size], chosen: Sequence[int]) -> int:
+    return sum(sizes[i].completion_tokens - sizes[i].told_tokens for i in chosen)
 
 
 # --- who computes what --------------------------------------------------------------------------------------------------------
@@ -65,13 +76,13 @@ def schedule(sizes: Sequence[Size], cfg: Config, step: int, world: int = 1, pair
         random.Random(f"{cfg.seed},{step}").shuffle(groups)
     part = len(groups) // cfg.steps_per_generation
     parts = [[sample for group in groups[i : i + part] for sample in group] for i in range(0, len(groups), part)]
-    return [Update(p, sum(sizes[i].completion_tokens for i in p), plan(p, sizes, cfg, world, pair_cost)) for p in parts]
+    return [Update(p, _trained(sizes, p), plan(p, sizes, cfg, world, pair_cost)) for p in parts]
 
 
 def one_update(samples: Sequence[Sample], cfg: Config) -> Update:
     """All samples in one optimizer step of one process."""
     known, everything = sizes(samples, cfg), list(range(len(samples)))
-    return Update(everything, sum(s.completion_tokens for s in known), plan(everything, known, cfg))
+    return Update(everything, _trained(known, everything), plan(everything, known, cfg))
 
 
 def wanted(updates: Sequence[Update], world: int) -> list[set[int]]:
@@ -221,22 +232,24 @@ def _pack(
         kv_starts.append(len(kv_rows))
         return own
 
+    members = [i for piece in strip for i in piece]
+    written = {i: samples[i].written for i in members}  # where the tokens stand that are trained
     for piece in strip:
         prompt = samples[piece[0]].prompt.token_ids
         if any(samples[i].prompt.token_ids != prompt for i in piece):
             raise ValueError(f"different prompts share the id {samples[piece[0]].prompt.id}: ids must tell prompts apart")
         shared = sequence(prompt, 0, []) if len(piece) > 1 else None
         for i in piece:
-            ids = samples[i].token_ids[:-1]  # the last token's hidden state would predict what nobody sampled
+            ids = samples[i].token_ids[: written[i][-1]]  # the last token's hidden state would predict what nobody sampled
             if shared is None:
-                rows += sequence(prompt + ids, 0, [])[len(prompt) - 1 :]
+                predicts = sequence(prompt + ids, 0, [])[len(prompt) - 1 :]
             else:  # the last prompt token predicts the first token of every completion
-                rows += [shared[-1], *(sequence(ids, len(prompt), shared) if ids else [])]
+                predicts = [shared[-1], *(sequence(ids, len(prompt), shared) if ids else [])]
+            rows += [predicts[j] for j in written[i]]
     if not tokens:  # nothing to do, but the other ranks wait in the same collectives: one token, no row, no gradient
         sequence([0], 0, [])
 
-    members = [i for piece in strip for i in piece]
-    counts = torch.tensor([len(samples[i].token_ids) for i in members], dtype=torch.int64)  # [samples]
+    counts = torch.tensor([len(written[i]) for i in members], dtype=torch.int64)  # [samples]
 
     def per_token(values: list, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """One value a sample → one a completion token, [M]."""
@@ -255,9 +268,9 @@ def _pack(
         kv_cu_seqlens=torch.tensor(kv_starts, dtype=torch.int32) if sharing else None,
         kv_max_len=longest(kv_starts) if sharing else 0,
         rows=torch.tensor(rows, dtype=torch.int64),
-        targets=torch.tensor([t for i in members for t in samples[i].token_ids], dtype=torch.int64),
+        targets=torch.tensor([samples[i].token_ids[j] for i in members for j in written[i]], dtype=torch.int64),
         sample=per_token(members, torch.int64),
         advantage=per_token([samples[i].advantage for i in members]),
-        weight=per_token([token_weight(len(samples[i].token_ids), n_samples, n_tokens, cfg) for i in members]),
-        sampling_logp=torch.tensor([x for i in members for x in samples[i].logp], dtype=torch.float32),
+        weight=per_token([token_weight(len(written[i]), n_samples, n_tokens, cfg) for i in members]),
+        sampling_logp=torch.tensor([samples[i].logp[j] for i in members for j in written[i]], dtype=torch.float32),
     )

@@ -36,8 +36,13 @@ class SamplingParams:
 class Engine(Protocol):
     version: int  # of the weights it samples from
 
-    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int) -> list[Sample]:
-        """n completions of each prompt, ordered prompt by prompt, index 0 … n-1 within each."""
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int, limits: Sequence[int] | None = None
+    ) -> list[Sample]:
+        """n completions of each prompt, ordered prompt by prompt, index 0 … n-1 within each.
+
+        limits: [len(prompts) · n], a max_tokens for each completion instead of that of `params`.
+        """
         ...
 
     def load(self, model: nn.Module, version: int) -> None:

@@ -49,7 +49,7 @@ NOT_NEGATIVE = (
     *("top_k", "epsilon", "epsilon_high", "beta", "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "eval_samples"),
     *("dppo_penalty", "off_policy_mask_threshold", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_target"),
     *("save_steps", "num_completions_to_print", "max_prompt_length", "save_total_limit", "seed"),
-    *("server_patience", "max_staleness", "vllm_importance_sampling_clip_min"),
+    *("server_patience", "max_staleness", "max_resample_times", "vllm_importance_sampling_clip_min"),
 )
 
 
@@ -170,6 +170,10 @@ def _engine(c: Any) -> None:
         c.max_staleness == 0 or c.old_from_engine or corrected,
         "--max-staleness trains on samples of older weights: leave --old-logp-from to auto, or choose a "
         "--vllm-importance-sampling-mode.",
+    )
+    require(
+        not (c.rollout and c.max_staleness),
+        "--rollout does not go with --max-staleness: its turns are sampled with the weights that train; use 0.",
     )
     if c.engine == "local":
         for name in ("server", "vllm_python", "vllm_options", "max_staleness"):

@@ -11,11 +11,12 @@ import functools
 import itertools
 import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from nanogrpo import checkpoint, data, fsdp, memory, metrics, optim, rewards, rows, state
+from nanogrpo import checkpoint, data, fsdp, memory, metrics, optim, plugin, rewards, rows, state
 from nanogrpo.batch import Prompt
 from nanogrpo.config import Config
 from nanogrpo.entropy import Bonus
@@ -27,6 +28,7 @@ from nanogrpo.rollout import Engine, SamplingParams
 from nanogrpo.server import Sidecar
 from nanogrpo.staleness import Ahead
 from nanogrpo.tokenizer import Tokenizer
+from nanogrpo.turns import TurnsEngine
 from nanogrpo.vllm_engine import VLLMEngine
 from nanogrpo.world import World
 
@@ -48,6 +50,7 @@ class Run:
     bonus: Bonus  # of entropy; remembers two numbers from update to update
     engine: Engine
     ahead: Ahead  # gives the samples of each step, drawn by the engine
+    draw: Callable[[int, int], list[Prompt]]  # (seed, step) → the prompts of a step
     sampling: SamplingParams
     log: metrics.Log
     start: int  # the first step: 0, or where a resumed run continues
@@ -77,6 +80,8 @@ def setup(cfg: Config, world: World) -> Run:
     optimizer = optim.make_optimizer(model, cfg)
     start = state.resume(cfg, world, model, optimizer)
     engine = make_engine(cfg, world, model, source, max_len=longest + cfg.max_completion_length)
+    if cfg.rollout:
+        engine = TurnsEngine(engine, plugin.load(cfg.rollout, "--rollout"), tokenizer, model.cfg.vocab_size, world.gather)
     sampling = SamplingParams(
         temperature=cfg.temperature,
         top_k=cfg.top_k,
@@ -87,7 +92,8 @@ def setup(cfg: Config, world: World) -> Run:
         seed=cfg.seed,
     )
     what = (data.draw_mixed, parts, cfg.data_weights) if cfg.data_weights else (data.draw, prompts)
-    draw = functools.partial(*what, cfg.prompts_per_step, cfg.seed)  # a pure function of (seed, step)
+    draw = functools.partial(*what, cfg.prompts_per_step)  # a pure function of (seed, step)
+    draw_step = functools.partial(draw, cfg.seed)
     return Run(
         cfg=cfg,
         world=world,
@@ -101,7 +107,8 @@ def setup(cfg: Config, world: World) -> Run:
         optimizer=optimizer,
         bonus=Bonus(cfg, world, state.carried(cfg, world)),
         engine=engine,
-        ahead=Ahead(engine, draw, cfg.num_generations, sampling, start, cfg.max_steps, cfg.max_staleness, world.part),
+        ahead=Ahead(engine, draw_step, cfg.num_generations, sampling, start, cfg.max_steps, cfg.max_staleness, world.part),
+        draw=draw,
         sampling=sampling,
         log=metrics.Log(cfg, world, start),
         start=start,

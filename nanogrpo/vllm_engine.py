@@ -15,6 +15,7 @@ With several trainer processes rank 0 talks to the servers and shares what it ge
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -75,15 +76,19 @@ class VLLMEngine:
 
     # --- the interface of rollout.Engine ---
 
-    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int) -> list[Sample]:
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int, limits: Sequence[int] | None = None
+    ) -> list[Sample]:
         """n completions of each prompt, ordered prompt by prompt. UserError, ServerLost, FloatingPointError: on every rank.
 
         Every rank calls, each with its own prompts; rank 0 asks for all of them.
         """
-        parts = self.ranks.gather([[p.id, p.token_ids] for p in prompts])
-        everyone = [Prompt(i, "", ids) for part in parts for i, ids in part]
+        tokens = (limits or [params.max_tokens] * (len(prompts) * n))[::n]  # the same for the n of a group, which is one request
+        parts = self.ranks.gather([[p.id, p.token_ids, most] for p, most in zip(prompts, tokens)])
+        everyone = [Prompt(i, "", ids) for part in parts for i, ids, _ in part]
+        tokens = [most for part in parts for _, _, most in part]
         skip = sum(len(part) for part in parts[: self.ranks.rank])
-        samples = self.ranks.on_first(lambda: self.request(everyone, n, params, step))
+        samples = self.ranks.on_first(lambda: self.request(everyone, n, params, step, tokens))
         return self.spread(samples, prompts, n, skip)
 
     def load(self, model: nn.Module, version: int) -> None:
@@ -105,12 +110,18 @@ class VLLMEngine:
 
     # --- sampling: on rank 0 ---
 
-    def request(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int) -> list[Sample]:
-        """`sample` without telling the other ranks: what a thread may call while the loop trains (staleness.py)."""
+    def request(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int, tokens: Sequence[int] | None = None
+    ) -> list[Sample]:
+        """`sample` without telling the other ranks: what a thread may call while the loop trains (staleness.py).
+
+        tokens: [len(prompts)], a max_tokens for each prompt instead of that of `params`.
+        """
         if self.version < 0:
             raise RuntimeError("VLLMEngine.load must be called before sample.")
-        check(prompts, params, self.max_len)
-        groups = [Group(p, n, ask(p, n, params, step)) for p in prompts]
+        each = [dataclasses.replace(params, max_tokens=most) for most in tokens or [params.max_tokens] * len(prompts)]
+        check(prompts, each, self.max_len)
+        groups = [Group(p, n, ask(p, n, own, step)) for p, own in zip(prompts, each)]
         idle = 0  # rounds in which no group was finished, although a server could be brought up
         while waiting := [g for g in groups if g.samples is None]:
             self._recover()

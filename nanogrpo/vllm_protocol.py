@@ -30,15 +30,15 @@ class Group:
     samples: list[Sample] | None = None
 
 
-def check(prompts: Sequence[Prompt], params: SamplingParams, max_len: int) -> None:
-    """Raises UserError on what cannot be sampled, or not so that it can be trained on."""
-    for name, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-        if getattr(params, name) != neutral and params.temperature > 0:
-            raise UserError(
-                f"--{name.replace('_', '-')} {getattr(params, name)} is for the embedded engine: vLLM's log-probs are those "
-                f"after the filter, which training cannot repeat; leave it at {neutral} with --engine vllm."
-            )
-    for p in prompts:
+def check(prompts: Sequence[Prompt], each: Sequence[SamplingParams], max_len: int) -> None:
+    """Raises UserError on what cannot be sampled, or not so that it can be trained on. each: of each prompt."""
+    for p, params in zip(prompts, each):
+        for name, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            if getattr(params, name) != neutral and params.temperature > 0:
+                raise UserError(
+                    f"--{name.replace('_', '-')} {getattr(params, name)} is for the embedded engine: vLLM's log-probs are those "
+                    f"after the filter, which training cannot repeat; leave it at {neutral} with --engine vllm."
+                )
         total = len(p.token_ids) + params.max_tokens
         if not p.token_ids or params.max_tokens < 1:
             raise UserError(f"Prompt {p.id} is empty or is asked for no token; give it a token and max_tokens of at least 1.")

@@ -9,7 +9,7 @@ import torch
 from conftest import packed, tiny_model
 
 import train
-from nanogrpo import grpo, packing
+from nanogrpo import calculator, grpo, packing
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import Config
 
@@ -77,3 +77,26 @@ def test_leave_one_out():
 
 def test_pieces_are_halved():
     assert [packing._halvings(n) for n in (0, 1, 2, 5, 8)] == [[], [1], [2, 1], [5, 3, 2, 1], [8, 4, 2, 1]]
+
+
+def test_the_calculator_is_the_one_of_the_package():
+    """A model that writes "3+4=" is told "7"."""
+    names = example("A rollout with tools")
+    names["calculate"] = calculator.calculate
+    sample, told = Sample(Prompt(0, "", [1]), 0, [5], [-1.0], False, [0], own=[True]), []
+
+    class Turns:
+        rounds = iter([[sample], []])
+
+        def generate(self, samples, stop):
+            assert stop == ("=",)
+            return next(self.rounds)
+
+        def text(self, sample):
+            return "3+4="
+
+        def observe(self, sample, answer):
+            told.append(answer)
+
+    names["rollout"]([sample], Turns())
+    assert told == ["7"]

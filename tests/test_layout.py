@@ -45,6 +45,10 @@ MAY_IMPORT = {
     "data": "batch tokenizer rows",
     "rewards": "batch tokenizer",
     "rollout": "batch",
+    "turns": "batch rollout tokenizer",
+    "calculator": "batch turns",
+    "plugin": "",
+    "resample": "batch rollout run",
     "draw": "rollout",
     "local_engine": "model attention batch rollout ops draw",
     "guard": "",
@@ -62,8 +66,8 @@ MAY_IMPORT = {
     "checkpoint": "model tokenizer",
     "state": "checkpoint ends world model config tokenizer",
     "memory": "world model config ops packing",
-    "run": "batch entropy checkpoint config data fsdp guard local_engine memory metrics model optim rewards"
-    " rollout rows server staleness state tokenizer vllm_engine world",
+    "run": "batch entropy checkpoint config data fsdp guard local_engine memory metrics model optim plugin rewards"
+    " rollout rows server staleness state tokenizer turns vllm_engine world",
     "lora": "model config",
     "metrics": "__init__ batch config mismatch ops rollout world",
     "plot": "",

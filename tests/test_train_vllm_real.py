@@ -114,6 +114,28 @@ def test_own_server_killed_and_own_trainer_killed_lose_nothing(base, files, tmp_
     assert trained_on(output) == trained_on(tmp_path / "quiet")
 
 
+TURNS = """
+def rollout(samples, turns):
+    while samples := turns.generate(samples, stop=tuple("abcdefghijklmnop")):
+        for s in samples:
+            turns.observe(s, "42")
+"""
+
+
+def test_turns_with_answers_in_between(base, files, tmp_path, server):
+    """What the model writes after an answer has the trainer's log-probs given the answer; two ranks, whose conversations have
+    other numbers of turns, sample and train the same."""
+    (tmp_path / "turns.py").write_text(TURNS)
+    options = ["--rollout", f"{tmp_path / 'turns.py'}:rollout", "--max-completion-length", "24", *server]
+    for name, ranks in {"one": 1, "two": 2}.items():
+        finish(start(arguments(base, files, tmp_path / name, *options), ranks=ranks))
+    one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
+    assert all(row["sampling/sampling_logp_difference/max"] <= 1e-5 for row in one + two)
+    assert [r["completions/mean_length"] for r in one] == [r["completions/mean_length"] for r in two]
+    assert [r["reward"] for r in one] == pytest.approx([r["reward"] for r in two], abs=1e-6)
+    assert [r["grad_norm"] for r in one] == pytest.approx([r["grad_norm"] for r in two], rel=1e-4)
+
+
 def test_a_server_that_hangs_for_good_stops_the_run_with_its_checkpoint(base, files, tmp_path):
     """SIGSTOP, on a server that the trainer did not start: noticed within the timeout, waited for, then one sentence."""
     process = sidecar(base, tmp_path / "serve.log")
