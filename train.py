@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanogrpo import cli, entropy, fsdp, grpo, memory, metrics, mismatch, optim, packing, rewards
+from nanogrpo import cli, entropy, fsdp, grpo, memory, metrics, mismatch, optim, output, packing, rewards
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
 from nanogrpo.ends import Stop
@@ -39,7 +39,7 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
     """One run, from the options to the last checkpoint. Every rank runs it; what differs is its share of the samples."""
     run = setup(cfg, world)
     model, optimizer, bonus, log = run.model, run.optimizer, run.bonus, run.log
-    with Saver(cfg, world, model, optimizer, run.tokenizer, run.config) as saver, engine_of(run, saver):
+    with Saver(cfg, world, model, optimizer, run.tokenizer, run.config_json, run.origin) as saver, engine_of(run, saver):
         if cfg.eval_steps and run.start == 0 and not world.any(stop.asked):
             evaluate(run)
         if world.any(stop.asked):
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         cfg = cli.parse(argv)
         cfg.validate()
-        with join(cfg) as world, Stop() as stop:
+        with join(cfg) as world, Stop() as stop, output.claimed(cfg, world):
             train(cfg, world, stop)
     except (UserError, FloatingPointError) as e:  # the latter: weights or log-probs that are no numbers
         print(f"error: {e}", file=sys.stderr)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from nanogrpo import checkpoint, data, fsdp, memory, metrics, optim, plugin, rewards, rows, state
+from nanogrpo import checkpoint, data, fsdp, memory, metrics, optim, output, plugin, rewards, rows, state
 from nanogrpo.batch import Prompt
 from nanogrpo.config import Config
 from nanogrpo.entropy import Bonus
@@ -39,7 +39,8 @@ class Run:
 
     cfg: Config
     world: World
-    config: dict  # config.json of the checkpoint that training started from
+    config_json: dict  # of the checkpoint that training started from
+    origin: dict[str, str]  # hashes of what the run is fed
     tokenizer: Tokenizer
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
@@ -60,7 +61,6 @@ class Run:
 def setup(cfg: Config, world: World) -> Run:
     """Checks every input before the first expensive step, then builds the parts."""
     check_world(cfg, world)
-    state.check_output(cfg, world)
     source = checkpoint.locate(cfg.model)
     tokenizer = Tokenizer.from_pretrained(source)
     raw = checkpoint.read_json(source / "config.json")
@@ -70,6 +70,7 @@ def setup(cfg: Config, world: World) -> Run:
     parts, eval_prompts = load_prompts(cfg, tokenizer, model.cfg.max_position_embeddings)
     prompts = list(itertools.chain(*parts))
     check_answers(cfg, prompts)
+    origin = output.origin(cfg, world, prompts)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts)
     memory.check(model, cfg, world, longest)
     load_sharded(model, source, world, cfg)
@@ -78,7 +79,7 @@ def setup(cfg: Config, world: World) -> Run:
         frozen = dataclasses.replace(cfg, reshard_after_forward=True)  # it has no backward to keep its blocks gathered for
         reference = load_sharded(checkpoint.empty_model(source), source, world, frozen).requires_grad_(False)
     optimizer = optim.make_optimizer(model, cfg)
-    start = state.resume(cfg, world, model, optimizer)
+    start = state.resume(cfg, world, model, optimizer, origin)
     engine = make_engine(cfg, world, model, source, max_len=longest + cfg.max_completion_length)
     if cfg.rollout:
         engine = TurnsEngine(engine, plugin.load(cfg.rollout, "--rollout"), tokenizer, model.cfg.vocab_size, world.gather)
@@ -97,7 +98,8 @@ def setup(cfg: Config, world: World) -> Run:
     return Run(
         cfg=cfg,
         world=world,
-        config=raw,
+        config_json=raw,
+        origin=origin,
         tokenizer=tokenizer,
         prompts=prompts,
         eval_prompts=eval_prompts,

@@ -4,7 +4,7 @@ In: model and optimizer, whole or sharded. Out: folders of output_dir, each of t
 
     checkpoint-N/
         config.json  model*.safetensors  tokenizer.json …    the weights in the dtype of the base model (checkpoint.py)
-        state.json                                           finished steps, options, number of ranks
+        state.json                                           finished steps, options, number of ranks, hashes of data and rewards
         state/__0_0.distcp  __1_0.distcp …  .metadata        float32 masters and AdamW's moments: a file a rank
 
 What is not here needs no saving: data, random streams and the learning rate are functions of the step.
@@ -13,7 +13,7 @@ What is not here needs no saving: data, random streams and the learning rate are
                                                 └─ writes its file of state/ ──────────────┐
     rank 0       gathers the weights to the host ── writes them, waits for all files of state/ ── flushes, renames
 
-Read before: checkpoint.py. Read next: optim.py (whose state is saved), train.py (when).
+Read before: checkpoint.py, output.py. Read next: optim.py (whose state is saved), train.py (when).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 
-from nanogrpo import checkpoint, ends
+from nanogrpo import checkpoint, ends, output
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.model import Decoder
@@ -82,14 +82,18 @@ class Saver:
     """
 
     def __init__(
-        self, cfg: Config, world: World, model: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, config: dict
+        self,
+        cfg: Config,
+        world: World,
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: Tokenizer,
+        config_json: dict,  # of the base model, as it was read at the start: its folder may be gone when we save
+        origin: dict[str, str],  # of output.origin
     ):
-        """config: config.json of the base model, as it was read at the start: its folder may be gone when we save."""
-        self.cfg, self.world, self.model, self.optimizer, self.tokenizer, self.config = (
-            *(cfg, world, model, optimizer),
-            *(tokenizer, config),
-        )
-        named = str(config.get("dtype", config.get("torch_dtype")))
+        self.cfg, self.world, self.model, self.optimizer, self.tokenizer = cfg, world, model, optimizer, tokenizer
+        self.config_json, self.origin = config_json, origin
+        named = str(config_json.get("dtype", config_json.get("torch_dtype")))
         self.dtype = torch.bfloat16 if named == "bfloat16" else torch.float32  # float16 could not hold every master
         # The threads that write talk to each other while the main ones do: so they need a group of their own.
         timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
@@ -134,11 +138,12 @@ class Saver:
         """Rank 0's thread. Leaving `written` renames the folder, or removes it where anything failed."""
         with written:
             try:
-                checkpoint.write_model(weights, self.config, folder, self.tokenizer)
+                checkpoint.write_model(weights, self.config_json, folder, self.tokenizer)
                 row = {
                     "step": step,
                     "processes": self.world.size,
                     "carried": self.carried,
+                    "origin": self.origin,
                     "config": dataclasses.asdict(self.cfg),
                 }
                 (folder / "state.json").write_text(json.dumps(row, indent=2) + "\n")
@@ -181,59 +186,23 @@ def reason(error: BaseException) -> str:
     return f"{(lines or [type(error).__name__])[0].rstrip('.')}{named}"
 
 
-# --- the folder of a run ------------------------------------------------------------------------------------------------------
-
-
-def check_output(cfg: Config, world: World) -> None:
-    """Refuses an output folder that holds another run, that cannot be written, or that is not the same one for every rank."""
-    folder = Path(cfg.output_dir)
-    mark = folder / ".writable"
-
-    def claim() -> None:
-        if not cfg.resume and (_has_steps(folder / "metrics.jsonl") or checkpoint.checkpoints(cfg.output_dir)):
-            raise UserError(f"--output-dir {folder} already holds a run: continue it with --resume or choose another folder.")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        except OSError as e:
-            raise UserError(f"--output-dir {folder} cannot be written ({e.strerror}): choose another folder.") from e
-
-    world.once(claim)
-    error = None
-    if not mark.exists():
-        error = UserError(f"--output-dir {folder} is another folder for rank {world.rank}: choose one that all machines share.")
-    world.any(error=error)
-    world.once(mark.unlink)
-
-
-def _has_steps(log: Path) -> bool:
-    """Whether a log holds more than heads: a run that failed before its first step has nothing to lose."""
-    return log.exists() and any(not line.startswith('{"run"') for line in log.read_text(errors="replace").splitlines())
-
-
-def clean(cfg: Config) -> None:
-    """Removes what a killed run was still writing, with a sentence."""
-    folder = Path(cfg.output_dir)
-    for leftover in folder.glob(".checkpoint-*.tmp"):
-        log.warning("removed %s: the run ended while this checkpoint was being written", leftover)
-        shutil.rmtree(leftover)
-    for old in folder.glob(".checkpoint-*.old"):  # replaced by another of the same name, unless the kill came in between
-        final = folder / old.name[1 : -len(".old")]
-        shutil.rmtree(old) if final.exists() else old.rename(final)
-
-
 # --- resuming -----------------------------------------------------------------------------------------------------------------
 
 
-def resume(cfg: Config, world: World, model: Decoder, optimizer: torch.optim.Optimizer) -> int:
+def resume(
+    cfg: Config, world: World, model: Decoder, optimizer: torch.optim.Optimizer, origin: dict[str, str] | None = None
+) -> int:
     """Restores the last checkpoint, if there is one; returns the number of finished steps. Every rank must call.
+
+    origin: what this run is fed (output.origin). Other prompts are refused, for the draws would be others; another file of
+    rewards or rollouts is only told, since a comment changes it too.
 
     A finished folder that cannot be read is an error and not skipped in silence: the steps since the one before it would be lost,
     which is for the user to decide.
     """
     if not cfg.resume:
         return 0
-    found = world.once(lambda: _newest(cfg))
+    found = world.once(lambda: _newest(cfg, origin or {}))
     if found is None:
         return 0
     folder, step, size = found
@@ -249,28 +218,41 @@ def resume(cfg: Config, world: World, model: Decoder, optimizer: torch.optim.Opt
 
 def carried(cfg: Config, world: World) -> dict:
     """What `save` was given beside the tensors in the checkpoint that `resume` restores; {} if there is none."""
-    found = world.once(lambda: _newest(cfg)) if cfg.resume else None
+    found = world.once(lambda: _newest(cfg, {})) if cfg.resume else None
     return checkpoint.read_json(found[0] / "state.json").get("carried", {}) if found else {}
 
 
-def _newest(cfg: Config) -> tuple[Path, int, int] | None:
+def _newest(cfg: Config, origin: dict[str, str]) -> tuple[Path, int, int] | None:
     """(folder, finished steps, ranks that wrote it) of the last checkpoint, written with options that fit."""
-    clean(cfg)
+    output.clean(cfg)
     found = checkpoint.checkpoints(cfg.output_dir)
     if not found:
         return None
-    with _readable(found[-1]):
-        saved = checkpoint.read_json(found[-1] / "state.json")
-        if not (isinstance(saved.get("step"), int) and isinstance(saved.get("config"), dict)):
+    folder = found[-1]
+    with _readable(folder):
+        saved = checkpoint.read_json(folder / "state.json")
+        step, theirs = saved.get("step"), saved.get("origin", {})
+        if not (isinstance(step, int) and isinstance(saved.get("config"), dict) and isinstance(theirs, dict)):
             raise UserError("state.json lacks the step or the options")
+        if folder.name != f"checkpoint-{step}":
+            raise UserError(f"state.json says that it is of step {step}")
+    if step > cfg.max_steps:
+        raise UserError(f"--max-steps is {cfg.max_steps} but {folder} has {step} finished steps: give as many or more.")
     now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # tuples become lists, as in the file
     free = FREE if cfg.lr_scheduler_type == "constant" else FREE - {"max_steps"}
     for name, value in saved["config"].items():
         if name not in free and now.get(name) != value:
             raise UserError(
-                f"--resume: {found[-1]} was written with {name} = {value}, now it is {now.get(name)}: give the same options."
+                f"--resume: {folder} was written with {name} = {value}, now it is {now.get(name)}: give the same options."
             )
-    return found[-1], saved["step"], saved.get("processes", 1)
+    for name in [name for name, known in theirs.items() if origin.get(name, known) != known]:
+        if name == "prompts":
+            raise UserError(
+                f"--resume: {folder} was written with other prompts in {now['data']}: give the same data, or start from its "
+                f"weights (--model {folder}) in another folder."
+            )
+        log.warning("%s has changed since %s was written: from here on the new file counts", name, folder)
+    return folder, step, saved.get("processes", 1)
 
 
 def _load(folder: Path, mine: dict[str, Tensor]) -> None:

@@ -64,9 +64,10 @@ MAY_IMPORT = {
     "fsdp": "model config world",
     "optim": "config",
     "checkpoint": "model tokenizer",
-    "state": "checkpoint ends world model config tokenizer",
+    "output": "batch checkpoint config world",
+    "state": "checkpoint ends output world model config tokenizer",
     "memory": "world model config ops packing",
-    "run": "batch entropy checkpoint config data fsdp guard local_engine memory metrics model optim plugin rewards"
+    "run": "batch entropy checkpoint config data fsdp guard local_engine memory metrics model optim output plugin rewards"
     " rollout rows server staleness state tokenizer turns vllm_engine world",
     "lora": "model config",
     "metrics": "__init__ batch config mismatch ops rollout world",

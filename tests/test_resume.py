@@ -26,7 +26,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 def saver(cfg: Config, model, optimizer, tokenizer, base: Path) -> state.Saver:
-    return state.Saver(cfg, ALONE, model, optimizer, tokenizer, checkpoint.read_json(base / "config.json"))
+    return state.Saver(cfg, ALONE, model, optimizer, tokenizer, checkpoint.read_json(base / "config.json"), {})
 
 
 @pytest.mark.parametrize(
@@ -161,6 +161,11 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def set_step(folder: Path, step: int) -> None:
+    saved = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps({**saved, "step": step}))
+
+
 DAMAGE = {
     "a shard cut": lambda f: cut(f / "state" / "__0_0.distcp"),
     "a shard empty": lambda f: (f / "state" / "__0_0.distcp").write_bytes(b""),
@@ -172,6 +177,9 @@ DAMAGE = {
     "state cut": lambda f: cut(f / "state.json"),
     "state gone": lambda f: (f / "state.json").unlink(),
     "state empty": lambda f: (f / "state.json").write_text("{}"),
+    "state of a step that has not been": lambda f: set_step(f, -1),
+    "state of a step to come": lambda f: set_step(f, 10**30),
+    "state of no step": lambda f: set_step(f, True),
     "state a list": lambda f: (f / "state.json").write_text("[]"),
 }
 
@@ -208,6 +216,13 @@ def test_options_that_change_nothing_may_differ_and_max_steps_where_the_schedule
     start(tmp_path / "linear", tiny_base, lr_scheduler_type="linear").save()
     with pytest.raises(UserError, match="max_steps = 100, now it is 900"):
         start(tmp_path / "linear", tiny_base, lr_scheduler_type="linear", resume=True, max_steps=900)
+
+
+def test_fewer_steps_than_are_done_are_refused_and_as_many_are_not(tmp_path, tiny_base):
+    start(tmp_path, tiny_base).advance(2).save()
+    with pytest.raises(UserError, match=r"--max-steps is 1 but \S+checkpoint-2 has 2 finished steps: give as many or more\."):
+        start(tmp_path, tiny_base, resume=True, max_steps=1)
+    assert start(tmp_path, tiny_base, resume=True, max_steps=2).step == 2
 
 
 def test_another_models_checkpoint_is_refused(tmp_path, tiny_base):

@@ -66,7 +66,7 @@ def test_a_signal_to_any_rank_finishes_the_step_saves_and_ends_all_with_success(
     assert ranks.ends(PATIENCE) == [0, 0], ranks.errors()
     assert ranks.results() == [0, 0]
     done = len(steps(tmp_path))
-    assert [p.name for p in sorted(tmp_path.iterdir())] == [f"checkpoint-{done}", "metrics.jsonl"]
+    assert [p.name for p in sorted(tmp_path.iterdir())] == [".lock", f"checkpoint-{done}", "metrics.jsonl"]
     assert f"{number.name}: this step is finished and saved, then the run ends" in ranks.errors()[who]
     more = argv(base, tmp_path, "--resume", "--max-steps", str(done + 1))
     assert run(2, train.main, more) == [0, 0]
@@ -90,6 +90,8 @@ def never_ends_a_step(options: list[str]) -> int:
 
     def stuck(*args) -> None:
         calls.append(1)
+        if len(calls) > 2:
+            print("stuck", file=sys.stderr)
         while len(calls) > 2:
             threading.Event().wait(0.05)
         score(*args)
@@ -100,7 +102,7 @@ def never_ends_a_step(options: list[str]) -> int:
 
 def test_a_second_signal_ends_at_once(base, tmp_path):
     ranks = start(1, never_ends_a_step, argv(base, tmp_path))
-    until(running(tmp_path))
+    until(lambda: "stuck" in ranks.errors()[0])  # not sooner: at the end of the step before, the signal would be obeyed
     (process,) = ranks.processes
     os.kill(process.pid, signal.SIGINT)
     until(lambda: "once more ends it at once" in ranks.errors()[0])
@@ -210,7 +212,7 @@ def test_a_save_that_fails_on_one_rank_is_told_once_and_ends_all(base, tmp_path,
     assert re.fullmatch(
         r"error: \S+checkpoint-4 could not be written \(No space left on device\): make room .* are whole\.", said
     )
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["checkpoint-2", "metrics.jsonl"]
+    assert [p.name for p in sorted(tmp_path.iterdir())] == [".lock", "checkpoint-2", "metrics.jsonl"]
     assert len(steps(tmp_path)) >= 5  # told at the end of a later step, not in the middle of one
 
 

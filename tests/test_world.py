@@ -16,7 +16,7 @@ from ranks import Ranks, run, start
 from test_signals import PATIENCE, argv
 
 import train
-from nanogrpo import state
+from nanogrpo import output
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
@@ -79,7 +79,8 @@ def elsewhere(folder: Path) -> str:
     cfg = Config(device="cpu", output_dir=str(folder / os.environ["RANK"]))
     with join(cfg) as world:
         try:
-            state.check_output(cfg, world)
+            with output.claimed(cfg, world):
+                pass
         except UserError as e:
             return str(e)
     return ""
