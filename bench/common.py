@@ -122,13 +122,16 @@ def machine() -> dict:
 
 def row(bench: str, case: str, side: str, timing: Timing, argv: Sequence[str], **figures) -> dict:
     """One measurement of one side in one case. `figures`: whatever the bench derives (tokens a second, shapes, settings)."""
+    times = {"seconds_median": timing.median, "seconds_spread": timing.spread, "seconds": timing.seconds}
+    return facts(bench, case, side, argv, **times, **figures)
+
+
+def facts(bench: str, case: str, side: str, argv: Sequence[str], **figures) -> dict:
+    """A row of figures that are no times of `interleave`."""
     return {
         "bench": bench,
         "case": case,
         "side": side,
-        "seconds_median": timing.median,
-        "seconds_spread": timing.spread,
-        "seconds": timing.seconds,
         **figures,
         "command": shlex.join(["python", "-m", f"bench.{bench}", *argv]),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -146,19 +149,33 @@ def write(name: str, rows: list[dict], folder: Path = RESULTS) -> Path:
     return path
 
 
+def read(name: str, folder: Path = RESULTS) -> list[dict]:
+    """The rows of a bench; none when it has not run."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def merge(name: str, rows: list[dict], folder: Path = RESULTS) -> Path:
+    """`write`, but only rows of the same case and side are replaced: a bench can be run in parts."""
+    fresh = {(row["case"], row["side"]): row for row in rows}
+    kept = [fresh.pop((row["case"], row["side"]), row) for row in read(name, folder)]
+    return write(name, [*kept, *fresh.values()], folder)
+
+
+def show(x: object) -> str:
+    """A figure in a table: three significant digits, thousands grouped."""
+    if isinstance(x, float):
+        return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
+    return f"{x:,}" if isinstance(x, int) else str(x)
+
+
 def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
-    """Prints a table; floats with three significant digits, thousands grouped."""
-
-    def show(x: object) -> str:
-        if isinstance(x, float):
-            return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
-        return f"{x:,}" if isinstance(x, int) else str(x)
-
+    """Prints a table."""
     out = Table(title=title, title_justify="left")
     for i, c in enumerate(columns):
         out.add_column(c, justify="left" if i == 0 else "right")
     for line in lines:
         out.add_row(*map(show, line))
     console = Console()
-    console.width = max(console.width, 100)  # a log file has no width: do not fold the figures
+    console.width = max(console.width, 150)  # a log file has no width: do not fold the figures
     console.print(out)

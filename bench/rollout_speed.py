@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from bench import common
+from bench import common, tables
 from nanogrpo.batch import Prompt
 from nanogrpo.local_engine import LocalEngine
 from nanogrpo.model import Decoder
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     n = args.batch * args.batches
     cases = {"even": [args.length] * args.batch, "uneven": uneven_lengths(n, args.longest)}
     params = SamplingParams(max_tokens=max(args.length, args.longest), ignore_stop=True)
-    rows, lines = [], []
+    rows = []
     for case, lengths in cases.items():
         prompts = [
             Prompt(i, "", torch.randint(args.vocab, (args.prompt_length,)).tolist()) for i in range(len(lengths) // args.group)
@@ -143,12 +143,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
                 "model": dataclasses.asdict(cfg),
             }
             rows.append(common.row("rollout_speed", case, name, t, [] if argv is None else argv, **figures))
-            fast, slow = (sum(lengths) / s for s in t.spread)
-            spread = f"{slow:,.0f} … {fast:,.0f}"
-            lines.append((case, name, figures["tokens_per_second"], spread, f"{figures['speedup_over_best_generate']:.2f}×"))
     path = common.write("rollout_speed", rows, args.out)
-    title = f"useful tokens/s, {rows[0]['parameters'] / 1e6:.1f} M parameters, batch {args.batch}, {args.threads} threads"
-    common.table(title, ("case", "side", "median", "spread", "over the best generate"), lines)
+    tables.show("rollout_speed", rows)
     print(f"rows: {path}")
     return rows
 

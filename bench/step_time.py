@@ -1,12 +1,13 @@
 """How long is a training step on given completions: ours with shared prompts, ours with copies of the prompt, and TRL's?
 
 In: nothing: a random Qwen3 of about three million parameters and random completions are made here. Out: rows for each case,
-results/step_time.json. A step is everything between the samples and the new weights: packing or padding, forward, loss, backward,
-clipping, AdamW; on policy, float32. The three sides start from the same weights and must find the same gradient (its norm is
-compared to 1e-3 before anything is timed), so that no side is fast by computing something else.
+results/step_time.json, and docs/img/step_time.png: how the time grows with tokens, G and vocabulary. A step is everything
+between the samples and the new weights: packing or padding, forward, loss, backward, clipping, AdamW; on policy, float32. The
+sides start from the same weights and must find the same gradient (its norm is compared to 1e-3 before anything is timed), so
+that no side is fast by computing something else.
 
-TRL gets its best: no gradient checkpointing, its fused head, sdpa attention, and the whole generation as one micro-batch.
-"Tokens/s" counts completion tokens, which is what a step is for; "computed" counts what the decoder ran over, padding included.
+TRL with the settings of trl_run.py. Cases that are not run keep their rows. "Tokens/s" counts completion tokens, which is what a
+step is for; "computed" counts what the decoder ran over, padding included. Peak memory: step_memory.py.
 Read next: nanogrpo/packing.py.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import random
 import tempfile
@@ -22,21 +24,41 @@ from pathlib import Path
 
 import torch
 
-from bench import common
+from bench import common, tables
 from bench.rollout_speed import uneven_lengths
-from nanogrpo import checkpoint, grpo, optim, packing, warmup
+from bench.runs import share_of_even
+from nanogrpo import checkpoint, grpo, metrics, optim, packing, warmup
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import Config
 from nanogrpo.model import Decoder
 
-# case → (prompts, G, prompt length, longest completion, whether the lengths are even)
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    P: int  # prompts
+    G: int  # completions of each
+    prompt: int  # tokens
+    longest: int  # tokens of a completion, at most
+    even: bool = False  # all completions as long; else a third of it on the average
+    vocab: int = 104  # the tokenizer's own; more rows belong to no token
+
+
 CASES = {
-    "even, G=8": (8, 8, 32, 64, True),
-    "uneven, G=8": (8, 8, 32, 192, False),
-    "uneven, G=4": (16, 4, 32, 192, False),
-    "uneven, G=16": (4, 16, 32, 192, False),
-    "prompt half the completion, G=8": (8, 8, 64, 128, True),
-    "long prompt, uneven, G=8": (8, 8, 256, 192, False),
+    "even, G=8": Case(8, 8, 32, 64, even=True),
+    "uneven, G=8": Case(8, 8, 32, 192),
+    "uneven, G=4": Case(16, 4, 32, 192),
+    "uneven, G=16": Case(4, 16, 32, 192),
+    "prompt half the completion, G=8": Case(8, 8, 64, 128, even=True),
+    "long prompt, uneven, G=8": Case(8, 8, 256, 192),
+}
+LENGTHS = {f"uneven, longest {n}": Case(8, 8, 32, n) for n in (48, 96, 384)}
+VOCABULARIES = {f"vocabulary {n:,}": Case(2, 8, 32, 96, vocab=n) for n in (1024, 8192, 32768, 151936)}
+CASES |= LENGTHS | VOCABULARIES
+# How the cost grows: the panels of the picture, each with the figure of a row that its axis shows.
+GROWTH = {
+    "completion tokens (64 completions)": (lambda row: row["completion_tokens"], ("uneven, G=8", *LENGTHS)),
+    "completions a prompt, G (64 completions)": (lambda row: row["group"], ("uneven, G=4", "uneven, G=8", "uneven, G=16")),
+    "vocabulary (16 completions)": (lambda row: row["model"]["vocab_size"], tuple(VOCABULARIES)),
 }
 
 
@@ -53,15 +75,21 @@ def make_samples(P: int, G: int, prompt: int, longest: int, even: bool, vocab: i
 
 class Ours:
     def __init__(self, folder: Path, cfg: Config):
-        self.model, self.cfg = checkpoint.load_model(folder), cfg
+        self.model, self.cfg, self.clock = checkpoint.load_model(folder), cfg, metrics.Clock()
         self.optimizer = optim.make_optimizer(self.model, cfg)
 
     def step(self, samples: list[Sample]) -> float:
         """One step; returns the gradient's norm."""
-        (update,) = packing.schedule(packing.sizes(samples, self.cfg), self.cfg, 0, pair_cost=self.model.cfg.pair_cost)
-        for batch in packing.pack(update, samples, self.cfg):
-            self.model.score(batch, grpo.objective(batch, self.cfg)).loss.backward()
-        return optim.clip_and_step(self.model, self.optimizer, self.cfg.learning_rate, self.cfg.max_grad_norm)
+        with self.clock("pack"):
+            (update,) = packing.schedule(packing.sizes(samples, self.cfg), self.cfg, 0, pair_cost=self.model.cfg.pair_cost)
+            batches = packing.pack(update, samples, self.cfg)
+        for batch in batches:
+            with self.clock("forward"):  # with the gradients of the head
+                loss = self.model.score(batch, grpo.objective(batch, self.cfg)).loss
+            with self.clock("backward"):
+                loss.backward()
+        with self.clock("optimizer"):
+            return optim.clip_and_step(self.model, self.optimizer, self.cfg.learning_rate, self.cfg.max_grad_norm)
 
     def computed(self, samples: list[Sample]) -> int:
         return sum(len(b.tokens) for b in packing.pack(packing.one_update(samples, self.cfg), samples, self.cfg))
@@ -71,65 +99,126 @@ class Trl:
     """TRL's own trainer on the same completions: its batch layout, `_compute_loss`, its optimizer's step."""
 
     def __init__(self, folder: Path, cfg: Config):
-        import datasets
-        import transformers
-        import trl
+        from bench import trl_run
 
-        args = trl.GRPOConfig(
-            output_dir=tempfile.mkdtemp(),
-            report_to="none",
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=cfg.generation_batch_size,
-            num_generations=cfg.num_generations,
-            max_completion_length=cfg.max_completion_length,
-            gradient_checkpointing=False,
-            learning_rate=cfg.learning_rate,
-            loss_type=cfg.loss_type,
-            model_init_kwargs={"attn_implementation": "sdpa", "dtype": torch.float32},
-        )
-        rows = datasets.Dataset.from_list([{"prompt": "0"}] * cfg.generation_batch_size)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        self.trainer = trl.GRPOTrainer(
-            str(folder),
-            reward_funcs=lambda completions, **_: [0.0] * len(completions),
-            args=args,
-            train_dataset=rows,
-            processing_class=tokenizer,
-        )
+        cfg = dataclasses.replace(cfg, model=str(folder))
+        rows = [Prompt(i, "0", [0]) for i in range(cfg.prompts_per_step)]  # a data set that nothing is drawn from
+        self.trainer = trl_run.trainer(cfg, rows, [share_of_even], Path(tempfile.mkdtemp()))
         self.trainer.create_optimizer()
         self.trainer.current_gradient_accumulation_steps = 1
-        self.pad = tokenizer.pad_token_id
+        self.pad, self.clock = self.trainer.processing_class.pad_token_id, metrics.Clock()
 
     def step(self, samples: list[Sample]) -> float:
         model = self.trainer.model.train()
-        prompts = [torch.tensor(s.prompt.token_ids) for s in samples]
-        completions = [torch.tensor(s.token_ids) for s in samples]
         pad = lambda rows, value, side: torch.nn.utils.rnn.pad_sequence(rows, True, value, padding_side=side)  # noqa: E731
-        inputs = {
-            "prompt_ids": pad(prompts, self.pad, "left"),
-            "prompt_mask": pad([torch.ones_like(p) for p in prompts], 0, "left"),
-            "completion_ids": pad(completions, self.pad, "right"),
-            "completion_mask": pad([torch.ones_like(c) for c in completions], 0, "right"),
-            "advantages": torch.tensor([s.advantage for s in samples]),
-            "num_items_in_batch": torch.tensor(sum(map(len, completions))),
-        }
-        self.trainer._compute_loss(model, inputs).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        self.trainer.optimizer.step()
-        self.trainer.optimizer.zero_grad()
-        return norm.item()
+        with self.clock("pack"):
+            prompts = [torch.tensor(s.prompt.token_ids) for s in samples]
+            completions = [torch.tensor(s.token_ids) for s in samples]
+            inputs = {
+                "prompt_ids": pad(prompts, self.pad, "left"),
+                "prompt_mask": pad([torch.ones_like(p) for p in prompts], 0, "left"),
+                "completion_ids": pad(completions, self.pad, "right"),
+                "completion_mask": pad([torch.ones_like(c) for c in completions], 0, "right"),
+                "advantages": torch.tensor([s.advantage for s in samples]),
+                "num_items_in_batch": torch.tensor(sum(map(len, completions))),
+            }
+        with self.clock("forward"):
+            loss = self.trainer._compute_loss(model, inputs)
+        with self.clock("backward"):
+            loss.backward()
+        with self.clock("optimizer"):
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            self.trainer.optimizer.step()
+            self.trainer.optimizer.zero_grad()
+            return norm.item()
 
     def computed(self, samples: list[Sample]) -> int:
         return len(samples) * (max(len(s.prompt.token_ids) for s in samples) + max(len(s.token_ids) for s in samples))
 
 
-def sides_of(folder: Path, cfg: Config, with_trl: bool) -> dict[str, Ours | Trl]:
-    sides: dict[str, Ours | Trl] = {
-        "nanogrpo": Ours(folder, cfg),
-        "nanogrpo, prompts copied": Ours(folder, dataclasses.replace(cfg, share_prompts=False)),
-    }
-    return sides | ({"TRL": Trl(folder, cfg)} if with_trl else {})
+def write_model(case: Case, folder: Path, args: argparse.Namespace) -> dict:
+    """A random model of the case in `folder`; returns its shape."""
+    tokenizer = warmup.write_tokenizer(folder)
+    shape = common.small_qwen3(args.hidden, args.layers, case.vocab, 1024)
+    torch.manual_seed(0)
+    checkpoint.export(Decoder(shape), folder, tokenizer)
+    return dataclasses.asdict(shape)
+
+
+def options_of(case: Case, args: argparse.Namespace) -> tuple[Config, list[Sample]]:
+    """The options and the samples of the case's step."""
+    prompt, longest = (max(2, round(n * args.scale)) for n in (case.prompt, case.longest))
+    samples = make_samples(case.P, case.G, prompt, longest, case.even, case.vocab)
+    cfg = Config(num_generations=case.G, generation_batch_size=case.P * case.G, learning_rate=1e-6, device="cpu", max_steps=1)
+    cfg = dataclasses.replace(cfg, max_completion_length=longest)
+    for s, a in zip(samples, grpo.step_advantages([s.reward for s in samples], cfg)[0]):
+        s.advantage = a
+    return cfg, samples
+
+
+SIDES = {
+    "nanogrpo": Ours,
+    "nanogrpo, prompts copied": lambda folder, cfg: Ours(folder, dataclasses.replace(cfg, share_prompts=False)),
+    "TRL": Trl,
+}
+
+
+def measure(name: str, args: argparse.Namespace, argv: Sequence[str]) -> list[dict]:
+    """The rows of one case."""
+    skipped = {"TRL"} if args.no_trl else set()
+    skipped |= {"nanogrpo, prompts copied"} if name in LENGTHS | VOCABULARIES else set()  # nothing new to tell there
+    names = [n for n in SIDES if n not in skipped]
+    with tempfile.TemporaryDirectory() as where:
+        shape = write_model(CASES[name], Path(where), args)
+        cfg, samples = options_of(CASES[name], args)
+        sides = {n: SIDES[n](Path(where), cfg) for n in names}
+        norms = {n: side.step(samples) for n, side in sides.items()}
+    expected = norms["nanogrpo"]
+    for side, norm in norms.items():
+        if abs(norm - expected) > 1e-3 * expected:
+            raise RuntimeError(f"{name}: the gradient's norm is {norm} for {side} and {expected} for nanogrpo")
+    for side in sides.values():
+        side.clock.seconds.clear()
+    steps: dict[str, Callable] = {n: functools.partial(side.step, samples) for n, side in sides.items()}
+    timings = common.interleave(steps, args.repeats, title=name)
+    useful, rows = sum(len(s.token_ids) for s in samples), []
+    for n, t in timings.items():
+        figures = {
+            "completion_tokens": useful,
+            "group": cfg.num_generations,
+            "tokens_per_second": useful / t.median,
+            "computed_tokens": sides[n].computed(samples),
+            "phases": {phase: s / (args.repeats + 1) for phase, s in sides[n].clock.seconds.items()},  # the untimed round too
+            "speedup_over_trl": timings["TRL"].median / t.median if "TRL" in timings else None,
+            "gradient_norm": norms[n],
+            "parameters": sum(p.numel() for p in sides["nanogrpo"].model.parameters()),
+            "model": shape,
+        }
+        rows.append(common.row("step_time", name, n, t, argv, **figures))
+    return rows
+
+
+def draw(rows: list[dict], out: Path) -> None:
+    """How seconds a step grow, a panel for each of GROWTH; cases that are not measured leave gaps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(GROWTH), figsize=(12, 3.8))
+    for axis, (title, (x, cases)) in zip(axes, GROWTH.items()):
+        for side in ("nanogrpo", "TRL"):
+            points = sorted((x(row), row["seconds_median"]) for row in rows if row["side"] == side and row["case"] in cases)
+            axis.plot(*zip(*points) if points else ([], []), marker="o", label=side)
+        axis.set_xlabel(title)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("seconds a training step (median)")
+    axes[0].legend()
+    figure.tight_layout()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict]:
@@ -142,51 +231,16 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser.add_argument("--scale", type=float, default=1.0, help="scales all lengths (a quick check: 0.2)")
     parser.add_argument("--no-trl", action="store_true", help="leave TRL out")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder for the JSON rows (default bench/results)")
+    parser.add_argument("--picture", type=Path, default=common.ROOT / "docs/img/step_time.png", help="where it is drawn")
     args = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-
-    rows, lines = [], []
-    with tempfile.TemporaryDirectory() as where:
-        folder = Path(where)
-        tokenizer = warmup.write_tokenizer(folder)
-        shape = common.small_qwen3(args.hidden, args.layers, tokenizer.vocab_size, 1024)
-        model = Decoder(shape)
-        checkpoint.export(model, folder, tokenizer)
-        for case in args.cases:
-            P, G, prompt, longest, even = CASES[case]
-            prompt, longest = (max(2, round(n * args.scale)) for n in (prompt, longest))
-            samples = make_samples(P, G, prompt, longest, even, shape.vocab_size)
-            cfg = Config(num_generations=G, generation_batch_size=P * G, max_completion_length=longest, learning_rate=1e-6)
-            for s, a in zip(samples, grpo.step_advantages([s.reward for s in samples], cfg)[0]):
-                s.advantage = a
-            sides = sides_of(folder, cfg, not args.no_trl)
-            norms = {name: side.step(samples) for name, side in sides.items()}
-            expected = norms["nanogrpo"]
-            for name, norm in norms.items():
-                if abs(norm - expected) > 1e-3 * expected:
-                    raise RuntimeError(f"{case}: the gradient's norm is {norm} for {name} and {expected} for nanogrpo")
-            steps: dict[str, Callable] = {n: lambda side=s: side.step(samples) for n, s in sides.items()}  # noqa: B023
-            timings = common.interleave(steps, args.repeats, title=case)
-            useful = sum(len(s.token_ids) for s in samples)
-            for name, t in timings.items():
-                figures = {
-                    "completion_tokens": useful,
-                    "tokens_per_second": useful / t.median,
-                    "computed_tokens": sides[name].computed(samples),
-                    "speedup_over_trl": timings["TRL"].median / t.median if "TRL" in timings else None,
-                    "gradient_norm": norms[name],
-                    "parameters": sum(p.numel() for p in model.parameters()),
-                    "model": dataclasses.asdict(shape),
-                }
-                rows.append(common.row("step_time", case, name, t, [] if argv is None else argv, **figures))
-                faster = f"{figures['speedup_over_trl']:.2f}×" if figures["speedup_over_trl"] else "-"
-                lines.append((case, name, t.median, figures["tokens_per_second"], figures["computed_tokens"], faster))
-    path = common.write("step_time", rows, args.out)
-    title = f"a training step, {rows[0]['parameters'] / 1e6:.1f} M parameters, {args.threads} threads"
-    common.table(title, ("case", "side", "seconds", "tokens/s", "computed", "over TRL"), lines)
-    print(f"rows: {path}")
+    for case in args.cases:
+        path = common.merge("step_time", measure(case, args, [] if argv is None else argv), args.out)  # kept if cut short
+    rows = common.read("step_time", args.out)
+    draw(rows, args.picture)
+    tables.show("step_time", rows)
+    print(f"rows: {path}, picture: {args.picture}")
     return rows
 
 

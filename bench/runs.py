@@ -1,0 +1,230 @@
+"""Whole GRPO runs of both sides, each in a process of its own: ours is train.py's loop, TRL's is its GRPOTrainer.
+
+In: a side and a `Config`. Out: a dict: seconds, tokens and rewards of each step, held-out accuracy after the steps that evaluate,
+peak memory. The clock of both sides runs from the first draw to the last update, logging included, and stands still while
+the held-out problems are answered, which both sides do with the same engine and rewards. Building the parts is not counted.
+
+    found = run("TRL", Config(model="runs/base", data="arithmetic", …), threads=2)
+
+A process a run: so that threads, allocator and peak memory are a side's own. Read next: learning.py and end_to_end.py, which
+compare such runs; trl_run.py, TRL's settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from bench import common
+from nanogrpo import checkpoint, metrics
+from nanogrpo import rewards as scoring
+from nanogrpo.config import Config
+from nanogrpo.ends import Stop
+from nanogrpo.errors import UserError
+from nanogrpo.local_engine import LocalEngine
+from nanogrpo.rollout import SamplingParams
+from nanogrpo.run import load_prompts
+from nanogrpo.tokenizer import Tokenizer
+from nanogrpo.world import join
+
+SIDES = ("nanogrpo", "TRL")
+
+
+def run(side: str, cfg: Config, threads: int) -> dict:
+    """One run in a new process; its output is shown only when it fails."""
+    cfg.validate()
+    with tempfile.TemporaryDirectory() as where:
+        folder = Path(where)
+        (folder / "options.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        argv = [sys.executable, "-m", "bench.runs", side, where]
+        done = subprocess.run(argv, env=env, cwd=common.ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"the run of {side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        return json.loads((folder / "found.json").read_text())
+
+
+class Laps:
+    """A stopwatch with a lap a step, which can be held."""
+
+    def __init__(self):
+        self.began, self.seconds = time.perf_counter(), []
+
+    def start(self) -> None:
+        self.began = time.perf_counter()
+
+    def lap(self) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self.began)
+        self.began = now
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self.began += time.perf_counter() - before
+
+
+def memory() -> dict[str, int]:
+    """Bytes of this process: {"now": resident, "peak": most so far}; on a GPU those of its allocator."""
+    if torch.cuda.is_available():
+        return {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(status[field].split()[0]) * 1024 for name, field in (("now", "VmRSS"), ("peak", "VmHWM"))}
+
+
+def forget_peak() -> None:
+    """Peaks count from here: what importing the libraries needed is nobody's."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def share_of_even(completion_ids: list[list[int]], **kwargs) -> list[float]:
+    """A reward for models that have nothing to learn: differs within a group and costs nothing."""
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+
+
+# ---- our side ------------------------------------------------------------------------------------------------------------------
+
+
+def ours(cfg: Config) -> dict:
+    """train.py's own loop with a stopwatch at its seams."""
+    import train
+
+    laps, setup, evaluate, step = Laps(), train.setup, train.evaluate, metrics.Log.step
+
+    def started(*args):
+        built = setup(*args)
+        laps.start()
+        return built
+
+    def evaluated(*args, **kwargs):
+        with laps.held():
+            evaluate(*args, **kwargs)
+
+    def logged(*args):
+        step(*args)
+        laps.lap()
+
+    seams = patch.object(train, "setup", started), patch.object(train, "evaluate", evaluated)
+    with seams[0], seams[1], patch.object(metrics.Log, "step", logged), join(cfg) as world, Stop() as stop:
+        train.train(cfg, world, stop)
+    rows = [json.loads(line) for line in (Path(cfg.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in rows if "reward" in r]
+    phases = [name for name in steps[0] if name.startswith("time/")]
+    return {
+        "seconds": laps.seconds,
+        "held_out": {r["eval/after"]: r.get("eval/rewards/accuracy_reward") for r in rows if "eval/after" in r},
+        "phases": {name.removeprefix("time/"): [r[name] for r in steps] for name in phases},
+        **{name: [r[metric] for r in steps] for name, metric in METRICS.items() if metric in steps[0]},
+    }
+
+
+METRICS = {"reward": "reward", "accuracy": "rewards/accuracy_reward/mean", "length": "completions/mean_length"}  # of both sides
+
+
+# ---- TRL's side ----------------------------------------------------------------------------------------------------------------
+
+
+def theirs(cfg: Config) -> dict:
+    """TRL's trainer, with a callback that keeps the time and evaluates."""
+    import transformers
+
+    from bench import trl_run
+
+    tokenizer = Tokenizer.from_pretrained(cfg.model)
+    shape = checkpoint.empty_model(Path(cfg.model)).cfg
+    (prompts,), problems = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
+    functions = scoring.load_functions(cfg.reward_funcs, cfg.max_completion_length)
+    trainer = trl_run.trainer(cfg, prompts, functions, Path(cfg.output_dir))
+    laps, held_out, sampling = Laps(), {}, []
+    if cfg.eval_steps:
+        longest = max(len(p.token_ids) for p in problems)
+        engine = LocalEngine(shape, max_len=longest + cfg.max_completion_length, slots=cfg.max_concurrent)
+        greedy = SamplingParams(0.0, max_tokens=cfg.max_completion_length, stop_token_ids=tokenizer.stop_token_ids)
+
+    def evaluate(after: int) -> None:
+        with laps.held():
+            engine.load(trainer.model, version=after)
+            samples = engine.sample(problems, 1, greedy, step=0)
+            for s in samples:
+                s.text = tokenizer.decode(s.token_ids)
+            scoring.score(samples, functions)
+            held_out[after] = statistics.fmean(s.rewards["accuracy_reward"] for s in samples)
+
+    class Watch(transformers.TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            laps.start()
+            if cfg.eval_steps:
+                evaluate(0)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            laps.lap()
+            if cfg.eval_steps and (state.global_step % cfg.eval_steps == 0 or state.global_step == cfg.max_steps):
+                evaluate(state.global_step)
+
+    generate = trainer._generate
+
+    def timed(*args, **kwargs):
+        began = time.perf_counter()
+        out = generate(*args, **kwargs)
+        sampling.append(time.perf_counter() - began)
+        return out
+
+    trainer._generate = timed
+    trainer.add_callback(Watch())
+    trainer.train()
+    steps = [row for row in trainer.state.log_history if "reward" in row]
+    rest = [whole - part for whole, part in zip(laps.seconds, sampling)]
+    return {
+        "seconds": laps.seconds,
+        "held_out": held_out,
+        "phases": {"sample": sampling, "everything else": rest},
+        **{name: [row[metric] for row in steps] for name, metric in METRICS.items() if metric in steps[0]},
+    }
+
+
+def main(argv: list[str]) -> int:
+    """The process of one run: `python -m bench.runs SIDE FOLDER`, as `run` starts it."""
+    side, folder = argv[0], Path(argv[1])
+    options = json.loads((folder / "options.json").read_text())
+    cfg = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+    cfg = dataclasses.replace(cfg, output_dir=str(folder / "output"))
+    if side == "TRL":
+        import bench.trl_run  # noqa: F401
+    else:
+        import train  # noqa: F401
+    torch.manual_seed(cfg.seed)
+    random.seed(cfg.seed)
+    forget_peak()
+    before = memory()["now"]
+    try:
+        found = (theirs if side == "TRL" else ours)(cfg)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    peak = memory()["peak"]
+    found |= {"threads": torch.get_num_threads(), "peak_bytes": peak, "peak_bytes_above_libraries": peak - before}
+    (folder / "found.json").write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,274 @@
+"""The tables of the benches, each made from rows: on the console when a bench ends, in bench/README.md for readers.
+
+In: the rows of a bench (dicts, as common.py writes them). Out: lines of cells. Nothing is typed here: a figure comes from a row,
+and a cell of `wanted` that no row fills says "not yet measured". Pure functions of rows, which need no TRL. Read next: readme.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bench import common
+
+MISSING = "not yet measured"
+Lines = list[tuple]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A bench's table: what it asks, how its rows become lines, and which cells there should be."""
+
+    question: str
+    columns: Sequence[str]
+    lines: Callable[[list[dict]], Lines]
+    wanted: Sequence[tuple] = ()  # the first cells of lines that should stand here one day
+    picture: str = ""
+    command: str = ""  # when it is not plainly `python -m bench.<name>`
+    notes: Callable[[list[dict]], list[str]] = lambda rows: []
+
+
+def mean_std(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def times(x: float | None) -> str:
+    return f"{x:.2f}×" if x else "–"
+
+
+def mib(x: float) -> str:
+    return f"{x / 2**20:,.0f} MiB"
+
+
+# ---- learning ------------------------------------------------------------------------------------------------------------------
+
+
+def curve(rows: list[dict], name: str) -> tuple[list[int], list[float], list[float]]:
+    """(finished steps, mean, standard deviation) over runs: of a list with a value a step, or of "held_out"."""
+    if name == "held_out":
+        steps = sorted(map(int, rows[0][name]))
+        values = [[row[name][str(step)] for row in rows] for step in steps]
+    else:
+        steps = list(range(1, len(rows[0][name]) + 1))
+        values = list(zip(*(row[name] for row in rows)))
+    means, stds = zip(*map(mean_std, values))
+    return steps, list(means), list(stds)
+
+
+def apart(rows: list[dict], name: str) -> tuple[float, float]:
+    """(share of the steps at which the two mean curves are within one standard deviation, the largest distance in deviations).
+
+    The deviation of a step is that of the two sides together: the root of their mean variance. Steps at which neither side varies
+    count by whether the means are equal.
+    """
+    sides = [[row for row in rows if row["side"] == side] for side in ("nanogrpo", "TRL")]
+    (_, a, sa), (_, b, sb) = (curve(side, name) for side in sides)
+    distances = []
+    for x, dx, y, dy in zip(a, sa, b, sb):
+        deviation = ((dx**2 + dy**2) / 2) ** 0.5
+        distances.append(abs(x - y) / deviation if deviation else float("inf") * (x != y) if x != y else 0.0)
+    return statistics.fmean(d <= 1 for d in distances), max(distances)
+
+
+def seconds_to(row: dict, accuracy: float) -> float | None:
+    """Training seconds of a run until an evaluation reached `accuracy`."""
+    reached = [int(step) for step, value in row["held_out"].items() if value >= accuracy]
+    return sum(row["seconds"][: min(reached)]) if reached else None
+
+
+def learning(rows: list[dict]) -> Lines:
+    lines = []
+    for side in ("nanogrpo", "TRL"):
+        mine = [row for row in rows if row["side"] == side]
+        if not mine:
+            continue
+        ends = [row["held_out"][max(row["held_out"], key=int)] for row in mine]
+        reached = [seconds_to(row, 0.9) for row in mine]
+        show = lambda values, digits: "{:.{d}f} ± {:.{d}f}".format(*mean_std(values), d=digits)  # noqa: E731
+        to90 = show([s for s in reached if s is not None], 1) if any(reached) else "–"
+        to90 += f" ({sum(s is None for s in reached)} never)" if None in reached else ""
+        reward = [statistics.fmean(row["reward"][-5:]) for row in mine]
+        lines.append((side, len(mine), show(ends, 3), show(reward, 3), show([sum(row["seconds"]) for row in mine], 1), to90))
+    return lines
+
+
+def curves_apart(rows: list[dict]) -> list[str]:
+    if {row["side"] for row in rows} != {"nanogrpo", "TRL"}:
+        return []
+    notes = []
+    for name, title in (("held_out", "held-out accuracy"), ("reward", "reward")):
+        share, most = apart(rows, name)
+        notes.append(
+            f"The two mean curves of {title} by step are within one standard deviation at {share:.0%} of the steps, "
+            f"and at most {most:.2f} standard deviations apart."
+        )
+    return notes
+
+
+# ---- the others ----------------------------------------------------------------------------------------------------------------
+
+
+QUANTITIES = ("advantages", "loss", "gradient", "entropy gradient", "weight")  # what is trained with; the rest are metrics
+
+
+def parity(rows: list[dict]) -> Lines:
+    """A line for advantages, for each loss type and for the importance weights: the largest of its cases."""
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        name = row["case"].partition(":")[0] if row["what"] == "loss" else row["what"]
+        groups.setdefault(name, []).append(row)
+    lines = []
+    for name, found in groups.items():
+        worst = {q: max(r["differences"].get(q, 0.0) for r in found) for q in QUANTITIES}
+        values = ", ".join(f"{q} {d:.1e}" for q, d in worst.items() if any(q in r["differences"] for r in found))
+        metrics = f"{max(r['largest_metric'] for r in found):.1e}"
+        lines.append((name, len(found), sum(r["inputs"] for r in found), values, metrics))
+    return lines
+
+
+def step_time(rows: list[dict]) -> Lines:
+    lines = []
+    for r in rows:
+        low, high = r["seconds_spread"]
+        phases = ", ".join(f"{name} {s:.2f}" for name, s in r.get("phases", {}).items())
+        spread = f"{low:.3g} – {high:.3g}"
+        faster = times(r["speedup_over_trl"]) if r["side"] != "TRL" else ""
+        lines.append(
+            (r["case"], r["side"], r["seconds_median"], spread, r["tokens_per_second"], r["computed_tokens"], faster, phases)
+        )
+    return lines
+
+
+def step_memory(rows: list[dict]) -> Lines:
+    peers = {r["case"]: r for r in rows if r["side"] == "TRL"}
+    return [
+        (
+            r["case"],
+            r["side"],
+            mib(r["peak_bytes_above_libraries"]),
+            mib(r["peak_bytes"]),
+            f"{r['peak_bytes_above_libraries'] / peers[r['case']]['peak_bytes_above_libraries']:.2f}"
+            if r["case"] in peers and r["side"] != "TRL"
+            else "",
+        )
+        for r in rows
+    ]
+
+
+def end_to_end(rows: list[dict]) -> Lines:
+    lines = []
+    for r in rows:
+        if "why_not" in r:
+            lines.append((r["case"], r["side"], f"cannot run here: {r['why_not']}", *[""] * 6))
+            continue
+        low, high = r["seconds_spread"]
+        phases = ", ".join(f"{name} {s:.2f}" for name, s in r["phases"].items())
+        faster = times(r["speedup_over_trl"]) if r["side"] != "TRL" else ""
+        shown = r["steps_per_second"], f"{1 / high:.3g} – {1 / low:.3g}", r["tokens_per_second"], r["mean_length"]
+        lines.append((r["case"], r["side"], *shown, faster, mib(r["peak_bytes_above_libraries"]), phases))
+    return lines
+
+
+def rollout_speed(rows: list[dict]) -> Lines:
+    lines = []
+    for r in rows:
+        low, high = (r["tokens"] / s for s in reversed(r["seconds_spread"]))
+        shown = r["tokens_per_second"], f"{low:,.0f} – {high:,.0f}", times(r["speedup_over_best_generate"])
+        lines.append((r["case"], r["side"], *shown))
+    return lines
+
+
+def sync_speed(rows: list[dict]) -> Lines:
+    ms = lambda s: 1e3 * s  # noqa: E731
+    return [
+        (r["case"], r["side"], ms(r["seconds_median"]), ms(r["seconds_p95"]), r["gigabytes_per_second"], r["bytes"] / 1e6)
+        for r in rows
+    ]
+
+
+def kernel_speed(rows: list[dict]) -> Lines:
+    lines = []
+    for r in rows:
+        floor, errors = r["floor_seconds"], ", ".join(f"{k} {v:.1e}" for k, v in sorted(r["errors"].items()))
+        shown = (
+            1e3 * r["seconds_median"],
+            " – ".join(f"{1e3 * s:.3g}" for s in r["seconds_spread"]),
+            1e3 * floor if floor else "–",
+        )
+        lines.append((r["case"], r["side"], *shown, r["peak_gib_above_inputs"], r["launches"], errors))
+    return lines
+
+
+GPU = "GPU, bfloat16"
+BENCHES = {
+    "parity_trl": Bench(
+        "How far are our numbers from TRL 1.16.0's own code, in float64? The largest relative difference of each quantity.",
+        ("what", "cases", "inputs", "values", "metrics"),
+        parity,
+        notes=lambda rows: ["The tests hold every case at 1e-6, metrics, which are logged in float32, at 1e-5."],
+    ),
+    "learning": Bench(
+        "Does it learn as TRL does, and how much sooner? The tiny task from one base; mean ± standard deviation over seeds.",
+        ("side", "seeds", "held-out accuracy at the end", "reward, last 5 steps", "training seconds", "seconds to accuracy 0.9"),
+        learning,
+        (("nanogrpo",), ("TRL",)),
+        "learning.png",
+        notes=curves_apart,
+    ),
+    "end_to_end": Bench(
+        "How many whole GRPO steps a second: sampling, rewards, training, update?",
+        ("case", "side", "steps/s", "slowest – fastest", "tokens/s", "mean length", "over TRL", "peak memory", "seconds a step"),
+        end_to_end,
+        (("even", "nanogrpo"), ("uneven", "nanogrpo"), (f"0.6B, {GPU}", "nanogrpo"), (f"1.7B, {GPU}", "nanogrpo")),
+    ),
+    "step_time": Bench(
+        "How long is a training step on given completions, at equal gradients?",
+        ("case", "side", "seconds", "fastest – slowest", "tokens/s", "computed tokens", "over TRL", "phases (seconds)"),
+        step_time,
+        (("even, G=8", "nanogrpo"), ("uneven, G=8", "nanogrpo")),
+        "step_time.png",
+    ),
+    "step_memory": Bench(
+        "How much memory does a training step need, each side in a process of its own?",
+        ("case", "side", "peak above the libraries", "peak of the process", "of TRL's"),
+        step_memory,
+        (("V = 151,936", "nanogrpo"), ("V = 151,936", "TRL")),
+    ),
+    "rollout_speed": Bench(
+        "How fast does the embedded engine sample? Useful tokens a second.",
+        ("case", "side", "tokens/s", "slowest – fastest", "over the best generate"),
+        rollout_speed,
+        (("even", "nanogrpo"), ("even", "vLLM"), ("uneven", "nanogrpo"), ("uneven", "vLLM")),
+    ),
+    "sync_speed": Bench(
+        "How long does a weight sync to a real vLLM take, on loopback?",
+        ("model", "transport", "p50 ms", "p95 ms", "GB/s", "MB"),
+        sync_speed,
+        (("0.3M", "broadcast"), ("100M", "broadcast")),
+    ),
+    "kernel_speed": Bench(
+        "How fast are the kernels, against PyTorch, TRL and Liger?",
+        ("operation", "side", "ms", "fastest – slowest", "floor ms", "peak GiB", "launches", "error"),
+        kernel_speed,
+        (("log-prob and entropy, forward",), ("forward, loss and gradient of logits",), ("head, hidden to gradients",)),
+        command="bench/gpu.sh",
+    ),
+}
+
+
+def lines_of(name: str, rows: list[dict]) -> Lines:
+    """A bench's lines, and one for each wanted cell that no row fills."""
+    bench = BENCHES[name]
+    lines = bench.lines(rows)
+    for cells in bench.wanted:
+        if not any(all(str(have).startswith(want) for have, want in zip(line, cells)) for line in lines):
+            lines.append((*cells, *[MISSING] * (len(bench.columns) - len(cells))))
+    return lines
+
+
+def show(name: str, rows: list[dict]) -> None:
+    """The table on the console."""
+    bench = BENCHES[name]
+    common.table(bench.question, bench.columns, bench.lines(rows))
+    print(*bench.notes(rows), sep="\n")

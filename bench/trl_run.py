@@ -1,0 +1,60 @@
+"""TRL's GRPOTrainer with our options: the same names where TRL has them, and its best settings for the benches' models.
+
+In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. What is best for it here: no gradient
+checkpointing, the whole generation as one micro-batch, sdpa attention, its fused head and fused AdamW (its defaults), float32 on
+a CPU as on our side, no data loader workers, no progress bar, nothing saved.
+Read next: runs.py, which runs both sides; trl_peer.py, TRL's code without a trainer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import datasets
+import torch
+import transformers
+import trl
+
+from bench.trl_peer import SHARED
+from nanogrpo import data
+from nanogrpo.batch import Prompt
+from nanogrpo.config import Config
+
+SAME = (*SHARED, "top_p", "top_k", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "adam_beta1", "adam_beta2")
+SAME += ("adam_epsilon", "weight_decay", "max_grad_norm", "seed")  # named alike, meant alike
+
+
+def options(cfg: Config, output_dir: Path) -> trl.GRPOConfig:
+    """Our options as TRL's."""
+    on_gpu = torch.cuda.is_available() and cfg.device != "cpu"
+    return trl.GRPOConfig(
+        output_dir=str(output_dir),
+        use_cpu=not on_gpu,
+        bf16=on_gpu,
+        per_device_train_batch_size=cfg.generation_batch_size // cfg.steps_per_generation,
+        steps_per_generation=cfg.steps_per_generation,
+        gradient_checkpointing=False,
+        shuffle_dataset=False,  # the rows lie in the order that our side draws them
+        min_p=cfg.min_p or None,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,  # as on our side
+        disable_tqdm=True,
+        model_init_kwargs={"attn_implementation": "sdpa", "dtype": torch.float32},
+        **{name: getattr(cfg, name) for name in SAME},
+    )
+
+
+def trainer(cfg: Config, prompts: Sequence[Prompt], rewards: Sequence[Callable], output_dir: Path) -> trl.GRPOTrainer:
+    """A trainer whose step s sees the prompts that `data.draw` gives our step s."""
+    warnings.simplefilter("ignore", FutureWarning)  # of TRL to transformers
+    drawn = [p for s in range(cfg.max_steps) for p in data.draw(list(prompts), cfg.prompts_per_step, cfg.seed, s)]
+    return trl.GRPOTrainer(
+        cfg.model,
+        reward_funcs=list(rewards),
+        args=options(cfg, output_dir),
+        train_dataset=datasets.Dataset.from_list([{"prompt": p.text, **p.columns} for p in drawn]),
+        processing_class=transformers.AutoTokenizer.from_pretrained(cfg.model),
+    )
