@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bench import step_time
+from bench import step_memory, step_time
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11"),
@@ -15,8 +15,30 @@ pytestmark = [
 
 def test_the_sides_do_the_same_work(tmp_path):
     argv = ["--threads", "1", "--repeats", "1", "--scale", "0.2", "--hidden", "64", "--layers", "2", "--cases", "uneven, G=8"]
-    rows = step_time.main([*argv, "--out", str(tmp_path)])  # raises unless all sides have the same gradient norm
+    rows = step_time.main(
+        [*argv, "--out", str(tmp_path), "--picture", str(tmp_path / "x.png")]
+    )  # raises unless all sides have the same gradient norm
     assert json.loads((tmp_path / "step_time.json").read_text()) == rows
     computed = {row["side"]: row["computed_tokens"] for row in rows}
     assert computed["nanogrpo"] < computed["nanogrpo, prompts copied"] < computed["TRL"]
-    assert all(row["tokens_per_second"] > 0 and row["machine"]["versions"]["trl"] == "1.16.0" for row in rows)
+    for row in rows:
+        assert row["tokens_per_second"] > 0
+        assert row["machine"]["versions"]["trl"] == "1.16.0"
+        assert set(row["phases"]) == {"pack", "forward", "backward", "optimizer"}
+        assert sum(row["phases"].values()) > 0
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_every_panel_of_growth_has_its_cases():
+    for _, cases in step_time.GROWTH.values():
+        assert len(cases) >= 3
+        assert set(cases) <= set(step_time.CASES)
+
+
+def test_the_head_of_a_large_vocabulary_costs_us_less_memory(tmp_path):
+    """On a small step, where the weights outweigh the logits: how much less at a full one is the bench's to say."""
+    argv = ["--threads", "1", "--scale", "0.1", "--hidden", "32", "--layers", "1", "--cases", "V = 151,936"]
+    ours, theirs = step_memory.main([*argv, "--out", str(tmp_path)])  # raises unless the gradients' norms are equal
+    assert (ours["side"], theirs["side"]) == ("nanogrpo", "TRL")
+    assert ours["gradient_norms"][0] > 0
+    assert ours["peak_bytes_above_libraries"] < 0.9 * theirs["peak_bytes_above_libraries"]
