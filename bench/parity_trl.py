@@ -21,12 +21,47 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from bench import common, tables
-from bench.trl_peer import LOSSES, OBJECTIVES, REWARDS, advantages_of_both, config, importance_of_both, losses_of_both
+from bench import common, tables, trl_peer
+from bench.trl_peer import (
+    LENGTHS,
+    LOSSES,
+    OBJECTIVES,
+    REWARDS,
+    NoModel,
+    Peer,
+    advantages_of_both,
+    config,
+    losses_of_both,
+    make_samples,
+    settings,
+)
+from nanogrpo import mismatch
 from nanogrpo.config import CHOICES
 from nanogrpo.mismatch import MODES
 
 BOUNDS = ((3.0, None), (1.5, 0.7))  # clip_max, clip_min of the importance weights
+
+
+def importance_of_both(mode: str, bounds: tuple[float, float | None], seed: int) -> tuple[dict, dict]:
+    """(ours, TRL's): the weight of each token that makes up for sampling from another policy, [tokens], and the gap's figures."""
+    samples, logp, (clip_max, clip_min) = make_samples(), trl_peer.tables(seed), bounds
+    for i, s in enumerate(samples):
+        s.logp = logp["ref"][i, : len(s.token_ids)].float().tolist()  # of an engine that is some way off
+    peer = Peer(settings(config()), samples, REWARDS["plain"], NoModel(), logp=logp)
+    peer.use_vllm = peer.vllm_importance_sampling_correction = True
+    peer.vllm_importance_sampling_mode = mode
+    peer.vllm_importance_sampling_clip_max, peer.vllm_importance_sampling_clip_min = clip_max, clip_min
+    batch = peer.batch()
+    own = batch["completion_mask"].bool()  # [8, 12]
+    names = [f"sampling/sampling_logp_difference/{how}" for how in ("mean", "max")]
+    figures = {name: peer._metrics["train"][name][0] for name in names}
+    theirs = {"weight": batch["importance_sampling_ratio"].expand(own.shape)[own], **figures}
+
+    trainer, engine = logp["old"][own], torch.tensor([x for s in samples for x in s.logp])  # [tokens] each
+    sample = torch.arange(len(samples)).repeat_interleave(torch.tensor(LENGTHS))
+    weight = mismatch.correction(trainer, engine, sample, mode, clip_max, clip_min)
+    found = mismatch.compare((trainer - engine).float())
+    return {"weight": weight, **{name: found[name] for name in figures}}, theirs
 
 
 def difference(ours: torch.Tensor | float, theirs: torch.Tensor | float) -> float:

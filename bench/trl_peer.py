@@ -4,8 +4,8 @@
     peer = Peer(settings(cfg), samples, rewards, NoModel(), logp=tables(0));  batch = peer.batch();  (loss,) = peer.losses(batch)
 
 `Peer` is a `GRPOTrainer` with the attributes its methods read, without the dataset and optimizer it never meets here.
-`advantages_of_both`, `losses_of_both` and `importance_of_both` compute one case with TRL's code and with ours:
-tests/test_trl_parity.py holds them equal, parity_trl.py tabulates their differences. Read next: parity_trl.py.
+`advantages_of_both` and `losses_of_both` compute one case with TRL's code and with ours: tests/test_trl_parity.py holds them
+equal, parity_trl.py tabulates their differences. Read next: parity_trl.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import trl
 from accelerate import Accelerator
 
-from nanogrpo import entropy, grpo, metrics, mismatch, ops, packing
+from nanogrpo import entropy, grpo, metrics, ops, packing
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import CHOICES, Config
 from nanogrpo.world import World
@@ -279,25 +279,3 @@ def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict
     theirs |= {name: peer._metrics["train"][name][0] for name in names}
     ours |= {name: row[name] for name in names}
     return ours, theirs
-
-
-def importance_of_both(mode: str, bounds: tuple[float, float | None], seed: int) -> tuple[dict, dict]:
-    """(ours, TRL's): the weight of each token that makes up for sampling from another policy, [tokens], and the gap's figures."""
-    samples, logp, (clip_max, clip_min) = make_samples(), tables(seed), bounds
-    for i, s in enumerate(samples):
-        s.logp = logp["ref"][i, : len(s.token_ids)].float().tolist()  # of an engine that is some way off
-    peer = Peer(settings(config()), samples, REWARDS["plain"], NoModel(), logp=logp)
-    peer.use_vllm = peer.vllm_importance_sampling_correction = True
-    peer.vllm_importance_sampling_mode = mode
-    peer.vllm_importance_sampling_clip_max, peer.vllm_importance_sampling_clip_min = clip_max, clip_min
-    batch = peer.batch()
-    own = batch["completion_mask"].bool()  # [8, 12]
-    names = [f"sampling/sampling_logp_difference/{how}" for how in ("mean", "max")]
-    figures = {name: peer._metrics["train"][name][0] for name in names}
-    theirs = {"weight": batch["importance_sampling_ratio"].expand(own.shape)[own], **figures}
-
-    trainer, engine = logp["old"][own], torch.tensor([x for s in samples for x in s.logp])  # [tokens] each
-    sample = torch.arange(len(samples)).repeat_interleave(torch.tensor(LENGTHS))
-    weight = mismatch.correction(trainer, engine, sample, mode, clip_max, clip_min)
-    found = mismatch.compare((trainer - engine).float())
-    return {"weight": weight, **{name: found[name] for name in figures}}, theirs

@@ -138,7 +138,7 @@ def test_the_table_of_differences_finds_them(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mode", parity_trl.MODES[1:])
 @pytest.mark.parametrize("bounds", parity_trl.BOUNDS)
 def test_importance_weights_are_trls(mode, bounds):
-    ours, theirs = trl_peer.importance_of_both(mode, bounds, seed=1)
+    ours, theirs = parity_trl.importance_of_both(mode, bounds, seed=1)
     torch.testing.assert_close(ours.pop("weight").double(), theirs.pop("weight").double(), rtol=1e-6, atol=1e-12)
     assert ours == pytest.approx(theirs, rel=1e-6)
 
