@@ -11,7 +11,7 @@ TRAIN = ["torch>=2.11,<2.14", "triton>=3.6,<3.8; platform_system == 'Linux'", "n
 TEXT = ["tokenizers>=0.21", "huggingface_hub>=0.30", "jinja2>=3.1.6", "rich>=13"]
 PLOT = ["matplotlib>=3.8"]
 # TRL needs Python 3.11; on 3.10 the parity tests against it are not collected (tests/conftest.py).
-PEERS = ["transformers>=5,<6", "trl==1.16.0; python_version >= '3.11'"]
+PEERS = ["peft>=0.19,<1", "transformers>=5,<6", "trl==1.16.0; python_version >= '3.11'"]
 # setuptools: a test builds the wheel. Without a GPU the kernels' tests run in Triton's interpreter, and that of Triton 3.6 (with
 # torch 2.11) fails on numpy >= 2.4: install "numpy<2.4" beside it, a condition that no requirement can express. Training is fine.
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100", "ruff", "pyarrow>=16", "setuptools>=77"]

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanogrpo import cli, entropy, fsdp, grpo, memory, metrics, mismatch, optim, output, packing, rewards
+from nanogrpo import cli, entropy, fsdp, grpo, lora, memory, metrics, mismatch, optim, output, packing, rewards
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
 from nanogrpo.ends import Stop
@@ -39,7 +39,8 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
     """One run, from the options to the last checkpoint. Every rank runs it; what differs is its share of the samples."""
     run = setup(cfg, world)
     model, optimizer, bonus, log = run.model, run.optimizer, run.bonus, run.log
-    with Saver(cfg, world, model, optimizer, run.tokenizer, run.config_json, run.origin) as saver, engine_of(run, saver):
+    saver = Saver(cfg, world, model, optimizer, run.tokenizer, run.config_json, run.origin, run.reference)
+    with saver, engine_of(run, saver):
         if cfg.eval_steps and run.start == 0 and not world.any(stop.asked):
             evaluate(run)
         if world.any(stop.asked):
@@ -76,6 +77,8 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
                     meter.end_update(optim.clip_and_step(model, optimizer, rate, cfg.max_grad_norm))
                     bonus.end_update()
             run.done = step + 1
+            if cfg.sync_ref_model and run.done % cfg.ref_model_sync_steps == 0:
+                fsdp.mix(run.reference, model, cfg.ref_model_mixup_alpha)
 
             facts = metrics.facts(samples, world)
             row = {**metrics.of_samples(facts, std), **meter.summary(world), **memory.measured(world), "learning_rate": rate}
@@ -160,7 +163,8 @@ def add_logps(run: Run, batches: list[PackedBatch]) -> None:
             bounds = cfg.vllm_importance_sampling_clip_max, cfg.vllm_importance_sampling_clip_min
             batch.importance = mismatch.correction(batch.old_logp, batch.sampling_logp, batch.sample, mode, *bounds)
         if run.reference is not None:
-            batch.ref_logp = logp(run.reference, batch, cfg)
+            with lora.off(run.reference):
+                batch.ref_logp = logp(run.reference, batch, cfg)
     if top:
         entropy.keep_top(batches, entropies, cfg.top_entropy_quantile, run.world)
 

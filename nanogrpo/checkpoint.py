@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from nanogrpo import lora
 from nanogrpo.errors import UserError
 from nanogrpo.model import Decoder, ModelConfig
 from nanogrpo.tokenizer import Tokenizer
@@ -91,7 +92,7 @@ def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
 @torch.no_grad()
 def load_weights(model: Decoder, folder: Path) -> None:
     """Copies a checkpoint into the model; UserError names the first tensor that is missing, unknown, or of the wrong shape."""
-    wanted = model.state_dict(keep_vars=True)
+    wanted = {name: p for name, p in model.state_dict(keep_vars=True).items() if not lora.is_adapter(name)}
     missing = set(wanted)
     tied = model.cfg.tie_word_embeddings
     for name, tensor in tensors(folder):
@@ -103,7 +104,7 @@ def load_weights(model: Decoder, folder: Path) -> None:
         if shape != expected:
             raise UserError(f"{folder}: the tensor {name} has shape {shape} where config.json asks for {expected}.")
         if not (tied and name == "lm_head.weight"):  # a tied head is the embedding, whatever a file says
-            _fill(wanted[name], tensor)
+            fill(wanted[name], tensor)
         missing.discard(name)
     if tied:
         missing.discard("lm_head.weight")
@@ -111,8 +112,8 @@ def load_weights(model: Decoder, folder: Path) -> None:
         raise UserError(f"{folder}: the tensor {min(missing)} is missing; config.json and weights disagree.")
 
 
-def _fill(parameter: Tensor, source) -> None:
-    """Copies a slice of a file into a parameter; of a sharded one, only this rank's rows are read."""
+def fill(parameter: Tensor, source) -> None:
+    """Copies a tensor, or a slice of a file, into a parameter; of a sharded one, only this rank's rows are read."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(source[:])
         return
@@ -191,16 +192,14 @@ def export(model: Decoder, folder: Path, tokenizer: Tokenizer | None = None, con
 
 @torch.no_grad()
 def host_weights(model: Decoder, dtype: torch.dtype | None = None, keep: bool = True) -> dict[str, Tensor]:
-    """Copies of the whole weights in host memory, without a tied head.
+    """Copies of the whole weights in host memory, without a tied head, and with adapters merged.
 
     Sharded ones are gathered one by one, so every rank must call; where `keep` is off they are dropped again at once.
     """
     out: dict[str, Tensor] = {}
-    for name, p in model.named_parameters():  # a tied head is the embedding, under whose name it comes first
-        p = p.detach()
-        full = p.full_tensor() if isinstance(p, DTensor) else p
+    for name, full in lora.whole_parameters(model):  # a tied head is the embedding, under whose name it comes first
         if keep:
-            out[name] = full.to("cpu", dtype or p.dtype, copy=True).contiguous()
+            out[name] = full.to("cpu", dtype, copy=True).contiguous()
     return out
 
 

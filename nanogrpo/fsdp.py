@@ -136,6 +136,22 @@ def home(world: World, cfg: Config) -> torch.device:
     return torch.device("cpu") if cfg.cpu_offload else world.device
 
 
+def reshard(model: nn.Module) -> None:
+    """Makes the parameters shards again: after a forward without a backward the root is still gathered, and its shards hidden."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def mix(reference: Decoder, model: Decoder, alpha: float) -> None:
+    """reference ← alpha · model + (1 - alpha) · reference. Both are cut alike: each rank mixes its shards, nothing is sent."""
+    reshard(reference)
+    reshard(model)
+    for mine, theirs in zip(reference.parameters(), model.parameters(), strict=True):
+        mine.mul_(1 - alpha).add_(theirs, alpha=alpha)
+
+
 def sync_gradients(model: nn.Module, on: bool) -> None:
     """Off for all but the last micro-batch of a step: gradients accumulate unsharded, and are reduced once."""
     if isinstance(model, FSDPModule):

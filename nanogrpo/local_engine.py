@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from nanogrpo import lora
 from nanogrpo.attention import KVCache, Packed
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.draw import draw
@@ -106,11 +107,10 @@ class LocalEngine:
 
     @torch.no_grad()
     def load(self, model: nn.Module, version: int) -> None:
-        """Copies the weights of a Decoder with the same configuration; sharded ones are gathered (every rank must call)."""
-        theirs = dict(model.named_parameters())
-        for name, mine in self.model.named_parameters():
-            weight = theirs[name]
-            mine.copy_(weight.full_tensor() if hasattr(weight, "full_tensor") else weight)
+        """Copies the weights of a Decoder with the same configuration, adapters merged; shards are gathered: all ranks call."""
+        mine = dict(self.model.named_parameters())
+        for name, weight in lora.whole_parameters(model):
+            mine[name].copy_(weight)
         if self.packs:
             for module in self.model.modules():
                 if isinstance(module, nn.Linear) and module.weight.numel() >= PACK_FROM:

@@ -15,7 +15,10 @@ With n parameters, of which a block has n_b and the rest (embedding, head, norms
     engine         b·n + KV cache             its own copy of the weights, and 2·b·K·E a layer for each slot and position
                    or b·n                     of a vLLM server: rank 0's copy of the weights, to be sent
     checkpoint     12·n/W + 4·n               copies on the host while they are written; the last term on rank 0
-    reference      4·n/W                      only with beta > 0; its root stays gathered too
+    reference      4·n/W                      only with beta > 0; its root stays gathered too; one that is synced is saved too
+
+With adapters, optimizer, gradients and the checkpoint's first term count what is trained, the head has no gradient, and there is
+no reference: it is the same model, its adapters off.
 
 Ahead of a run nobody knows how long completions will be: they are taken at their longest. Read next: metrics.py, which logs the
 peak that was measured (`memory/peak_gib`), test_memory.py, which holds the estimates against real tensors.
@@ -32,7 +35,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from nanogrpo import ops, packing
+from nanogrpo import lora, ops, packing
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.model import Decoder, ModelConfig
@@ -69,6 +72,14 @@ def activation_bytes(c: ModelConfig, item: int, kind: str) -> tuple[int, int]:
     return results, everything
 
 
+def adapter_bytes(model: Decoder, item: int, kind: str) -> tuple[int, int]:
+    """The same for the adapters of a layer: A x [r] each, and B A x [out] where results of matrix products are kept."""
+    adapted = [m for m in model.model.layers[0].modules() if isinstance(m, lora.LoRALinear)]
+    low = item * sum(len(m.lora_A) for m in adapted)
+    high = low + item * sum(len(m.lora_B) for m in adapted)
+    return {"none": (low, 0), "full": (0, low), "selective": (high, low)}[kind]
+
+
 class Longest(NamedTuple):
     """Of a rank's largest micro-batch. Example: Longest(tokens=16384, key_rows=65536, several=True)"""
 
@@ -97,35 +108,41 @@ def table(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> lis
     sharded = dist.is_initialized()
     item = 2 if world.device.type == "cuda" else 4
     n = sum(p.numel() for p in model.parameters())
+    t = sum(p.numel() for p in model.parameters() if p.requires_grad)
     block = sum(p.numel() for p in model.model.layers[0].parameters())
     root = n - block * c.num_hidden_layers
     T, Tk, several = longest_strip(cfg, W, longest_prompt)
     kept, again = activation_bytes(c, item, cfg.gradient_checkpointing)
+    low, high = adapter_bytes(model, item, cfg.gradient_checkpointing)
+    kept, again = kept + low, again + high
     gathered = c.num_hidden_layers if cfg.gradient_checkpointing == "none" else 1  # layers that keep them for the backward
     rows = min(T, ops.default_chunk(c.vocab_size, torch.bfloat16 if item == 2 else torch.float32, world.device))
     positions = longest_prompt + cfg.max_completion_length
     cache = 2 * item * c.num_hidden_layers * cfg.max_concurrent * c.num_key_value_heads * positions * c.head_dim
-    engine = [Row("engine: weights", item * n), Row(f"engine: cache of {cfg.max_concurrent} × {positions:,} tokens", cache)]
+    base = sum(p.numel() for _, p in lora.base_parameters(model))
+    engine = [Row("engine: weights", item * base), Row(f"engine: cache of {cfg.max_concurrent} × {positions:,} tokens", cache)]
     if cfg.engine == "vllm":  # another process, which counts for itself; of ours, rank 0 holds what it sends
-        engine = [Row("weights to be sent", item * n * world.main)]
+        engine = [Row("weights to be sent", item * base * world.main)]
+    head = c.vocab_size * c.hidden_size if model.lm_head.weight.requires_grad else 0
+    mixed = n if cfg.sync_ref_model else 0  # a reference that is no longer the base is saved too
     away = cfg.cpu_offload and world.device.type == "cuda"
     out = [
         Row("parameters", 4 * n // W, away),
-        Row("optimizer", 8 * n // W, away),
-        Row("gradients", 4 * n // W, away),
+        Row("optimizer", 8 * t // W, away),
+        Row("gradients", 4 * t // W, away),
     ]
     if sharded:
         if several:
-            out.append(Row("gradients, summed before they are reduced", 4 * n))
+            out.append(Row("gradients, summed before they are reduced", 4 * t))
         out.append(Row("gathered by FSDP", item * (root + 2 * block if cfg.reshard_after_forward else n)))
-    if cfg.beta:
+    if cfg.beta and not cfg.lora_r:
         out.append(Row("reference model", 4 * n // W + (item * root if sharded else 0), away))
     out += [
         Row(f"activations of {T:,} tokens", T * (c.num_hidden_layers * kept + again + 3 * item * c.hidden_size)),
         Row(f"keys and values gathered for {Tk:,} rows", gathered * 2 * item * c.num_key_value_heads * c.head_dim * (Tk - T)),
-        Row(f"logits of {rows:,} tokens", item * rows * c.vocab_size + 4 * c.vocab_size * c.hidden_size),
+        Row(f"logits of {rows:,} tokens", item * rows * c.vocab_size + 4 * head),
         *engine,
-        Row("a checkpoint that is being written", 12 * n // W + 4 * n * world.main, on_host=True),
+        Row("a checkpoint that is being written", (12 * t + 4 * mixed) // W + 4 * n * world.main, on_host=True),
     ]
     return out
 

@@ -29,6 +29,7 @@ CHOICES = {
     "old_logp_from": ("auto", "trainer", "engine"),
     "vllm_importance_sampling_mode": ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # the matrices of a block
 POSITIVE = (
     "max_completion_length",
     "temperature",
@@ -44,12 +45,13 @@ POSITIVE = (
     "server_window",
     "server_timeout",
     "vllm_importance_sampling_clip_max",
+    *("lora_alpha", "ref_model_mixup_alpha", "ref_model_sync_steps"),
 )
 NOT_NEGATIVE = (
     *("top_k", "epsilon", "epsilon_high", "beta", "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "eval_samples"),
     *("dppo_penalty", "off_policy_mask_threshold", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_target"),
     *("save_steps", "num_completions_to_print", "max_prompt_length", "save_total_limit", "seed"),
-    *("server_patience", "max_staleness", "max_resample_times", "vllm_importance_sampling_clip_min"),
+    *("server_patience", "max_staleness", "max_resample_times", "vllm_importance_sampling_clip_min", "lora_r"),
 )
 
 
@@ -120,6 +122,7 @@ def check(c: Any) -> None:
     require(bool(c.reward_funcs), "--reward-funcs is empty: without a reward there is nothing to learn.")
     _objective(c)
     _engine(c)
+    _adapters_and_reference(c)
 
 
 def _objective(c: Any) -> None:
@@ -152,6 +155,27 @@ def _objective(c: Any) -> None:
         c.advantage_estimator == "grpo" or simple,
         f"--advantage-estimator {c.advantage_estimator} has a scale of its own: leave --scale-rewards batch and "
         "--multi-objective-aggregation normalize_then_sum out.",
+    )
+
+
+def _adapters_and_reference(c: Any) -> None:
+    require(
+        set(LORA_TARGETS) >= set(c.lora_target_modules),
+        f"--lora-target-modules is {' '.join(c.lora_target_modules)}: choose among {', '.join(LORA_TARGETS)}, or leave it out "
+        "for all.",
+    )
+    require(bool(c.lora_r) or not c.lora_adapter, f"--lora-adapter {c.lora_adapter} has no adapters to fill: give its --lora-r.")
+    require(
+        c.ref_model_mixup_alpha <= 1,
+        f"--ref-model-mixup-alpha is {c.ref_model_mixup_alpha}: it is the policy's part of the mix, at most 1.",
+    )
+    require(
+        c.beta > 0 or not c.sync_ref_model,
+        f"--sync-ref-model is {c.sync_ref_model}, but while --beta is {c.beta} no reference is kept: give a --beta above 0.",
+    )
+    require(
+        not (c.sync_ref_model and c.lora_r),
+        "--sync-ref-model does not go with --lora-r, whose reference is the base without adapters: leave one of them out.",
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from nanogrpo import checkpoint, data, fsdp, memory, metrics, optim, output, plugin, rewards, rows, state
+from nanogrpo import adapters, checkpoint, data, fsdp, lora, memory, metrics, optim, output, plugin, rewards, rows, state
 from nanogrpo.batch import Prompt
 from nanogrpo.config import Config
 from nanogrpo.entropy import Bonus
@@ -46,7 +46,7 @@ class Run:
     eval_prompts: list[Prompt]
     reward_funcs: list
     model: Decoder
-    reference: Decoder | None  # frozen; None when beta is 0
+    reference: Decoder | None  # frozen, or the model itself, whose adapters are turned off; None when beta is 0
     optimizer: torch.optim.Optimizer
     bonus: Bonus  # of entropy; remembers two numbers from update to update
     engine: Engine
@@ -66,6 +66,7 @@ def setup(cfg: Config, world: World) -> Run:
     raw = checkpoint.read_json(source / "config.json")
     reward_funcs = rewards.load_functions(cfg.reward_funcs, cfg.max_completion_length)
     model = checkpoint.empty_model(source)
+    lora.attach(model, cfg)
     check_vocabulary(tokenizer, model)
     parts, eval_prompts = load_prompts(cfg, tokenizer, model.cfg.max_position_embeddings)
     prompts = list(itertools.chain(*parts))
@@ -74,12 +75,12 @@ def setup(cfg: Config, world: World) -> Run:
     longest = max(len(p.token_ids) for p in prompts + eval_prompts)
     memory.check(model, cfg, world, longest)
     load_sharded(model, source, world, cfg)
-    reference = None
-    if cfg.beta:
+    reference = model if cfg.beta and cfg.lora_r else None  # it is the reference itself, its adapters off
+    if cfg.beta and not cfg.lora_r:
         frozen = dataclasses.replace(cfg, reshard_after_forward=True)  # it has no backward to keep its blocks gathered for
         reference = load_sharded(checkpoint.empty_model(source), source, world, frozen).requires_grad_(False)
     optimizer = optim.make_optimizer(model, cfg)
-    start = state.resume(cfg, world, model, optimizer, origin)
+    start = state.resume(cfg, world, model, optimizer, origin, reference)
     engine = make_engine(cfg, world, model, source, max_len=longest + cfg.max_completion_length)
     if cfg.rollout:
         engine = TurnsEngine(engine, plugin.load(cfg.rollout, "--rollout"), tokenizer, model.cfg.vocab_size, world.gather)
@@ -174,6 +175,7 @@ def load_sharded(model: Decoder, source: Path, world: World, cfg: Config) -> Dec
     model.to_empty(device=fsdp.home(world, cfg))
     model.tie()
     checkpoint.load_weights(model, source)
+    adapters.begin(model, cfg)
     return model
 
 

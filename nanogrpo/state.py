@@ -4,6 +4,7 @@ In: model and optimizer, whole or sharded. Out: folders of output_dir, each of t
 
     checkpoint-N/
         config.json  model*.safetensors  tokenizer.json …    the weights in the dtype of the base model (checkpoint.py)
+        adapter/                                             with --lora-r: the adapters for peft; the weights above hold them too
         state.json                                           finished steps, options, number of ranks, hashes of data and rewards
         state/__0_0.distcp  __1_0.distcp …  .metadata        float32 masters and AdamW's moments: a file a rank
 
@@ -34,9 +35,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
-from nanogrpo import checkpoint, ends, output
+from nanogrpo import adapters, checkpoint, ends, fsdp, output
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.model import Decoder
@@ -55,16 +56,20 @@ FREE |= {"gradient_checkpointing", "cpu_offload", "reshard_after_forward"}
 FREE |= {"server", "vllm_python", "vllm_options", "weight_transport", "server_window", "server_timeout", "server_patience"}
 
 
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def tensors(model: nn.Module, optimizer: Optimizer, reference: nn.Module | None = None) -> dict[str, Tensor]:
     """Masters and moments by name, and the number of updates: the tensors themselves, to write or to read into.
 
+    With adapters, of those alone (the base is read from --model); reference: where it follows the policy.
     Of a sharded model they are DTensors, which know their place in the whole: so another number of ranks finds its parts.
     """
-    for module in model.modules():  # after a forward without a backward the root is still gathered, and its shards hidden
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    fsdp.reshard(model)
     out: dict[str, Tensor] = {}
+    if reference is not None:
+        fsdp.reshard(reference)
+        out |= {f"reference.{name}": p.detach() for name, p in reference.named_parameters()}
     for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
         moments = optimizer.state[p]
         out |= {f"master.{name}": p.detach(), f"exp_avg.{name}": moments["exp_avg"], f"exp_avg_sq.{name}": moments["exp_avg_sq"]}
         out.setdefault("updates", moments["step"])  # one count for all: each update moves every parameter
@@ -86,13 +91,15 @@ class Saver:
         cfg: Config,
         world: World,
         model: Decoder,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         tokenizer: Tokenizer,
         config_json: dict,  # of the base model, as it was read at the start: its folder may be gone when we save
         origin: dict[str, str],  # of output.origin
+        reference: Decoder | None = None,  # is saved if it follows the policy
     ):
         self.cfg, self.world, self.model, self.optimizer, self.tokenizer = cfg, world, model, optimizer, tokenizer
         self.config_json, self.origin = config_json, origin
+        self.reference = reference if cfg.sync_ref_model else None
         named = str(config_json.get("dtype", config_json.get("torch_dtype")))
         self.dtype = torch.bfloat16 if named == "bfloat16" else torch.float32  # float16 could not hold every master
         # The threads that write talk to each other while the main ones do: so they need a group of their own.
@@ -128,17 +135,21 @@ class Saver:
             # All ranks write into the folder that rank 0 makes, so none may begin before it is there: `once` is a barrier too.
             folder = self.world.once(lambda: stack.enter_context(checkpoint.written_whole(self.final)))
             weights = checkpoint.host_weights(self.model, self.dtype, keep=self.world.main)
-            what, where = tensors(self.model, self.optimizer), folder / "state"
+            alone = adapters.host_adapters(self.model, keep=self.world.main)
+            what, where = tensors(self.model, self.optimizer, self.reference), folder / "state"
             shards = dcp.async_save(what, checkpoint_id=where, process_group=self.group, no_dist=self.group is None)
             assert isinstance(shards, Future)  # the copies are complete, and the rest is under way
             written = stack.pop_all()
-            self.job = self.pool.submit(self._write, written, folder, weights, step, shards) if self.world.main else shards
+            args = written, folder, weights, alone, step, shards
+            self.job = self.pool.submit(self._write, *args) if self.world.main else shards
 
-    def _write(self, written: contextlib.ExitStack, folder: Path, weights: dict[str, Tensor], step: int, shards: Future) -> None:
+    def _write(self, written: contextlib.ExitStack, folder: Path, weights: dict, alone: dict, step: int, shards: Future) -> None:
         """Rank 0's thread. Leaving `written` renames the folder, or removes it where anything failed."""
         with written:
             try:
                 checkpoint.write_model(weights, self.config_json, folder, self.tokenizer)
+                if alone:
+                    adapters.write(alone, folder / "adapter", self.cfg)
                 row = {
                     "step": step,
                     "processes": self.world.size,
@@ -190,7 +201,12 @@ def reason(error: BaseException) -> str:
 
 
 def resume(
-    cfg: Config, world: World, model: Decoder, optimizer: torch.optim.Optimizer, origin: dict[str, str] | None = None
+    cfg: Config,
+    world: World,
+    model: Decoder,
+    optimizer: Optimizer,
+    origin: dict[str, str] | None = None,
+    reference: Decoder | None = None,
 ) -> int:
     """Restores the last checkpoint, if there is one; returns the number of finished steps. Every rank must call.
 
@@ -208,7 +224,7 @@ def resume(
     folder, step, size = found
     if size != world.size:
         log.info("%s was written by %d processes and is continued by %d", folder, size, world.size)
-    mine = tensors(model, optimizer)
+    mine = tensors(model, optimizer, reference if cfg.sync_ref_model else None)
     _load(folder, mine)
     updates = mine["updates"]
     for state in optimizer.state.values():

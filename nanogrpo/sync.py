@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from nanogrpo import lora
 from nanogrpo.errors import UserError
 from nanogrpo.server import Server, ServerError, ServerLost
 from nanogrpo.wire import BUCKET_BYTES, Greeting, Group, Layout, SharedBuckets, listen, loopback, sequence_of
@@ -42,23 +43,21 @@ TRANSPORTS = ("broadcast", "memory")
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, full parameter) of every parameter, once; every rank must consume it to the end (collective under FSDP2).
+    """(name, full parameter) of every parameter, once, adapters merged; every rank must consume it to the end (collective under
+    FSDP2).
 
     Under FSDP2 block by block: `unshard` gathers a block in one collective and in the dtype of its mixed-precision policy, which
     are the very bits that the trainer computes with. A tensor is valid until the next is asked for.
     """
     if not any(isinstance(m, FSDPModule) for m in model.modules()):
-        for name, p in model.named_parameters():
-            p = p.detach()
-            yield name, p.full_tensor() if hasattr(p, "full_tensor") else p
+        yield from lora.whole_parameters(model)
         return
-    seen: set[str] = {name for name, _ in model.named_parameters()}  # without the second name of a tied parameter
+    seen = {name for name, _ in lora.base_parameters(model)}  # without the second name of a tied parameter
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
         for name, p in module.named_parameters(recurse=False):
             if prefix + name in seen:
-                p = p.detach()
-                yield prefix + name, p.full_tensor() if hasattr(p, "full_tensor") else p
+                yield prefix + name, lora.whole(module, name, p)
         for name, child in module.named_children():
             sharded = isinstance(child, FSDPModule)
             if sharded:
@@ -141,7 +140,7 @@ class WeightSync:
         timeout: float = 60.0,  # seconds for each request, and for each broadcast
         first: bool = True,  # whether this is rank 0, which holds the buckets
     ):
-        self.layout = Layout([(n, dtype, list(p.shape)) for n, p in model.named_parameters()], bucket_bytes)
+        self.layout = Layout([(n, dtype, list(p.shape)) for n, p in lora.base_parameters(model)], bucket_bytes)
         self.device, self.transport, self.timeout, self.first = device, transport, timeout, first
         self.sequence = 0  # numbers the updates; 0: nothing gathered yet
         self.run = secrets.token_hex(6)  # tells this trainer's labels and cached prefixes from another's, or an earlier run's

@@ -143,6 +143,10 @@ BAD = [
     ("reward_weights", (1.0, math.nan)),
     ("reward_weights", (math.inf, 1.0)),
     ("learning_rate", -math.inf),
+    ("lora_target_modules", ("lm_head",)),
+    ("lora_adapter", "folder"),
+    ("ref_model_mixup_alpha", 1.1),
+    ("sync_ref_model", True),
 ]
 
 
