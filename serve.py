@@ -12,16 +12,17 @@ has vLLM, which may be another than the trainer's: it imports nothing else of th
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
 import importlib.metadata
 import os
+import re
 import secrets
 import signal
 import socket
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 from nanogrpo.errors import UserError
@@ -51,11 +52,17 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--startup-timeout", type=float, default=900.0, metavar="SECONDS", help="until the first sign of health")
     parser.add_argument("--stop-with-stdin", action="store_true", help="end when standard input closes: as whoever holds it ends")
     ours, rest = parser.parse_known_args(argv)
-    if any(word.split("=")[0] == "--api-key" for word in rest):
-        raise UserError(f"--api-key cannot be used: it leaves vLLM's weight routes open; set {SECRET} or --secret-file instead.")
     for word in rest:
-        if (name := word.split("=")[0]) in FIXED:
-            raise UserError(f"{name} cannot be set: training relies on {FIXED[name] or 'it being on'}; leave the option out.")
+        given = re.split(r"[=.]", word)[0].replace("_", "-").replace("--no-", "--")  # as vLLM reads it
+        if given == "--api-key":
+            raise UserError(
+                f"{given} cannot be used: it leaves vLLM's weight routes open; set {SECRET} or --secret-file instead."
+            )
+        if given == "--config":
+            raise UserError("--config cannot be used: its file may set what training relies on; give its options one by one.")
+        for name, value in FIXED.items():
+            if len(given) > 4 and name.startswith(given):  # vLLM takes abbreviations too
+                raise UserError(f"{name} cannot be set: training relies on {value or 'it being on'}; leave the option out.")
     return ours, rest
 
 
@@ -105,27 +112,35 @@ def check_port(host: str, port: int) -> None:
 
 def watch(host: str, port: int, secret: str, deadline: float) -> None:
     """Says how long it has been until the server is healthy; ends the process when that takes longer than `deadline` seconds."""
-    start, url = time.monotonic(), f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
-    request = urllib.request.Request(f"{url}/health", headers={"Authorization": f"Bearer {secret}"})
-    tty = sys.stderr.isatty()
+    start, near = time.monotonic(), {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     while (seconds := time.monotonic() - start) < deadline:
-        try:
-            with urllib.request.urlopen(request, timeout=5):
-                print(f"serve: ready at {url} after {seconds:.0f} s", file=sys.stderr, flush=True)
+        connection = http.client.HTTPConnection(near, port, timeout=5)  # urllib would send the secret to $http_proxy
+        with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+            connection.request("GET", "/health", headers={"Authorization": f"Bearer {secret}"})
+            if connection.getresponse().status == 200:
+                where = f"[{near}]" if ":" in near else near
+                print(f"serve: ready at http://{where}:{port} after {seconds:.0f} s", file=sys.stderr, flush=True)
                 return
-        except (urllib.error.URLError, OSError):
-            if tty:
-                print(f"serve: loading, {seconds:.0f} s", end="\r", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            print(f"serve: loading, {seconds:.0f} s", end="\r", file=sys.stderr, flush=True)
         time.sleep(0.5)
     print(f"error: The server was not healthy within --startup-timeout {deadline:.0f} s.", file=sys.stderr, flush=True)
+    end()
+
+
+def end(grace: float = 10.0) -> None:
+    """Ends the server in good order; after `grace` seconds, because vLLM heeds no SIGTERM while it loads, in any order."""
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace)
+    leads = os.getpgrp() == os.getpid()  # then the group is our workers, who may not watch us yet; else also somebody's shell
+    (os.killpg if leads else os.kill)(os.getpid(), signal.SIGKILL)
 
 
 def stop_with_stdin() -> None:
     """Ends the server when the other end of standard input is closed: by its owner, or when the owner was killed."""
     while sys.stdin.buffer.read(1):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    end()
 
 
 def main(argv: list[str] | None = None) -> int:

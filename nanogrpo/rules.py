@@ -209,12 +209,16 @@ def _engine(c: Any) -> None:
                 f"--{dashed(name)} {getattr(c, name)} cannot be used with --engine vllm: its log-probs would be those after "
                 f"the filter, which training does not repeat; use {neutral}.",
             )
+        require(c.temperature >= 0.01, f"--temperature {c.temperature} is raised to 0.01 by vLLM: give at least that.")
         for name in ("vllm_python", "vllm_options"):
             require(
                 not (c.server and getattr(c, name)),
                 f"--{dashed(name)} is for a server that is started here: give it to serve.py, or leave out --server.",
             )
         try:
-            shlex.split(c.vllm_options)
+            words = shlex.split(c.vllm_options)
         except ValueError as e:
             raise UserError(f"--vllm-options {c.vllm_options!r} cannot be split into words ({e}): close the quotes.") from e
+        for name in ("--model", "--host", "--port", "--secret-file"):
+            ours = any(word.split("=")[0] == name for word in words)
+            require(not ours, f"--vllm-options sets {name}, which the trainer chooses for its own server: leave it out.")

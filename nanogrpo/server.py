@@ -73,16 +73,26 @@ class Server:
     def post(self, path: str, body: dict | None = None, timeout: float | None = None) -> dict:
         return self._request("POST", path, body or {}, timeout)
 
-    def _request(self, method: str, path: str, body: dict | None, timeout: float | None) -> dict:
-        connection = self.kind(self.host, self.port, timeout=timeout or self.timeout)
+    def work(self, path: str, body: dict) -> dict:
+        """A `post` that takes as long as it takes, if the server is alive; `alive = False` and then `abort` end it for sure."""
+        return self._request("POST", path, body, 86400.0, work=True)
+
+    def _request(self, method: str, path: str, body: dict | None, timeout: float | None, work: bool = False) -> dict:
+        timeout = timeout or self.timeout
+        connection = self.kind(self.host, self.port, timeout=min(timeout, self.timeout))  # to connect: never as long as sampling
         with self.lock:
             self.open.add(connection)
         try:
+            connection.connect()
+            connection.sock.settimeout(timeout)
+            if connection not in self.open or (work and not self.alive):
+                raise ServerError(f"{self.url} was given up before {path} was sent")
             connection.request(method, path, None if body is None else json.dumps(body), self.headers)
             reply = connection.getresponse()
             raw = reply.read()
         except TimeoutError as e:
-            raise ServerError(f"{self.url} did not answer {path} within {connection.timeout:g} s") from e
+            waited = connection.timeout if connection.sock is None else timeout
+            raise ServerError(f"{self.url} did not answer {path} within {waited:g} s") from e
         except (OSError, http.client.HTTPException) as e:
             raise ServerError(f"{self.url} did not answer {path} ({str(e) or type(e).__name__})") from e
         finally:
@@ -107,12 +117,13 @@ class Server:
         raise ServerError(f"{self.url} answered {path} with status {reply.status}: {message}", reply.status)
 
     def abort(self) -> None:
-        """Ends the requests under way in other threads: they raise ServerError."""
+        """Ends the requests under way in other threads: they raise ServerError, also those that are still connecting."""
         with self.lock:
             for connection in self.open:
                 if connection.sock is not None:
                     with contextlib.suppress(OSError):  # it may have ended by itself meanwhile
                         connection.sock.shutdown(socket.SHUT_RDWR)
+            self.open.clear()
 
 
 def until(deadline: float, attempt: Callable[[], object], over: threading.Event) -> ServerError | None:
@@ -144,19 +155,25 @@ class Sidecar:
         self.python, self.startup_timeout = python or sys.executable, startup_timeout
         self.secret = secrets.token_urlsafe(32)
         self.process: subprocess.Popen | None = None
+        self.over = threading.Event()  # set by `stop`: nothing is started any more
 
     def start(self, timeout: float) -> Server:
-        """Starts the process and waits until it is healthy. UserError when it ends before, or is late. timeout: the Server's."""
+        """Starts the process and waits until it is healthy. UserError when it ends before, is late, or `stop` is called in
+        another thread. timeout: the Server's."""
         self.kill()
         with socket.socket() as sock:  # a free port: another process could take it in between, and serve.py would say so
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
         script = Path(__file__).resolve().parent.parent / "serve.py"
         command = [self.python, str(script), "--model", self.model, "--port", str(port), "--stop-with-stdin", *self.options]
-        self.output.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with self.output.open("ab") as output:
-                self.process = subprocess.Popen(
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            output = self.output.open("ab")
+        except OSError as e:
+            raise UserError(f"{self.output} cannot be written ({e.strerror}); the sidecar's messages go there.") from e
+        try:
+            with output:
+                process = self.process = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
                     stdout=output,
@@ -171,16 +188,16 @@ class Sidecar:
         server = Server(f"http://127.0.0.1:{port}", self.secret, timeout)
         begin = time.monotonic()
         log.info("starting the vLLM sidecar; its messages go to %s", self.output)
-        while (seconds := time.monotonic() - begin) < self.startup_timeout:
+        while (seconds := time.monotonic() - begin) < self.startup_timeout and not self.over.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = self.process.wait(timeout=0.25)
+                status = process.wait(timeout=0.25)
                 raise UserError(f"The vLLM sidecar ended with status {status} ({self._last_words()}); see {self.output}.")
             with contextlib.suppress(ServerError):
                 server.get("/health", timeout=5)
                 log.info("the vLLM sidecar is ready after %.0f s", seconds)
                 return server
         self.kill()
-        raise UserError(f"The vLLM sidecar was not healthy within {self.startup_timeout:.0f} s; see {self.output}.")
+        raise UserError(f"The vLLM sidecar was not healthy within {seconds:.0f} s; see {self.output}.")
 
     def _last_words(self) -> str:
         lines = [x for x in self.output.read_text(errors="replace").splitlines() if x.strip()]
@@ -189,18 +206,19 @@ class Sidecar:
 
     def stop(self, timeout: float = 15.0) -> None:
         """Ends the process in good order, by closing the pipe; kills it when that takes longer than `timeout` seconds."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.stdin.close()
+        self.over.set()
+        if (process := self.process) is not None and process.poll() is None:
+            process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout)
+                process.wait(timeout)
         self.kill()
 
     def kill(self) -> None:
         """Kills the process and all its workers, also when it hangs or has left them behind."""
-        if self.process is None:
+        process, self.process = self.process, None
+        if process is None:
             return
         with contextlib.suppress(ProcessLookupError):  # the group is empty: everyone has ended
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.process.stdin.close()
-        self.process = None
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdin.close()

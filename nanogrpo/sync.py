@@ -270,5 +270,8 @@ def own_address(server: Server) -> str:
     """The address of this machine that the server can reach: the one from which we reach it."""
     if loopback(server.host):
         return "127.0.0.1"
-    with socket.create_connection((server.host, server.port), timeout=server.timeout) as sock:
-        return sock.getsockname()[0]
+    try:
+        with socket.create_connection((server.host, server.port), timeout=server.timeout) as sock:
+            return sock.getsockname()[0]
+    except OSError as e:
+        raise ServerError(f"{server} cannot be reached ({e})") from e

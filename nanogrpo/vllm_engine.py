@@ -27,11 +27,11 @@ from torch import nn
 
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.errors import UserError
-from nanogrpo.guard import FACTS, FIELDS
+from nanogrpo.guard import FACTS
 from nanogrpo.rollout import SamplingParams
 from nanogrpo.server import Server, ServerError, ServerLost, Sidecar, until
 from nanogrpo.sync import Ranks, WeightSync
-from nanogrpo.vllm_protocol import Group, ask, check, read
+from nanogrpo.vllm_protocol import Group, ask, check, fits, read
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class VLLMEngine:
         self.ranks = ranks or Ranks()
         self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, patience
         self.window, self.timeout, self.transport, self.device = window, timeout, transport, torch.device(device)
-        self.version = -1
+        self.version, self.dtype = -1, ""  # of the weights; the dtype is the servers'
         self.over = threading.Event()  # set by `close`
         self.restarts = 0  # of our sidecar, and reconnections to others', since the run began: for the log
         self.problem: Exception | None = None  # why the last server was lost
@@ -71,7 +71,7 @@ class VLLMEngine:
         self.sync: WeightSync | None = None
         self.servers = [Server(url, secret, timeout) for url in servers] if self.ranks.first else []
         self.ranks.on_first(self._start)
-        dtype = self.ranks.share(self.dtype if self.ranks.first else None)
+        dtype = self.ranks.share(self.dtype)
         self.sync = WeightSync(model, dtype, self.device, transport, timeout=timeout, first=self.ranks.first)
 
     # --- the interface of rollout.Engine ---
@@ -94,6 +94,9 @@ class VLLMEngine:
     def load(self, model: nn.Module, version: int) -> None:
         """Gathers the weights (every rank calls) and has every server take them. ServerLost when none could be brought to."""
         with self.lock:
+            self.ranks.share(
+                None
+            )  # while rank 0 waits for the lock, the others wait here, and not in a collective that has a limit
             self.sync.gather(model)
             self.version = version
             self.ranks.on_first(self._send)
@@ -102,6 +105,7 @@ class VLLMEngine:
         """Releases the servers; ends the one that we started. What a thread still asks for raises ServerLost there."""
         self.over.set()
         for server in self.servers:  # of rank 0: the others have none
+            server.alive = False
             server.abort()
         if self.ranks.first and self.sync is not None:
             self.sync.close()
@@ -143,7 +147,7 @@ class VLLMEngine:
                     group = waiting.popleft()
                 try:
                     group.samples = self._ask(server, group)
-                except ServerError as e:
+                except (ServerError, UserError) as e:  # what it refuses now it did not before: it was started anew, otherwise
                     if not errors:  # else we ended the request ourselves
                         self._lose(server, e)
                     with changed:
@@ -182,7 +186,7 @@ class VLLMEngine:
         try:
             if server.get("/is_paused")["is_paused"] and before % 2 == 0 and before == self.sends:
                 raise ServerError(f"{server} is paused, and not by this trainer")
-        except ServerError as e:
+        except (ServerError, UserError) as e:
             self._lose(server, e)
 
     def _ask(self, server: Server, group: Group) -> list[Sample]:
@@ -191,8 +195,9 @@ class VLLMEngine:
             request = group.body | {"cache_salt": self.sync.label(oldest)}
             try:
                 # No limit of its own: a long group takes long. The heart beat ends the connection of a server that hangs.
-                reply = server.post("/inference/v1/generate", request, timeout=86400)
-                return read(reply, group.prompt, group.n, self.sync.version_of, oldest, self.version, str(server))
+                reply = server.work("/inference/v1/generate", request)
+                asked = group.body["sampling_params"]["n"]
+                return read(reply, group.prompt, group.n, asked, self.sync.version_of, oldest, self.version, str(server))
             except ServerError as e:
                 if attempt + 1 == ATTEMPTS or e.status < 500 or not server.alive:
                     raise
@@ -202,6 +207,8 @@ class VLLMEngine:
     # --- servers that come and go: on rank 0 ---
 
     def _start(self) -> None:
+        if len({s.url for s in self.servers}) < len(self.servers):
+            raise UserError("--server names an address twice; name each server once: it takes weights over one connection.")
         if self.sidecar is not None:
             self.servers = [self.sidecar.start(self.timeout)]
         deadline = time.monotonic() + (self.timeout if self.sidecar else min(self.patience, 30.0))
@@ -212,35 +219,25 @@ class VLLMEngine:
     def _meet(self, server: Server) -> None:
         """Learns what the server is, and refuses one that cannot serve this trainer. UserError, ServerError."""
         facts = server.get(FACTS, timeout=min(self.timeout, 10.0))
-        for name in FIELDS:
-            ours, theirs = getattr(self.cfg, name), facts["model"].get(name)
-            if ours != theirs:
-                raise UserError(
-                    f"--server {server} serves another model: its {name} is {theirs}, that of --model is {ours}; "
-                    "start serve.py with the same checkpoint."
-                )
-        if facts["max_model_len"] < self.max_len:
-            raise UserError(
-                f"--server {server} has a context of {facts['max_model_len']} tokens but prompt and completion need "
-                f"{self.max_len}; start serve.py with --max-model-len {self.max_len}, or lower --max-completion-length."
-            )
-        if self.sync is None:
-            self.dtype = facts["dtype"]
-        elif facts["dtype"] != self.dtype:
-            raise UserError(f"--server {server} runs in {facts['dtype']}, not in {self.dtype}; start all with one --dtype.")
+        fits(str(server), facts, self.cfg, self.max_len, self.dtype)
+        self.dtype = facts["dtype"]
         self.workers[server] = facts["workers"]
 
     def _bring_up(self, server: Server) -> None:
         """Connects a server and gives it the current weights; it is alive afterwards. UserError, ServerError."""
-        if server not in self.sync.groups:
-            self._meet(server)
-            self.sync.connect(server, self.workers[server])
         self.sends += 1
         try:
+            if server not in self.sync.groups:
+                self._meet(server)
+                self.sync.connect(server, self.workers[server])
             self.sync.send(server, self.version)
+        except UserError as e:
+            if server.version < 0:
+                raise
+            raise ServerError(str(e)) from e  # it has had our weights before: another took its place, and may leave it again
         finally:
             self.sends += 1
-        server.alive, server.version = True, self.version
+        server.alive, server.version = not self.over.is_set(), self.version
 
     def _lose(self, server: Server, error: Exception) -> None:
         if server.alive:
@@ -273,11 +270,15 @@ class VLLMEngine:
             wait = 0.0 if self.sidecar is not None else self.patience
             problem = until(time.monotonic() + wait, self._bring_up_any, self.over)
             for _ in range(ATTEMPTS if self.sidecar is not None else 0):
-                if problem is None:
-                    return
+                if problem is None or self.over.is_set():
+                    break
                 log.warning("%s; starting the sidecar again", problem)
-                self.servers = [self.sidecar.start(self.timeout)]
-                problem = until(time.monotonic() + self.timeout, self._bring_up_any, self.over)
+                try:
+                    self.servers = [self.sidecar.start(self.timeout)]
+                except UserError as e:  # the memory of the one before may not be free yet
+                    problem = e
+                else:
+                    problem = until(time.monotonic() + self.timeout, self._bring_up_any, self.over)
             if problem is not None:
                 raise ServerLost(f"No vLLM server is left ({problem}); the run stops; start the server and go on with --resume.")
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.errors import UserError
+from nanogrpo.guard import FIELDS
+from nanogrpo.model import ModelConfig
 from nanogrpo.rollout import SamplingParams, stream
 from nanogrpo.server import ServerError
 
@@ -49,6 +51,26 @@ def check(prompts: Sequence[Prompt], each: Sequence[SamplingParams], max_len: in
             )
 
 
+def fits(server: str, facts: dict, cfg: ModelConfig, max_len: int, dtype: str) -> None:
+    """Raises UserError when a server cannot sample for a trainer. facts: what it says of itself. dtype: "" if any will do."""
+    if not isinstance(facts.get("model"), dict):
+        raise UserError(f"--server {server} is a server, but not a sidecar of this project; start it by serve.py.")
+    for name in FIELDS:
+        ours, theirs = getattr(cfg, name), facts["model"].get(name)
+        if ours != theirs:
+            raise UserError(
+                f"--server {server} serves another model: its {name} is {theirs}, that of --model is {ours}; "
+                "start serve.py with the same checkpoint."
+            )
+    if facts["max_model_len"] < max_len:
+        raise UserError(
+            f"--server {server} has a context of {facts['max_model_len']} tokens but prompt and completion need {max_len}; "
+            f"start serve.py with --max-model-len {max_len}, or lower --max-completion-length."
+        )
+    if facts["dtype"] != (dtype or facts["dtype"]):
+        raise UserError(f"--server {server} runs in {facts['dtype']}, not in {dtype}; start all with one --dtype.")
+
+
 def ask(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
     """The request for a group: every field that vLLM samples by, so that none is left to a default of server or model.
 
@@ -82,6 +104,7 @@ def read(
     reply: dict,
     prompt: Prompt,
     n: int,
+    asked: int,  # completions that were asked for: 1 if greedy, else n
     version_of: Callable[[str], int | None],  # label → version, None for one that is not this trainer's
     oldest: int,  # the version when the request was sent
     newest: int,  # and now: versions in between may have written some of the tokens
@@ -93,7 +116,7 @@ def read(
     except (KeyError, TypeError, IndexError) as e:
         raise ServerError(f"{server} returned something else than completions for prompt {prompt.id} ({e!r})") from e
     samples.sort(key=lambda s: s.index)
-    if len(samples) == 1 < n:  # greedy
+    if len(samples) == 1 == asked < n:  # greedy
         samples = [dataclasses.replace(samples[0], index=i) for i in range(n)]
     if [s.index for s in samples] != list(range(n)):
         raise ServerError(f"{server} returned {len(samples)} of {n} completions of prompt {prompt.id}")

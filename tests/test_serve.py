@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import types
 
 import pytest
+from test_vllm_recovery import ended
 from vllm_real import ROOT
 
 import serve
@@ -36,9 +40,63 @@ def test_what_training_relies_on_cannot_be_changed(option):
             serve.options(["--model", "m", *words])
 
 
-def test_vllms_own_key_is_refused():
-    with pytest.raises(UserError, match=r"--api-key cannot be used: it leaves vLLM's weight routes open; set NANOGRPO_SECRET"):
-        serve.options(["--model", "m", "--api-key", "x"])
+@pytest.mark.parametrize(
+    "word", ["--logprobs_mode=raw_logprobs", "--logprobs-m", "--weight-transfer-config.backend", "--no-enable-scale-out"]
+)
+def test_not_by_another_spelling_either(word):
+    """vLLM takes underscores, abbreviations, a key of a dictionary and a negation."""
+    with pytest.raises(UserError, match="cannot be set: training relies on"):
+        serve.options(["--model", "m", word])
+
+
+@pytest.mark.parametrize("word", ["--api-key", "--api_key=x", "--config"])
+def test_what_would_open_the_door_is_refused(word):
+    with pytest.raises(UserError, match=f"{word[:5].replace('_', '-')}.* cannot be used: it"):
+        serve.options(["--model", "m", word, "x"])
+
+
+def test_the_watch_asks_no_proxy_and_knows_an_address_of_ipv6(monkeypatch, capsys):
+    """A proxy would see the secret, and its answer would end a healthy server."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    seen = []
+
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append((self.path, self.headers["Authorization"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    class Server6(http.server.HTTPServer):
+        address_family = socket.AF_INET6
+
+    for kind, host in ((http.server.HTTPServer, "127.0.0.1"), (Server6, "::1")):
+        with kind((host, 0), Health) as server:
+            threading.Thread(target=server.handle_request, daemon=True).start()
+            serve.watch(host, server.server_port, LONG, deadline=5.0)
+        where = f"[{host}]" if ":" in host else host
+        assert f"ready at http://{where}:{server.server_port} after" in capsys.readouterr().err
+    assert seen == [("/health", f"Bearer {LONG}")] * 2
+
+
+def test_what_heeds_no_sigterm_is_killed_with_its_workers():
+    """As vLLM while it loads. The worker is what does not watch us yet."""
+    script = (
+        "import os, signal, subprocess, serve\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print(subprocess.Popen(['sleep', '60']).pid, flush=True)\nserve.end(grace=0.2)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    worker = int(process.stdout.readline())
+    assert process.wait(10) == -signal.SIGKILL
+    assert ended([worker], within=5.0)
 
 
 def test_an_occupied_port():

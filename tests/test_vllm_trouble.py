@@ -1,0 +1,293 @@
+"""The client in trouble at a bad moment, against the fake server: while it closes, recovers, or connects; and servers that come
+back as other ones. Read before: test_vllm_engine.py. Read next: test_vllm_recovery.py."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from conftest import arguments, tiny_config, tiny_model
+from fake_vllm import FakeVLLM
+from ranks import run
+from test_vllm_engine import MODEL, PARAMS, PROMPTS, engine_of, shown
+
+from nanogrpo import sync
+from nanogrpo.errors import UserError
+from nanogrpo.server import Server, ServerError, ServerLost, Sidecar
+from nanogrpo.staleness import Ahead
+from nanogrpo.vllm_engine import VLLMEngine
+
+
+@pytest.fixture
+def fake():
+    with FakeVLLM(tiny_config()) as server:
+        yield server
+
+
+# --- servers that come back as other ones --------------------------------------------------------------------------------------
+
+
+def test_fewer_completions_than_asked_for_are_not_taken_for_the_greedy_one(fake):
+    engine = engine_of(fake)
+    whole = shown(engine.sample(PROMPTS[:1], 4, PARAMS, step=0))
+    left = [1]
+
+    def cut(method, path, body):
+        if path == "/inference/v1/generate" and left.pop() if left else False:
+            return {"choices": fake.answer(path, body)["choices"][:1]}
+
+    fake.disturb = cut
+    assert shown(engine.sample(PROMPTS[:1], 4, PARAMS, step=0)) == whole
+
+
+def test_one_address_twice(fake):
+    with pytest.raises(UserError, match="--server names an address twice"):
+        engine_of(fake, f"{fake.url}/", load=False)
+
+
+def test_servers_of_different_dtypes(fake):
+    with FakeVLLM(tiny_config()) as other:
+        other.facts["dtype"] = "bfloat16"
+        with pytest.raises(UserError, match=r"runs in bfloat16, not in float32; start all with one --dtype"):
+            engine_of(fake, other, load=False)
+
+
+def test_something_that_answers_everything(fake):
+    fake.disturb = lambda m, path, b: {"hello": "world"}
+    with pytest.raises(UserError, match="is a server, but not a sidecar of this project"):
+        engine_of(fake, load=False)
+
+
+def test_the_others_go_on_without_a_server_that_came_back_with_another_model(fake):
+    with FakeVLLM(tiny_config()) as other:
+        engine = engine_of(fake, other)
+        engine._lose(engine.servers[1], ServerError("for the test"))
+        engine.sync.disconnect(engine.servers[1])
+        other.facts["model"]["vocab_size"] = 77
+        engine.load(MODEL, 1)
+        assert [s.alive for s in engine.servers] == [True, False]
+        assert len(engine.sample(PROMPTS, 2, PARAMS, step=1)) == 12
+        other.facts["model"]["vocab_size"] = MODEL.cfg.vocab_size
+        engine.load(MODEL, 2)
+        assert [s.alive for s in engine.servers] == [True, True]
+
+
+@pytest.mark.parametrize("where", ["generate", "/pause", "/is_paused"])
+def test_a_server_that_refuses_in_mid_run_is_lost_and_the_checkpoint_can_be_saved(fake, where):
+    """Started anew with another secret: no UserError, which would end the run at once and without its checkpoint."""
+    engine = engine_of(fake, timeout=0.2)
+    held = threading.Event()
+
+    def disturb(method, path, body):
+        if where == "/is_paused" and "generate" in path:
+            held.wait(1)  # so that the heart beat comes first
+        return 401 if where in path else None
+
+    fake.disturb = disturb
+    with pytest.raises(ServerLost, match=r"refuses the secret|given up|did not answer"):
+        engine.sample(PROMPTS, 2, PARAMS, step=0) if where != "/pause" else engine.load(MODEL, 1)
+
+
+# --- our own server ------------------------------------------------------------------------------------------------------------
+
+
+class Starts:
+    """A sidecar whose starts go as told: True, a server; False, an error."""
+
+    def __init__(self, fake: FakeVLLM, *goes: bool):
+        self.fake, self.goes, self.count = fake, list(goes), 0
+
+    def start(self, timeout: float) -> Server:
+        self.count += 1
+        if not self.goes.pop(0):
+            raise UserError("The vLLM sidecar ended with status 1 (no memory is free)")
+        self.fake.disturb = lambda *call: None
+        return Server(self.fake.url, timeout=timeout)
+
+    def stop(self) -> None:
+        pass
+
+
+def owner(fake: FakeVLLM, *goes: bool) -> VLLMEngine:
+    engine = VLLMEngine(MODEL, max_len=32, transport="memory", timeout=0.5, sidecar=Starts(fake, *goes))
+    engine.load(MODEL, 0)
+    return engine
+
+
+def test_a_restart_that_fails_is_tried_again(fake):
+    """What the dead server held (a GPU's memory) may not be free at once."""
+    engine = owner(fake, True, False, False, True)
+    whole = shown(engine.sample(PROMPTS, 2, PARAMS, step=0))
+    fake.disturb = lambda *call: 500
+    assert shown(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
+
+
+def test_restarts_that_all_fail_lose_the_server_and_not_the_checkpoint(fake):
+    engine = owner(fake, True, False, False, False)
+    fake.disturb = lambda *call: 500
+    with pytest.raises(ServerLost, match=r"No vLLM server is left \(.*no memory is free"):
+        engine.sample(PROMPTS, 2, PARAMS, step=0)
+
+
+def test_nothing_is_started_after_the_end(fake):
+    engine = owner(fake, True, True)
+    engine._lose(engine.servers[0], ServerError("for the test"))
+    fake.disturb = lambda *call: engine.over.set() or 500  # the run ends while a thread tries what is left of the server
+    with pytest.raises(ServerLost):
+        engine.request(PROMPTS, 2, PARAMS, step=0)
+    assert engine.sidecar.count == 1
+
+
+def test_a_start_that_is_stopped_from_another_thread_ends(tmp_path):
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    sidecar = Sidecar(tmp_path, [], str(slow), tmp_path / "serve.log")
+    threading.Timer(0.5, lambda: sidecar.stop(timeout=0.1)).start()
+    begin = time.monotonic()
+    with pytest.raises(UserError):
+        sidecar.start(5.0)
+    assert time.monotonic() - begin < 10
+    with pytest.raises(UserError, match="was not healthy within 0 s"):
+        sidecar.start(5.0)
+    assert sidecar.process is None
+
+
+def test_a_log_that_cannot_be_written(tmp_path):
+    (tmp_path / "serve.log").mkdir()
+    with pytest.raises(UserError, match=r"serve.log cannot be written \(Is a directory\)"):
+        Sidecar(tmp_path, [], "true", tmp_path / "serve.log").start(5.0)
+
+
+# --- connections ---------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def unreachable():
+    """The port of a socket whose queue is full: who connects waits, as for a machine that is gone."""
+    with socket.socket() as sock, contextlib.ExitStack() as stack:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(0)
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(sock.getsockname())
+        time.sleep(0.05)
+        yield sock.getsockname()[1]
+
+
+def test_a_connection_has_a_limit_also_where_the_answer_has_none():
+    with unreachable() as port:
+        server = Server(f"http://127.0.0.1:{port}", timeout=0.3)
+        server.alive = True
+        begin = time.monotonic()
+        with pytest.raises(ServerError, match=r"did not answer /x within 0.3 s"):
+            server.work("/x", {})
+        assert time.monotonic() - begin < 2
+
+
+def test_what_was_connecting_when_a_server_was_given_up_is_not_sent(fake):
+    server, connect = Server(fake.url), Server(fake.url).kind.connect
+
+    class Slow(server.kind):
+        def connect(self):
+            connect(self)
+            server.abort()  # in another thread, at this moment
+
+    server.kind, server.alive = Slow, True
+    with pytest.raises(ServerError, match="was given up"):
+        server.work("/inference/v1/generate", {})
+    assert fake.requests == []
+
+
+def test_no_work_is_sent_to_a_server_that_was_given_up(fake):
+    """A thread that comes back from its pause to a server that hangs would wait for a day: nobody watches it any more."""
+    with pytest.raises(ServerError, match="was given up"):
+        Server(fake.url).work("/inference/v1/generate", {})
+    assert fake.requests == []
+
+
+def test_a_server_that_is_gone_when_we_ask_for_our_own_address(monkeypatch):
+    server = Server("http://127.0.0.1:9")
+    monkeypatch.setattr(sync, "loopback", lambda host: False)
+    with pytest.raises(ServerError, match="cannot be reached"):
+        sync.own_address(server)
+
+
+# --- the end -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_thread_that_samples_ahead_ends_with_the_engine(fake):
+    """Also between two groups, when there is no connection to cut: the interpreter waits for this thread."""
+    engine = engine_of(fake, window=1)
+    ahead = Ahead(engine, lambda step: PROMPTS * 50, 1, PARAMS, 0, 9, 1)
+    slow, many = fake.answer, threading.Event()
+
+    def answer(path, body):
+        if len(fake.generated()) > 10:
+            many.set()
+        time.sleep(0.01)
+        return slow(path, body)
+
+    fake.answer = answer
+    engine.servers[0].abort = lambda: None  # as if it came between two requests
+    ahead._ask(PROMPTS * 50, 0)
+    assert many.wait(10)
+    ahead.close()
+    engine.close()
+    (thread,) = ahead.pool._threads
+    thread.join(1.0)
+    assert not thread.is_alive()
+
+
+# --- several ranks -------------------------------------------------------------------------------------------------------------
+
+
+def late_to_load(url: str) -> float:
+    """Rank 0's lock is held by a recovery for longer than a collective may take."""
+    from datetime import timedelta
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    model = tiny_model()
+    ranks = sync.Ranks()
+    engine = VLLMEngine(model, max_len=32, servers=[url], transport="memory", timeout=5.0, ranks=ranks)
+    gather = engine.sync.gather
+    engine.sync.gather = lambda m: (dist.barrier(), gather(m))  # as FSDP2 does
+    if ranks.first:
+        held = threading.Event()
+
+        def recovery() -> None:
+            with engine.lock:
+                held.set()
+                time.sleep(4)
+
+        threading.Thread(target=recovery, daemon=True).start()
+        held.wait()
+    engine.load(model, 0)
+    return engine.version
+
+
+def test_ranks_wait_for_a_recovery_on_rank_0_longer_than_for_a_collective(fake):
+    assert run(2, late_to_load, fake.url) == [0, 0]
+
+
+# --- whole runs ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--vllm-options=--dtype float32 --port 8001"], "--vllm-options sets --port, which the trainer chooses"),
+        (["--vllm-options=--host=0.0.0.0"], "--vllm-options sets --host"),
+        (["--temperature", "0.001"], "--temperature 0.001 is raised to 0.01 by vLLM"),
+    ],
+)
+def test_options_that_cannot_work_are_told_in_a_sentence(tiny_base, files, tmp_path, capsys, options, sentence):
+    import train
+
+    assert train.main(arguments(tiny_base, files, tmp_path, "--engine", "vllm", *options)) == 2
+    assert sentence in capsys.readouterr().err
