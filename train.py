@@ -81,7 +81,8 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
                 fsdp.mix(run.reference, model, cfg.ref_model_mixup_alpha)
 
             facts = metrics.facts(samples, world)
-            row = {**metrics.of_samples(facts, std), **meter.summary(world), **memory.measured(world), "learning_rate": rate}
+            row = {**metrics.of_samples(facts, std), **meter.summary(world), "learning_rate": rate}
+            row |= memory.measured(world, run.estimate)
             row |= bonus.metrics()
             if cfg.max_resample_times:
                 row["resampled_groups"] = replaced

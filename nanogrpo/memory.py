@@ -21,7 +21,7 @@ With adapters, optimizer, gradients and the checkpoint's first term count what i
 no reference: it is the same model, its adapters off.
 
 Ahead of a run nobody knows how long completions will be: they are taken at their longest. Read next: metrics.py, which logs the
-peak that was measured (`memory/peak_gib`), test_memory.py, which holds the estimates against real tensors.
+peak that was measured beside the estimate (`memory/peak_gib`), test_memory.py, which holds the estimates against real tensors.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def shown(n: int) -> str:
     return f"{size:.1f} {units[0]}" if units[0] != "B" else f"{n} B"
 
 
-def check(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> None:
-    """Prints the table on rank 0; raises UserError where the sum exceeds what there is."""
+def check(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> int:
+    """Prints the table on rank 0; raises UserError where the sum exceeds what there is. Returns the bytes for the device."""
     rows = table(model, cfg, world, longest_prompt)
     device, host = capacity(world)
     on_host = [row for row in rows if row.on_host or world.device.type == "cpu"]
@@ -186,10 +186,16 @@ def check(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> Non
                 f"a process needs {shown(needed)} of memory but {place} has {shown(there)} for it ({sizes}, …): lower "
                 "--token-budget or --max-concurrent, use --gradient-checkpointing full or --cpu-offload, or more processes."
             )
+    return sum(row.bytes for row in on_gpu or on_host)
 
 
-def measured(world: World) -> dict[str, float]:
-    """The most that tensors took on this rank's GPU so far, in GiB; nothing on a CPU, where nobody counts."""
+def measured(world: World, estimate: int) -> dict[str, float]:
+    """The most that tensors took at one time on any rank's GPU since the last call, in GiB, beside what `check` had estimated.
+
+    Nothing on a CPU, where nobody counts. Every rank must call.
+    """
     if world.device.type != "cuda":
         return {}
-    return {"memory/peak_gib": torch.cuda.max_memory_allocated(world.device) / 2**30}
+    peak = max(world.gather(torch.cuda.max_memory_allocated(world.device)))
+    torch.cuda.reset_peak_memory_stats(world.device)
+    return {"memory/peak_gib": peak / 2**30, "memory/estimate_gib": estimate / 2**30}

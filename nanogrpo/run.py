@@ -54,6 +54,7 @@ class Run:
     draw: Callable[[int, int], list[Prompt]]  # (seed, step) → the prompts of a step
     sampling: SamplingParams
     log: metrics.Log
+    estimate: int  # bytes on the device, ahead of the run
     start: int  # the first step: 0, or where a resumed run continues
     done: int  # finished steps so far: those before `start`, then one more after each
 
@@ -73,7 +74,7 @@ def setup(cfg: Config, world: World) -> Run:
     check_answers(cfg, prompts)
     origin = output.origin(cfg, world, prompts)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts)
-    memory.check(model, cfg, world, longest)
+    estimate = memory.check(model, cfg, world, longest)
     load_sharded(model, source, world, cfg)
     reference = model if cfg.beta and cfg.lora_r else None  # it is the reference itself, its adapters off
     if cfg.beta and not cfg.lora_r:
@@ -114,6 +115,7 @@ def setup(cfg: Config, world: World) -> Run:
         draw=draw,
         sampling=sampling,
         log=metrics.Log(cfg, world, start),
+        estimate=estimate,
         start=start,
         done=start,
     )

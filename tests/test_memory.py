@@ -150,7 +150,8 @@ def test_more_ranks_fewer_tokens_and_recomputation_need_less():
 def test_the_table_is_told_and_what_cannot_fit_is_refused_with_its_sizes(caplog, monkeypatch):
     model, cfg = tiny_model(), Config(max_concurrent=6, max_completion_length=60)
     with caplog.at_level(logging.INFO):
-        memory.check(model, cfg, ALONE, 40)
+        estimate = memory.check(model, cfg, ALONE, 40)
+    assert estimate == sum(sizes_of(cfg, model).values())
     told = "\n".join(r.message for r in caplog.records)
     for words in ("parameters", "optimizer", "gradients", "activations of ", "logits of ", "engine: cache of 6 × 100 tokens"):
         assert words in told
@@ -174,7 +175,22 @@ def test_sizes_are_shown_in_units_that_fit():
 
 
 def test_on_a_cpu_no_peak_is_claimed():
-    assert memory.measured(ALONE) == {}
+    assert memory.measured(ALONE, 2**30) == {}
+
+
+def peaks() -> list[dict]:
+    """Two ranks whose GPU is a pretence: rank r's tensors took 3 + r GiB in the first step, and 1 GiB in the second."""
+    with join(Config(device="cpu")) as world:
+        taken = [(3 + world.rank) * 2**30]
+        torch.cuda.max_memory_allocated = lambda device: taken[-1]
+        torch.cuda.reset_peak_memory_stats = lambda device: taken.append(2**30)
+        there = dataclasses.replace(world, device=torch.device("cuda", world.rank))
+        return [memory.measured(there, 5 * 2**30) for _ in range(2)]
+
+
+def test_the_peak_is_of_the_fullest_gpu_and_of_one_step():
+    expected = [{"memory/peak_gib": peak, "memory/estimate_gib": 5.0} for peak in (4.0, 1.0)]
+    assert run(2, peaks) == [expected, expected]
 
 
 # ---- the logits never exist ----------------------------------------------------------------------------------------------------
