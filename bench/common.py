@@ -51,6 +51,12 @@ def small_qwen3(hidden: int, layers: int, vocab: int, context: int) -> ModelConf
     )
 
 
+def vllm_python() -> str:
+    """The interpreter that has vLLM, as docs/vllm.md sets it up; empty when there is none."""
+    found = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
+    return found if Path(found).exists() else ""
+
+
 @dataclass(frozen=True)
 class Timing:
     """Seconds of each repeat of one side, in the order run."""
@@ -126,6 +132,12 @@ def row(bench: str, case: str, side: str, timing: Timing, argv: Sequence[str], *
     return facts(bench, case, side, argv, **times, **figures)
 
 
+def shown(argv: Sequence[str]) -> list[str]:
+    """A command line without what holds only on this machine: where things lie."""
+    hidden = ("--vllm-python", "--out", "--base", "--picture")
+    return [a for i, a in enumerate(argv) if a not in hidden and not (i and argv[i - 1] in hidden)]
+
+
 def facts(bench: str, case: str, side: str, argv: Sequence[str], **figures) -> dict:
     """A row of figures that are no times of `interleave`."""
     return {
@@ -133,7 +145,7 @@ def facts(bench: str, case: str, side: str, argv: Sequence[str], **figures) -> d
         "case": case,
         "side": side,
         **figures,
-        "command": shlex.join(["python", "-m", f"bench.{bench}", *argv]),
+        "command": shlex.join(["python", "-m", f"bench.{bench}", *shown(argv)]),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
     }

@@ -10,7 +10,8 @@ are over the steps of all rounds but the first of each run, which warms up.
 
 Lengths are not forced from outside, on either side: the model itself has that stop probability (`ending_model`), and a learning
 rate of 1e-6 does not move it in so few steps. So the two sides meet the same distribution, not the same draws; the table has the
-mean length of both. TRL with the settings of trl_run.py. Read next: runs.py.
+mean length of both. With --vllm our side samples from a vLLM server instead; TRL's side cannot on a CPU, and the table says why.
+TRL with the settings of trl_run.py. Read next: runs.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import random
 import statistics
 import string
@@ -104,12 +106,12 @@ def write_case(folder: Path, shape: ModelConfig, args: argparse.Namespace, even:
     )
 
 
-def measure(cfg: Config, args: argparse.Namespace, progress: Progress, title: str) -> dict[str, list[dict]]:
+def measure(cfg: Config, sides: Sequence[str], args: argparse.Namespace, progress: Progress, title: str) -> dict[str, list]:
     """The runs of each side, in turns."""
-    found: dict[str, list[dict]] = {side: [] for side in runs.SIDES}
-    task = progress.add_task(title, total=args.rounds * len(runs.SIDES))
+    found: dict[str, list[dict]] = {side: [] for side in sides}
+    task = progress.add_task(title, total=args.rounds * len(sides))
     for turn in range(args.rounds):
-        for side in runs.SIDES[:: 1 if turn % 2 == 0 else -1]:
+        for side in sides[:: 1 if turn % 2 == 0 else -1]:
             progress.update(task, description=f"{title}: {side}")
             found[side].append(runs.run(side, dataclasses.replace(cfg, seed=turn), args.threads))
             progress.advance(task)
@@ -142,6 +144,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser.add_argument("--steps", type=int, default=7, help="steps a run, the first of which is not counted (default 7)")
     parser.add_argument("--cases", nargs="*", default=["even", "uneven"], choices=["even", "uneven"], help="one of the cases")
     parser.add_argument("--shape", default="small", choices=["small", *LARGE], help="the model: small (CPU), or one for a GPU")
+    parser.add_argument("--vllm", action="store_true", help="sample from a vLLM server, which train.py starts; a round will do")
+    parser.add_argument("--vllm-python", default=common.vllm_python(), help="has vLLM (default $NANOGRPO_VLLM_PYTHON)")
     parser.add_argument("--prompts", type=int, default=8, help="prompts a step (default 8)")
     parser.add_argument("--group", type=int, default=8, help="completions a prompt (default 8)")
     parser.add_argument("--prompt-length", type=int, default=32, help="tokens a prompt (default 32)")
@@ -152,6 +156,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser.add_argument("--vocab", type=int, default=2048, help="vocabulary of the small model (default 2048)")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder for the JSON rows (default bench/results)")
     args = parser.parse_args(argv)
+    if args.vllm and not args.vllm_python:
+        parser.error("--vllm needs an interpreter that has vLLM: name it by --vllm-python (docs/vllm.md).")
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # the trainer needs the cores too
 
     context = args.prompt_length + max(args.length, args.longest)
     shape = common.small_qwen3(args.hidden, args.layers, args.vocab, context)
@@ -164,12 +171,18 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
             label = case if args.shape == "small" else f"{args.shape}, GPU, bfloat16, {case}"
             with tempfile.TemporaryDirectory() as where:
                 cfg = write_case(Path(where), shape, args, even=case == "even")
-                found = measure(cfg, args, progress, label)
+                if args.vllm:
+                    label, options = f"{label}, a vLLM server", f"--dtype float32 --enforce-eager --max-model-len {context}"
+                    cfg = dataclasses.replace(cfg, engine="vllm", vllm_python=args.vllm_python, vllm_options=options)
+                found = measure(cfg, runs.SIDES[:1] if args.vllm else runs.SIDES, args, progress, label)
             sides = {side: figures_of(rounds, cfg) for side, rounds in found.items()}
-            slow, rows = sides["TRL"][0].median, []
+            rows, shown = [], [] if argv is None else argv
             for side, (timing, figures) in sides.items():
-                figures |= {"speedup_over_trl": slow / timing.median, "model": dataclasses.asdict(shape)}
-                rows.append(common.row("end_to_end", label, side, timing, [] if argv is None else argv, **figures))
+                figures["speedup_over_trl"] = sides["TRL"][0].median / timing.median if "TRL" in sides else None
+                figures["model"] = dataclasses.asdict(shape)
+                rows.append(common.row("end_to_end", label, side, timing, shown, **figures))
+            if args.vllm:
+                rows.append(common.facts("end_to_end", label, "TRL", shown, why_not=NO_VLLM))
             path = common.merge("end_to_end", rows, args.out)  # case by case: what is cut short keeps what it has
     rows = common.read("end_to_end", args.out)
     tables.show("end_to_end", rows)

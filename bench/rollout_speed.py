@@ -10,24 +10,34 @@ In: nothing: a random Qwen3 of about three million parameters is made here. Out:
 Generate gets its best: its default cache, inference mode, no logits processor (temperature 1 needs none), prompts of one length
 so that nothing is padded, and both its attention implementations, the faster of which is the peer in the ratio. The engine
 returns the log-prob of every token, as GRPO needs; generate is not asked to. On a CPU it packs its weights for oneDNN, which
-transformers does not: the side "nanogrpo, unpacked" tells how much of it that is. Read next: nanogrpo/local_engine.py.
+transformers does not: the side "nanogrpo, unpacked" tells how much of it that is.
+
+With a vLLM at hand (--vllm-python) its server is a side too, asked over HTTP as train.py --engine vllm asks it, but with a
+request a completion; it has the same threads, float32, and at most --batch completions at once. Read next: nanogrpo/local_engine.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
 from bench import common, tables
+from nanogrpo import checkpoint, warmup
 from nanogrpo.batch import Prompt
 from nanogrpo.local_engine import LocalEngine
 from nanogrpo.model import Decoder
 from nanogrpo.rollout import SamplingParams
+from nanogrpo.server import Sidecar
+from nanogrpo.vllm_engine import VLLMEngine
 
 
 def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
@@ -83,6 +93,58 @@ def generate(theirs, prompts: list[Prompt], lengths: list[int], batch: int) -> l
     return done
 
 
+@contextlib.contextmanager
+def vllm_server(model: Decoder, context: int, args: argparse.Namespace) -> Iterator[VLLMEngine]:
+    """A vLLM server with the model's weights, as an engine: float32, as many threads and sequences at once as the others have."""
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(args.threads)}
+    with tempfile.TemporaryDirectory() as where, patch.dict(os.environ, settings):
+        base = Path(where) / "base"
+        base.mkdir()
+        checkpoint.export(model, base, warmup.write_tokenizer(base))
+        options = ["--dtype", "float32", "--max-model-len", str(context), "--max-num-seqs", str(args.batch), *args.vllm_options]
+        sidecar = Sidecar(base, options, args.vllm_python, Path(where) / "serve.log")
+        with contextlib.closing(VLLMEngine(model, max_len=context, sidecar=sidecar, window=args.batch)) as engine:
+            engine.load(model, version=0)
+            yield engine
+
+
+def measure(
+    case: str, lengths: list[int], engines: dict, peers: dict, model: Decoder, args: argparse.Namespace, argv: Sequence[str]
+) -> list[dict]:
+    """The rows of a case: each side completes the same prompts with the same numbers of tokens."""
+    params = SamplingParams(max_tokens=max(args.length, args.longest), ignore_stop=True)
+    count, V = len(lengths) // args.group, args.vocab
+    prompts = [Prompt(i, "", torch.randint(V, (args.prompt_length,)).tolist()) for i in range(count)]
+    repeated = [p for p in prompts for _ in range(args.group)]
+
+    def ours(name: str) -> None:
+        asked = (repeated, 1) if name == "vLLM" else (prompts, args.group)  # a request to a server has one limit
+        got = [len(s.token_ids) for s in engines[name].sample(*asked, params, step=0, limits=lengths)]
+        assert got == lengths
+
+    def theirs(name: str) -> None:
+        assert generate(peers[name], repeated, lengths, args.batch) == lengths
+
+    sides = {name: functools.partial(ours, name) for name in engines}
+    sides |= {name: functools.partial(theirs, name) for name in peers}
+    timings = common.interleave(sides, args.repeats, title=case)
+    best = min(peers, key=lambda name: timings[name].median)
+    rows = []
+    for name, t in timings.items():
+        figures = {
+            "tokens": sum(lengths),
+            "tokens_per_second": sum(lengths) / t.median,
+            "speedup_over_best_generate": timings[best].median / t.median,
+            "completions": len(lengths),
+            "longest": max(lengths),
+            "mean_length": sum(lengths) / len(lengths),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "model": dataclasses.asdict(model.cfg),
+        }
+        rows.append(common.row("rollout_speed", case, name, t, argv, **figures))
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(prog="python -m bench.rollout_speed", description=__doc__.split("\n\n")[0])
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
@@ -96,6 +158,10 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (default 256)")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model (default 4)")
     parser.add_argument("--vocab", type=int, default=2048, help="vocabulary (default 2048)")
+    parser.add_argument(
+        "--vllm-python", default=common.vllm_python(), help="has vLLM; '' leaves it out (default $NANOGRPO_VLLM_PYTHON)"
+    )
+    parser.add_argument("--vllm-options", nargs="*", default=["--enforce-eager"], help="more for it (default --enforce-eager)")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder for the JSON rows (default bench/results)")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -112,37 +178,12 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
 
     n = args.batch * args.batches
     cases = {"even": [args.length] * args.batch, "uneven": uneven_lengths(n, args.longest)}
-    params = SamplingParams(max_tokens=max(args.length, args.longest), ignore_stop=True)
     rows = []
-    for case, lengths in cases.items():
-        prompts = [
-            Prompt(i, "", torch.randint(args.vocab, (args.prompt_length,)).tolist()) for i in range(len(lengths) // args.group)
-        ]
-        repeated = [p for p in prompts for _ in range(args.group)]
-
-        def ours(name: str, prompts=prompts, lengths=lengths) -> None:
-            got = [len(s.token_ids) for s in engines[name].sample(prompts, args.group, params, step=0, limits=lengths)]
-            assert got == lengths
-
-        def theirs(name: str, repeated=repeated, lengths=lengths) -> None:
-            assert generate(peers[name], repeated, lengths, args.batch) == lengths
-
-        sides = {name: functools.partial(ours, name) for name in engines}
-        sides |= {name: functools.partial(theirs, name) for name in peers}
-        timings = common.interleave(sides, args.repeats, title=case)
-        best = min(peers, key=lambda name: timings[name].median)
-        for name, t in timings.items():
-            figures = {
-                "tokens": sum(lengths),
-                "tokens_per_second": sum(lengths) / t.median,
-                "speedup_over_best_generate": timings[best].median / t.median,
-                "completions": len(lengths),
-                "longest": max(lengths),
-                "mean_length": sum(lengths) / len(lengths),
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "model": dataclasses.asdict(cfg),
-            }
-            rows.append(common.row("rollout_speed", case, name, t, [] if argv is None else argv, **figures))
+    with contextlib.ExitStack() as stack:
+        if args.vllm_python:
+            engines["vLLM"] = stack.enter_context(vllm_server(model, cfg.max_position_embeddings, args))
+        for case, lengths in cases.items():
+            rows += measure(case, lengths, engines, peers, model, args, [] if argv is None else argv)
     path = common.write("rollout_speed", rows, args.out)
     tables.show("rollout_speed", rows)
     print(f"rows: {path}")

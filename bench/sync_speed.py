@@ -65,7 +65,7 @@ def largest_gap(model: Decoder, engine: VLLMEngine) -> float:
 
 def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(prog="python -m bench.sync_speed", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--vllm-python", default=os.environ.get("NANOGRPO_VLLM_PYTHON", sys.executable), help="has vLLM")
+    parser.add_argument("--vllm-python", default=common.vllm_python() or sys.executable, help="has vLLM")
     parser.add_argument("--repeats", type=int, default=50, help="timed syncs of the small model, each transport (default 50)")
     parser.add_argument("--large-repeats", type=int, default=15, help="and of the large one (default 15)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of the trainer (default 2)")
@@ -73,7 +73,6 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    shown = [] if argv is None else [a for i, a in enumerate(argv) if "--vllm-python" not in (a, argv[i - 1] if i else "")]
 
     rows = []
     for shape, repeats in (("0.3M", args.repeats), ("100M", args.large_repeats)):
@@ -107,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
                 p95 = statistics.quantiles(seconds, n=20)[-1]
                 figures = {"seconds_p95": p95, "bytes": nbytes, "gigabytes_per_second": nbytes / t.median / 1e9}
                 figures |= {"parameters": sum(p.numel() for p in model.parameters()), "vllm": "vllm-cpu 0.32.0"}
-                rows.append(common.row("sync_speed", shape, name, t, shown, **figures))
+                rows.append(common.row("sync_speed", shape, name, t, [] if argv is None else argv, **figures))
             first.close()
     path = common.write("sync_speed", rows, args.out)
     tables.show("sync_speed", rows)

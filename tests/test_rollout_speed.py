@@ -1,6 +1,7 @@
 """The rollout bench runs and its rows can be trusted: forced lengths, medians, the machine. How fast is the bench's to say."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def threads():
 
 
 def test_the_bench_writes_rows_that_stand_alone(tmp_path, capsys, threads):
-    rollout_speed.main([*SMALL.split(), "--threads", "1", "--out", str(tmp_path)])
+    rollout_speed.main([*SMALL.split(), "--threads", "1", "--vllm-python", "", "--out", str(tmp_path)])
     rows = json.loads((tmp_path / "rollout_speed.json").read_text())
     assert [(r["case"], r["side"]) for r in rows] == [
         (case, side)
@@ -39,6 +40,22 @@ def test_the_bench_writes_rows_that_stand_alone(tmp_path, capsys, threads):
     assert rows[0]["tokens"] == 8 * 6
     assert rows[4]["tokens"] == sum(rollout_speed.uneven_lengths(16, 12))
     assert "even" in capsys.readouterr().out
+
+
+@pytest.mark.vllm
+def test_a_vllm_server_is_a_side_where_there_is_one(tmp_path, threads):
+    if not common.vllm_python():
+        assert not os.environ.get("NANOGRPO_REQUIRE_VLLM"), "NANOGRPO_REQUIRE_VLLM is set but there is no vLLM"
+        pytest.skip("needs a real vLLM (docs/vllm.md)")
+    rows = rollout_speed.main([*SMALL.split(), "--repeats", "1", "--threads", "1", "--out", str(tmp_path)])
+    asked = {(r["case"], r["side"]): r["tokens"] for r in rows}  # each side asserts that it has the lengths it asked for
+    assert asked["uneven", "vLLM"] == asked["uneven", "nanogrpo"]
+    assert asked["even", "vLLM"] == 8 * 6
+
+
+def test_the_commands_of_rows_name_no_place():
+    argv = ["--repeats", "3", "--vllm-python", "/x/python", "--out", "/y", "--cases", "even"]
+    assert common.facts("rollout_speed", "", "", argv)["command"] == "python -m bench.rollout_speed --repeats 3 --cases even"
 
 
 def test_uneven_lengths_have_a_third_of_the_maximum_as_their_mean():
