@@ -41,7 +41,7 @@ from nanogrpo.tokenizer import Tokenizer
 
 LARGE = {"0.6B": (1024, 3072, 28, 16, 8, 128, 151936), "1.7B": (2048, 6144, 28, 16, 8, 128, 151936)}  # Qwen3's, head not tied
 STEADY = 30.0  # channel 0 of every hidden state: so large that the norm leaves it all but constant
-NO_VLLM = "TRL's client syncs weights over NCCL alone, which needs a CUDA device (trl/generation/vllm_client.py)"
+NO_VLLM = "its client syncs weights to a server over NCCL alone, which needs a CUDA device (trl/generation/vllm_client.py)"
 
 
 def stop_probability(mean: float, longest: int) -> float:

@@ -12,8 +12,9 @@ so that nothing is padded, and both its attention implementations, the faster of
 returns the log-prob of every token, as GRPO needs; generate is not asked to. On a CPU it packs its weights for oneDNN, which
 transformers does not: the side "nanogrpo, unpacked" tells how much of it that is.
 
-With a vLLM at hand (--vllm-python) its server is a side too, asked over HTTP as train.py --engine vllm asks it, but with a
-request a completion; it has the same threads, float32, and at most --batch completions at once. Read next: nanogrpo/local_engine.py.
+With a vLLM at hand (--vllm-python) its server is a side too, asked over HTTP as train.py --engine vllm asks it, but with
+a request a completion; it has the same threads, float32, and at most --batch completions at once.
+Read next: nanogrpo/local_engine.py.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def end_to_end(rows: list[dict]) -> Lines:
     lines = []
     for r in rows:
         if "why_not" in r:
-            lines.append((r["case"], r["side"], f"cannot run here: {r['why_not']}", *[""] * 6))
+            lines.append((r["case"], r["side"], "cannot run here", *[""] * 6))
             continue
         low, high = r["seconds_spread"]
         phases = ", ".join(f"{name} {s:.2f}" for name, s in r["phases"].items())
@@ -168,6 +168,14 @@ def end_to_end(rows: list[dict]) -> Lines:
         shown = r["steps_per_second"], f"{1 / high:.3g} – {1 / low:.3g}", r["tokens_per_second"], r["mean_length"]
         lines.append((r["case"], r["side"], *shown, faster, mib(r["peak_bytes_above_libraries"]), phases))
     return lines
+
+
+def cannot(rows: list[dict]) -> list[str]:
+    """Why a side is not in the comparison, and what its absence means."""
+    notes = ["Peak memory is that of the process, above its libraries; a vLLM server's own is not in it."]
+    return notes + [
+        f"{side} cannot run here: {why}." for side, why in {(r["side"], r["why_not"]) for r in rows if "why_not" in r}
+    ]
 
 
 def rollout_speed(rows: list[dict]) -> Lines:
@@ -200,7 +208,6 @@ def kernel_speed(rows: list[dict]) -> Lines:
     return lines
 
 
-GPU = "GPU, bfloat16"
 BENCHES = {
     "parity_trl": Bench(
         "How far are our numbers from TRL 1.16.0's own code, in float64? The largest relative difference of each quantity.",
@@ -220,7 +227,13 @@ BENCHES = {
         "How many whole GRPO steps a second: sampling, rewards, training, update?",
         ("case", "side", "steps/s", "slowest – fastest", "tokens/s", "mean length", "over TRL", "peak memory", "seconds a step"),
         end_to_end,
-        (("even", "nanogrpo"), ("uneven", "nanogrpo"), (f"0.6B, {GPU}", "nanogrpo"), (f"1.7B, {GPU}", "nanogrpo")),
+        (
+            ("even", "nanogrpo"),
+            ("uneven", "nanogrpo"),
+            *[(f"{c}, a vLLM server", "nanogrpo") for c in ("even", "uneven")],
+            *[(f"{size}, GPU, bfloat16, uneven", side) for size in ("0.6B", "1.7B") for side in ("nanogrpo", "TRL")],
+        ),
+        notes=cannot,
     ),
     "step_time": Bench(
         "How long is a training step on given completions, at equal gradients?",
@@ -262,7 +275,7 @@ def lines_of(name: str, rows: list[dict]) -> Lines:
     bench = BENCHES[name]
     lines = bench.lines(rows)
     for cells in bench.wanted:
-        if not any(all(str(have).startswith(want) for have, want in zip(line, cells)) for line in lines):
+        if not any(all(f"{have} ".startswith(f"{want} ") for have, want in zip(line, cells)) for line in lines):
             lines.append((*cells, *[MISSING] * (len(bench.columns) - len(cells))))
     return lines
 

@@ -29,6 +29,13 @@ def test_without_rows_every_cell_says_so(tmp_path):
     assert "0.6B, GPU, bfloat16" in text
 
 
+def test_a_cell_is_filled_by_its_own_row_alone():
+    row = {"case": "even, a vLLM server", "side": "nanogrpo", "why_not": "reasons"}
+    cells = [line[0] for line in tables.lines_of("end_to_end", [row]) if tables.MISSING in line]
+    assert "even" in cells
+    assert "even, a vLLM server" not in cells
+
+
 def test_a_row_fills_its_cell_and_names_its_origin(tmp_path):
     rows = [learned("nanogrpo", 0), learned("nanogrpo", 1)]
     common.write("learning", rows, tmp_path)

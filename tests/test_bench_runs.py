@@ -3,12 +3,14 @@
 How fast and how well the sides learn is the benches' to say: here the runs have two steps.
 """
 
+import inspect
 import itertools
 import json
 
 import pytest
 import torch
 from conftest import positions_of
+from trl.generation.vllm_client import VLLMClient
 
 from bench import common, end_to_end, learning, parity_trl, runs, trl_peer, trl_run
 from nanogrpo import data, tasks, warmup
@@ -111,6 +113,13 @@ def test_end_to_end_runs_both_sides(tmp_path):
         assert row["mean_length"] == 6
         assert row["tokens_per_second"] == pytest.approx(2 * 4 * 6 / sum(row["seconds"]))
         assert set(row["phases"]) >= {"sample"}
+
+
+def test_trl_cannot_use_a_server_without_cuda():
+    """What the table says of TRL's side with --vllm, held to TRL's source: no request is made before the device is known."""
+    source = inspect.getsource(VLLMClient.init_communicator)
+    assert 'if device.type != "cuda":\n            raise' in source
+    assert "NCCL weight-transfer engine, which needs a CUDA device" in source
 
 
 def test_a_run_that_fails_says_why(tmp_path):
