@@ -32,14 +32,12 @@ import torch
 from bench import common
 from nanogrpo import checkpoint, metrics
 from nanogrpo import rewards as scoring
-from nanogrpo.config import Config
-from nanogrpo.ends import Stop
+from nanogrpo.config import Config, dashed
 from nanogrpo.errors import UserError
 from nanogrpo.local_engine import LocalEngine
 from nanogrpo.rollout import SamplingParams
 from nanogrpo.run import load_prompts
 from nanogrpo.tokenizer import Tokenizer
-from nanogrpo.world import join
 
 SIDES = ("nanogrpo", "TRL")
 
@@ -104,6 +102,20 @@ def share_of_even(completion_ids: list[list[int]], **kwargs) -> list[float]:
 # ---- our side ------------------------------------------------------------------------------------------------------------------
 
 
+def arguments(cfg: Config) -> list[str]:
+    """The command line of these options."""
+    out = []
+    for field in dataclasses.fields(cfg):
+        name, value = f"--{dashed(field.name)}", getattr(cfg, field.name)
+        if isinstance(value, tuple):
+            out += [name, *map(str, value)] if value else []
+        elif isinstance(value, bool):
+            out.append(name if value else f"--no-{dashed(field.name)}")
+        elif value is not None:
+            out.append(f"{name}={value}")
+    return out
+
+
 def ours(cfg: Config) -> dict:
     """train.py's own loop with a stopwatch at its seams."""
     import train
@@ -124,8 +136,9 @@ def ours(cfg: Config) -> dict:
         laps.lap()
 
     seams = patch.object(train, "setup", started), patch.object(train, "evaluate", evaluated)
-    with seams[0], seams[1], patch.object(metrics.Log, "step", logged), join(cfg) as world, Stop() as stop:
-        train.train(cfg, world, stop)
+    with seams[0], seams[1], patch.object(metrics.Log, "step", logged):
+        if train.main(arguments(cfg)):
+            raise SystemExit(2)  # it has said why
     rows = [json.loads(line) for line in (Path(cfg.output_dir) / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in rows if "reward" in r]
     phases = [name for name in steps[0] if name.startswith("time/")]

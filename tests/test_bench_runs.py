@@ -3,6 +3,7 @@
 How fast and how well the sides learn is the benches' to say: here the runs have two steps.
 """
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -13,7 +14,7 @@ from conftest import positions_of
 from trl.generation.vllm_client import VLLMClient
 
 from bench import common, end_to_end, learning, parity_trl, runs, trl_peer, trl_run
-from nanogrpo import data, tasks, warmup
+from nanogrpo import cli, data, tasks, warmup
 from nanogrpo.config import Config
 from nanogrpo.tokenizer import Tokenizer
 
@@ -152,8 +153,10 @@ def test_importance_weights_are_trls(mode, bounds):
     assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-def test_the_options_of_a_child_survive_the_way():
-    """Config → JSON → Config, tuples and all, is what `runs.main` relies on."""
-    cfg = Config(model="m", data=("a",), reward_funcs=("x:y",), reward_weights=(0.5,))
+def test_the_options_of_a_run_survive_the_way():
+    """Config → JSON → Config → command line → Config: tuples, booleans and a text that looks like an option."""
+    cfg = Config(model="m", data=("a", "b"), reward_funcs=("x:y",), reward_weights=(0.5,), vllm_options="--dtype float32")
+    cfg = dataclasses.replace(cfg, share_prompts=False, epsilon_high=0.3, eval_steps=2)
     back = json.loads(json.dumps(vars(cfg)))
     assert Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in back.items()}) == cfg
+    assert cli.parse(runs.arguments(cfg)) == cfg
