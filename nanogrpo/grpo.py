@@ -178,7 +178,7 @@ def loss(logp: Tensor, entropy: Tensor, batch: PackedBatch, cfg: Config) -> ops.
     old_logp = logp.detach() if batch.old_logp is None else masked(batch.old_logp)
     log_ratio = logp - old_logp
     by_sequence = cfg.importance_sampling_level == "sequence"
-    ratio = objectives.exp(sequences.mean(log_ratio).to(logp.dtype) if by_sequence else log_ratio)
+    ratio = objectives.exp(sequences.mean(log_ratio) if by_sequence else log_ratio)
     vectors = old_logp, masked(batch.sampling_logp), batch.advantage, log_ratio, ratio, batch.importance
     tokens = objectives.Tokens(logp, *vectors, sequences)
     l, seen = objectives.TERMS[cfg.loss_type](tokens, cfg)  # [M]

@@ -30,15 +30,15 @@ class Sequences:
     def __init__(self, sample: Tensor, trained: Tensor):
         ids, self.member = sample.unique(return_inverse=True)  # [S], [M]
         self.trained, self.empty = trained, torch.zeros(len(ids), dtype=torch.float64, device=sample.device)  # [M], [S]
-        self.count = self.sum(trained).clamp(min=1.0)  # [M]
+        self.count = self.sum(trained.double()).clamp(min=1.0)  # [M]
 
     def sum(self, x: Tensor) -> Tensor:
-        """[M] → [M]. In float64: thousands of log-ratios near zero are added."""
-        x = torch.where(self.trained, x.double(), 0.0)
-        return self.empty.index_add(0, self.member, x)[self.member]
+        """[M] → [M], added in float64: thousands of log-ratios near zero."""
+        kept = torch.where(self.trained, x.double(), 0.0)
+        return self.empty.index_add(0, self.member, kept)[self.member].to(x.dtype)
 
     def mean(self, x: Tensor) -> Tensor:
-        return self.sum(x) / self.count
+        return self.sum(x) / self.count.to(x.dtype)
 
 
 class Tokens(NamedTuple):
@@ -99,7 +99,7 @@ def vespo(t: Tokens, cfg: Config) -> SEEN:
     log_w = log_w.clamp(floor, LOG_RATIO_MAX)
     good = t.advantage >= 0
     k, decay = torch.where(good, cfg.vespo_k_pos, cfg.vespo_k_neg), torch.where(good, cfg.vespo_lambda_pos, cfg.vespo_lambda_neg)
-    phi = (decay + k * log_w - decay * log_w.exp()).exp().to(t.logp.dtype)
+    phi = (decay + k * log_w - decay * log_w.exp()).exp()
     return -phi * t.advantage * t.logp, {"vespo/phi_seq_mean": phi}
 
 

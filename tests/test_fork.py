@@ -1,6 +1,7 @@
 """The examples of docs/fork.md are run as they stand. Read next: test_invariants.py."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import torch
 from conftest import packed, tiny_model
 
 import train
-from nanogrpo import calculator, grpo, packing
+from nanogrpo import calculator, grpo, objectives, packing
 from nanogrpo.batch import Prompt, Sample
-from nanogrpo.config import Config
+from nanogrpo.config import CHOICES, Config
 
 TEXT = (Path(train.__file__).parent / "docs" / "fork.md").read_text()
 
@@ -24,22 +25,29 @@ def example(heading: str) -> dict:
     return names
 
 
-def test_gspo_has_one_ratio_a_sequence():
-    model, cfg = tiny_model(), Config(epsilon=0.05)
+@pytest.fixture
+def gmpo(monkeypatch):
+    """The example, and everything as it was afterwards."""
+    monkeypatch.setattr(objectives, "TERMS", dict(objectives.TERMS))
+    monkeypatch.setitem(CHOICES, "loss_type", CHOICES["loss_type"])
+    return example("A new loss")["gmpo"]
+
+
+def test_gmpo_has_one_term_a_sequence(gmpo):
+    model, cfg = tiny_model(), Config(epsilon=0.05, loss_type="gmpo")
     prompt = Prompt(0, "", [1, 2, 3])
     samples = [Sample(prompt, j, [5 + j, 7, 9], [-5.0] * 3, True, [0] * 3, advantage=a) for j, a in enumerate((1.0, -1.0, 0.5))]
     (batch,) = packed(samples, cfg)
-    batch.old_logp = train.logp(model, batch, cfg) + torch.tensor([0.1, -0.1, 0.03] * 3)
-    out = model.score(batch, example("A new loss")["objective"](batch, cfg))
-    ratio = torch.exp(torch.tensor(-0.01))  # the mean of -0.1, 0.1, -0.03: inside the clip
-    expected = -(ratio * batch.advantage * batch.weight).sum()
-    torch.testing.assert_close(out.loss, expected, rtol=1e-4, atol=1e-6)
+    batch.old_logp = train.logp(model, batch, cfg) - torch.tensor([0.1, -0.1, 0.03] * 3)
+    out = model.score(batch, grpo.objective(batch, cfg))
+    good, bad = math.exp((0.05 - 0.1 + 0.03) / 3), math.exp((0.1 - 0.05 + 0.03) / 3)  # cut above, cut below
+    ratio = torch.tensor([good] * 3 + [bad] * 3 + [good] * 3)
+    torch.testing.assert_close(out.loss, -(ratio * batch.advantage * batch.weight).sum(), rtol=1e-4, atol=1e-6)
     out.loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_gspo_trains(tiny_base, tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo, "objective", example("A new loss")["objective"])
+def test_gmpo_trains(tiny_base, tmp_path, gmpo):
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}="}) + "\n" for i in range(8)))
     (tmp_path / "reward.py").write_text(
         "def even(completion_ids, **_):\n    return [sum(i % 2 for i in x) / len(x) for x in completion_ids]"
@@ -64,15 +72,26 @@ def test_gspo_trains(tiny_base, tmp_path, monkeypatch):
         "--max-steps",
         "2",
     ]
-    argv += ["--max-completion-length", "8", "--num-iterations", "2", "--epsilon", "3e-4", "--learning-rate", "1e-3"]
+    argv += [
+        "--max-completion-length",
+        "8",
+        "--num-iterations",
+        "2",
+        "--loss-type",
+        "gmpo",
+        "--epsilon",
+        "3e-3",
+        "--learning-rate",
+        "1e-3",
+    ]
     assert train.main(argv) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1:]]
-    assert all(row["grad_norm"] > 0 and row["clip_ratio/region_mean"] > 0 for row in rows)
+    assert all(row["grad_norm"] > 0 and 0 < row["gmpo/cut"] < 1 for row in rows)
 
 
-def test_leave_one_out():
-    values, _ = example("A new advantage")["advantages"](torch.tensor([[1.0, 0.0, 0.0, 3.0]]))
-    assert values[0].tolist() == pytest.approx([0.0, -4 / 3, -4 / 3, 8 / 3])  # r minus the mean of the other three
+def test_the_median_is_the_baseline():
+    values, _ = example("A new advantage")["advantages"](torch.tensor([[1.0, 0.0, 0.0, 9.0, 2.0]]))
+    assert values[0].tolist() == [0.0, -1.0, -1.0, 8.0, 1.0]
 
 
 def test_pieces_are_halved():
