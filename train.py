@@ -21,13 +21,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanogrpo import cli, entropy, fsdp, grpo, lora, memory, metrics, mismatch, optim, output, packing, rewards
+from nanogrpo import cli, entropy, fsdp, grpo, lora, memory, metrics, mismatch, optim, output, packing
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
 from nanogrpo.ends import Stop
 from nanogrpo.errors import UserError
 from nanogrpo.model import Decoder
 from nanogrpo.resample import resample
+from nanogrpo.reward_call import TrainerState
 from nanogrpo.run import Run, setup
 from nanogrpo.server import ServerLost
 from nanogrpo.staleness import staleness
@@ -81,9 +82,8 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
                 fsdp.mix(run.reference, model, cfg.ref_model_mixup_alpha)
 
             facts = metrics.facts(samples, world)
-            row = {**metrics.of_samples(facts, std), **meter.summary(world), "learning_rate": rate}
-            row |= memory.measured(world, run.estimate)
-            row |= bonus.metrics()
+            row = {**run.rewards.metrics(world.gather), **metrics.of_samples(facts, std), **meter.summary(world)}
+            row |= {**memory.measured(world, run.estimate), **bonus.metrics(), "learning_rate": rate}
             if cfg.max_resample_times:
                 row["resampled_groups"] = replaced
             if cfg.engine == "vllm":
@@ -125,7 +125,8 @@ def score(run: Run, samples: list[Sample]) -> None:
     for sample in samples:
         sample.text = run.tokenizer.decode(sample.token_ids)
     if samples:
-        rewards.score(samples, run.reward_funcs, run.cfg.reward_weights)
+        epoch = run.done * run.cfg.prompts_per_step / len(run.prompts)
+        run.rewards.score(samples, TrainerState(run.done, run.cfg.max_steps, epoch))
 
 
 def pack(run: Run, samples: list[Sample], step: int) -> list[list[PackedBatch]]:
@@ -176,7 +177,7 @@ def evaluate(run: Run) -> None:
     greedy = dataclasses.replace(run.sampling, temperature=0.0)
     samples = run.engine.sample(run.world.part(run.eval_prompts), 1, greedy, step=0)
     score(run, samples)
-    run.log.evaluation(run.done, metrics.facts(samples, run.world))
+    run.log.evaluation(run.done, metrics.facts(samples, run.world), run.rewards.metrics(run.world.gather))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -31,10 +31,10 @@ import torch
 
 from bench import common
 from nanogrpo import checkpoint, metrics
-from nanogrpo import rewards as scoring
 from nanogrpo.config import Config, dashed
 from nanogrpo.errors import UserError
 from nanogrpo.local_engine import LocalEngine
+from nanogrpo.reward_runner import Runner
 from nanogrpo.rollout import SamplingParams
 from nanogrpo.run import load_prompts
 from nanogrpo.tokenizer import Tokenizer
@@ -165,7 +165,8 @@ def theirs(cfg: Config) -> dict:
     tokenizer = Tokenizer.from_pretrained(cfg.model)
     shape = checkpoint.empty_model(Path(cfg.model)).cfg
     (prompts,), problems = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
-    functions = scoring.load_functions(cfg.reward_funcs, cfg.max_completion_length)
+    rewards = Runner(cfg.reward_funcs, max_completion_length=cfg.max_completion_length)
+    functions = rewards.here.functions
     trainer = trl_run.trainer(cfg, prompts, functions, Path(cfg.output_dir))
     laps, held_out, sampling = Laps(), {}, []
     if cfg.eval_steps:
@@ -179,7 +180,7 @@ def theirs(cfg: Config) -> dict:
             samples = engine.sample(problems, 1, greedy, step=0)
             for s in samples:
                 s.text = tokenizer.decode(s.token_ids)
-            scoring.score(samples, functions)
+            rewards.score(samples)
             held_out[after] = statistics.fmean(s.rewards["accuracy_reward"] for s in samples)
 
     class Watch(transformers.TrainerCallback):

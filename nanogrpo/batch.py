@@ -45,7 +45,8 @@ class Sample:
     own: list[bool] | None = None  # which tokens the model wrote: a tool's answers are not trained (turns.py); None: all
     text: str = ""  # decoded completion, without special tokens
     rewards: dict[str, float | None] = field(default_factory=dict)  # one entry a reward function; None: does not apply
-    reward: float | None = None  # the weighted sum; None when no function applied
+    reward: float | None = None  # the weighted sum; None when no function applied, or the group's rewards were lost
+    extra: dict = field(default_factory=dict)  # what reward functions gave to log_extra, by column
     advantage: float = 0.0
 
     @property

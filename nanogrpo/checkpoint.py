@@ -35,19 +35,19 @@ MAX_FILE_BYTES = 5 * 10**9  # of weights in one safetensors file, as transformer
 # --- reading ------------------------------------------------------------------------------------------------------------------
 
 
-def locate(name: str) -> Path:
+def locate(name: str, option: str = "--model") -> Path:
     """The folder of a checkpoint: a local path as it is, else a hub id, downloaded once into Hugging Face's cache."""
     if Path(name).is_dir():
         return Path(name)
     if Path(name).is_absolute() or name.count("/") != 1 or name.startswith((".", "~")):
-        raise UserError(f"--model {name}: there is no such folder (and it is not a hub id of the form owner/name).")
+        raise UserError(f"{option} {name}: there is no such folder (and it is not a hub id of the form owner/name).")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as e:  # the hub's client raises from half a dozen libraries: every one means that the model is not here
         reason = f"{type(e).__name__}: {str(e).strip()}".splitlines()[0].rstrip(".")  # some go on for a paragraph
-        raise UserError(f"--model {name}: no such folder, and the hub did not give it ({reason}).") from e
+        raise UserError(f"{option} {name}: no such folder, and the hub did not give it ({reason}).") from e
 
 
 def read_json(path: Path) -> dict:

@@ -29,8 +29,10 @@ class Config:
     max_prompt_length: int = 0  # in tokens, after the chat template; 0: what the context leaves
     long_prompts: str = "refuse"  # longer prompts: refuse the data, with the line's number, or drop them, counted
     # --- rewards
-    reward_funcs: tuple[str, ...] = ("accuracy", "format")  # built in: these and length:TOKENS; module:function, file.py:function
+    reward_funcs: tuple[str, ...] = ("accuracy", "format")  # or length:TOKENS, module:function, file.py:function, model:FOLDER
     reward_weights: tuple[float, ...] = ()  # one per reward function; empty: all 1
+    # A minute: far beyond a judge's answer or a run of generated code, and twice that is far below ddp_timeout.
+    reward_timeout: float = 60.0  # seconds for one call of a module's or file's function; 0: no limit, no process of its own
     # --- sampling
     num_generations: int = 8  # G, completions per prompt: the group that shares a baseline
     generation_batch_size: int = 64  # completions per step: P·G, so P = generation_batch_size / num_generations prompts

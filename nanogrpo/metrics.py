@@ -261,11 +261,11 @@ class Log:
         speed = f"{row['tokens_per_second']:,.0f} tok/s  {int(left) // 60}:{int(left) % 60:02d} left"
         console.print(Text(f"step {step + 1:>4}/{self.cfg.max_steps}  {values}  {speed}"), soft_wrap=True)
 
-    def evaluation(self, step: int, samples: Sequence[Facts]) -> None:
-        """Writes what greedy decoding of the held-out prompts gave after `step` steps."""
+    def evaluation(self, step: int, samples: Sequence[Facts], more: dict[str, float] | None = None) -> None:
+        """Writes what greedy decoding of the held-out prompts gave after `step` steps; more: metrics beside the rewards."""
         if not self.main:
             return
-        row: dict[str, float] = {}
+        row: dict[str, float] = {f"eval/{name}": value for name, value in (more or {}).items()}
         for name in samples[0].rewards:
             given = [r for s in samples if (r := s.rewards[name]) is not None]  # as in training: None is not a 0
             if given:

@@ -1,32 +1,17 @@
-"""How good is each completion: reward functions, and the runner that calls them and trusts nothing they return.
+"""How good is each completion: the built-in reward functions, and finding the user's by name.
 
-In: samples with their decoded `text`. Out: `sample.rewards[name]` and the weighted sum `sample.reward`.
-Read next: grpo.py, which turns the rewards of a group into advantages.
-
-A reward function has TRL's signature, so that functions written for either run in both. It is called once for all B samples:
-    def my_reward(completions, **kwargs) -> list[float | None]        # B results; None: this function does not apply here
-with the keyword arguments, lists of length B each,
-    prompts          as in the data: text, or messages
-    completions      text for a text prompt, [{"role": "assistant", "content": text}] for messages
-    completion_ids   token ids, the stop token included
-    <column>         one for each other column of the data; None where a row lacks it
+In: completions and the data's columns, as lists (reward_call.py has the signature). Out: one number each, or None.
+Read next: reward_runner.py, which calls them.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import importlib
-import importlib.util
 import re
-import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
-from numbers import Real
-from pathlib import Path
 
-from nanogrpo.batch import Sample
+from nanogrpo import plugin
 from nanogrpo.errors import UserError
 
 # ---- the built-in functions ----------------------------------------------------------------------------------------------------
@@ -150,19 +135,19 @@ def _text(completion: str | list[dict]) -> str:
 BUILT_IN = {"format": format_reward, "accuracy": accuracy_reward, "length": length_reward}
 
 
-def load_functions(specs: Sequence[str], max_completion_length: int = 512) -> list[Callable]:
-    """Each spec → a function: "format", "accuracy", "length" or "length:LIMIT", "package.module:name", "path/to/file.py:name".
+def is_ours(spec: str) -> bool:
+    """Whether a spec names what this package computes by itself, fast and without end only by a bug of ours."""
+    return spec in BUILT_IN or spec.startswith(("length:", "model:"))
 
-    "length" alone judges against `max_completion_length`.
 
-    UserError when a spec names nothing that can be called; what importing the user's code raises is its __cause__.
+def load_function(spec: str, max_completion_length: int = 512) -> Callable:
+    """A spec → a function: "format", "accuracy", "length" or "length:LIMIT", "package.module:name", "path/to/file.py:name".
+
+    "length" alone judges against `max_completion_length`. UserError when the spec names nothing that can be called; what
+    importing the user's code raises is its __cause__.
     """
-    if isinstance(specs, str) or not specs:
-        raise UserError(f"reward_funcs is {specs!r}: name a list of at least one function, e.g. accuracy")
-    return [_load_function(f"length:{max_completion_length}" if spec == "length" else spec) for spec in specs]
-
-
-def _load_function(spec: str) -> Callable:
+    if spec == "length":
+        spec = f"length:{max_completion_length}"
     if spec in BUILT_IN:
         return BUILT_IN[spec]
     where, _, name = spec.rpartition(":")
@@ -172,124 +157,7 @@ def _load_function(spec: str) -> Callable:
         return functools.partial(length_reward, int(name))
     if not where or not name:
         raise UserError(
-            f"reward_funcs: {spec!r} is neither one of {', '.join(BUILT_IN)} nor package.module:name nor path/file.py:name"
+            f"reward_funcs: {spec!r} is neither one of {', '.join(BUILT_IN)} nor package.module:name, path/file.py:name or "
+            "model:folder"
         )
-    try:
-        module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except (Exception, SystemExit) as error:  # the user's module may raise anything; the sentence carries it
-        raise UserError(
-            f"reward_funcs: importing {where!r} raised {type(error).__name__}: {error}; mend it or the path"
-        ) from error
-    if not callable(function := getattr(module, name, None)):
-        raise UserError(f"reward_funcs: {where!r} has no function {name!r}; check the name after the colon")
-    return function
-
-
-def _load_file(path: Path):
-    """Run a file once as a module of its own. Two specs that name one file share the module, and so its state."""
-    path = path.resolve()
-    name = "nanogrpo_reward_file:" + str(path)  # a name no import statement can collide with
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)  # before it runs: dataclasses and pickle look it up
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
-
-
-# ---- the runner ----------------------------------------------------------------------------------------------------------------
-
-
-LARGEST = 1e30  # of a reward or a sum, either sign: well inside float32, in which the advantages that it makes are trained on
-
-
-def score(samples: list[Sample], functions: Sequence[Callable], weights: Sequence[float] | None = None) -> None:
-    """Fill each sample's `rewards` and `reward`: Σ_f weight_f · reward_f over the functions that gave a number, None if none did.
-
-    `weights`: None or empty, 1 each. A function that raises or calls sys.exit, returns the wrong count or a value that is not a
-    number of at most LARGEST stops the run with a UserError, and no sample is touched: a 0 in its place would be trained on as if
-    it were a judgement.
-    """
-    weights = list(weights) if weights else [1.0] * len(functions)
-    if len(weights) != len(functions):
-        raise UserError(f"reward_weights has {len(weights)} values for {len(functions)} reward functions; give one for each")
-    results = {name: _call(function, name, samples) for name, function in zip(_names(functions), functions)}
-    rewards = [dict(zip(results, values)) for values in zip(*results.values())]
-    sums = [_weighted_sum(weights, given, sample) for given, sample in zip(rewards, samples)]
-    for sample, given, total in zip(samples, rewards, sums):
-        sample.rewards, sample.reward = given, total
-
-
-def _weighted_sum(weights: Sequence[float], rewards: dict[str, float | None], sample: Sample) -> float | None:
-    terms = [w * r for w, r in zip(weights, rewards.values()) if r is not None]
-    if not abs(total := sum(terms)) <= LARGEST:
-        raise UserError(
-            f"reward_weights make {total} of the rewards {rewards} for sample {sample.index} of prompt {sample.prompt.id}; make "
-            f"them smaller, for a sum must not be beyond {LARGEST:g}"
-        )
-    return total if terms else None
-
-
-def _names(functions: Sequence[Callable]) -> list[str]:
-    """The name of each function in logs: its __name__ (of what a partial wraps), with _2, _3 … where two would coincide."""
-    names: list[str] = []
-    for function in functions:
-        while isinstance(function, functools.partial):
-            function = function.func
-        base = name = getattr(function, "__name__", type(function).__name__)
-        count = 1
-        while name in names:
-            count += 1
-            name = f"{base}_{count}"
-        names.append(name)
-    return names
-
-
-def _call(function: Callable, name: str, samples: list[Sample]) -> list[float | None]:
-    """One reward function over all samples → one checked value each."""
-    keys = dict.fromkeys(key for sample in samples for key in sample.prompt.columns)  # the union, in order of appearance
-    # Lists made for this call, and copies of what is in them: a function that edits its arguments must reach neither the ids that
-    # will be trained, nor the next function, nor the steps to come, which draw the same prompts again.
-    columns = copy.deepcopy({key: [sample.prompt.columns.get(key) for sample in samples] for key in keys})
-    try:
-        result = function(
-            prompts=copy.deepcopy([sample.prompt.text for sample in samples]),
-            completions=[_as_completion(sample) for sample in samples],
-            completion_ids=[list(sample.token_ids) for sample in samples],
-            **columns,
-        )
-    except (Exception, SystemExit) as error:  # the user's code may raise anything; sys.exit(0) would look like the run's end
-        frames = traceback.extract_tb(error.__traceback__)  # [0] is the call above, [1] the line of the user's function
-        where = f"{Path(frames[1].filename).name}:{frames[1].lineno}" if len(frames) > 1 else "its call"
-        ids = list(dict.fromkeys(sample.prompt.id for sample in samples))
-        raise UserError(
-            f"the reward function {name} raised {type(error).__name__}: {error} (at {where}, given {len(samples)} completions of "
-            f"prompts {', '.join(map(str, ids[:4]))}{', …' if len(ids) > 4 else ''}); mend the function"
-        ) from error
-    values = result.tolist() if hasattr(result, "tolist") else result  # numpy and torch
-    if not isinstance(values, list | tuple) or len(values) != len(samples):
-        got = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(result).__name__}"
-        raise UserError(
-            f"the reward function {name} returned {got} for {len(samples)} completions; it must return a list, one each"
-        )
-    return [_checked(value, name, sample) for value, sample in zip(values, samples)]
-
-
-def _as_completion(sample: Sample) -> str | list[dict]:
-    return sample.text if isinstance(sample.prompt.text, str) else [{"role": "assistant", "content": sample.text}]
-
-
-def _checked(value, name: str, sample: Sample) -> float | None:
-    if value is None:
-        return None
-    number = value.item() if getattr(value, "ndim", None) == 0 else value  # a numpy or torch scalar
-    # One comparison refuses NaN, both infinities and integers beyond float. A bool is a Real: True counts 1.
-    if not isinstance(number, Real) or not abs(number) <= LARGEST:
-        raise UserError(
-            f"the reward function {name} returned {value!r} for sample {sample.index} of prompt {sample.prompt.id}; "
-            f"it must return a number of at most {LARGEST:g}, or None where it does not apply"
-        )
-    return float(number)
+    return plugin.load(spec, "reward_funcs")

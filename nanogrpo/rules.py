@@ -50,7 +50,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     *("top_k", "epsilon", "epsilon_high", "beta", "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "eval_samples"),
     *("dppo_penalty", "off_policy_mask_threshold", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_target"),
-    *("save_steps", "num_completions_to_print", "max_prompt_length", "save_total_limit", "seed"),
+    *("reward_timeout", "save_steps", "num_completions_to_print", "max_prompt_length", "save_total_limit", "seed"),
     *("server_patience", "max_staleness", "max_resample_times", "vllm_importance_sampling_clip_min", "lora_r"),
 )
 

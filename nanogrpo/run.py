@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from nanogrpo import adapters, checkpoint, data, fsdp, lora, memory, metrics, optim, output, plugin, rewards, rows, state
+from nanogrpo import adapters, checkpoint, data, fsdp, lora, memory, metrics, optim, output, plugin, rows, state
 from nanogrpo.batch import Prompt
 from nanogrpo.config import Config
 from nanogrpo.entropy import Bonus
@@ -24,6 +24,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.guard import SECRET
 from nanogrpo.local_engine import LocalEngine
 from nanogrpo.model import Decoder
+from nanogrpo.reward_runner import Runner
 from nanogrpo.rollout import Engine, SamplingParams
 from nanogrpo.server import Sidecar
 from nanogrpo.staleness import Ahead
@@ -44,7 +45,7 @@ class Run:
     tokenizer: Tokenizer
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
-    reward_funcs: list
+    rewards: Runner
     model: Decoder
     reference: Decoder | None  # frozen, or the model itself, whose adapters are turned off; None when beta is 0
     optimizer: torch.optim.Optimizer
@@ -65,7 +66,7 @@ def setup(cfg: Config, world: World) -> Run:
     source = checkpoint.locate(cfg.model)
     tokenizer = Tokenizer.from_pretrained(source)
     raw = checkpoint.read_json(source / "config.json")
-    reward_funcs = rewards.load_functions(cfg.reward_funcs, cfg.max_completion_length)
+    rewards = make_rewards(cfg, world)
     model = checkpoint.empty_model(source)
     lora.attach(model, cfg)
     check_vocabulary(tokenizer, model)
@@ -105,7 +106,7 @@ def setup(cfg: Config, world: World) -> Run:
         tokenizer=tokenizer,
         prompts=prompts,
         eval_prompts=eval_prompts,
-        reward_funcs=reward_funcs,
+        rewards=rewards,
         model=model,
         reference=reference,
         optimizer=optimizer,
@@ -152,6 +153,24 @@ def check_world(cfg: Config, world: World) -> None:
             f"the {cfg.prompts_per_step} prompts of a step (--generation-batch-size / --num-generations) cannot be shared evenly "
             f"by {world.size} processes: choose a multiple."
         )
+
+
+def make_rewards(cfg: Config, world: World) -> Runner:
+    """The reward functions, imported. While one rank tries what hangs, the others must not give it up."""
+    rewards = Runner(
+        cfg.reward_funcs,
+        cfg.reward_weights,
+        timeout=cfg.reward_timeout,
+        max_completion_length=cfg.max_completion_length,
+        device=world.device,
+    )
+    longest = rewards.longest * (1 + cfg.max_resample_times)
+    if world.size > 1 and longest > cfg.ddp_timeout:
+        raise UserError(
+            f"--reward-timeout {cfg.reward_timeout:g}: scoring may take up to {longest:g} s, but the ranks give each "
+            f"other up after --ddp-timeout {cfg.ddp_timeout}: lower the one or raise the other."
+        )
+    return rewards
 
 
 def check_answers(cfg: Config, prompts: list[Prompt]) -> None:

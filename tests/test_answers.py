@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanogrpo.batch import Prompt, Sample
+from nanogrpo.reward_runner import Runner
 from nanogrpo.rewards import (
     accuracy_reward,
     extract_answer,
     format_reward,
     length_reward,
-    load_functions,
+    load_function,
     same_answer,
-    score,
 )
 
 # ---- answers -------------------------------------------------------------------------------------------------------------------
@@ -162,10 +162,10 @@ def test_length_reward_is_dapos_and_looks_at_one_completion_only():
     want = [0, 0, -0.25, -0.5, -1, -1]  # L_max 100, L_cache 20
     assert length_reward(100, completion_ids=ids) == want
     assert [length_reward(100, completion_ids=[one])[0] for one in ids] == want
-    for function in load_functions(["length:100"]) + load_functions(["length"], max_completion_length=100):
+    for function in (load_function("length:100"), load_function("length", max_completion_length=100)):
         assert function(completion_ids=[[0] * 100, [0] * 80]) == [-1.0, 0.0]
-    (function,) = load_functions(["length:100"])
+    function = load_function("length:100")
     prompt = Prompt(0, "?", [1], {"limit": "3 apples"})  # a column of the data, and not the function's limit
     samples = [Sample(prompt, 0, one, [0.0] * len(one), True, [0] * len(one)) for one in ids]
-    score(samples, [function])
+    Runner([function]).score(samples)
     assert [sample.rewards for sample in samples] == [{"length_reward": reward} for reward in want]

@@ -23,9 +23,10 @@ from ranks import ROOT, free_port, run, start
 from test_signals import PATIENCE, argv, running, steps, until
 
 import train
-from nanogrpo import checkpoint, ends, rewards, state
+from nanogrpo import checkpoint, ends, state
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
+from nanogrpo.reward_runner import Runner
 from nanogrpo.world import join
 
 WATCHED = Config(device="cpu", heartbeat_timeout=3)
@@ -123,7 +124,7 @@ def test_who_is_done_waits_for_the_others_and_is_not_missed():
 
 def fails_while_it_saves(options: list[str], folder: Path) -> int:
     """Rank 1's part of checkpoint-1 takes three seconds, and it fails in the meantime."""
-    write, score, finish = state.dcp.FileSystemWriter.write_data, rewards.score, ends.finish_saves
+    write, score, finish = state.dcp.FileSystemWriter.write_data, Runner.score, ends.finish_saves
     first = os.environ["RANK"] == "0"
 
     def slow(*args):
@@ -142,7 +143,7 @@ def fails_while_it_saves(options: list[str], folder: Path) -> int:
 
     checkpoint_begun, save = threading.Event(), state.Saver.save
     state.Saver.save = lambda *args: (save(*args), checkpoint_begun.set())
-    state.dcp.FileSystemWriter.write_data, rewards.score, ends.finish_saves = slow, failing, told
+    state.dcp.FileSystemWriter.write_data, Runner.score, ends.finish_saves = slow, failing, told
     return train.main(options)
 
 
@@ -159,7 +160,7 @@ def test_a_failing_rank_tells_the_others_before_it_waits_for_its_save(base, tmp_
 
 def slow_at(options: list[str], place: str, flag: Path) -> int:
     """A run that takes some seconds to read its weights, or to score its first evaluation."""
-    owner, name = {"setup": (checkpoint, "load_weights"), "evaluation": (rewards, "score")}[place]
+    owner, name = {"setup": (checkpoint, "load_weights"), "evaluation": (Runner, "score")}[place]
     original = getattr(owner, name)
 
     def slow(*args) -> None:

@@ -43,7 +43,11 @@ MAY_IMPORT = {
     "tasks": "batch tokenizer",
     "rows": "tasks",
     "data": "batch tokenizer rows",
-    "rewards": "batch tokenizer",
+    "rewards": "plugin",
+    "reward_call": "",
+    "reward_process": "reward_call rewards",  # imports no torch: another process starts in a tenth of a second
+    "reward_runner": "batch reward_call reward_model reward_process rewards",
+    "reward_model": "attention checkpoint model tokenizer",
     "rollout": "batch",
     "turns": "batch rollout tokenizer",
     "calculator": "batch turns",
@@ -70,7 +74,7 @@ MAY_IMPORT = {
     "state": "adapters checkpoint ends fsdp output world model config tokenizer",
     "memory": "lora world model config ops packing",
     "run": "adapters batch entropy checkpoint config data fsdp guard local_engine lora memory metrics model optim output plugin"
-    " rewards"
+    " reward_runner"
     " rollout rows server staleness state tokenizer turns vllm_engine world",
     "metrics": "__init__ batch config mismatch ops rollout world",
     "plot": "",

@@ -1,6 +1,6 @@
 """Rewards: what a function is given, that nothing it returns is taken on trust, and how functions are found.
 
-Read next: the tests of grpo.py, where rewards become advantages.
+Here every function runs in this process. Read next: test_reward_process.py, where the user's run in one that can be killed.
 """
 
 import functools
@@ -12,7 +12,13 @@ import torch
 
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.errors import UserError
-from nanogrpo.rewards import accuracy_reward, format_reward, length_reward, load_functions, score
+from nanogrpo.reward_call import TrainerState
+from nanogrpo.reward_runner import Runner
+from nanogrpo.rewards import accuracy_reward, format_reward, length_reward, load_function
+
+
+def score(samples, functions, weights=()):
+    Runner(functions, weights).score(samples)
 
 
 def make_samples(texts=("7", "8"), prompt="3+4=", **columns):
@@ -35,7 +41,12 @@ def test_a_function_is_called_once_with_trls_arguments():
 
     messages = [{"role": "user", "content": "hi"}]
     samples = make_samples(["a", "b"], solution="7", level=1) + make_samples(["c"], prompt=messages, solution="8", tag="x")
-    score(samples, [spy])
+    Runner([spy]).score(samples, state=TrainerState(3, 10, 0.25))
+    (call,) = calls
+    assert callable(call[-1].pop("log_extra"))
+    assert callable(call[-1].pop("log_metric"))
+    state = call[-1].pop("trainer_state")
+    assert (state.global_step, state.max_steps, state.epoch) == (3, 10, 0.25)
     assert calls == [
         (
             ["3+4=", "3+4=", messages],
@@ -47,7 +58,7 @@ def test_a_function_is_called_once_with_trls_arguments():
 
 
 def test_a_function_that_edits_its_arguments_changes_no_sample():
-    def vandal(prompts, completions, completion_ids, solution):
+    def vandal(prompts, completions, completion_ids, solution, **kwargs):
         for values in (completions, solution, *completion_ids):
             values.clear()
         return [1.0] * len(prompts)
@@ -97,9 +108,8 @@ def test_rewards_are_weighted_and_none_does_not_count():
         {"constant": None, "constant_2": None},
     ]
     assert [sample.reward for sample in samples] == [-9.5, 1.0, -30.0, None]
-    for unweighted in (None, ()):
-        score(samples, [returns(1, 2, None, None), returns(10, None, 30, None)], unweighted)
-        assert [sample.reward for sample in samples] == [11.0, 2.0, 30.0, None]
+    score(samples, [returns(1, 2, None, None), returns(10, None, 30, None)])
+    assert [sample.reward for sample in samples] == [11.0, 2.0, 30.0, None]
 
 
 def test_numbers_of_every_kind_become_floats():
@@ -129,10 +139,6 @@ def test_names_of_partials_and_instances():
 
 
 # ---- mistakes ------------------------------------------------------------------------------------------------------------------
-
-
-async def awaited(completions, **kwargs):
-    return [0.0] * len(completions)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +183,7 @@ def test_a_function_that_raises_is_named_with_its_line_and_its_exception():
     ) as caught:
         score(make_samples(), [divides])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert "2 completions of prompts 17)" in str(caught.value)
+    assert "2 completions of prompt 17)" in str(caught.value)
 
     def no_kwargs(completions):
         return [0.0] * len(completions)
@@ -188,14 +194,8 @@ def test_a_function_that_raises_is_named_with_its_line_and_its_exception():
         UserError, match="accuracy_reward raised ValueError: the data has neither a column `solution` nor `answer`"
     ):
         score(make_samples(), [accuracy_reward])
-    with pytest.raises(UserError, match=r"raised TypeError: .*multiple values for keyword argument 'prompts'"):
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'prompts'"):  # data.py has refused such a column
         score(make_samples(prompts="taken"), [format_reward])
-
-
-@pytest.mark.filterwarnings("ignore:coroutine")
-def test_an_async_function_is_refused_and_not_left_unawaited_in_silence():
-    with pytest.raises(UserError, match="awaited returned a coroutine"):
-        score(make_samples(), [awaited])
 
 
 @pytest.mark.parametrize("status", [0, None, 3, "bye"])
@@ -209,7 +209,7 @@ def test_a_function_or_a_file_that_exits_does_not_end_the_run_as_if_it_were_done
     assert all(sample.rewards == {} and sample.reward is None for sample in samples)
     (tmp_path / "leaves.py").write_text(f"import sys\nsys.exit({status!r})\n")
     with pytest.raises(UserError, match=r"importing '\S+leaves\.py' raised SystemExit: "):
-        load_functions([f"{tmp_path / 'leaves.py'}:f"])
+        load_function(f"{tmp_path / 'leaves.py'}:f")
 
 
 def test_a_sum_must_not_overflow_either():
@@ -248,7 +248,7 @@ def test_functions_are_found_by_name_by_module_and_by_file(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     path = str(tmp_path / "my.file.py")
     specs = ["format", "accuracy", "length", "my_rewards_module:mine", f"{path}:mine", f"{path}:other"]
-    functions = load_functions(specs)
+    functions = [load_function(spec) for spec in specs]
     assert functions[:2] == [format_reward, accuracy_reward]
     assert functions[2].func is length_reward
     assert functions[4] is functions[5]  # one file, one module
@@ -274,7 +274,7 @@ def test_functions_are_found_by_name_by_module_and_by_file(tmp_path, monkeypatch
 )
 def test_a_spec_that_names_no_function(spec, message):
     with pytest.raises(UserError, match=message) as caught:
-        load_functions(["format", spec])
+        load_function(spec)
     assert str(caught.value).startswith("reward_funcs: ")
 
 
@@ -282,15 +282,15 @@ def test_a_file_that_fails_can_be_mended_and_loaded_again(tmp_path):
     path = tmp_path / "rewards.py"
     path.write_text("1 / 0\n")
     with pytest.raises(UserError, match="raised ZeroDivisionError") as caught:
-        load_functions([f"{path}:f"])
+        [load_function(f"{path}:f")]
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     path.write_text("def f(completions, **kwargs):\n    return [3.0] * len(completions)  # mended\n")
     samples = make_samples()
-    score(samples, load_functions([f"{path}:f"]))
+    score(samples, [load_function(f"{path}:f")])
     assert samples[0].reward == 3.0
 
 
 @pytest.mark.parametrize("specs", [[], (), "accuracy"])
 def test_reward_funcs_is_a_list_of_at_least_one(specs):
     with pytest.raises(UserError, match="name a list of at least one function"):
-        load_functions(specs)
+        Runner(specs)

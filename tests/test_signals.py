@@ -21,9 +21,10 @@ from conftest import write_base
 from ranks import REWARD, ROOT, free_port, run, start
 
 import train
-from nanogrpo import rewards, state
+from nanogrpo import state
 from nanogrpo.ends import Stop
 from nanogrpo.errors import UserError
+from nanogrpo.reward_runner import Runner
 
 PATIENCE = 60  # seconds within which ranks must have ended; a hang lasts --ddp-timeout, ten minutes
 
@@ -86,7 +87,7 @@ def test_one_process_too_and_twice_within_a_second_is_once(base, tmp_path):
 
 def never_ends_a_step(options: list[str]) -> int:
     """A run whose scoring waits for ever once two steps are done: what a user interrupts twice."""
-    score, calls = rewards.score, []
+    score, calls = Runner.score, []
 
     def stuck(*args) -> None:
         calls.append(1)
@@ -96,7 +97,7 @@ def never_ends_a_step(options: list[str]) -> int:
             threading.Event().wait(0.05)
         score(*args)
 
-    rewards.score = stuck
+    Runner.score = stuck
     return train.main(options)
 
 
@@ -128,7 +129,7 @@ def test_handlers_are_put_back():
 
 def fails_in_the_third_step(options: list[str], who: int, how: str) -> int:
     """A run of which rank `who` fails: with a mistake of the user's, with a bug, or killed."""
-    score, calls = rewards.score, []
+    score, calls = Runner.score, []
 
     def failing(*args) -> None:
         calls.append(1)
@@ -140,7 +141,7 @@ def fails_in_the_third_step(options: list[str], who: int, how: str) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         score(*args)
 
-    rewards.score = failing
+    Runner.score = failing
     return train.main(options)
 
 
@@ -169,7 +170,7 @@ def test_one_rank_failing_ends_the_others_and_one_alone_speaks(base, tmp_path, h
 
 def waits_for_nobody(options: list[str]) -> int:
     """Rank 0 fails while rank 1 is far from any collective: only its watch can tell it."""
-    score = rewards.score
+    score = Runner.score
 
     def work(*args) -> None:
         if os.environ["RANK"] == "0":
@@ -177,7 +178,7 @@ def waits_for_nobody(options: list[str]) -> int:
         while True:
             threading.Event().wait(0.05)
 
-    rewards.score = work
+    Runner.score = work
     del score
     return train.main(options)
 

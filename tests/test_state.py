@@ -22,6 +22,7 @@ import train
 from nanogrpo import checkpoint, local_engine, metrics, optim, packing, state
 from nanogrpo.config import Config
 from nanogrpo.ends import Watch
+from nanogrpo.reward_runner import Runner
 
 OPTIONS = ["--device", "cpu", "--max-steps", "8", "--save-steps", "2", "--num-generations", "4", "--generation-batch-size", "16"]
 OPTIONS += ["--max-completion-length", "6", "--learning-rate", "3e-3", "--lr-scheduler-type", "cosine", "--warmup-steps", "2"]
@@ -65,7 +66,7 @@ def close(a: list[dict], b: list[dict]) -> bool:
 POINTS = {
     # where → the function whose call is counted; the process dies as it is entered, or, with "after", as it returns
     "sampling": (local_engine.LocalEngine, "_step", "before"),
-    "scoring": (train.rewards, "score", "before"),
+    "scoring": (Runner, "score", "before"),
     "packing": (packing, "schedule", "after"),
     "between forward and backward": (metrics.Meter, "add", "before"),
     "between backward and step": (optim, "clip_and_step", "before"),
