@@ -67,6 +67,7 @@ def setup(cfg: Config, world: World) -> Run:
     tokenizer = Tokenizer.from_pretrained(source)
     raw = checkpoint.read_json(source / "config.json")
     rewards = make_rewards(cfg, world)
+    rollout = plugin.load(cfg.rollout, "--rollout") if cfg.rollout else None
     model = checkpoint.empty_model(source)
     lora.attach(model, cfg)
     check_vocabulary(tokenizer, model)
@@ -84,8 +85,8 @@ def setup(cfg: Config, world: World) -> Run:
     optimizer = optim.make_optimizer(model, cfg)
     start = state.resume(cfg, world, model, optimizer, origin, reference)
     engine = make_engine(cfg, world, model, source, max_len=longest + cfg.max_completion_length)
-    if cfg.rollout:
-        engine = TurnsEngine(engine, plugin.load(cfg.rollout, "--rollout"), tokenizer, model.cfg.vocab_size, world.gather)
+    if rollout:
+        engine = TurnsEngine(engine, rollout, tokenizer, model.cfg.vocab_size, world.gather)
     sampling = SamplingParams(
         temperature=cfg.temperature,
         top_k=cfg.top_k,
