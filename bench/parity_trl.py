@@ -27,6 +27,7 @@ from bench.trl_peer import (
     LOSSES,
     OBJECTIVES,
     REWARDS,
+    SEVERAL,
     NoModel,
     Peer,
     advantages_of_both,
@@ -75,6 +76,10 @@ def cases(seeds: int) -> Iterator[tuple[str, str, list[Callable[[], tuple[dict, 
     for scale in CHOICES["scale_rewards"]:
         cfg = config(scale_rewards=scale)
         yield "advantages", f"scale_rewards={scale}", [partial(advantages_of_both, cfg, r) for r in REWARDS.values()]
+    for aggregation in CHOICES["multi_objective_aggregation"]:
+        weighted = [config(multi_objective_aggregation=aggregation, reward_weights=w) for w in ((), (1.0, 0.25), (0.0, -2.0))]
+        inputs = itertools.product(weighted, SEVERAL.values())
+        yield "advantages", f"multi_objective_aggregation={aggregation}", [partial(advantages_of_both, *x) for x in inputs]
     for loss_type, (name, options) in itertools.product(LOSSES, OBJECTIVES.items()):
         both = [config(loss_type=loss_type, mask_truncated_completions=masked, **options) for masked in (False, True)]
         inputs = itertools.product(both, (False, True), range(seeds))  # off policy or on

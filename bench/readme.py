@@ -23,6 +23,9 @@ measured" has no row.
 """
 
 
+ELSEWHERE = {"objectives": "docs/objectives.md"}  # results that have a page of their own
+
+
 def origin(row: dict) -> str:
     """Command, machine and commit of a row, as one line."""
     m = row["machine"]
@@ -54,10 +57,11 @@ def name_of(name: str) -> str:
 
 def render(folder: Path = common.RESULTS) -> str:
     """The whole file. A result that no table shows is an error: it would be hidden."""
-    unknown = {path.stem for path in folder.glob("*.json")} - set(tables.BENCHES)
+    unknown = {path.stem for path in folder.glob("*.json")} - set(tables.BENCHES) - set(ELSEWHERE)
     if unknown:
         raise ValueError(f"no table in bench/tables.py shows {', '.join(sorted(unknown))}")
-    return "\n".join([HEAD, *(section(name, common.read(name, folder)) for name in tables.BENCHES)])
+    pages = [f"Also: [{name}](../{page})\n" for name, page in ELSEWHERE.items() if (common.ROOT / page).exists()]
+    return "\n".join([HEAD, *pages, *(section(name, common.read(name, folder)) for name in tables.BENCHES)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,12 +6,14 @@ imported; and the peak of the whole process.
 
 The case that this is for is Qwen's vocabulary over a small body, where logits decide.
 
-TRL with the settings of trl_run.py. Read next: step_time.py.
+TRL with the settings of trl_run.py, where the generation is one micro-batch, as it is on our side; and with four micro-batches,
+which take less memory and the same time. Read next: step_time.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -27,18 +29,18 @@ from rich.progress import Progress
 from bench import common, runs, step_time, tables
 
 CASES = {"V = 151,936": step_time.Case(4, 8, 32, 128, vocab=151936), "V = 104": step_time.Case(8, 8, 32, 192)}
-SIDES = ("nanogrpo", "TRL")
+SIDES = {"nanogrpo": step_time.Ours, "TRL": step_time.Trl, "TRL, 4 micro-batches": functools.partial(step_time.Trl, micro=4)}
 
 
 def child(case: str, side: str, folder: Path, args: argparse.Namespace) -> dict:
     """Two steps of a side, in this process; the model and the samples are made before, by the parent."""
     torch.set_num_threads(args.threads)
-    if side == "TRL":
+    if "TRL" in side:
         import bench.trl_run  # noqa: F401
     cfg, samples = step_time.options_of(CASES[case], args)
     runs.forget_peak()
     before = runs.memory()["now"]
-    built = step_time.SIDES[side](folder, cfg)
+    built = SIDES[side](folder, cfg)
     norms = [built.step(samples) for _ in range(2)]
     peak = runs.memory()["peak"]
     return {"peak_bytes": peak, "peak_bytes_above_libraries": peak - before, "gradient_norms": norms}

@@ -98,14 +98,14 @@ class Ours:
 class Trl:
     """TRL's own trainer on the same completions: its batch layout, `_compute_loss`, its optimizer's step."""
 
-    def __init__(self, folder: Path, cfg: Config):
+    def __init__(self, folder: Path, cfg: Config, micro: int = 1):
         from bench import trl_run
 
         cfg = dataclasses.replace(cfg, model=str(folder))
         rows = [Prompt(i, "0", [0]) for i in range(cfg.prompts_per_step)]  # a data set that nothing is drawn from
-        self.trainer = trl_run.trainer(cfg, rows, [share_of_even], Path(tempfile.mkdtemp()))
+        self.trainer = trl_run.trainer(cfg, rows, [share_of_even], Path(tempfile.mkdtemp()), micro)
         self.trainer.create_optimizer()
-        self.trainer.current_gradient_accumulation_steps = 1
+        self.micro = self.trainer.current_gradient_accumulation_steps = micro
         self.pad, self.clock = self.trainer.processing_class.pad_token_id, metrics.Clock()
 
     def step(self, samples: list[Sample]) -> float:
@@ -122,10 +122,13 @@ class Trl:
                 "advantages": torch.tensor([s.advantage for s in samples]),
                 "num_items_in_batch": torch.tensor(sum(map(len, completions))),
             }
-        with self.clock("forward"):
-            loss = self.trainer._compute_loss(model, inputs)
-        with self.clock("backward"):
-            loss.backward()
+        rows = len(samples) // self.micro
+        for start in range(0, len(samples), rows):  # padded to the longest of all, as TRL pads a generation
+            part = {name: x[start : start + rows] if x.ndim else x for name, x in inputs.items()}
+            with self.clock("forward"):
+                loss = self.trainer._compute_loss(model, part)
+            with self.clock("backward"):
+                loss.backward()
         with self.clock("optimizer"):
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             self.trainer.optimizer.step()

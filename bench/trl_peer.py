@@ -44,6 +44,13 @@ REWARDS = {
     "all none": [None] * 8,
     "all equal": [1.0] * 8,
 }
+SEVERAL = {  # two reward functions
+    "two": [(1.0, 0.3), (0.0, 0.1), (0.0, 0.9), (1.0, 0.9), (0.0, 0.5), (0.0, 0.5), (1.0, 0.2), (0.0, 0.1)],
+    "one says nothing": [(1.0, 0.3), (1.0, 0.1), (1.0, 0.9), (1.0, 0.9), (0.0, 0.5), (0.0, 0.5), (0.0, 0.2), (0.0, 0.1)],
+    "some none": [(None, 0.3), (0.0, None), (None, None), (1.0, 0.9), (None, 0.5), (None, 0.5), (1.0, 0.2), (None, 0.1)],
+    "all none": [(None, None)] * 8,
+    "all equal": [(0.1, 0.7)] * 8,
+}
 LOSSES = [name for name in CHOICES["loss_type"] if not name.startswith("dppo")]  # which TRL 1.16 has not
 OBJECTIVES = {
     "plain": {},
@@ -183,25 +190,27 @@ def tables(seed: int) -> dict[str, torch.Tensor]:
 # ---- one case, by TRL's code and by ours ---------------------------------------------------------------------------------------
 
 
-def give_rewards(samples: list[Sample], rewards: list[float | None], cfg: Config) -> torch.Tensor:
-    """Fills rewards and advantages as the loop does; returns the standard deviations of `grpo.advantages`."""
-    for sample, reward in zip(samples, rewards):
-        sample.reward, sample.rewards = reward, {"given": reward}
-    advantages, std = grpo.step_advantages([s.reward for s in samples], cfg)
+def give_rewards(samples: list[Sample], rewards: list, cfg: Config) -> torch.Tensor:
+    """Fills rewards (a value a sample, or a tuple) and advantages as the loop does; returns the deviations of `advantages`."""
+    rows = [row if isinstance(row, tuple) else (row,) for row in rewards]
+    for sample, row in zip(samples, rows):
+        given = [w * r for w, r in zip(cfg.reward_weights or [1.0] * len(row), row) if r is not None]
+        sample.reward, sample.rewards = sum(given) if given else None, dict(zip(("given", "given 1"), row))
+    advantages, std = grpo.step_advantages([s.reward for s in samples], cfg, rows)
     for sample, advantage in zip(samples, advantages):
         sample.advantage = advantage
     return std
 
 
-def advantages_of_both(cfg: Config, rewards: list[float | None]) -> tuple[dict, dict]:
+def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
     """(ours, TRL's): "advantages" [8] float64, and the metrics of rewards under TRL's names."""
     samples = make_samples()
-    peer = Peer(settings(cfg), samples, rewards, NoModel(), logp={})
+    peer = Peer(settings(cfg), samples, rewards, NoModel(), logp={}, reward_weights=cfg.reward_weights)
     theirs = {"advantages": peer.batch()["advantages"]}
     std = give_rewards(samples, rewards, cfg)
     row = metrics.of_samples(metrics.facts(samples, SOLO), std)
     ours = {"advantages": torch.tensor([s.advantage for s in samples], dtype=torch.float64)}
-    for name in ("reward", "reward_std", "frac_reward_zero_std", "rewards/given/mean", "rewards/given/std"):
+    for name in [n for n in peer._metrics["train"] if n.startswith("reward") or n == "frac_reward_zero_std"]:
         expected = peer._metrics["train"][name][0]
         theirs[name] = expected if expected == expected else 0.0  # TRL logs NaN where there is nothing to log, and we nothing
         ours[name] = row[name] if expected == expected else row.get(name, 0.0)

@@ -26,15 +26,16 @@ SAME = (*SHARED, "top_p", "top_k", "max_steps", "learning_rate", "lr_scheduler_t
 SAME += ("adam_epsilon", "weight_decay", "max_grad_norm", "seed")  # named alike, meant alike
 
 
-def options(cfg: Config, output_dir: Path) -> trl.GRPOConfig:
-    """Our options as TRL's."""
+def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
+    """Our options as TRL's. micro: the micro-batches of an optimizer step."""
     on_gpu = torch.cuda.is_available() and cfg.device != "cpu"
     return trl.GRPOConfig(
         output_dir=str(output_dir),
         use_cpu=not on_gpu,
         bf16=on_gpu,
-        per_device_train_batch_size=cfg.generation_batch_size // cfg.steps_per_generation,
-        steps_per_generation=cfg.steps_per_generation,
+        per_device_train_batch_size=cfg.generation_batch_size // (cfg.steps_per_generation * micro),
+        steps_per_generation=cfg.steps_per_generation * micro,
+        gradient_accumulation_steps=micro,
         gradient_checkpointing=False,
         shuffle_dataset=False,  # the rows lie in the order that our side draws them
         min_p=cfg.min_p or None,
@@ -47,14 +48,16 @@ def options(cfg: Config, output_dir: Path) -> trl.GRPOConfig:
     )
 
 
-def trainer(cfg: Config, prompts: Sequence[Prompt], rewards: Sequence[Callable], output_dir: Path) -> trl.GRPOTrainer:
+def trainer(
+    cfg: Config, prompts: Sequence[Prompt], rewards: Sequence[Callable], output_dir: Path, micro: int = 1
+) -> trl.GRPOTrainer:
     """A trainer whose step s sees the prompts that `data.draw` gives our step s."""
     warnings.simplefilter("ignore", FutureWarning)  # of TRL to transformers
     drawn = [p for s in range(cfg.max_steps) for p in data.draw(list(prompts), cfg.prompts_per_step, cfg.seed, s)]
     return trl.GRPOTrainer(
         cfg.model,
         reward_funcs=list(rewards),
-        args=options(cfg, output_dir),
+        args=options(cfg, output_dir, micro),
         train_dataset=datasets.Dataset.from_list([{"prompt": p.text, **p.columns} for p in drawn]),
         processing_class=transformers.AutoTokenizer.from_pretrained(cfg.model),
     )

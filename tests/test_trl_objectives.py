@@ -7,7 +7,19 @@ import pytest
 import torch
 from conftest import SOLO
 
-from bench.trl_peer import REWARDS, NoModel, Peer, config, give_rewards, make_samples, our_batch, settings, tables
+from bench.trl_peer import (
+    REWARDS,
+    SEVERAL,
+    NoModel,
+    Peer,
+    advantages_of_both,
+    config,
+    give_rewards,
+    make_samples,
+    our_batch,
+    settings,
+    tables,
+)
 from nanogrpo import grpo
 from nanogrpo.entropy import Bonus
 
@@ -66,27 +78,11 @@ def test_the_adaptive_coefficient_moves_as_theirs():
 
 # ---- advantages ----------------------------------------------------------------------------------------------------------------
 
-N = None
-TABLES = {
-    "two": [(1.0, 0.3), (0.0, 0.1), (0.0, 0.9), (1.0, 0.9), (0.0, 0.5), (0.0, 0.5), (1.0, 0.2), (0.0, 0.1)],
-    "one says nothing": [(1.0, 0.3), (1.0, 0.1), (1.0, 0.9), (1.0, 0.9), (0.0, 0.5), (0.0, 0.5), (0.0, 0.2), (0.0, 0.1)],
-    "some none": [(N, 0.3), (0.0, N), (N, N), (1.0, 0.9), (N, 0.5), (N, 0.5), (1.0, 0.2), (N, 0.1)],
-    "all none": [(N, N)] * 8,
-    "all equal": [(0.1, 0.7)] * 8,
-}
-
 
 @pytest.mark.parametrize("weights", [(), (1.0, 0.25), (0.0, -2.0)])
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", SEVERAL)
 def test_several_rewards(kind, aggregation, weights):
-    cfg = config(multi_objective_aggregation=aggregation, reward_weights=weights)
-    samples, rows = make_samples(), TABLES[kind]
-    peer = Peer(settings(cfg), samples, rows, NoModel(), logp={}, reward_weights=weights)
-    theirs = peer.batch()["advantages"]
-    w = weights or (1.0, 1.0)
-    sums = [None if row == (N, N) else sum(a * r for a, r in zip(w, row) if r is not None) for row in rows]
-    ours, std = grpo.step_advantages(sums, cfg, rows)
-    torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), theirs, rtol=1e-6, atol=1e-9)
-    zero = torch.isclose(std, torch.zeros_like(std)).float().mean().item()
-    assert zero == pytest.approx(peer._metrics["train"]["frac_reward_zero_std"][0])
+    ours, theirs = advantages_of_both(config(multi_objective_aggregation=aggregation, reward_weights=weights), SEVERAL[kind])
+    torch.testing.assert_close(ours.pop("advantages"), theirs.pop("advantages"), rtol=1e-6, atol=1e-9)
+    assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-12)
