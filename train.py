@@ -33,6 +33,7 @@ from nanogrpo.run import Run, setup
 from nanogrpo.server import ServerLost
 from nanogrpo.staleness import staleness
 from nanogrpo.state import Saver
+from nanogrpo.trace import Trace
 from nanogrpo.world import World, join
 
 
@@ -41,13 +42,14 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
     run = setup(cfg, world)
     model, optimizer, bonus, log = run.model, run.optimizer, run.bonus, run.log
     saver = Saver(cfg, world, model, optimizer, run.tokenizer, run.config_json, run.origin, run.reference)
-    with saver, engine_of(run, saver):
+    with contextlib.closing(log), saver, engine_of(run, saver), Trace(cfg, world) as trace:
         if cfg.eval_steps and run.start == 0 and not world.any(stop.asked):
             evaluate(run)
         if world.any(stop.asked):
             logging.getLogger("nanogrpo").info("asked to stop before the first step: nothing was trained, nothing is saved")
             return
         for step in range(run.start, cfg.max_steps):
+            trace.begin(step)
             clock, meter = metrics.Clock(), metrics.Meter()
 
             with clock("sync"):
@@ -90,8 +92,7 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
                 row |= staleness(world.concat([Counter(s.versions) for s in samples]), step)
                 row["vllm/restarts"] = run.engine.restarts
             log.step(step, facts, row, clock)
-            if cfg.num_completions_to_print and world.main:
-                metrics.print_completions(samples, cfg.num_completions_to_print)
+            log.completions.log(step, samples)
             stopped = world.any(stop.asked, saver.failure())  # a signal to any rank, or its failed save, is known to all
             last = step + 1 == cfg.max_steps
             if cfg.eval_steps and (last or (step + 1) % cfg.eval_steps == 0):
@@ -185,6 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         cfg = cli.parse(argv)
         cfg.validate()
+        cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(cfg.output_dir))  # a reward function may change the folder
         with join(cfg) as world, Stop() as stop, output.claimed(cfg, world):
             train(cfg, world, stop)
     except (UserError, FloatingPointError) as e:  # the latter: weights or log-probs that are no numbers

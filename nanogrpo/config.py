@@ -18,7 +18,7 @@ __all__ = ["CHOICES", "CLIPPED", "LORA_TARGETS", "NOT_NEGATIVE", "POSITIVE", "Co
 @dataclass(frozen=True)
 class Config:
     # --- model and data
-    model: str = ""  # folder or hub id of a Qwen3 or Qwen2 checkpoint (config.json, *.safetensors, tokenizer.json)
+    model: str = ""  # folder or hub id of a Qwen3 or Qwen2 checkpoint; warmup:STEPS: a tiny one, taught arithmetic on the spot
     data: tuple[str, ...] = ()  # training prompts: .jsonl, .parquet, folders of save_to_disk, a built-in task (arithmetic)
     data_weights: tuple[float, ...] = ()  # one per source: its share of the prompts drawn; empty: all are one data set
     eval_data: tuple[str, ...] = ()  # held-out prompts for evaluation; empty: those that the training data bring, if any
@@ -35,7 +35,7 @@ class Config:
     reward_timeout: float = 60.0  # seconds for one call of a module's or file's function; 0: no limit, no process of its own
     # --- sampling
     num_generations: int = 8  # G, completions per prompt: the group that shares a baseline
-    generation_batch_size: int = 64  # completions per step: P·G, so P = generation_batch_size / num_generations prompts
+    generation_batch_size: int = 64  # completions per step: P*G, so P = generation_batch_size / num_generations prompts
     max_completion_length: int = 512  # longest completion in tokens, the stop token included
     temperature: float = 1.0  # of sampling, and so of every log-prob that is trained
     top_p: float = 1.0  # keep the smallest set of tokens with this probability; 1: all
@@ -111,9 +111,13 @@ class Config:
     # --- evaluation, logging, checkpoints
     eval_steps: int = 0  # evaluate greedily on the held-out prompts every so many steps, and before and after; 0: never
     eval_samples: int = 256  # held-out prompts evaluated, the first ones; 0: all
-    save_steps: int = 0  # write a checkpoint every so many steps; 0: only the last
+    save_steps: int = 50  # write a checkpoint, beside training, every so many steps: what a crash can cost; 0: only the last
     save_total_limit: int = 2  # checkpoints kept, the newest ones; 0: all
+    overwrite_output_dir: bool = False  # take away what an earlier run left in output_dir, unless --resume goes on with it
+    report_to: tuple[str, ...] = ("none",)  # beside metrics.jsonl: tensorboard (files in output_dir), wandb, or both
+    log_completions: bool = False  # write every completion with its rewards to output_dir/completions, one file a step
     num_completions_to_print: int = 0  # completions shown in a table after each step; 0: none
+    trace_step: int = 0  # the step (1: the first) that torch.profiler records in output_dir/trace-N.json; 0: none
     # --- machine
     gradient_checkpointing: str = "none"  # compute again in the backward: none, full, selective (not the costly operations)
     torch_compile: bool = False  # compile each block; the first steps take minutes longer

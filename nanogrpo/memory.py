@@ -21,13 +21,14 @@ With adapters, optimizer, gradients and the checkpoint's first term count what i
 no reference: it is the same model, its adapters off.
 
 Ahead of a run nobody knows how long completions will be: they are taken at their longest. Read next: metrics.py, which logs the
-peak that was measured beside the estimate (`memory/peak_gib`), test_memory.py, which holds the estimates against real tensors.
+peaks that were measured (`memory/*`) beside the estimate, test_memory.py, which holds the estimates against real tensors.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -190,12 +191,13 @@ def check(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> int
 
 
 def measured(world: World, estimate: int) -> dict[str, float]:
-    """The most that tensors took at one time on any rank's GPU since the last call, in GiB, beside what `check` had estimated.
-
-    Nothing on a CPU, where nobody counts. Every rank must call.
+    """In GiB: the most memory that any process has had so far; and on a GPU, the most that tensors took at one time on any rank
+    since the last call, beside what `check` had estimated. Every rank must call.
     """
-    if world.device.type != "cuda":
-        return {}
-    peak = max(world.gather(torch.cuda.max_memory_allocated(world.device)))
-    torch.cuda.reset_peak_memory_stats(world.device)
-    return {"memory/peak_gib": peak / 2**30, "memory/estimate_gib": estimate / 2**30}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # the kernel counts KiB
+    out = {"memory/host_peak_gib": max(world.gather(peak)) / 2**20}
+    if world.device.type == "cuda":
+        peak = max(world.gather(torch.cuda.max_memory_allocated(world.device)))
+        torch.cuda.reset_peak_memory_stats(world.device)
+        out |= {"memory/peak_gib": peak / 2**30, "memory/estimate_gib": estimate / 2**30}
+    return out

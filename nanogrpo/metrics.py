@@ -1,40 +1,25 @@
-"""What a step was like: TRL's metric names, one JSON line and one console line a step. docs/metrics.md says what each means.
+"""What a step was like, in numbers under TRL's names: docs/metrics.md says what each means.
 
-In: the step's samples, and each micro-batch with what its loss gave (`Meter.add`). Out: `metrics.jsonl`, the console, a table of
-completions on request. Means are over tokens or completions of the whole step, never means of means. Read next: plot.py.
+In: the step's samples, each micro-batch with what its loss gave (`Meter.add`), the seconds of each phase (`Clock`). Out: dicts of
+name → number. Means are over tokens or completions of the whole step, never means of means. Read next: log.py, which writes them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import json
-import logging
-import platform
 import statistics
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
-from nanogrpo import __version__, mismatch
+from nanogrpo import mismatch
 from nanogrpo.batch import PackedBatch, Sample
-from nanogrpo.config import Config
-from nanogrpo.errors import UserError
 from nanogrpo.ops import PolicyOut
 from nanogrpo.world import World
-
-console = Console(stderr=True)  # is given Text: a str's brackets would be read as markup, "[/INST]" as an end of nothing
-logger = logging.getLogger(__name__)
 
 
 class Clock:
@@ -46,7 +31,8 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with torch.profiler.record_function(phase):  # its name in a trace (--trace-step)
+            yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] += time.perf_counter() - start
@@ -164,129 +150,22 @@ def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
     return out
 
 
-def provenance(cfg: Config, world: World) -> dict:
-    """What heads every log: the resolved options, versions, machine and commit that made the numbers below it."""
-    try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-        commit = git.stdout.strip() if git.returncode == 0 else "unknown"
-    except OSError:  # no git here
-        commit = "unknown"
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return {
-        "run": dataclasses.asdict(cfg),
-        "commit": commit,
-        "versions": {"nanogrpo": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "device": device,
-        "processes": world.size,
-    }
+def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
+    """How long a step took, and how fast: 1 / `throughput/sample` + 1 / `throughput/train` + … = 1 / `tokens_per_second`."""
+    tokens, total = sum(s.length for s in samples), sum(clock.seconds.values())
+    fast = {f"throughput/{name}": tokens / clock.seconds[name] for name in ("sample", "train") if clock.seconds.get(name)}
+    times = {f"time/{phase}": seconds for phase, seconds in clock.seconds.items()}
+    return {"tokens_per_second": tokens / total, **fast, "step_time": total, **times}
 
 
-class Log:
-    """`output_dir/metrics.jsonl` and the console: the main rank's alone, the others' calls do nothing."""
-
-    def __init__(self, cfg: Config, world: World, start: int):
-        self.cfg, self.main, self.path = cfg, world.main, Path(cfg.output_dir) / "metrics.jsonl"
-        self.began, self.start, self.tokens = time.perf_counter(), start, 0
-        if self.main:
-            self._keep_before(start)
-            self._write(provenance(cfg, world))
-
-    def _keep_before(self, start: int) -> None:
-        """Makes an earlier log ready to be gone on with from step `start`, so that each step stands once in it.
-
-        A resumed run repeats the steps after its checkpoint: their lines are dropped. Without one everything is repeated,
-        and the old log is kept beside the new one.
-        """
-        with self._guarded():
-            if not self.path.exists():
-                return
-            lines = self.path.read_bytes().splitlines()
-            if start == 0 and any(b'"step"' in line for line in lines):
-                aside = next(p for i in itertools.count(1) if not (p := self.path.with_name(f"metrics-{i}.jsonl")).exists())
-                self.path.rename(aside)
-                logger.warning("nothing to resume in %s: starting over, the old log is %s", self.cfg.output_dir, aside)
-                return
-            kept = []
-            for line, row in self._rows(lines):
-                if "run" in row or row["step"] < start:
-                    kept.append(line + b"\n")
-                    self.tokens = row.get("num_tokens", self.tokens)
-            aside = self.path.with_suffix(".tmp")
-            aside.write_bytes(b"".join(kept))
-            aside.replace(self.path)
-
-    def _rows(self, lines: list[bytes]) -> Iterator[tuple[bytes, dict]]:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):  # not JSON, or not UTF-8, or brackets without end
-                if number == len(lines):
-                    return  # the last line of a killed run, half written
-                row = None
-            if not isinstance(row, dict) or not ("run" in row or isinstance(row.get("step"), int)):
-                # What follows may be good, and what stood here is unknown: dropping either in silence would falsify the log.
-                raise UserError(f"{self.path}:{number} is no line of a log: mend or remove it, then resume.")
-            yield line, row
-
-    def _write(self, row: dict) -> None:
-        with self._guarded(), self.path.open("a") as f:
-            f.write(json.dumps(row) + "\n")
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as e:
-            raise UserError(f"{self.path} could not be written ({e.strerror}): make room; what it holds so far is whole.") from e
-
-    def step(self, step: int, samples: Sequence[Facts], row: dict[str, float], clock: Clock) -> None:
-        """Writes one step. `row`: everything but tokens and times."""
-        if not self.main:
-            return
-        tokens = sum(s.length for s in samples)
-        self.tokens += tokens + sum(s.prompt_length for s in samples)
-        total = sum(clock.seconds.values())
-        times = {f"time/{phase}": seconds for phase, seconds in clock.seconds.items()}
-        row = {"step": step, **row, "num_tokens": self.tokens, "tokens_per_second": tokens / total, "step_time": total, **times}
-        self._write(row)
-        left = (time.perf_counter() - self.began) / (step + 1 - self.start) * (self.cfg.max_steps - step - 1)
-        shown = {"reward": "reward", "accuracy": "rewards/accuracy_reward/mean", "length": "completions/mean_length"}
-        shown |= {
-            "entropy": "entropy",
-            "kl": "kl",
-            "clip": "clip_ratio/region_mean",
-            "gap": "sampling/sampling_logp_difference/mean",
-        }
-        values = "  ".join(f"{k} {row[name]:.3g}" for k, name in shown.items() if name in row)
-        speed = f"{row['tokens_per_second']:,.0f} tok/s  {int(left) // 60}:{int(left) % 60:02d} left"
-        console.print(Text(f"step {step + 1:>4}/{self.cfg.max_steps}  {values}  {speed}"), soft_wrap=True)
-
-    def evaluation(self, step: int, samples: Sequence[Facts], more: dict[str, float] | None = None) -> None:
-        """Writes what greedy decoding of the held-out prompts gave after `step` steps; more: metrics beside the rewards."""
-        if not self.main:
-            return
-        row: dict[str, float] = {f"eval/{name}": value for name, value in (more or {}).items()}
-        for name in samples[0].rewards:
-            given = [r for s in samples if (r := s.rewards[name]) is not None]  # as in training: None is not a 0
-            if given:
-                row[f"eval/rewards/{name}"] = statistics.fmean(given)
-        row["eval/mean_length"] = statistics.fmean(s.length for s in samples)
-        self._write({"step": step - 1, "eval/after": step, **row})
-        names = [name.removeprefix("eval/").removeprefix("rewards/") for name in row]
-        values = "  ".join(f"{name} {value:.3f}" for name, value in zip(names, row.values()))
-        console.print(Text.assemble((f"held-out, greedy, after {step} steps:", "bold"), f"  {values}"), soft_wrap=True)
-
-
-def print_completions(samples: Sequence[Sample], count: int) -> None:
-    """A table of the first `count` completions with their rewards, as TRL's log_completions shows."""
-    table = Table("prompt", "completion", "reward", "advantage", show_lines=True)
-    for s in samples[:count]:
-        prompt = s.prompt.text if isinstance(s.prompt.text, str) else s.prompt.text[-1]["content"]
-        reward = "-" if s.reward is None else f"{s.reward:.2f}"
-        table.add_row(_plain(prompt[-200:]), _plain(s.text[-400:]), reward, f"{s.advantage:+.2f}")
-    console.print(table)
-
-
-def _plain(text: str) -> Text:
-    """As it is, but for the characters that would command the terminal: a model may write those, too."""
-    return Text("".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text))
+def of_evaluation(samples: Sequence[Facts]) -> dict[str, float]:
+    """Metrics of completions that are not trained: as in training, a reward that does not apply is left out and no 0."""
+    out: dict[str, float] = {}
+    for name in samples[0].rewards:
+        given = [r for s in samples if (r := s.rewards[name]) is not None]
+        if given:
+            out[f"eval/rewards/{name}"] = statistics.fmean(given)
+    given = [s.reward for s in samples if s.reward is not None]
+    if given:
+        out["eval/reward"] = statistics.fmean(given)
+    return {**out, "eval/mean_length": statistics.fmean(s.length for s in samples)}

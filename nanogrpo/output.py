@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,9 @@ from nanogrpo.world import World
 
 log = logging.getLogger("nanogrpo")
 
+# What a run writes, and what --overwrite-output-dir takes away: never anything else.
+OURS = r"\.?checkpoint-\d+(\.tmp|\.old)?|metrics(-\d+)?\.(jsonl|tmp)|completions(-\d+)?|trace-\d+\.json|tensorboard|wandb-id"
+
 
 @contextlib.contextmanager
 def claimed(cfg: Config, world: World) -> Iterator[None]:
@@ -34,8 +38,12 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
     with contextlib.ExitStack() as held:
 
         def claim() -> None:
-            if not cfg.resume and (_has_steps(folder / "metrics.jsonl") or checkpoint.checkpoints(cfg.output_dir)):
-                raise UserError(f"--output-dir {folder} already holds a run: continue it with --resume or choose another folder.")
+            again = cfg.resume or cfg.overwrite_output_dir
+            if not again and (_has_steps(folder / "metrics.jsonl") or checkpoint.checkpoints(cfg.output_dir)):
+                raise UserError(
+                    f"--output-dir {folder} already holds a run: continue it with --resume, choose another folder, or remove it "
+                    "with --overwrite-output-dir."
+                )
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 held.enter_context(_locked(folder))
@@ -72,6 +80,20 @@ def _locked(folder: Path) -> Iterator[None]:
 def _has_steps(log: Path) -> bool:
     """Whether a log holds more than heads: a run that failed before its first step has nothing to lose."""
     return log.exists() and any(not line.startswith('{"run"') for line in log.read_text(errors="replace").splitlines())
+
+
+def clear(cfg: Config) -> None:
+    """Takes away what an earlier run left, where the user asks for it; called when all that can be checked has been."""
+    if not cfg.overwrite_output_dir or cfg.resume:
+        return
+    folder = Path(cfg.output_dir).resolve()
+    found = [path for path in folder.iterdir() if re.fullmatch(OURS, path.name)]
+    used = [Path(name).resolve() for name in (cfg.model, *cfg.data, *cfg.eval_data)]
+    for path in found:
+        if any(path == one or path in one.parents for one in used):
+            raise UserError(f"--overwrite-output-dir would remove {path}, which this run reads: choose another --output-dir.")
+    for path in found:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def clean(cfg: Config) -> None:

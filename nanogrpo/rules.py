@@ -16,6 +16,7 @@ from nanogrpo.errors import UserError
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # one term, five ways to average it
 CHOICES = {
     "long_prompts": ("refuse", "drop"),
+    "report_to": ("none", "tensorboard", "wandb"),
     "loss_type": (*CLIPPED, "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl"),
     "importance_sampling_level": ("token", "sequence"),
     "advantage_estimator": ("grpo", "rloo", "maxrl"),
@@ -50,7 +51,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     *("top_k", "epsilon", "epsilon_high", "beta", "warmup_steps", "weight_decay", "max_grad_norm", "eval_steps", "eval_samples"),
     *("dppo_penalty", "off_policy_mask_threshold", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_target"),
-    *("reward_timeout", "save_steps", "num_completions_to_print", "max_prompt_length", "save_total_limit", "seed"),
+    *("reward_timeout", "save_steps", "trace_step", "num_completions_to_print", "max_prompt_length", "save_total_limit", "seed"),
     *("server_patience", "max_staleness", "max_resample_times", "vllm_importance_sampling_clip_min", "lora_r"),
 )
 
@@ -71,7 +72,12 @@ def check(c: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             finite = not isinstance(number, float) or math.isfinite(number)
             require(finite, f"--{dashed(field.name)} is {number}: give a finite number.")
-    require(bool(c.model), "--model is missing: give the folder or hub id of a checkpoint.")
+    require(bool(c.model), "--model is missing: give the folder or hub id of a checkpoint, or try --profile debug.")
+    kind, _, count = c.model.partition(":")
+    require(
+        kind != "warmup" or (count.isdecimal() and int(count) > 0),
+        f"--model {c.model!r} is no number of steps: write warmup:60, say.",
+    )
     for name in ("data", "eval_data"):  # a str would be taken for a list of letters
         require(not isinstance(getattr(c, name), str), f"--{dashed(name)} is one text: give a list of sources.")
     require(bool(c.data) and all(c.data), "--data is missing: give a .jsonl or .parquet file of prompts, or a built-in task.")
@@ -96,7 +102,9 @@ def check(c: Any) -> None:
         "(generation_batch_size / num_generations): a minibatch holds whole groups.",
     )
     for name, allowed in CHOICES.items():
-        require(getattr(c, name) in allowed, f"--{dashed(name)} is {getattr(c, name)!r}: choose one of {', '.join(allowed)}.")
+        for value in getattr(c, name) if isinstance(getattr(c, name), tuple) else (getattr(c, name),):
+            require(value in allowed, f"--{dashed(name)} is {value!r}: choose one of {', '.join(allowed)}.")
+    require(c.report_to == ("none",) or "none" not in c.report_to, "--report-to names none and others: leave none out.")
     for name in POSITIVE:
         require(getattr(c, name) > 0, f"--{dashed(name)} is {getattr(c, name)}: it must be above 0.")
     for name in NOT_NEGATIVE:

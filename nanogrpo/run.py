@@ -16,13 +16,14 @@ from pathlib import Path
 
 import torch
 
-from nanogrpo import adapters, checkpoint, data, fsdp, lora, memory, metrics, optim, output, plugin, rows, state
+from nanogrpo import adapters, checkpoint, data, fsdp, lora, memory, optim, output, plugin, rows, state, warmup
 from nanogrpo.batch import Prompt
 from nanogrpo.config import Config
 from nanogrpo.entropy import Bonus
 from nanogrpo.errors import UserError
 from nanogrpo.guard import SECRET
 from nanogrpo.local_engine import LocalEngine
+from nanogrpo.log import Log
 from nanogrpo.model import Decoder
 from nanogrpo.reward_runner import Runner
 from nanogrpo.rollout import Engine, SamplingParams
@@ -54,7 +55,7 @@ class Run:
     ahead: Ahead  # gives the samples of each step, drawn by the engine
     draw: Callable[[int, int], list[Prompt]]  # (seed, step) → the prompts of a step
     sampling: SamplingParams
-    log: metrics.Log
+    log: Log
     estimate: int  # bytes on the device, ahead of the run
     start: int  # the first step: 0, or where a resumed run continues
     done: int  # finished steps so far: those before `start`, then one more after each
@@ -63,7 +64,7 @@ class Run:
 def setup(cfg: Config, world: World) -> Run:
     """Checks every input before the first expensive step, then builds the parts."""
     check_world(cfg, world)
-    source = checkpoint.locate(cfg.model)
+    source = find_model(cfg, world)
     tokenizer = Tokenizer.from_pretrained(source)
     raw = checkpoint.read_json(source / "config.json")
     rewards = make_rewards(cfg, world)
@@ -83,6 +84,7 @@ def setup(cfg: Config, world: World) -> Run:
         frozen = dataclasses.replace(cfg, reshard_after_forward=True)  # it has no backward to keep its blocks gathered for
         reference = load_sharded(checkpoint.empty_model(source), source, world, frozen).requires_grad_(False)
     optimizer = optim.make_optimizer(model, cfg)
+    world.once(lambda: output.clear(cfg))  # all that can be checked has been
     start = state.resume(cfg, world, model, optimizer, origin, reference)
     engine = make_engine(cfg, world, model, source, max_len=longest + cfg.max_completion_length)
     if rollout:
@@ -116,11 +118,21 @@ def setup(cfg: Config, world: World) -> Run:
         ahead=Ahead(engine, draw_step, cfg.num_generations, sampling, start, cfg.max_steps, cfg.max_staleness, world.part),
         draw=draw,
         sampling=sampling,
-        log=metrics.Log(cfg, world, start),
+        log=Log(cfg, world, start),
         estimate=estimate,
         start=start,
         done=start,
     )
+
+
+def find_model(cfg: Config, world: World) -> Path:
+    """The folder of the checkpoint to train; that of `warmup:STEPS` is made first, in the output folder."""
+    kind, _, count = cfg.model.partition(":")
+    if kind != "warmup":
+        return checkpoint.locate(cfg.model)
+    folder = Path(cfg.output_dir) / "base"
+    world.once(lambda: warmup.ensure_base(folder, cfg.seed, int(count)))
+    return folder
 
 
 def make_engine(cfg: Config, world: World, model: Decoder, source: Path, max_len: int) -> Engine:

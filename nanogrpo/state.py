@@ -51,6 +51,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 # What may differ between a run and its continuation: it changes nothing, or (device) no more than rounding.
 FREE = {"resume", "output_dir", "max_steps", "save_steps", "save_total_limit", "num_completions_to_print", "max_concurrent"}
+FREE |= {"overwrite_output_dir", "report_to", "log_completions", "trace_step"}
 FREE |= {"eval_data", "dataset_test_split", "eval_steps", "eval_samples", "device", "ddp_timeout", "heartbeat_timeout"}
 FREE |= {"gradient_checkpointing", "cpu_offload", "reshard_after_forward"}
 FREE |= {"server", "vllm_python", "vllm_options", "weight_transport", "server_window", "server_timeout", "server_patience"}

@@ -114,6 +114,16 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600, quiet: bool = False
         (aside / MARK).write_text(json.dumps(row) + "\n")
 
 
+def ensure_base(folder: Path, seed: int, steps: int) -> None:
+    """`make_base`, unless the folder holds this very base already."""
+    try:
+        row = json.loads((folder / MARK).read_text())
+    except (OSError, ValueError):
+        row = None
+    if not isinstance(row, dict) or (row.get("seed"), row.get("steps")) != (seed, steps):
+        make_base(folder, seed, steps)
+
+
 def may_write(folder: Path) -> Path:
     """The folder itself, links followed. UserError when it holds anything but what an earlier warm-up wrote there.
 

@@ -250,6 +250,10 @@ def lines(output: Path) -> list[dict]:
 
 def steps(output: Path) -> list[dict]:
     """The lines of the steps, without what depends on the clock."""
-    timed = ("step_time", "tokens_per_second")
-    rows = [row for row in lines(output) if "reward" in row]
-    return [{k: v for k, v in row.items() if not k.startswith("time/") and k not in timed} for row in rows]
+    return [timeless(row) for row in lines(output) if "reward" in row]
+
+
+def timeless(row: dict) -> dict:
+    """A line of a log without what another run of the same would measure otherwise."""
+    measured = ("time/", "throughput/", "memory/", "step_time", "tokens_per_second")
+    return {name: value for name, value in row.items() if not name.startswith(measured)}

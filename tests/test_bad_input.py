@@ -236,7 +236,8 @@ def test_an_output_folder_that_holds_another_run(sign, base, tmp_path, capsys):
     (run / sign).mkdir(parents=True) if "." not in sign else (run.mkdir(), (run / sign).write_text("theirs"))
     before = sorted(tmp_path.rglob("*"))
     told = refused(capsys, base, out=run)
-    assert told == f"--output-dir {run} already holds a run: continue it with --resume or choose another folder."
+    how = "continue it with --resume, choose another folder, or remove it with --overwrite-output-dir."
+    assert told == f"--output-dir {run} already holds a run: {how}"
     assert sorted(tmp_path.rglob("*")) == before
 
 

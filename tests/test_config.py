@@ -30,7 +30,7 @@ def test_help_names_every_field_with_its_comment_and_default(capsys):
     assert done.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for name, (heading, comment) in documentation().items():
-        assert f"--{dashed(name)} " in text
+        assert re.search(rf"--{dashed(name)}[ ,]", text)
         assert " ".join(comment.split()) in text
         assert f"{heading}: --" in text
         default = FIELDS[name].default
@@ -48,7 +48,8 @@ def other_value(name: str):
     """Some value of the field's type that is not its default."""
     kind = str(FIELDS[name].type)
     if name in CHOICES:
-        return CHOICES[name][-1] if CHOICES[name][-1] != FIELDS[name].default else CHOICES[name][0]
+        other = CHOICES[name][-1] if CHOICES[name][-1] != FIELDS[name].default else CHOICES[name][0]
+        return (other,) if kind.startswith("tuple") else other
     if kind.startswith("tuple"):
         return (1.5, -2.0, 1e-3) if "float" in kind else ("a", "b:c")
     return {"bool": not FIELDS[name].default, "int": 7, "str": "other"}.get(kind, 0.125)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_base
+from conftest import timeless, write_base
 from ranks import REWARD, ROOT, free_port, run
 from torch import Tensor
 
@@ -241,8 +241,7 @@ def options_of(base: Path, output: Path) -> list[str]:
 
 def curve(output: Path) -> list[dict]:
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("step_time", "tokens_per_second")
-    return [{k: v for k, v in row.items() if k not in clocks and not k.startswith("time/")} for row in rows if "step" in row]
+    return [timeless(row) for row in rows if "step" in row]
 
 
 def test_torchrun_learns_as_one_process_does(bases, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import packed, set_logp, tiny_config, tiny_model
+from conftest import packed, set_logp, timeless, tiny_config, tiny_model
 
 import train
 from nanogrpo import checkpoint, grpo, optim, warmup
@@ -180,10 +180,6 @@ def run(base: Path, data: Path, output: Path, *options: str) -> list[dict]:
     assert train.main([*argv, "--learning-rate", "3e-3", "--device", "cpu", *options]) == 0
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "reward" in line]
-
-
-def timeless(line: dict) -> dict:
-    return {k: v for k, v in line.items() if not k.startswith("time/") and k not in ("step_time", "tokens_per_second")}
 
 
 # ---- 9: the same seed, the same run ------------------------------------------------------------------------------------------

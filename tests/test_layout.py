@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "batch": "",
     "rules": "",
     "config": "rules",
-    "cli": "config",
+    "profiles": "",
+    "cli": "config profiles",
     "kernels": "",
     "custom_ops": "kernels",
     "ops": "custom_ops",
@@ -71,12 +72,15 @@ MAY_IMPORT = {
     "checkpoint": "model tokenizer lora",
     "adapters": "checkpoint lora model config",
     "output": "batch checkpoint config world",
+    "trace": "config world",
     "state": "adapters checkpoint ends fsdp output world model config tokenizer",
     "memory": "lora world model config ops packing",
-    "run": "adapters batch entropy checkpoint config data fsdp guard local_engine lora memory metrics model optim output plugin"
-    " reward_runner"
-    " rollout rows server staleness state tokenizer turns vllm_engine world",
-    "metrics": "__init__ batch config mismatch ops rollout world",
+    "run": "adapters batch entropy checkpoint config data fsdp guard local_engine log lora memory model optim output plugin"
+    " reward_runner rollout rows server staleness state tokenizer turns vllm_engine warmup world",
+    "metrics": "batch mismatch ops world",
+    "report": "config",
+    "completions": "batch config world",
+    "log": "__init__ completions config metrics report world",
     "plot": "",
     "warmup": "checkpoint grpo optim packing model tasks tokenizer batch config",
     "serve": "guard engine_worker wire",
@@ -93,6 +97,8 @@ ONLY_IN = {
     "triton": "kernels bench tests",
     "flash_attn": "attention bench tests",
     "pyarrow": "rows tests",
+    "wandb": "report tests",
+    "tensorboard": "report tests",
     "matplotlib": "plot bench",
 }
 

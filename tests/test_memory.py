@@ -174,8 +174,12 @@ def test_sizes_are_shown_in_units_that_fit():
     assert [memory.shown(n) for n in (0, 999, 1536, 5 * 2**30, 10**16)] == ["0 B", "999 B", "1.5 KiB", "5.0 GiB", "9094.9 TiB"]
 
 
-def test_on_a_cpu_no_peak_is_claimed():
-    assert memory.measured(ALONE, 2**30) == {}
+def test_on_a_cpu_the_peak_is_that_of_the_process():
+    (before,) = memory.measured(ALONE, 2**30).values()
+    assert 0.05 < before < 64  # torch alone takes as much
+    block = torch.ones(2**28, dtype=torch.uint8)  # 256 MiB, written
+    assert memory.measured(ALONE, 2**30)["memory/host_peak_gib"] >= before
+    assert block.sum() == 2**28
 
 
 def peaks() -> list[dict]:
@@ -185,11 +189,12 @@ def peaks() -> list[dict]:
         torch.cuda.max_memory_allocated = lambda device: taken[-1]
         torch.cuda.reset_peak_memory_stats = lambda device: taken.append(2**30)
         there = dataclasses.replace(world, device=torch.device("cuda", world.rank))
-        return [memory.measured(there, 5 * 2**30) for _ in range(2)]
+        return [{**memory.measured(there, 5 * 2**30), "memory/host_peak_gib": 0} for _ in range(2)]
 
 
 def test_the_peak_is_of_the_fullest_gpu_and_of_one_step():
-    expected = [{"memory/peak_gib": peak, "memory/estimate_gib": 5.0} for peak in (4.0, 1.0)]
+    host = {"memory/host_peak_gib": 0}
+    expected = [{**host, "memory/peak_gib": peak, "memory/estimate_gib": 5.0} for peak in (4.0, 1.0)]
     assert run(2, peaks) == [expected, expected]
 
 

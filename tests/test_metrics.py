@@ -1,20 +1,22 @@
-"""Metrics by hand: TRL's names and definitions, sums over the whole step, and a log that survives being killed.
+"""Metrics by hand: TRL's names and definitions, sums over the whole step; and each of them documented.
 
-test_trl_parity.py compares the same names with TRL's own numbers. Read next: test_train.py.
+test_trl_parity.py compares the same names with TRL's own numbers. Read next: test_log.py.
 """
 
-import json
+import dataclasses
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SOLO
+from conftest import SOLO, arguments, lines
 
+import train
 from nanogrpo import metrics
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import Config
-from nanogrpo.errors import UserError
 from nanogrpo.ops import STATS, PolicyOut
 
 
@@ -121,140 +123,71 @@ def test_the_gap_is_taken_at_the_first_update_that_has_tokens():
     assert meter.summary(SOLO)["sampling/sampling_logp_difference/max"] == 0.5
 
 
-# ---- the log -------------------------------------------------------------------------------------------------------------------
+# ---- the documentation ---------------------------------------------------------------------------------------------------------
+
+# Runs that between them log nearly all there is.
+RUNS = {
+    "plain": [],
+    "beta eval_steps": ["--beta", "0.1", "--eval-steps", "1", "--eval-data", "{files}/data.jsonl", "--eval-samples", "2"],
+    "loss_type=cispo vllm_importance_sampling_mode": ["--loss-type=cispo", "--vllm-importance-sampling-mode", "token_truncate"],
+    "loss_type=vespo entropy_coef": ["--loss-type=vespo", "--entropy-coef", "0.01"],
+    "max_resample_times": ["--max-resample-times", "1"],
+}
+ELSEWHERE = {"engine=vllm", "device=cuda"}  # test_train_vllm.py; a GPU
 
 
-def config(folder, **options) -> Config:
-    return Config(model="-", data="-", output_dir=str(folder), max_steps=9, **options)
+def documented() -> list[tuple[str, str]]:
+    """(metric as a pattern, the option it needs or ""), of the table in docs/metrics.md."""
+    text = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text().partition("## All of them")[2]
+    out = []
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            names, _, option, _ = re.split(r"(?<!\\)\|", line.strip("|"))
+            out += [(re.escape(name).replace("NAME", r"\w+"), option.strip(" `")) for name in re.findall("`(.*?)`", names)]
+    return out
 
 
-def write(log: metrics.Log, steps: range) -> None:
-    for step in steps:
-        clock = metrics.Clock()
-        with clock("sample"):
-            pass
-        log.step(step, metrics.facts([sample(4), sample(2, prompt=5)], SOLO), {"reward": float(step)}, clock)
+@pytest.mark.parametrize("run", RUNS)
+def test_every_metric_of_a_log_is_documented_and_every_documented_one_is_logged(tiny_base, files, tmp_path, run):
+    options = [option.format(files=files) for option in RUNS[run]]
+    assert train.main(arguments(tiny_base, files, tmp_path, "--max-steps", "1", *options)) == 0
+    logged = {name for line in lines(tmp_path)[1:] for name in line}
+    names = documented()
+    assert not [name for name in logged if not any(re.fullmatch(pattern, name) for pattern, _ in names)]
+    wanted = [p for p, option in names if option in run.split() or (option == "" and run == "plain")]
+    assert wanted
+    assert not [pattern for pattern in wanted if not any(re.fullmatch(pattern, name) for name in logged)]
+    surprises = [p for p, option in names if option and option not in run.split() and any(re.fullmatch(p, n) for n in logged)]
+    assert not surprises  # it says "only with"
 
 
-def rows(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def test_every_option_that_a_metric_needs_has_a_run():
+    names = documented()
+    assert len({pattern for pattern, _ in names}) == len(names) > 40
+    options = {option for _, option in names} - {""}
+    assert options <= {option for run in RUNS for option in run.split()} | ELSEWHERE
+    assert {option.partition("=")[0] for option in options} <= {field.name for field in dataclasses.fields(Config)}
 
 
-def test_the_head_says_what_made_the_numbers(tmp_path):
-    write(metrics.Log(config(tmp_path, beta=0.25), world=SOLO, start=0), range(1))
-    head, step = rows(tmp_path)
-    assert head["run"]["beta"] == 0.25
-    assert head["run"]["max_steps"] == 9
-    assert head["versions"]["torch"] == torch.__version__
-    assert len(head["commit"]) == 40 or head["commit"] == "unknown"
-    assert head["device"]
-    assert step["step"] == 0
-    assert step["num_tokens"] == 4 + 3 + 2 + 5
-    assert step["step_time"] == pytest.approx(step["time/sample"])
-    assert step["tokens_per_second"] == pytest.approx(6 / step["step_time"])
+def test_the_loss_is_zero_where_the_documentation_says_so(tiny_base, files, tmp_path):
+    assert train.main(arguments(tiny_base, files, tmp_path, "--max-steps", "1", "--loss-type", "grpo")) == 0
+    row = lines(tmp_path)[-1]
+    assert abs(row["loss"]) < 1e-7
+    assert row["grad_norm"] > 1e-3
+    assert row["clip_ratio/region_mean"] == 0
 
 
-def test_a_machine_without_git_has_an_unknown_commit(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert metrics.provenance(config(tmp_path), SOLO)["commit"] == "unknown"
-
-
-def test_a_resumed_log_keeps_each_step_once_and_drops_a_half_written_line(tmp_path):
-    log = metrics.Log(config(tmp_path), world=SOLO, start=0)
-    log.evaluation(0, metrics.facts([sample(3, a=1.0)], SOLO))
-    write(log, range(2))
-    log.evaluation(2, metrics.facts([sample(3, a=1.0)], SOLO))
-    write(log, range(2, 5))
-    with (tmp_path / "metrics.jsonl").open("a") as f:
-        f.write('{"step": 5, "rew')  # killed here
-    log = metrics.Log(config(tmp_path), world=SOLO, start=3)  # its last checkpoint was after three steps
-    write(log, range(3, 9))
-    found = rows(tmp_path)
-    steps = [row for row in found if "reward" in row]
-    assert [row["step"] for row in steps] == list(range(9))
-    assert [row["num_tokens"] for row in steps] == [14 * (i + 1) for i in range(9)]  # goes on counting where it was
-    assert [row["eval/after"] for row in found if "eval/after" in row] == [0, 2]
-    assert sum("run" in row for row in found) == 2
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_a_run_killed_before_its_first_checkpoint_starts_a_new_log_and_keeps_the_old_one(tmp_path, caplog):
-    old = []
-    for number in range(3):
-        log = metrics.Log(config(tmp_path), world=SOLO, start=0)
-        log.evaluation(0, metrics.facts([sample(3, a=1.0)], SOLO))
-        write(log, range(number + 1))
-        found = [row for row in rows(tmp_path) if "run" not in row]
-        assert [row.get("eval/after", row["step"]) for row in found] == [0, *range(number + 1)]
-        assert found[-1]["num_tokens"] == 14 * (number + 1)
-        if number == 1:  # also one that cannot be read is only set aside
-            with (tmp_path / "metrics.jsonl").open("ab") as f:
-                f.write(b'\xff\n{"step": 7}\n{"st')
-        old.append((tmp_path / "metrics.jsonl").read_bytes())
-    assert [(tmp_path / f"metrics-{i}.jsonl").read_bytes() for i in (1, 2)] == old[:2]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics-1.jsonl", "metrics-2.jsonl", "metrics.jsonl"]
-    assert [r.message for r in caplog.records] == [
-        f"nothing to resume in {tmp_path}: starting over, the old log is {tmp_path}/metrics-{i}.jsonl" for i in (1, 2)
-    ]
-
-
-def test_a_log_without_a_step_is_gone_on_with(tmp_path, caplog):
-    metrics.Log(config(tmp_path), world=SOLO, start=0)  # and then the run was refused
-    with (tmp_path / "metrics.jsonl").open("a") as f:
-        f.write('{"run": {"model')
-    write(metrics.Log(config(tmp_path), world=SOLO, start=0), range(1))
-    assert ["run" in row for row in rows(tmp_path)] == [True, True, False]
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("line", [b'{"step": 1, "rew', b'{"step": 1, "a": "\xff"}', b"[1]", b"7", b'{"reward": 1}', b"[" * 10**5])
-def test_a_damaged_line_is_named_and_nothing_behind_it_is_lost(tmp_path, line):
-    write(metrics.Log(config(tmp_path), world=SOLO, start=0), range(4))
-    path = tmp_path / "metrics.jsonl"
-    good = path.read_bytes().splitlines()
-    good[2] = line  # in the middle, so no half-written end
-    path.write_bytes(b"\n".join(good) + b"\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl:3 is no line of a log: mend or remove it") as caught:
-        metrics.Log(config(tmp_path), world=SOLO, start=4)
-    assert "\n" not in str(caught.value)
-    assert path.read_bytes().splitlines() == good
-
-
-def test_an_evaluation_leaves_out_what_was_not_judged(tmp_path):
-    log = metrics.Log(config(tmp_path), world=SOLO, start=0)
-    log.evaluation(4, metrics.facts([sample(3, a=1.0, b=None), sample(5, a=None, b=None), sample(4, a=0.0, b=None)], SOLO))
-    row = rows(tmp_path)[-1]
-    assert row == {"step": 3, "eval/after": 4, "eval/rewards/a": 0.5, "eval/mean_length": 4}
-
-
-def test_a_full_disk_is_told_in_one_sentence(tmp_path):
-    log = metrics.Log(config(tmp_path), world=SOLO, start=0)
-    log.path = log.path.parent / "gone" / "metrics.jsonl"
-    with pytest.raises(UserError, match=r"metrics\.jsonl could not be written .*: make room"):
-        write(log, range(1))
-    write(metrics.Log(config(tmp_path), world=SOLO, start=0), range(2))
-    (tmp_path / "metrics.tmp").mkdir()  # where the lines that stay are written first
-    with pytest.raises(UserError, match=r"metrics\.jsonl could not be written .*: make room"):
-        metrics.Log(config(tmp_path), world=SOLO, start=1)
-    assert [row["step"] for row in rows(tmp_path) if "step" in row] == [0, 1]
-
-
-def test_completions_are_shown_on_request(capsys):
-    chat = sample(2, a=1.0)
-    chat.prompt.text = [{"role": "user", "content": "what is 3+4?"}]
-    metrics.print_completions([chat, sample(1), sample(1)], 2)
-    shown = capsys.readouterr().err
-    assert "3+4" in shown
-    assert shown.count("text") == 2
-
-
-def test_what_a_model_or_a_user_wrote_is_shown_as_it_is_and_commands_nothing(tmp_path, capsys):
-    odd = sample(2, a=1.0)
-    odd.prompt.text, odd.text = "[INST] hi [/INST]", "[/bold] :smile: \x1b[2J[red]x[/red]"
-    metrics.print_completions([odd], 1)
-    shown = capsys.readouterr().err
-    for words in ("[INST] hi [/INST]", "[/bold] :smile:", "\N{REPLACEMENT CHARACTER}[2J[red]x[/red]"):
-        assert words in shown
-    log = metrics.Log(config(tmp_path), world=SOLO, start=0)
-    log.evaluation(4, metrics.facts([sample(3, **{"a/b": 1.0, "[/x]": 0.5})], SOLO))
-    assert "a/b 1.000  [/x] 0.500  mean_length 3.000" in capsys.readouterr().err
+def test_the_shares_of_time_add_up():
+    clock = metrics.Clock()
+    clock.seconds |= {"sync": 1.0, "sample": 4.0, "score": 1.0, "train": 2.0}
+    row = metrics.of_time(metrics.facts([sample(6), sample(10)], SOLO), clock)
+    assert row == {
+        "tokens_per_second": 2.0,
+        "throughput/sample": 4.0,
+        "throughput/train": 8.0,
+        "step_time": 8.0,
+        "time/sync": 1.0,
+        "time/sample": 4.0,
+        "time/score": 1.0,
+        "time/train": 2.0,
+    }

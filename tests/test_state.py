@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_base
+from conftest import timeless, write_base
 from ranks import REWARD, run, start
 from safetensors.torch import load_file
 
 import train
-from nanogrpo import checkpoint, local_engine, metrics, optim, packing, state
+from nanogrpo import checkpoint, local_engine, log, metrics, optim, packing, state
 from nanogrpo.config import Config
 from nanogrpo.ends import Watch
 from nanogrpo.reward_runner import Runner
@@ -40,9 +40,8 @@ def argv(base: Path, output: Path, *more: str) -> list[str]:
 
 def rows(output: Path) -> list[dict]:
     """The steps' lines, without what depends on the clock."""
-    clocks = ("step_time", "tokens_per_second")
     found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in clocks and not k.startswith("time/")} for row in found if "step" in row]
+    return [timeless(row) for row in found if "step" in row]
 
 
 def final(output: Path) -> tuple[dict, dict]:
@@ -72,7 +71,7 @@ POINTS = {
     "between backward and step": (optim, "clip_and_step", "before"),
     "after the optimizer's step": (optim, "clip_and_step", "after"),
     "weight sync": (local_engine.LocalEngine, "load", "before"),
-    "logging": (metrics.Log, "step", "before"),
+    "logging": (log.Log, "step", "before"),
     "a save begins": (state.Saver, "save", "before"),
     "weights half written": (checkpoint, "write_model", "before"),
     "shards being written": (state.dcp.FileSystemWriter, "write_data", "before"),
