@@ -72,8 +72,8 @@ class Config:
     vespo_lambda_neg: float = 2.0  # vespo: the decay where A < 0
     dppo_penalty: float = 0.0  # dppo: factor of the squared log-ratio that is added to each token's loss; prime-rl takes 1e-3
     beta: float = 0.0  # weight of the KL penalty to the reference model; 0: no reference model is kept
-    sync_ref_model: bool = False  # let the reference follow: ref = α·policy + (1 - α)·ref, every so many steps
-    ref_model_mixup_alpha: float = 0.6  # α, the policy's part; 1: the reference becomes a copy of the policy
+    sync_ref_model: bool = False  # let the reference follow: ref = alpha*policy + (1 - alpha)*ref, every so many steps
+    ref_model_mixup_alpha: float = 0.6  # alpha, the policy's part; 1: the reference becomes a copy of the policy
     ref_model_sync_steps: int = 512  # so many
     use_bias_correction_kl: bool = True  # multiply the k3 estimate by the ratio, which makes its gradient exact
     mask_truncated_completions: bool = False  # leave completions that were cut at the length limit out of the loss
@@ -104,7 +104,7 @@ class Config:
     weight_decay: float = 0.0  # decoupled (AdamW), on matrices only
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm; 0: never
     # --- adapters (LoRA)
-    lora_r: int = 0  # rank of the adapters, which alone are trained: W + alpha/r·B·A; 0: none, all weights are trained
+    lora_r: int = 0  # rank of the adapters, which alone are trained: W + alpha/r*B*A; 0: none, all weights are trained
     lora_alpha: float = 32.0  # alpha, as in alpha/r
     lora_target_modules: tuple[str, ...] = ()  # the layers that get adapters, such as q_proj v_proj; none named: all seven
     lora_adapter: str = ""  # adapters to begin with: a folder in PEFT's format; the reference of beta > 0 stays the base
