@@ -72,7 +72,7 @@ def one(base: str, options: str, seed: int, steps: int) -> dict:
     with tempfile.TemporaryDirectory() as where:
         argv = [*shlex.split(SETTINGS), "--model", base, "--data", "arithmetic", "--output-dir", where, "--seed", str(seed)]
         began = time.perf_counter()
-        status = train.main([*argv, "--max-steps", str(steps), "--eval-steps", str(steps), *shlex.split(options)])
+        status = train.main([*argv, "--max-steps", str(steps), "--eval-steps", str(max(1, steps // 3)), *shlex.split(options)])
         seconds = time.perf_counter() - began
         if status:
             raise RuntimeError(f"train.py ended with {status}: {shlex.join(argv)} {options}")
@@ -80,7 +80,7 @@ def one(base: str, options: str, seed: int, steps: int) -> dict:
     rows, evaluations = [x for x in lines if "loss" in x], [x for x in lines if "eval/after" in x]
     clip = [x.get("clip_ratio/region_mean", x.get("cispo_clip_ratio")) for x in rows]
     return {
-        "held_out": [x[f"eval/{ACCURACY}"] for x in evaluations],  # before and after
+        "held_out": [x[f"eval/{ACCURACY}"] for x in evaluations],  # before, after each third of the steps
         "rewards": [x[f"{ACCURACY}/mean"] for x in rows],
         "entropies": [x["entropy"] for x in rows],
         "clip_ratio": None if clip[0] is None else statistics.fmean(clip),
@@ -106,6 +106,7 @@ def lines_of(rows: Sequence[dict]) -> list[list[str]]:
                     f"`{options or 'the defaults'}`",
                     str(len(mine)),
                     spread([row["held_out"][0] for row in mine]),
+                    spread([row["held_out"][1] for row in mine]),
                     spread([row["held_out"][-1] for row in mine]),
                     spread([statistics.fmean(row["rewards"]) for row in mine]),
                     f"{statistics.fmean(row['entropies'][-1] for row in mine):.3f}",
@@ -115,7 +116,7 @@ def lines_of(rows: Sequence[dict]) -> list[list[str]]:
     return out
 
 
-COLUMNS = ["case", "options", "seeds", "held-out before", "held-out after", "training, mean of all steps", "last entropy", "cut"]
+COLUMNS = ["case", "options", "seeds", "held-out before", "after a third", "after all", "training", "last entropy", "cut"]
 
 
 def page(rows: Sequence[dict]) -> str:
@@ -124,7 +125,8 @@ def page(rows: Sequence[dict]) -> str:
     settings = f"`{SETTINGS} --max-steps {last['steps']}`"
     text = f"# Objectives\n\n{head}\nMade by `{last['command']}`, not by hand (bench/objectives.py).\n\n"
     text += f"Options of all: {settings}. Accuracy of the answers, mean ± standard deviation over the seeds; held-out problems\n"
-    text += "answered greedily. `cut`: share of the tokens whose gradient the objective cuts off (cispo: limits).\n\n"
+    text += "answered greedily, before, after a third of the steps and after all; `training`: those sampled, mean of all steps.\n"
+    text += "`cut`: share of the tokens whose gradient the objective cuts off (cispo: limits).\n\n"
     for line in [COLUMNS, ["---"] * len(COLUMNS), *lines_of(rows)]:
         text += f"| {' | '.join(line)} |\n"
     machine = last["machine"]
@@ -134,7 +136,7 @@ def page(rows: Sequence[dict]) -> str:
 def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(prog="python -m bench.objectives", description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=5, help="runs of each case, seeds 0, 1, … (default 5)")
-    parser.add_argument("--steps", type=int, default=25, help="generations of a run (default 25)")
+    parser.add_argument("--steps", type=int, default=15, help="generations of a run (default 15)")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES), metavar="CASE")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at once (default: one a core)")
     parser.add_argument("--base", type=Path, default=common.ROOT / "runs" / "objectives" / "base", help="made if it is not there")
