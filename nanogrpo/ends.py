@@ -178,6 +178,8 @@ def finish_saves(seconds: float = 60.0) -> None:
 
 # --- asked to stop ------------------------------------------------------------------------------------------------------------
 
+asked = threading.Event()  # by a signal, during the run that is under way: who waits for a server gives up, so that it is saved
+
 
 class Stop:
     """Whether somebody has asked for the end: `with Stop() as stop: … if stop.asked: …`. A second signal ends at once.
@@ -201,10 +203,12 @@ class Stop:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        asked.clear()
 
     def _handle(self, number: int, _frame: object) -> None:
         if self.first is None:
             self.first = time.monotonic()
+            asked.set()
             name = signal.Signals(number).name
             log.warning("%s: this step is finished and saved, then the run ends; once more ends it at once.", name)
         elif time.monotonic() - self.first > 1.0:

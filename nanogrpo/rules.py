@@ -217,7 +217,7 @@ def _engine(c: Any) -> None:
                 f"--{dashed(name)} {getattr(c, name)} cannot be used with --engine vllm: its log-probs would be those after "
                 f"the filter, which training does not repeat; use {neutral}.",
             )
-        require(c.temperature >= 0.01, f"--temperature {c.temperature} is raised to 0.01 by vLLM: give at least that.")
+        require(0.01 <= c.temperature <= 2, f"--temperature {c.temperature} is beyond vLLM's limits: give 0.01 to 2.")
         for name in ("vllm_python", "vllm_options"):
             require(
                 not (c.server and getattr(c, name)),

@@ -24,6 +24,7 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from nanogrpo.ends import asked
 from nanogrpo.errors import UserError
 from nanogrpo.guard import FACTS, SECRET
 
@@ -127,7 +128,7 @@ class Server:
 
 
 def until(deadline: float, attempt: Callable[[], object], over: threading.Event) -> ServerError | None:
-    """Calls `attempt` until it works (None), or the deadline (its last error), or the end; tells each failure."""
+    """Calls `attempt` until it works (None), or the deadline, the end, or a signal to stop (its last error). Tells failures."""
     pause = 0.5
     while True:
         try:
@@ -135,7 +136,7 @@ def until(deadline: float, attempt: Callable[[], object], over: threading.Event)
             return None
         except ServerError as e:
             left = deadline - time.monotonic()
-            if left <= 0 or over.is_set():
+            if left <= 0 or over.is_set() or asked.is_set():
                 return e
             log.warning("%s; trying for another %.0f s", e, left)
             over.wait(min(pause, left))

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from nanogrpo.batch import Prompt, Sample
+from nanogrpo.ends import asked
 from nanogrpo.errors import UserError
 from nanogrpo.guard import FACTS
 from nanogrpo.rollout import SamplingParams
@@ -196,8 +197,7 @@ class VLLMEngine:
             try:
                 # No limit of its own: a long group takes long. The heart beat ends the connection of a server that hangs.
                 reply = server.work("/inference/v1/generate", request)
-                asked = group.body["sampling_params"]["n"]
-                return read(reply, group.prompt, group.n, asked, self.sync.version_of, oldest, self.version, str(server))
+                return read(reply, group, self.sync.version_of, oldest, self.version, str(server))
             except ServerError as e:
                 if attempt + 1 == ATTEMPTS or e.status < 500 or not server.alive:
                     raise
@@ -270,7 +270,7 @@ class VLLMEngine:
             wait = 0.0 if self.sidecar is not None else self.patience
             problem = until(time.monotonic() + wait, self._bring_up_any, self.over)
             for _ in range(ATTEMPTS if self.sidecar is not None else 0):
-                if problem is None or self.over.is_set():
+                if problem is None or self.over.is_set() or asked.is_set():
                     break
                 log.warning("%s; starting the sidecar again", problem)
                 try:

@@ -102,21 +102,20 @@ def ask(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
 
 def read(
     reply: dict,
-    prompt: Prompt,
-    n: int,
-    asked: int,  # completions that were asked for: 1 if greedy, else n
+    group: Group,
     version_of: Callable[[str], int | None],  # label → version, None for one that is not this trainer's
     oldest: int,  # the version when the request was sent
     newest: int,  # and now: versions in between may have written some of the tokens
     server: str,  # for the messages
 ) -> list[Sample]:
     """The group's n samples. ServerError when the reply is not whole, FloatingPointError when a log-prob is not finite."""
+    prompt, n = group.prompt, group.n
     try:
         samples = [_sample(c, prompt, version_of, oldest, newest, server) for c in reply["choices"]]
     except (KeyError, TypeError, IndexError) as e:
         raise ServerError(f"{server} returned something else than completions for prompt {prompt.id} ({e!r})") from e
     samples.sort(key=lambda s: s.index)
-    if len(samples) == 1 == asked < n:  # greedy
+    if len(samples) == 1 == group.body["sampling_params"]["n"]:  # greedy, or a group of one
         samples = [dataclasses.replace(samples[0], index=i) for i in range(n)]
     if [s.index for s in samples] != list(range(n)):
         raise ServerError(f"{server} returned {len(samples)} of {n} completions of prompt {prompt.id}")

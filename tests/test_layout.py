@@ -57,9 +57,9 @@ MAY_IMPORT = {
     "draw": "rollout",
     "local_engine": "lora model attention batch rollout ops draw",
     "guard": "",
-    "server": "guard",
+    "server": "ends guard",
     "vllm_protocol": "batch guard model rollout server",
-    "vllm_engine": "batch rollout config guard server sync vllm_protocol",  # speaks HTTP: vLLM itself is another process's
+    "vllm_engine": "batch rollout config ends guard server sync vllm_protocol",  # speaks HTTP: vLLM itself is another process's
     "staleness": "batch rollout",
     "wire": "",  # both ends of the weight sync read it, and one of them has neither our model nor our config
     "engine_worker": "wire",

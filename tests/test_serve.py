@@ -20,6 +20,7 @@ from vllm_real import ROOT
 import serve
 from nanogrpo.errors import UserError
 from nanogrpo.guard import FACTS, ROUTES, SECRET, Guard
+from nanogrpo.server import Sidecar
 
 LONG = "0123456789abcdef"
 
@@ -240,3 +241,9 @@ def test_the_guard_tells_whose_weights_these_are(monkeypatch, guard):
     monkeypatch.setattr("nanogrpo.guard.facts", lambda state: {"dtype": "float32"})
     assert ask(guard, FACTS, method="GET") == (200, b'{"dtype": "float32"}')
     assert ask(guard, FACTS, method="GET", secret=None)[0] == 401
+
+
+def test_a_log_that_cannot_be_written(tmp_path):
+    (tmp_path / "serve.log").mkdir()
+    with pytest.raises(UserError, match=r"serve.log cannot be written \(Is a directory\)"):
+        Sidecar(tmp_path, [], "true", tmp_path / "serve.log").start(5.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -95,6 +96,29 @@ def test_steps_are_taken_in_order(fake):
     with pytest.raises(RuntimeError, match="the samples of step 0 are next, not those of step 1"):
         ahead.take(1)
     ahead.close()
+
+
+def test_the_thread_that_samples_ahead_ends_with_the_engine(fake):
+    """Also between two groups, when there is no connection to cut: the interpreter waits for this thread."""
+    engine = engine_of(fake, window=1)
+    ahead = Ahead(engine, lambda step: PROMPTS * 50, 1, PARAMS, 0, 9, 1)
+    slow, many = fake.answer, threading.Event()
+
+    def answer(path, body):
+        if len(fake.generated()) > 10:
+            many.set()
+        time.sleep(0.01)
+        return slow(path, body)
+
+    fake.answer = answer
+    engine.servers[0].abort = lambda: None  # as if it came between two requests
+    ahead._ask(PROMPTS * 50, 0)
+    assert many.wait(10)
+    ahead.close()
+    engine.close()
+    (thread,) = ahead.pool._threads
+    thread.join(1.0)
+    assert not thread.is_alive()
 
 
 def test_the_figures_of_staleness():

@@ -4,21 +4,25 @@ back as other ones. Read before: test_vllm_engine.py. Read next: test_vllm_recov
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import threading
 import time
 
 import pytest
 import torch.distributed as dist
-from conftest import arguments, tiny_config, tiny_model
+from conftest import arguments, steps, tiny_config, tiny_model
 from fake_vllm import FakeVLLM
 from ranks import run
 from test_vllm_engine import MODEL, PARAMS, PROMPTS, engine_of, shown
 
-from nanogrpo import sync
+import train
+from nanogrpo import checkpoint, sync
+from nanogrpo.ends import asked
 from nanogrpo.errors import UserError
 from nanogrpo.server import Server, ServerError, ServerLost, Sidecar
-from nanogrpo.staleness import Ahead
+from nanogrpo.tokenizer import Tokenizer
 from nanogrpo.vllm_engine import VLLMEngine
 
 
@@ -78,7 +82,7 @@ def test_the_others_go_on_without_a_server_that_came_back_with_another_model(fak
 
 @pytest.mark.parametrize("where", ["generate", "/pause", "/is_paused"])
 def test_a_server_that_refuses_in_mid_run_is_lost_and_the_checkpoint_can_be_saved(fake, where):
-    """Started anew with another secret: no UserError, which would end the run at once and without its checkpoint."""
+    """As one started anew with another secret. A UserError would end the run at once and without its checkpoint."""
     engine = engine_of(fake, timeout=0.2)
     held = threading.Event()
 
@@ -157,12 +161,6 @@ def test_a_start_that_is_stopped_from_another_thread_ends(tmp_path):
     assert sidecar.process is None
 
 
-def test_a_log_that_cannot_be_written(tmp_path):
-    (tmp_path / "serve.log").mkdir()
-    with pytest.raises(UserError, match=r"serve.log cannot be written \(Is a directory\)"):
-        Sidecar(tmp_path, [], "true", tmp_path / "serve.log").start(5.0)
-
-
 # --- connections ---------------------------------------------------------------------------------------------------------------
 
 
@@ -218,32 +216,6 @@ def test_a_server_that_is_gone_when_we_ask_for_our_own_address(monkeypatch):
         sync.own_address(server)
 
 
-# --- the end -------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_thread_that_samples_ahead_ends_with_the_engine(fake):
-    """Also between two groups, when there is no connection to cut: the interpreter waits for this thread."""
-    engine = engine_of(fake, window=1)
-    ahead = Ahead(engine, lambda step: PROMPTS * 50, 1, PARAMS, 0, 9, 1)
-    slow, many = fake.answer, threading.Event()
-
-    def answer(path, body):
-        if len(fake.generated()) > 10:
-            many.set()
-        time.sleep(0.01)
-        return slow(path, body)
-
-    fake.answer = answer
-    engine.servers[0].abort = lambda: None  # as if it came between two requests
-    ahead._ask(PROMPTS * 50, 0)
-    assert many.wait(10)
-    ahead.close()
-    engine.close()
-    (thread,) = ahead.pool._threads
-    thread.join(1.0)
-    assert not thread.is_alive()
-
-
 # --- several ranks -------------------------------------------------------------------------------------------------------------
 
 
@@ -278,16 +250,36 @@ def test_ranks_wait_for_a_recovery_on_rank_0_longer_than_for_a_collective(fake):
 # --- whole runs ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ahead", ["0", "1"])
+def test_who_is_asked_to_stop_waits_for_no_server_and_saves(tiny_base, files, tmp_path, capsys, ahead):
+    """A scheduler gives half a minute, a server has ten: a second signal, or the scheduler's kill, would cost the checkpoint."""
+
+    def disturb(method, path, body):
+        if len(fake.generated()) <= 9 or path == "/nanogrpo":
+            return None
+        if not asked.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 500
+
+    with FakeVLLM(tiny_config(vocab_size=Tokenizer.from_pretrained(tiny_base).vocab_size)) as fake:
+        fake.disturb = disturb
+        options = ["--engine", "vllm", "--server", fake.url, "--weight-transport", "memory", "--max-staleness", ahead]
+        begin = time.monotonic()
+        status = train.main(arguments(tiny_base, files, tmp_path, *options, "--max-steps", "5"))
+    assert time.monotonic() - begin < 20
+    assert "go on with --resume" in capsys.readouterr().err if status == 2 else ahead == "1"  # 0: the step in hand was finished
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == [f"checkpoint-{len(steps(tmp_path))}"]
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (["--vllm-options=--dtype float32 --port 8001"], "--vllm-options sets --port, which the trainer chooses"),
         (["--vllm-options=--host=0.0.0.0"], "--vllm-options sets --host"),
-        (["--temperature", "0.001"], "--temperature 0.001 is raised to 0.01 by vLLM"),
+        (["--temperature", "0.001"], "--temperature 0.001 is beyond vLLM's limits: give 0.01 to 2"),  # it would sample at 0.01
+        (["--temperature", "3"], "--temperature 3.0 is beyond vLLM's limits"),
     ],
 )
 def test_options_that_cannot_work_are_told_in_a_sentence(tiny_base, files, tmp_path, capsys, options, sentence):
-    import train
-
     assert train.main(arguments(tiny_base, files, tmp_path, "--engine", "vllm", *options)) == 2
     assert sentence in capsys.readouterr().err
