@@ -32,7 +32,7 @@ from rich.progress import Progress
 
 import train
 from bench import common
-from nanogrpo import metrics, warmup
+from nanogrpo import completions, warmup
 
 SETTINGS = "--num-generations 8 --generation-batch-size 64 --max-concurrent 64 --max-completion-length 48 --device cpu"
 SETTINGS += " --steps-per-generation 2 --num-iterations 2 --learning-rate 5e-5 --eval-samples 128"
@@ -63,7 +63,7 @@ PAGE = common.ROOT / "docs" / "objectives.md"
 def quiet() -> None:
     """In each worker: one thread, and no lines of the runs on the console."""
     torch.set_num_threads(1)
-    metrics.console.quiet = True
+    completions.console.quiet = True
     logging.disable(logging.WARNING)
 
 

@@ -30,10 +30,11 @@ from unittest.mock import patch
 import torch
 
 from bench import common
-from nanogrpo import checkpoint, metrics
+from nanogrpo import checkpoint
 from nanogrpo.config import Config, dashed
 from nanogrpo.errors import UserError
 from nanogrpo.local_engine import LocalEngine
+from nanogrpo.log import Log
 from nanogrpo.reward_runner import Runner
 from nanogrpo.rollout import SamplingParams
 from nanogrpo.run import load_prompts
@@ -120,7 +121,7 @@ def ours(cfg: Config) -> dict:
     """train.py's own loop with a stopwatch at its seams."""
     import train
 
-    laps, setup, evaluate, step = Laps(), train.setup, train.evaluate, metrics.Log.step
+    laps, setup, evaluate, step = Laps(), train.setup, train.evaluate, Log.step
 
     def started(*args):
         built = setup(*args)
@@ -136,7 +137,7 @@ def ours(cfg: Config) -> dict:
         laps.lap()
 
     seams = patch.object(train, "setup", started), patch.object(train, "evaluate", evaluated)
-    with seams[0], seams[1], patch.object(metrics.Log, "step", logged):
+    with seams[0], seams[1], patch.object(Log, "step", logged):
         if train.main(arguments(cfg)):
             raise SystemExit(2)  # it has said why
     rows = [json.loads(line) for line in (Path(cfg.output_dir) / "metrics.jsonl").read_text().splitlines()]

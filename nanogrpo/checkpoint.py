@@ -125,8 +125,12 @@ def fill(parameter: Tensor, source) -> None:
 def empty_model(folder: Path) -> Decoder:
     """The model of a checkpoint folder without its weights: no time or memory spent on values that are read from files anyway."""
     cfg = ModelConfig.from_dict(read_json(folder / "config.json"), str(folder / "config.json"))
-    with torch.device("meta"):
-        return Decoder(cfg)
+    try:
+        with torch.device("meta"):
+            return Decoder(cfg)
+    except RuntimeError as e:  # a product of sizes beyond 64 bits
+        reason = str(e).splitlines()[0].rstrip(".")
+        raise UserError(f"{folder / 'config.json'}: no machine holds such sizes ({reason}); take the one of the weights.") from e
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:

@@ -64,11 +64,15 @@ class ModelConfig:
         A field that is absent means what it means to transformers, or is an error.
         """
         kind = raw.get("model_type")
-        if kind not in ARCHITECTURES:
+        if not isinstance(kind, str) or kind not in ARCHITECTURES:
             raise UserError(
                 f"{where}: model_type {kind!r} is not supported; use a dense model of type {' or '.join(ARCHITECTURES)}."
             )
-        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})  # transformers 5 and 4 name it differently
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}  # transformers 5 and 4 name it differently
+        if not isinstance(rope, dict):
+            raise UserError(
+                f"{where}: rope_parameters is {rope!r:.60} and no object; take the config.json that belongs to the weights."
+            )
         if rope.get("rope_type", rope.get("type", "default")) != "default":
             raise UserError(
                 f"{where}: rope_type {rope.get('rope_type', rope.get('type'))!r} is not supported; remove the scaling."
@@ -114,15 +118,24 @@ KINDS = {
     "int": (int, "a whole number"),
     "float": ((int, float), "a number"),
 }
+MOST = {
+    "int": 2**31,
+    "float": 2**100,
+    "num_hidden_layers": 2**12,
+}  # beyond these it is no model, and would only take forever to build
 
 
 def _checked(name: str, value, kind: str, where: str):
-    """The value of a field of config.json, when it is what the field's type says and, a number, above 0."""
+    """The value of a field of config.json, when it is what the field's type says and, a number, above 0 and not absurd."""
     types, wanted = KINDS[kind]
     right = isinstance(value, types) and (kind == "bool" or not isinstance(value, bool))  # to Python, True is an int
-    if not right or (kind in ("int", "float") and not 0 < value < math.inf):
-        wanted += " above 0" if kind in ("int", "float") else ""
-        raise UserError(f"{where}: {name} is {value!r} but must be {wanted}; take the config.json that belongs to the weights.")
+    most = MOST.get(name, MOST.get(kind, math.inf))
+    if not right or (kind in MOST and not 0 < value < most):
+        wanted += " above 0" if kind in MOST else ""
+        wanted += f" and below {most}" if right and kind in MOST and value >= most else ""
+        raise UserError(
+            f"{where}: {name} is {value!r:.60} but must be {wanted}; take the config.json that belongs to the weights."
+        )
     return value
 
 

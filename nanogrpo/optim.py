@@ -47,7 +47,10 @@ def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, rate: floa
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of all ranks' shards
     if not norm.isfinite():
-        raise FloatingPointError(f"the gradient's norm is {norm.item()}: no update was made")
+        raise FloatingPointError(
+            f"the gradient's norm is {norm.item()}, so no update was made: lower --learning-rate or bound the rewards, then "
+            "--resume from the last checkpoint"
+        )
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()

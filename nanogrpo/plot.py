@@ -1,13 +1,14 @@
 """Draws runs: `python -m nanogrpo.plot runs/demo [runs/other …] [--out curve.png]`, several runs overlaid.
 
-In: the metrics.jsonl of each run. Out: one picture with reward, held-out accuracy, completion length and entropy, and, where a
-run has them, KL and the gap between trainer and engine. Needs matplotlib (`pip install -e .[plot]`).
+In: the metrics.jsonl of each run. Out: one picture with reward, completion length, entropy, the gap between trainer and engine,
+and, where a run has them, held-out accuracy and reward, and KL. Needs matplotlib (`pip install -e .[plot]`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from nanogrpo.errors import UserError
 PANELS = {
     "training reward": "reward",
     "held-out accuracy (greedy)": "eval/rewards/accuracy_reward",
+    "held-out reward (greedy)": "eval/reward",
     "completion length (tokens)": "completions/mean_length",
     "entropy (nats a token)": "entropy",
     "KL to the reference (nats a token)": "kl",
@@ -49,9 +51,19 @@ def read(run: Path) -> list[dict]:
 
 
 def series(rows: list[dict], name: str) -> tuple[list[float], list[float]]:
-    """(steps finished, values) of a metric."""
-    found = [(row.get("eval/after", row["step"] + 1), row[name]) for row in rows if name in row]
+    """(steps finished, values) of a metric. Where a step stands twice, as in logs put together by hand, the later line counts."""
+    found = sorted({row.get("eval/after", row["step"] + 1): row[name] for row in rows if name in row}.items())
     return [x for x, _ in found], [y for _, y in found]
+
+
+def labels(runs: list[Path]) -> list[str]:
+    """The names of the folders, with as much of the path before them as tells them apart."""
+    folders = [(run.parent if run.is_file() else run).resolve() for run in runs]
+    names = [folder.name for folder in folders]
+    if len(set(names)) == len(set(folders)):
+        return names
+    common = os.path.commonpath(folders)
+    return [os.path.relpath(folder, common) for folder in folders]
 
 
 def draw(runs: list[Path], out: Path) -> None:
@@ -67,24 +79,24 @@ def draw(runs: list[Path], out: Path) -> None:
     formats = sorted(FigureCanvasBase.get_supported_filetypes())
     if out.suffix.removeprefix(".").lower() not in formats:
         raise UserError(f"--out {out}: the suffix {out.suffix!r} names no format of pictures; use one of {', '.join(formats)}.")
-    data = {run: read(run) for run in runs}
+    data = dict(zip(labels(runs), map(read, runs)))
     shown = {title: name for title, name in PANELS.items() if any(series(rows, name)[0] for rows in data.values())}
     columns = min(len(shown), 2)
     figure, axes = plt.subplots(-(-len(shown) // columns), columns, figsize=(10, 3 * -(-len(shown) // columns)), squeeze=False)
     for axis in axes.flat[len(shown) :]:
         axis.remove()
     for axis, (title, name) in zip(axes.flat, shown.items()):
-        for run, rows in data.items():
+        for label, rows in data.items():
             steps, values = series(rows, name)
-            axis.plot(steps, values, label=run.name, marker="o" if name.startswith("eval/") else "", linewidth=1.5, markersize=4)
+            axis.plot(steps, values, label=label, marker="o" if name.startswith("eval/") else "", linewidth=1.5, markersize=4)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)
-        if name.startswith("eval/"):
+        if name.endswith("accuracy_reward"):
             axis.set_ylim(0, 1.02)
         elif name.startswith("sampling/"):
             axis.set_yscale("log")
-    if len(runs) > 1:
+    if len(data) > 1:
         axes.flat[0].legend(fontsize=8)
     figure.tight_layout()
     try:

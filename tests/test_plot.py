@@ -73,6 +73,26 @@ def test_series_of_real_rows(runs):
     assert plot.series(plot.read(runs[0]), "kl") == ([], [])
 
 
+def test_where_a_step_stands_twice_the_later_line_counts(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        HEAD + row(0, reward=0.1) + row(1, reward=0.2) + HEAD + row(1, reward=0.3) + row(0, reward=0)
+    )
+    assert plot.series(plot.read(tmp_path), "reward") == ([1, 2], [0, 0.3])
+
+
+def test_runs_are_told_apart_by_as_much_as_they_need(tmp_path):
+    for name in ("a/run", "b/run", "c"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text(HEAD + row(0))
+    one, other, third = tmp_path / "a" / "run", tmp_path / "b" / "run" / "metrics.jsonl", tmp_path / "c"
+    assert plot.labels([one, third]) == ["run", "c"]
+    assert plot.labels([one, other]) == ["a/run", "b/run"]
+    assert plot.labels([one, one]) == ["run", "run"]
+    assert plot.main([str(one), str(other), str(third), "--out", str(tmp_path / "c.svg")]) == 0
+    drawn = (tmp_path / "c.svg").read_text()
+    assert all(f"<!-- {label} -->" in drawn for label in ("a/run", "b/run", "c"))  # the legend
+
+
 def test_the_log_of_a_run_under_way_is_drawn_without_its_half_written_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(HEAD + row(0) + row(1) + row(2)[:-20])
     assert [r["step"] for r in plot.read(tmp_path)] == [0, 1]

@@ -61,6 +61,8 @@ def test_numbers_that_are_none_end_the_run_in_one_sentence(files, tmp_path, caps
     save_file(weights, base / "model.safetensors")
     assert train.main(arguments(base, files, tmp_path / "logits")) == 2
     logits = capsys.readouterr().err.strip().splitlines()
-    assert re.fullmatch(r"error: the gradient's norm is (inf|nan): no update was made", gradient[-1])
+    assert re.fullmatch(
+        r"error: the gradient's norm is (inf|nan), so no update was made: lower --learning-rate .* checkpoint", gradient[-1]
+    )
     assert re.match(r"error: Logits are not finite \(prompt \d+, weights 0\)", logits[-1])
     assert not any("Traceback" in line for line in gradient + logits)
