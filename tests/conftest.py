@@ -38,7 +38,8 @@ from nanogrpo.model import Decoder, ModelConfig
 from nanogrpo.world import World
 
 # TRL needs Python 3.11: on 3.10 the parity with it is not tested.
-collect_ignore = [] if sys.version_info >= (3, 11) else ["test_trl_parity.py", "test_trl_objectives.py", "test_trl_options.py", "test_bench_runs.py"]
+PEERS = ["test_trl_parity.py", "test_trl_objectives.py", "test_trl_options.py", "test_bench_runs.py"]
+collect_ignore = [] if sys.version_info >= (3, 11) else PEERS
 
 DEVICE = "cuda" if CUDA else "cpu"
 SOLO = World(0, 1, torch.device("cpu"))  # one process
