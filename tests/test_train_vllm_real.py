@@ -75,7 +75,7 @@ def trained_on(output: Path) -> list[dict]:
 
 def test_the_reward_rises_as_with_the_embedded_engine(base, files, tmp_path, server):
     """Synchronous, one step ahead, and on two ranks: the same curve but for the draws, which are other ones in another engine."""
-    options = ["--max-steps", "16", "--num-generations", "8", "--generation-batch-size", "64", "--learning-rate", "3e-3"]
+    options = ["--max-steps", "24", "--num-generations", "8", "--generation-batch-size", "64", "--learning-rate", "3e-3"]
     late = {}
     for name, more in {"local": [], "vllm": server, "ahead": [*server, "--max-staleness", "1"]}.items():
         finish(start(arguments(base, files, tmp_path / name, *options, *more)))
