@@ -32,6 +32,7 @@ from nanogrpo.errors import UserError
 
 log = logging.getLogger("nanogrpo")
 
+LOST = "see what ended it, and continue with --resume."
 GONE = (dist.DistError, RuntimeError)  # what a store raises whose process is no more
 
 
@@ -87,8 +88,7 @@ class Watch:
             if silence >= self.patience:
                 self.lost = f"rank {self.next}, or the store, gives no sign of life for {self.patience:g} s (--heartbeat-timeout)"
             if (self.told or self.lost) and self.failing.acquire(blocking=False):
-                told = self.told or self._tell(f"{self.lost}: see what ended it, and continue with --resume.")
-                finish_saves()
+                told = self.told or self._tell(f"{self.lost}: {LOST}")
                 self._leave(1, told)
 
     def end_all(self, error: BaseException) -> None:
@@ -99,11 +99,10 @@ class Watch:
         if lost and not known:
             # No exception type tells a lost neighbour from a bug in a collective; the reason names the address.
             reason = first_sentence(error)
-            sentence = f"rank {self.rank} has lost another process ({reason}): see what ended it, and continue with --resume."
+            sentence = f"rank {self.rank} has lost another process ({reason}): {LOST}"
         elif not known:
             sentence = f"rank {self.rank} failed: {type(error).__name__}: {error}"
         told = self._tell(sentence, None if known or lost else error)
-        finish_saves()  # after the word is out: the others are told meanwhile, and complete their parts
         self._leave(2 if known else 1, told)
 
     def _tell(self, sentence: str, bug: BaseException | None = None) -> bytes:
@@ -124,6 +123,7 @@ class Watch:
 
     def _leave(self, status: int, told: bytes) -> None:
         """Without torchrun, the store lives in rank 0: it stays until the others have read there who speaks, or are dead."""
+        finish_saves(LOST.encode() in told)  # after the word is out: the others are told meanwhile, and complete their parts
         _tell_torchrun(told.decode().partition(" ")[2])
 
         def wait_for_the_others() -> None:
@@ -170,8 +170,9 @@ def within(seconds: float, work: Callable[[], None]) -> None:
 unfinished: list[Callable[[], None]] = []  # waits for saves that are not to be cut short: state.Saver puts itself here
 
 
-def finish_saves(seconds: float = 60.0) -> None:
-    """Gives what is unfinished a minute."""
+def finish_saves(lost: bool = False) -> None:
+    """Waits for what is unfinished: as long as a large model takes, or a minute where a rank is lost, whose part never comes."""
+    seconds = 60.0 if lost else 600.0
     while unfinished:
         within(seconds, unfinished.pop())
 

@@ -122,6 +122,6 @@ def origin(cfg: Config, world: World, prompts: Sequence[Prompt]) -> dict[str, st
     for where in [spec.rpartition(":")[0] for spec in (*cfg.reward_funcs, cfg.rollout)]:
         if where.endswith(".py"):
             out[where] = hashlib.sha256(Path(where).read_bytes()).hexdigest()
-        elif where and (found := importlib.util.find_spec(where)) and found.origin:
+        elif where and (found := importlib.util.find_spec(where)) and Path(found.origin or "").is_file():
             out[where] = hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()
     return out

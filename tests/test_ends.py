@@ -137,9 +137,9 @@ def fails_while_it_saves(options: list[str], folder: Path) -> int:
             raise UserError("no more of this.")
         score(*args)
 
-    def told() -> None:
+    def told(lost: bool = False) -> None:
         (folder / f"told-{os.environ['RANK']}").touch()
-        finish()
+        finish(lost)
 
     checkpoint_begun, save = threading.Event(), state.Saver.save
     state.Saver.save = lambda *args: (save(*args), checkpoint_begun.set())
