@@ -151,11 +151,9 @@ def _spread(
     """Few strips, a multiple of `world`, that hold all pieces, costliest strips first; a piece over the budget has its own.
 
     Longest processing time first: each piece goes to the cheapest strip with room. At most 4/3 of the optimum where the budget
-    does not bind (Graham 1969). Where costs are equal, strip b is rank b % world's, and pieces stay at home: the ranks' pieces
-    take turns, so that each finds a strip of its rank among the cheapest.
+    does not bind (Graham 1969). Where costs are equal the ranks' pieces take turns, so that each strip is made of one rank's.
     """
-    drawn = {p[0]: home(p[0], len(sizes), world) for p in pieces}
-    turn = {p[0]: p[0] - drawn[p[0]] * len(sizes) // world for p in pieces}
+    turn = {p[0]: p[0] - home(p[0], len(sizes), world) * len(sizes) // world for p in pieces}
     weighed = [(_cost(p, sizes, pair_cost), _room(p, sizes), p) for p in pieces]
     weighed.sort(key=lambda x: (-x[0], turn[x[2][0]], x[2]))
     by_room, by_pieces = sum(room for _, room, _ in weighed) / (budget * world), len(pieces) / world
@@ -167,7 +165,7 @@ def _spread(
             fits = [b for b in range(count) if room <= left[b] or not bins[b]]
             if not fits:
                 break
-            b = min(fits, key=lambda b: (costs[b], b % world != drawn[piece[0]]))
+            b = min(fits, key=lambda b: costs[b])
             bins[b].append(piece)
             costs[b] += cost
             left[b] -= room

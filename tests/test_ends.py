@@ -119,6 +119,19 @@ def test_who_is_done_waits_for_the_others_and_is_not_missed():
     run(2, dawdles, 5.0)
 
 
+def stops_late() -> None:
+    """Rank 1's watch looks at the store, which rank 0 holds, for two seconds more."""
+    stop = ends.Watch.stop
+    if os.environ["RANK"] == "1":
+        ends.Watch.stop = lambda watch: (time.sleep(2), stop(watch))
+    with join(WATCHED):
+        pass
+
+
+def test_no_store_ends_before_all_watches_have():
+    run(2, stops_late)
+
+
 # ---- a failure is told before the save is waited for ---------------------------------------------------------------------------
 
 
