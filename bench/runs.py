@@ -34,7 +34,6 @@ from nanogrpo import checkpoint
 from nanogrpo.config import Config, dashed
 from nanogrpo.errors import UserError
 from nanogrpo.local_engine import LocalEngine
-from nanogrpo.log import Log
 from nanogrpo.reward_runner import Runner
 from nanogrpo.rollout import SamplingParams
 from nanogrpo.run import load_prompts
@@ -121,10 +120,17 @@ def ours(cfg: Config) -> dict:
     """train.py's own loop with a stopwatch at its seams."""
     import train
 
-    laps, setup, evaluate, step = Laps(), train.setup, train.evaluate, Log.step
+    laps, setup, evaluate = Laps(), train.setup, train.evaluate
 
     def started(*args):
         built = setup(*args)
+        step = built.log.step
+
+        def logged(*args):
+            step(*args)
+            laps.lap()
+
+        built.log.step = logged
         laps.start()
         return built
 
@@ -132,12 +138,7 @@ def ours(cfg: Config) -> dict:
         with laps.held():
             evaluate(*args, **kwargs)
 
-    def logged(*args):
-        step(*args)
-        laps.lap()
-
-    seams = patch.object(train, "setup", started), patch.object(train, "evaluate", evaluated)
-    with seams[0], seams[1], patch.object(Log, "step", logged):
+    with patch.object(train, "setup", started), patch.object(train, "evaluate", evaluated):
         if train.main(arguments(cfg)):
             raise SystemExit(2)  # it has said why
     rows = [json.loads(line) for line in (Path(cfg.output_dir) / "metrics.jsonl").read_text().splitlines()]
