@@ -23,9 +23,9 @@ from nanogrpo.profiles import PROFILES
 
 DESCRIPTION = """GRPO, from prompts to a checkpoint.
 
-  train.py --profile debug                                    the whole loop on a tiny task, in seconds
-  train.py --profile full --model MODEL --data DATA           where to begin with a model of yours
-  torchrun --nproc-per-node 8 train.py ...                    the same on eight GPUs"""
+  train.py --profile debug                         the whole loop in seconds
+  train.py --profile full --model M --data D       a start for your own model
+  torchrun --nproc-per-node 8 train.py ...         the same on eight GPUs"""
 
 
 def documentation() -> dict[str, tuple[str, str]]:

@@ -7,12 +7,14 @@ import json
 
 import pytest
 from conftest import SOLO, arguments, steps
+from ranks import run
 from test_metrics import sample
 
 import train
 from nanogrpo.completions import Completions
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
+from nanogrpo.world import join
 
 REWARD = """
 def even(completion_ids, log_extra, **kwargs):
@@ -67,6 +69,17 @@ def test_any_text_and_any_value_can_be_written(tmp_path):
     (row,) = table(tmp_path, 1)
     assert (row["completion"], row["a"], row["reward"], row["what"]) == (odd.text, None, None, "{1, 2}")
     assert row["prompt"] == odd.prompt.text
+
+
+def two_ranks(folder: str) -> None:
+    with join(Config(device="cpu")) as world:
+        first = [sample(1 + world.rank, a=float(world.rank)), sample(3, a=1.0)]
+        Completions(config(folder), world, start=0).log(0, first)
+
+
+def test_the_file_holds_the_completions_of_all_ranks(tmp_path):
+    run(2, two_ranks, str(tmp_path))
+    assert [row["reward"] for row in table(tmp_path, 1)] == [0.0, 1.0, 1.0, 1.0]
 
 
 def test_a_full_disk_is_one_sentence(tmp_path):

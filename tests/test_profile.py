@@ -13,6 +13,7 @@ from conftest import SOLO, arguments, lines, steps
 import train
 from nanogrpo import log, trace, warmup
 from nanogrpo.checkpoint import checkpoints
+from nanogrpo.world import World
 
 SHORT = ["--profile", "debug", "--model", "warmup:2", "--max-steps", "2", "--eval-steps", "1", "--eval-samples", "4"]
 
@@ -92,6 +93,19 @@ def test_one_step_is_traced_with_its_phases(tiny_base, files, tmp_path):
     assert all(phases.count(phase) == 1 for phase in ("sync", "sample", "score", "train"))
     assert any(event["name"].startswith("aten::mm") for event in events)
     assert not list(tmp_path.glob("trace-[13].json"))
+
+
+def test_the_step_that_is_traced_is_the_one_that_was_named(tmp_path):
+    cfg = train.Config(output_dir=str(tmp_path), trace_step=2)
+    with trace.Trace(cfg, SOLO) as tracing:
+        running = []
+        for step in range(3):
+            tracing.begin(step)
+            running.append(tracing.running is not None)
+    assert running == [False, True, False]
+    other = trace.Trace(cfg, World(1, 2, SOLO.device))
+    other.begin(1)
+    assert other.running is None  # the main rank's alone
 
 
 def test_a_step_that_fails_leaves_its_own_error_and_no_trace(tmp_path):
