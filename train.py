@@ -18,17 +18,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor
-
-from nanogrpo import cli, entropy, fsdp, grpo, lora, memory, metrics, mismatch, optim, output, packing
-from nanogrpo.batch import PackedBatch, Sample
+from nanogrpo import cli, experience, fsdp, grpo, memory, metrics, optim, output
 from nanogrpo.config import Config
 from nanogrpo.ends import Stop
 from nanogrpo.errors import UserError
-from nanogrpo.model import Decoder
-from nanogrpo.resample import resample
-from nanogrpo.reward_call import TrainerState
 from nanogrpo.run import Run, setup
 from nanogrpo.server import ServerLost
 from nanogrpo.staleness import staleness
@@ -57,17 +50,12 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
             with clock("sample"):
                 samples = run.ahead.take(step)  # this rank's, with the engine's log-probs
             with clock("score"):
-                score(run, samples)
-                replaced = resample(run, samples, step, score)
-                scored = world.concat([(s.reward, [*s.rewards.values()]) for s in samples])  # of all ranks
-                advantages, std = grpo.step_advantages([r for r, _ in scored], cfg, [each for _, each in scored])
-                for sample, advantage in zip(samples, world.part(advantages)):
-                    sample.advantage = advantage
+                std, replaced = experience.judge(run, samples, step)  # rewards and advantages
 
             with clock("train"):
-                updates = pack(run, samples, step)  # the micro-batches of each optimizer step
+                updates = experience.pack(run, samples, step)  # the micro-batches of each optimizer step
                 for batches in updates:
-                    add_logps(run, batches)  # before the weights move
+                    experience.add_logps(run, batches)  # before the weights move
                 for batches in updates * cfg.num_iterations:  # the same micro-batches, once per pass
                     bonus.weigh(batches)
                     for batch in batches:  # gradients accumulate, and are summed over the ranks once
@@ -121,63 +109,12 @@ def sync(run: Run) -> None:
         run.engine.load(run.model, version=run.done)
 
 
-def score(run: Run, samples: list[Sample]) -> None:
-    """Fills the text and the rewards of samples."""
-    for sample in samples:
-        sample.text = run.tokenizer.decode(sample.token_ids)
-    if samples:
-        epoch = run.done * run.cfg.prompts_per_step / len(run.prompts)
-        run.rewards.score(samples, TrainerState(run.done, run.cfg.max_steps, epoch))
-
-
-def pack(run: Run, samples: list[Sample], step: int) -> list[list[PackedBatch]]:
-    """This rank's micro-batches of each optimizer step of a pass. Samples change rank only where the balance needs it."""
-    world, cfg = run.world, run.cfg
-    sizes = world.concat(packing.sizes(samples, cfg))
-    updates = packing.schedule(sizes, cfg, step, world.size, run.model.cfg.pair_cost)
-    mine = world.exchange(samples, packing.wanted(updates, world.size))
-    return [[batch.to(world.device) for batch in packing.pack(update, mine, cfg, world.rank)] for update in updates]
-
-
-@torch.no_grad()
-def logp(model: Decoder, batch: PackedBatch, cfg: Config) -> Tensor:
-    """The model's log-probs of a batch's completion tokens at the sampling temperature, [M] float32."""
-    return model.score(batch, grpo.logp_of(batch, cfg))[0]
-
-
-@torch.no_grad()
-def add_logps(run: Run, batches: list[PackedBatch]) -> None:
-    """What the loss of an optimizer step compares with, taken before the weights move.
-
-    Log-probs of the policy that sampled, by the trainer or by the engine, and of the reference; from them the correction for the
-    engine, and from the entropies the tokens that are trained.
-    """
-    cfg, entropies = run.cfg, []
-    mode, top = cfg.vllm_importance_sampling_mode, cfg.top_entropy_quantile < 1
-    recompute = not cfg.old_from_engine and (not cfg.on_policy or mode != "off")
-    for batch in batches:
-        if cfg.old_from_engine:
-            batch.old_logp = batch.sampling_logp
-        if recompute or top:
-            before, h = run.model.score(batch, grpo.logp_of(batch, cfg, entropy=True))
-            batch.old_logp = before if recompute else batch.old_logp
-            entropies.append(h)
-        if mode != "off":
-            bounds = cfg.vllm_importance_sampling_clip_max, cfg.vllm_importance_sampling_clip_min
-            batch.importance = mismatch.correction(batch.old_logp, batch.sampling_logp, batch.sample, mode, *bounds)
-        if run.reference is not None:
-            with lora.off(run.reference):
-                batch.ref_logp = logp(run.reference, batch, cfg)
-    if top:
-        entropy.keep_top(batches, entropies, cfg.top_entropy_quantile, run.world)
-
-
 def evaluate(run: Run) -> None:
     """Greedy completions of the held-out prompts, scored by the same rewards."""
     sync(run)
     greedy = dataclasses.replace(run.sampling, temperature=0.0)
     samples = run.engine.sample(run.world.part(run.eval_prompts), 1, greedy, step=0)
-    score(run, samples)
+    experience.score(run, samples)
     run.log.evaluation(run.done, metrics.facts(samples, run.world), run.rewards.metrics(run.world.gather))
 
 

@@ -29,8 +29,7 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import train
-from nanogrpo import checkpoint, grpo, ops, packing, warmup
+from nanogrpo import checkpoint, experience, grpo, ops, packing, warmup
 from nanogrpo.attention import Packed
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import Config
@@ -150,7 +149,7 @@ def logp_of(model: Decoder, samples: Sequence[Sample], cfg: Config) -> list[torc
     """The model's log-probs of each sample's completion, computed in strips as the trainer does."""
     out: list[torch.Tensor] = [torch.empty(0)] * len(samples)
     for batch in packed(samples, cfg):
-        logp = train.logp(model, batch, cfg)
+        logp = experience.logp(model, batch, cfg)
         for i in batch.sample.unique().tolist():
             out[i] = logp[batch.sample == i]
     return out

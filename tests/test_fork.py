@@ -10,7 +10,7 @@ import torch
 from conftest import packed, tiny_model
 
 import train
-from nanogrpo import calculator, grpo, objectives, packing
+from nanogrpo import calculator, experience, grpo, objectives, packing
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import CHOICES, Config
 
@@ -38,7 +38,7 @@ def test_gmpo_has_one_term_a_sequence(gmpo):
     prompt = Prompt(0, "", [1, 2, 3])
     samples = [Sample(prompt, j, [5 + j, 7, 9], [-5.0] * 3, True, [0] * 3, advantage=a) for j, a in enumerate((1.0, -1.0, 0.5))]
     (batch,) = packed(samples, cfg)
-    batch.old_logp = train.logp(model, batch, cfg) - torch.tensor([0.1, -0.1, 0.03] * 3)
+    batch.old_logp = experience.logp(model, batch, cfg) - torch.tensor([0.1, -0.1, 0.03] * 3)
     out = model.score(batch, grpo.objective(batch, cfg))
     good, bad = math.exp((0.05 - 0.1 + 0.03) / 3), math.exp((0.1 - 0.05 + 0.03) / 3)  # cut above, cut below
     ratio = torch.tensor([good] * 3 + [bad] * 3 + [good] * 3)

@@ -22,8 +22,7 @@ from conftest import timeless, write_base
 from ranks import REWARD, ROOT, free_port, run
 from torch import Tensor
 
-import train
-from nanogrpo import checkpoint, fsdp, grpo, optim, packing, state
+from nanogrpo import checkpoint, experience, fsdp, grpo, optim, packing, state
 from nanogrpo import run as parts
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import Config
@@ -81,9 +80,9 @@ def three_steps(base: Path, options: dict, world: World = ALONE) -> tuple[dict[s
             assert counts[0] < world.size or (step == 2 and world.size == 2)  # some rank has nothing to do
         for batch in itertools.chain(*updates):
             if not cfg.on_policy:
-                batch.old_logp = train.logp(model, batch, cfg) + 0.3 * torch.sin(7.0 * batch.targets + batch.sample)
+                batch.old_logp = experience.logp(model, batch, cfg) + 0.3 * torch.sin(7.0 * batch.targets + batch.sample)
             for reference in others:
-                batch.ref_logp = train.logp(reference, batch, cfg)
+                batch.ref_logp = experience.logp(reference, batch, cfg)
         for batches in updates * cfg.num_iterations:
             for batch in batches:
                 fsdp.sync_gradients(model, batch is batches[-1])

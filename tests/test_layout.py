@@ -54,6 +54,7 @@ MAY_IMPORT = {
     "calculator": "batch turns",
     "plugin": "",
     "resample": "batch rollout run",
+    "experience": "batch config entropy grpo lora mismatch model packing resample reward_call run",
     "draw": "rollout",
     "local_engine": "lora model attention batch rollout ops draw",
     "guard": "",

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from test_peft import hugging_face, theirs
 
 import train
-from nanogrpo import checkpoint, lora
+from nanogrpo import checkpoint, experience, lora
 from nanogrpo import run as parts
 from nanogrpo.cli import parse
 from nanogrpo.config import Config
@@ -124,8 +124,8 @@ def test_the_reference_is_the_base_and_no_second_model_is_kept(bases, files, tmp
     assert run.reference is run.model
     nudge(run.model)
     batch = random_batch([(3, 9), (5, 4)], vocab_size=104)
-    train.add_logps(run, [batch])
-    expected = train.logp(checkpoint.load_model(bases["tied"]), batch, cfg)
+    experience.add_logps(run, [batch])
+    expected = experience.logp(checkpoint.load_model(bases["tied"]), batch, cfg)
     torch.testing.assert_close(batch.ref_logp, expected, rtol=0, atol=1e-6)
     assert (batch.ref_logp - batch.old_logp).abs().max() > 0.1
 

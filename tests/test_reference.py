@@ -14,7 +14,7 @@ from conftest import SOLO, arguments, random_batch, steps, tiny_model, write_bas
 from ranks import run as on_ranks
 
 import train
-from nanogrpo import checkpoint, fsdp, memory
+from nanogrpo import checkpoint, experience, fsdp, memory
 from nanogrpo import run as parts
 from nanogrpo.config import Config
 from nanogrpo.lora import gathered
@@ -112,10 +112,10 @@ def mixed_shards(base: Path) -> tuple[float, int]:
             for p in model.parameters():
                 p.mul_(2)
         for m in (model, reference):
-            train.logp(m, random_batch([(3, 5)], vocab_size=104), cfg)
+            experience.logp(m, random_batch([(3, 5)], vocab_size=104), cfg)
         fsdp.mix(reference, model, 0.25)
         local = sum(p.to_local().numel() for p in reference.parameters())
-        train.logp(reference, random_batch([(3, 5)], vocab_size=104), cfg)  # it gathers what was mixed, not what was before
+        experience.logp(reference, random_batch([(3, 5)], vocab_size=104), cfg)  # it gathers what was mixed, not what was before
         fsdp.reshard(reference)
         start = dict(checkpoint.load_model(base).named_parameters())
         return max((gathered(p) - 1.25 * start[n]).abs().max().item() for n, p in reference.named_parameters()), local
