@@ -6,8 +6,8 @@ Real processes. Read before: test_signals.py (the ends that a run's own collecti
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import datetime
-import itertools
 import os
 import signal
 import subprocess
@@ -42,7 +42,7 @@ def base(tmp_path_factory) -> Path:
 
 def waits(folder: Path, how: str) -> None:
     """In what notices nothing: the store's own wait, as across machines NCCL's; or a pause."""
-    with join(WATCHED) as world:
+    with join(dataclasses.replace(WATCHED, heartbeat_timeout=6)) as world:  # twelve processes that start on two cores stutter
         (folder / str(world.rank)).touch()
         if how == "store":
             dist.distributed_c10d._get_default_store().wait(["never"], datetime.timedelta(seconds=100))
@@ -52,7 +52,8 @@ def waits(folder: Path, how: str) -> None:
 def test_a_rank_that_is_killed_or_stopped_is_missed_by_the_others(tmp_path):
     """All cases at once: they sleep. Rank 0 holds the store: where it is stopped nobody can tell anybody, so each says it."""
     cases = {}
-    for i, case in enumerate(itertools.product(("store", "pause"), (0, 2), (signal.SIGKILL, signal.SIGSTOP))):
+    kill, stop = signal.SIGKILL, signal.SIGSTOP
+    for i, case in enumerate([("store", 0, kill), ("store", 2, stop), ("pause", 2, kill), ("pause", 0, stop)]):
         (tmp_path / str(i)).mkdir()
         cases[case] = start(3, waits, tmp_path / str(i), case[0])
     until(lambda: len(list(tmp_path.glob("*/*"))) == 3 * len(cases))
@@ -62,9 +63,9 @@ def test_a_rank_that_is_killed_or_stopped_is_missed_by_the_others(tmp_path):
     for (_, who, _), ranks in cases.items():
         others = [process for rank, process in enumerate(ranks.processes) if rank != who]
         for process in others:
-            process.join(20)
+            process.join(30)
         assert [process.exitcode for process in others] == [1, 1], ranks.errors()
-    assert time.monotonic() - killed < 3 + 1 + 1.5 + 2 + 3  # the limit, two pauses, a word, the time to leave; a loaded machine
+    assert time.monotonic() - killed < 6 + 1 + 3 + 2 + 5  # the limit, two pauses, a word, the time to leave; a loaded machine
     for (_, who, _), ranks in cases.items():
         ranks.processes[who].kill()
         ranks.ends(PATIENCE)
