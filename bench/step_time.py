@@ -214,6 +214,7 @@ def draw(rows: list[dict], out: Path) -> None:
             points = sorted((x(row), row["seconds_median"]) for row in rows if row["side"] == side and row["case"] in cases)
             axis.plot(*zip(*points) if points else ([], []), marker="o", label=side)
         axis.set_xlabel(title)
+        axis.locator_params(axis="x", nbins=5)  # labels of six digits
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("seconds a training step (median)")
