@@ -1,4 +1,4 @@
-"""The vLLM sidecar: samples for train.py, and takes its weights after every step.
+"""The vLLM sidecar: samples for train.py, and takes its weights at the start of every step.
 
     python serve.py --model runs/base                                      # on this machine only
     NANOGRPO_SECRET=… python serve.py --model runs/base --host 0.0.0.0     # from elsewhere: with a secret

@@ -1,11 +1,12 @@
-"""GRPO on one machine, the whole loop: sync → draw → sample → score → pack → loss → step → log.
+"""GRPO, the whole loop: sync → draw → sample → score → pack → loss → step → log.
 
     python -m nanogrpo.warmup runs/base                                   # a small base model, made in half a minute
     python train.py --model runs/base --data arithmetic --output-dir runs/first --learning-rate 3e-4
     python train.py --model Qwen/Qwen3-0.6B --data gsm8k.jsonl --reward-funcs accuracy my_rewards.py:brevity
 
 In: a checkpoint, prompts, reward functions (config.py lists every option). Out: output_dir/metrics.jsonl and checkpoint-N.
-Each part is one file, and each line of `train` below names it. Read next: batch.py (what flows), then grpo.py (the algorithm).
+Each part is one file, and each line of `train` below names it. Read next: batch.py (what flows), experience.py (what a step
+learns from), grpo.py (the algorithm).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In: a side and a `Config`. Out: a dict: seconds, tokens and rewards of each step
 peak memory. The clock of both sides runs from the first draw to the last update, logging included, and stands still while
 the held-out problems are answered, which both sides do with the same engine and rewards. Building the parts is not counted.
 
-    found = run("TRL", Config(model="runs/base", data="arithmetic", …), threads=2)
+    found = run("TRL", Config(model="runs/base", data=("arithmetic",), …), threads=2)
 
 A process a run: so that threads, allocator and peak memory are a side's own. Read next: learning.py and end_to_end.py, which
 compare such runs; trl_run.py, TRL's settings.

@@ -15,8 +15,8 @@ Bytes.      Rows read and written once in place: 4·M·V (1.16 ms at 4.3 TB/s); 
             again, 8·V·D bytes, 245/C of the time of its products whatever D is: one chunk of 8192 rows, not many small ones.
 Reference.  `log_softmax_forward` and `policy_rows_` on the whole logits (tests/test_ops.py).
 
-When the gradients may not be taken in the forward: a ratio over whole sequences, a mask by entropy quantile, anything where a
-token's coefficient depends on other tokens' log-probs. Then `logp_forward` / `logp_backward` are the two phases (four products).
+When the gradients may not be taken in the forward: a ratio or a mask of whole sequences, anything where a token's coefficient
+depends on other tokens' log-probs. Then `logp_forward` / `logp_backward` are the two phases (four products).
 
 Rows are chosen by `nonzero`, which waits for the device: twice in `policy_forward`, once in `logp_backward`, never in
 `logp_forward`. The head is milliseconds of work, a wait microseconds.

@@ -22,14 +22,14 @@ class Config:
     data: tuple[str, ...] = ()  # training prompts: .jsonl, .parquet, folders of save_to_disk, a built-in task (arithmetic)
     data_weights: tuple[float, ...] = ()  # one per source: its share of the prompts drawn; empty: all are one data set
     eval_data: tuple[str, ...] = ()  # held-out prompts for evaluation; empty: those that the training data bring, if any
-    dataset_train_split: str = "train"  # of a saved DatasetDict: the split that --data takes
-    dataset_test_split: str = "test"  # and the one for evaluation
+    dataset_train_split: str = "train"  # of a saved DatasetDict: the split that is trained on
+    dataset_test_split: str = "test"  # of a saved DatasetDict: the split that is evaluated on
     output_dir: str = "runs/grpo"  # metrics.jsonl and checkpoints are written here
     enable_thinking: bool = True  # the thinking switch of Qwen3's chat template
     max_prompt_length: int = 0  # in tokens, after the chat template; 0: what the context leaves
     long_prompts: str = "refuse"  # longer prompts: refuse the data, with the line's number, or drop them, counted
     # --- rewards
-    reward_funcs: tuple[str, ...] = ("accuracy", "format")  # or length:TOKENS, module:function, file.py:function, model:FOLDER
+    reward_funcs: tuple[str, ...] = ("accuracy", "format")  # accuracy, format, length:N, module:name, file.py:name, model:FOLDER
     reward_weights: tuple[float, ...] = ()  # one per reward function; empty: all 1
     # A minute: far beyond a judge's answer or a run of generated code, and twice that is far below ddp_timeout.
     reward_timeout: float = 60.0  # seconds for one call of a module's or file's function; 0: no limit, no process of its own
@@ -48,21 +48,21 @@ class Config:
     # --- the vLLM server (--engine vllm)
     server: tuple[str, ...] = ()  # addresses of running serve.py, such as http://127.0.0.1:8000; none: one is started, and ended
     vllm_python: str = ""  # the interpreter that has vLLM, for a server started here; empty: $NANOGRPO_VLLM_PYTHON, or this one
-    vllm_options: str = ""  # more options for it, as serve.py takes them: one string, behind =
+    vllm_options: str = ""  # options for that server, as serve.py takes them, in one string: --vllm-options="--dtype half"
     weight_transport: str = "broadcast"  # how weights travel: broadcast (any machines), memory (one machine, or one GPU)
     server_window: int = 64  # groups under way on a server at once
     server_timeout: float = 60.0  # seconds in which a healthy server gives a sign of life, and takes the weights
     server_patience: float = 600.0  # seconds that a server which was not started here may be away before the run saves and stops
     max_staleness: int = 0  # steps that sampling may be ahead of training; 0: what is trained was sampled by the same weights
-    old_logp_from: str = "auto"  # log-probs under the ratio: trainer (its own), engine (as sampled), auto (engine if stale)
-    vllm_importance_sampling_mode: str = "off"  # correct trainer/engine: token_ or sequence_, then truncate or mask; or off
+    old_logp_from: str = "auto"  # log-probs under the ratio: trainer (its own), engine (as sampled), auto (engine's if stale)
+    vllm_importance_sampling_mode: str = "off"  # weigh by trainer/engine: off, token_truncate, token_mask, sequence_...
     vllm_importance_sampling_clip_max: float = 3.0  # largest importance weight, trainer over engine
-    vllm_importance_sampling_clip_min: float | None = None  # smallest one; default: 0
+    vllm_importance_sampling_clip_min: float | None = None  # smallest importance weight; default: 0
     # --- objective
     loss_type: str = "dapo"  # grpo, bnpo, dr_grpo, dapo, luspo (clip), cispo, sapo, vespo, dppo_tv, dppo_kl: docs/equations.md
     importance_sampling_level: str = "token"  # one ratio a token, or one a sequence (GSPO)
     epsilon: float = 0.2  # the ratio is clipped below at 1 - epsilon; dppo: the divergence that a bad token may gain
-    epsilon_high: float | None = None  # and above at 1 + epsilon_high (cispo: at itself, 5 in its paper); default: epsilon
+    epsilon_high: float | None = None  # the ratio is clipped above at 1 + this (cispo: at this, 5 in its paper); default: epsilon
     delta: float | None = None  # upper bound of the ratio, where the clip leaves it free (A < 0); default: none
     sapo_temperature_pos: float = 1.0  # sapo: how soon the gradient of a good token fades as its ratio leaves 1
     sapo_temperature_neg: float = 1.05  # sapo: the same of a bad one
@@ -72,18 +72,18 @@ class Config:
     vespo_lambda_neg: float = 2.0  # vespo: the decay where A < 0
     dppo_penalty: float = 0.0  # dppo: factor of the squared log-ratio that is added to each token's loss; prime-rl takes 1e-3
     beta: float = 0.0  # weight of the KL penalty to the reference model; 0: no reference model is kept
-    sync_ref_model: bool = False  # let the reference follow: ref = alpha*policy + (1 - alpha)*ref, every so many steps
-    ref_model_mixup_alpha: float = 0.6  # alpha, the policy's part; 1: the reference becomes a copy of the policy
-    ref_model_sync_steps: int = 512  # so many
+    sync_ref_model: bool = False  # let the reference follow: now and then ref = alpha*policy + (1 - alpha)*ref
+    ref_model_mixup_alpha: float = 0.6  # that alpha, the policy's part; 1: the reference becomes a copy of the policy
+    ref_model_sync_steps: int = 512  # steps between two such moves of the reference
     use_bias_correction_kl: bool = True  # multiply the k3 estimate by the ratio, which makes its gradient exact
     mask_truncated_completions: bool = False  # leave completions that were cut at the length limit out of the loss
-    off_policy_mask_threshold: float | None = None  # leave bad completions out whose mean log(engine/policy) is above it
+    off_policy_mask_threshold: float | None = None  # leave completions with A < 0 out whose mean log(engine/policy) is above this
     top_entropy_quantile: float = 1.0  # train only this share of the tokens, those where the policy was least certain; 1: all
     entropy_coef: float = 0.0  # weight of the entropy bonus, the mean over the trained tokens of an optimizer step; 0: none
     use_adaptive_entropy: bool = False  # move entropy_coef after each optimizer step, to hold the entropy at entropy_target
-    entropy_coef_min: float = 0.0  # adaptive: no lower
-    entropy_coef_max: float = 1.0  # adaptive: no higher
-    entropy_coef_delta: float = 0.005  # adaptive: up by this when the entropy was at or below the target, else down
+    entropy_coef_min: float = 0.0  # adaptive: the coefficient goes no lower
+    entropy_coef_max: float = 1.0  # adaptive: the coefficient goes no higher
+    entropy_coef_delta: float = 0.005  # adaptive: it goes up by this when the entropy was at or below the target, else down
     entropy_target: float = 0.2  # adaptive: nats per token; there is no bonus while the entropy is above it
     # --- advantage
     advantage_estimator: str = "grpo"  # against the group's mean (grpo), the mean of the others (rloo), relative to it (maxrl)
@@ -98,9 +98,9 @@ class Config:
     learning_rate: float = 1e-6  # at its peak, after the warm-up
     lr_scheduler_type: str = "constant"  # after the warm-up: constant, linear or cosine to zero
     warmup_steps: int = 0  # optimizer steps of linear warm-up
-    adam_beta1: float = 0.9  # decay of the mean of the gradients
-    adam_beta2: float = 0.999  # decay of the mean of their squares
-    adam_epsilon: float = 1e-8  # added to the root of the latter
+    adam_beta1: float = 0.9  # decay of the mean of the gradients (AdamW)
+    adam_beta2: float = 0.999  # decay of the mean of their squares (AdamW)
+    adam_epsilon: float = 1e-8  # added to the root of the mean of squares (AdamW)
     weight_decay: float = 0.0  # decoupled (AdamW), on matrices only
     max_grad_norm: float = 1.0  # gradients are scaled down to this global norm; 0: never
     # --- adapters (LoRA)
@@ -109,9 +109,9 @@ class Config:
     lora_target_modules: tuple[str, ...] = ()  # the layers that get adapters, such as q_proj v_proj; none named: all seven
     lora_adapter: str = ""  # adapters to begin with: a folder in PEFT's format; the reference of beta > 0 stays the base
     # --- evaluation, logging, checkpoints
-    eval_steps: int = 0  # evaluate greedily on the held-out prompts every so many steps, and before and after; 0: never
+    eval_steps: int = 0  # steps between two greedy evaluations of the held-out prompts, and before and after; 0: never
     eval_samples: int = 256  # held-out prompts evaluated, the first ones; 0: all
-    save_steps: int = 50  # write a checkpoint, beside training, every so many steps: what a crash can cost; 0: only the last
+    save_steps: int = 50  # steps between two checkpoints, written beside training: what a crash can cost; 0: only the last
     save_total_limit: int = 2  # checkpoints kept, the newest ones; 0: all
     overwrite_output_dir: bool = False  # take away what an earlier run left in output_dir, unless --resume goes on with it
     report_to: tuple[str, ...] = ("none",)  # beside metrics.jsonl: tensorboard (files in output_dir), wandb, or both
@@ -119,7 +119,7 @@ class Config:
     num_completions_to_print: int = 0  # completions shown in a table after each step; 0: none
     trace_step: int = 0  # the step (1: the first) that torch.profiler records in output_dir/trace-N.json; 0: none
     # --- machine
-    gradient_checkpointing: str = "none"  # compute again in the backward: none, full, selective (not the costly operations)
+    gradient_checkpointing: str = "none"  # computed again in the backward: none, full, selective (what is cheap)
     torch_compile: bool = False  # compile each block; the first steps take minutes longer
     torch_compile_backend: str = "inductor"  # or another that torch knows, such as aot_eager, which needs no C compiler
     cpu_offload: bool = False  # masters, gradients and moments in host memory; each block is sent when it computes

@@ -63,5 +63,5 @@ def draw(logits: Tensor, key: Tensor, counter: Tensor, params: SamplingParams) -
         cdf = (filtered(scores, params).softmax(-1) * 2.0**40).long().cumsum(-1)  # [b, V] int64
         target = (uniform(key, counter)[:, None] * cdf[:, -1:]).long()  # [b, 1], below the last of cdf: see the docstring
         token = torch.searchsorted(cdf, target, right=True)  # the first whose CDF exceeds the target
-        token = token.clamp_(max=logits.shape[-1] - 1)  # binds only for NaN logits, which `_step` reports: the gather must live
+        token = token.clamp_(max=logits.shape[-1] - 1)  # binds for NaN logits alone, which the engine tells: the gather must live
     return token[:, 0], logp.gather(1, token)[:, 0]

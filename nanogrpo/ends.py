@@ -49,8 +49,9 @@ class Watch:
 
     No clocks of two machines are compared. Even this one's is not: silence is how often `look` has looked in vain, so that a rank
     which was itself stopped for an hour accuses nobody when it goes on. A beat needs Python's lock, which torch, safetensors and
-    NCCL give back while they work; a reward in one C call of more than `patience` seconds (a regular expression that explodes)
-    does not, and counts as dead: then --heartbeat-timeout must be longer than that call.
+    NCCL give back while they work. One C call of the user's that takes more than `patience` seconds (a regular expression that
+    explodes) does not, and its rank counts as dead: in a rollout function, or in a reward under --reward-timeout 0 (others have
+    a process of their own). Then --heartbeat-timeout must be longer than that call.
     """
 
     pause = 0.5  # seconds between two beats, and between two looks

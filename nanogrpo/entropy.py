@@ -2,7 +2,7 @@
 
 In: the micro-batches of an optimizer step on this rank. Out: their `entropy_mask` and `entropy_weight` [M], which grpo.loss
 reads. Both are of the whole optimizer step over all ranks, so that no split into micro-batches changes the gradient.
-Read before: grpo.py. Read next: train.py (when they are called).
+Read before: grpo.py. Read next: experience.py (which calls `keep_top`), train.py (which calls `Bonus`).
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ Read next: objectives.py (what each loss type is), ops.py (what the fused loss c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ from torch import Tensor
 from nanogrpo import objectives, ops
 from nanogrpo.batch import PackedBatch, Sample
 from nanogrpo.config import CLIPPED, Config
-
-HeadOp = Callable[[Tensor, Tensor], Any]  # (hidden [M, D], lm_head [V, D]) → anything; what Decoder.score applies
+from nanogrpo.ops import HeadOp
 
 STD_EPS = 1e-4  # added to every standard deviation, as TRL does
 

@@ -20,8 +20,8 @@ With n parameters, of which a block has n_b and the rest (embedding, head, norms
 With adapters, optimizer, gradients and the checkpoint's first term count what is trained, the head has no gradient, and there is
 no reference: it is the same model, its adapters off.
 
-Ahead of a run nobody knows how long completions will be: they are taken at their longest. Read next: metrics.py, which logs the
-peaks that were measured (`memory/*`) beside the estimate, test_memory.py, which holds the estimates against real tensors.
+Ahead of a run nobody knows how long completions will be: they are taken at their longest. `measured` gives the log the peaks
+beside the estimate. Read next: packing.py (why a strip is as long as it is), test_memory.py (the estimates against real tensors).
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from nanogrpo.attention import Packed
 from nanogrpo.batch import PackedBatch
 from nanogrpo.errors import UserError
+from nanogrpo.ops import HeadOp
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q [T,H,E], k [T,K,E], v [T,K,E]) → [T,H,E]
-HeadOp = Callable[[Tensor, Tensor], object]  # (hidden [M,D], weight [V,D]) → anything
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ policy loss with its gradient. The `head_*` operations hold logits for a chunk o
 | operation | in → out | used for |
 |---|---|---|
 | `selective_log_softmax` | logits [N, V] → log-prob [N], entropy [N] | logits that exist anyway: benches and tests |
-| `policy_loss` | log-probs [M] → loss | losses in two phases: sequence-level ratios, entropy quantiles |
+| `policy_loss` | log-probs [M] → loss | the clip on log-probs that exist anyway: benches and tests |
 | `head_logp` | hidden [M, D] → log-prob [M], entropy [M] | old, reference and evaluation log-probs; phase one of two |
 | `head_policy_loss` | hidden [M, D] → loss | the training step: three matrix products instead of four |
 
@@ -16,6 +16,7 @@ Read next: custom_ops.py (how torch knows them), kernels/README.md (how kernels 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from nanogrpo.custom_ops import STATS, implementation, use
 
 __all__ = [  # with the three names above, which live where the choice is made
     "STATS",
+    "HeadOp",
     "PolicyOut",
     "default_chunk",
     "head_logp",
@@ -35,6 +37,8 @@ __all__ = [  # with the three names above, which live where the choice is made
     "selective_log_softmax",
     "use",
 ]
+
+HeadOp = Callable[[Tensor, Tensor], object]  # (hidden [M, D], lm_head [V, D]) → anything: what Decoder.score applies
 
 
 class PolicyOut(NamedTuple):

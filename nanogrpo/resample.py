@@ -5,7 +5,7 @@ whose rewards are all equal, and so whose advantages would all be 0. After `max_
 
 Which prompts come in, and their random streams, are functions of (seed, step, round, place among the replaced): so a resumed run
 repeats the interrupted one, and the number of ranks changes nothing. Each rank samples the replacements of its own groups.
-Read before: grpo.py (why equal rewards teach nothing). Read next: train.py.
+Read before: grpo.py (why equal rewards teach nothing). Read next: experience.py, which calls this.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What every engine is: something that samples completions and takes new weights. And the random stream they share.
 
 In: prompts. Out: `Sample`s (batch.py), grouped by prompt in the order asked. local_engine.py samples from our own decoder in this
-process; vllm_engine.py asks a vLLM server. The training loop cannot tell them apart.
+process; vllm_engine.py asks a vLLM server; turns.py puts a function of the user's in front of either. The loop uses all alike.
 """
 
 from __future__ import annotations

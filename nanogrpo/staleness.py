@@ -42,7 +42,7 @@ class Ahead:
         start: int,  # the first step: after a resume the count starts again, with nothing under way
         stop: int,  # one past the last: nothing is sampled that nobody trains on
         max_staleness: int = 0,
-        share: Callable[[Sequence[Prompt]], Sequence[Prompt]] = lambda prompts: prompts,  # this rank's part of them: World.share
+        share: Callable[[Sequence[Prompt]], Sequence[Prompt]] = lambda prompts: prompts,  # this rank's part of them: World.part
     ):
         self.engine, self.draw, self.share, self.n, self.params = engine, draw, share, n, params
         self.stop, self.bound = stop, max_staleness

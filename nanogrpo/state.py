@@ -5,7 +5,7 @@ In: model and optimizer, whole or sharded. Out: folders of output_dir, each of t
     checkpoint-N/
         config.json  model*.safetensors  tokenizer.json …    the weights in the dtype of the base model (checkpoint.py)
         adapter/                                             with --lora-r: the adapters for peft; the weights above hold them too
-        state.json                                           finished steps, options, number of ranks, hashes of data and rewards
+        state.json                                           finished steps, options, number of ranks, hashes, bonus
         state/__0_0.distcp  __1_0.distcp …  .metadata        float32 masters and AdamW's moments: a file a rank
 
 What is not here needs no saving: data, random streams and the learning rate are functions of the step.

@@ -81,7 +81,7 @@ class Ranks:
     """The trainer's processes, of which rank 0 talks to the servers; a single process is rank 0 of one.
 
     They share through a gloo group of their own. The others wait there as long as rank 0 samples, or tries to get a server back,
-    so it has no limit worth the name: a rank 0 that is gone is noticed by world.Watch.
+    so it has no limit worth the name: a rank 0 that is gone is noticed by ends.Watch.
     """
 
     def __init__(self, timeout: float = 7 * 86400.0):

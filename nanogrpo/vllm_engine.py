@@ -95,9 +95,8 @@ class VLLMEngine:
     def load(self, model: nn.Module, version: int) -> None:
         """Gathers the weights (every rank calls) and has every server take them. ServerLost when none could be brought to."""
         with self.lock:
-            self.ranks.share(
-                None
-            )  # while rank 0 waits for the lock, the others wait here, and not in a collective that has a limit
+            # While rank 0 waits for the lock, the others wait here, and not in a collective that has a limit.
+            self.ranks.share(None)
             self.sync.gather(model)
             self.version = version
             self.ranks.on_first(self._send)

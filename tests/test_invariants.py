@@ -1,7 +1,8 @@
-"""What must hold whatever the code looks like (design, section 7): splits, stops, engine against trainer, repetition, learning.
+"""What must hold whatever the code looks like: splits, stops, engine against trainer, repetition, learning.
 
 Real runs of train.py on a task of one digit: "7=" is to be answered `<answer>7</answer>`, which the base does now and then.
-Invariants 3, 4 and 7 are in test_grpo.py, 12 in test_trl_parity.py, the killed runs of 9 in test_train_killed.py: read it next.
+Twelve invariants are numbered in the tests: 3, 4 and 7 are in test_grpo.py, 12 in test_trl_parity.py, the killed runs of 9 in
+test_train_killed.py: read it next.
 """
 
 import dataclasses
