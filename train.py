@@ -84,7 +84,7 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
             log.completions.log(step, samples)
             stopped = world.any(stop.asked, saver.failure())  # a signal to any rank, or its failed save, is known to all
             last = step + 1 == cfg.max_steps
-            if cfg.eval_steps and (last or (step + 1) % cfg.eval_steps == 0):
+            if cfg.eval_steps and (last or (not stopped and (step + 1) % cfg.eval_steps == 0)):
                 evaluate(run)
             if last or stopped or (cfg.save_steps and (step + 1) % cfg.save_steps == 0):
                 saver.save(step + 1, bonus.state)  # copies the state; the writing goes on beside the next steps

@@ -55,7 +55,8 @@ class Completions:
         try:
             self.folder.mkdir(exist_ok=True)
             aside = path.with_suffix(".tmp")
-            aside.write_text("".join(json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in rows), encoding="utf-8")
+            text = "".join(json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in rows)
+            aside.write_text(text, encoding="utf-8", errors="backslashreplace")  # half a character, as JSON writes it
             aside.replace(path)
         except OSError as e:
             raise UserError(f"{path} could not be written ({e.strerror}): make room, or leave out --log-completions.") from e

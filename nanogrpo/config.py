@@ -74,7 +74,7 @@ class Config:
     beta: float = 0.0  # weight of the KL penalty to the reference model; 0: no reference model is kept
     sync_ref_model: bool = False  # let the reference follow: now and then ref = alpha*policy + (1 - alpha)*ref
     ref_model_mixup_alpha: float = 0.6  # that alpha, the policy's part; 1: the reference becomes a copy of the policy
-    ref_model_sync_steps: int = 512  # steps between two such moves of the reference
+    ref_model_sync_steps: int = 512  # steps between two such moves of the reference; beyond max_steps: none
     use_bias_correction_kl: bool = True  # multiply the k3 estimate by the ratio, which makes its gradient exact
     mask_truncated_completions: bool = False  # leave completions that were cut at the length limit out of the loss
     off_policy_mask_threshold: float | None = None  # leave completions with A < 0 out whose mean log(engine/policy) is above this

@@ -109,7 +109,9 @@ class Bonus:
             return
         total, count = (sum(x) for x in zip(*self.world.gather([float(x) for x in self.sums])))
         self.sums = [0.0, 0.0]
-        entropy, cfg = total / max(count, 1.0), self.cfg
+        if not count:  # every completion was masked: nothing was measured
+            return
+        entropy, cfg = total / count, self.cfg
         step = cfg.entropy_coef_delta if entropy <= cfg.entropy_target else -cfg.entropy_coef_delta
         coef = min(max(self.state["entropy_coef"] + step, cfg.entropy_coef_min), cfg.entropy_coef_max)
         self.state = {"entropy_coef": coef, "last_entropy": entropy}

@@ -48,8 +48,8 @@ def clip_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, rate: floa
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of all ranks' shards
     if not norm.isfinite():
         raise FloatingPointError(
-            f"the gradient's norm is {norm.item()}, so no update was made: lower --learning-rate or bound the rewards, then "
-            "--resume from the last checkpoint"
+            f"the gradient's norm is {norm.item()}, so no update was made: lower --learning-rate in "
+            "a new run, or bound the rewards and --resume from the last checkpoint"
         )
     for group in optimizer.param_groups:
         group["lr"] = rate

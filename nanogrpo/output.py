@@ -88,7 +88,9 @@ def clear(cfg: Config) -> None:
         return
     folder = Path(cfg.output_dir).resolve()
     found = [path for path in folder.iterdir() if re.fullmatch(OURS, path.name)]
-    used = [Path(name).resolve() for name in (cfg.model, *cfg.data, *cfg.eval_data)]
+    judges = [spec.removeprefix("model:") for spec in cfg.reward_funcs if spec.startswith("model:")]
+    names = (cfg.model, *cfg.data, *cfg.eval_data, cfg.lora_adapter, *judges)
+    used = [Path(name).resolve() for name in names if name]
     for path in found:
         if any(path == one or path in one.parents for one in used):
             raise UserError(f"--overwrite-output-dir would remove {path}, which this run reads: choose another --output-dir.")

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from nanogrpo.errors import UserError
 
+TAKEN = ("run", "step", "after", "eval/after")  # names in a line of the log that tell what kind of line it is
 LARGEST = 1e30  # of a reward or a sum, either sign: well inside float32, in which the advantages that it makes are trained on
 
 
@@ -75,6 +76,8 @@ class Functions:
         def log_metric(name: str, value: float) -> None:
             if not isinstance(name, str) or not math.isfinite(float(value)):
                 raise ValueError(f"log_metric({name!r}, {value!r}) needs a name and a finite number")
+            if name in TAKEN:
+                raise ValueError(f"log_metric({name!r}, …): the log has that name for itself, choose another")
             metrics.append((name, float(value)))
 
         def given() -> dict[str, Any]:  # copies (faster than deepcopy): what a function edits must not reach the next
@@ -115,7 +118,7 @@ async def _together(calls: Sequence[tuple[Callable[..., Awaitable], dict[str, An
     async def attempt(function: Callable[..., Awaitable], given: dict[str, Any]) -> Any:
         try:
             return await function(**given)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # the last by the function itself: a timeout of its own
             return error
 
     return await asyncio.gather(*(attempt(function, given) for function, given in calls))

@@ -3,8 +3,9 @@
 In: functions by name, which the process imports itself; then calls. Out: what they returned, or `Lost` after the time limit or
 the end of the process. Whose fault that was, and what it costs, is reward_runner.py's to find out: read it next.
 
-    trainer ── RewardProcess.call ──(socket, pickled)──→ main() in the process: Functions.call → its answer
+    trainer ── RewardProcess.call ──(socket, pickled)──→ main() in the process: Functions.call → its answer, as JSON
 
+The way back is JSON, which carries numbers and texts and no classes: nothing that the process sends is run by the trainer.
 It is a program of its own and no fork: it has nothing of the trainer's, CUDA and open connections above all. It starts once
 and stays; a call costs a tenth of a millisecond beyond the function. When the trainer dies, however it does, so does the process.
 """
@@ -87,7 +88,7 @@ class RewardProcess:
             self.socket.settimeout(limit)
             data = pickle.dumps(message)
             self.socket.sendall(SIZE.pack(len(data)) + data)
-            kind, answer = pickle.loads(self._receive(SIZE.unpack(self._receive(SIZE.size, deadline))[0], deadline))
+            kind, answer = json.loads(self._receive(SIZE.unpack(self._receive(SIZE.size, deadline))[0], deadline))
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal.SIGUSR1)  # it writes to stderr where it hangs
@@ -147,12 +148,15 @@ def main() -> None:
             _write(connection, ("error", str(error)))
             os._exit(0)
         _write(connection, ("done", (functions.names, functions.awaited)))
+        me = os.getpid()
         while True:
             message = _read(connection)
             try:
                 answer = ("done", tuple(functions.call(*message)))
             except UserError as error:
                 answer = ("error", str(error))
+            if os.getpid() != me:  # a child that the user's code has forked and not ended: the answer is its parent's to give
+                os._exit(0)
             _write(connection, answer)
     os._exit(0)  # without waiting for the threads of the user's code
 
@@ -169,7 +173,7 @@ def _die_with(parent: int) -> None:
 
 
 def _write(connection: socket.socket, message: Any) -> None:
-    data = pickle.dumps(message)
+    data = json.dumps(message).encode()
     connection.sendall(SIZE.pack(len(data)) + data)
 
 

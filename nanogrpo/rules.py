@@ -55,6 +55,14 @@ NOT_NEGATIVE = (
     *("server_patience", "max_staleness", "max_resample_times", "vllm_importance_sampling_clip_min", "lora_r"),
 )
 
+SECONDS = ("reward_timeout", "server_timeout", "server_patience", "ddp_timeout", "heartbeat_timeout")
+NEEDS = {  # an option that does nothing without another: given alone, it would be ignored in silence
+    **dict.fromkeys(("lora_alpha", "lora_target_modules"), "lora_r"),
+    **dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps"), "sync_ref_model"),
+    **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), "use_adaptive_entropy"),
+    **{"eval_data": "eval_steps", "use_bias_correction_kl": "beta", "torch_compile_backend": "torch_compile"},
+}
+
 
 def dashed(name: str) -> str:
     return name.replace("_", "-")
@@ -128,9 +136,22 @@ def check(c: Any) -> None:
         f"--heartbeat-timeout is {c.heartbeat_timeout}: ranks give a sign twice a second, allow at least 3 seconds.",
     )
     require(bool(c.reward_funcs), "--reward-funcs is empty: without a reward there is nothing to learn.")
+    require(
+        c.trace_step <= c.max_steps,
+        f"--trace-step {c.trace_step} is beyond --max-steps {c.max_steps}: name a step of the run, the first is 1.",
+    )
+    require(c.seed < 2**63, f"--seed is {c.seed}: it must be below 2^63.")
+    for name in SECONDS:
+        require(getattr(c, name) <= 1e7, f"--{dashed(name)} is {getattr(c, name)} seconds: give at most 1e7, four months.")
     _objective(c)
     _engine(c)
     _adapters_and_reference(c)
+    for name, needed in NEEDS.items():
+        value, given = getattr(c, name), getattr(c, name) != getattr(type(c), name)
+        require(
+            not given or getattr(c, needed),
+            f"--{dashed(name)} is {value}, which does nothing without --{dashed(needed)}: give it too.",
+        )
 
 
 def _objective(c: Any) -> None:
@@ -141,8 +162,8 @@ def _objective(c: Any) -> None:
         f"--delta {c.delta} does not go with --loss-type {c.loss_type}, which bounds the ratio in its own way: leave it out.",
     )
     require(
-        c.importance_sampling_level == "token" or not c.loss_type.startswith("dppo"),
-        f"--importance-sampling-level sequence does not go with --loss-type {c.loss_type}, which judges tokens: use token.",
+        c.importance_sampling_level == "token" or not c.loss_type.startswith(("dppo", "vespo")),
+        f"--importance-sampling-level sequence does not go with --loss-type {c.loss_type}, which has its own ratios: use token.",
     )
     require(
         c.loss_type != "vespo" or not c.vllm_importance_sampling_mode.startswith("sequence"),
@@ -157,6 +178,11 @@ def _objective(c: Any) -> None:
         not c.use_adaptive_entropy or c.entropy_coef_min <= c.entropy_coef <= c.entropy_coef_max,
         f"--entropy-coef {c.entropy_coef} is not between --entropy-coef-min {c.entropy_coef_min} and --entropy-coef-max "
         f"{c.entropy_coef_max}, where --use-adaptive-entropy keeps it: start inside.",
+    )
+    require(
+        c.scale_rewards == "group" or c.multi_objective_aggregation == "sum_then_normalize",
+        f"--scale-rewards {c.scale_rewards} does not go with --multi-objective-aggregation normalize_then_sum, which scales by "
+        "the group and then by the batch: leave it out.",
     )
     simple = c.scale_rewards != "batch" and c.multi_objective_aggregation == "sum_then_normalize"
     require(
@@ -208,8 +234,9 @@ def _engine(c: Any) -> None:
         "--rollout does not go with --max-staleness: its turns are sampled with the weights that train; use 0.",
     )
     if c.engine == "local":
-        for name in ("server", "vllm_python", "vllm_options", "max_staleness"):
-            require(not getattr(c, name), f"--{dashed(name)} is for a vLLM server: add --engine vllm.")
+        for name in ("server", "vllm_python", "vllm_options", "weight_transport", "max_staleness"):
+            given = getattr(c, name) != getattr(type(c), name)
+            require(not given, f"--{dashed(name)} is for a vLLM server: add --engine vllm.")
     else:
         for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             require(

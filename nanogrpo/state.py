@@ -54,6 +54,7 @@ FREE = {"resume", "output_dir", "max_steps", "save_steps", "save_total_limit", "
 FREE |= {"overwrite_output_dir", "report_to", "log_completions", "trace_step"}
 FREE |= {"eval_data", "dataset_test_split", "eval_steps", "eval_samples", "device", "ddp_timeout", "heartbeat_timeout"}
 FREE |= {"gradient_checkpointing", "cpu_offload", "reshard_after_forward"}
+FREE |= {"reward_timeout"}  # to be raised where a run has ended with that advice
 FREE |= {"server", "vllm_python", "vllm_options", "weight_transport", "server_window", "server_timeout", "server_patience"}
 
 
@@ -255,9 +256,10 @@ def _newest(cfg: Config, origin: dict[str, str]) -> tuple[Path, int, int] | None
             raise UserError(f"state.json says that it is of step {step}")
     if step > cfg.max_steps:
         raise UserError(f"--max-steps is {cfg.max_steps} but {folder} has {step} finished steps: give as many or more.")
-    now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # tuples become lists, as in the file
+    now, known = json.loads(json.dumps([dataclasses.asdict(c) for c in (cfg, Config())]))  # tuples become lists, as in the file
+    known |= saved["config"]  # an option that is newer than the checkpoint did nothing then, as its default does
     free = FREE if cfg.lr_scheduler_type == "constant" else FREE - {"max_steps"}
-    for name, value in saved["config"].items():
+    for name, value in known.items():
         if name not in free and now.get(name) != value:
             raise UserError(
                 f"--resume: {folder} was written with {name} = {value}, now it is {now.get(name)}: give the same options."

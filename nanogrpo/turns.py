@@ -70,7 +70,10 @@ class Turns:
 
     def _turn(self, samples: Sequence[Sample], stops: Sequence[int] = (), over: bool = False) -> bool:
         """Appends one turn to each sample; returns whether any rank is still at work. Every rank calls."""
-        fresh = not self.count and all(not s.token_ids for s in samples) and len(samples) % self.n == 0
+        groups = len(samples) % self.n == 0 and all(
+            s.prompt is samples[i - i % self.n].prompt for i, s in enumerate(samples)
+        )  # whole ones: a function may also give some of the samples, or in another order
+        fresh = groups and not self.count and all(not s.token_ids for s in samples)
         said = self.gather("over" if over else "fresh" if fresh else "going on")
         if all(x == "over" for x in said):
             return False
@@ -129,6 +132,8 @@ class TurnsEngine:
             raise UserError(f"{where} with token_ids, logp, versions and own of different lengths: one entry a token each.")
         if not any(s.own):
             raise UserError(f"{where} without a token of the model's own: call turns.generate on every sample.")
+        if any(version != self.engine.version for version in s.versions):
+            raise UserError(f"{where} with versions other than {self.engine.version}: give turns.engine.version for each token.")
         if len(s.token_ids) > limit:
             raise UserError(f"{where} with {len(s.token_ids)} tokens; --max-completion-length {limit} counts tool answers too.")
         if not all(0 <= t < self.vocab_size for t in s.token_ids):

@@ -1,6 +1,7 @@
 """Reward functions that work, hang, crash, or are wrong: what test_reward_process.py names. Imported by no test."""
 
 import asyncio
+import enum
 import functools
 import os
 import re
@@ -67,6 +68,24 @@ async def meets(prompts, **kwargs):
         await asyncio.sleep(0.001)
     meets.loops = getattr(meets, "loops", set()) | {id(asyncio.get_running_loop())}
     return [len(meets.loops)] * len(prompts)
+
+
+class Verdict(str, enum.Enum):
+    GOOD = "good"
+
+
+def verdicts(completions, log_extra, **kwargs):
+    log_extra("verdict", [Verdict.GOOD] * len(completions))
+    return [1.0] * len(completions)
+
+
+def forks(prompts, **kwargs):
+    os.fork()  # and forgets to end the child, which returns as well
+    return [float(p) for p in prompts]
+
+
+async def awaits_and_is_cancelled(prompts, **kwargs):
+    raise asyncio.CancelledError("judge")
 
 
 class Judge:

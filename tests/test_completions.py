@@ -47,6 +47,13 @@ def test_every_completion_of_a_run_is_kept_with_what_it_earned(tiny_base, files,
             assert sum(row["advantage"] for row in group) == pytest.approx(0, abs=1e-4)
 
 
+def test_half_a_character_is_written_as_json_can(tmp_path):
+    """Data in JSON may hold a lone surrogate, and a reward function may log it."""
+    (given := sample(3, a=1.0)).extra = {"source": "a\ud800é"}
+    Completions(config(tmp_path), SOLO, start=0).log(0, [given])
+    assert table(tmp_path, 1)[0]["source"] == "a\ud800é"
+
+
 def config(folder, **options) -> Config:
     return Config(model="-", data=("-",), output_dir=str(folder), log_completions=True, **options)
 

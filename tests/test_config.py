@@ -13,6 +13,7 @@ from nanogrpo.cli import documentation, parse
 from nanogrpo.config import CHOICES, NOT_NEGATIVE, POSITIVE, Config, dashed
 from nanogrpo.errors import UserError
 from nanogrpo.optim import learning_rate
+from nanogrpo.rules import NEEDS, SECONDS
 
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 GOOD = Config(model="base", data=("arithmetic",))
@@ -148,6 +149,11 @@ BAD = [
     ("lora_adapter", "folder"),
     ("ref_model_mixup_alpha", 1.1),
     ("sync_ref_model", True),
+    ("seed", 2**63),
+    ("trace_step", 101),
+    *((name, 10**8) for name in SECONDS),
+    *((name, other_value(name)) for name in NEEDS if name != "lora_target_modules"),
+    ("lora_target_modules", ("q_proj",)),
 ]
 
 
@@ -183,7 +189,7 @@ def test_the_edge_of_what_is_allowed(name):
 
 
 def test_the_rules_only_name_fields():
-    assert {*CHOICES, *POSITIVE, *NOT_NEGATIVE} <= set(FIELDS)
+    assert {*CHOICES, *POSITIVE, *NOT_NEGATIVE, *NEEDS, *NEEDS.values(), *SECONDS} <= set(FIELDS)
     numbers = {n for n, f in FIELDS.items() if str(f.type).split()[0] in ("int", "float")}
     ruled = {*POSITIVE, *NOT_NEGATIVE} | {name for name, _ in BAD}
     assert numbers <= ruled  # no number without a rule

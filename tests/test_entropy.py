@@ -128,3 +128,6 @@ def test_the_adaptive_coefficient_step_by_step():
     # Not before anything was measured; 0.02 and 0.025 (the most); then none above the target, while the coefficient falls to 0.
     assert weights == pytest.approx([0, 0.02, 0.025, 0, 0, 0, 0])
     assert bonus.metrics() == {"entropy_coef": pytest.approx(0.01)}
+    before = bonus.state
+    bonus.end_update()  # every completion was masked: no entropy was measured, and none is not 0
+    assert bonus.state == before

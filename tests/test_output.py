@@ -60,6 +60,15 @@ def test_without_locks_it_is_said_and_the_run_goes_on(base, files, tmp_path, mon
     assert f"{tmp_path} has no locks (No locks available): nothing keeps a second run out of it" in caplog.messages
 
 
+@pytest.mark.parametrize("name", ["lora_adapter", "reward_funcs"])
+def test_what_the_run_reads_is_not_taken_away(tmp_path, name):
+    (used := tmp_path / "checkpoint-2" / "adapter").mkdir(parents=True)
+    value = str(used) if name == "lora_adapter" else (f"model:{used}",)
+    with pytest.raises(UserError, match=r"would remove \S+checkpoint-2, which this run reads"):
+        output.clear(Config(output_dir=str(tmp_path), overwrite_output_dir=True, **{name: value}))
+    assert used.exists()
+
+
 # ---- the same data, the same rewards -------------------------------------------------------------------------------------------
 
 

@@ -212,10 +212,21 @@ def test_resuming_with_other_options_is_refused(tmp_path, tiny_base, name, value
 def test_options_that_change_nothing_may_differ_and_max_steps_where_the_schedule_allows(tmp_path, tiny_base):
     start(tmp_path, tiny_base).advance(1).save()
     free = {"max_steps": 900, "save_steps": 3, "save_total_limit": 9, "num_completions_to_print": 2}
+    free["reward_timeout"] = 600.0  # the advice to a run whose functions were too slow
     assert start(tmp_path, tiny_base, resume=True, **free).step == 1
     start(tmp_path / "linear", tiny_base, lr_scheduler_type="linear").save()
     with pytest.raises(UserError, match="max_steps = 100, now it is 900"):
         start(tmp_path / "linear", tiny_base, lr_scheduler_type="linear", resume=True, max_steps=900)
+
+
+def test_an_option_that_is_newer_than_the_checkpoint_counts_as_its_default(tmp_path, tiny_base):
+    path = start(tmp_path, tiny_base).save() / "state.json"
+    saved = json.loads(path.read_text())
+    del saved["config"]["top_entropy_quantile"]
+    path.write_text(json.dumps(saved))
+    assert start(tmp_path, tiny_base, resume=True).step == 0
+    with pytest.raises(UserError, match=r"was written with top_entropy_quantile = 1\.0, now it is 0\.5"):
+        start(tmp_path, tiny_base, resume=True, top_entropy_quantile=0.5)
 
 
 def test_fewer_steps_than_are_done_are_refused_and_as_many_are_not(tmp_path, tiny_base):

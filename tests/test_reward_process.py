@@ -111,6 +111,19 @@ def test_a_call_costs_little(file):
     assert sorted(times)[2] < 0.05  # a few milliseconds; the bound is for a machine that has other work
 
 
+def test_what_comes_back_is_plain_and_a_class_of_the_users_does_not_reach_the_trainer(file):
+    runner = Runner([f"{file}:verdicts"], timeout=60)
+    runner.score(given := samples(P=1))
+    assert [(s.reward, s.extra, type(s.extra["verdict"])) for s in given] == [(1.0, {"verdict": "good"}, str)] * 2
+
+
+def test_a_forgotten_child_does_not_answer_too(file):
+    process = RewardProcess([f"{file}:forks"])
+    for value in (1.0, 2.0, 3.0) * 4:  # its answer would be taken for that to the next call
+        found = process.call([(0, "forks")], {"prompts": [str(value)]}, ["sample 0 of prompt 0"], limit=60.0)
+        assert found.rewards == [[value]]
+
+
 # ---- what is lost --------------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +212,7 @@ def test_a_child_that_holds_the_connection_open_does_not_hide_the_end(file):
         ),
         ("leaves", r"leaves raised SystemExit: 3 \(at reward_functions\.py"),
         ("awaits_and_raises", r"awaits_and_raises raised KeyError: 'no such judge' \(at reward_functions\.py:\d+"),
+        ("awaits_and_is_cancelled", r"awaits_and_is_cancelled raised CancelledError: judge \(at reward_functions\.py:\d+"),
         ("nan", "nan returned nan for sample 1 of prompt 4; it must return a number"),
         ("short", "short returned 1 values for 10 completions"),
     ],
@@ -228,6 +242,7 @@ def log_wrong(how):
         (lambda extra, metric: extra("x", [1]), r"log_extra\('x', …\) has 1 values for 2 completions"),
         (lambda extra, metric: extra(1, [1, 2]), r"log_extra\(1, …\)"),
         (lambda extra, metric: metric("x", float("nan")), r"log_metric\('x', nan\) needs a name and a finite number"),
+        (lambda extra, metric: metric("step", 3.0), r"log_metric\('step', …\): the log has that name for itself"),
         (lambda extra, metric: metric("x", "high"), r"could not convert string to float"),
         (lambda extra, metric: [extra("x", [1, 2]) for _ in "ab"], r"log_extra\('x', …\) was called twice for one sample"),
     ],

@@ -116,6 +116,9 @@ MISTAKES = {
     "--use-adaptive-entropy --entropy-coef-min 0.1": "--entropy-coef 0.0 is not between --entropy-coef-min 0.1 and",
     "--advantage-estimator rloo --scale-rewards batch": "--advantage-estimator rloo has a scale of its own",
     "--advantage-estimator maxrl --multi-objective-aggregation normalize_then_sum": "--advantage-estimator maxrl has a scale",
+    "--loss-type vespo --importance-sampling-level sequence": "--importance-sampling-level sequence does not go with",
+    "--scale-rewards none --multi-objective-aggregation normalize_then_sum": "--scale-rewards none does not go with",
+    "--weight-transport memory": "--weight-transport is for a vLLM server",
     "--loss-type vespo --vllm-importance-sampling-mode sequence_mask": "--vllm-importance-sampling-mode sequence_mask does not",
 }
 

@@ -14,7 +14,7 @@ from ranks import REWARD, run
 import train
 
 FUNCTIONS = """
-import asyncio, os, time
+import asyncio, os, signal, time
 
 def even(completion_ids):
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
@@ -43,6 +43,11 @@ def curriculum(completion_ids, trainer_state, log_metric, **kwargs):
 
 def nan_in_the_second_step(completion_ids, trainer_state, **kwargs):
     return [float("nan") if trainer_state.global_step == 1 else value for value in even(completion_ids)]
+
+def asks_to_stop_in_the_second_step(completion_ids, trainer_state, **kwargs):
+    if trainer_state.global_step == 1:
+        os.kill(os.getppid(), signal.SIGTERM)
+    return even(completion_ids)
 
 def leaves_the_folder(completion_ids, **kwargs):
     os.chdir("/")
@@ -93,6 +98,15 @@ def test_functions_know_the_step_and_log_what_they_like(tiny_base, files, tmp_pa
     held_out = [row for row in lines(tmp_path / "run") if "eval/after" in row]
     assert [row["eval/progress"] for row in held_out] == [0, 1]
     assert (tmp_path / "run" / "checkpoint-3").is_dir()  # and not in "/"
+
+
+def test_who_is_asked_to_stop_saves_and_evaluates_no_more(tiny_base, files, tmp_path, functions):
+    """An evaluation may take longer than a scheduler waits, and the step would be lost."""
+    options = ["--reward-funcs", f"{functions}:asks_to_stop_in_the_second_step", "--eval-steps", "2"]
+    options += ["--eval-data", str(files / "data.jsonl"), "--max-steps", "9"]
+    assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 0
+    assert [row["eval/after"] for row in lines(tmp_path / "run") if "eval/after" in row] == [0]
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
 
 
 def test_with_and_without_a_process_the_run_is_the_same(tiny_base, files, tmp_path, functions):

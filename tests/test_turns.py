@@ -95,6 +95,25 @@ def test_turns_are_repeated_bit_for_bit_whoever_else_is_there(tokenizer):
     assert [s.token_ids for s in alone] != [s.token_ids for s in other]
 
 
+def some_and_the_rest(samples, turns):
+    turns.generate(samples[::2])  # as many as whole groups have, but of other prompts
+    turns.generate(samples[1::2])
+
+
+def in_another_order(samples, turns):
+    turns.generate(samples[1:] + samples[:1])
+
+
+@pytest.mark.parametrize("function", [some_and_the_rest, in_another_order])
+def test_a_completion_is_written_to_its_own_prompt_whichever_samples_are_given(tokenizer, function):
+    model = tiny_model(vocab_size=tokenizer.vocab_size)
+    for s in engine_of(tokenizer, function).sample([*PROMPTS, Prompt(3, "3+1=", [53, 14, 20, 30])], 4, PARAMS, step=0):
+        whole = torch.tensor(s.prompt.token_ids + s.token_ids)
+        logp = model(whole, *positions_of([len(whole)])).log_softmax(-1)[len(s.prompt.token_ids) - 1 : -1]
+        logp = logp.gather(1, torch.tensor(s.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(logp, torch.tensor(s.logp), rtol=0, atol=1e-5)
+
+
 # ---- training ------------------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +238,7 @@ def fails(samples, turns):
         (fails, "fails raised KeyError: 'tool'; mend the function"),
         (lambda samples, turns: turns.generate(samples, stop=("no such token",)), "choose a text that is one token"),
         (fills(logp=[-1.0]), "of different lengths"),
+        (fills(versions=[7, 6]), "with versions other than 7: give turns.engine.version"),
         (fills(own=[False, False]), "without a token of the model's own"),
         (fills(token_ids=[1, 10_000]), "outside the vocabulary"),
         (fills(logp=[-1.0, float("nan")]), "no log-probability"),
