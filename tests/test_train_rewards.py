@@ -63,7 +63,7 @@ def functions(tmp_path) -> str:
 
 @pytest.mark.parametrize(("name", "why"), [("hangs_on_one", "gave no answer within"), ("crashes_on_one", "exited with status 1")])
 def test_a_lost_group_is_counted_and_left_out_and_the_run_goes_on(tiny_base, files, tmp_path, functions, caplog, name, why):
-    options = ["--reward-funcs", f"{functions}:{name}", f"{functions}:waits", "--reward-timeout", "0.5", "--max-steps", "3"]
+    options = ["--reward-funcs", f"{functions}:{name}", f"{functions}:waits", "--reward-timeout", "2", "--max-steps", "3"]
     assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 0
     rows = steps(tmp_path / "run")  # an epoch: each prompt once
     assert sorted(row["rewards/failures"] for row in rows) == [0, 0, 1]
