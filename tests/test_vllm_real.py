@@ -110,19 +110,23 @@ def test_weights_that_change_in_mid_completion_are_told_token_by_token(server):
     model = checkpoint.load_model(server[0])
     engine = engine_of(server, model, max_len=128)
     engine.load(model, 0)
-    samples, before = [], generated_tokens(server[1])
     long = SamplingParams(max_tokens=100, ignore_stop=True)
-    thread = threading.Thread(target=lambda: samples.extend(engine.request(PROMPTS * 2, 4, long, 0)))
-    thread.start()
-    deadline = time.monotonic() + 60
-    while generated_tokens(server[1]) == before and time.monotonic() < deadline:
-        pass
-    train_a_little(model, seed=0)
-    engine.load(model, 1)
-    thread.join(60)
-    assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in PROMPTS * 2 for i in range(4)]
-    assert all(s.versions == sorted(s.versions) and set(s.versions) <= {0, 1} for s in samples)
-    assert any(set(s.versions) == {0, 1} for s in samples)
+    for version in range(8):  # a fast server may be done before the weights are there: then it is tried again
+        samples, before = [], generated_tokens(server[1])
+        thread = threading.Thread(target=lambda: samples.extend(engine.request(PROMPTS * 2, 4, long, 0)))  # noqa: B023 (joined)
+        thread.start()
+        deadline = time.monotonic() + 60
+        while generated_tokens(server[1]) == before and time.monotonic() < deadline:
+            pass
+        train_a_little(model, seed=version)
+        engine.load(model, version + 1)
+        thread.join(60)
+        assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in PROMPTS * 2 for i in range(4)]
+        assert all(s.versions == sorted(s.versions) and set(s.versions) <= {version, version + 1} for s in samples)
+        if any(len(set(s.versions)) == 2 for s in samples):
+            break
+    else:
+        pytest.fail("in eight attempts no completion saw its weights change")
     assert engine.restarts == 0
     engine.close()
 
