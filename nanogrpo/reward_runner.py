@@ -7,7 +7,7 @@ The built-in functions and reward models run here, the user's in a process that 
     in time            a function is called once for all samples of the step, and has --reward-timeout seconds
     hang or crash      The call is lost. The process is started anew and the groups are tried one by one, with another
                        --reward-timeout for all: each gets an equal part of what is left. So the guilty groups alone are lost, and
-                       a function takes at most twice its limit, and a start.
+                       a function takes at most twice its limit, and the starts.
     a lost group       is out of the step: the rewards of its samples are None, so that it has no advantage and no gradient. It
                        is told in a warning and counted in `rewards/failures`. A 0 would be trained on as if it were a judgement.
     nothing but loss   in three calls in a row: the run stops.
@@ -178,8 +178,9 @@ class Runner:
         self.process.revive()
         deadline = time.monotonic() + self.timeout
         for k, group in enumerate(groups):
-            if time.monotonic() < deadline:
+            if (begun := time.monotonic()) < deadline:
                 self.process.revive()
+                deadline += time.monotonic() - begun  # the imports: not at the cost of the groups that come after
             left = (deadline - time.monotonic()) / (len(groups) - k)
             try:
                 if left <= 0:

@@ -76,6 +76,15 @@ def test_a_lost_group_is_counted_and_left_out_and_the_run_goes_on(tiny_base, fil
         assert row["grad_norm"] > 0
 
 
+def test_slow_imports_do_not_cost_the_innocent(tiny_base, files, tmp_path, functions):
+    crash = 'def f(prompts, **kwargs):\n    if {"1+1=", "2+2=", "3+3="} & {*prompts}:\n        os._exit(1)\n'
+    code = f"import os, time\ntime.sleep(0.9)\n{crash}    return [float(i % 2) for i in range(len(prompts))]\n"
+    (tmp_path / "slow.py").write_text(code)
+    options = ["--reward-funcs", f"{tmp_path / 'slow.py'}:f", "--reward-timeout", "1.5", "--max-steps", "1"]
+    assert train.main(arguments(tiny_base, files, tmp_path / "run", *options, "--generation-batch-size", "48")) == 0
+    assert [row["rewards/failures"] for row in steps(tmp_path / "run")] == [3]  # all 12 prompts are in the step
+
+
 def test_nothing_but_loss_ends_the_run_and_saves_nothing_wrong(tiny_base, files, tmp_path, functions, capsys):
     options = ["--reward-funcs", f"{functions}:always_crashes", "--max-steps", "9"]
     assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 2
