@@ -51,6 +51,15 @@ def small_qwen3(hidden: int, layers: int, vocab: int, context: int) -> ModelConf
     )
 
 
+LARGE = {"0.6B": (1024, 3072, 28, 16, 8), "1.7B": (2048, 6144, 28, 16, 8)}  # Qwen3: D, F, layers, heads, key heads
+
+
+def large_qwen3(name: str, context: int) -> ModelConfig:
+    """The shape of a Qwen3 of real size, which the GPU benches run; tied, as these are."""
+    D, F, L, H, K = LARGE[name]
+    return ModelConfig("qwen3", 151936, D, F, L, H, K, 128, context, rope_theta=1e6, tie_word_embeddings=True)
+
+
 def vllm_python() -> str:
     """The interpreter that has vLLM, as docs/vllm.md sets it up; empty when there is none."""
     found = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
@@ -179,6 +188,14 @@ def show(x: object) -> str:
     if isinstance(x, float):
         return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
     return f"{x:,}" if isinstance(x, int) else str(x)
+
+
+def times(x: float | None) -> str:
+    return f"{x:.2f}×" if x else "–"
+
+
+def mib(x: float) -> str:
+    return f"{x / 2**20:,.0f} MiB"
 
 
 def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:

@@ -39,7 +39,6 @@ from nanogrpo.config import Config
 from nanogrpo.model import Decoder, ModelConfig
 from nanogrpo.tokenizer import Tokenizer
 
-LARGE = {"0.6B": (1024, 3072, 28, 16, 8, 128, 151936), "1.7B": (2048, 6144, 28, 16, 8, 128, 151936)}  # Qwen3's, head not tied
 STEADY = 30.0  # channel 0 of every hidden state: so large that the norm leaves it all but constant
 NO_VLLM = "its client syncs weights to a server over NCCL alone, which needs a CUDA device (trl/generation/vllm_client.py)"
 
@@ -143,7 +142,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side and case, in turns (default 3)")
     parser.add_argument("--steps", type=int, default=7, help="steps a run, the first of which is not counted (default 7)")
     parser.add_argument("--cases", nargs="*", default=["even", "uneven"], choices=["even", "uneven"], help="one of the cases")
-    parser.add_argument("--shape", default="small", choices=["small", *LARGE], help="the model: small (CPU), or one for a GPU")
+    parser.add_argument(
+        "--shape", default="small", choices=["small", *common.LARGE], help="the model: small (CPU), or one for a GPU"
+    )
     parser.add_argument("--vllm", action="store_true", help="sample from a vLLM server, which train.py starts; a round will do")
     parser.add_argument("--vllm-python", default=common.vllm_python(), help="has vLLM (default $NANOGRPO_VLLM_PYTHON)")
     parser.add_argument("--prompts", type=int, default=8, help="prompts a step (default 8)")
@@ -162,10 +163,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
 
     context = args.prompt_length + max(args.length, args.longest)
     shape = common.small_qwen3(args.hidden, args.layers, args.vocab, context)
-    if args.shape in LARGE:
-        D, F, L, H, K, E, V = LARGE[args.shape]
-        shape = ModelConfig("qwen3", V, D, F, L, H, K, E, max_position_embeddings=context, rope_theta=1e6)
-    shape = dataclasses.replace(shape, tie_word_embeddings=False)
+    if args.shape != "small":
+        shape = common.large_qwen3(args.shape, context)
+    shape = dataclasses.replace(shape, tie_word_embeddings=False)  # the head alone must know when to stop
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for case in args.cases:
             label = case if args.shape == "small" else f"{args.shape}, GPU, bfloat16, {case}"

@@ -27,9 +27,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench import common, runs, step_time, tables
+from bench.step_sides import Case, Ours, Trl, options_of
 
-CASES = {"V = 151,936": step_time.Case(4, 8, 32, 128, vocab=151936), "V = 104": step_time.Case(8, 8, 32, 192)}
-SIDES = {"nanogrpo": step_time.Ours, "TRL": step_time.Trl, "TRL, 4 micro-batches": functools.partial(step_time.Trl, micro=4)}
+CASES = {"V = 151,936": Case(4, 8, 32, 128, vocab=151936), "V = 104": Case(8, 8, 32, 192)}
+SIDES = {"nanogrpo": Ours, "TRL": Trl, "TRL, 4 micro-batches": functools.partial(Trl, micro=4)}
 
 
 def child(case: str, side: str, folder: Path, args: argparse.Namespace) -> dict:
@@ -37,7 +38,7 @@ def child(case: str, side: str, folder: Path, args: argparse.Namespace) -> dict:
     torch.set_num_threads(args.threads)
     if "TRL" in side:
         import bench.trl_run  # noqa: F401
-    cfg, samples = step_time.options_of(CASES[case], args)
+    cfg, samples = options_of(CASES[case], args.scale)
     runs.forget_peak()
     before = runs.memory()["now"]
     built = SIDES[side](folder, cfg)

@@ -7,8 +7,8 @@ sides start from the same weights and must find the same gradient (its norm is c
 that no side is fast by computing something else.
 
 TRL with the settings of trl_run.py. Cases that are not run keep their rows. "Tokens/s" counts completion tokens, which is what a
-step is for; "computed" counts what the decoder ran over, padding included. Peak memory: step_memory.py.
-Read next: nanogrpo/packing.py.
+step is for; "computed" counts what the decoder ran over, padding included. Peak memory: step_memory.py. With --shape, one step of
+a model of real size on a GPU instead: step_large.py. Read next: step_sides.py.
 """
 
 from __future__ import annotations
@@ -17,31 +17,16 @@ import argparse
 import dataclasses
 import functools
 import os
-import random
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from bench import common, tables
-from bench.rollout_speed import uneven_lengths
-from bench.runs import share_of_even
-from nanogrpo import checkpoint, grpo, metrics, optim, packing, warmup
-from nanogrpo.batch import Prompt, Sample
-from nanogrpo.config import Config
+from bench import common, step_large, tables
+from bench.step_sides import Case, Ours, Trl, options_of
+from nanogrpo import checkpoint, warmup
 from nanogrpo.model import Decoder
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    P: int  # prompts
-    G: int  # completions of each
-    prompt: int  # tokens
-    longest: int  # tokens of a completion, at most
-    even: bool = False  # all completions as long; else a third of it on the average
-    vocab: int = 104  # the tokenizer's own; more rows belong to no token
-
 
 CASES = {
     "even, G=8": Case(8, 8, 32, 64, even=True),
@@ -62,83 +47,6 @@ GROWTH = {
 }
 
 
-def make_samples(P: int, G: int, prompt: int, longest: int, even: bool, vocab: int, seed: int = 0) -> list[Sample]:
-    rng = random.Random(seed)
-    lengths = [longest] * (P * G) if even else uneven_lengths(P * G, longest, seed)
-    prompts = [Prompt(i, f"{i}", [rng.randrange(vocab) for _ in range(prompt)]) for i in range(P)]
-    out = []
-    for i, n in enumerate(lengths):
-        ids = [rng.randrange(vocab) for _ in range(n)]
-        out.append(Sample(prompts[i // G], i % G, ids, [-7.0] * n, True, [0] * n, reward=float(rng.random() < 0.5)))
-    return out
-
-
-class Ours:
-    def __init__(self, folder: Path, cfg: Config):
-        self.model, self.cfg, self.clock = checkpoint.load_model(folder), cfg, metrics.Clock()
-        self.optimizer = optim.make_optimizer(self.model, cfg)
-
-    def step(self, samples: list[Sample]) -> float:
-        """One step; returns the gradient's norm."""
-        with self.clock("pack"):
-            (update,) = packing.schedule(packing.sizes(samples, self.cfg), self.cfg, 0, pair_cost=self.model.cfg.pair_cost)
-            batches = packing.pack(update, samples, self.cfg)
-        for batch in batches:
-            with self.clock("forward"):  # with the gradients of the head
-                loss = self.model.score(batch, grpo.objective(batch, self.cfg)).loss
-            with self.clock("backward"):
-                loss.backward()
-        with self.clock("optimizer"):
-            return optim.clip_and_step(self.model, self.optimizer, self.cfg.learning_rate, self.cfg.max_grad_norm)
-
-    def computed(self, samples: list[Sample]) -> int:
-        return sum(len(b.tokens) for b in packing.pack(packing.one_update(samples, self.cfg), samples, self.cfg))
-
-
-class Trl:
-    """TRL's own trainer on the same completions: its batch layout, `_compute_loss`, its optimizer's step."""
-
-    def __init__(self, folder: Path, cfg: Config, micro: int = 1):
-        from bench import trl_run
-
-        cfg = dataclasses.replace(cfg, model=str(folder))
-        rows = [Prompt(i, "0", [0]) for i in range(cfg.prompts_per_step)]  # a data set that nothing is drawn from
-        self.trainer = trl_run.trainer(cfg, rows, [share_of_even], Path(tempfile.mkdtemp()), micro)
-        self.trainer.create_optimizer()
-        self.micro = self.trainer.current_gradient_accumulation_steps = micro
-        self.pad, self.clock = self.trainer.processing_class.pad_token_id, metrics.Clock()
-
-    def step(self, samples: list[Sample]) -> float:
-        model = self.trainer.model.train()
-        pad = lambda rows, value, side: torch.nn.utils.rnn.pad_sequence(rows, True, value, padding_side=side)  # noqa: E731
-        with self.clock("pack"):
-            prompts = [torch.tensor(s.prompt.token_ids) for s in samples]
-            completions = [torch.tensor(s.token_ids) for s in samples]
-            inputs = {
-                "prompt_ids": pad(prompts, self.pad, "left"),
-                "prompt_mask": pad([torch.ones_like(p) for p in prompts], 0, "left"),
-                "completion_ids": pad(completions, self.pad, "right"),
-                "completion_mask": pad([torch.ones_like(c) for c in completions], 0, "right"),
-                "advantages": torch.tensor([s.advantage for s in samples]),
-                "num_items_in_batch": torch.tensor(sum(map(len, completions))),
-            }
-        rows = len(samples) // self.micro
-        for start in range(0, len(samples), rows):  # padded to the longest of all, as TRL pads a generation
-            part = {name: x[start : start + rows] if x.ndim else x for name, x in inputs.items()}
-            with self.clock("forward"):
-                loss = self.trainer._compute_loss(model, part)
-            with self.clock("backward"):
-                loss.backward()
-        with self.clock("optimizer"):
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            self.trainer.optimizer.step()
-            self.trainer.optimizer.zero_grad()
-            return norm.item()
-
-    def computed(self, samples: list[Sample]) -> int:
-        return len(samples) * (max(len(s.prompt.token_ids) for s in samples) + max(len(s.token_ids) for s in samples))
-
-
 def write_model(case: Case, folder: Path, args: argparse.Namespace) -> dict:
     """A random model of the case in `folder`; returns its shape."""
     tokenizer = warmup.write_tokenizer(folder)
@@ -146,17 +54,6 @@ def write_model(case: Case, folder: Path, args: argparse.Namespace) -> dict:
     torch.manual_seed(0)
     checkpoint.export(Decoder(shape), folder, tokenizer)
     return dataclasses.asdict(shape)
-
-
-def options_of(case: Case, args: argparse.Namespace) -> tuple[Config, list[Sample]]:
-    """The options and the samples of the case's step."""
-    prompt, longest = (max(2, round(n * args.scale)) for n in (case.prompt, case.longest))
-    samples = make_samples(case.P, case.G, prompt, longest, case.even, case.vocab)
-    cfg = Config(num_generations=case.G, generation_batch_size=case.P * case.G, learning_rate=1e-6, device="cpu", max_steps=1)
-    cfg = dataclasses.replace(cfg, max_completion_length=longest)
-    for s, a in zip(samples, grpo.step_advantages([s.reward for s in samples], cfg)[0]):
-        s.advantage = a
-    return cfg, samples
 
 
 SIDES = {
@@ -173,7 +70,7 @@ def measure(name: str, args: argparse.Namespace, argv: Sequence[str]) -> list[di
     names = [n for n in SIDES if n not in skipped]
     with tempfile.TemporaryDirectory() as where:
         shape = write_model(CASES[name], Path(where), args)
-        cfg, samples = options_of(CASES[name], args)
+        cfg, samples = options_of(CASES[name], args.scale)
         sides = {n: SIDES[n](Path(where), cfg) for n in names}
         norms = {n: side.step(samples) for n, side in sides.items()}
     expected = norms["nanogrpo"]
@@ -233,14 +130,20 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser.add_argument("--hidden", type=int, default=256, help="hidden size of the model (default 256)")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model (default 4)")
     parser.add_argument("--scale", type=float, default=1.0, help="scales all lengths (a quick check: 0.2)")
+    parser.add_argument("--shape", choices=list(common.LARGE), help="instead of the cases: a model of this size, on a GPU")
     parser.add_argument("--no-trl", action="store_true", help="leave TRL out")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder for the JSON rows (default bench/results)")
     parser.add_argument("--picture", type=Path, default=common.ROOT / "docs/img/step_time.png", help="where it is drawn")
     args = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    shown = [] if argv is None else argv
+    if args.shape:
+        if not torch.cuda.is_available():
+            parser.error(f"--shape {args.shape} is measured on a GPU, and torch sees none here.")
+        return step_large.main(args.shape, args.repeats, ["nanogrpo", "TRL"][: 1 if args.no_trl else 2], args.out, shown)
     torch.set_num_threads(args.threads)
     for case in args.cases:
-        path = common.merge("step_time", measure(case, args, [] if argv is None else argv), args.out)  # kept if cut short
+        path = common.merge("step_time", measure(case, args, shown), args.out)  # kept if cut short
     rows = common.read("step_time", args.out)
     draw(rows, args.picture)
     tables.show("step_time", rows)

@@ -10,7 +10,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench import common
+from bench import common, tables_step
+from bench.common import mib, times
 
 MISSING = "not yet measured"
 Lines = list[tuple]
@@ -31,14 +32,6 @@ class Bench:
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def times(x: float | None) -> str:
-    return f"{x:.2f}×" if x else "–"
-
-
-def mib(x: float) -> str:
-    return f"{x / 2**20:,.0f} MiB"
 
 
 # ---- learning ------------------------------------------------------------------------------------------------------------------
@@ -127,35 +120,6 @@ def parity(rows: list[dict]) -> Lines:
     return lines
 
 
-def step_time(rows: list[dict]) -> Lines:
-    lines = []
-    for r in rows:
-        low, high = r["seconds_spread"]
-        phases = ", ".join(f"{name} {s:.2f}" for name, s in r.get("phases", {}).items())
-        spread = f"{low:.3g} – {high:.3g}"
-        faster = times(r["speedup_over_trl"]) if r["side"] != "TRL" else ""
-        lines.append(
-            (r["case"], r["side"], r["seconds_median"], spread, r["tokens_per_second"], r["computed_tokens"], faster, phases)
-        )
-    return lines
-
-
-def step_memory(rows: list[dict]) -> Lines:
-    peers = {r["case"]: r for r in rows if r["side"] == "TRL"}
-    return [
-        (
-            r["case"],
-            r["side"],
-            mib(r["peak_bytes_above_libraries"]),
-            mib(r["peak_bytes"]),
-            f"{r['peak_bytes_above_libraries'] / peers[r['case']]['peak_bytes_above_libraries']:.2f}"
-            if r["case"] in peers and r["side"] != "TRL"
-            else "",
-        )
-        for r in rows
-    ]
-
-
 def end_to_end(rows: list[dict]) -> Lines:
     lines = []
     for r in rows:
@@ -231,21 +195,29 @@ BENCHES = {
             ("even", "nanogrpo"),
             ("uneven", "nanogrpo"),
             *[(f"{c}, a vLLM server", "nanogrpo") for c in ("even", "uneven")],
-            *[(f"{size}, GPU, bfloat16, uneven", side) for size in ("0.6B", "1.7B") for side in ("nanogrpo", "TRL")],
+            *[(f"{size}, GPU, bfloat16, uneven", side) for size in common.LARGE for side in ("nanogrpo", "TRL")],
         ),
         notes=cannot,
     ),
     "step_time": Bench(
         "How long is a training step on given completions, at equal gradients?",
         ("case", "side", "seconds", "fastest – slowest", "tokens/s", "computed tokens", "over TRL", "phases (seconds)"),
-        step_time,
+        tables_step.step_time,
         (("even, G=8", "nanogrpo"), ("uneven, G=8", "nanogrpo")),
         "step_time.png",
+    ),
+    "step_large": Bench(
+        "How long is a training step of a real model on a GPU: all weights, float32 masters, bfloat16, strips of 16,384 tokens?",
+        ("case", "side", "seconds", "trained tokens/s", "over TRL", "MFU", "peak memory", "of TRL's", "settings"),
+        tables_step.step_large,
+        [(f"{size}, GPU, bfloat16, uneven", side) for size in common.LARGE for side in ("nanogrpo", "TRL")],
+        command="python -m bench.step_time --shape 0.6B",
+        notes=lambda rows: ["MFU: FLOP that the step needs, none for padding or recomputation, over the device's dense peak."],
     ),
     "step_memory": Bench(
         "How much memory does a training step need, each side in a process of its own?",
         ("case", "side", "peak above the libraries", "peak of the process", "of TRL's"),
-        step_memory,
+        tables_step.step_memory,
         (("V = 151,936", "nanogrpo"), ("V = 151,936", "TRL")),
     ),
     "rollout_speed": Bench(

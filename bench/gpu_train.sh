@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Training on a GPU against TRL: one step of the 0.6B and the 1.7B shape, then whole GRPO steps of the 0.6B shape. On any machine
+# with an NVIDIA GPU, in under nine minutes; needs what is installed and nothing else (without TRL its sides are left out).
+# Rows: bench/results/step_large.json and end_to_end.json. Log: bench/results/gpu_train.log.
+#
+#     bench/gpu_train.sh [folder for the rows]        PYTHON=... names the interpreter, if not `python`
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python}
+OUT=${1:-bench/results}
+mkdir -p "$OUT"
+
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "bench/gpu_train.sh measures on a GPU, and torch sees none here." >&2
+    exit 2
+fi
+unset TRITON_INTERPRET # a leftover of CPU tests would interpret the kernels, slowly
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} # with several, TRL's trainer would split its batches over them
+
+{
+    date -u
+    nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.limit --format=csv,noheader
+    without=
+    if ! "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("trl") is None)'; then
+        without=--no-trl
+        echo "TRL is not installed: its sides are left out, and so are whole steps, which are a comparison"
+    fi
+    timeout 150 "$PYTHON" -m bench.step_time --shape 0.6B $without --out "$OUT"
+    small=$?
+    timeout 210 "$PYTHON" -m bench.step_time --shape 1.7B $without --repeats 3 --out "$OUT"
+    large=$?
+    [ -n "$without" ] ||
+        timeout 170 "$PYTHON" -m bench.end_to_end --shape 0.6B --cases uneven --rounds 1 --steps 5 --out "$OUT"
+    whole=$?
+    echo "0.6B $small, 1.7B $large, whole steps $whole (0 is good); $SECONDS seconds"
+} 2>&1 | tee "$OUT/gpu_train.log"
+tail -n 1 "$OUT/gpu_train.log" | grep -q "0.6B 0, 1.7B 0, whole steps 0"
