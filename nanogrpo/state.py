@@ -53,7 +53,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 FREE = {"resume", "output_dir", "max_steps", "save_steps", "save_total_limit", "num_completions_to_print", "max_concurrent"}
 FREE |= {"overwrite_output_dir", "report_to", "log_completions", "trace_step"}
 FREE |= {"eval_data", "dataset_test_split", "eval_steps", "eval_samples", "device", "ddp_timeout", "heartbeat_timeout"}
-FREE |= {"gradient_checkpointing", "cpu_offload", "reshard_after_forward"}
+FREE |= {"gradient_checkpointing", "cpu_offload", "reshard_after_forward", "token_budget", "share_prompts"}  # a matter of memory
 FREE |= {"reward_timeout"}  # to be raised where a run has ended with that advice
 FREE |= {"server", "vllm_python", "vllm_options", "weight_transport", "server_window", "server_timeout", "server_patience"}
 
