@@ -26,12 +26,12 @@ export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} # with several, TRL's tra
         without=--no-trl
         echo "TRL is not installed: its sides are left out, and so are whole steps, which are a comparison"
     fi
-    timeout 150 "$PYTHON" -m bench.step_time --shape 0.6B $without --out "$OUT"
+    timeout 165 "$PYTHON" -m bench.step_time --shape 0.6B $without --out "$OUT"
     small=$?
-    timeout 210 "$PYTHON" -m bench.step_time --shape 1.7B $without --repeats 3 --out "$OUT"
+    timeout 205 "$PYTHON" -m bench.step_time --shape 1.7B $without --repeats 3 --out "$OUT"
     large=$?
     [ -n "$without" ] ||
-        timeout 170 "$PYTHON" -m bench.end_to_end --shape 0.6B --cases uneven --rounds 1 --steps 5 --out "$OUT"
+        timeout 150 "$PYTHON" -m bench.end_to_end --shape 0.6B --cases uneven --rounds 1 --steps 5 --out "$OUT"
     whole=$?
     echo "0.6B $small, 1.7B $large, whole steps $whole (0 is good); $SECONDS seconds"
 } 2>&1 | tee "$OUT/gpu_train.log"

@@ -4,10 +4,11 @@ In: nothing: a Qwen3 of the real shape with random weights and completions of un
 here. Out: results/step_large.json. Ours is a run of one process: FSDP2 in a world of one, float32 masters, bfloat16 compute,
 fused AdamW, strips of `token_budget` tokens. TRL's is its trainer with bf16=True, its fused head and fused AdamW, and
 micro-batches of as many padded tokens as our strips have, or a few more. Both train all weights, start from the same ones and
-must find the same gradient (its norm to 5 %: bfloat16 rounds the two differently).
+must find the same gradient (its norm to 2 %: bfloat16 rounds the two differently).
 
 Each side alone on the GPU, because its peak memory is measured, and with the first of its SETTINGS that fits: recomputing less is
-faster, so it comes first. The row says which it was. No clock waits for the GPU within a step.
+faster, so it comes first. The row says which it was. What is "over TRL" and "of TRL's" is against its fastest; what it takes with
+gradient checkpointing is a row of its own. No clock waits for the GPU within a step.
 
     MFU = FLOP that the step needs / seconds / peak FLOP/s of the device        (the FLOP are the same for both sides:)
     FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs
@@ -63,6 +64,7 @@ def micro_batches(samples: list[Sample], tokens: float) -> int:
 SETTINGS = {
     "nanogrpo": (ours, [("none", 1.0), ("selective", 1.0), ("full", 1.0)]),
     "TRL": (theirs, [("none", 1.0), ("none", 0.5), ("full", 1.0)]),
+    "TRL, checkpointing": (theirs, [("full", 1.0)]),  # its default: slower, and less memory
 }
 
 
@@ -135,7 +137,7 @@ def measure(
     cfg, samples = options_of(case, **options)
     trained, device = sum(len(s.token_ids) for s in samples), common.machine()["gpu"]
     flops, peak = needed_flops(shape, strips(samples, cfg, shape.pair_cost)), peak_flops(device)
-    tolerance = 1e-3 if cfg.device == "cpu" else 5e-2
+    tolerance = 1e-3 if cfg.device == "cpu" else 2e-2
     found, rows = {}, []
     with tempfile.TemporaryDirectory() as where:
         write_model(shape, Path(where), cfg.device)

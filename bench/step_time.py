@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     if args.shape:
         if not torch.cuda.is_available():
             parser.error(f"--shape {args.shape} is measured on a GPU, and torch sees none here.")
-        return step_large.main(args.shape, args.repeats, ["nanogrpo", "TRL"][: 1 if args.no_trl else 2], args.out, shown)
+        return step_large.main(args.shape, args.repeats, list(step_large.SETTINGS)[: 1 if args.no_trl else None], args.out, shown)
     torch.set_num_threads(args.threads)
     for case in args.cases:
         path = common.merge("step_time", measure(case, args, shown), args.out)  # kept if cut short
