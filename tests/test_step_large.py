@@ -170,6 +170,13 @@ def test_the_shapes_are_qwens():
             assert sum(p.numel() for p in Decoder(common.large_qwen3(name, 1280)).parameters()) == parameters
 
 
+def test_the_strips_of_the_case_are_full():
+    cfg, samples = step_sides.options_of(step_large.CASE)
+    batches = step_sides.strips(samples, cfg, common.large_qwen3("0.6B", 1280).pair_cost)
+    assert cfg.token_budget == 16_384
+    assert sum(len(b.tokens) for b in batches) > 0.9 * cfg.token_budget * len(batches)
+
+
 def test_both_sides_start_from_the_same_weights(tmp_path):
     step_large.write_model(TINY, tmp_path, "cpu")
     model = checkpoint.load_model(tmp_path)
