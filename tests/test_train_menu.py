@@ -3,13 +3,16 @@
 Read next: bench/objectives.py, which asks what each learns.
 """
 
+import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 from conftest import arguments, steps
 
 import train
+from nanogrpo.config import Config, dashed
 
 OFF_POLICY = ["--steps-per-generation", "2", "--token-budget", "60"]  # the second update has ratios, over several micro-batches
 CLIP = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
@@ -64,6 +67,40 @@ def test_every_advantage_trains(tiny_base, files, tmp_path, options):
     functions = ["--reward-funcs", f"{files / 'reward.py'}:even", f"{files / 'reward.py'}:even"]  # positive: maxrl wants that
     assert train.main(arguments(tiny_base, files, tmp_path, *functions, "--max-steps", "2", *options)) == 0
     assert all(row["grad_norm"] > 0 for row in steps(tmp_path))
+
+
+THE_REST = {  # what no other test gives to a whole run
+    "sampling": ["--top-k", "20", "--min-p", "0.01", "--no-enable-thinking"],
+    "memory": ["--no-share-prompts", "--no-reshard-after-forward", "--cpu-offload"],
+    "optimizer": ["--adam-beta1", "0.8", "--adam-beta2", "0.9"],
+    "KL": ["--beta", "0.1", "--no-use-bias-correction-kl"],
+    "entropy": [
+        "--use-adaptive-entropy",
+        "--entropy-target",
+        "9",
+        "--entropy-coef-max",
+        "0.005",
+        "--entropy-coef-delta",
+        "0.004",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", THE_REST)
+def test_the_rest_of_the_options(tiny_base, files, tmp_path, name):
+    assert train.main(arguments(tiny_base, files, tmp_path, *THE_REST[name])) == 0
+    rows = steps(tmp_path)
+    assert all(row["grad_norm"] > 0 for row in rows)
+    if name == "entropy":
+        assert rows[-1]["entropy_coef"] == 0.005  # two steps up would have been beyond
+
+
+def test_every_option_is_given_to_a_whole_run_somewhere():
+    """Told by the text of the tests: the two files that only read options do not count."""
+    folder = Path(__file__).parent
+    text = "".join(p.read_text() for p in folder.glob("*.py") if p.name not in ("test_config.py", "test_cli.py"))
+    options = [dashed(f.name) for f in dataclasses.fields(Config)]
+    assert [name for name in options if f"--{name}" not in text and f"--no-{name}" not in text] == []
 
 
 def test_the_losses_of_one_run_without_and_with_a_menu_are_the_same(tiny_base, files, tmp_path):

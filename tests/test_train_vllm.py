@@ -42,7 +42,7 @@ def generation(fake, number: int):
 @pytest.mark.parametrize("adapters", [[], ["--lora-r", "4", "--lora-alpha", "8"]])
 def test_a_run_samples_from_the_server_and_brings_it_every_step_of_the_weights(argv, tmp_path, fake, adapters):
     """With adapters: merged."""
-    assert train.main(argv("--save-steps", "2", *adapters)) == 0
+    assert train.main(argv("--save-steps", "2", "--server-window", "2", *adapters)) == 0
     after_two = checkpoint.load_model(tmp_path / "checkpoint-2")
     for name, p in after_two.named_parameters():
         assert torch.equal(fake.weights[name], p), name  # those that the third step was sampled with
