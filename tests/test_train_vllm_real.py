@@ -122,13 +122,15 @@ def rollout(samples, turns):
 """
 
 
-def test_turns_with_answers_in_between(base, files, tmp_path, server):
+@pytest.mark.parametrize("name", ["any", "calculator"])
+def test_turns_with_answers_in_between(base, files, tmp_path, server, name):
     """What the model writes after an answer has the trainer's log-probs given the answer; two ranks, whose conversations have
     other numbers of turns, sample and train the same."""
     (tmp_path / "turns.py").write_text(TURNS)
-    options = ["--rollout", f"{tmp_path / 'turns.py'}:rollout", "--max-completion-length", "24", *server]
-    for name, ranks in {"one": 1, "two": 2}.items():
-        finish(start(arguments(base, files, tmp_path / name, *options), ranks=ranks))
+    rollout = f"{tmp_path / 'turns.py'}:rollout" if name == "any" else "nanogrpo.calculator:rollout"
+    options = ["--rollout", rollout, "--max-completion-length", "24", *server]
+    for folder, ranks in {"one": 1, "two": 2}.items():
+        finish(start(arguments(base, files, tmp_path / folder, *options), ranks=ranks))
     one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
     assert all(row["sampling/sampling_logp_difference/max"] <= 1e-5 for row in one + two)
     assert [r["completions/mean_length"] for r in one] == [r["completions/mean_length"] for r in two]
