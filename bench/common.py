@@ -31,6 +31,8 @@ from nanogrpo.model import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+SIDES = ("nanogrpo", "TRL")  # of benches of whole runs
+REPLAYED = "TRL, our completions"  # given those that our run of the same seed drew: only the training is left to differ
 
 
 def small_qwen3(hidden: int, layers: int, vocab: int, context: int) -> ModelConfig:

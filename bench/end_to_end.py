@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
                 if args.vllm:
                     label, options = f"{label}, a vLLM server", f"--dtype float32 --enforce-eager --max-model-len {context}"
                     cfg = dataclasses.replace(cfg, engine="vllm", vllm_python=args.vllm_python, vllm_options=options)
-                found = measure(cfg, runs.SIDES[:1] if args.vllm else runs.SIDES, args, progress, label)
+                found = measure(cfg, common.SIDES[:1] if args.vllm else common.SIDES, args, progress, label)
             sides = {side: figures_of(rounds, cfg) for side, rounds in found.items()}
             rows, shown = [], [] if argv is None else argv
             for side, (timing, figures) in sides.items():

@@ -5,8 +5,12 @@ docs/img/learning.png: reward and held-out accuracy by step and by second, mean 
 
 Both sides train with SETTINGS and our other defaults (trl_run.py hands them to TRL), on the same prompts in the same order (each
 seed draws its own), with the same reward functions; what differs is who implements them, and the random numbers of sampling.
-Held-out problems are answered greedily by one engine for both, and not timed. Runs take turns; each row is written when its run
-ends, and a run whose row stands already is not repeated: an interrupted bench goes on. Read next: runs.py.
+A third run of each seed takes the random numbers away: TRL trains on the completions that our run drew, and should make of them
+what we made. Held-out problems are answered greedily by one engine for all, and not timed.
+
+How many seeds? The means of n runs of one and the same trainer are apart by sqrt(2/n) standard deviations on the average: with 5
+seeds, one evaluation in nine is beyond one deviation by chance, with 16 one in two hundred. Runs take turns; each row is written
+when its run ends, and a run whose row stands already is not repeated: an interrupted bench goes on. Read next: runs.py.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from bench import common, runs, tables
+from bench import common, runs, tables, tables_learning
 from nanogrpo import warmup
 from nanogrpo.config import Config
 
@@ -45,13 +49,13 @@ def draw(rows: list[dict], out: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), sharey="row")
-    for side in runs.SIDES:
+    for side in common.SIDES:
         mine = [row for row in rows if row["side"] == side]
         if not mine:
             continue
         label = f"{side}{' 1.16.0' if side == 'TRL' else ''}, {len(mine)} seeds"
         for (left, right), name in zip(axes, ("reward", "held_out")):
-            x, mean, std = tables.curve(mine, name)
+            x, mean, std = tables_learning.curve(mine, name)
             seconds = [statistics.fmean(sum(row["seconds"][:step]) for row in mine) for step in x]
             for axis, at in ((left, x), (right, seconds)):
                 axis.plot(at, mean, color=COLOURS[side], label=label, linewidth=1.5)
@@ -77,7 +81,7 @@ def fingerprint(base: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(prog="python -m bench.learning", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each side, seeds 0, 1, … (default 5)")
+    parser.add_argument("--seeds", type=int, default=16, help="runs of each side, seeds 0, 1, … (default 16)")
     parser.add_argument("--steps", type=int, default=40, help="GRPO steps a run (default 40)")
     parser.add_argument("--eval-steps", type=int, default=2, help="steps between two looks at the held-out problems (default 2)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
@@ -97,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
         same = {"steps": args.steps, "eval_steps": args.eval_steps, "threads": args.threads, "base": fingerprint(args.base)}
         same["settings"] = SETTINGS
         rows = [row for row in rows if all(row[name] == value for name, value in same.items())]  # others are of another bench
-        wanted = list(itertools.product(range(args.seeds), runs.SIDES))
+        wanted = list(itertools.product(range(args.seeds), (*common.SIDES, common.REPLAYED)))
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("learning", total=len(wanted))
             for seed, side in wanted:

@@ -31,6 +31,7 @@ import torch
 
 from bench import common
 from nanogrpo import checkpoint
+from nanogrpo.batch import Sample
 from nanogrpo.config import Config, dashed
 from nanogrpo.errors import UserError
 from nanogrpo.local_engine import LocalEngine
@@ -38,8 +39,6 @@ from nanogrpo.reward_runner import Runner
 from nanogrpo.rollout import SamplingParams
 from nanogrpo.run import load_prompts
 from nanogrpo.tokenizer import Tokenizer
-
-SIDES = ("nanogrpo", "TRL")
 
 
 def run(side: str, cfg: Config, threads: int) -> dict:
@@ -116,21 +115,26 @@ def arguments(cfg: Config) -> list[str]:
     return out
 
 
-def ours(cfg: Config) -> dict:
-    """train.py's own loop with a stopwatch at its seams."""
+def ours(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
+    """train.py's own loop with a stopwatch at its seams. drawn: the samples of each step are put there."""
     import train
 
     laps, setup, evaluate = Laps(), train.setup, train.evaluate
 
     def started(*args):
         built = setup(*args)
-        step = built.log.step
+        step, completions = built.log.step, built.log.completions.log
 
         def logged(*args):
             step(*args)
             laps.lap()
 
-        built.log.step = logged
+        def written(step: int, samples: list[Sample]) -> None:
+            completions(step, samples)
+            if drawn is not None:
+                drawn.append(samples)
+
+        built.log.step, built.log.completions.log = logged, written
         laps.start()
         return built
 
@@ -158,8 +162,20 @@ METRICS = {"reward": "reward", "accuracy": "rewards/accuracy_reward/mean", "leng
 # ---- TRL's side ----------------------------------------------------------------------------------------------------------------
 
 
-def theirs(cfg: Config) -> dict:
-    """TRL's trainer, with a callback that keeps the time and evaluates."""
+def replayed(cfg: Config) -> dict:
+    """Our run, then TRL's on the completions which that drew. Adds "weights_apart": how far the two models are from each other in
+    the end, over how far ours is from the base (Euclidean norms of all weights)."""
+    drawn, where = [], f"{cfg.output_dir}/drawn"
+    ours(dataclasses.replace(cfg, eval_steps=0, output_dir=where), drawn)
+    found = theirs(cfg, drawn)
+    folders = (Path(cfg.model), Path(where) / f"checkpoint-{cfg.max_steps}", Path(cfg.output_dir))
+    base, mine, trls = (torch.cat([p.flatten() for p in checkpoint.load_model(f).parameters()]) for f in folders)
+    return found | {"weights_apart": ((trls - mine).norm() / (mine - base).norm().clamp(min=1e-9)).item()}
+
+
+def theirs(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
+    """TRL's trainer, with a callback that keeps the time and evaluates. drawn: the samples of each step, taken instead of drawing
+    any; the model is then saved in cfg.output_dir."""
     import transformers
 
     from bench import trl_run
@@ -171,6 +187,8 @@ def theirs(cfg: Config) -> dict:
     functions = rewards.here.functions
     trainer = trl_run.trainer(cfg, prompts, functions, Path(cfg.output_dir))
     laps, held_out, sampling = Laps(), {}, []
+    if drawn:
+        trainer.rollout_func = lambda texts, trainer: taken(drawn[trainer.state.global_step], texts)
     if cfg.eval_steps:
         longest = max(len(p.token_ids) for p in problems)
         engine = LocalEngine(shape, max_len=longest + cfg.max_completion_length, slots=cfg.max_concurrent)
@@ -207,6 +225,8 @@ def theirs(cfg: Config) -> dict:
     trainer._generate = timed
     trainer.add_callback(Watch())
     trainer.train()
+    if drawn:
+        trainer.save_model(cfg.output_dir)
     steps = [row for row in trainer.state.log_history if "reward" in row]
     rest = [whole - part for whole, part in zip(laps.seconds, sampling)]
     return {
@@ -217,22 +237,30 @@ def theirs(cfg: Config) -> dict:
     }
 
 
+def taken(samples: list[Sample], texts: list[str]) -> dict:
+    """What TRL asks of a `rollout_func`: the completions of these prompts, which are drawn already."""
+    if [s.prompt.text for s in samples] != texts:
+        raise RuntimeError("the two sides draw different prompts")
+    ids = {"prompt_ids": [s.prompt.token_ids for s in samples], "completion_ids": [s.token_ids for s in samples]}
+    return {**ids, "logprobs": None}
+
+
 def main(argv: list[str]) -> int:
     """The process of one run: `python -m bench.runs SIDE FOLDER`, as `run` starts it."""
     side, folder = argv[0], Path(argv[1])
     options = json.loads((folder / "options.json").read_text())
     cfg = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
     cfg = dataclasses.replace(cfg, output_dir=str(folder / "output"))
-    if side == "TRL":
-        import bench.trl_run  # noqa: F401
-    else:
+    if side == "nanogrpo":
         import train  # noqa: F401
+    else:
+        import bench.trl_run  # noqa: F401
     torch.manual_seed(cfg.seed)
     random.seed(cfg.seed)
     forget_peak()
     before = memory()["now"]
     try:
-        found = (theirs if side == "TRL" else ours)(cfg)
+        found = {"nanogrpo": ours, "TRL": theirs, common.REPLAYED: replayed}[side](cfg)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

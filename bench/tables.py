@@ -6,11 +6,10 @@ and a cell of `wanted` that no row fills says "not yet measured". Pure functions
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench import common, tables_step
+from bench import common, tables_learning, tables_step
 from bench.common import mib, times
 
 MISSING = "not yet measured"
@@ -28,78 +27,6 @@ class Bench:
     picture: str = ""
     command: str = ""  # when it is not plainly `python -m bench.<name>`
     notes: Callable[[list[dict]], list[str]] = lambda rows: []
-
-
-def mean_std(values: Sequence[float]) -> tuple[float, float]:
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-# ---- learning ------------------------------------------------------------------------------------------------------------------
-
-
-def curve(rows: list[dict], name: str) -> tuple[list[int], list[float], list[float]]:
-    """(finished steps, mean, standard deviation) over runs: of a list with a value a step, or of "held_out"."""
-    if name == "held_out":
-        steps = sorted(map(int, rows[0][name]))
-        values = [[row[name][str(step)] for row in rows] for step in steps]
-    else:
-        steps = list(range(1, len(rows[0][name]) + 1))
-        values = list(zip(*(row[name] for row in rows)))
-    means, stds = zip(*map(mean_std, values))
-    return steps, list(means), list(stds)
-
-
-def apart(rows: list[dict], name: str) -> tuple[float, float]:
-    """(share of the steps at which the two mean curves are within one standard deviation, the largest distance in deviations).
-
-    The deviation of a step is that of the two sides together: the root of their mean variance. Steps at which neither side varies
-    count by whether the means are equal.
-    """
-    sides = [[row for row in rows if row["side"] == side] for side in ("nanogrpo", "TRL")]
-    (_, a, sa), (_, b, sb) = (curve(side, name) for side in sides)
-    distances = []
-    for x, dx, y, dy in zip(a, sa, b, sb):
-        deviation = ((dx**2 + dy**2) / 2) ** 0.5
-        distances.append(abs(x - y) / deviation if deviation else float("inf") * (x != y) if x != y else 0.0)
-    return statistics.fmean(d <= 1 for d in distances), max(distances)
-
-
-def seconds_to(row: dict, accuracy: float) -> float | None:
-    """Training seconds of a run until an evaluation reached `accuracy`."""
-    reached = [int(step) for step, value in row["held_out"].items() if value >= accuracy]
-    return sum(row["seconds"][: min(reached)]) if reached else None
-
-
-def learning(rows: list[dict]) -> Lines:
-    lines = []
-    for side in ("nanogrpo", "TRL"):
-        mine = [row for row in rows if row["side"] == side]
-        if not mine:
-            continue
-        ends = [row["held_out"][max(row["held_out"], key=int)] for row in mine]
-        reached = [seconds_to(row, 0.9) for row in mine]
-        show = lambda values, digits: "{:.{d}f} ± {:.{d}f}".format(*mean_std(values), d=digits)  # noqa: E731
-        to90 = show([s for s in reached if s is not None], 1) if any(reached) else "–"
-        to90 += f" ({sum(s is None for s in reached)} never)" if None in reached else ""
-        reward = [statistics.fmean(row["reward"][-5:]) for row in mine]
-        lines.append((side, len(mine), show(ends, 3), show(reward, 3), show([sum(row["seconds"]) for row in mine], 1), to90))
-    return lines
-
-
-def curves_apart(rows: list[dict]) -> list[str]:
-    if {row["side"] for row in rows} != {"nanogrpo", "TRL"}:
-        return []
-    notes = []
-    for name, title in (("held_out", "held-out accuracy"), ("reward", "reward")):
-        share, most = apart(rows, name)
-        notes.append(
-            f"The two mean curves of {title} by step are within one standard deviation at {share:.0%} of the steps, "
-            f"and at most {most:.2f} standard deviations apart."
-        )
-    return notes
-
-
-# ---- the others ----------------------------------------------------------------------------------------------------------------
 
 
 QUANTITIES = ("advantages", "loss", "gradient", "entropy gradient", "weight")  # what is trained with; the rest are metrics
@@ -182,10 +109,10 @@ BENCHES = {
     "learning": Bench(
         "Does it learn as TRL does, and how much sooner? The tiny task from one base; mean ± standard deviation over seeds.",
         ("side", "seeds", "held-out accuracy at the end", "reward, last 5 steps", "training seconds", "seconds to accuracy 0.9"),
-        learning,
-        (("nanogrpo",), ("TRL",)),
+        tables_learning.learning,
+        (("nanogrpo",), ("TRL",), (common.REPLAYED,)),
         "learning.png",
-        notes=curves_apart,
+        notes=tables_learning.curves_apart,
     ),
     "end_to_end": Bench(
         "How many whole GRPO steps a second: sampling, rewards, training, update?",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import common, readme, tables
+from bench import common, readme, tables, tables_learning
 
 MACHINE = {"cpu": "some chip", "cores": 2, "threads": 2, "gpu": None, "versions": {"torch": "2"}, "commit": "0123456789"}
 ROW = {"time": "2026-11-21T00:00:00+00:00", "machine": {**MACHINE, "uncommitted_changes": False}}
@@ -62,15 +62,28 @@ def test_check_tells_whether_the_file_is_up_to_date(tmp_path, capsys):
     assert "out of date" in capsys.readouterr().out
 
 
+def test_a_replay_is_compared_with_our_run_of_its_seed():
+    ours = [learned("nanogrpo", 0), learned("nanogrpo", 1)]
+    replayed = [{**learned(common.REPLAYED, seed), "weights_apart": 1e-5 * (1 + seed)} for seed in (0, 1, 2)]
+    (said,) = tables_learning.replay_apart([*ours, *replayed])
+    assert "ours at 6 of 6 evaluations (at most 0.000 apart)" in said
+    assert "at most 2.0e-05 of the way" in said
+    replayed[1]["held_out"]["4"] -= 0.25
+    (said,) = tables_learning.replay_apart([*ours, *replayed])
+    assert "ours at 5 of 6 evaluations (at most 0.250 apart)" in said
+    assert tables_learning.replay_apart(ours) == []
+    assert "| TRL, our completions | 3 | 0.877 ± " in readme.section("learning", [*ours, *replayed])
+
+
 def test_distance_of_two_curves():
     same = [learned(side, seed) for side in ("nanogrpo", "TRL") for seed in (0, 1)]
-    assert tables.apart(same, "held_out") == (1.0, 0.0)
+    assert tables_learning.apart(same, "held_out") == (1.0, 0.0)
     far = [learned(side, seed, shift=0.05 * (side == "TRL")) for side in ("nanogrpo", "TRL") for seed in (0, 1)]
-    share, most = tables.apart(far, "held_out")  # deviations 0, 0.1/√2 and 0.01/√2
+    share, most = tables_learning.apart(far, "held_out")  # deviations 0, 0.1/√2 and 0.01/√2
     assert share == pytest.approx(2 / 3)
     assert most == pytest.approx(0.05 / (0.01 / 2**0.5))
-    assert tables.seconds_to(same[0], 0.9) == 4.0
-    assert tables.seconds_to(same[0], 0.99) is None
+    assert tables_learning.seconds_to(same[0], 0.9) == 4.0
+    assert tables_learning.seconds_to(same[0], 0.99) is None
 
 
 def test_rows_of_a_case_that_is_not_run_again_stay(tmp_path):
