@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -55,7 +56,8 @@ def test_the_loop_over_logits_on_sm_90(name, per_thread, dtype):
 @pytest.mark.parametrize("name", ["log_softmax.forward", "log_softmax.part", "rows"])
 def test_the_loop_over_rows_that_begin_at_odd_places(name, dtype):
     loop = _reports(90)[f"{name}, odd stride{dtype}"]["loops"][0]
-    assert loop["per_element"] <= 11  # one load an element instead of one a lane
+    # One load an element instead of one a lane. Triton 3.6 takes two instructions more over the 32 elements of a thread.
+    assert loop["per_element"] <= (11.0625 if triton.__version__.startswith("3.6.") else 11)
     assert (loop["barriers"], loop["shuffles"]) == (0, 0)
 
 
