@@ -44,7 +44,7 @@ class Config:
     engine: str = "local"  # what samples: local (our own decoder, in this process) or vllm (a server beside it)
     max_concurrent: int = 64  # sequences decoded at once by the embedded engine
     rollout: str = ""  # writes completions in several turns, with tools: module:function or file.py:function; empty: one turn
-    max_resample_times: int = 0  # groups whose rewards are all equal are replaced, up to so many times (DAPO); 0: never
+    max_resample_times: int = 0  # groups whose advantages are all 0 are replaced, up to so many times (DAPO); 0: never
     # --- the vLLM server (--engine vllm)
     server: tuple[str, ...] = ()  # addresses of running serve.py, such as http://127.0.0.1:8000; none: one is started, and ended
     vllm_python: str = ""  # the interpreter that has vLLM, for a server started here; empty: $NANOGRPO_VLLM_PYTHON, or this one

@@ -34,12 +34,17 @@ def judge(run: Run, samples: list[Sample], step: int) -> tuple[Tensor, int]:
     Returns the standard deviations of grpo.advantages, and how many groups were sampled anew.
     """
     score(run, samples)
-    replaced = resample(run, samples, step, score)
-    scored = run.world.concat([(s.reward, [*s.rewards.values()]) for s in samples])  # of all ranks
-    advantages, std = grpo.step_advantages([r for r, _ in scored], run.cfg, [each for _, each in scored])
-    for sample, advantage in zip(samples, run.world.part(advantages)):
+    replaced = resample(run, samples, step, score, advantages)
+    found, std = advantages(run, samples)
+    for sample, advantage in zip(samples, run.world.part(found)):
         sample.advantage = advantage
     return std, replaced
+
+
+def advantages(run: Run, samples: list[Sample]) -> tuple[list[float], Tensor]:
+    """grpo.step_advantages of the samples of all ranks, from their rewards. Every rank calls."""
+    scored = run.world.concat([(s.reward, [*s.rewards.values()]) for s in samples])
+    return grpo.step_advantages([r for r, _ in scored], run.cfg, [each for _, each in scored])
 
 
 def pack(run: Run, samples: list[Sample], step: int) -> list[list[PackedBatch]]:

@@ -71,8 +71,9 @@ def decoupled(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     none = rewards.isnan().all(2)  # [P, G]
     scaled = centred(rewards) / (nanstd(centred(rewards), dim=1) + STD_EPS)
     total = (scaled.nan_to_num(0.0) @ weights).masked_fill(none, torch.nan).view(1, -1)  # [1, P·G]
-    std = nanstd(centred(total), dim=1)
-    return (centred(total) / (std + STD_EPS)).nan_to_num(0.0).view(none.shape), std
+    std = nanstd(total, dim=1)
+    # Their mean is 0 but for rounding, as each group's is: so it is not subtracted, and what has no signal is 0 to the last bit.
+    return (total / (std + STD_EPS)).nan_to_num(0.0).view(none.shape), std
 
 
 def step_advantages(

@@ -1,11 +1,12 @@
 """Dynamic sampling: groups that teach nothing are replaced by groups of other prompts (DAPO, Yu et al. 2025, section 3.2).
 
 In: the scored samples of a step, on each rank its part. Out: the same list, in which fresh groups have taken the places of those
-whose rewards are all equal, and so whose advantages would all be 0. After `max_resample_times` rounds what is still equal stays.
+whose advantages are all 0. That is asked of the advantages themselves: rewards that differ give maxrl nothing where their mean is
+not above 0, and equal sums may be of functions that differ. After `max_resample_times` rounds what is still without signal stays.
 
 Which prompts come in, and their random streams, are functions of (seed, step, round, place among the replaced): so a resumed run
 repeats the interrupted one, and the number of ranks changes nothing. Each rank samples the replacements of its own groups.
-Read before: grpo.py (why equal rewards teach nothing). Read next: experience.py, which calls this.
+Read before: grpo.py (the advantages). Read next: experience.py, which calls this.
 """
 
 from __future__ import annotations
@@ -18,21 +19,30 @@ from nanogrpo.rollout import stream
 from nanogrpo.run import Run
 
 
-def resample(run: Run, samples: list[Sample], step: int, score: Callable[[Run, list[Sample]], None]) -> int:
-    """Replaces groups without a signal in place; returns how many were sampled for it, over all ranks. Every rank calls."""
+def resample(
+    run: Run,
+    samples: list[Sample],
+    step: int,
+    score: Callable[[Run, list[Sample]], None],
+    advantages: Callable[[Run, list[Sample]], tuple[list[float], object]],
+) -> int:
+    """Replaces groups without a signal in place; returns how many were sampled for it, over all ranks. Every rank calls.
+
+    score, advantages: of experience.py; the latter gives first those of all ranks.
+    """
     n, world, count = run.cfg.num_generations, run.world, 0
     groups = len(samples) // n
     first = sum(world.gather(groups)[: world.rank])  # this rank's groups are first … first + groups - 1 of the step
     for times in range(1, run.cfg.max_resample_times + 1):
-        rewards = world.concat([s.reward for s in samples])
-        equal = [g for g in range(len(rewards) // n) if len({r for r in rewards[g * n : (g + 1) * n] if r is not None}) < 2]
-        if not equal:
+        found, _ = advantages(run, samples)
+        idle = [g for g in range(len(found) // n) if not any(found[g * n : (g + 1) * n])]
+        if not idle:
             break
         seed = stream(run.cfg.seed, step, times, 0)  # another order of the prompts, and other draws should one come twice
-        places = [(g - first, prompt) for g, prompt in zip(equal, run.draw(seed, step)) if first <= g < first + groups]
+        places = [(g - first, prompt) for g, prompt in zip(idle, run.draw(seed, step)) if first <= g < first + groups]
         fresh = run.engine.sample([p for _, p in places], n, dataclasses.replace(run.sampling, seed=seed), step)
         score(run, fresh)
         for i, (g, _) in enumerate(places):
             samples[g * n : (g + 1) * n] = fresh[i * n : (i + 1) * n]
-        count += len(equal)
+        count += len(idle)
     return count

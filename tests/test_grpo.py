@@ -110,6 +110,11 @@ def test_each_reward_is_scaled_alone():
     assert told == pytest.approx(values[0].tolist())
     negative, _ = grpo.decoupled(table, torch.tensor([1.0, -1.0], dtype=torch.float64))
     assert negative[0, 1] > 0 > negative[0, 2]
+    for seed in range(20):  # a mean that were subtracted would be 1e-17 for every other one
+        some = torch.rand(5, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        values, _ = grpo.decoupled(torch.cat([some, torch.full((1, 4, 2), 0.1)]), torch.tensor([1.0, 0.3], dtype=torch.float64))
+        assert (values[:-1] != 0).all()
+        assert (values[-1] == 0).all()  # to the last bit, which --max-resample-times asks for
 
 
 ESTIMATORS = [{"advantage_estimator": "rloo"}, {"advantage_estimator": "maxrl"}]

@@ -16,6 +16,12 @@ def some(prompts, completion_ids, **kwargs):
 
 def none(completions, **kwargs):
     return [1.0] * len(completions)
+
+def worth(completion_ids, **kwargs):
+    return [len(ids) + sum(ids) % 7 for ids in completion_ids]
+
+def price(completion_ids, **kwargs):
+    return [-2.0 * value for value in worth(completion_ids)]
 """
 
 
@@ -43,6 +49,21 @@ def test_it_ends_when_no_group_ever_differs(argv, tmp_path):
     assert train.main(argv("never", "--max-resample-times", "3", function="none")) == 0
     assert all(row["resampled_groups"] == 12 for row in steps(tmp_path / "never"))  # 4 groups, three times
     assert all(row["frac_reward_zero_std"] == 1.0 and row["grad_norm"] == 0.0 for row in steps(tmp_path / "never"))
+
+
+def test_groups_that_differ_but_teach_nothing_are_replaced(argv, tmp_path):
+    """MaxRL wants a mean above 0; sums that are equal, of functions that differ, teach where each function is scaled alone."""
+    maxrl = ["--advantage-estimator", "maxrl", "--max-resample-times", "2"]
+    assert train.main(argv("maxrl", *maxrl, function="price")) == 0
+    assert all(row["resampled_groups"] == 8 and row["grad_norm"] == 0.0 for row in steps(tmp_path / "maxrl"))
+
+    both = ["--reward-funcs", *(f"{tmp_path / 'r.py'}:{name}" for name in ("worth", "price")), "--reward-weights", "1", "0.5"]
+    for aggregation, replaced in {"sum_then_normalize": 8, "normalize_then_sum": 0}.items():
+        options = [*both, "--max-resample-times", "2", "--multi-objective-aggregation", aggregation]
+        assert train.main(argv(aggregation, *options)) == 0
+        for row in steps(tmp_path / aggregation):
+            assert row["resampled_groups"] == replaced
+            assert (row["grad_norm"] > 0) == (replaced == 0)
 
 
 def test_without_equal_groups_it_changes_nothing(tiny_base, files, tmp_path):
