@@ -82,8 +82,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Text → ids. None is added at the ends; special tokens *written in* the text become their one id, as templates need."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Text → ids. None is added at the ends; special tokens *written in* the text become their one id, as templates need.
+
+        special: False for text that is nobody's template, such as a tool's answer: what is written in it is ordinary text.
+        """
+        self._tokenizer.encode_special_tokens = not special  # the library's word for "as any other text"
         try:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # half a surrogate pair, which JSON's "\\ud800" can bring into a str

@@ -46,8 +46,12 @@ class Turns:
         return [s for s in todo if s.token_ids[-1] in stops and not s.stopped and self.room(s) > 0]
 
     def observe(self, sample: Sample, answer: str | Sequence[int]) -> None:
-        """Appends what the model is told: text or token ids. What does not fit any more is cut off."""
-        ids = self.tokenizer.encode(answer) if isinstance(answer, str) else list(answer)
+        """Appends what the model is told: text or token ids. What does not fit any more is cut off.
+
+        Special tokens written in a text stay text: a tool that answers "<|im_end|>" must not end the turn. A function that wants
+        them, for the frame around an answer, gives ids: turns.tokenizer.encode("<|im_end|>").
+        """
+        ids = self.tokenizer.encode(answer, special=False) if isinstance(answer, str) else list(answer)
         ids = ids[: self.room(sample)]
         sample.token_ids += ids
         sample.logp += [0.0] * len(ids)

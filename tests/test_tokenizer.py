@@ -170,6 +170,17 @@ def test_special_tokens_are_skipped_and_thoughts_are_not(pair):
     assert max(ids) < ours.vocab_size == max(ours._tokenizer.get_vocab().values()) + 1
 
 
+def test_text_that_is_nobodys_template_makes_no_special_token(pair):
+    ours, theirs = pair
+    for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>"):
+        text = f"a{token}b"
+        ids = ours.encode(text, special=False)
+        assert ids == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert not set(ids) & set(ours.encode(token))
+        assert ours.decode(ids) == text
+        assert len(ours.encode(token)) == 1  # as before
+
+
 def test_stop_ids_join_the_tokenizer_and_the_generation_config(tmp_path):
     def stops(generation):
         return Tokenizer.from_pretrained(make_folder(tmp_path, generation=generation))

@@ -95,6 +95,20 @@ def test_turns_are_repeated_bit_for_bit_whoever_else_is_there(tokenizer):
     assert [s.token_ids for s in alone] != [s.token_ids for s in other]
 
 
+def test_what_a_tool_writes_ends_nobodys_turn(tokenizer):
+    special = ["<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"]
+
+    def tool(samples, turns):
+        for s, token in zip(samples, special):
+            turns.observe(s, f"{token}!")
+        turns.generate(samples)
+
+    for s, token in zip(engine_of(tokenizer, tool).sample(PROMPTS[:1], 4, PARAMS, step=0), special):
+        told = s.token_ids[: s.own.index(True)]
+        assert tokenizer.decode(told) == f"{token}!"[:16]
+        assert not {tokenizer.encode(each)[0] for each in special} & set(told)
+
+
 def some_and_the_rest(samples, turns):
     turns.generate(samples[::2])  # as many as whole groups have, but of other prompts
     turns.generate(samples[1::2])
