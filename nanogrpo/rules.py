@@ -14,6 +14,7 @@ from typing import Any
 from nanogrpo.errors import UserError
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # one term, five ways to average it
+CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CHOICES = {
     "long_prompts": ("refuse", "drop"),
     "report_to": ("none", "tensorboard", "wandb"),
@@ -28,7 +29,7 @@ CHOICES = {
     "engine": ("local", "vllm"),
     "weight_transport": ("broadcast", "memory"),
     "old_logp_from": ("auto", "trainer", "engine"),
-    "vllm_importance_sampling_mode": ("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "vllm_importance_sampling_mode": ("off", *CORRECTIONS),
 }
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # the matrices of a block
 POSITIVE = (
@@ -61,6 +62,13 @@ NEEDS = {  # an option that does nothing without another: given alone, it would 
     **dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps"), "sync_ref_model"),
     **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), "use_adaptive_entropy"),
     **{"eval_data": "eval_steps", "use_bias_correction_kl": "beta", "torch_compile_backend": "torch_compile"},
+}
+ONLY_WITH = {  # the same of an option that belongs to some choices of another; epsilon belongs to most, and a profile sets it
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("loss_type", ("sapo",))),
+    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("loss_type", ("vespo",))),
+    "dppo_penalty": ("loss_type", ("dppo_tv", "dppo_kl")),
+    "vllm_importance_sampling_clip_max": ("vllm_importance_sampling_mode", CORRECTIONS),
+    "vllm_importance_sampling_clip_min": ("vllm_importance_sampling_mode", CORRECTIONS),
 }
 
 
@@ -152,6 +160,13 @@ def check(c: Any) -> None:
             not given or getattr(c, needed),
             f"--{dashed(name)} is {value}, which does nothing without --{dashed(needed)}: give it too.",
         )
+    for name, (other, choices) in ONLY_WITH.items():
+        value, chosen = getattr(c, name), getattr(c, other)
+        require(
+            value == getattr(type(c), name) or chosen in choices,
+            f"--{dashed(name)} is {value}, which does nothing with --{dashed(other)} {chosen}: leave it out, or choose "
+            f"{' or '.join(choices)}.",
+        )
 
 
 def _objective(c: Any) -> None:
@@ -234,7 +249,8 @@ def _engine(c: Any) -> None:
         "--rollout does not go with --max-staleness: its turns are sampled with the weights that train; use 0.",
     )
     if c.engine == "local":
-        for name in ("server", "vllm_python", "vllm_options", "weight_transport", "max_staleness"):
+        server = ("server", "server_window", "server_timeout", "server_patience")
+        for name in (*server, "vllm_python", "vllm_options", "weight_transport", "max_staleness"):
             given = getattr(c, name) != getattr(type(c), name)
             require(not given, f"--{dashed(name)} is for a vLLM server: add --engine vllm.")
     else:

@@ -13,7 +13,7 @@ from nanogrpo.cli import documentation, parse
 from nanogrpo.config import CHOICES, NOT_NEGATIVE, POSITIVE, Config, dashed
 from nanogrpo.errors import UserError
 from nanogrpo.optim import learning_rate
-from nanogrpo.rules import NEEDS, SECONDS
+from nanogrpo.rules import NEEDS, ONLY_WITH, SECONDS
 
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 GOOD = Config(model="base", data=("arithmetic",))
@@ -154,6 +154,8 @@ BAD = [
     *((name, 10**8) for name in SECONDS),
     *((name, other_value(name)) for name in NEEDS if name != "lora_target_modules"),
     ("lora_target_modules", ("q_proj",)),
+    *((name, other_value(name)) for name in ONLY_WITH if name != "vllm_importance_sampling_clip_max"),
+    ("vllm_importance_sampling_clip_max", 2.0),
 ]
 
 
@@ -176,6 +178,14 @@ GOOD_EDGES = {
 }  # fmt: skip
 
 
+def test_an_option_of_some_choices_goes_with_each_of_them():
+    for name, (other, choices) in ONLY_WITH.items():
+        assert set(choices) < set(CHOICES[other])
+        for choice in choices:
+            value = 2.0 if name.endswith("clip_max") else 0.125
+            dataclasses.replace(GOOD, **{name: value, other: choice}).validate()
+
+
 def test_the_compiler_and_selective_recomputation_do_not_go_together():
     for kind in ("none", "full"):
         dataclasses.replace(GOOD, torch_compile=True, gradient_checkpointing=kind).validate()
@@ -189,7 +199,7 @@ def test_the_edge_of_what_is_allowed(name):
 
 
 def test_the_rules_only_name_fields():
-    assert {*CHOICES, *POSITIVE, *NOT_NEGATIVE, *NEEDS, *NEEDS.values(), *SECONDS} <= set(FIELDS)
+    assert {*CHOICES, *POSITIVE, *NOT_NEGATIVE, *NEEDS, *NEEDS.values(), *ONLY_WITH, *SECONDS} <= set(FIELDS)
     numbers = {n for n, f in FIELDS.items() if str(f.type).split()[0] in ("int", "float")}
     ruled = {*POSITIVE, *NOT_NEGATIVE} | {name for name, _ in BAD}
     assert numbers <= ruled  # no number without a rule

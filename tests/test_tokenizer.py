@@ -160,25 +160,16 @@ def test_the_thinking_switch_is_left_to_the_template_unless_given(pair):
 
 
 def test_special_tokens_are_skipped_and_thoughts_are_not(pair):
-    ours, _ = pair
+    ours, theirs = pair
     ids = ours.encode("<think>a</think>b<|im_end|>")
     assert ids[-1] == ours.eos_token_id
     assert len(ids) == 5  # each tag is one id
     assert ours.decode(ids) == "<think>a</think>b"
     assert ours.decode(ids, skip_special_tokens=False) == "<think>a</think>b<|im_end|>"
     assert ours.encode("") == []
+    assert ours.decode(plain := ours.encode(text := "a<|im_end|><|im_start|>b", special=False)) == text  # nobody's template
+    assert plain == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
     assert max(ids) < ours.vocab_size == max(ours._tokenizer.get_vocab().values()) + 1
-
-
-def test_text_that_is_nobodys_template_makes_no_special_token(pair):
-    ours, theirs = pair
-    for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>"):
-        text = f"a{token}b"
-        ids = ours.encode(text, special=False)
-        assert ids == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert not set(ids) & set(ours.encode(token))
-        assert ours.decode(ids) == text
-        assert len(ours.encode(token)) == 1  # as before
 
 
 def test_stop_ids_join_the_tokenizer_and_the_generation_config(tmp_path):

@@ -156,6 +156,8 @@ MISTAKES = {
     "--loss-type vespo --importance-sampling-level sequence": "--importance-sampling-level sequence does not go with",
     "--scale-rewards none --multi-objective-aggregation normalize_then_sum": "--scale-rewards none does not go with",
     "--weight-transport memory": "--weight-transport is for a vLLM server",
+    "--server-patience 5": "--server-patience is for a vLLM server",
+    "--loss-type grpo --sapo-temperature-pos 2": "--sapo-temperature-pos is 2.0, which does nothing with --loss-type grpo",
     "--loss-type vespo --vllm-importance-sampling-mode sequence_mask": "--vllm-importance-sampling-mode sequence_mask does not",
 }
 
