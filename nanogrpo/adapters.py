@@ -124,7 +124,7 @@ def write(tensors: dict[str, Tensor], folder: Path, cfg: Config) -> None:
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": cfg.model,
+        "base_model_name_or_path": cfg.base,
         "r": cfg.lora_r,
         "lora_alpha": int(cfg.lora_alpha) if cfg.lora_alpha == int(cfg.lora_alpha) else cfg.lora_alpha,
         "target_modules": lora.targets(cfg),

@@ -131,6 +131,11 @@ class Config:
     resume: bool = False  # continue from the last checkpoint of output_dir
 
     @property
+    def base(self) -> str:
+        """Folder or hub id of the weights that training starts from: of warmup:STEPS, where run.find_model makes them."""
+        return f"{self.output_dir}/base" if self.model.startswith("warmup:") else self.model
+
+    @property
     def prompts_per_step(self) -> int:
         """P."""
         return self.generation_batch_size // self.num_generations

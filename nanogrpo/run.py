@@ -130,7 +130,7 @@ def find_model(cfg: Config, world: World) -> Path:
     kind, _, count = cfg.model.partition(":")
     if kind != "warmup":
         return checkpoint.locate(cfg.model)
-    folder = Path(cfg.output_dir) / "base"
+    folder = Path(cfg.base)
     world.once(lambda: warmup.ensure_base(folder, cfg.seed, int(count)))
     return folder
 

@@ -17,6 +17,7 @@ from conftest import random_tokens
 from lora_ranks import adapted, loaded, logits, nudge, write_bases
 from safetensors.torch import load_file, save_file
 
+import train
 from nanogrpo import adapters, checkpoint
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
@@ -53,6 +54,14 @@ def test_peft_loads_what_we_write_and_transformers_the_merged_weights(bases, tmp
     torch.testing.assert_close(theirs(hugging_face(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5)
     again = loaded(base, dataclasses.replace(cfg, lora_adapter=str(tmp_path / "adapter")))
     assert all(torch.equal(p, dict(model.named_parameters())[n]) for n, p in again.named_parameters())
+
+
+def test_peft_finds_the_base_that_a_run_has_made_for_itself(tmp_path):
+    argv = ["--model", "warmup:1", "--data", "arithmetic", "--output-dir", str(tmp_path), "--device", "cpu", "--lora-r", "2"]
+    argv += ["--num-generations", "2", "--generation-batch-size", "2", "--max-completion-length", "4", "--max-steps", "1"]
+    assert train.main(argv) == 0
+    found = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1" / "adapter")
+    assert found.get_base_model().config.name_or_path == str(tmp_path / "base")
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["k_proj", "down_proj"]])
