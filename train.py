@@ -73,14 +73,14 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
                 fsdp.mix(run.reference, model, cfg.ref_model_mixup_alpha)
 
             facts = metrics.facts(samples, world)
-            row = {**run.rewards.metrics(world.gather), **metrics.of_samples(facts, std), **meter.summary(world)}
+            row = {**metrics.of_samples(facts, std), **meter.summary(world)}
             row |= {**memory.measured(world, run.estimate), **bonus.metrics(), "learning_rate": rate}
             if cfg.max_resample_times:
                 row["resampled_groups"] = replaced
             if cfg.engine == "vllm":
                 row |= staleness(world.concat([Counter(s.versions) for s in samples]), step)
                 row["vllm/restarts"] = run.engine.restarts
-            log.step(step, facts, row, clock)
+            log.step(step, facts, row, clock, run.rewards.metrics(world.gather))
             log.completions.log(step, samples)
             stopped = world.any(stop.asked, saver.failure())  # a signal to any rank, or its failed save, is known to all
             last = step + 1 == cfg.max_steps

@@ -66,7 +66,7 @@ def row(step: int, s: Sample) -> dict:
     """A line of the table."""
     own = {"step": step, "prompt": s.prompt.text, "completion": s.text}
     own |= {**s.rewards, "reward": s.reward, "advantage": s.advantage, "stopped": s.stopped}
-    return own | {name: value for name, value in s.extra.items() if name not in own}
+    return own | s.extra  # whose names are others: reward_runner.py has seen to it
 
 
 def show(samples: Sequence[Sample]) -> None:

@@ -65,6 +65,13 @@ def provenance(cfg: Config, world: World) -> dict:
     }
 
 
+def joined(row: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    """A row and what the rewards report. UserError where log_metric was given a name of ours: one of the two would be lost."""
+    for name in more.keys() & row.keys():
+        raise UserError(f"log_metric({name.removeprefix('eval/')!r}, …): the log has that name for itself, choose another.")
+    return row | more
+
+
 class Log:
     """The main rank's alone; the others' calls do nothing."""
 
@@ -126,12 +133,14 @@ class Log:
         except OSError as e:
             raise UserError(f"{self.path} could not be written ({e.strerror}): make room; what it holds so far is whole.") from e
 
-    def step(self, step: int, samples: Sequence[Facts], row: dict[str, float], clock: Clock) -> None:
-        """Writes one step. `row`: everything but tokens and times."""
+    def step(
+        self, step: int, samples: Sequence[Facts], row: dict[str, float], clock: Clock, more: dict[str, float] | None = None
+    ) -> None:
+        """Writes one step. `row`: everything but tokens, times, and what the rewards report, which is `more`."""
         if not self.main:
             return
         self.tokens += sum(s.length + s.prompt_length for s in samples)
-        row = {**row, "num_tokens": self.tokens, **metrics.of_time(samples, clock)}
+        row = joined({**row, "num_tokens": self.tokens, **metrics.of_time(samples, clock)}, more or {})
         self._report(step + 1, {"step": step, **row}, row)
         left = (time.perf_counter() - self.began) / (step + 1 - self.start) * (self.cfg.max_steps - step - 1)
         values = "  ".join(f"{k} {row[name]:.3g}" for k, name in SHOWN.items() if name in row)
@@ -143,7 +152,7 @@ class Log:
         if not self.main:
             return
         found = metrics.of_evaluation(samples)
-        row = {f"eval/{name}": value for name, value in (more or {}).items()} | found
+        row = joined(found, {f"eval/{name}": value for name, value in (more or {}).items()})
         self._report(step, {"step": step - 1, "eval/after": step, **row}, row)
         shown = {n.removeprefix("eval/").removeprefix("rewards/"): value for n, value in found.items() if n != "eval/reward"}
         values = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())

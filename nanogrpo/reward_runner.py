@@ -27,7 +27,7 @@ import torch
 
 from nanogrpo.batch import Sample
 from nanogrpo.errors import UserError
-from nanogrpo.reward_call import LARGEST, Functions, Returned, TrainerState
+from nanogrpo.reward_call import COLUMNS, LARGEST, Functions, Returned, TrainerState
 from nanogrpo.reward_model import RewardModel
 from nanogrpo.reward_process import Lost, RewardProcess
 from nanogrpo.rewards import is_ours, load_function
@@ -129,6 +129,8 @@ class Runner:
                     for sample, value in zip(part, values):
                         rewards[id(sample)][name] = value
                 for column, values in returned.extra:
+                    if column in (*COLUMNS, *self.names):
+                        raise UserError(f"log_extra({column!r}, …): the table has that column for itself, choose another name")
                     for sample, value in zip(part, values):
                         if column in extra[id(sample)]:
                             raise UserError(f"log_extra({column!r}, …) was called twice for one sample: name the columns apart")

@@ -14,12 +14,12 @@ import train
 from nanogrpo.completions import Completions
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
+from nanogrpo.reward_call import COLUMNS
 from nanogrpo.world import join
 
 REWARD = """
 def even(completion_ids, log_extra, **kwargs):
     log_extra("length", [len(ids) for ids in completion_ids])
-    log_extra("advantage", ["mine"] * len(completion_ids))
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 """
 
@@ -37,12 +37,13 @@ def test_every_completion_of_a_run_is_kept_with_what_it_earned(tiny_base, files,
         rows = table(tmp_path / "run", step + 1)
         assert len(rows) == 16
         columns = ["step", "prompt", "completion", "even", "length_reward", "reward", "advantage", "stopped", "length"]
-        assert list(rows[0]) == columns or set(rows[0]) == set(columns)
+        assert list(rows[0]) == columns
+        assert set(COLUMNS) == {*columns} - {"even", "length_reward", "length"}
         assert {row["step"] for row in rows} == {step}
         assert sum(row["reward"] for row in rows) / 16 == pytest.approx(logged["reward"])
         assert sum(row["length"] for row in rows) / 16 == logged["completions/mean_length"]
         assert sum(not row["stopped"] for row in rows) / 16 == logged["completions/clipped_ratio"]
-        for group in (rows[i : i + 4] for i in range(0, 16, 4)):  # the column of ours is kept, not the reward function's
+        for group in (rows[i : i + 4] for i in range(0, 16, 4)):
             assert len({row["prompt"] for row in group}) == 1
             assert sum(row["advantage"] for row in group) == pytest.approx(0, abs=1e-4)
 

@@ -95,6 +95,31 @@ def test_nothing_but_loss_ends_the_run_and_saves_nothing_wrong(tiny_base, files,
     assert not any("reward" in row or row["grad_norm"] for row in rows)  # no reward at all, and not 0
 
 
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ('log_extra("advantage", completions)', "log_extra('advantage', …): the table has that column for itself"),
+        ('log_extra("format_reward", completions)', "log_extra('format_reward', …): the table has that column for itself"),
+        (
+            'log_metric("rewards/failures", 1)',
+            "the reward function f raised ValueError: log_metric('rewards/failures', …): the log",
+        ),
+        ('log_metric("loss", 1)', "log_metric('loss', …): the log has that name for itself"),
+        ('log_metric("reward", 1)', "log_metric('reward', …): the log has that name for itself"),  # of an evaluation
+        ('log_metric("num_tokens", 1)', "log_metric('num_tokens', …): the log has that name for itself"),
+    ],
+)
+def test_a_name_of_the_trainers_is_refused_and_neither_is_lost(tiny_base, files, tmp_path, capsys, call, told):
+    (tmp_path / "f.py").write_text(
+        f"def f(completions, log_extra, log_metric, **_):\n    {call}\n    return [1.0] * len(completions)\n"
+    )
+    options = ["--reward-funcs", f"{tmp_path / 'f.py'}:f", "format", "--max-steps", "1"]
+    if '("reward' in call:
+        options += ["--eval-steps", "1", "--eval-data", str(files / "data.jsonl"), "--eval-samples", "1"]
+    assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"error: {told}")
+
+
 def test_functions_know_the_step_and_log_what_they_like(tiny_base, files, tmp_path, functions):
     options = ["--reward-funcs", f"{functions}:curriculum", f"{functions}:leaves_the_folder", "--eval-steps", "3"]
     options += ["--eval-data", str(files / "data.jsonl"), "--max-steps", "3"]
