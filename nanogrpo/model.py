@@ -142,10 +142,11 @@ def _checked(name: str, value, kind: str, where: str):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021), pairing dimension i with i + E/2 as Hugging Face does.
 
-    x: [T, heads, E]; cos, sin: [T, 1, E] float32. Computed in float32, returned in x's dtype.
+    x: [T, heads, E]; cos, sin: [T, 1, E] float32. Computed in float32 or, of float64, in float64; returned in x's dtype.
     """
-    a, b = x.float().chunk(2, dim=-1)
-    return (x.float() * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    a, b = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
 
 
 class RMSNorm(nn.Module):

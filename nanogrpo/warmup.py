@@ -95,23 +95,28 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600, quiet: bool = False
     with advantage 1: so this is the trainer's own loss, on samples that were not sampled.
     """
     folder = may_write(folder)
-    cfg = Config(loss_type="dapo")
-    rng = random.Random(f"warm-up,{seed}")
     torch.manual_seed(seed)
     with checkpoint.written_whole(folder) as aside:
         tokenizer = write_tokenizer(aside)
         model = Decoder(base_config(tokenizer.vocab_size))
-        optimizer = optim.make_optimizer(model, cfg)
-        for step in track(range(steps), "warm-up", console=Console(stderr=True, quiet=quiet)):
-            lazy = step >= steps * 3 // 4
-            samples = [solved(i, text, tokenizer, rng, lazy) for i, text in enumerate(draw(rng))]
-            for batch in packing.pack(packing.one_update(samples, cfg), samples, cfg):
-                model.score(batch, grpo.objective(batch, cfg)).loss.backward()
-            rate = 3e-3 * min(1.0, (step + 1) / 50, 1.05 - step / steps)  # up in 50 steps, then down to a twentieth
-            optim.clip_and_step(model, optimizer, rate, max_grad_norm=1.0)
+        teach(model, tokenizer, seed, steps, quiet)
         checkpoint.export(model, aside, tokenizer)
         row = {"seed": seed, "steps": steps, "files": sorted([MARK, *(path.name for path in aside.iterdir())])}
         (aside / MARK).write_text(json.dumps(row) + "\n")
+
+
+def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int, quiet: bool = True) -> None:
+    """The training itself, of any model whose vocabulary the tokenizer's ids fit into."""
+    cfg = Config(loss_type="dapo")
+    rng = random.Random(f"warm-up,{seed}")
+    optimizer = optim.make_optimizer(model, cfg)
+    for step in track(range(steps), "warm-up", console=Console(stderr=True, quiet=quiet)):
+        lazy = step >= steps * 3 // 4
+        samples = [solved(i, text, tokenizer, rng, lazy) for i, text in enumerate(draw(rng))]
+        for batch in packing.pack(packing.one_update(samples, cfg), samples, cfg):
+            model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+        rate = 3e-3 * min(1.0, (step + 1) / 50, 1.05 - step / steps)  # up in 50 steps, then down to a twentieth
+        optim.clip_and_step(model, optimizer, rate, max_grad_norm=1.0)
 
 
 def ensure_base(folder: Path, seed: int, steps: int) -> None:

@@ -15,6 +15,7 @@ import time
 import pytest
 import torch
 from conftest import write_base
+from rounding import agree, trained
 from vllm_real import ROOT, gap, malformed, raw, sidecar, train_a_little
 
 from nanogrpo import checkpoint
@@ -24,6 +25,7 @@ from nanogrpo.guard import ROUTES
 from nanogrpo.rollout import SamplingParams
 from nanogrpo.server import Server, ServerError
 from nanogrpo.sync import WeightSync
+from nanogrpo.tokenizer import Tokenizer
 from nanogrpo.vllm_engine import VLLMEngine
 
 pytestmark = pytest.mark.vllm
@@ -87,6 +89,16 @@ def test_one_corrupted_tensor_is_seen_by_the_check(server):
     assert gap(model, engine.sample(PROMPTS, 4, params(1.0), step=0), 1.0) > 1e-5
     engine.load(model, 1)
     assert gap(model, engine.sample(PROMPTS, 4, params(1.0), step=0), 1.0) <= 1e-5
+    engine.close()
+
+
+def test_on_a_trained_model_both_sides_are_as_near_to_float64_as_float32_allows(server):
+    """There the largest gap passes 1e-5: see test_rounding.py."""
+    model = checkpoint.load_model(server[0])
+    prompts = trained(model, Tokenizer.from_pretrained(server[0]))
+    engine = engine_of(server, model, max_len=96)
+    engine.load(model, 0)
+    agree(model, engine.sample(prompts, 8, params(1.0), step=0), 1.0)
     engine.close()
 
 
