@@ -18,6 +18,7 @@ import importlib.metadata
 import os
 import re
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -50,7 +51,7 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--secret-file", type=Path, help=f"file whose first line is the secret; or set {SECRET}")
     parser.add_argument("--startup-timeout", type=float, default=900.0, metavar="SECONDS", help="until the first sign of health")
-    parser.add_argument("--stop-with-stdin", action="store_true", help="end when standard input closes: as whoever holds it ends")
+    parser.add_argument("--owner", type=int, metavar="PID", help="end when standard input closes, or when this process ends")
     ours, rest = parser.parse_known_args(argv)
     for word in rest:
         given = re.split(r"[=.]", word)[0].replace("_", "-").replace("--no-", "--")  # as vLLM reads it
@@ -58,6 +59,8 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str
             raise UserError(
                 f"{given} cannot be used: it leaves vLLM's weight routes open; set {SECRET} or --secret-file instead."
             )
+        if given.startswith(("--ssl", "--enable-ssl")):
+            raise UserError(f"{given} cannot be used: trainer and server speak plain HTTP; use it on a private network.")
         if given == "--config":
             raise UserError("--config cannot be used: its file may set what training relies on; give its options one by one.")
         for name, value in FIXED.items():
@@ -136,9 +139,16 @@ def end(grace: float = 10.0) -> None:
     (os.killpg if leads else os.kill)(os.getpid(), signal.SIGKILL)
 
 
-def stop_with_stdin() -> None:
-    """Ends the server when the other end of standard input is closed: by its owner, or when the owner was killed."""
-    while sys.stdin.buffer.read(1):
+def end_with(owner: int) -> None:
+    """Ends the server when its owner closes the other end of standard input; or ends, which alone may not close it: a child that
+    the owner has forked holds it open for as long as it lives."""
+    watched = [sys.stdin.fileno()]
+    with contextlib.suppress(AttributeError):  # Linux only
+        try:
+            watched.append(os.pidfd_open(owner))
+        except ProcessLookupError:  # already
+            end()
+    while select.select(watched, [], [])[0] == watched[:1] and os.read(watched[0], 4096):
         pass
     end()
 
@@ -163,8 +173,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"serve: vLLM {version}, {ours.model}", file=sys.stderr, flush=True)
     args = (ours.host, ours.port, secret, ours.startup_timeout)
     threading.Thread(target=watch, args=args, daemon=True).start()
-    if ours.stop_with_stdin:
-        threading.Thread(target=stop_with_stdin, daemon=True).start()
+    if ours.owner:
+        threading.Thread(target=end_with, args=(ours.owner,), daemon=True).start()
     fixed = [word for pair in FIXED.items() for word in pair if word is not None]
     where = ["--model", ours.model, "--host", ours.host, "--port", str(ours.port)]
     sys.argv = ["vllm serve", *where, *fixed, *rest]

@@ -270,6 +270,6 @@ def _engine(c: Any) -> None:
             words = shlex.split(c.vllm_options)
         except ValueError as e:
             raise UserError(f"--vllm-options {c.vllm_options!r} cannot be split into words ({e}): close the quotes.") from e
-        for name in ("--model", "--host", "--port", "--secret-file"):
+        for name in ("--model", "--host", "--port", "--secret-file", "--owner"):
             ours = any(word.split("=")[0] == name for word in words)
             require(not ours, f"--vllm-options sets {name}, which the trainer chooses for its own server: leave it out.")

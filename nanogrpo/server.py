@@ -64,6 +64,7 @@ class Server:
         self.version = -1  # of the weights that it was given last
         self.open: set[http.client.HTTPConnection] = set()
         self.lock = threading.Lock()
+        self.knocking: threading.Thread | None = None  # at its door, while it is lost
 
     def __repr__(self) -> str:
         return self.url
@@ -117,6 +118,30 @@ class Server:
             raise UserError(f"{self.url} refuses {path} ({reply.status}: {message}); trainer and server do not fit together.")
         raise ServerError(f"{self.url} answered {path} with status {reply.status}: {message}", reply.status)
 
+    def answers(self, path: str, over: threading.Event) -> bool:
+        """Whether a lost server has answered since it was lost. A thread asks until it does, or until `over`: a server that hangs
+        costs the first call a moment, and the others nothing."""
+
+        def knock() -> None:
+            while not over.is_set():
+                try:
+                    self.get(path, timeout=min(self.timeout, 10.0))
+                except ServerError:
+                    over.wait(1.0)
+                    continue
+                except UserError:  # a refusal is an answer: who tries to use the server is told
+                    pass
+                return
+
+        if (thread := self.knocking) is None:
+            thread = self.knocking = threading.Thread(target=knock, daemon=True)
+            thread.start()
+            thread.join(0.25)  # one that is well answers at once
+        if thread.is_alive():
+            return False
+        self.knocking = None
+        return True
+
     def abort(self) -> None:
         """Ends the requests under way in other threads: they raise ServerError, also those that are still connecting."""
         with self.lock:
@@ -147,7 +172,7 @@ class Sidecar:
     """A server process of ours: `python serve.py`, started, killed, and started again, always with the same options.
 
     It listens on loopback only, with a random secret that the environment carries. It ends when this process does, however that
-    ends: it holds the reading end of a pipe whose writing end only we have.
+    ends: it holds the reading end of a pipe whose writing end we have, and watches our process id.
     """
 
     def __init__(self, model: str | Path, options: Sequence[str], python: str, output: Path, startup_timeout: float = 900.0):
@@ -166,7 +191,8 @@ class Sidecar:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
         script = Path(__file__).resolve().parent.parent / "serve.py"
-        command = [self.python, str(script), "--model", self.model, "--port", str(port), "--stop-with-stdin", *self.options]
+        who = ["--model", self.model, "--port", str(port), "--owner", str(os.getpid())]
+        command = [self.python, str(script), *who, *self.options]
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             output = self.output.open("ab")

@@ -229,8 +229,8 @@ class WeightSync:
             server.post("/finish_weight_update", {"weight_version": self.label(version)})
         except BaseException:
             self.disconnect(server)
-            with contextlib.suppress(ServerError):  # the first error is the one to tell
-                server.post("/resume")
+            with contextlib.suppress(ServerError):  # the first error is the one to tell; if it was a hang, so is this
+                server.post("/resume", timeout=min(self.timeout, 5.0))
             raise
         server.post("/resume")
 

@@ -246,10 +246,11 @@ class VLLMEngine:
         server.abort()
 
     def _send(self) -> None:
-        """The current weights to every server: those that are alive, and those that may have come back."""
+        """The current weights to every server: those that are alive, and those that have come back."""
         for server in self.servers:
             try:
-                self._bring_up(server)
+                if server.alive or len(self.servers) == 1 or server.answers(FACTS, self.over):
+                    self._bring_up(server)
             except ServerError as e:
                 self._lose(server, e)
                 self.sync.disconnect(server)

@@ -56,6 +56,12 @@ def test_what_would_open_the_door_is_refused(word):
         serve.options(["--model", "m", word, "x"])
 
 
+@pytest.mark.parametrize("word", ["--ssl-keyfile=x", "--ssl_certfile", "--enable-ssl-refresh"])
+def test_encryption_is_refused_rather_than_half_there(word):
+    with pytest.raises(UserError, match="cannot be used: trainer and server speak plain HTTP"):
+        serve.options(["--model", "m", word])
+
+
 def test_the_watch_asks_no_proxy_and_knows_an_address_of_ipv6(monkeypatch, capsys):
     """A proxy would see the secret, and its answer would end a healthy server."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
@@ -98,6 +104,27 @@ def test_what_heeds_no_sigterm_is_killed_with_its_workers():
     worker = int(process.stdout.readline())
     assert process.wait(10) == -signal.SIGKILL
     assert ended([worker], within=5.0)
+
+
+def test_the_server_ends_with_its_owner_although_a_child_of_the_owner_holds_the_pipe():
+    """As one that a user's rollout has forked: it inherits the writing end, so that closing alone would never be seen."""
+    owner = (
+        "import os, subprocess, sys, time\n"
+        "served = [sys.executable, '-c', f'import serve; serve.end_with({os.getpid()})']\n"
+        "server = subprocess.Popen(served, stdin=subprocess.PIPE)\n"
+        "child = os.fork()\n"
+        "print(server.pid, child, flush=True) if child else None\n"
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    server, child = map(int, process.stdout.readline().split())
+    try:
+        process.kill()
+        process.wait()
+        assert ended([server], within=20.0)
+        os.kill(child, 0)  # lives
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_an_occupied_port():

@@ -175,3 +175,17 @@ def test_a_server_of_another_model(tiny_base, files, tmp_path, capsys):
         assert train.main(arguments(tiny_base, files, tmp_path, "--engine", "vllm", "--server", other.url)) == 2
     assert "serves another model: its num_hidden_layers is 3" in capsys.readouterr().err
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--vllm-options=--dtype float32 --port 8001"], "--vllm-options sets --port, which the trainer chooses"),
+        (["--vllm-options=--host=0.0.0.0"], "--vllm-options sets --host"),
+        (["--temperature", "0.001"], "--temperature 0.001 is beyond vLLM's limits: give 0.01 to 2"),  # it would sample at 0.01
+        (["--temperature", "3"], "--temperature 3.0 is beyond vLLM's limits"),
+    ],
+)
+def test_options_that_no_server_can_take_are_told_before_one_starts(tiny_base, files, tmp_path, capsys, options, sentence):
+    assert train.main(arguments(tiny_base, files, tmp_path, "--engine", "vllm", *options)) == 2
+    assert sentence in capsys.readouterr().err

@@ -96,6 +96,24 @@ def test_a_server_that_refuses_in_mid_run_is_lost_and_the_checkpoint_can_be_save
         engine.sample(PROMPTS, 2, PARAMS, step=0) if where != "/pause" else engine.load(MODEL, 1)
 
 
+def test_a_hanging_server_costs_the_syncs_nothing_until_it_answers_again(fake):
+    with FakeVLLM(tiny_config()) as other:
+        engine = engine_of(fake, other, timeout=3.0)
+        held = threading.Event()
+        other.disturb = lambda m, path, b: held.wait(20) and None  # it accepts, and never answers
+        engine._lose(engine.servers[1], ServerError("for the test"))
+        begin = time.monotonic()
+        for version in range(1, 5):
+            engine.load(MODEL, version)
+            assert [s.alive for s in engine.servers] == [True, False]
+        assert time.monotonic() - begin < 2.0  # less than one wait for an answer
+        held.set()
+        engine.servers[1].knocking.join(10)
+        engine.load(MODEL, 5)
+        assert [s.alive for s in engine.servers] == [True, True]
+        assert other.label == engine.sync.label(5)
+
+
 # --- our own server ------------------------------------------------------------------------------------------------------------
 
 
@@ -269,17 +287,3 @@ def test_who_is_asked_to_stop_waits_for_no_server_and_saves(tiny_base, files, tm
     assert time.monotonic() - begin < 20
     assert "go on with --resume" in capsys.readouterr().err if status == 2 else ahead == "1"  # 0: the step in hand was finished
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == [f"checkpoint-{len(steps(tmp_path))}"]
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--vllm-options=--dtype float32 --port 8001"], "--vllm-options sets --port, which the trainer chooses"),
-        (["--vllm-options=--host=0.0.0.0"], "--vllm-options sets --host"),
-        (["--temperature", "0.001"], "--temperature 0.001 is beyond vLLM's limits: give 0.01 to 2"),  # it would sample at 0.01
-        (["--temperature", "3"], "--temperature 3.0 is beyond vLLM's limits"),
-    ],
-)
-def test_options_that_cannot_work_are_told_in_a_sentence(tiny_base, files, tmp_path, capsys, options, sentence):
-    assert train.main(arguments(tiny_base, files, tmp_path, "--engine", "vllm", *options)) == 2
-    assert sentence in capsys.readouterr().err
