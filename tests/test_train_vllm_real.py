@@ -19,6 +19,7 @@ from test_vllm_real import SIZES
 from test_vllm_recovery import ended, processes
 from vllm_real import CPU, PYTHON, ROOT, sidecar
 
+from nanogrpo.checkpoint import load_model
 from nanogrpo.guard import SECRET
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -112,6 +113,30 @@ def test_own_server_killed_and_own_trainer_killed_lose_nothing(base, files, tmp_
     run.communicate()
     finish(start(arguments(base, files, output, *options, *server, "--resume")))
     assert trained_on(output) == trained_on(tmp_path / "quiet")
+
+
+def test_adapters_are_sampled_merged(base, files, tmp_path, server):
+    """LoRA: the log-probs of what the server samples are those of base and adapters together, after every step of both."""
+    options = [
+        "--lora-r",
+        "8",
+        "--lora-alpha",
+        "16",
+        "--learning-rate",
+        "2e-2",
+        "--max-steps",
+        "6",
+        "--generation-batch-size",
+        "32",
+    ]
+    for name, ranks in {"one": 1, "two": 2}.items():
+        finish(start(arguments(base, files, tmp_path / name, *options, *server), ranks=ranks))
+        assert all(row["sampling/sampling_logp_difference/max"] <= 1e-5 for row in steps(tmp_path / name)), name
+    one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
+    assert [r["reward"] for r in one] == pytest.approx([r["reward"] for r in two], abs=1e-6)
+    before, merged = (dict(load_model(f).named_parameters()) for f in (base, tmp_path / "one" / "checkpoint-6"))
+    moved = {name for name, w in merged.items() if (w - before[name]).abs().max() > 1e-2}
+    assert len(moved) == 7 * 2  # every adapted matrix of two layers: a base sent alone would not give these log-probs
 
 
 TURNS = """
