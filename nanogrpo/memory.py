@@ -16,6 +16,7 @@ With n parameters, of which a block has n_b and the rest (embedding, head, norms
                    or b·n                     of a vLLM server: rank 0's copy of the weights, to be sent
     checkpoint     12·n/W + 4·n               copies on the host while they are written; the last term on rank 0
     reference      4·n/W                      only with beta > 0; its root stays gathered too; one that is synced is saved too
+    reward models  b·n of each                whole on every rank; they judge layer by layer, before any activation is kept
 
 With adapters, optimizer, gradients and the checkpoint's first term count what is trained, the head has no gradient, and there is
 no reference: it is the same model, its adapters off.
@@ -29,12 +30,14 @@ from __future__ import annotations
 import logging
 import os
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from nanogrpo import lora, ops, packing
 from nanogrpo.config import Config
@@ -103,8 +106,8 @@ def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> Longest:
     return Longest(T, max(min(keys, budget[1]), T), tokens > budget[0] or keys > budget[1])
 
 
-def table(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> list[Row]:
-    """The estimate for one rank, from shapes alone: the model may be on the meta device."""
+def table(model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()) -> list[Row]:
+    """The estimate for one rank, from shapes alone: the models may be on the meta device. judges: the reward models."""
     c, W = model.cfg, world.size
     sharded = dist.is_initialized()
     item = 2 if world.device.type == "cuda" else 4
@@ -138,6 +141,7 @@ def table(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> lis
         out.append(Row("gathered by FSDP", item * (root + 2 * block if cfg.reshard_after_forward else n)))
     if cfg.beta and not cfg.lora_r:
         out.append(Row("reference model", 4 * n // W + (item * root if sharded else 0), away))
+    out += [Row(f"reward model {judge.__name__}", sum(p.nbytes for p in judge.parameters())) for judge in judges]
     out += [
         Row(f"activations of {T:,} tokens", T * (c.num_hidden_layers * kept + again + 3 * item * c.hidden_size)),
         Row(f"keys and values gathered for {Tk:,} rows", gathered * 2 * item * c.num_key_value_heads * c.head_dim * (Tk - T)),
@@ -168,9 +172,9 @@ def shown(n: int) -> str:
     return f"{size:.1f} {units[0]}" if units[0] != "B" else f"{n} B"
 
 
-def check(model: Decoder, cfg: Config, world: World, longest_prompt: int) -> int:
+def check(model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()) -> int:
     """Prints the table on rank 0; raises UserError where the sum exceeds what there is. Returns the bytes for the device."""
-    rows = table(model, cfg, world, longest_prompt)
+    rows = table(model, cfg, world, longest_prompt, judges)
     device, host = capacity(world)
     on_host = [row for row in rows if row.on_host or world.device.type == "cpu"]
     on_gpu = [row for row in rows if row not in on_host]

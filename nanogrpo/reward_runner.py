@@ -106,6 +106,11 @@ class Runner:
         self.logged: dict[str, list[float]] = {}  # what log_metric was given since then
 
     @property
+    def models(self) -> list[RewardModel]:
+        """The reward models, for the table of memory."""
+        return [function for function in self.here.functions if isinstance(function, RewardModel)]
+
+    @property
     def longest(self) -> float:
         """Seconds that a step may spend on functions with a limit, starts of the process aside."""
         return 2 * self.timeout * sum(unit.where is self.process for unit in self.units)

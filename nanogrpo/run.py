@@ -77,7 +77,7 @@ def setup(cfg: Config, world: World) -> Run:
     check_answers(cfg, prompts)
     origin = output.origin(cfg, world, prompts)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts)
-    estimate = memory.check(model, cfg, world, longest)
+    estimate = memory.check(model, cfg, world, longest, rewards.models)
     load_sharded(model, source, world, cfg)
     reference = model if cfg.beta and cfg.lora_r else None  # it is the reference itself, its adapters off
     if cfg.beta and not cfg.lora_r:

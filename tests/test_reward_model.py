@@ -14,7 +14,7 @@ from conftest import arguments, steps
 from test_tokenizer import make_folder
 
 import train
-from nanogrpo import reward_model, warmup
+from nanogrpo import memory, reward_model, warmup
 from nanogrpo.errors import UserError
 from nanogrpo.reward_model import RewardModel
 from nanogrpo.reward_runner import Runner
@@ -79,7 +79,8 @@ def test_a_text_that_ends_with_the_padding_token_is_judged_as_transformers_does(
     assert judge(prompts=given[0], completions=given[1])[0] != pytest.approx(scores[1], abs=1e-2)
 
 
-def test_a_run_is_rewarded_by_a_model(tiny_base, files, tmp_path):
+def test_a_run_is_rewarded_by_a_model(tiny_base, files, tmp_path, caplog):
+    caplog.set_level("INFO")
     judge = make(tmp_path / "judge", tokenizer=warmup.write_tokenizer)
     option = ["--reward-funcs", f"model:{judge}", f"{files / 'reward.py'}:even", "--reward-weights", "1", "0.5"]
     assert train.main(arguments(tiny_base, files, tmp_path / "run", *option, "--max-steps", "2")) == 0
@@ -88,6 +89,8 @@ def test_a_run_is_rewarded_by_a_model(tiny_base, files, tmp_path):
         assert row["reward"] == pytest.approx(row["rewards/judge/mean"] + 0.5 * row["rewards/even/mean"])
         assert row["rewards/judge/std"] > 0
     assert len(rows) == 2
+    size = memory.shown(sum(p.nbytes for p in RewardModel.load(str(judge)).parameters()))
+    assert f"{size}  reward model judge" in caplog.text
 
 
 def test_a_folder_that_is_no_reward_model(tiny_base, tmp_path):
