@@ -42,7 +42,7 @@ class Config:
     top_k: int = 0  # keep the k likeliest tokens; 0: all
     min_p: float = 0.0  # drop tokens less likely than this fraction of the likeliest
     engine: str = "local"  # what samples: local (our own decoder, in this process) or vllm (a server beside it)
-    max_concurrent: int = 64  # sequences decoded at once by the embedded engine
+    max_concurrent: int = 64  # sequences decoded at once by the embedded engine; a vLLM server decides itself
     rollout: str = ""  # writes completions in several turns, with tools: module:function or file.py:function; empty: one turn
     max_resample_times: int = 0  # groups whose advantages are all 0 are replaced, up to so many times (DAPO); 0: never
     # --- the vLLM server (--engine vllm)

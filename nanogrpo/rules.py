@@ -63,7 +63,7 @@ NEEDS = {  # an option that does nothing without another: given alone, it would 
     **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), "use_adaptive_entropy"),
     **{"eval_data": "eval_steps", "use_bias_correction_kl": "beta", "torch_compile_backend": "torch_compile"},
 }
-ONLY_WITH = {  # the same of an option that belongs to some choices of another; epsilon belongs to most, and a profile sets it
+ONLY_WITH = {  # the same of an option that belongs to some choices of another; epsilon* belong to most, and a profile sets one
     **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("loss_type", ("sapo",))),
     **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("loss_type", ("vespo",))),
     "dppo_penalty": ("loss_type", ("dppo_tv", "dppo_kl")),
@@ -199,11 +199,11 @@ def _objective(c: Any) -> None:
         f"--scale-rewards {c.scale_rewards} does not go with --multi-objective-aggregation normalize_then_sum, which scales by "
         "the group and then by the batch: leave it out.",
     )
-    simple = c.scale_rewards != "batch" and c.multi_objective_aggregation == "sum_then_normalize"
+    own = {"grpo": ("group", "batch", "none"), "rloo": ("group", "none"), "maxrl": ("group",)}[c.advantage_estimator]
     require(
-        c.advantage_estimator == "grpo" or simple,
-        f"--advantage-estimator {c.advantage_estimator} has a scale of its own: leave --scale-rewards batch and "
-        "--multi-objective-aggregation normalize_then_sum out.",
+        c.scale_rewards in own and (c.advantage_estimator == "grpo" or c.multi_objective_aggregation == "sum_then_normalize"),
+        f"--advantage-estimator {c.advantage_estimator} has a scale of its own: leave --scale-rewards and "
+        "--multi-objective-aggregation out.",
     )
 
 

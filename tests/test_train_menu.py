@@ -152,6 +152,7 @@ MISTAKES = {
     "--use-adaptive-entropy --entropy-coef 2": "--entropy-coef 2.0 is not between --entropy-coef-min 0.0 and",
     "--use-adaptive-entropy --entropy-coef-min 0.1": "--entropy-coef 0.0 is not between --entropy-coef-min 0.1 and",
     "--advantage-estimator rloo --scale-rewards batch": "--advantage-estimator rloo has a scale of its own",
+    "--advantage-estimator maxrl --scale-rewards none": "--advantage-estimator maxrl has a scale of its own",
     "--advantage-estimator maxrl --multi-objective-aggregation normalize_then_sum": "--advantage-estimator maxrl has a scale",
     "--loss-type vespo --importance-sampling-level sequence": "--importance-sampling-level sequence does not go with",
     "--scale-rewards none --multi-objective-aggregation normalize_then_sum": "--scale-rewards none does not go with",
