@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import time
 
 SECRET = "NANOGRPO_SECRET"  # environment variable with the secret; never on a command line, which others can read
 SHORTEST = 16  # characters of a secret
@@ -24,6 +25,8 @@ ROUTES = {
     *("/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping"),
 }
 FACTS = "/nanogrpo"
+TRAINER = "X-Nanogrpo-Trainer"  # the header by which a trainer is told from another one: a random word
+QUIET = 20.0  # seconds without a word from the trainer whose weights are here, after which another may bring its own
 
 # What must be equal for a server to take a trainer's weights: the fields of ModelConfig that decide shapes and results.
 FIELDS = (
@@ -38,6 +41,7 @@ class Guard:
     def __init__(self, app):
         self.app = app
         self.secret = os.environ.get(SECRET, "").encode()
+        self.trainer, self.heard = b"", -QUIET  # who has introduced itself, and when it was heard last
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "lifespan":
@@ -47,6 +51,8 @@ class Guard:
         if not self.knows(scope["headers"]):
             return await answer(send, 401, {"error": "the secret is missing or wrong"})
         path = scope["path"]
+        if (silent := self.taken(scope["headers"], path)) is not None:
+            return await answer(send, 409, {"error": f"another trainer uses this server: it was heard {silent:.0f} s ago"})
         if path == FACTS and scope["method"] == "GET":
             return await answer(send, 200, facts(scope["app"].state))
         weights = path == "/weight_checker"  # its action "reset" would wipe the weights: only checksums are let through
@@ -61,6 +67,19 @@ class Guard:
             return True
         given = next((v for k, v in headers if k == b"authorization"), b"")
         return hmac.compare_digest(given, b"Bearer " + self.secret)  # in constant time: no guessing byte by byte
+
+    def taken(self, headers: list[tuple[bytes, bytes]], path: str) -> float | None:
+        """Seconds since the trainer that has this server was heard, if this is a request of another one; else None. Without this,
+        two trainers would replace each other's weights for ever. With several API processes each knows only what it was told."""
+        who = next((v for k, v in headers if k == TRAINER.lower().encode()), b"")
+        now = time.monotonic()
+        if who and who != self.trainer and now - self.heard < QUIET:
+            return now - self.heard
+        if who and path == "/init_weight_transfer_engine":
+            self.trainer = who
+        if who and who == self.trainer:
+            self.trainer, self.heard = (b"", -QUIET) if path == "/shutdown_weight_transfer_engine" else (who, now)
+        return None
 
     async def checksum_only(self, receive) -> bool:
         body, more = b"", True

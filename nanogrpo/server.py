@@ -26,9 +26,11 @@ from pathlib import Path
 
 from nanogrpo.ends import asked
 from nanogrpo.errors import UserError
-from nanogrpo.guard import FACTS, SECRET
+from nanogrpo.guard import FACTS, QUIET, SECRET, TRAINER
 
 log = logging.getLogger(__name__)
+
+BEAT = QUIET / 4  # seconds between two words to a server that is ours
 
 
 class ServerError(Exception):
@@ -46,7 +48,8 @@ class ServerLost(UserError):
 class Server:
     """HTTP to one server. `alive` says whether it is given work; the engine sets it. Safe to use from several threads."""
 
-    def __init__(self, url: str, secret: str = "", timeout: float = 60.0):
+    def __init__(self, url: str, secret: str = "", timeout: float = 60.0, claim: threading.Event | None = None):
+        """claim: keeps the server for this trainer, which is heard in it all the time, until the event is set."""
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port
@@ -65,6 +68,9 @@ class Server:
         self.open: set[http.client.HTTPConnection] = set()
         self.lock = threading.Lock()
         self.knocking: threading.Thread | None = None  # at its door, while it is lost
+        if claim is not None:
+            self.headers[TRAINER] = secrets.token_hex(8)
+            threading.Thread(target=self._stay, args=(claim,), daemon=True).start()
 
     def __repr__(self) -> str:
         return self.url
@@ -110,6 +116,8 @@ class Server:
         message = content.get("error") if isinstance(content, dict) else content
         message = str(message.get("message", message) if isinstance(message, dict) else message).strip().splitlines()
         message = message[-1][:300] if message else ""
+        if reply.status == 409 and TRAINER in self.headers:
+            raise ServerError(f"{self.url} is taken ({message}); give each trainer a server of its own", 409)
         if reply.status == 401:
             raise UserError(f"{self.url} refuses the secret; set {SECRET} to the one that the server was started with.")
         if reply.status == 404 and path == FACTS:
@@ -117,6 +125,13 @@ class Server:
         if 400 <= reply.status < 500 and reply.status not in (408, 425, 429):
             raise UserError(f"{self.url} refuses {path} ({reply.status}: {message}); trainer and server do not fit together.")
         raise ServerError(f"{self.url} answered {path} with status {reply.status}: {message}", reply.status)
+
+    def _stay(self, over: threading.Event) -> None:
+        """A word now and then, for a trainer may be silent for long while it trains."""
+        while not over.wait(BEAT):
+            with contextlib.suppress(ServerError, UserError):  # if it matters, who tries to use the server is told
+                if self.alive:
+                    self.get("/health", timeout=BEAT)
 
     def answers(self, path: str, over: threading.Event) -> bool:
         """Whether a lost server has answered since it was lost. A thread asks until it does, or until `over`: a server that hangs

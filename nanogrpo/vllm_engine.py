@@ -70,7 +70,7 @@ class VLLMEngine:
         self.lock = threading.RLock()  # held while weights are gathered or sent: by the loop, or by a recovery
         self.workers: dict[Server, int] = {}
         self.sync: WeightSync | None = None
-        self.servers = [Server(url, secret, timeout) for url in servers] if self.ranks.first else []
+        self.servers = [Server(url, secret, timeout, self.over) for url in servers] if self.ranks.first else []
         self.ranks.on_first(self._start)
         dtype = self.ranks.share(self.dtype)
         self.sync = WeightSync(model, dtype, self.device, transport, timeout=timeout, first=self.ranks.first)

@@ -19,7 +19,7 @@ from vllm_real import ROOT
 
 import serve
 from nanogrpo.errors import UserError
-from nanogrpo.guard import FACTS, ROUTES, SECRET, Guard
+from nanogrpo.guard import FACTS, QUIET, ROUTES, SECRET, TRAINER, Guard
 from nanogrpo.server import Sidecar
 
 LONG = "0123456789abcdef"
@@ -212,9 +212,10 @@ def test_secrets_that_are_none(monkeypatch, tmp_path, content, sentence):
 # --- the guard ------------------------------------------------------------------------------------------------------------------
 
 
-def ask(guard: Guard, path: str, method: str = "POST", secret: str | None = LONG, body: bytes = b"", kind: str = "http"):
+def ask(guard: Guard, path: str, method="POST", secret: str | None = LONG, body=b"", kind="http", trainer=""):
     """(status, body) of the guard's or the application's answer."""
     headers = [] if secret is None else [(b"authorization", b"Bearer " + secret.encode())]
+    headers += [(TRAINER.lower().encode(), trainer.encode())] if trainer else []
     sent, given = [], [{"type": "http.request", "body": body[:5], "more_body": True}, {"type": "http.request", "body": body[5:]}]
 
     async def receive():
@@ -268,6 +269,29 @@ def test_the_guard_tells_whose_weights_these_are(monkeypatch, guard):
     monkeypatch.setattr("nanogrpo.guard.facts", lambda state: {"dtype": "float32"})
     assert ask(guard, FACTS, method="GET") == (200, b'{"dtype": "float32"}')
     assert ask(guard, FACTS, method="GET", secret=None)[0] == 401
+
+
+def test_one_trainer_at_a_time(monkeypatch, guard):
+    """First come: until it says goodbye, or is silent for too long. Who is no trainer is never in the way."""
+    now = [1000.0]
+    monkeypatch.setattr("nanogrpo.guard.time.monotonic", lambda: now[0])
+
+    def status(trainer, path="/health"):
+        return ask(guard, path, trainer=trainer)[0]
+
+    assert status("b") == 200  # nobody is there yet
+    assert status("a", "/init_weight_transfer_engine") == 200
+    assert (status("b"), status("b", FACTS), status("b", "/init_weight_transfer_engine")) == (409, 409, 409)
+    assert (status("a", "/pause"), status("", "/pause")) == (200, 200)
+    now[0] += 0.9 * QUIET
+    assert status("a") == 200
+    now[0] += 0.9 * QUIET
+    assert status("b") == 409
+    now[0] += 0.2 * QUIET
+    assert status("b", "/init_weight_transfer_engine") == 200
+    assert status("a") == 409
+    assert status("b", "/shutdown_weight_transfer_engine") == 200
+    assert status("a", "/init_weight_transfer_engine") == 200
 
 
 def test_a_log_that_cannot_be_written(tmp_path):

@@ -20,7 +20,9 @@ from test_vllm_recovery import ended, processes
 from vllm_real import CPU, PYTHON, ROOT, sidecar
 
 from nanogrpo.checkpoint import load_model
+from nanogrpo.errors import UserError
 from nanogrpo.guard import SECRET
+from nanogrpo.vllm_engine import VLLMEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -181,6 +183,21 @@ def test_a_server_that_hangs_for_good_stops_the_run_with_its_checkpoint(base, fi
         assert (tmp_path / "run" / f"checkpoint-{done}").exists()
     finally:
         process.kill()
+
+
+def test_a_second_trainer_is_refused_until_the_first_has_ended(base, server):
+    model = load_model(base)
+
+    def trainer(patience: float) -> VLLMEngine:
+        return VLLMEngine(model, max_len=64, servers=[server[-1]], secret=os.environ[SECRET], patience=patience)
+
+    first = trainer(30.0)
+    first.load(model, 0)
+    with pytest.raises(UserError, match=r"another trainer uses this server.*; give each trainer a server of its own"):
+        trainer(0.5)
+    first.load(model, 1)  # it was not disturbed
+    first.close()
+    trainer(0.5).close()
 
 
 def test_a_wrong_secret_is_told(base, files, tmp_path, server):

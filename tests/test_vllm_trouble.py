@@ -96,24 +96,6 @@ def test_a_server_that_refuses_in_mid_run_is_lost_and_the_checkpoint_can_be_save
         engine.sample(PROMPTS, 2, PARAMS, step=0) if where != "/pause" else engine.load(MODEL, 1)
 
 
-def test_a_hanging_server_costs_the_syncs_nothing_until_it_answers_again(fake):
-    with FakeVLLM(tiny_config()) as other:
-        engine = engine_of(fake, other, timeout=3.0)
-        held = threading.Event()
-        other.disturb = lambda m, path, b: held.wait(20) and None  # it accepts, and never answers
-        engine._lose(engine.servers[1], ServerError("for the test"))
-        begin = time.monotonic()
-        for version in range(1, 5):
-            engine.load(MODEL, version)
-            assert [s.alive for s in engine.servers] == [True, False]
-        assert time.monotonic() - begin < 2.0  # less than one wait for an answer
-        held.set()
-        engine.servers[1].knocking.join(10)
-        engine.load(MODEL, 5)
-        assert [s.alive for s in engine.servers] == [True, True]
-        assert other.label == engine.sync.label(5)
-
-
 # --- our own server ------------------------------------------------------------------------------------------------------------
 
 
