@@ -218,7 +218,7 @@ def _given(samples: Sequence[Sample], state: TrainerState) -> tuple[dict[str, An
     arguments = dict(
         prompts=[sample.prompt.text for sample in samples],
         completions=[_as_completion(sample) for sample in samples],
-        completion_ids=[list(sample.token_ids) for sample in samples],
+        completion_ids=[sample.token_ids for sample in samples],
         trainer_state=state,
         **{key: [sample.prompt.columns.get(key) for sample in samples] for key in keys},
     )
