@@ -5,11 +5,11 @@ Read next: test_reward_process.py, where each case is looked at by itself.
 
 import math
 import re
-import time
 
 import pytest
 from conftest import arguments, lines, steps
 from ranks import REWARD, run
+from reward_clock import only_hangs_take_time
 
 import train
 
@@ -62,7 +62,10 @@ def functions(tmp_path) -> str:
 
 
 @pytest.mark.parametrize(("name", "why"), [("hangs_on_one", "gave no answer within"), ("crashes_on_one", "exited with status 1")])
-def test_a_lost_group_is_counted_and_left_out_and_the_run_goes_on(tiny_base, files, tmp_path, functions, caplog, name, why):
+def test_a_lost_group_is_counted_and_left_out_and_the_run_goes_on(
+    tiny_base, files, tmp_path, functions, caplog, monkeypatch, name, why
+):
+    only_hangs_take_time(monkeypatch, lambda prompts: name == "hangs_on_one" and "3+3=" in prompts)
     options = ["--reward-funcs", f"{functions}:{name}", f"{functions}:waits", "--reward-timeout", "2", "--max-steps", "3"]
     assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 0
     rows = steps(tmp_path / "run")  # an epoch: each prompt once
@@ -76,9 +79,10 @@ def test_a_lost_group_is_counted_and_left_out_and_the_run_goes_on(tiny_base, fil
         assert row["grad_norm"] > 0
 
 
-def test_slow_imports_do_not_cost_the_innocent(tiny_base, files, tmp_path, functions):
+def test_slow_imports_do_not_cost_the_innocent(tiny_base, files, tmp_path, functions, monkeypatch):
+    only_hangs_take_time(monkeypatch, imports=0.9)
     crash = 'def f(prompts, **kwargs):\n    if {"1+1=", "2+2=", "3+3="} & {*prompts}:\n        os._exit(1)\n'
-    code = f"import os, time\ntime.sleep(0.9)\n{crash}    return [float(i % 2) for i in range(len(prompts))]\n"
+    code = f"import os\n{crash}    return [float(i % 2) for i in range(len(prompts))]\n"
     (tmp_path / "slow.py").write_text(code)
     options = ["--reward-funcs", f"{tmp_path / 'slow.py'}:f", "--reward-timeout", "1.5", "--max-steps", "1"]
     assert train.main(arguments(tiny_base, files, tmp_path / "run", *options, "--generation-batch-size", "48")) == 0
@@ -177,8 +181,8 @@ def test_each_rank_scores_its_own_and_the_log_is_of_all(tiny_base, files, tmp_pa
 
 def test_ranks_must_wait_longer_for_each_other_than_for_a_function(tiny_base, files, tmp_path):
     options = ["--reward-funcs", f"{REWARD}:even", "--ddp-timeout", "90", "--reward-timeout", "50"]
-    begun = time.monotonic()
-    with pytest.raises(AssertionError, match=r"--reward-timeout 50: scoring may take up to 100 s, but .* --ddp-timeout 90"):
+    with pytest.raises(
+        AssertionError, match=r"(?s)^\[[12], [12]\].*--reward-timeout 50: scoring may take up to 100 s, but .* --ddp-timeout 90"
+    ):
         run(2, two_ranks, arguments(tiny_base, files, tmp_path / "run", *options))
-    assert time.monotonic() - begun < 30
     assert train.main(arguments(tiny_base, files, tmp_path / "run", *options, "--max-steps", "1")) == 0  # alone, nobody waits
