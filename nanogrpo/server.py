@@ -151,7 +151,7 @@ class Server:
         if (thread := self.knocking) is None:
             thread = self.knocking = threading.Thread(target=knock, daemon=True)
             thread.start()
-            thread.join(0.25)  # one that is well answers at once
+            thread.join(2.0)  # one that is well answers at once, on a busy machine too
         if thread.is_alive():
             return False
         self.knocking = None
