@@ -22,6 +22,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a download would pass here and fail elsewhere
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores: threads of tiny matrices would only wait for each other
 
+import hypothesis
 import pytest
 import torch
 
@@ -39,6 +40,11 @@ from nanogrpo.world import World
 # TRL needs Python 3.11: on 3.10 the parity with it is not tested.
 PEERS = ["test_trl_parity.py", "test_trl_objectives.py", "test_trl_options.py", "test_bench_runs.py"]
 collect_ignore = [] if sys.version_info >= (3, 11) else PEERS
+
+# The same examples each time, and no limit on the time that one takes: a change is refused for what it does, not by chance.
+SUITE = {"derandomize": True, "deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("suite", **SUITE)
+hypothesis.settings.load_profile("suite")
 
 DEVICE = "cuda" if CUDA else "cpu"
 SOLO = World(0, 1, torch.device("cpu"))  # one process

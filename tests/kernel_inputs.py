@@ -18,7 +18,7 @@ if not CUDA:
     exact_fma()
 
 # The interpreter is slow: few examples, the same ones each time, and a failure is shown as found, not shrunk for minutes.
-FEW = settings(max_examples=8, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
+FEW = settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
 ULP = 2.0**-22  # two units in the last place of 1.0 in float32
 # What storing a number in a type may change it by; the interpreter truncates to bfloat16 where a GPU rounds.
 UNIT = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8 if CUDA else 2.0**-7}

@@ -108,13 +108,13 @@ def test_any_text_can_be_judged(text):
 
 def test_degenerate_completions_take_no_time():
     """Loops of a collapsed policy: 32k characters each. Quadratic work would take minutes on these."""
-    start = time.perf_counter()
+    start = time.process_time()  # of this process: others on the machine have none of it
     for piece in ("\\boxed{", "\\boxed", "<answer>", "</answer>", "<think>", "#### ", "{", "}", "1", "1,111", "\\frac", " "):
         text = piece * (32000 // len(piece))
         for form in (text, f"<think></think><answer>{text}</answer>", f"</think><answer>{text}</answer> x", rf"\boxed{{{text}}}"):
             format_reward([form])
             accuracy_reward([form], solution=["1"])
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 # ---- the functions that judge --------------------------------------------------------------------------------------------------

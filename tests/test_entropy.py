@@ -46,7 +46,6 @@ class Ranks:
         return [out[r] for r in range(size)]
 
 
-@settings(deadline=None)
 @given(st.lists(FLOATS, min_size=2, max_size=20))
 def test_the_order_of_floats_is_that_of_their_keys(values):
     x = torch.tensor(values, dtype=torch.float32)
@@ -56,14 +55,13 @@ def test_the_order_of_floats_is_that_of_their_keys(values):
     assert 0 <= keys.min() <= keys.max() < 2**32
 
 
-@settings(deadline=None)
 @given(st.lists(FLOATS, min_size=1, max_size=30), st.data())
 def test_the_kth_smallest(values, data):
     k = data.draw(st.integers(0, len(values) - 1))
     assert kth(torch.tensor(values, dtype=torch.float32), k, SOLO) == torch.tensor(values).sort().values[k].item()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.floats(0, 8, width=32), max_size=12), min_size=1, max_size=4), st.floats(0, 1))
 def test_the_quantile_over_ranks_is_torchs(parts, q):
     together = torch.tensor([x for part in parts for x in part], dtype=torch.float32)

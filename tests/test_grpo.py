@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from conftest import assign_advantages, random_batch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanogrpo import grpo, ops
@@ -32,7 +32,6 @@ def sample(n: int, stopped: bool = True, **fields) -> Sample:
 # ---- advantages ----------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(REWARDS, st.sampled_from(SCALES))
 def test_advantages_sum_to_zero_in_each_group_and_are_finite(rewards, scale):
     values, _ = grpo.advantages(torch.tensor(rewards, dtype=torch.float64), scale)
@@ -40,7 +39,6 @@ def test_advantages_sum_to_zero_in_each_group_and_are_finite(rewards, scale):
     assert values.sum(1).abs().max() < 1e-9 * max(1.0, values.abs().max().item())
 
 
-@settings(deadline=None)
 @given(st.floats(-1e6, 1e6, allow_nan=False), st.integers(1, 16), st.sampled_from(SCALES))
 def test_equal_rewards_give_exactly_zero(reward, size, scale):
     """Exactly: a rounding residue of 1e-17 divided by a standard deviation near zero would be an update in a random direction."""
@@ -121,7 +119,6 @@ ESTIMATORS = [{"advantage_estimator": "rloo"}, {"advantage_estimator": "maxrl"}]
 ESTIMATORS += [{"multi_objective_aggregation": "normalize_then_sum"}, *({"scale_rewards": scale} for scale in SCALES)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(REWARD, min_size=3, max_size=3), min_size=2, max_size=4), st.sampled_from(ESTIMATORS))
 def test_every_estimator_is_finite_and_silent_where_nothing_differs(groups, options):
     cfg = config(num_generations=3, **options)
@@ -258,7 +255,6 @@ def test_no_token_of_weight_zero_and_no_advantage_of_zero_moves_anything():
 # ---- the KL --------------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.floats(-30, 0), st.floats(-30, 0))
 def test_k3_is_never_negative_and_zero_only_at_equality(logp, ref):
     a, b = torch.tensor([logp, ref]), torch.tensor([ref, ref])  # the second token is where the two policies agree

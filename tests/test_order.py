@@ -27,7 +27,7 @@ SEEDS = st.integers(-(2**63), 2**64)
 
 
 @given(count=st.integers(1, 40), n=st.integers(1, 60), seed=SEEDS, epochs=st.integers(1, 6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_prompt_once_an_epoch_and_no_prompt_twice_in_a_step(count, n, seed, epochs):
     data = prompts(count)
     steps = [ids(draw(data, n, seed, step)) for step in range(-(-epochs * count // n))]
@@ -40,7 +40,7 @@ def test_every_prompt_once_an_epoch_and_no_prompt_twice_in_a_step(count, n, seed
 
 
 @given(count=st.integers(1, 30), n=st.integers(1, 40), seed=SEEDS, order=st.permutations(range(12)))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_draw_is_a_pure_function_of_seed_and_step(count, n, seed, order):
     data = prompts(count)
     forward = [ids(draw(data, n, seed, step)) for step in range(12)]
@@ -89,7 +89,7 @@ def mixture(weights, n, more):
 
 
 @given(weights=WEIGHTS, n=st.integers(1, 12), seed=SEEDS, more=st.integers(0, 3))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_mixture_keeps_its_shares_its_epochs_and_no_prompt_twice_in_a_step(weights, n, seed, more):
     parts = mixture(weights, n, more)
     steps = [ids(draw_mixed(parts, weights, n, seed, step)) for step in range(30)]
@@ -105,7 +105,7 @@ def test_a_mixture_keeps_its_shares_its_epochs_and_no_prompt_twice_in_a_step(wei
 
 
 @given(weights=WEIGHTS, n=st.integers(1, 9), seed=SEEDS, order=st.permutations(range(8)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_mixture_is_a_pure_function_of_seed_and_step(weights, n, seed, order):
     parts = mixture(weights, n, 1)
     far = 10**6

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import packed, tiny_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanogrpo import grpo, packing
@@ -41,7 +41,6 @@ def sample_lists(draw) -> list[Sample]:
 WORLDS = st.sampled_from([1, 2, 3, 4])
 
 
-@settings(deadline=None)
 @given(sample_lists(), st.integers(1, 60), WORLDS, st.booleans(), st.sampled_from([0.0, 0.01]))
 def test_a_plan_takes_each_trained_sample_once_and_gives_every_rank_as_many_strips(samples, budget, world, share, pair_cost):
     cfg = config(token_budget=budget, share_prompts=share)
@@ -65,7 +64,6 @@ def test_a_plan_takes_each_trained_sample_once_and_gives_every_rank_as_many_stri
     assert ranks == packing.plan(range(len(samples)), known, cfg, world, pair_cost)  # pure
 
 
-@settings(deadline=None)
 @given(sample_lists(), st.integers(1, 60), WORLDS, st.booleans(), st.sampled_from(["grpo", "dapo", "dr_grpo"]), st.booleans())
 def test_every_vector_of_a_strip(samples, budget, world, masked, loss_type, share):
     options = {"mask_truncated_completions": masked, "loss_type": loss_type, "share_prompts": share}
@@ -140,7 +138,6 @@ def test_prompts_that_share_an_id_by_mistake_are_noticed():
         packed(samples, config())
 
 
-@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(2, 4), st.integers(0, 99), st.integers(0, 99))
 def test_a_schedule_partitions_whole_groups(per_part, parts, G, seed, step):
     cfg = config(num_generations=G, steps_per_generation=parts, seed=seed)

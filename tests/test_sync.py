@@ -27,7 +27,7 @@ ENTRIES = [["a.weight", "float32", [2, 3]], ["b", "bfloat16", [5]], ["c", "float
 # --- the layout -----------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(1, 9), max_size=4)), min_size=1, max_size=12),
     st.integers(1, 700),
