@@ -29,6 +29,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from .linear import by_onednn, product
 from .reference import Objective, accumulate
 
 
@@ -46,7 +47,7 @@ def logp_forward(
     for start in range(0, count, chunk):
         part = slice(start, start + chunk)
         h = hidden[part]
-        logits = torch.mm(h, lm_head.T, out=buffer[: len(h)])
+        logits = _logits(h, lm_head, buffer)
         logp[part], entropy[part], norm[:, part] = rows.log_softmax_forward(logits, targets[part], temperature)
     return logp, entropy, norm
 
@@ -71,10 +72,10 @@ def logp_backward(
         if len(index) == 0:
             continue
         h = hidden[index]  # [C, D]
-        logits = torch.mm(h, lm_head.T, out=buffer[: len(h)])
+        logits = _logits(h, lm_head, buffer)
         per_row = targets[index], temperature, norm[:, index], entropy[index], dlogp[index], dentropy[index]
         dlogits = rows.log_softmax_backward(logits, *per_row, in_place=True)
-        dhidden[index] = dlogits @ lm_head
+        dhidden[index] = product(dlogits, lm_head.T)
         dhead.add(dlogits, h)
     return dhidden, dhead.value().to(lm_head.dtype)
 
@@ -115,19 +116,19 @@ def policy_forward(
 
     for index in forward_only.split(chunk) if len(forward_only) else ():
         h = hidden[index]  # [C, D]
-        logits = torch.mm(h, lm_head.T, out=buffer[: len(h)])
+        logits = _logits(h, lm_head, buffer)
         logp[index], entropy[index], _ = rows.log_softmax_forward(logits, targets[index], temperature)
 
     for index in three_products.split(chunk) if len(three_products) else ():
         h = hidden[index]  # [C, D]
-        logits = torch.mm(h, lm_head.T, out=buffer[: len(h)])
+        logits = _logits(h, lm_head, buffer)
         vectors = (old_logp, advantage, weight, ref_logp, importance, entropy_weight)
         vectors = (None if v is None else v[index] for v in vectors)
         # Its third result, the loss of each row, is not needed: see above.
         logp[index], entropy[index], _ = rows.policy_rows_(logits, targets[index], temperature, *vectors, o)
         dlogits = logits  # overwritten in place  # [C, V]
         if need_dhidden:
-            dhidden[index] = dlogits @ lm_head
+            dhidden[index] = product(dlogits, lm_head.T)
         if need_dhead:
             dhead.add(dlogits, h)
     return logp, entropy, dhidden, dhead.value() if need_dhead else None
@@ -153,6 +154,11 @@ def _kinds(
     return on & ~has_gradient, has_gradient
 
 
+def _logits(h: Tensor, lm_head: Tensor, buffer: Tensor) -> Tensor:
+    """[C, V], in `buffer` where the library writes into it."""
+    return product(h, lm_head) if by_onednn(h, lm_head) else torch.mm(h, lm_head.T, out=buffer[: len(h)])
+
+
 class _Sum:
     """Σ_chunks dzᵀ h [V, D] in the accumulator's type: bfloat16 sums drift with the number of chunks (1.6e-3 → 2.6e-3 over 8)."""
 
@@ -161,6 +167,10 @@ class _Sum:
 
     def add(self, dlogits: Tensor, h: Tensor) -> None:
         first = self.total is None
+        if by_onednn(h.T, dlogits.T):
+            part = product(h.T, dlogits.T).T
+            self.total = part if first else self.total.add_(part)
+            return
         if first:  # written by the first product, never zero-filled
             self.total = torch.empty_like(self.like, dtype=accumulate(self.like.dtype), memory_format=torch.contiguous_format)
         if h.dtype == self.total.dtype:

@@ -38,7 +38,7 @@ KEPT = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 }
-KEPT_NAMES = ("varlen_attn", "flash_attn")  # custom ops: registered when their packages are first imported
+KEPT_NAMES = ("varlen_attn", "flash_attn", "mkldnn._linear_pointwise")  # operations that not every installation has
 
 
 def prepare(model: Decoder, world: World, cfg: Config) -> None:

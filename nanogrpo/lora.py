@@ -17,11 +17,11 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanogrpo.config import LORA_TARGETS, Config
 from nanogrpo.model import Decoder
+from nanogrpo.ops import linear
 
 
 class LoRALinear(nn.Module):
@@ -37,8 +37,8 @@ class LoRALinear(nn.Module):
         self.on = True
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)  # [T, out]
-        return y + self.scale * F.linear(F.linear(x, self.lora_A), self.lora_B) if self.on else y
+        y = linear(x, self.weight, self.bias)  # [T, out]
+        return y + self.scale * linear(linear(x, self.lora_A), self.lora_B) if self.on else y
 
 
 def targets(cfg: Config) -> list[str]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from nanogrpo.attention import Packed
 from nanogrpo.batch import PackedBatch
 from nanogrpo.errors import UserError
-from nanogrpo.ops import HeadOp
+from nanogrpo.ops import HeadOp, linear
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
@@ -161,16 +161,23 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
+class Linear(nn.Linear):
+    """nn.Linear whose float32 products on a CPU are made by the faster library (kernels/linear.py)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
         D, H, K, E = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
         qkv_bias = cfg.model_type == "qwen2" or cfg.attention_bias
         self.layer, self.E = layer, E
-        self.q_proj = nn.Linear(D, H * E, bias=qkv_bias)
-        self.k_proj = nn.Linear(D, K * E, bias=qkv_bias)
-        self.v_proj = nn.Linear(D, K * E, bias=qkv_bias)
-        self.o_proj = nn.Linear(H * E, D, bias=cfg.model_type == "qwen3" and cfg.attention_bias)
+        self.q_proj = Linear(D, H * E, bias=qkv_bias)
+        self.k_proj = Linear(D, K * E, bias=qkv_bias)
+        self.v_proj = Linear(D, K * E, bias=qkv_bias)
+        self.o_proj = Linear(H * E, D, bias=cfg.model_type == "qwen3" and cfg.attention_bias)
         # Qwen3 normalises each head's query and key before the rotation; Qwen2 does not.
         self.q_norm = RMSNorm(E, cfg.rms_norm_eps) if cfg.model_type == "qwen3" else nn.Identity()
         self.k_norm = RMSNorm(E, cfg.rms_norm_eps) if cfg.model_type == "qwen3" else nn.Identity()
@@ -188,9 +195,9 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
+        self.gate_proj = Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.up_proj = Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.down_proj = Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # [T, F] inside, [T, D] out

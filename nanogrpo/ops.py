@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nanogrpo import custom_ops
 from nanogrpo.custom_ops import STATS, implementation, use
+from nanogrpo.kernels.linear import linear
 
 __all__ = [  # with the three names above, which live where the choice is made
     "STATS",
@@ -33,6 +34,7 @@ __all__ = [  # with the three names above, which live where the choice is made
     "head_logp",
     "head_policy_loss",
     "implementation",
+    "linear",
     "policy_loss",
     "selective_log_softmax",
     "use",
@@ -55,9 +57,14 @@ class PolicyOut(NamedTuple):
 
 
 def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Rows whose logits fit the memory of a chunk: 2.5 GB on CUDA (8228 rows of Qwen3 in bfloat16), 64 MB elsewhere."""
-    budget = 2.5e9 if device.type == "cuda" else 64e6
-    return max(1, int(budget // (vocab * dtype.itemsize)))
+    """Rows whose logits fit the memory of a chunk: 2.5 GB on CUDA (8228 rows of Qwen3 in bfloat16), 64 MB elsewhere.
+
+    Elsewhere at most 512 rows, too: a dozen tensors of this size come and go, and where they are small the C library gives them
+    the memory of those before, where they are large the kernel gives fresh pages each time.
+    """
+    if device.type == "cuda":
+        return max(1, int(2.5e9 // (vocab * dtype.itemsize)))
+    return min(512, max(1, int(64e6 // (vocab * dtype.itemsize))))
 
 
 def _same_type(hidden: Tensor, lm_head: Tensor) -> None:
