@@ -25,10 +25,19 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["train", "conftest", "torch.distributed.tensor", "torch.distributed.checkpoint", "fsspec.core"])
 
 
+PATIENCE = 120  # seconds within which a rank that does not hang has ended, on one busy core too; a hang is longer
+RESERVED: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody else is given while this process lives: it is bound, and who means it may still listen there.
+
+    A port that is only looked up and let go may be another process's before the rank listens.
+    """
+    RESERVED.append(s := socket.socket())
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does: two may bind, and one listens
+    s.bind(("127.0.0.1", 0))
+    return s.getsockname()[1]
 
 
 def _rank(rank: int, env: dict[str, str], folder: str, work: Callable, args: tuple) -> None:
@@ -59,7 +68,7 @@ class Ranks:
             process.start()
             self.processes.append(process)
 
-    def ends(self, timeout: float = 60) -> list[int]:
+    def ends(self, timeout: float = PATIENCE) -> list[int]:
         """Exit statuses, negative for signals; whoever has not ended in time is killed, and the test fails."""
         deadline = time.monotonic() + timeout
         for process in self.processes:

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from conftest import write_base
-from ranks import ROOT, free_port, run, start
-from test_signals import PATIENCE, argv, running, steps, until
+from ranks import PATIENCE, ROOT, free_port, run, start
+from test_signals import argv, insist, running, steps, until
 
 import train
 from nanogrpo import checkpoint, ends, state
@@ -45,8 +45,8 @@ def waits(folder: Path, how: str) -> None:
     with join(dataclasses.replace(WATCHED, heartbeat_timeout=6)) as world:  # twelve processes that start on two cores stutter
         (folder / str(world.rank)).touch()
         if how == "store":
-            dist.distributed_c10d._get_default_store().wait(["never"], datetime.timedelta(seconds=100))
-        time.sleep(100)
+            dist.distributed_c10d._get_default_store().wait(["never"], datetime.timedelta(seconds=2 * PATIENCE))
+        time.sleep(2 * PATIENCE)
 
 
 def test_a_rank_that_is_killed_or_stopped_is_missed_by_the_others(tmp_path):
@@ -57,15 +57,13 @@ def test_a_rank_that_is_killed_or_stopped_is_missed_by_the_others(tmp_path):
         (tmp_path / str(i)).mkdir()
         cases[case] = start(3, waits, tmp_path / str(i), case[0])
     until(lambda: len(list(tmp_path.glob("*/*"))) == 3 * len(cases))
-    killed = time.monotonic()
     for (_, who, number), ranks in cases.items():
         os.kill(ranks.processes[who].pid, number)
     for (_, who, _), ranks in cases.items():
         others = [process for rank, process in enumerate(ranks.processes) if rank != who]
         for process in others:
-            process.join(30)
+            process.join(PATIENCE)
         assert [process.exitcode for process in others] == [1, 1], ranks.errors()
-    assert time.monotonic() - killed < 6 + 1 + 3 + 2 + 5  # the limit, two pauses, a word, the time to leave; a loaded machine
     for (_, who, _), ranks in cases.items():
         ranks.processes[who].kill()
         ranks.ends(PATIENCE)
@@ -85,7 +83,9 @@ def busy(seconds: float) -> None:
 
 def test_a_rank_that_holds_pythons_lock_is_not_dead_until_the_limit():
     run(2, busy, 1.0)
-    ranks = start(2, busy, 5.0)
+    ranks = start(2, busy, 2 * PATIENCE)
+    ranks.processes[0].join(PATIENCE)
+    ranks.processes[1].kill()
     assert ranks.ends(PATIENCE)[0] == 1
     assert "rank 1, or the store, gives no sign of life for 3 s (--heartbeat-timeout)" in ranks.errors()[0]
 
@@ -137,13 +137,16 @@ def test_no_store_ends_before_all_watches_have():
 
 
 def fails_while_it_saves(options: list[str], folder: Path) -> int:
-    """Rank 1's part of checkpoint-1 takes three seconds, and it fails in the meantime."""
+    """Rank 1's part of checkpoint-1 takes until rank 0 has heard that it failed in the meantime, or half a minute."""
     write, score, finish = state.dcp.FileSystemWriter.write_data, Runner.score, ends.finish_saves
     first = os.environ["RANK"] == "0"
 
     def slow(*args):
-        time.sleep(0 if first else 3)
-        (folder / f"written-{os.environ['RANK']}").touch()
+        deadline = time.monotonic() + 30
+        while not first and not (folder / "told-0").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not first and (folder / "told-0").exists():
+            (folder / "told-before-written").touch()
         return write(*args)
 
     def failing(*args) -> None:
@@ -165,21 +168,24 @@ def test_a_failing_rank_tells_the_others_before_it_waits_for_its_save(base, tmp_
     (tmp_path / "run").mkdir()
     ranks = start(2, fails_while_it_saves, argv(base, tmp_path / "run", "--save-steps", "1"), tmp_path)
     assert ranks.ends(PATIENCE) == [1, 2], ranks.errors()
-    assert (tmp_path / "told-0").stat().st_mtime < (tmp_path / "written-1").stat().st_mtime - 1
+    assert (tmp_path / "told-before-written").exists()
     assert [p.name for p in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-1"]  # and all completed it
 
 
 # ---- asked to, before the first step -------------------------------------------------------------------------------------------
 
 
-def slow_at(options: list[str], place: str, flag: Path) -> int:
-    """A run that takes some seconds to read its weights, or to score its first evaluation."""
+def slow_at(options: list[str], place: str, flag: Path, heeds: bool = True) -> int:
+    """A run whose last rank reads its weights, or scores its first evaluation, until it is asked to stop; or for ever."""
     owner, name = {"setup": (checkpoint, "load_weights"), "evaluation": (Runner, "score")}[place]
     original = getattr(owner, name)
 
     def slow(*args) -> None:
-        flag.touch()
-        time.sleep(3)
+        if int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]):
+            flag.touch()
+            while not heeds:
+                time.sleep(0.05)
+            ends.asked.wait(PATIENCE)
         original(*args)
 
     setattr(owner, name, slow)
@@ -200,14 +206,9 @@ def test_a_signal_before_the_first_step_ends_the_run_with_nothing_trained(base, 
 
 
 def test_a_second_signal_during_the_setup_ends_at_once(base, tmp_path):
-    ranks = start(1, slow_at, argv(base, tmp_path / "run"), "setup", tmp_path / "flag")
+    ranks = start(1, slow_at, argv(base, tmp_path / "run"), "setup", tmp_path / "flag", False)
     until((tmp_path / "flag").exists)
-    begun = time.monotonic()
-    for _ in range(2):
-        os.kill(ranks.processes[0].pid, signal.SIGTERM)
-        time.sleep(1.2)
-    assert ranks.ends(PATIENCE) == [128 + signal.SIGTERM]
-    assert time.monotonic() - begun < 3
+    assert insist(ranks, signal.SIGTERM) == 128 + signal.SIGTERM
 
 
 def test_torchrun_passes_a_signal_on_and_the_run_is_saved(base, tmp_path):

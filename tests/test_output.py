@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from conftest import arguments, steps, write_base
-from ranks import run, start
-from test_signals import PATIENCE, argv, running, until
+from ranks import PATIENCE, run, start
+from test_signals import argv, running, until
 
 import train
 from nanogrpo import output

@@ -151,7 +151,7 @@ def test_killed_anywhere_and_resumed_it_is_the_same_run_bit_for_bit(base, whole,
     for kill in KILLS:
         before = time.monotonic()
         ranks = start(2, train_until_killed, options, kill)
-        ends = ranks.ends(timeout=60)
+        ends = ranks.ends()
         left = sorted(p.name for p in output.iterdir()) if output.exists() else []
         story.append((kill, ends, left, round(time.monotonic() - before, 1)))
         dead = [0, 1] if kill[2] is None else [kill[2]]

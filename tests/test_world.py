@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from conftest import write_base
-from ranks import Ranks, run, start
-from test_signals import PATIENCE, argv
+from ranks import PATIENCE, Ranks, run, start
+from test_signals import argv
 
 import train
 from nanogrpo import output
