@@ -119,8 +119,7 @@ def measure(
     repeated = [p for p in prompts for _ in range(args.group)]
 
     def ours(name: str) -> None:
-        asked = (repeated, 1) if name == "vLLM" else (prompts, args.group)  # a request to a server has one limit
-        got = [len(s.token_ids) for s in engines[name].sample(*asked, params, step=0, limits=lengths)]
+        got = [len(s.token_ids) for s in engines[name].sample(repeated, 1, params, step=0, limits=lengths)]  # one limit a prompt
         assert got == lengths
 
     def theirs(name: str) -> None:

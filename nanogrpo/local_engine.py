@@ -126,12 +126,11 @@ class LocalEngine:
     def sample(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int, limits: Sequence[int] | None = None
     ) -> list[Sample]:
-        """n completions of each prompt, in order. `limits` [len(prompts) · n]: a max_tokens for each completion."""
+        """n completions of each prompt, in order. `limits` [len(prompts)]: a max_tokens for each prompt's completions."""
         if self.version < 0:
             raise RuntimeError("LocalEngine.load must be called before sample.")
-        limits = limits or [params.max_tokens] * (len(prompts) * n)
-        asked = [(p, j) for p in prompts for j in range(n)]
-        for (p, _), limit in zip(asked, limits):
+        asked = list(zip(prompts, limits or [params.max_tokens] * len(prompts)))
+        for p, limit in asked:
             size = len(p.token_ids)
             if size == 0 or limit < 1:
                 raise UserError(f"Prompt {p.id}: {size} tokens and max_tokens {limit} were given; both must be at least 1.")
@@ -140,7 +139,7 @@ class LocalEngine:
                     f"Prompt {p.id}: its {size} tokens and max_tokens {limit} exceed the engine's context of {self.max_len}; "
                     "shorten one of them or raise the context."
                 )
-        todo = [_Completion(p, j, limit, stream(params.seed, step, p.id, j)) for (p, j), limit in zip(asked, limits)]
+        todo = [_Completion(p, j, limit, stream(params.seed, step, p.id, j)) for p, limit in asked for j in range(n)]
         waiting, active, prefilled = deque(todo), [], {}
         stops = frozenset() if params.ignore_stop else frozenset(params.stop_token_ids)
         self.cache.clear()

@@ -7,7 +7,7 @@ process; vllm_engine.py asks a vLLM server; turns.py puts a function of the user
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,22 +34,51 @@ class SamplingParams:
 
 
 class Engine(Protocol):
-    version: int  # of the weights it samples from
+    """All that the loop asks of what samples. One of your own is made in `make_engine` of run.py; docs/fork.md shows one.
+
+    Every rank has one, and calls each method together with the others; `prompts` are its own, and may be none.
+    """
+
+    version: int  # of the weights it samples from; -1 before the first `load`
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int, limits: Sequence[int] | None = None
     ) -> list[Sample]:
         """n completions of each prompt, ordered prompt by prompt, index 0 … n-1 within each.
 
-        limits: [len(prompts) · n], a max_tokens for each completion instead of that of `params`.
+        Of a Sample it fills prompt, index, token_ids (at least one), logp and versions (one for each token) and stopped: whether
+        the last token is of params.stop_token_ids. The draws are a function of `stream(params.seed, step, prompt.id, index)`.
+        limits: [len(prompts)], a max_tokens for each prompt's completions instead of that of `params`.
         """
         ...
 
     def load(self, model: nn.Module, version: int) -> None:
-        """Takes the model's current weights; samples drawn from now on carry `version`."""
+        """Takes the model's current weights, by a copy (lora.whole_parameters): the model goes on being trained.
+
+        Samples drawn from now on carry `version`.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Gives back what it holds; nothing is called afterwards."""
+        ...
+
+
+class Served(Engine, Protocol):
+    """An engine of other processes, that a thread may ask while the loop trains: what --max-staleness takes (staleness.py)."""
+
+    restarts: int  # of its servers, since the run began: for the log
+
+    def request(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int) -> list[Sample]:
+        """`sample` for the prompts of all ranks, on the main rank's thread, without a word to the others."""
+        ...
+
+    def collect(self, requested: Callable[[], list[Sample]], prompts: Sequence[Prompt], n: int) -> list[Sample]:
+        """Every rank calls: of what `requested` returns on the main rank, in the order of ranks, those of this rank's prompts.
+
+        What it raises there is raised on every rank.
+        """
+        ...
 
 
 def stream(seed: int, step: int, prompt: int, sample: int) -> int:

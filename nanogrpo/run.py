@@ -115,7 +115,9 @@ def setup(cfg: Config, world: World) -> Run:
         optimizer=optimizer,
         bonus=Bonus(cfg, world, state.carried(cfg, world)),
         engine=engine,
-        ahead=Ahead(engine, draw_step, cfg.num_generations, sampling, start, cfg.max_steps, cfg.max_staleness, world.part),
+        ahead=Ahead(
+            engine, draw_step, cfg.num_generations, sampling, start, cfg.max_steps, cfg.max_staleness, world.part, world.main
+        ),
         draw=draw,
         sampling=sampling,
         log=Log(cfg, world, start),

@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from nanogrpo.batch import Prompt, Sample
-from nanogrpo.rollout import Engine, SamplingParams
+from nanogrpo.rollout import Engine, SamplingParams, Served
 
 
 class Ahead:
-    """Samples up to S steps ahead. Any engine can do it for S = 0; for more it must be a VLLMEngine.
+    """Samples up to S steps ahead. Any engine can do it for S = 0; for more it must be a rollout.Served.
 
     >>> ahead = Ahead(engine, lambda step: data.draw(prompts, P, seed, step), G, params, start, cfg.max_steps, max_staleness=1)
     >>> for step in range(start, cfg.max_steps):
@@ -35,7 +35,7 @@ class Ahead:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | Served,
         draw: Callable[[int], Sequence[Prompt]],  # all prompts of a step
         n: int,
         params: SamplingParams,
@@ -43,13 +43,14 @@ class Ahead:
         stop: int,  # one past the last: nothing is sampled that nobody trains on
         max_staleness: int = 0,
         share: Callable[[Sequence[Prompt]], Sequence[Prompt]] = lambda prompts: prompts,  # this rank's part of them: World.part
+        main: bool = True,  # whether this rank asks for all
     ):
         self.engine, self.draw, self.share, self.n, self.params = engine, draw, share, n, params
         self.stop, self.bound = stop, max_staleness
         self.next = start  # the first step that has not been asked for
         self.waiting: deque[tuple[int, Sequence[Prompt], Future]] = deque()
         # One thread: the steps are asked for in their order, and a step's own groups fill the servers.
-        here = max_staleness > 0 and engine.ranks.first
+        here = max_staleness > 0 and main
         self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sample") if here else None
 
     def take(self, step: int) -> list[Sample]:
@@ -65,9 +66,7 @@ class Ahead:
             asked, prompts, future = self.waiting.popleft()
             if asked != step:
                 raise RuntimeError(f"the samples of step {asked} are next, not those of step {step}")
-            samples = self.engine.ranks.on_first(lambda: future.result())
-            skip = sum(self.engine.ranks.gather(len(self.share(prompts)))[: self.engine.ranks.rank])
-            samples = self.engine.spread(samples, self.share(prompts), self.n, skip)
+            samples = self.engine.collect(lambda: future.result(), self.share(prompts), self.n)
         oldest = min((v for s in samples for v in s.versions), default=step)
         if oldest < step - self.bound:
             raise AssertionError(

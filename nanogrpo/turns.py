@@ -33,6 +33,7 @@ class Turns:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, n: int, params: SamplingParams, step: int, gather: Callable):
         self.engine, self.tokenizer, self.n, self.params, self.step, self.gather = engine, tokenizer, n, params, step, gather
+        self.limits: dict[int, int] = {}  # id(sample) → tokens at most, where it is not params.max_tokens
         self.count: dict[int, int] = {}  # id(sample) → turns so far: part of the random key
 
     def generate(self, samples: Sequence[Sample], stop: Sequence[str] = ()) -> list[Sample]:
@@ -64,7 +65,7 @@ class Turns:
 
     def room(self, sample: Sample) -> int:
         """Tokens that still fit."""
-        return self.params.max_tokens - len(sample.token_ids)
+        return self.limits.get(id(sample), self.params.max_tokens) - len(sample.token_ids)
 
     def _token(self, text: str) -> int:
         ids = self.tokenizer.encode(text)
@@ -84,11 +85,12 @@ class Turns:
         params = dataclasses.replace(self.params, stop_token_ids=(*self.params.stop_token_ids, *stops))
         if "going on" not in said:  # groups, which share the computation of their prompt
             asked = [s.prompt for s in samples[:: self.n]]
-            written = self.engine.sample(asked, self.n, params, self.step)
+            limits = [self.room(s) for s in samples[:: self.n]]
+            written = self.engine.sample(asked, self.n, params, self.step, limits)
         else:  # one by one; the key of a turn takes the place of the prompt's
             keys = [stream(s.prompt.id, s.index, self.count.get(id(s), 0), 0) for s in samples]
             asked = [Prompt(key, "", s.prompt.token_ids + s.token_ids) for key, s in zip(keys, samples)]
-            written = self.engine.sample(asked, 1, params, self.step, limits=[self.room(s) for s in samples])
+            written = self.engine.sample(asked, 1, params, self.step, [self.room(s) for s in samples])
         for sample, turn in zip(samples, written):
             sample.token_ids += turn.token_ids
             sample.logp += turn.logp
@@ -113,10 +115,14 @@ class TurnsEngine:
         """Everything else is the engine's: version, load, close."""
         return getattr(self.engine, name)
 
-    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int) -> list[Sample]:
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int, limits: Sequence[int] | None = None
+    ) -> list[Sample]:
         """n completions of each prompt, in order. UserError when the function raises or what it wrote cannot be trained on."""
         samples = [Sample(p, j, [], [], False, [], own=[]) for p in prompts for j in range(n)]
         turns = Turns(self.engine, self.tokenizer, n, params, step, self.gather)
+        if limits is not None:
+            turns.limits = {id(s): limits[i // n] for i, s in enumerate(samples)}
         try:
             self.function(list(samples), turns)
         except (UserError, FloatingPointError):
@@ -126,7 +132,7 @@ class TurnsEngine:
         while turns._turn((), over=True):  # the other ranks' turns
             pass
         for s in samples:
-            self._check(s, params.max_tokens)
+            self._check(s, turns.limits.get(id(s), params.max_tokens))
         return samples
 
     def _check(self, s: Sample, limit: int) -> None:

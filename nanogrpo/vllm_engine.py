@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ ATTEMPTS = 3  # of one request on one server that answers 5xx, before the server
 
 
 class VLLMEngine:
-    """Samples from vLLM servers, and keeps their weights those of the trainer (rollout.Engine)."""
+    """Samples from vLLM servers, and keeps their weights those of the trainer (rollout.Served)."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class VLLMEngine:
         dtype = self.ranks.share(self.dtype)
         self.sync = WeightSync(model, dtype, self.device, transport, timeout=timeout, first=self.ranks.first)
 
-    # --- the interface of rollout.Engine ---
+    # --- the interface of rollout.Served ---
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int, limits: Sequence[int] | None = None
@@ -84,13 +84,11 @@ class VLLMEngine:
 
         Every rank calls, each with its own prompts; rank 0 asks for all of them.
         """
-        tokens = (limits or [params.max_tokens] * (len(prompts) * n))[::n]  # the same for the n of a group, which is one request
-        parts = self.ranks.gather([[p.id, p.token_ids, most] for p, most in zip(prompts, tokens)])
+        limits = limits or [params.max_tokens] * len(prompts)
+        parts = self.ranks.gather([[p.id, p.token_ids, most] for p, most in zip(prompts, limits)])
         everyone = [Prompt(i, "", ids) for part in parts for i, ids, _ in part]
-        tokens = [most for part in parts for _, _, most in part]
-        skip = sum(len(part) for part in parts[: self.ranks.rank])
-        samples = self.ranks.on_first(lambda: self.request(everyone, n, params, step, tokens))
-        return self.spread(samples, prompts, n, skip)
+        limits = [most for part in parts for _, _, most in part]
+        return self.collect(lambda: self.request(everyone, n, params, step, limits), prompts, n)
 
     def load(self, model: nn.Module, version: int) -> None:
         """Gathers the weights (every rank calls) and has every server take them. ServerLost when none could be brought to."""
@@ -115,15 +113,12 @@ class VLLMEngine:
     # --- sampling: on rank 0 ---
 
     def request(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int, tokens: Sequence[int] | None = None
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int, limits: Sequence[int] | None = None
     ) -> list[Sample]:
-        """`sample` without telling the other ranks: what a thread may call while the loop trains (staleness.py).
-
-        tokens: [len(prompts)], a max_tokens for each prompt instead of that of `params`.
-        """
+        """`sample` without telling the other ranks: what a thread may call while the loop trains (staleness.py)."""
         if self.version < 0:
             raise RuntimeError("VLLMEngine.load must be called before sample.")
-        each = [dataclasses.replace(params, max_tokens=most) for most in tokens or [params.max_tokens] * len(prompts)]
+        each = [dataclasses.replace(params, max_tokens=most) for most in limits or [params.max_tokens] * len(prompts)]
         check(prompts, each, self.max_len)
         groups = [Group(p, n, ask(p, n, own, step)) for p, own in zip(prompts, each)]
         idle = 0  # rounds in which no group was finished, although a server could be brought up
@@ -293,8 +288,10 @@ class VLLMEngine:
 
     # --- several ranks ---
 
-    def spread(self, samples: list[Sample] | None, prompts: Sequence[Prompt], n: int, skip: int) -> list[Sample]:
-        """Of rank 0's samples, those of this rank's prompts, which come after `skip` prompts of the ranks before."""
+    def collect(self, requested: Callable[[], list[Sample]], prompts: Sequence[Prompt], n: int) -> list[Sample]:
+        """Of what `requested` returns on rank 0, this rank's: those after the prompts of the ranks before. Errors reach all."""
+        samples = self.ranks.on_first(requested)
+        skip = sum(self.ranks.gather(len(prompts))[: self.ranks.rank])
         rows = [[s.index, s.token_ids, s.logp, s.stopped, s.versions] for s in samples] if self.ranks.first else None
         mine = self.ranks.share(rows)[skip * n : (skip + len(prompts)) * n]
         return [Sample(prompts[i // n], *row) for i, row in enumerate(mine)]

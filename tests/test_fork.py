@@ -1,5 +1,6 @@
 """The examples of docs/fork.md are run as they stand. Read next: test_invariants.py."""
 
+import inspect
 import json
 import math
 import re
@@ -7,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import packed, tiny_model
+from conftest import arguments, packed, steps, tiny_model
 
 import train
-from nanogrpo import calculator, experience, grpo, objectives, packing
+from nanogrpo import calculator, experience, grpo, objectives, packing, run
 from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import CHOICES, Config
+from nanogrpo.local_engine import LocalEngine
+from nanogrpo.rollout import Engine, Served
+from nanogrpo.turns import TurnsEngine
+from nanogrpo.vllm_engine import VLLMEngine
 
 TEXT = (Path(train.__file__).parent / "docs" / "fork.md").read_text()
 
@@ -92,6 +97,40 @@ def test_gmpo_trains(tiny_base, tmp_path, gmpo):
 def test_the_median_is_the_baseline():
     values, _ = example("A new advantage")["advantages"](torch.tensor([[1.0, 0.0, 0.0, 9.0, 2.0]]))
     assert values[0].tolist() == [0.0, -1.0, -1.0, 8.0, 1.0]
+
+
+def test_an_engine_of_ones_own_trains(tiny_base, files, tmp_path, monkeypatch):
+    engine = example("Another engine")["Plain"]()
+    monkeypatch.setattr(run, "make_engine", lambda *_, **__: engine)
+    options = ["--eval-steps", "3", "--eval-data", str(files / "data.jsonl"), "--eval-samples", "2"]
+    for more in ([], ["--rollout", "nanogrpo.calculator:rollout", "--overwrite-output-dir"]):
+        assert train.main(arguments(tiny_base, files, tmp_path, *options, *more)) == 0
+        rows = steps(tmp_path)
+        assert len(rows) == 3
+        assert all(row["grad_norm"] > 0 and row["sampling/sampling_logp_difference/max"] < 1e-5 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("engine", "protocol"), [(LocalEngine, Engine), (TurnsEngine, Engine), (VLLMEngine, Served), ("Plain", Engine)]
+)
+def test_every_engine_is_what_the_protocol_says(engine, protocol):
+    """The parameters of its methods begin with those of the protocol, in order; what they have beside may be left out."""
+    engine = example("Another engine")[engine] if isinstance(engine, str) else engine
+    for name, asked in inspect.getmembers(protocol, inspect.isfunction):
+        if name.startswith("_") or (engine is TurnsEngine and name in ("load", "close")):  # those are of the engine inside
+            continue
+        wanted = [*inspect.signature(asked).parameters.values()]
+        found = [*inspect.signature(getattr(engine, name)).parameters.values()]
+        assert [p.name for p in found[: len(wanted)]] == [p.name for p in wanted]
+        assert [p.default for p in found[: len(wanted)]] == [p.default for p in wanted]
+        assert all(p.default is not p.empty for p in found[len(wanted) :])
+
+
+def test_the_loop_asks_an_engine_for_nothing_that_the_protocol_lacks():
+    known = {*vars(Engine), *vars(Served), *Engine.__annotations__, *Served.__annotations__}
+    for name in ("train.py", "nanogrpo/staleness.py", "nanogrpo/resample.py", "nanogrpo/turns.py", "nanogrpo/run.py"):
+        text = (Path(train.__file__).parent / name).read_text()
+        assert {*re.findall(r"\bengine\.(\w+)", text)} <= known, name
 
 
 def test_pieces_are_halved():
