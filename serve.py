@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 from nanogrpo.errors import UserError
-from nanogrpo.guard import SECRET, SHORTEST
+from nanogrpo.guard import SECRET, SHORTEST, loopback
 
 TESTED = ("0.32.0",)  # the weight routes changed their bodies in half of the releases before: no other version is assumed to work
 
@@ -81,7 +81,7 @@ def find_secret(host: str, file: Path | None) -> str:
             raise UserError(f"--secret-file {file} has an empty first line; write the secret there.")
     else:
         secret = os.environ.get(SECRET, "")
-    if not secret and not (host == "localhost" or host == "::1" or host.startswith("127.")):
+    if not secret and not loopback(host):
         example = f"{SECRET}={secrets.token_urlsafe(24)}"
         raise UserError(f"--host {host} can be reached from other machines and needs a secret; set {example} or --secret-file.")
     if secret and (len(secret) < SHORTEST or not secret.isascii() or not secret.isprintable()):

@@ -26,9 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import reference
 from .reference import Objective
 
-LOG_RATIO_MAX = tl.constexpr(20.0)
+LOG_RATIO_MAX = tl.constexpr(reference.LOG_RATIO_MAX)
 NAN = tl.constexpr(tl.PropagateNan.ALL)  # min(nan, 1) is nan; without it a GPU's answer is 1
 BLOCK, WARPS = 1024, 4  # tokens and warps of a program
 SUMS = tl.constexpr(8)  # columns of the table: loss, tokens, ratio, clip low, clip high, KL, k1, and one to fill

@@ -52,10 +52,10 @@ def locate(name: str, option: str = "--model") -> Path:
 
 def read_json(path: Path) -> dict:
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path} is missing: a checkpoint folder holds config.json, *.safetensors and tokenizer.json.") from None
-    except (OSError, ValueError) as e:  # not readable, not UTF-8, not JSON
+    except (OSError, ValueError, RecursionError) as e:  # not readable, not UTF-8, not JSON, or brackets without end
         raise UserError(f"{path} is not valid JSON ({e}): take the file that belongs to the weights.") from e
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object: take the file that belongs to the weights.")

@@ -35,6 +35,11 @@ FIELDS = (
 )
 
 
+def loopback(address: str) -> bool:
+    """Whether only this machine reaches it."""
+    return address == "localhost" or address == "::1" or address.startswith("127.")
+
+
 class Guard:
     """Pure ASGI (https://asgi.readthedocs.io): `await guard(scope, receive, send)`. The secret is read once, at the start."""
 

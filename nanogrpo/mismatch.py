@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from nanogrpo.config import CHOICES
+from nanogrpo.kernels.reference import LOG_RATIO_MAX
 
 MODES = CHOICES["vllm_importance_sampling_mode"]
-FAR = 20.0  # log-ratios are cut here before exp: e²⁰ is far beyond any bound, and finite
 
 
 def compare(delta: Tensor, weight: Tensor | None = None) -> dict[str, float]:
@@ -35,7 +35,7 @@ def compare(delta: Tensor, weight: Tensor | None = None) -> dict[str, float]:
     ess                                    effective share of the tokens, (Σw)² / (M · Σw²): 1 when all weigh the same
     """
     delta = delta.double()  # a difference of 1e-6 has no digits to lose
-    cut = delta.clamp(-FAR, FAR)
+    cut = delta.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
     out = {
         "sampling_logp_difference/mean": delta.abs().mean().item(),
         "sampling_logp_difference/max": delta.abs().max().item(),
@@ -82,7 +82,7 @@ def correction(
         count = int(sample.max()) + 1 if len(sample) else 0
         sums = torch.zeros(count, dtype=torch.float64, device=delta.device).index_add_(0, sample, delta.double())  # [samples]
         delta = sums.float()[sample]  # [M]
-    ratio = delta.clamp(-FAR, FAR).exp()
+    ratio = delta.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
     if mode.endswith("truncate"):
         return ratio.clamp(low, clip_max)
     return torch.where((ratio >= low) & (ratio <= clip_max), ratio, 0.0)

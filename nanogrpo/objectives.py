@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from nanogrpo.config import CLIPPED, Config
+from nanogrpo.kernels.reference import LOG_RATIO_MAX
 
-LOG_RATIO_MAX = 20.0  # log-ratios are cut here before exp, as in the kernels: e²⁰ is beyond any bound, and finite
 SEEN = tuple[Tensor, dict[str, Tensor]]  # the terms [M], and figures [M] by their name in the log
 
 
@@ -55,6 +55,7 @@ class Tokens(NamedTuple):
 
 
 def exp(log_ratio: Tensor) -> Tensor:
+    """Log-ratios are cut before exp, as in the kernels: e²⁰ is beyond any bound, and finite."""
     return log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
 
 

@@ -30,8 +30,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from nanogrpo import lora
 from nanogrpo.errors import UserError
+from nanogrpo.guard import loopback
 from nanogrpo.server import Server, ServerError, ServerLost
-from nanogrpo.wire import BUCKET_BYTES, Greeting, Group, Layout, SharedBuckets, listen, loopback, sequence_of
+from nanogrpo.wire import BUCKET_BYTES, Greeting, Group, Layout, SharedBuckets, listen, sequence_of
 
 log = logging.getLogger(__name__)
 

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanogrpo.guard import loopback
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BUCKET_BYTES = 256 << 20  # one broadcast carries so much: large enough for full bandwidth, small beside a model
 ALIGN = 64  # bytes: tensors start on cache lines, and on multiples of every dtype's size
@@ -152,10 +154,6 @@ class Greeting:
 
 
 # --- broadcast ------------------------------------------------------------------------------------------------------------------
-
-
-def loopback(address: str) -> bool:
-    return address == "localhost" or address == "::1" or address.startswith("127.")
 
 
 def listen(address: str) -> socket.socket:

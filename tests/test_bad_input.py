@@ -106,6 +106,7 @@ MODELS = {
     "no folder": (shutil.rmtree, r"--model \S+base: there is no such folder"),
     "no config": (remove("config.json"), r"base/config\.json is missing"),
     "config not JSON": (write_file("config.json", '{"model_type": '), r"base/config\.json is not valid JSON .*line 1"),
+    "config without end": (write_file("config.json", "[" * 100_000), r"base/config\.json is not valid JSON"),
     "config not UTF-8": (lambda f: (f / "config.json").write_bytes(b'{"\xff": 1}'), r"base/config\.json is not valid JSON"),
     "config a list": (write_file("config.json", "[]"), r"base/config\.json holds no JSON object"),
     "architecture": (set_fields(model_type="llama"), r"config\.json: model_type 'llama' is not supported.*qwen3 or qwen2"),

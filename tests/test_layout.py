@@ -35,11 +35,11 @@ MAY_IMPORT = {
     "ops": "custom_ops kernels",
     "attention": "kernels",
     "model": "ops attention config batch",
-    "objectives": "config",
+    "objectives": "config kernels",
     "grpo": "batch config ops objectives",
     "entropy": "batch config ops world",
     "packing": "batch config grpo",
-    "mismatch": "config",
+    "mismatch": "config kernels",
     "tokenizer": "",
     "tasks": "",
     "rows": "tasks",
@@ -62,9 +62,9 @@ MAY_IMPORT = {
     "vllm_protocol": "batch guard model rollout server",
     "vllm_engine": "batch rollout ends guard server sync vllm_protocol",  # speaks HTTP: vLLM itself is another process's
     "staleness": "batch rollout",
-    "wire": "",  # both ends of the weight sync read it, and one of them has neither our model nor our config
+    "wire": "guard",  # both ends of the weight sync read it, and one of them has neither our model nor our config
     "engine_worker": "wire",
-    "sync": "wire server lora",
+    "sync": "guard wire server lora",
     "ends": "",
     "lora": "model config ops",
     "world": "batch config ends",

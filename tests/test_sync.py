@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_real import ROOT, train_a_little
 
+from nanogrpo.guard import loopback
 from nanogrpo.sync import WeightSync, full_parameters
-from nanogrpo.wire import ALIGN, DTYPES, HEADER, Greeting, Layout, SharedBuckets, attach, loopback, sequence_of
+from nanogrpo.wire import ALIGN, DTYPES, HEADER, Greeting, Layout, SharedBuckets, attach, sequence_of
 
 ENTRIES = [["a.weight", "float32", [2, 3]], ["b", "bfloat16", [5]], ["c", "float16", [1, 1, 7]]]
 
