@@ -5,6 +5,7 @@ Read next: test_reward_process.py, where each case is looked at by itself.
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 from conftest import arguments, lines, steps
@@ -122,6 +123,18 @@ def test_a_name_of_the_trainers_is_refused_and_neither_is_lost(tiny_base, files,
         options += ["--eval-steps", "1", "--eval-data", str(files / "data.jsonl"), "--eval-samples", "1"]
     assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"error: {told}")
+
+
+@pytest.mark.parametrize("data", ["arithmetic", "texts"])
+def test_the_function_of_the_docs_runs_on_messages_and_on_texts(tiny_base, files, tmp_path, data):
+    text = (Path(train.__file__).parent / "docs" / "rewards.md").read_text()
+    (tmp_path / "my_rewards.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
+    options = ["--reward-funcs", f"{tmp_path / 'my_rewards.py'}:brevity", "--log-completions", "--max-steps", "2"]
+    options += ["--data", "arithmetic"] if data == "arithmetic" else []
+    assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 0
+    rows = steps(tmp_path / "run")
+    assert rows[0]["reward"] == 0 > rows[1]["reward"]
+    assert all(row["words/max"] > 0 for row in rows)
 
 
 def test_functions_know_the_step_and_log_what_they_like(tiny_base, files, tmp_path, functions):
