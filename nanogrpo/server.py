@@ -63,6 +63,7 @@ class Server:
         self.kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self.timeout = timeout  # seconds for everything but sampling
         self.headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
+        self.moment = 2.0  # seconds in which one that was lost, and is well again, answers: on a busy machine too
         self.alive = False
         self.version = -1  # of the weights that it was given last
         self.open: set[http.client.HTTPConnection] = set()
@@ -151,7 +152,7 @@ class Server:
         if (thread := self.knocking) is None:
             thread = self.knocking = threading.Thread(target=knock, daemon=True)
             thread.start()
-            thread.join(2.0)  # one that is well answers at once, on a busy machine too
+            thread.join(self.moment)
         if thread.is_alive():
             return False
         self.knocking = None

@@ -64,7 +64,7 @@ class VLLMEngine:
         self.window, self.timeout, self.transport, self.device = window, timeout, transport, torch.device(device)
         self.version, self.dtype = -1, ""  # of the weights; the dtype is the servers'
         self.over = threading.Event()  # set by `close`
-        self.restarts = 0  # of our sidecar, and reconnections to others', since the run began: for the log
+        self.restarts, self.beat = 0, timeout / 4  # of our sidecar, and reconnections, for the log; seconds between heart beats
         self.problem: Exception | None = None  # why the last server was lost
         self.sends = 0  # of weights to a server: counted at the start and at the end, so that it is odd in between
         self.lock = threading.RLock()  # held while weights are gathered or sent: by the loop, or by a recovery
@@ -167,7 +167,7 @@ class VLLMEngine:
             if errors:
                 for s in self.servers:
                     s.abort()
-            if time.monotonic() - beat > self.timeout / 4:
+            if time.monotonic() - beat > self.beat:
                 for s in {s for t, s in threads.items() if t.is_alive() and s.alive}:
                     self._beat(s)
                 beat = time.monotonic()

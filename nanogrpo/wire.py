@@ -200,7 +200,9 @@ class Group:
         self.device = device
 
     def announce(self, sequence: int) -> None:
+        """Returns when the workers can see it."""
         self.store.set("update", str(sequence))
+        self.store.get("update")  # `set` only sends; an answer means that the store has taken what was sent before
 
     def announced(self, sequence: int) -> bool:
         return self.store.check(["update"]) and self.store.get("update") == str(sequence).encode()

@@ -1,7 +1,7 @@
 """A server that speaks the sidecar's routes and samples nonsense: for tests of the client.
 
-    with FakeVLLM(model.cfg) as server:                     # on a free port of this machine
-        engine = VLLMEngine(model, max_len=64, servers=[server.url], transport="memory")
+    with FakeVLLM(tiny_config()) as server:                 # on a free port of this machine
+        engine = engine_of(server)                          # a client that has given it MODEL's weights
 
 Completions are a hash of their seed, so that equal requests get equal answers. Weights come by the memory transport, for real:
 `server.weights` holds what the last sync brought. `server.disturb` (method, path, body) → None to go on, a status, or a reply.
@@ -15,9 +15,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
+from conftest import tiny_model
 
 from nanogrpo.guard import FIELDS
+from nanogrpo.vllm_engine import VLLMEngine
 from nanogrpo.wire import Greeting, attach, sequence_of
+
+MODEL = tiny_model()
 
 
 class FakeVLLM:
@@ -83,3 +87,15 @@ class FakeVLLM:
     def generated(self) -> list[dict]:
         """The bodies of the requests for completions, in the order they came."""
         return [body for _, path, body in self.requests if path == "/inference/v1/generate"]
+
+
+def engine_of(
+    *servers: FakeVLLM | str, model=MODEL, load: bool = True, beat: float = 15.0, patience: float = 0.0, **options
+) -> VLLMEngine:
+    """Servers have a minute to answer: none that is only slow, on a busy machine, counts as lost. beat: seconds between beats."""
+    options = {"max_len": 32, "transport": "memory", "timeout": 60.0} | options
+    engine = VLLMEngine(model, servers=[s if isinstance(s, str) else s.url for s in servers], patience=patience, **options)
+    engine.beat = beat
+    if load:
+        engine.load(model, 0)
+    return engine

@@ -10,8 +10,7 @@ import time
 
 import pytest
 from conftest import tiny_config
-from fake_vllm import FakeVLLM
-from test_vllm_engine import MODEL, engine_of
+from fake_vllm import MODEL, FakeVLLM, engine_of
 
 from nanogrpo.errors import UserError
 from nanogrpo.server import ServerError
@@ -25,17 +24,18 @@ def fake():
 
 def test_a_hanging_server_costs_the_syncs_nothing_until_it_answers_again(fake):
     with FakeVLLM(tiny_config()) as other:
-        engine = engine_of(fake, other, timeout=8.0)
+        engine = engine_of(fake, other)
+        engine.servers[1].moment = 0.3
         held = threading.Event()
-        other.disturb = lambda m, path, b: held.wait(20) and None  # it accepts, and never answers
+        other.disturb = lambda m, path, b: held.wait(100) and None  # it accepts, and never answers
         engine._lose(engine.servers[1], ServerError("for the test"))
         begin = time.monotonic()
         for version in range(1, 5):
             engine.load(MODEL, version)
             assert [s.alive for s in engine.servers] == [True, False]
-        assert time.monotonic() - begin < 8.0  # less than one wait for an answer
+        assert time.monotonic() - begin < 60  # less than one wait for an answer
         held.set()
-        engine.servers[1].knocking.join(10)
+        engine.servers[1].knocking.join(60)
         engine.load(MODEL, 5)
         assert [s.alive for s in engine.servers] == [True, True]
         assert other.label == engine.sync.label(5)
@@ -49,10 +49,10 @@ def test_a_server_of_another_trainer_is_waited_for_and_then_refused(fake):
         return 409 if left[0] >= 0 else None
 
     fake.disturb = taken
-    engine_of(fake, patience=2.0)  # its trainer was killed a moment ago
+    engine_of(fake, patience=30.0)  # its trainer was killed a moment ago
     left[0] = 10**6
     with pytest.raises(UserError, match=r"is taken \(as told\); give each trainer a server of its own"):
-        engine_of(fake, patience=0.1)
+        engine_of(fake)
 
 
 def test_a_trainer_is_heard_while_it_trains(fake, monkeypatch):
@@ -60,5 +60,5 @@ def test_a_trainer_is_heard_while_it_trains(fake, monkeypatch):
     heard = threading.Event()
     engine = engine_of(fake)
     fake.disturb = lambda m, path, b: (path == "/health" and heard.set()) or None
-    assert heard.wait(10)
+    assert heard.wait(60)
     engine.close()

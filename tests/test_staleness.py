@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 
 import pytest
-from fake_vllm import FakeVLLM
-from test_vllm_engine import MODEL, PARAMS, PROMPTS, engine_of, shown
+from fake_vllm import MODEL, FakeVLLM, engine_of
+from test_vllm_engine import PARAMS, PROMPTS, shown
 
 from nanogrpo.staleness import Ahead, staleness
 
@@ -66,7 +65,7 @@ def test_the_next_step_is_sampled_while_this_one_trains(fake):
 
     fake.answer = seen
     ahead.take(0)
-    assert arrived.wait(5)  # before any load: the loop would be training now
+    assert arrived.wait(60)  # before any load: the loop would be training now
     engine.load(MODEL, 1)
     assert {v for s in ahead.take(1) for v in s.versions} <= {0, 1}
     ahead.close()
@@ -102,23 +101,25 @@ def test_the_thread_that_samples_ahead_ends_with_the_engine(fake):
     """Also between two groups, when there is no connection to cut: the interpreter waits for this thread."""
     engine = engine_of(fake, window=1)
     ahead = Ahead(engine, lambda step: PROMPTS * 50, 1, PARAMS, 0, 9, 1)
-    slow, many = fake.answer, threading.Event()
+    usual, many, closed = fake.answer, threading.Event(), threading.Event()
 
     def answer(path, body):
-        if len(fake.generated()) > 10:
+        if len(fake.generated()) > 10 and path == "/inference/v1/generate":
             many.set()
-        time.sleep(0.01)
-        return slow(path, body)
+            closed.wait(60)
+        return usual(path, body)
 
     fake.answer = answer
     engine.servers[0].abort = lambda: None  # as if it came between two requests
     ahead._ask(PROMPTS * 50, 0)
-    assert many.wait(10)
+    assert many.wait(60)
     ahead.close()
     engine.close()
+    closed.set()
     (thread,) = ahead.pool._threads
-    thread.join(1.0)
+    thread.join(60)
     assert not thread.is_alive()
+    assert len(fake.generated()) == 11  # not at the end of its work
 
 
 def test_the_figures_of_staleness():

@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from vllm_real import ROOT, train_a_little
 
 from nanogrpo.guard import loopback
 from nanogrpo.sync import WeightSync, full_parameters
-from nanogrpo.wire import ALIGN, DTYPES, HEADER, Greeting, Layout, SharedBuckets, attach, sequence_of
+from nanogrpo.wire import ALIGN, DTYPES, HEADER, Greeting, Group, Layout, SharedBuckets, attach, sequence_of
 
 ENTRIES = [["a.weight", "float32", [2, 3]], ["b", "bfloat16", [5]], ["c", "float16", [1, 1, 7]]]
 
@@ -209,6 +210,15 @@ def test_gathers_from_fsdp_shards_are_the_whole_models_bits():
 def test_full_parameters_of_a_plain_model_are_its_parameters():
     model = tiny_model()
     assert [(n, p.data_ptr()) for n, p in full_parameters(model)] == [(n, p.data_ptr()) for n, p in model.named_parameters()]
+
+
+def test_an_update_is_announced_once_the_store_has_it():
+    """The `set` of torch's store only sends: a worker that asks at once, over its own connection, could be answered before it."""
+    sent, arrived = {}, {}
+    group = Group.__new__(Group)
+    group.store = SimpleNamespace(set=sent.__setitem__, get=lambda key: arrived.update(sent) or arrived[key])
+    group.announce(7)
+    assert arrived == {"update": "7"}
 
 
 RECEIVER = """
