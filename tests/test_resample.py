@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import arguments, steps
+from ranks import run
 
 import train
 from nanogrpo import checkpoint
@@ -82,6 +83,23 @@ def test_a_resumed_run_draws_the_same_replacements(argv, tmp_path):
     assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
     first, second = (checkpoint.load_model(tmp_path / name / "checkpoint-3") for name in ("whole", "parts"))
     assert all(torch.equal(p, q) for p, q in zip(first.parameters(), second.parameters()))
+
+
+def two_ranks(argv: list[str]) -> int:
+    return train.main(argv)
+
+
+def test_two_ranks_replace_the_same_groups_as_one(argv, tmp_path):
+    options = ["--max-resample-times", "3", "--advantage-estimator", "maxrl"]
+    assert run(2, two_ranks, argv("two", *options)) == [0, 0]
+    assert train.main(argv("one", *options)) == 0
+    one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
+    assert any(row["resampled_groups"] for row in one)
+    for a, b in zip(one, two, strict=True):
+        assert a["resampled_groups"] == b["resampled_groups"]
+        assert [a[name] for name in ("reward", "loss", "grad_norm")] == pytest.approx(
+            [b[name] for name in ("reward", "loss", "grad_norm")], rel=1e-5, abs=1e-7
+        )
 
 
 def test_a_negative_bound_is_refused(argv, tmp_path, capsys):
