@@ -6,12 +6,12 @@ Read next: test_fsdp.py, whose shards these are.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import types
 
 import pytest
 import torch
+from allocator import most_at_once
 from conftest import packed, random_batch, tiny_config, tiny_model
 from ranks import run
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -203,10 +203,7 @@ def test_the_peak_is_of_the_fullest_gpu_and_of_one_step():
 
 
 def peak_of_a_step(vocab: int, completions: int) -> int:
-    """Bytes that the allocator gave out at once, at most, in a training step of 100 tokens a completion.
-
-    By its own count, which sees inside the ops: the resident memory of a process has peaks of the C library's and the kernel's.
-    """
+    """Bytes of the allocator's, in a training step of 100 tokens a completion."""
     cfg = Config(num_generations=completions, generation_batch_size=completions, token_budget=10**6)
     model = Decoder(tiny_config(vocab_size=vocab, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=4))
     optimizer = optim.make_optimizer(model, cfg)
@@ -216,13 +213,14 @@ def peak_of_a_step(vocab: int, completions: int) -> int:
     ]
     (update,) = packing.schedule(packing.sizes(samples, cfg), cfg, 0)
     (batch,) = packing.pack(update, samples, cfg)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+
+    def step() -> None:
         model.score(batch, grpo.objective(batch, cfg)).loss.backward()
         with torch.no_grad():
             model.score(batch, grpo.logp_of(batch, cfg))
         optim.clip_and_step(model, optimizer, 1e-3, 1.0)
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+    return most_at_once(step)
 
 
 def test_the_peak_of_a_step_does_not_grow_with_vocabulary_times_tokens(monkeypatch):
