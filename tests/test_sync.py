@@ -261,7 +261,7 @@ class Peer:
 @pytest.mark.parametrize("transport", ["broadcast", "memory"])
 def test_buckets_reach_another_process(transport):
     model, peer = tiny_model(), Peer()
-    sync = WeightSync(model, "float32", torch.device("cpu"), transport, bucket_bytes=4096, timeout=20.0)
+    sync = WeightSync(model, "float32", torch.device("cpu"), transport, bucket_bytes=4096, timeout=120.0)
     sync.gather(model)
     sync.connect(peer, workers=1)
     if (group := sync.groups[peer]) is not None:
@@ -271,6 +271,6 @@ def test_buckets_reach_another_process(transport):
         for b in sync.buckets:
             group.broadcast(b)
     got = json.loads(peer.process.stdout.readline())
-    peer.process.communicate(timeout=20)
+    peer.process.communicate(timeout=120)
     assert got == {"sequence": 1, "sums": {n: p.double().sum().item() for n, p in model.named_parameters()}}
     sync.disconnect(peer)
