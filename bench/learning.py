@@ -81,7 +81,7 @@ def fingerprint(base: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(prog="python -m bench.learning", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--seeds", type=int, default=16, help="runs of each side, seeds 0, 1, … (default 16)")
+    parser.add_argument("--seeds", type=int, default=16, help="runs of each kind, seeds 0, 1, … (default 16)")
     parser.add_argument("--steps", type=int, default=40, help="GRPO steps a run (default 40)")
     parser.add_argument("--eval-steps", type=int, default=2, help="steps between two looks at the held-out problems (default 2)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")

@@ -1,8 +1,9 @@
-"""Whole GRPO runs of both sides, each in a process of its own: ours is train.py's loop, TRL's is its GRPOTrainer.
+"""Whole GRPO runs, each in a process of its own: ours is train.py's loop, TRL's is its GRPOTrainer, or both after each other.
 
-In: a side and a `Config`. Out: a dict: seconds, tokens and rewards of each step, held-out accuracy after the steps that evaluate,
-peak memory. The clock of both sides runs from the first draw to the last update, logging included, and stands still while
-the held-out problems are answered, which both sides do with the same engine and rewards. Building the parts is not counted.
+In: a side (common.SIDES, common.REPLAYED) and a `Config`. Out: a dict: seconds, tokens and rewards of each step, held-out
+accuracy after the steps that evaluate, peak memory. The clock of both sides runs from the first draw to the last update, logging
+included, and stands still while the held-out problems are answered, which both sides do with the same engine and rewards.
+Building the parts is not counted.
 
     found = run("TRL", Config(model="runs/base", data=("arithmetic",), …), threads=2)
 
@@ -163,11 +164,12 @@ METRICS = {"reward": "reward", "accuracy": "rewards/accuracy_reward/mean", "leng
 
 
 def replayed(cfg: Config) -> dict:
-    """Our run, then TRL's on the completions which that drew. Adds "weights_apart": how far the two models are from each other in
-    the end, over how far ours is from the base (Euclidean norms of all weights)."""
+    """Our run, then TRL's on the completions which that drew (one update a generation). Adds "ours": our held-out accuracies; and
+    "weights_apart": how far the two models are from each other in the end, over how far ours is from the base (Euclidean norms
+    of all weights)."""
     drawn, where = [], f"{cfg.output_dir}/drawn"
-    ours(dataclasses.replace(cfg, eval_steps=0, output_dir=where), drawn)
-    found = theirs(cfg, drawn)
+    our = ours(dataclasses.replace(cfg, output_dir=where), drawn)["held_out"]
+    found = theirs(cfg, drawn) | {"ours": our}
     folders = (Path(cfg.model), Path(where) / f"checkpoint-{cfg.max_steps}", Path(cfg.output_dir))
     base, mine, trls = (torch.cat([p.flatten() for p in checkpoint.load_model(f).parameters()]) for f in folders)
     return found | {"weights_apart": ((trls - mine).norm() / (mine - base).norm().clamp(min=1e-9)).item()}

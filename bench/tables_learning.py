@@ -46,6 +46,10 @@ def seconds_to(row: dict, accuracy: float) -> float | None:
     return sum(row["seconds"][: min(reached)]) if reached else None
 
 
+def show(values: Sequence[float], digits: int) -> str:
+    return "{:.{d}f} ± {:.{d}f}".format(*mean_std(values), d=digits)
+
+
 def learning(rows: list[dict]) -> list[tuple]:
     lines = []
     for side in (*SIDES, REPLAYED):
@@ -54,7 +58,6 @@ def learning(rows: list[dict]) -> list[tuple]:
             continue
         ends = [row["held_out"][max(row["held_out"], key=int)] for row in mine]
         reached = [seconds_to(row, 0.9) for row in mine]
-        show = lambda values, digits: "{:.{d}f} ± {:.{d}f}".format(*mean_std(values), d=digits)  # noqa: E731
         to90 = show([s for s in reached if s is not None], 1) if any(reached) else "–"
         to90 += f" ({sum(s is None for s in reached)} never)" if None in reached else ""
         reward = [statistics.fmean(row["reward"][-5:]) for row in mine]
@@ -64,12 +67,11 @@ def learning(rows: list[dict]) -> list[tuple]:
 
 
 def replay_apart(rows: list[dict]) -> list[str]:
-    """How far TRL is from us when both learn from the same completions: seed by seed, with our own row of that seed."""
-    ours = {row["seed"]: row["held_out"] for row in rows if row["side"] == "nanogrpo"}
-    theirs = [row for row in rows if row["side"] == REPLAYED and row["seed"] in ours]
+    """How far TRL is from us when both learn from the same completions. A replay's row has "ours", the run that drew them."""
+    theirs = [row for row in rows if row["side"] == REPLAYED]
     if not theirs:
         return []
-    both = [(ours[row["seed"]][step], value) for row in theirs for step, value in row["held_out"].items()]
+    both = [(row["ours"][step], value) for row in theirs for step, value in row["held_out"].items()]
     equal, most = sum(a == b for a, b in both), max(abs(a - b) for a, b in both)
     return [
         "TRL on the completions that our runs drew, where only the training is left to differ: its held-out accuracy is ours at "

@@ -155,7 +155,7 @@ def _kinds(
 
 
 def _logits(h: Tensor, lm_head: Tensor, buffer: Tensor) -> Tensor:
-    """[C, V], in `buffer` where the library writes into it."""
+    """[C, V], in `buffer` where the library can write into it. oneDNN makes a new one: the buffer's pages are never touched."""
     return product(h, lm_head) if by_onednn(h, lm_head) else torch.mm(h, lm_head.T, out=buffer[: len(h)])
 
 

@@ -5,9 +5,11 @@ throughout, only the order of the sums is another library's.
 
 Equation.   Y = X Wᵀ + b;  dX = dY W;  dW = dYᵀ X;  db = Σ_rows dY. All three products have the form A Bᵀ, which is `product`.
 Why.        torch gives float32 products on a CPU to the BLAS it was built with, which need not be the best for the CPU it meets:
-            MKL reaches 110 GFLOP/s on one core of an AMD EPYC; oneDNN, which torch has too, 170 to 250. It reads a transposed
-            view of B as it lies and copies one of A. A call costs 10 µs more, and half a millisecond where a length is new.
-Elsewhere.  GPUs, other types, autocast, torch.compile and small products: F.linear.
+            MKL reaches 110 GFLOP/s on one core of an AMD EPYC; oneDNN, which torch has too, 186 to 253. It reads a transposed
+            view of B as it lies and copies one of A. A call costs 10 µs more, and half a millisecond where it builds its code for
+            a number of rows that it has not seen.
+Elsewhere.  GPUs, other types, autocast, torch.compile and small products: F.linear. `torch.backends.mkldnn.flags(enabled=False)`
+            turns oneDNN off, here as in torch. Sampling packs its weights once for many steps: local_engine.py.
 
 Read next: head.py (the output head's products), nanogrpo/model.py (the layers).
 """
@@ -26,6 +28,7 @@ def by_onednn(a: Tensor, b: Tensor) -> bool:
     """Whether `product(a, b)` is oneDNN's: plain float32 matrices on a CPU (no DTensor, nothing being traced), large enough."""
     return (
         _onednn is not None
+        and torch.backends.mkldnn.enabled
         and not torch.compiler.is_compiling()
         and {type(a), type(b)} <= {Tensor, nn.Parameter}
         and a.device.type == b.device.type == "cpu"

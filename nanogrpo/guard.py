@@ -1,8 +1,9 @@
 """The door of the sidecar: an ASGI middleware in front of vLLM's HTTP server.
 
-In: every request. Out: 404 unless its route is one that GRPO needs, 401 unless it knows the secret (when there is one), and
-the route `GET /nanogrpo`, by which a trainer learns whose weights these are. vLLM's own `--api-key` leaves the weight routes
-open, and some of its development routes (collective_rpc, server_info, profiling) should be reachable by nobody.
+In: every request. Out: 404 unless its route is one that GRPO needs, 401 unless it knows the secret (when there is one), 409 for
+a trainer while another one has the server, and the route `GET /nanogrpo`, by which a trainer learns whose weights these are.
+vLLM's own `--api-key` leaves the weight routes open, and some of its development routes (collective_rpc, server_info, profiling)
+should be reachable by nobody.
 Read before: serve.py, which names this class to vLLM. Read next: vllm_engine.py, the client.
 """
 

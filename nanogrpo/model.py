@@ -162,7 +162,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """nn.Linear whose float32 products on a CPU are made by the faster library (kernels/linear.py)."""
+    """nn.Linear whose larger float32 products on a CPU are made by the faster library (kernels/linear.py)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)

@@ -1,4 +1,4 @@
-"""The seam between the algorithm and the kernels: four operations, which is all that the rest of the project knows of them.
+"""The seam between the algorithm and the kernels: five operations, which is all that the rest of the project computes with.
 
 In: logits [N, V], or hidden states [M, D] and the output head [V, D]; per-token vectors [M]. Out: log-probs, entropies and the
 policy loss with its gradient. The `head_*` operations hold logits for a chunk of rows only, never [M, V].
@@ -9,8 +9,9 @@ policy loss with its gradient. The `head_*` operations hold logits for a chunk o
 | `policy_loss` | log-probs [M] → loss | the clip on log-probs that exist anyway: benches and tests |
 | `head_logp` | hidden [M, D] → log-prob [M], entropy [M] | old, reference and evaluation log-probs; phase one of two |
 | `head_policy_loss` | hidden [M, D] → loss | the training step: three matrix products instead of four |
+| `linear` | [T, I] → [T, O] | the decoder's layers: on a CPU by the faster of two libraries (kernels/linear.py) |
 
-On CUDA they run the Triton kernels of `kernels/`, elsewhere the equations of kernels/reference.py; `use` forces one.
+On CUDA the first four run the Triton kernels of `kernels/`, elsewhere the equations of kernels/reference.py; `use` forces one.
 Read next: custom_ops.py (how torch knows them), kernels/README.md (how kernels come from the equations), grpo.py (who calls).
 """
 
@@ -26,7 +27,7 @@ from nanogrpo import custom_ops
 from nanogrpo.custom_ops import STATS, implementation, use
 from nanogrpo.kernels.linear import linear
 
-__all__ = [  # with the three names above, which live where the choice is made
+__all__ = [  # with STATS, implementation and use, which live where the choice is made, and linear, which is a kernel's own
     "STATS",
     "HeadOp",
     "PolicyOut",
@@ -59,8 +60,8 @@ class PolicyOut(NamedTuple):
 def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
     """Rows whose logits fit the memory of a chunk: 2.5 GB on CUDA (8228 rows of Qwen3 in bfloat16), 64 MB elsewhere.
 
-    Elsewhere at most 512 rows, too: a dozen tensors of this size come and go, and where they are small the C library gives them
-    the memory of those before, where they are large the kernel gives fresh pages each time.
+    Elsewhere at most 512 rows, too: a dozen tensors of this size come and go, and small ones get the memory of those before,
+    where large ones cost fresh pages of the operating system each time (docs/log.md; with a large vocabulary they still do).
     """
     if device.type == "cuda":
         return max(1, int(2.5e9 // (vocab * dtype.itemsize)))

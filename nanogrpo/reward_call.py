@@ -33,14 +33,8 @@ from typing import Any, NamedTuple
 from nanogrpo.errors import UserError
 
 TAKEN = ("run", "step", "after", "eval/after", "rewards/failures")  # names of a line of the log; log.py knows the others
-COLUMNS = (
-    "step",
-    "prompt",
-    "completion",
-    "reward",
-    "advantage",
-    "stopped",
-)  # of the completions table, beside the functions' own
+# Of the completions table, beside the functions' own.
+COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stopped")
 LARGEST = 1e30  # of a reward or a sum, either sign: well inside float32, in which the advantages that it makes are trained on
 
 

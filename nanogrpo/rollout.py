@@ -73,7 +73,7 @@ class Served(Engine, Protocol):
         """`sample` for the prompts of all ranks, on the main rank's thread, without a word to the others."""
         ...
 
-    def collect(self, requested: Callable[[], list[Sample]], prompts: Sequence[Prompt], n: int) -> list[Sample]:
+    def scatter(self, requested: Callable[[], list[Sample]], prompts: Sequence[Prompt], n: int) -> list[Sample]:
         """Every rank calls: of what `requested` returns on the main rank, in the order of ranks, those of this rank's prompts.
 
         What it raises there is raised on every rank.

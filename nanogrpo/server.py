@@ -30,7 +30,7 @@ from nanogrpo.guard import FACTS, QUIET, SECRET, TRAINER
 
 log = logging.getLogger(__name__)
 
-BEAT = QUIET / 4  # seconds between two words to a server that is ours
+RENEW = QUIET / 4  # seconds between two words to a server that is ours
 
 
 class ServerError(Exception):
@@ -48,8 +48,8 @@ class ServerLost(UserError):
 class Server:
     """HTTP to one server. `alive` says whether it is given work; the engine sets it. Safe to use from several threads."""
 
-    def __init__(self, url: str, secret: str = "", timeout: float = 60.0, claim: threading.Event | None = None):
-        """claim: keeps the server for this trainer, which is heard in it all the time, until the event is set."""
+    def __init__(self, url: str, secret: str = "", timeout: float = 60.0, until: threading.Event | None = None):
+        """until: keeps the server for this trainer (guard.py), which renews its claim all the time until the event is set."""
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port
@@ -69,9 +69,9 @@ class Server:
         self.open: set[http.client.HTTPConnection] = set()
         self.lock = threading.Lock()
         self.knocking: threading.Thread | None = None  # at its door, while it is lost
-        if claim is not None:
+        if until is not None:
             self.headers[TRAINER] = secrets.token_hex(8)
-            threading.Thread(target=self._stay, args=(claim,), daemon=True).start()
+            threading.Thread(target=self._renew, args=(until,), daemon=True).start()
 
     def __repr__(self) -> str:
         return self.url
@@ -127,12 +127,12 @@ class Server:
             raise UserError(f"{self.url} refuses {path} ({reply.status}: {message}); trainer and server do not fit together.")
         raise ServerError(f"{self.url} answered {path} with status {reply.status}: {message}", reply.status)
 
-    def _stay(self, over: threading.Event) -> None:
+    def _renew(self, over: threading.Event) -> None:
         """A word now and then, for a trainer may be silent for long while it trains."""
-        while not over.wait(BEAT):
+        while not over.wait(RENEW):
             with contextlib.suppress(ServerError, UserError):  # if it matters, who tries to use the server is told
                 if self.alive:
-                    self.get("/health", timeout=BEAT)
+                    self.get("/health", timeout=RENEW)
 
     def answers(self, path: str, over: threading.Event) -> bool:
         """Whether a lost server has answered since it was lost. A thread asks until it does, or until `over`: a server that hangs

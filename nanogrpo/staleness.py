@@ -66,7 +66,7 @@ class Ahead:
             asked, prompts, future = self.waiting.popleft()
             if asked != step:
                 raise RuntimeError(f"the samples of step {asked} are next, not those of step {step}")
-            samples = self.engine.collect(lambda: future.result(), self.share(prompts), self.n)
+            samples = self.engine.scatter(lambda: future.result(), self.share(prompts), self.n)
         oldest = min((v for s in samples for v in s.versions), default=step)
         if oldest < step - self.bound:
             raise AssertionError(

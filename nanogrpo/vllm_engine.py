@@ -64,7 +64,8 @@ class VLLMEngine:
         self.window, self.timeout, self.transport, self.device = window, timeout, transport, torch.device(device)
         self.version, self.dtype = -1, ""  # of the weights; the dtype is the servers'
         self.over = threading.Event()  # set by `close`
-        self.restarts, self.beat = 0, timeout / 4  # of our sidecar, and reconnections, for the log; seconds between heart beats
+        self.restarts = 0  # of our sidecar, and reconnections, for the log
+        self.beat = timeout / 4  # seconds between two looks whether a server that works still answers
         self.problem: Exception | None = None  # why the last server was lost
         self.sends = 0  # of weights to a server: counted at the start and at the end, so that it is odd in between
         self.lock = threading.RLock()  # held while weights are gathered or sent: by the loop, or by a recovery
@@ -88,7 +89,7 @@ class VLLMEngine:
         parts = self.ranks.gather([[p.id, p.token_ids, most] for p, most in zip(prompts, limits)])
         everyone = [Prompt(i, "", ids) for part in parts for i, ids, _ in part]
         limits = [most for part in parts for _, _, most in part]
-        return self.collect(lambda: self.request(everyone, n, params, step, limits), prompts, n)
+        return self.scatter(lambda: self.request(everyone, n, params, step, limits), prompts, n)
 
     def load(self, model: nn.Module, version: int) -> None:
         """Gathers the weights (every rank calls) and has every server take them. ServerLost when none could be brought to."""
@@ -208,7 +209,9 @@ class VLLMEngine:
         deadline = time.monotonic() + (self.timeout if self.sidecar else min(self.patience, 30.0))
         for server in self.servers:
             if problem := until(deadline, lambda s=server: self._meet(s), self.over):
-                raise UserError(f"--server: {problem}; start serve.py there first, or leave the option out to have it started.")
+                taken = getattr(problem, "status", 0) == 409  # which says itself what to do
+                advice = "" if taken else "; start serve.py there first, or leave the option out to have it started"
+                raise UserError(f"--server: {problem}{advice}.")
 
     def _meet(self, server: Server) -> None:
         """Learns what the server is, and refuses one that cannot serve this trainer. UserError, ServerError."""
@@ -288,7 +291,7 @@ class VLLMEngine:
 
     # --- several ranks ---
 
-    def collect(self, requested: Callable[[], list[Sample]], prompts: Sequence[Prompt], n: int) -> list[Sample]:
+    def scatter(self, requested: Callable[[], list[Sample]], prompts: Sequence[Prompt], n: int) -> list[Sample]:
         """Of what `requested` returns on rank 0, this rank's: those after the prompts of the ranks before. Errors reach all."""
         samples = self.ranks.on_first(requested)
         skip = sum(self.ranks.gather(len(prompts))[: self.ranks.rank])

@@ -64,7 +64,8 @@ def test_check_tells_whether_the_file_is_up_to_date(tmp_path, capsys):
 
 def test_a_replay_is_compared_with_our_run_of_its_seed():
     ours = [learned("nanogrpo", 0), learned("nanogrpo", 1)]
-    replayed = [{**learned(common.REPLAYED, seed), "weights_apart": 1e-5 * (1 + seed)} for seed in (0, 1, 2)]
+    replayed = [learned(common.REPLAYED, seed) | {"weights_apart": 1e-5 * (1 + seed)} for seed in (0, 1)]
+    replayed = [{**row, "ours": dict(row["held_out"])} for row in replayed]
     (said,) = tables_learning.replay_apart([*ours, *replayed])
     assert "ours at 6 of 6 evaluations (at most 0.000 apart)" in said
     assert "at most 2.0e-05 of the way" in said
@@ -72,7 +73,7 @@ def test_a_replay_is_compared_with_our_run_of_its_seed():
     (said,) = tables_learning.replay_apart([*ours, *replayed])
     assert "ours at 5 of 6 evaluations (at most 0.250 apart)" in said
     assert tables_learning.replay_apart(ours) == []
-    assert "| TRL, our completions | 3 | 0.877 ± " in readme.section("learning", [*ours, *replayed])
+    assert "| TRL, our completions | 2 | 0.830 ± " in readme.section("learning", [*ours, *replayed])
 
 
 def test_distance_of_two_curves():
