@@ -168,8 +168,8 @@ class _Sum:
     def add(self, dlogits: Tensor, h: Tensor) -> None:
         first = self.total is None
         if by_onednn(h.T, dlogits.T):
-            part = product(h.T, dlogits.T).T
-            self.total = part if first else self.total.add_(part)
+            part = product(h.T, dlogits.T).T  # [V, D], transposed in memory; what is given back is not, as torch.compile is told
+            self.total = part.contiguous() if first else self.total.add_(part)
             return
         if first:  # written by the first product, never zero-filled
             self.total = torch.empty_like(self.like, dtype=accumulate(self.like.dtype), memory_format=torch.contiguous_format)

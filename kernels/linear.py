@@ -27,12 +27,13 @@ _onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not in every b
 def by_onednn(a: Tensor, b: Tensor) -> bool:
     """Whether `product(a, b)` is oneDNN's: plain float32 matrices on a CPU (no DTensor, nothing being traced), large enough."""
     return (
-        _onednn is not None
+        a.is_cpu  # asked first: on a GPU nothing else is
+        and b.is_cpu
+        and a.dtype == b.dtype == torch.float32
+        and _onednn is not None
         and torch.backends.mkldnn.enabled
         and not torch.compiler.is_compiling()
         and {type(a), type(b)} <= {Tensor, nn.Parameter}
-        and a.device.type == b.device.type == "cpu"
-        and a.dtype == b.dtype == torch.float32
         and a.ndim == b.ndim == 2
         and a.shape[0] * b.numel() >= WORTH
         and not torch.is_autocast_enabled("cpu")
@@ -47,7 +48,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        for_dx, for_dweight, _ = ctx.needs_input_grad  # a frozen weight (LoRA's base) keeps no activation
+        ctx.save_for_backward(x if for_dweight else None, weight if for_dx else None)
         return _onednn(x, weight, bias, "none", [], "")  # [T, O]
 
     @staticmethod

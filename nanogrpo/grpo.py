@@ -55,12 +55,14 @@ def leave_one_out(rewards: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def maxrl(rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """A = (r - mean_group) / mean_group, 0 where the mean is not above 0: the fewer succeed, the more a success weighs.
+    """A = (r - mean_group) / mean_group, 0 where the mean is not above 0 by more than rounding: the fewer succeed, the more a
+    success weighs.
 
     With rewards 0 and 1, the gradient of the log of the success rate instead of the rate itself: MaxRL 2026 (2602.02710).
     """
     mean = rewards.nanmean(1, keepdim=True)  # [P, 1]
-    return torch.where(mean > 0, centred(rewards) / mean, 0.0).nan_to_num(0.0), nanstd(centred(rewards), dim=1)
+    least = 1e-9 * rewards.abs().nan_to_num(0.0).amax(1, keepdim=True)  # 0.1 + 0.2 - 0.3 is above 0, too
+    return torch.where(mean > least, centred(rewards) / mean, 0.0).nan_to_num(0.0), nanstd(centred(rewards), dim=1)
 
 
 def decoupled(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

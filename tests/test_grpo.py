@@ -91,6 +91,9 @@ def test_maxrl_weighs_a_success_by_its_rarity():
     assert values[1].tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
     assert (values[2:4] == 0).all()  # a mean that is not above 0 is no scale
     assert values[4].tolist() == pytest.approx([0.0, 2.0, -1.0, -1.0])
+    rounding = torch.tensor([[0.1, 0.2, -0.3, math.nan]], dtype=torch.float64)  # whose mean is 0 and some 1e-17
+    assert rounding.nanmean() != 0
+    assert (grpo.maxrl(rounding)[0] == 0).all()
 
 
 def test_each_reward_is_scaled_alone():

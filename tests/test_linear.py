@@ -72,6 +72,18 @@ def test_only_what_is_asked_for_is_computed():
     assert seen.onednn == 1
 
 
+@pytest.mark.parametrize(("frozen", "kept"), [(0, 0), (1, 1)])
+def test_what_no_gradient_needs_is_not_kept(frozen, kept):
+    """Under adapters the base is frozen: its input would be kept for nothing."""
+    pair = [draw(T, I, seed=0).requires_grad_(), draw(O, I, seed=1).requires_grad_()]
+    pair[frozen].requires_grad_(False)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        ops.linear(*pair)
+    (only,) = saved  # of the other's gradient
+    assert only is pair[kept]
+
+
 def test_everything_else_goes_the_usual_way():
     x, w = draw(T, I, seed=0), draw(O, I, seed=1)
     assert kernel.by_onednn(x, w)
@@ -84,6 +96,8 @@ def test_everything_else_goes_the_usual_way():
         assert not kernel.by_onednn(mode.from_tensor(x), mode.from_tensor(w))
     compiled = torch.compile(ops.linear, backend="eager", fullgraph=True)
     assert "mkldnn::_linear_pointwise" not in _names(lambda: torch.testing.assert_close(compiled(x, w), F.linear(x, w)))
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not kernel.by_onednn(x, w)
     assert "mkldnn::_linear_pointwise" in _names(lambda: ops.linear(x, w))
 
 
@@ -120,6 +134,7 @@ def test_the_head_takes_the_same_products():
     assert "aten::addmm" not in names
     for got, true in zip(mine, step(torch.float64), strict=True):
         assert (got.double() - true).norm() <= 1e-5 * true.norm()
+        assert got.is_contiguous()  # as the ops' fakes promise: inductor relies on it
 
 
 def _two_ranks(base, options):
