@@ -60,7 +60,7 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str
                 f"{given} cannot be used: it leaves vLLM's weight routes open; set {SECRET} or --secret-file instead."
             )
         if given.startswith(("--ssl", "--enable-ssl")):
-            raise UserError(f"{given} cannot be used: trainer and server speak plain HTTP; use it on a private network.")
+            raise UserError(f"{given} cannot be used: trainer and server speak plain HTTP; put TLS in a proxy before it.")
         if given == "--config":
             raise UserError("--config cannot be used: its file may set what training relies on; give its options one by one.")
         for name, value in FIXED.items():
@@ -143,11 +143,12 @@ def end_with(owner: int) -> None:
     """Ends the server when its owner closes the other end of standard input; or ends, which alone may not close it: a child that
     the owner has forked holds it open for as long as it lives."""
     watched = [sys.stdin.fileno()]
-    with contextlib.suppress(AttributeError):  # Linux only
-        try:
-            watched.append(os.pidfd_open(owner))
-        except ProcessLookupError:  # already
-            end()
+    try:
+        watched.append(os.pidfd_open(owner))
+    except ProcessLookupError:  # already
+        end()
+    except (AttributeError, OSError):  # Linux only, and forbidden in some containers: standard input must do
+        pass
     while select.select(watched, [], [])[0] == watched[:1] and os.read(watched[0], 4096):
         pass
     end()

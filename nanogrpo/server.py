@@ -66,6 +66,8 @@ class Server:
         self.moment = 2.0  # seconds in which one that was lost, and is well again, answers: on a busy machine too
         self.alive = False
         self.version = -1  # of the weights that it was given last
+        self.told = False  # whether the user knows that it is not in use
+        self.silence = ServerError(f"{self.url} has not answered yet")  # why it does not `answer`: the last reason
         self.open: set[http.client.HTTPConnection] = set()
         self.lock = threading.Lock()
         self.knocking: threading.Thread | None = None  # at its door, while it is lost
@@ -128,11 +130,11 @@ class Server:
         raise ServerError(f"{self.url} answered {path} with status {reply.status}: {message}", reply.status)
 
     def _renew(self, over: threading.Event) -> None:
-        """A word now and then, for a trainer may be silent for long while it trains."""
+        """A word now and then, for a trainer may be silent for long while it trains, and while it brings a server up. From who is
+        not its trainer the word changes nothing."""
         while not over.wait(RENEW):
             with contextlib.suppress(ServerError, UserError):  # if it matters, who tries to use the server is told
-                if self.alive:
-                    self.get("/health", timeout=RENEW)
+                self.get("/health", timeout=RENEW)
 
     def answers(self, path: str, over: threading.Event) -> bool:
         """Whether a lost server has answered since it was lost. A thread asks until it does, or until `over`: a server that hangs
@@ -142,7 +144,8 @@ class Server:
             while not over.is_set():
                 try:
                     self.get(path, timeout=min(self.timeout, 10.0))
-                except ServerError:
+                except ServerError as e:
+                    self.silence = e
                     over.wait(1.0)
                     continue
                 except UserError:  # a refusal is an answer: who tries to use the server is told

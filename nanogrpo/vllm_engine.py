@@ -59,7 +59,7 @@ class VLLMEngine:
     ):
         if bool(servers) == bool(sidecar):
             raise ValueError("give the addresses of servers, or a sidecar to start, and not both")
-        self.ranks = ranks or Ranks()
+        ranks = self.ranks = ranks or Ranks()
         self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, patience
         self.window, self.timeout, self.transport, self.device = window, timeout, transport, torch.device(device)
         self.version, self.dtype = -1, ""  # of the weights; the dtype is the servers'
@@ -72,9 +72,12 @@ class VLLMEngine:
         self.workers: dict[Server, int] = {}
         self.sync: WeightSync | None = None
         self.servers = [Server(url, secret, timeout, self.over) for url in servers] if self.ranks.first else []
-        self.ranks.on_first(self._start)
-        dtype = self.ranks.share(self.dtype)
-        self.sync = WeightSync(model, dtype, self.device, transport, timeout=timeout, first=self.ranks.first)
+        try:
+            self.ranks.on_first(self._start)
+        except BaseException:
+            self.over.set()  # nobody will close what was refused: its threads end now
+            raise
+        self.sync = WeightSync(model, ranks.share(self.dtype), self.device, transport, timeout=timeout, first=ranks.first)
 
     # --- the interface of rollout.Served ---
 
@@ -82,7 +85,6 @@ class VLLMEngine:
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int, limits: Sequence[int] | None = None
     ) -> list[Sample]:
         """n completions of each prompt, ordered prompt by prompt. UserError, ServerLost, FloatingPointError: on every rank.
-
         Every rank calls, each with its own prompts; rank 0 asks for all of them.
         """
         limits = limits or [params.max_tokens] * len(prompts)
@@ -188,10 +190,9 @@ class VLLMEngine:
     def _ask(self, server: Server, group: Group) -> list[Sample]:
         for attempt in range(ATTEMPTS):
             oldest = server.version  # not ours: while `load` is under way in another thread, the server is still behind
-            request = group.body | {"cache_salt": self.sync.label(oldest)}
             try:
                 # No limit of its own: a long group takes long. The heart beat ends the connection of a server that hangs.
-                reply = server.work("/inference/v1/generate", request)
+                reply = server.work("/inference/v1/generate", group.body | {"cache_salt": self.sync.label(oldest)})
                 return read(reply, group, self.sync.version_of, oldest, self.version, str(server))
             except ServerError as e:
                 if attempt + 1 == ATTEMPTS or e.status < 500 or not server.alive:
@@ -209,16 +210,14 @@ class VLLMEngine:
         deadline = time.monotonic() + (self.timeout if self.sidecar else min(self.patience, 30.0))
         for server in self.servers:
             if problem := until(deadline, lambda s=server: self._meet(s), self.over):
-                taken = getattr(problem, "status", 0) == 409  # which says itself what to do
-                advice = "" if taken else "; start serve.py there first, or leave the option out to have it started"
-                raise UserError(f"--server: {problem}{advice}.")
+                advice = "; start serve.py there first, or leave the option out to have it started"
+                raise UserError(f"--server: {problem}{'' if problem.status == 409 else advice}.")  # 409 says itself what to do
 
     def _meet(self, server: Server) -> None:
         """Learns what the server is, and refuses one that cannot serve this trainer. UserError, ServerError."""
         facts = server.get(FACTS, timeout=min(self.timeout, 10.0))
         fits(str(server), facts, self.cfg, self.max_len, self.dtype)
-        self.dtype = facts["dtype"]
-        self.workers[server] = facts["workers"]
+        self.dtype, self.workers[server] = facts["dtype"], facts["workers"]
 
     def _bring_up(self, server: Server) -> None:
         """Connects a server and gives it the current weights; it is alive afterwards. UserError, ServerError."""
@@ -234,21 +233,23 @@ class VLLMEngine:
             raise ServerError(str(e)) from e  # it has had our weights before: another took its place, and may leave it again
         finally:
             self.sends += 1
-        server.alive, server.version = not self.over.is_set(), self.version
+        server.alive, server.version, server.told = not self.over.is_set(), self.version, False
 
     def _lose(self, server: Server, error: Exception) -> None:
-        if server.alive:
-            log.warning("lost a server: %s", error)
+        if server.alive or not (server.told or self.over.is_set()):  # one that was never alive is told of too, once
+            log.warning("lost a server: %s" if server.alive else "goes without a server: %s", error)
             self.problem = error
-        server.alive = False
+        server.alive, server.told = False, True
         server.abort()
 
     def _send(self) -> None:
-        """The current weights to every server: those that are alive, and those that have come back."""
+        """The current weights to every server: those that are alive, and those whose engine, not only the front, is back."""
         for server in self.servers:
             try:
-                if server.alive or len(self.servers) == 1 or server.answers(FACTS, self.over):
+                if server.alive or len(self.servers) == 1 or server.answers("/is_paused", self.over):
                     self._bring_up(server)
+                elif not server.told:
+                    self._lose(server, server.silence)
             except ServerError as e:
                 self._lose(server, e)
                 self.sync.disconnect(server)
@@ -265,8 +266,7 @@ class VLLMEngine:
                 self.sync.disconnect(s)
             self.restarts += 1
             # Ours is tried once as it is: it may have lost no more than a connection. Then it is started again.
-            wait = 0.0 if self.sidecar is not None else self.patience
-            problem = until(time.monotonic() + wait, self._bring_up_any, self.over)
+            problem = until(time.monotonic() + (0.0 if self.sidecar else self.patience), self._bring_up_any, self.over)
             for _ in range(ATTEMPTS if self.sidecar is not None else 0):
                 if problem is None or self.over.is_set() or asked.is_set():
                     break

@@ -29,6 +29,7 @@ class FakeVLLM:
         model = {name: getattr(cfg, name) for name in FIELDS}
         self.facts = {"model": model, "dtype": "float32", "max_model_len": max_model_len, "workers": workers, "device": "cpu"}
         self.label, self.weights, self.requests, self.disturb = "default", {}, [], lambda *call: None
+        self.engines: list[VLLMEngine] = []  # that engine_of made
         self.running = threading.Event()  # cleared by /pause, set by /resume
         self.running.set()
         fake = self
@@ -58,6 +59,11 @@ class FakeVLLM:
         return self
 
     def __exit__(self, *_):
+        self.stop()
+        for engine in self.engines:
+            engine.over.set()  # its threads would knock at whoever has this port next
+
+    def stop(self) -> None:
         self.http.shutdown()
         self.http.server_close()  # from now on: connection refused
 
@@ -96,6 +102,9 @@ def engine_of(
     options = {"max_len": 32, "transport": "memory", "timeout": 60.0} | options
     engine = VLLMEngine(model, servers=[s if isinstance(s, str) else s.url for s in servers], patience=patience, **options)
     engine.beat = beat
+    for s in servers:
+        if isinstance(s, FakeVLLM):
+            s.engines.append(engine)
     if load:
         engine.load(model, 0)
     return engine

@@ -232,14 +232,15 @@ def test_without_any_server_the_run_stops_when_patience_is_over():
     with FakeVLLM(tiny_config()) as fake:
         engine = engine_of(fake)
         engine.patience = 0.6
-    begin = time.monotonic()
-    with pytest.raises(
-        ServerLost, match=r"No vLLM server is left \(.*\); the run stops; start the server and go on with --resume"
-    ):
-        engine.sample(PROMPTS, 2, PARAMS, step=0)
-    assert 0.6 <= time.monotonic() - begin < 60
-    with pytest.raises(ServerLost):
-        engine.load(MODEL, 1)
+        fake.stop()
+        begin = time.monotonic()
+        with pytest.raises(
+            ServerLost, match=r"No vLLM server is left \(.*\); the run stops; start the server and go on with --resume"
+        ):
+            engine.sample(PROMPTS, 2, PARAMS, step=0)
+        assert 0.6 <= time.monotonic() - begin < 60
+        with pytest.raises(ServerLost):
+            engine.load(MODEL, 1)
 
 
 # --- bad input: one sentence, which names the option or the prompt --------------------------------------------------------------
