@@ -167,7 +167,7 @@ def test_two_trainer_processes_under_fsdp(server, tmp_path):
 
 
 TWO_RANKS = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -199,7 +199,7 @@ if dist.get_rank() == 0:
     Path(out).write_text(json.dumps(everyone))
 engine.close()
 dist.barrier()
-dist.destroy_process_group()
+os._exit(0)  # gloo's own end now and then aborts one of two processes that leave at once; world.join has an end of its own
 """
 
 
