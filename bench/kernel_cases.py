@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench import kernel_decoder, kernel_peers
-from nanogrpo import custom_ops, ops
+from nanogrpo import ops
 from nanogrpo.kernels import reference
 
 EPSILON, TEMPERATURE = 0.2, 0.7
@@ -74,7 +74,7 @@ def rows_case(count: int, vocab: int, device: str, dtype: torch.dtype) -> Case:
     inputs = {**base.inputs, "old": old, "advantage": tokens["advantage"], "weight": tokens["weight"]}
 
     def ours(logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor) -> dict[str, Tensor]:
-        module = custom_ops.rows_for(logits.device)
+        module = ops.rows_for(logits.device)
         logp, _, _ = module.policy_rows_(logits, targets, TEMPERATURE, old, advantage, weight, None, None, None, OBJECTIVE)
         return {"logp": logp, "grad": logits}
 

@@ -17,29 +17,125 @@ Read next: custom_ops.py (how torch knows them), kernels/README.md (how kernels 
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from nanogrpo import custom_ops
-from nanogrpo.custom_ops import STATS, implementation, use
+from nanogrpo.errors import UserError
+from nanogrpo.kernels import head, reference
 from nanogrpo.kernels.linear import linear
+from nanogrpo.kernels.reference import Objective
 
-__all__ = [  # with STATS, implementation and use, which live where the choice is made, and linear, which is a kernel's own
-    "STATS",
-    "HeadOp",
-    "PolicyOut",
-    "default_chunk",
-    "head_logp",
-    "head_policy_loss",
-    "implementation",
-    "linear",
-    "policy_loss",
-    "selective_log_softmax",
-    "use",
-]
+# The four operations as autograd Functions, the way norm.py, rope.py and swiglu.py already do it.
+
+STATS = ("tokens", "ratio", "clip_low", "clip_high", "kl", "k1")  # the sums in PolicyOut.stats
+
+_chosen: str | None = os.environ.get("NANOGRPO_OPS") or None
+_told: set[str] = set()
+
+
+def use(name: str | None) -> None:
+    """Force "triton" or "torch" on every device; None: choose by device. Same as setting NANOGRPO_OPS."""
+    global _chosen
+    _chosen = name
+    _told.clear()
+
+
+def implementation(device: torch.device | str) -> str:
+    """ "triton" on CUDA, "torch" elsewhere, unless forced; logged once."""
+    kind = torch.device(device).type
+    name = _chosen or ("triton" if kind == "cuda" else "torch")
+    if name not in ("triton", "torch"):
+        raise UserError(f"NANOGRPO_OPS is {name!r}: set it to 'triton' or 'torch', or leave it unset to choose by device.")
+    if kind not in _told:
+        _told.add(kind)
+        logging.getLogger("nanogrpo").info("ops on %s run in %s%s", kind, name, " (forced)" if _chosen else "")
+    return name
+
+
+def rows_for(device: torch.device) -> ModuleType:
+    if implementation(device) == "torch":
+        return reference
+    from nanogrpo.kernels import rows  # Triton is imported only where it runs
+
+    return rows
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, temperature, mask):
+        logp, entropy, norm = rows_for(logits.device).log_softmax_forward(logits, targets, temperature, mask)
+        ctx.save_for_backward(logits, targets, norm, entropy, mask)
+        ctx.temperature = temperature
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlogp, dentropy):
+        logits, targets, norm, entropy, mask = ctx.saved_tensors
+        args = ctx.temperature, norm, entropy, dlogp.contiguous(), dentropy.contiguous(), mask
+        return rows_for(logits.device).log_softmax_backward(logits, targets, *args), None, None, None
+
+
+class _HeadLogp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, lm_head, targets, temperature, chunk):
+        logp, entropy, norm = head.logp_forward(rows_for(hidden.device), hidden, lm_head, targets, temperature, chunk)
+        ctx.save_for_backward(hidden, lm_head, targets, norm, entropy)
+        ctx.settings = temperature, chunk
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlogp, dentropy):
+        hidden, lm_head, targets, norm, entropy = ctx.saved_tensors
+        args = hidden, lm_head, targets, *ctx.settings, norm, entropy, dlogp, dentropy
+        return *head.logp_backward(rows_for(hidden.device), *args), None, None, None
+
+
+class _Policy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logp, vectors, objective):
+        out = rows_for(logp.device).policy_forward(logp, *vectors, objective)
+        ctx.save_for_backward(out[1])
+        ctx.mark_non_differentiable(*out[2:])
+        return out[0], *out[2:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream, *_):
+        (grad,) = ctx.saved_tensors
+        return grad * upstream, None, None
+
+
+class _HeadPolicy(torch.autograd.Function):
+    """The gradients are taken in the forward, while the chunk's logits exist; the backward only scales them."""
+
+    @staticmethod
+    def forward(ctx, hidden, lm_head, targets, temperature, vectors, entropy_weight, objective, chunk, grad):
+        rows, need = rows_for(hidden.device), [grad and x for x in ctx.needs_input_grad[:2]]
+        args = hidden, lm_head, targets, temperature, *vectors, entropy_weight, objective, chunk, *need
+        logp, entropy, dhidden, dhead = head.policy_forward(rows, *args)
+        loss, _, clip, kl, stats = rows.policy_forward(logp, *vectors, objective)
+        if entropy_weight is not None:
+            loss = loss - (entropy_weight * entropy).sum()
+        ctx.save_for_backward(dhidden, dhead)
+        ctx.types = hidden.dtype, lm_head.dtype
+        ctx.mark_non_differentiable(logp, entropy, clip, kl, stats)
+        return loss, logp, entropy, clip, kl, stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream, *_):
+        grads = (None if g is None else (g * upstream).to(t) for g, t in zip(ctx.saved_tensors, ctx.types))
+        return *grads, *(None,) * 7
+
 
 HeadOp = Callable[[Tensor, Tensor], object]  # (hidden [M, D], lm_head [V, D]) → anything: what Decoder.score applies
 
@@ -83,7 +179,7 @@ def selective_log_softmax(
     logits [N, V] (bf16, fp16, fp32; fp64 for finite differences; rows may be strided), targets [N] int64 → log-prob [N] float32,
     entropy [N] float32 in nats or None. Rows where mask [N] (bool) is False give 0 and no gradient, whatever they hold.
     """
-    logp, h, _ = custom_ops.log_softmax(logits, targets, float(temperature), mask)
+    logp, h = _LogSoftmax.apply(logits, targets, float(temperature), mask)
     return logp, h if entropy else None
 
 
@@ -107,17 +203,18 @@ def policy_loss(
     count for nothing even where they hold nan. importance multiplies the clipped term, never the KL.
     """
     objective = _objective(epsilon, epsilon_high, delta, beta, use_bias_correction_kl, ref_logp)
-    loss, _, clip, kl, stats = custom_ops.policy(logp, old_logp, advantage, weight, ref_logp, importance, objective)
+    vectors = old_logp, advantage, weight, ref_logp, importance
+    loss, clip, kl, stats = _Policy.apply(logp, vectors, objective)
     return PolicyOut(loss, logp.detach(), None, clip, None if ref_logp is None else kl, stats)
 
 
 def _objective(
     epsilon: float, epsilon_high: float, delta: float | None, beta: float, use_bias_correction_kl: bool, ref_logp: Tensor | None
-) -> list[float]:
+) -> Objective:
     if beta != 0.0 and ref_logp is None:
         raise ValueError(f"beta is {beta} but ref_logp is None: the KL needs the reference model's log-probs.")
     numbers = epsilon, epsilon_high, float("inf") if delta is None else delta, beta, use_bias_correction_kl
-    return [float(x) for x in numbers]  # the fields of Objective, in its order
+    return Objective(*map(float, numbers))
 
 
 def head_logp(
@@ -131,7 +228,7 @@ def head_logp(
     """
     _same_type(hidden, lm_head)
     chunk = chunk or default_chunk(lm_head.shape[0], hidden.dtype, hidden.device)
-    logp, h, _ = custom_ops.head_logp(hidden, lm_head, targets, float(temperature), chunk)
+    logp, h = _HeadLogp.apply(hidden, lm_head, targets, float(temperature), chunk)
     return logp, h if entropy else None
 
 
@@ -161,11 +258,9 @@ def head_policy_loss(
     the results); tokens without advantage, KL or entropy term cost one product. Under `no_grad` every token costs one.
     """
     _same_type(hidden, lm_head)
-    grad = torch.is_grad_enabled()
     objective = _objective(epsilon, epsilon_high, delta, beta, use_bias_correction_kl, ref_logp)
     chunk = chunk or default_chunk(lm_head.shape[0], hidden.dtype, hidden.device)
-    vectors = old_logp, advantage, weight, ref_logp, importance, entropy_weight
-    need = grad and hidden.requires_grad, grad and lm_head.requires_grad
-    out = custom_ops.head_policy(hidden, lm_head, targets, float(temperature), *vectors, objective, chunk, *need)
-    loss, logp, entropy, clip, kl, stats, _, _ = out
+    vectors = old_logp, advantage, weight, ref_logp, importance
+    args = targets, float(temperature), vectors, entropy_weight, objective, chunk, torch.is_grad_enabled()
+    loss, logp, entropy, clip, kl, stats = _HeadPolicy.apply(hidden, lm_head, *args)
     return PolicyOut(loss, logp, entropy, clip, None if ref_logp is None else kl, stats)

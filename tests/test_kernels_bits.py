@@ -147,7 +147,7 @@ def test_offsets_of_split_rows_and_of_one_visit_pass_two_to_the_31():
 
 
 def test_ops_give_float32_for_every_type_of_logits(monkeypatch):
-    monkeypatch.setattr(ops.custom_ops, "_chosen", "triton")  # undone at the end, so that other tests choose by device again
+    monkeypatch.setattr(ops, "_chosen", "triton")  # undone at the end, so that other tests choose by device again
     targets, ones = torch.tensor([0, 6, 1]).to(DEVICE), torch.ones(3, device=DEVICE)
     for dtype in DTYPES:
         hidden, lm_head = torch.randn(3, 4).to(dtype).to(DEVICE), torch.randn(7, 4).to(dtype).to(DEVICE)
