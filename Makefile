@@ -7,9 +7,9 @@ BIN := .venv/bin
 
 demo: .venv/plot.done
 	rm -rf runs/demo
-	$(BIN)/python -m nanogrpo.warmup runs/demo/base
+	$(BIN)/python -m nanogrpo.run.warmup runs/demo/base
 	$(BIN)/python train.py --model runs/demo/base --data arithmetic --output-dir runs/demo $(DEMO)
-	$(BIN)/python -m nanogrpo.plot runs/demo
+	$(BIN)/python -m nanogrpo.logs.plot runs/demo
 
 # One screen of settings: what the demo trains with beside the defaults of nanogrpo/config.py.
 DEMO := --max-steps 60 --generation-batch-size 128 --max-concurrent 128 --max-completion-length 48 --learning-rate 5e-5 --eval-steps 5

@@ -1,1 +1,3 @@
-"""One script a question; raw rows in bench/results/, everything else is made from them. Read first: common.py."""
+"""One script a question; raw rows in bench/results/, everything else is made from them. Read first:
+common.py.
+"""

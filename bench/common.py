@@ -1,10 +1,13 @@
-"""What every bench shares: the machine's description, fair timing of several sides, JSON rows, a table.
+"""What every bench shares: the machine's description, fair timing of several sides, JSON rows, a
+table.
 
-In: functions to time. Out: `bench/results/<name>.json`, a list of rows, each of which stands alone: what was measured, on which
-machine, with which versions, at which commit, by which command. Tables and plots are made from those rows, never typed.
+In: functions to time. Out: `bench/results/<name>.json`, a list of rows, each of which stands alone:
+what was measured, on which machine, with which versions, at which commit, by which command. Tables
+and plots are made from those rows, never typed.
 
-A bench is a module with `main(argv)`, run as `python -m bench.<name>`: it interleaves its sides in one process (`interleave`),
-so that a busy neighbour or a warm chip meets all of them, and reports medians with their spread. Read next: rollout_speed.py.
+A bench is a module with `main(argv)`, run as `python -m bench.<name>`: it interleaves its sides in
+one process (`interleave`), so that a busy neighbour or a warm chip meets all of them, and reports
+medians with their spread. Read next: rollout_speed.py.
 """
 
 from __future__ import annotations
@@ -27,16 +30,19 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from nanogrpo.model import ModelConfig
+from nanogrpo.model.decoder import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SIDES = ("nanogrpo", "TRL")  # of benches of whole runs
-REPLAYED = "TRL, our completions"  # given those that our run of the same seed drew: only the training is left to differ
+# given those that our run of the same seed drew: only the training is left to differ
+REPLAYED = "TRL, our completions"
 
 
 def small_qwen3(hidden: int, layers: int, vocab: int, context: int) -> ModelConfig:
-    """The shape that the CPU benches run: heads of 32, two query heads per key head, tied; about 3 M parameters at 256 × 4."""
+    """The shape that the CPU benches run: heads of 32, two query heads per key head, tied; about 3
+    M parameters at 256 × 4.
+    """
     heads = max(2, hidden // 32)
     return ModelConfig(
         model_type="qwen3",
@@ -53,13 +59,16 @@ def small_qwen3(hidden: int, layers: int, vocab: int, context: int) -> ModelConf
     )
 
 
-LARGE = {"0.6B": (1024, 3072, 28, 16, 8), "1.7B": (2048, 6144, 28, 16, 8)}  # Qwen3: D, F, layers, heads, key heads
+# Qwen3: D, F, layers, heads, key heads
+LARGE = {"0.6B": (1024, 3072, 28, 16, 8), "1.7B": (2048, 6144, 28, 16, 8)}
 
 
 def large_qwen3(name: str, context: int) -> ModelConfig:
     """The shape of a Qwen3 of real size, which the GPU benches run; tied, as these are."""
     D, F, L, H, K = LARGE[name]
-    return ModelConfig("qwen3", 151936, D, F, L, H, K, 128, context, rope_theta=1e6, tie_word_embeddings=True)
+    return ModelConfig(
+        "qwen3", 151936, D, F, L, H, K, 128, context, rope_theta=1e6, tie_word_embeddings=True
+    )
 
 
 def vllm_python() -> str:
@@ -84,10 +93,14 @@ class Timing:
         return [min(self.seconds), max(self.seconds)]
 
 
-def interleave(sides: dict[str, Callable[[], object]], repeats: int, warmup: int = 1, title: str = "timing") -> dict[str, Timing]:
-    """Times each side `repeats` times, in turns: A B C, B C A, C A B, … so that none always follows the same neighbour.
+def interleave(
+    sides: dict[str, Callable[[], object]], repeats: int, warmup: int = 1, title: str = "timing"
+) -> dict[str, Timing]:
+    """Times each side `repeats` times, in turns: A B C, B C A, C A B, … so that none always follows
+    the same neighbour.
 
-    `warmup` untimed rounds come first. On a GPU each call is followed by a synchronize. Shows a progress bar on stderr.
+    `warmup` untimed rounds come first. On a GPU each call is followed by a synchronize. Shows a
+    progress bar on stderr.
     """
     names, seconds = list(sides), {name: [] for name in sides}
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -110,12 +123,18 @@ def machine() -> dict:
     """Where this runs: hardware, versions, commit. No host name, no paths."""
 
     def git(*args: str) -> str:
-        return subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", ROOT, *args], capture_output=True, text=True, check=False
+        ).stdout.strip()
 
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        models = [
+            line.split(":", 1)[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         cpu = models[0] if models else cpu
     versions = {"python": platform.python_version()}
     for package in ("torch", "triton", "transformers", "trl", "vllm"):
@@ -128,18 +147,33 @@ def machine() -> dict:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "load_average": round(os.getloadavg()[0], 2),  # above the number of threads: somebody else was working
+        # above the number of threads: somebody else was working
+        "load_average": round(os.getloadavg()[0], 2),
         "versions": versions,
         "commit": git("rev-parse", "HEAD") or None,  # None: not run from a checkout
         "uncommitted_changes": bool(
-            git("status", "--porcelain", "--untracked-files=no", "--", "nanogrpo", "kernels", "bench/*.py")
+            git(
+                "status",
+                "--porcelain",
+                "--untracked-files=no",
+                "--",
+                "nanogrpo",
+                "kernels",
+                "bench/*.py",
+            )
         ),
     }
 
 
 def row(bench: str, case: str, side: str, timing: Timing, argv: Sequence[str], **figures) -> dict:
-    """One measurement of one side in one case. `figures`: whatever the bench derives (tokens a second, shapes, settings)."""
-    times = {"seconds_median": timing.median, "seconds_spread": timing.spread, "seconds": timing.seconds}
+    """One measurement of one side in one case. `figures`: whatever the bench derives (tokens a
+    second, shapes, settings).
+    """
+    times = {
+        "seconds_median": timing.median,
+        "seconds_spread": timing.spread,
+        "seconds": timing.seconds,
+    }
     return facts(bench, case, side, argv, **times, **figures)
 
 
@@ -163,7 +197,9 @@ def facts(bench: str, case: str, side: str, argv: Sequence[str], **figures) -> d
 
 
 def write(name: str, rows: list[dict], folder: Path = RESULTS) -> Path:
-    """Writes `folder/<name>.json` in one move, so that a reader never sees half a file. Replaces an earlier run."""
+    """Writes `folder/<name>.json` in one move, so that a reader never sees half a file. Replaces an
+    earlier run.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     part = path.with_suffix(".part")

@@ -1,7 +1,9 @@
-"""The operations that bench/kernel_speed.py times: inputs, sides, truth in float64 and floor of each.
+"""The operations that bench/kernel_speed.py times: inputs, sides, truth in float64 and floor of
+each.
 
-In: a device, and whether the shapes are small. Out: one `Case` an operation, made when its turn comes. Ours is a side like any
-other; kernel_peers.py has the others, kernel_decoder.py the decoder's operations. Read next: kernel_speed.py, which measures.
+In: a device, and whether the shapes are small. Out: one `Case` an operation, made when its turn
+comes. Ours is a side like any other; kernel_peers.py has the others, kernel_decoder.py the
+decoder's operations. Read next: kernel_speed.py, which measures.
 """
 
 from __future__ import annotations
@@ -13,25 +15,28 @@ import torch
 from torch import Tensor
 
 from bench import kernel_decoder, kernel_peers
-from nanogrpo import ops
 from nanogrpo.kernels import reference
+from nanogrpo.model import head as ops
 
 EPSILON, TEMPERATURE = 0.2, 0.7
 OBJECTIVE = reference.Objective(EPSILON, EPSILON)
 ROWS = 15  # compared with float64: the first of the first sequence, all of which every side scores
-BANDWIDTH, FLOPS = 4.3e12, 790e12  # of one H200: bytes a second copied, bfloat16 FLOP a second; the floors are for it alone
+# of one H200: bytes a second copied, bfloat16 FLOP a second; the floors are for it alone
+BANDWIDTH, FLOPS = 4.3e12, 790e12
 
 
 @dataclass
 class Case:
     """One operation at one shape: its inputs, its sides, and the truth to compare with.
 
-    A side is a function of the inputs that returns named results; `truth` gives some of their first rows in float64.
+    A side is a function of the inputs that returns named results; `truth` gives some of their first
+    rows in float64.
     """
 
     name: str
     inputs: dict[str, Tensor]
-    sides: dict[str, Callable[..., dict[str, Tensor]] | str]  # a string: why this side cannot run here
+    # a string: why this side cannot run here
+    sides: dict[str, Callable[..., dict[str, Tensor]] | str]
     truth: Callable[..., dict[str, Tensor]]
     floor: float | None  # seconds, on an H200
     restore: Sequence[str] = ()  # inputs that a side may overwrite
@@ -39,7 +44,9 @@ class Case:
 
 
 def _tokens(count: int, device: str) -> dict[str, Tensor]:
-    """Per-token vectors of a batch of `count` completion tokens in eight sequences, some off policy, all with weight."""
+    """Per-token vectors of a batch of `count` completion tokens in eight sequences, some off
+    policy, all with weight.
+    """
     g = torch.Generator(device).manual_seed(0)
     per_sequence = torch.randn(8, 1, generator=g, device=device).expand(8, count // 8)
     off = 0.1 * torch.randn(count, generator=g, device=device)
@@ -57,42 +64,74 @@ def log_softmax_case(count: int, vocab: int, device: str, dtype: torch.dtype) ->
         return {"logp": logp, "entropy": entropy}
 
     def truth(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        logp, entropy, _ = reference.log_softmax_forward(logits[:ROWS].double(), targets[:ROWS], TEMPERATURE)
+        logp, entropy, _ = reference.log_softmax_forward(
+            logits[:ROWS].double(), targets[:ROWS], TEMPERATURE
+        )
         return {"logp": logp, "entropy": entropy}
 
     sides = {"nanogrpo": ours, **kernel_peers.log_softmax(device, TEMPERATURE)}
     inputs = {"logits": logits, "targets": targets}
     floor = count * vocab * dtype.itemsize / BANDWIDTH
-    return Case("log-prob and entropy, forward", inputs, sides, truth, floor, shape={"N": count, "V": vocab})
+    return Case(
+        "log-prob and entropy, forward", inputs, sides, truth, floor, shape={"N": count, "V": vocab}
+    )
 
 
 def rows_case(count: int, vocab: int, device: str, dtype: torch.dtype) -> Case:
     base = log_softmax_case(count, vocab, device, dtype)
     tokens = _tokens(count, device)
     with torch.no_grad():
-        old = ops.selective_log_softmax(base.inputs["logits"], base.inputs["targets"], TEMPERATURE)[0] + tokens["off"]
-    inputs = {**base.inputs, "old": old, "advantage": tokens["advantage"], "weight": tokens["weight"]}
+        old = (
+            ops.selective_log_softmax(base.inputs["logits"], base.inputs["targets"], TEMPERATURE)[0]
+            + tokens["off"]
+        )
+    inputs = {
+        **base.inputs,
+        "old": old,
+        "advantage": tokens["advantage"],
+        "weight": tokens["weight"],
+    }
 
-    def ours(logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    def ours(
+        logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor
+    ) -> dict[str, Tensor]:
         module = ops.rows_for(logits.device)
-        logp, _, _ = module.policy_rows_(logits, targets, TEMPERATURE, old, advantage, weight, None, None, None, OBJECTIVE)
+        logp, _, _ = module.policy_rows_(
+            logits, targets, TEMPERATURE, old, advantage, weight, None, None, None, OBJECTIVE
+        )
         return {"logp": logp, "grad": logits}
 
-    def truth(logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor) -> dict[str, Tensor]:
-        vectors = old[:ROWS].double(), advantage[:ROWS].double(), weight[:ROWS].double(), None, None, None
+    def truth(
+        logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor
+    ) -> dict[str, Tensor]:
+        vectors = (
+            old[:ROWS].double(),
+            advantage[:ROWS].double(),
+            weight[:ROWS].double(),
+            None,
+            None,
+            None,
+        )
         grad = logits[:ROWS].double()
         logp, _, _ = reference.policy_rows_(grad, targets[:ROWS], TEMPERATURE, *vectors, OBJECTIVE)
         return {"logp": logp, "grad": grad}
 
     sides = {"nanogrpo": ours, **kernel_peers.rows(device, TEMPERATURE, EPSILON)}
     floor = 2 * count * vocab * dtype.itemsize / BANDWIDTH
-    return Case("forward, loss and gradient of logits", inputs, sides, truth, floor, ("logits",), base.shape)
+    return Case(
+        "forward, loss and gradient of logits", inputs, sides, truth, floor, ("logits",), base.shape
+    )
 
 
 def head_case(count: int, vocab: int, width: int, device: str, dtype: torch.dtype) -> Case:
     g = torch.Generator(device).manual_seed(2)
     hidden = torch.randn(count, width, generator=g, device=device).to(dtype).requires_grad_()
-    lm_head = torch.randn(vocab, width, generator=g, device=device).mul_(3 * width**-0.5).to(dtype).requires_grad_()
+    lm_head = (
+        torch.randn(vocab, width, generator=g, device=device)
+        .mul_(3 * width**-0.5)
+        .to(dtype)
+        .requires_grad_()
+    )
     targets = torch.randint(vocab, (count,), generator=g, device=device)
     tokens = _tokens(count, device)
     with torch.no_grad():
@@ -110,20 +149,43 @@ def head_case(count: int, vocab: int, width: int, device: str, dtype: torch.dtyp
         h = hidden[:ROWS].detach().double()
         wide = lm_head.detach().double()
         logits = h @ wide.T
-        vectors = old[:ROWS].double(), advantage[:ROWS].double(), weight[:ROWS].double(), None, None, None
-        logp, _, _ = reference.policy_rows_(logits, targets[:ROWS], TEMPERATURE, *vectors, OBJECTIVE)
+        vectors = (
+            old[:ROWS].double(),
+            advantage[:ROWS].double(),
+            weight[:ROWS].double(),
+            None,
+            None,
+            None,
+        )
+        logp, _, _ = reference.policy_rows_(
+            logits, targets[:ROWS], TEMPERATURE, *vectors, OBJECTIVE
+        )
         return {"logp": logp, "dhidden": logits @ wide}
 
     sides = {"nanogrpo": ours, **kernel_peers.head(device, TEMPERATURE, EPSILON)}
     floor = 6 * count * vocab * width / FLOPS
-    return Case("head, hidden to gradients", inputs, sides, truth, floor, shape={"N": count, "V": vocab, "D": width})
+    return Case(
+        "head, hidden to gradients",
+        inputs,
+        sides,
+        truth,
+        floor,
+        shape={"N": count, "V": vocab, "D": width},
+    )
 
 
 def loss_case(count: int, device: str) -> Case:
     tokens = _tokens(count, device)
-    logp = -torch.rand(count, generator=torch.Generator(device).manual_seed(3), device=device).requires_grad_()
+    logp = -torch.rand(
+        count, generator=torch.Generator(device).manual_seed(3), device=device
+    ).requires_grad_()
     logp = logp.detach().requires_grad_()
-    inputs = {"logp": logp, "old": logp.detach() + tokens["off"], "advantage": tokens["advantage"], "weight": tokens["weight"]}
+    inputs = {
+        "logp": logp,
+        "old": logp.detach() + tokens["off"],
+        "advantage": tokens["advantage"],
+        "weight": tokens["weight"],
+    }
 
     def ours(logp, old, advantage, weight) -> dict[str, Tensor]:
         out = ops.policy_loss(logp, old, advantage, weight, epsilon=EPSILON, epsilon_high=EPSILON)
@@ -143,10 +205,19 @@ def cases(device: str, small: bool) -> list[Callable[[], Case]]:
     decoder = [lambda make=make: Case(**make()) for make in kernel_decoder.cases(device, small)]
     if small:
         dtype = torch.float32
-        made = [lambda: log_softmax_case(128, 301, device, dtype), lambda: rows_case(128, 301, device, dtype)]
+        made = [
+            lambda: log_softmax_case(128, 301, device, dtype),
+            lambda: rows_case(128, 301, device, dtype),
+        ]
         made += [lambda: head_case(128, 301, 32, device, dtype), lambda: loss_case(128, device)]
         return made + decoder
     dtype, count, vocab = torch.bfloat16, 8192, 151_936
-    made = [lambda: log_softmax_case(count, vocab, device, dtype), lambda: rows_case(count, vocab, device, dtype)]
-    made += [lambda width=width: head_case(count, vocab, width, device, dtype) for width in (1024, 2048, 4096)]
+    made = [
+        lambda: log_softmax_case(count, vocab, device, dtype),
+        lambda: rows_case(count, vocab, device, dtype),
+    ]
+    made += [
+        lambda width=width: head_case(count, vocab, width, device, dtype)
+        for width in (1024, 2048, 4096)
+    ]
     return [*made, lambda: loss_case(32_768, device), *decoder]

@@ -1,7 +1,9 @@
-"""The decoder's memory-bound pieces in bench/kernel_speed.py: RMSNorm with residual, QK-norm with RoPE, SwiGLU; both passes.
+"""The decoder's memory-bound pieces in bench/kernel_speed.py: RMSNorm with residual, QK-norm with
+RoPE, SwiGLU; both passes.
 
-Sides: nanogrpo (kernels/norm.py, rope.py, swiglu.py), eager PyTorch, torch.compile. The model uses none of the three kernels
-until one is measured to beat torch.compile here. In: a device. Out: arguments of kernel_cases' `Case`, one dict a piece.
+Sides: nanogrpo (kernels/norm.py, rope.py, swiglu.py), eager PyTorch, torch.compile. The model uses
+none of the three kernels until one is measured to beat torch.compile here. In: a device. Out:
+arguments of kernel_cases' `Case`, one dict a piece.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def _fused(name: str) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _both_ways(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., dict[str, Tensor]]:
-    """A side: results and gradients of the function, upstream gradients being its own results (any will do, and these exist)."""
+    """A side: results and gradients of the function, upstream gradients being its own results (any
+    will do, and these exist).
+    """
 
     def side(**inputs: Tensor) -> dict[str, Tensor]:
         out = function(**inputs)
@@ -56,14 +60,19 @@ def _both_ways(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., dic
 
 def cases(device: str, small: bool) -> list[Callable[[], dict]]:
     dtype = torch.float32 if small else torch.bfloat16
-    T, D, H, E, W = (16, 48, 3, 16, 80) if small else (8192, 4096, 32, 128, 12_288)  # as in Qwen3-8B
+    # as in Qwen3-8B
+    T, D, H, E, W = (16, 48, 3, 16, 80) if small else (8192, 4096, 32, 128, 12_288)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype).requires_grad_()
 
-    def make(name: str, title: str, eager: Callable, inputs: dict[str, Tensor], numbers: int, shape: dict) -> dict:
+    def make(
+        name: str, title: str, eager: Callable, inputs: dict[str, Tensor], numbers: int, shape: dict
+    ) -> dict:
         def truth(**values: Tensor) -> dict[str, Tensor]:
-            wide = {k: v.detach().double().requires_grad_(v.requires_grad) for k, v in values.items()}
+            wide = {
+                k: v.detach().double().requires_grad_(v.requires_grad) for k, v in values.items()
+            }
             return _both_ways(eager)(**wide)
 
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -71,7 +80,9 @@ def cases(device: str, small: bool) -> list[Callable[[], dict]]:
         sides = {
             "nanogrpo": _both_ways(_fused(name)) if device == "cuda" or interpreted else absent,
             "torch eager": _both_ways(eager),
-            "torch.compile": _both_ways(torch.compile(eager)) if device == "cuda" else "needs a GPU",
+            "torch.compile": _both_ways(torch.compile(eager))
+            if device == "cuda"
+            else "needs a GPU",
         }
         floor = numbers * dtype.itemsize / 4.3e12
         return dict(name=title, inputs=inputs, sides=sides, truth=truth, floor=floor, shape=shape)
@@ -89,6 +100,20 @@ def cases(device: str, small: bool) -> list[Callable[[], dict]]:
             8 * T * D,
             {"T": T, "D": D},
         ),
-        lambda: make("rope", "QK-norm and RoPE", eager_rope, rope_inputs(), 5 * T * H * E, {"T": T, "H": H, "E": E}),
-        lambda: make("swiglu", "SwiGLU", eager_swiglu, {"gate": draw(T, W), "up": draw(T, W)}, 8 * T * W, {"T": T, "F": W}),
+        lambda: make(
+            "rope",
+            "QK-norm and RoPE",
+            eager_rope,
+            rope_inputs(),
+            5 * T * H * E,
+            {"T": T, "H": H, "E": E},
+        ),
+        lambda: make(
+            "swiglu",
+            "SwiGLU",
+            eager_swiglu,
+            {"gate": draw(T, W), "up": draw(T, W)},
+            8 * T * W,
+            {"T": T, "F": W},
+        ),
     ]

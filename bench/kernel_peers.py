@@ -1,7 +1,9 @@
-"""The other sides of bench/kernel_speed.py: PyTorch, TRL and Liger, each called as its own documentation says.
+"""The other sides of bench/kernel_speed.py: PyTorch, TRL and Liger, each called as its own
+documentation says.
 
-Each function returns name → side, for a device; a side takes the case's inputs and returns named results, and a peer that cannot
-run here is a sentence instead. Tokens lie as eight sequences of N/8, which is what the peers take.
+Each function returns name → side, for a device; a side takes the case's inputs and returns named
+results, and a peer that cannot run here is a sentence instead. Tokens lie as eight sequences of
+N/8, which is what the peers take.
 """
 
 from __future__ import annotations
@@ -40,8 +42,12 @@ def eager_log_softmax(logits: Tensor, targets: Tensor, temperature: float) -> tu
     return logp_all.gather(1, targets[:, None]).squeeze(1), -(logp_all.exp() * logp_all).sum(-1)
 
 
-def eager_loss(logp: Tensor, old: Tensor, advantage: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate and the step's statistics, operation by operation as TRL's trainer computes them."""
+def eager_loss(
+    logp: Tensor, old: Tensor, advantage: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate and the step's statistics, operation by operation as TRL's trainer
+    computes them.
+    """
     ratio = torch.exp(logp - old)
     held = torch.clamp(ratio, 1 - epsilon, 1 + epsilon)
     loss = (-torch.min(ratio * advantage, held * advantage) * weight).sum()
@@ -50,7 +56,9 @@ def eager_loss(logp: Tensor, old: Tensor, advantage: Tensor, weight: Tensor, eps
         low = ((ratio < 1 - epsilon) & (advantage < 0) & on).sum()
         high = ((ratio > 1 + epsilon) & (advantage > 0) & on).sum()
         zero = torch.zeros((), device=logp.device)
-        stats = torch.stack([on.sum(), (ratio * on).sum(), low, high, zero, ((old - logp) * on).sum()])
+        stats = torch.stack(
+            [on.sum(), (ratio * on).sum(), low, high, zero, ((old - logp) * on).sum()]
+        )
     return loss, stats
 
 
@@ -75,7 +83,8 @@ def log_softmax(device: str, temperature: float) -> Sides:
     def liger(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
 
-        # It expects one more position a sequence than it scores: seen as one sequence, all rows but the last are scored.
+        # It expects one more position a sequence than it scores: seen as one sequence, all rows but
+        # the last are scored.
         logp = fused_selective_log_softmax(logits[None], targets[None, :-1], temperature)
         return {"logp": logp.flatten()}
 
@@ -96,7 +105,9 @@ def log_softmax(device: str, temperature: float) -> Sides:
 
 def rows(device: str, temperature: float, epsilon: float) -> Sides:
     def with_grad(score: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., dict[str, Tensor]]:
-        def side(logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor) -> dict[str, Tensor]:
+        def side(
+            logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor
+        ) -> dict[str, Tensor]:
             leaf = logits.detach().requires_grad_()
             logp = score(leaf, targets)
             loss, _ = eager_loss(logp, old, advantage, weight, epsilon)
@@ -107,19 +118,26 @@ def rows(device: str, temperature: float, epsilon: float) -> Sides:
     def trl(logits: Tensor, targets: Tensor) -> Tensor:
         from trl.kernels import selective_log_softmax_and_entropy
 
-        return selective_log_softmax_and_entropy(logits.view(8, -1, logits.shape[-1]), targets.view(8, -1), temperature)[
-            0
-        ].flatten()
+        return selective_log_softmax_and_entropy(
+            logits.view(8, -1, logits.shape[-1]), targets.view(8, -1), temperature
+        )[0].flatten()
 
-    def liger(logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    def liger(
+        logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor
+    ) -> dict[str, Tensor]:
         from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-        # One advantage a sequence, and one more position than is scored: eight sequences whose last position is not scored.
+        # One advantage a sequence, and one more position than is scored: eight sequences whose last
+        # position is not scored.
         leaf = logits.detach().view(8, -1, logits.shape[-1]).requires_grad_()
         vectors = (v.view(8, -1)[:, :-1].contiguous() for v in (old, targets))
         old, targets = vectors
-        settings = dict(temperature=temperature, beta=0.0, eps_low=epsilon, eps_high=epsilon, inplace=True)
-        per_token = triton_grpo_loss(leaf, old, None, targets, advantage.view(8, -1)[:, 0].contiguous(), **settings)[0]
+        settings = dict(
+            temperature=temperature, beta=0.0, eps_low=epsilon, eps_high=epsilon, inplace=True
+        )
+        per_token = triton_grpo_loss(
+            leaf, old, None, targets, advantage.view(8, -1)[:, 0].contiguous(), **settings
+        )[0]
         loss = (per_token * weight.view(8, -1)[:, :-1]).sum()
         return {"grad": torch.autograd.grad(loss, leaf)[0].view(logits.shape)}
 
@@ -131,7 +149,9 @@ def rows(device: str, temperature: float, epsilon: float) -> Sides:
 
 
 def head(device: str, temperature: float, epsilon: float) -> Sides:
-    def with_loss(score: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., dict[str, Tensor]]:
+    def with_loss(
+        score: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Callable[..., dict[str, Tensor]]:
         def side(hidden, lm_head, targets, old, advantage, weight) -> dict[str, Tensor]:
             logp = score(hidden, lm_head, targets)
             loss, _ = eager_loss(logp, old, advantage, weight, epsilon)
@@ -141,7 +161,11 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
         return side
 
     def plain(hidden: Tensor, lm_head: Tensor, targets: Tensor) -> Tensor:
-        return torch.log_softmax((hidden @ lm_head.T).float() / temperature, -1).gather(1, targets[:, None]).squeeze(1)
+        return (
+            torch.log_softmax((hidden @ lm_head.T).float() / temperature, -1)
+            .gather(1, targets[:, None])
+            .squeeze(1)
+        )
 
     def trl(hidden: Tensor, lm_head: Tensor, targets: Tensor) -> Tensor:
         from trl.kernels import ChunkedLogProbFunction
@@ -149,18 +173,36 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
 
         outputs = ("entropy",)  # what its GRPO trainer asks for
         return ChunkedLogProbFunction.apply(
-            hidden, lm_head, None, targets, temperature, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, outputs
+            hidden,
+            lm_head,
+            None,
+            targets,
+            temperature,
+            _CHUNKED_LOGPROB_CHUNK_SIZE,
+            None,
+            1.0,
+            outputs,
         )[0]
 
     def liger_sm90(hidden: Tensor, lm_head: Tensor, targets: Tensor) -> Tensor:
-        from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
+        from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import (
+            LigerFusedScaledCrossEntropySM90Function,
+        )
 
-        return -LigerFusedScaledCrossEntropySM90Function.apply(hidden, lm_head, targets, temperature)
+        return -LigerFusedScaledCrossEntropySM90Function.apply(
+            hidden, lm_head, targets, temperature
+        )
 
     def liger(hidden, lm_head, targets, old, advantage, weight) -> dict[str, Tensor]:
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-        settings = dict(beta=0.0, use_ref_model=False, epsilon_low=epsilon, epsilon_high=epsilon, temperature=temperature)
+        settings = dict(
+            beta=0.0,
+            use_ref_model=False,
+            epsilon_low=epsilon,
+            epsilon_high=epsilon,
+            temperature=temperature,
+        )
         shape = 8, -1
         mask = torch.ones_like(targets).view(shape)
         out = LigerFusedLinearGRPOLoss(loss_type="bnpo", **settings)(
@@ -178,7 +220,9 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
         "torch plain": with_loss(plain),
         "TRL chunked head": _missing("trl", device) or with_loss(trl),
         "Liger fused linear GRPO": _missing("liger_kernel", device) or liger,
-        "Liger SM90": _missing("liger_kernel", device) or _missing("cutlass", device) or with_loss(liger_sm90),
+        "Liger SM90": _missing("liger_kernel", device)
+        or _missing("cutlass", device)
+        or with_loss(liger_sm90),
     }
 
 

@@ -1,12 +1,16 @@
-"""What does each objective, and each way to take advantages, learn? The tiny task, off policy, several seeds a case.
+"""What does each objective, and each way to take advantages, learn? The tiny task, off policy,
+several seeds a case.
 
-In: nothing: the base is made by nanogrpo.warmup, unless --base names one. Out: a row a run, results/objectives.json, and from the
-rows docs/objectives.md. Each run is train.py's loop with SETTINGS: four updates a generation, so that the ratios leave 1 (on
-policy all objectives are one, but for their averages), and one learning rate for all: nothing is tuned for a case. It is a check
-that each learns, not a contest: on so small a task a difference is often that of the seeds, which the table shows.
+In: nothing: the base is made by nanogrpo.run.warmup, unless --base names one. Out: a row a run,
+results/objectives.json, and from the rows docs/objectives.md. Each run is train.py's loop with
+SETTINGS: four updates a generation, so that the ratios leave 1 (on policy all objectives are one,
+but for their averages), and one learning rate for all: nothing is tuned for a case. It is a check
+that each learns, not a contest: on so small a task a difference is often that of the seeds, which
+the table shows.
 
-Runs share the cores, one thread each. A row is written when its run ends and not computed again while the base, the options and
-SETTINGS are the same: an interrupted bench goes on. Read next: docs/objectives.md, nanogrpo/objectives.py.
+Runs share the cores, one thread each. A row is written when its run ends and not computed again
+while the base, the options and SETTINGS are the same: an interrupted bench goes on. Read next:
+docs/objectives.md, nanogrpo/grpo/objectives.py.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from rich.progress import Progress
 
 import train
 from bench import common
-from nanogrpo import completions, warmup
+from nanogrpo.logs import completions
+from nanogrpo.run import warmup
 
 SETTINGS = "--num-generations 8 --generation-batch-size 64 --max-concurrent 64 --max-completion-length 48 --device cpu"
 SETTINGS += " --steps-per-generation 2 --num-iterations 2 --learning-rate 5e-5 --eval-samples 128"
@@ -70,17 +75,40 @@ def quiet() -> None:
 def one(base: str, options: str, seed: int, steps: int) -> dict:
     """One run: seconds, and what its log says."""
     with tempfile.TemporaryDirectory() as where:
-        argv = [*shlex.split(SETTINGS), "--model", base, "--data", "arithmetic", "--output-dir", where, "--seed", str(seed)]
+        argv = [
+            *shlex.split(SETTINGS),
+            "--model",
+            base,
+            "--data",
+            "arithmetic",
+            "--output-dir",
+            where,
+            "--seed",
+            str(seed),
+        ]
         began = time.perf_counter()
-        status = train.main([*argv, "--max-steps", str(steps), "--eval-steps", str(max(1, steps // 3)), *shlex.split(options)])
+        status = train.main(
+            [
+                *argv,
+                "--max-steps",
+                str(steps),
+                "--eval-steps",
+                str(max(1, steps // 3)),
+                *shlex.split(options),
+            ]
+        )
         seconds = time.perf_counter() - began
         if status:
             raise RuntimeError(f"train.py ended with {status}: {shlex.join(argv)} {options}")
-        lines = [json.loads(line) for line in (Path(where) / "metrics.jsonl").read_text().splitlines()[1:]]
+        lines = [
+            json.loads(line)
+            for line in (Path(where) / "metrics.jsonl").read_text().splitlines()[1:]
+        ]
     rows, evaluations = [x for x in lines if "loss" in x], [x for x in lines if "eval/after" in x]
     clip = [x.get("clip_ratio/region_mean", x.get("cispo_clip_ratio")) for x in rows]
     return {
-        "held_out": [x[f"eval/{ACCURACY}"] for x in evaluations],  # before, after each third of the steps
+        # before, after each third of the steps
+        "held_out": [x[f"eval/{ACCURACY}"] for x in evaluations],
         "rewards": [x[f"{ACCURACY}/mean"] for x in rows],
         "entropies": [x["entropy"] for x in rows],
         "clip_ratio": None if clip[0] is None else statistics.fmean(clip),
@@ -116,7 +144,17 @@ def lines_of(rows: Sequence[dict]) -> list[list[str]]:
     return out
 
 
-COLUMNS = ["case", "options", "seeds", "held-out before", "after a third", "after all", "training", "last entropy", "cut"]
+COLUMNS = [
+    "case",
+    "options",
+    "seeds",
+    "held-out before",
+    "after a third",
+    "after all",
+    "training",
+    "last entropy",
+    "cut",
+]
 
 
 def page(rows: Sequence[dict]) -> str:
@@ -130,17 +168,35 @@ def page(rows: Sequence[dict]) -> str:
     for line in [COLUMNS, ["---"] * len(COLUMNS), *lines_of(rows)]:
         text += f"| {' | '.join(line)} |\n"
     machine = last["machine"]
-    return text + f"\n{machine['cpu']}, torch {machine['versions']['torch']}, commit {str(machine['commit'])[:12]}.\n"
+    return (
+        text
+        + f"\n{machine['cpu']}, torch {machine['versions']['torch']}, commit {str(machine['commit'])[:12]}.\n"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict]:
-    parser = argparse.ArgumentParser(prog="python -m bench.objectives", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each case, seeds 0, 1, … (default 5)")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.objectives", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=5, help="runs of each case, seeds 0, 1, … (default 5)"
+    )
     parser.add_argument("--steps", type=int, default=15, help="generations of a run (default 15)")
-    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES), metavar="CASE")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at once (default: one a core)")
-    parser.add_argument("--base", type=Path, default=common.ROOT / "runs" / "objectives" / "base", help="made if it is not there")
-    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of objectives.json")
+    parser.add_argument(
+        "--cases", nargs="*", choices=list(CASES), default=list(CASES), metavar="CASE"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="runs at once (default: one a core)"
+    )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        default=common.ROOT / "runs" / "objectives" / "base",
+        help="made if it is not there",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=common.RESULTS, help="folder of objectives.json"
+    )
     parser.add_argument("--page", type=Path, default=PAGE, help="the table in Markdown")
     args = parser.parse_args(argv)
     given = list(sys.argv[1:] if argv is None else argv)
@@ -155,7 +211,14 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
 
     stands = {key(row) for row in rows}
     wanted = [
-        {"base": base, "settings": SETTINGS, "steps": args.steps, "case": case, "options": CASES[case], "seed": seed}
+        {
+            "base": base,
+            "settings": SETTINGS,
+            "steps": args.steps,
+            "case": case,
+            "options": CASES[case],
+            "seed": seed,
+        }
         for seed in range(args.seeds)  # seed by seed: interrupted, every case has as many
         for case in args.cases
     ]
@@ -167,16 +230,25 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
         ProcessPoolExecutor(args.workers, mp_context=spawn, initializer=quiet) as pool,
     ):
         task = progress.add_task("runs", total=len(todo))
-        futures = {pool.submit(one, str(args.base), what["options"], what["seed"], args.steps): what for what in todo}
+        futures = {
+            pool.submit(one, str(args.base), what["options"], what["seed"], args.steps): what
+            for what in todo
+        }
         for future in as_completed(futures):
             found, what = future.result(), futures[future]
             timing = common.Timing([found["run_seconds"]])
-            row = common.row("objectives", what.pop("case"), "nanogrpo", timing, given, **what, **found)
+            row = common.row(
+                "objectives", what.pop("case"), "nanogrpo", timing, given, **what, **found
+            )
             rows.append(row)
             common.write("objectives", rows, args.out)
             progress.advance(task)
     mine = [row for row in rows if key(row) in asked]
-    common.table("objectives on the tiny task", COLUMNS[:1] + COLUMNS[2:], [x[:1] + x[2:] for x in lines_of(mine)])
+    common.table(
+        "objectives on the tiny task",
+        COLUMNS[:1] + COLUMNS[2:],
+        [x[:1] + x[2:] for x in lines_of(mine)],
+    )
     args.page.write_text(page(mine))
     return mine
 

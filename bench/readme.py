@@ -1,8 +1,9 @@
-"""Writes bench/README.md from the rows: `python -m bench.readme`. With --check, says instead whether it is what it would write.
+"""Writes bench/README.md from the rows: `python -m bench.readme`. With --check, says instead
+whether it is what it would write.
 
-In: bench/results/*.json. Out: a section a bench: its question, its table, and by which command, on which machine and at which
-commit its rows were measured. tests/test_bench_readme.py holds that the file in the repository is up to date.
-Read next: tables.py.
+In: bench/results/*.json. Out: a section a bench: its question, its table, and by which command, on
+which machine and at which commit its rows were measured. tests/bench/test_readme.py holds that the
+file in the repository is up to date. Read next: tables.py.
 """
 
 from __future__ import annotations
@@ -30,8 +31,14 @@ def origin(row: dict) -> str:
     """Command, machine and commit of a row, as one line."""
     m = row["machine"]
     chip = m["gpu"] or f"{m['cpu']}, {m['cores']} cores"
-    versions = ", ".join(f"{name} {v}" for name, v in m["versions"].items() if name in ("python", "torch", "transformers", "trl"))
-    commit = (m["commit"] or "unknown")[:7] + (" with uncommitted changes" if m["uncommitted_changes"] else "")
+    versions = ", ".join(
+        f"{name} {v}"
+        for name, v in m["versions"].items()
+        if name in ("python", "torch", "transformers", "trl")
+    )
+    commit = (m["commit"] or "unknown")[:7] + (
+        " with uncommitted changes" if m["uncommitted_changes"] else ""
+    )
     threads = row.get("threads", m["threads"])
     return f"`{row['command']}` on {chip}, {threads} threads; {versions}; {row['time'][:10]}, commit {commit}"
 
@@ -39,7 +46,9 @@ def origin(row: dict) -> str:
 def section(name: str, rows: list[dict]) -> str:
     """The Markdown of a bench."""
     bench = tables.BENCHES[name]
-    cells = [[common.show(x).replace("|", "\\|") for x in line] for line in tables.lines_of(name, rows)]
+    cells = [
+        [common.show(x).replace("|", "\\|") for x in line] for line in tables.lines_of(name, rows)
+    ]
     out = [f"## {name}", "", bench.question, ""]
     out += ["| " + " | ".join(bench.columns) + " |", "|---" * len(bench.columns) + "|"]
     out += ["| " + " | ".join(line) + " |" for line in cells]
@@ -47,7 +56,9 @@ def section(name: str, rows: list[dict]) -> str:
     if bench.picture and (common.ROOT / "docs/img" / bench.picture).exists():
         out += [f"![{name}](../docs/img/{bench.picture})", ""]
     measured = list(dict.fromkeys(map(origin, rows)))
-    out += [f"* {line}" for line in measured] or [f"* {tables.MISSING}; to be measured by `{bench.command or name_of(name)}`"]
+    out += [f"* {line}" for line in measured] or [
+        f"* {tables.MISSING}; to be measured by `{bench.command or name_of(name)}`"
+    ]
     return "\n".join(out) + "\n"
 
 
@@ -60,15 +71,32 @@ def render(folder: Path = common.RESULTS) -> str:
     unknown = {path.stem for path in folder.glob("*.json")} - set(tables.BENCHES) - set(ELSEWHERE)
     if unknown:
         raise ValueError(f"no table in bench/tables.py shows {', '.join(sorted(unknown))}")
-    pages = [f"Also: [{name}](../{page})\n" for name, page in ELSEWHERE.items() if (common.ROOT / page).exists()]
-    return "\n".join([HEAD, *pages, *(section(name, common.read(name, folder)) for name in tables.BENCHES)])
+    pages = [
+        f"Also: [{name}](../{page})\n"
+        for name, page in ELSEWHERE.items()
+        if (common.ROOT / page).exists()
+    ]
+    return "\n".join(
+        [HEAD, *pages, *(section(name, common.read(name, folder)) for name in tables.BENCHES)]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.readme", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; status 1 when the file is out of date")
-    parser.add_argument("--file", type=Path, default=common.ROOT / "bench/README.md", help="where it is written")
-    parser.add_argument("--results", type=Path, default=common.RESULTS, help="folder of the JSON rows (default bench/results)")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.readme", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; status 1 when the file is out of date"
+    )
+    parser.add_argument(
+        "--file", type=Path, default=common.ROOT / "bench/README.md", help="where it is written"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=common.RESULTS,
+        help="folder of the JSON rows (default bench/results)",
+    )
     args = parser.parse_args(argv)
     text = render(args.results)
     if args.check:

@@ -1,14 +1,16 @@
-"""Whole GRPO runs, each in a process of its own: ours is train.py's loop, TRL's is its GRPOTrainer, or both after each other.
+"""Whole GRPO runs, each in a process of its own: ours is train.py's loop, TRL's is its GRPOTrainer,
+or both after each other.
 
-In: a side (common.SIDES, common.REPLAYED) and a `Config`. Out: a dict: seconds, tokens and rewards of each step, held-out
-accuracy after the steps that evaluate, peak memory. The clock of both sides runs from the first draw to the last update, logging
-included, and stands still while the held-out problems are answered, which both sides do with the same engine and rewards.
-Building the parts is not counted.
+In: a side (common.SIDES, common.REPLAYED) and a `Config`. Out: a dict: seconds, tokens and rewards
+of each step, held-out accuracy after the steps that evaluate, peak memory. The clock of both sides
+runs from the first draw to the last update, logging included, and stands still while the held-out
+problems are answered, which both sides do with the same engine and rewards. Building the parts is
+not counted.
 
     found = run("TRL", Config(model="runs/base", data=("arithmetic",), …), threads=2)
 
-A process a run: so that threads, allocator and peak memory are a side's own. Read next: learning.py and end_to_end.py, which
-compare such runs; trl_run.py, TRL's settings.
+A process a run: so that threads, allocator and peak memory are a side's own. Read next: learning.py
+and end_to_end.py, which compare such runs; trl_run.py, TRL's settings.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ from unittest.mock import patch
 import torch
 
 from bench import common
-from nanogrpo import checkpoint
-from nanogrpo.batch import Sample
 from nanogrpo.config import Config, dashed
+from nanogrpo.engine.base import SamplingParams
+from nanogrpo.engine.local import LocalEngine
 from nanogrpo.errors import UserError
-from nanogrpo.local_engine import LocalEngine
-from nanogrpo.reward_runner import Runner
-from nanogrpo.rollout import SamplingParams
-from nanogrpo.run import load_prompts
-from nanogrpo.tokenizer import Tokenizer
+from nanogrpo.model import checkpoint
+from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.rewards.runner import Runner
+from nanogrpo.run.setup import load_prompts
+from nanogrpo.types import Sample
 
 
 def run(side: str, cfg: Config, threads: int) -> dict:
@@ -48,11 +50,20 @@ def run(side: str, cfg: Config, threads: int) -> dict:
     with tempfile.TemporaryDirectory() as where:
         folder = Path(where)
         (folder / "options.json").write_text(json.dumps(dataclasses.asdict(cfg)))
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TRL_EXPERIMENTAL_SILENCE": "1",
+        }
         argv = [sys.executable, "-m", "bench.runs", side, where]
-        done = subprocess.run(argv, env=env, cwd=common.ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            argv, env=env, cwd=common.ROOT, capture_output=True, text=True, check=False
+        )
         if done.returncode:
-            raise RuntimeError(f"the run of {side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+            raise RuntimeError(
+                f"the run of {side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            )
         return json.loads((folder / "found.json").read_text())
 
 
@@ -78,11 +89,16 @@ class Laps:
 
 
 def memory() -> dict[str, int]:
-    """Bytes of this process: {"now": resident, "peak": most so far}; on a GPU those of its allocator."""
+    """Bytes of this process: {"now": resident, "peak": most so far}; on a GPU those of its
+    allocator.
+    """
     if torch.cuda.is_available():
         return {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {name: int(status[field].split()[0]) * 1024 for name, field in (("now", "VmRSS"), ("peak", "VmHWM"))}
+    return {
+        name: int(status[field].split()[0]) * 1024
+        for name, field in (("now", "VmRSS"), ("peak", "VmHWM"))
+    }
 
 
 def forget_peak() -> None:
@@ -99,7 +115,7 @@ def share_of_even(completion_ids: list[list[int]], **kwargs) -> list[float]:
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
 
-# ---- our side ------------------------------------------------------------------------------------------------------------------
+# ---- our side ------------------------------------------------------------------------------------
 
 
 def arguments(cfg: Config) -> list[str]:
@@ -117,7 +133,9 @@ def arguments(cfg: Config) -> list[str]:
 
 
 def ours(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
-    """train.py's own loop with a stopwatch at its seams. drawn: the samples of each step are put there."""
+    """train.py's own loop with a stopwatch at its seams. drawn: the samples of each step are put
+    there.
+    """
     import train
 
     laps, setup, evaluate = Laps(), train.setup, train.evaluate
@@ -146,38 +164,60 @@ def ours(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
     with patch.object(train, "setup", started), patch.object(train, "evaluate", evaluated):
         if train.main(arguments(cfg)):
             raise SystemExit(2)  # it has said why
-    rows = [json.loads(line) for line in (Path(cfg.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (Path(cfg.output_dir) / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [r for r in rows if "reward" in r]
     phases = [name for name in steps[0] if name.startswith("time/")]
     return {
         "seconds": laps.seconds,
-        "held_out": {r["eval/after"]: r.get("eval/rewards/accuracy_reward") for r in rows if "eval/after" in r},
+        "held_out": {
+            r["eval/after"]: r.get("eval/rewards/accuracy_reward")
+            for r in rows
+            if "eval/after" in r
+        },
         "phases": {name.removeprefix("time/"): [r[name] for r in steps] for name in phases},
-        **{name: [r[metric] for r in steps] for name, metric in METRICS.items() if metric in steps[0]},
+        **{
+            name: [r[metric] for r in steps]
+            for name, metric in METRICS.items()
+            if metric in steps[0]
+        },
     }
 
 
-METRICS = {"reward": "reward", "accuracy": "rewards/accuracy_reward/mean", "length": "completions/mean_length"}  # of both sides
+# of both sides
+METRICS = {
+    "reward": "reward",
+    "accuracy": "rewards/accuracy_reward/mean",
+    "length": "completions/mean_length",
+}
 
 
-# ---- TRL's side ----------------------------------------------------------------------------------------------------------------
+# ---- TRL's side ----------------------------------------------------------------------------------
 
 
 def replayed(cfg: Config) -> dict:
-    """Our run, then TRL's on the completions which that drew (one update a generation). Adds "ours": our held-out accuracies; and
-    "weights_apart": how far the two models are from each other in the end, over how far ours is from the base (Euclidean norms
-    of all weights)."""
+    """Our run, then TRL's on the completions which that drew (one update a generation). Adds
+    "ours": our held-out accuracies; and "weights_apart": how far the two models are from each other
+    in the end, over how far ours is from the base (Euclidean norms of all weights).
+    """
     drawn, where = [], f"{cfg.output_dir}/drawn"
     our = ours(dataclasses.replace(cfg, output_dir=where), drawn)["held_out"]
     found = theirs(cfg, drawn) | {"ours": our}
     folders = (Path(cfg.model), Path(where) / f"checkpoint-{cfg.max_steps}", Path(cfg.output_dir))
-    base, mine, trls = (torch.cat([p.flatten() for p in checkpoint.load_model(f).parameters()]) for f in folders)
-    return found | {"weights_apart": ((trls - mine).norm() / (mine - base).norm().clamp(min=1e-9)).item()}
+    base, mine, trls = (
+        torch.cat([p.flatten() for p in checkpoint.load_model(f).parameters()]) for f in folders
+    )
+    return found | {
+        "weights_apart": ((trls - mine).norm() / (mine - base).norm().clamp(min=1e-9)).item()
+    }
 
 
 def theirs(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
-    """TRL's trainer, with a callback that keeps the time and evaluates. drawn: the samples of each step, taken instead of drawing
-    any; the model is then saved in cfg.output_dir."""
+    """TRL's trainer, with a callback that keeps the time and evaluates. drawn: the samples of each
+    step, taken instead of drawing any; the model is then saved in cfg.output_dir.
+    """
     import transformers
 
     from bench import trl_run
@@ -193,8 +233,12 @@ def theirs(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
         trainer.rollout_func = lambda texts, trainer: taken(drawn[trainer.state.global_step], texts)
     if cfg.eval_steps:
         longest = max(len(p.token_ids) for p in problems)
-        engine = LocalEngine(shape, max_len=longest + cfg.max_completion_length, slots=cfg.max_concurrent)
-        greedy = SamplingParams(0.0, max_tokens=cfg.max_completion_length, stop_token_ids=tokenizer.stop_token_ids)
+        engine = LocalEngine(
+            shape, max_len=longest + cfg.max_completion_length, slots=cfg.max_concurrent
+        )
+        greedy = SamplingParams(
+            0.0, max_tokens=cfg.max_completion_length, stop_token_ids=tokenizer.stop_token_ids
+        )
 
     def evaluate(after: int) -> None:
         with laps.held():
@@ -213,7 +257,9 @@ def theirs(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
 
         def on_step_end(self, args, state, control, **kwargs):
             laps.lap()
-            if cfg.eval_steps and (state.global_step % cfg.eval_steps == 0 or state.global_step == cfg.max_steps):
+            if cfg.eval_steps and (
+                state.global_step % cfg.eval_steps == 0 or state.global_step == cfg.max_steps
+            ):
                 evaluate(state.global_step)
 
     generate = trainer._generate
@@ -235,7 +281,11 @@ def theirs(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
         "seconds": laps.seconds,
         "held_out": held_out,
         "phases": {"sample": sampling, "everything else": rest},
-        **{name: [row[metric] for row in steps] for name, metric in METRICS.items() if metric in steps[0]},
+        **{
+            name: [row[metric] for row in steps]
+            for name, metric in METRICS.items()
+            if metric in steps[0]
+        },
     }
 
 
@@ -243,7 +293,10 @@ def taken(samples: list[Sample], texts: list[str]) -> dict:
     """What TRL asks of a `rollout_func`: the completions of these prompts, which are drawn already."""
     if [s.prompt.text for s in samples] != texts:
         raise RuntimeError("the two sides draw different prompts")
-    ids = {"prompt_ids": [s.prompt.token_ids for s in samples], "completion_ids": [s.token_ids for s in samples]}
+    ids = {
+        "prompt_ids": [s.prompt.token_ids for s in samples],
+        "completion_ids": [s.token_ids for s in samples],
+    }
     return {**ids, "logprobs": None}
 
 
@@ -267,7 +320,11 @@ def main(argv: list[str]) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 2
     peak = memory()["peak"]
-    found |= {"threads": torch.get_num_threads(), "peak_bytes": peak, "peak_bytes_above_libraries": peak - before}
+    found |= {
+        "threads": torch.get_num_threads(),
+        "peak_bytes": peak,
+        "peak_bytes_above_libraries": peak - before,
+    }
     (folder / "found.json").write_text(json.dumps(found))
     return 0
 

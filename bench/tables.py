@@ -1,7 +1,9 @@
-"""The tables of the benches, each made from rows: on the console when a bench ends, in bench/README.md for readers.
+"""The tables of the benches, each made from rows: on the console when a bench ends, in
+bench/README.md for readers.
 
-In: the rows of a bench (dicts, as common.py writes them). Out: lines of cells. Nothing is typed here: a figure comes from a row,
-and a cell of `wanted` that no row fills says "not yet measured". Pure functions of rows, which need no TRL. Read next: readme.py.
+In: the rows of a bench (dicts, as common.py writes them). Out: lines of cells. Nothing is typed
+here: a figure comes from a row, and a cell of `wanted` that no row fills says "not yet measured".
+Pure functions of rows, which need no TRL. Read next: readme.py.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ class Bench:
     notes: Callable[[list[dict]], list[str]] = lambda rows: []
 
 
-QUANTITIES = ("advantages", "loss", "gradient", "entropy gradient", "weight")  # what is trained with; the rest are metrics
+# what is trained with; the rest are metrics
+QUANTITIES = ("advantages", "loss", "gradient", "entropy gradient", "weight")
 
 
 def parity(rows: list[dict]) -> Lines:
-    """A line for advantages, for each loss type and for the importance weights: the largest of its cases."""
+    """A line for advantages, for each loss type and for the importance weights: the largest of its
+    cases.
+    """
     groups: dict[str, list[dict]] = {}
     for row in rows:
         name = row["case"].partition(":")[0] if row["what"] == "loss" else row["what"]
@@ -41,7 +46,9 @@ def parity(rows: list[dict]) -> Lines:
     lines = []
     for name, found in groups.items():
         worst = {q: max(r["differences"].get(q, 0.0) for r in found) for q in QUANTITIES}
-        values = ", ".join(f"{q} {d:.1e}" for q, d in worst.items() if any(q in r["differences"] for r in found))
+        values = ", ".join(
+            f"{q} {d:.1e}" for q, d in worst.items() if any(q in r["differences"] for r in found)
+        )
         metrics = f"{max(r['largest_metric'] for r in found):.1e}"
         lines.append((name, len(found), sum(r["inputs"] for r in found), values, metrics))
     return lines
@@ -56,16 +63,26 @@ def end_to_end(rows: list[dict]) -> Lines:
         low, high = r["seconds_spread"]
         phases = ", ".join(f"{name} {s:.2f}" for name, s in r["phases"].items())
         faster = times(r["speedup_over_trl"]) if r["side"] != "TRL" else ""
-        shown = r["steps_per_second"], f"{1 / high:.3g} – {1 / low:.3g}", r["tokens_per_second"], r["mean_length"]
-        lines.append((r["case"], r["side"], *shown, faster, mib(r["peak_bytes_above_libraries"]), phases))
+        shown = (
+            r["steps_per_second"],
+            f"{1 / high:.3g} – {1 / low:.3g}",
+            r["tokens_per_second"],
+            r["mean_length"],
+        )
+        lines.append(
+            (r["case"], r["side"], *shown, faster, mib(r["peak_bytes_above_libraries"]), phases)
+        )
     return lines
 
 
 def cannot(rows: list[dict]) -> list[str]:
     """Why a side is not in the comparison, and what its absence means."""
-    notes = ["Peak memory is that of the process, above its libraries; a vLLM server's own is not in it."]
+    notes = [
+        "Peak memory is that of the process, above its libraries; a vLLM server's own is not in it."
+    ]
     return notes + [
-        f"{side} cannot run here: {why}." for side, why in {(r["side"], r["why_not"]) for r in rows if "why_not" in r}
+        f"{side} cannot run here: {why}."
+        for side, why in {(r["side"], r["why_not"]) for r in rows if "why_not" in r}
     ]
 
 
@@ -73,7 +90,11 @@ def rollout_speed(rows: list[dict]) -> Lines:
     lines = []
     for r in rows:
         low, high = (r["tokens"] / s for s in reversed(r["seconds_spread"]))
-        shown = r["tokens_per_second"], f"{low:,.0f} – {high:,.0f}", times(r["speedup_over_best_generate"])
+        shown = (
+            r["tokens_per_second"],
+            f"{low:,.0f} – {high:,.0f}",
+            times(r["speedup_over_best_generate"]),
+        )
         lines.append((r["case"], r["side"], *shown))
     return lines
 
@@ -81,7 +102,14 @@ def rollout_speed(rows: list[dict]) -> Lines:
 def sync_speed(rows: list[dict]) -> Lines:
     ms = lambda s: 1e3 * s  # noqa: E731
     return [
-        (r["case"], r["side"], ms(r["seconds_median"]), ms(r["seconds_p95"]), r["gigabytes_per_second"], r["bytes"] / 1e6)
+        (
+            r["case"],
+            r["side"],
+            ms(r["seconds_median"]),
+            ms(r["seconds_p95"]),
+            r["gigabytes_per_second"],
+            r["bytes"] / 1e6,
+        )
         for r in rows
     ]
 
@@ -89,13 +117,18 @@ def sync_speed(rows: list[dict]) -> Lines:
 def kernel_speed(rows: list[dict]) -> Lines:
     lines = []
     for r in rows:
-        floor, errors = r["floor_seconds"], ", ".join(f"{k} {v:.1e}" for k, v in sorted(r["errors"].items()))
+        floor, errors = (
+            r["floor_seconds"],
+            ", ".join(f"{k} {v:.1e}" for k, v in sorted(r["errors"].items())),
+        )
         shown = (
             1e3 * r["seconds_median"],
             " – ".join(f"{1e3 * s:.3g}" for s in r["seconds_spread"]),
             1e3 * floor if floor else "–",
         )
-        lines.append((r["case"], r["side"], *shown, r["peak_gib_above_inputs"], r["launches"], errors))
+        lines.append(
+            (r["case"], r["side"], *shown, r["peak_gib_above_inputs"], r["launches"], errors)
+        )
     return lines
 
 
@@ -104,11 +137,20 @@ BENCHES = {
         "How far are our numbers from TRL 1.16.0's own code, in float64? The largest relative difference of each quantity.",
         ("what", "cases", "inputs", "values", "metrics"),
         parity,
-        notes=lambda rows: ["The tests hold every case at 1e-6, metrics, which are logged in float32, at 1e-5."],
+        notes=lambda rows: [
+            "The tests hold every case at 1e-6, metrics, which are logged in float32, at 1e-5."
+        ],
     ),
     "learning": Bench(
         "Does it learn as TRL does, and how much sooner? The tiny task from one base; mean ± standard deviation over seeds.",
-        ("side", "seeds", "held-out accuracy at the end", "reward, last 5 steps", "training seconds", "seconds to accuracy 0.9"),
+        (
+            "side",
+            "seeds",
+            "held-out accuracy at the end",
+            "reward, last 5 steps",
+            "training seconds",
+            "seconds to accuracy 0.9",
+        ),
         tables_learning.learning,
         (("nanogrpo",), ("TRL",), (common.REPLAYED,)),
         "learning.png",
@@ -116,30 +158,69 @@ BENCHES = {
     ),
     "end_to_end": Bench(
         "How many whole GRPO steps a second: sampling, rewards, training, update?",
-        ("case", "side", "steps/s", "slowest – fastest", "tokens/s", "mean length", "over TRL", "peak memory", "seconds a step"),
+        (
+            "case",
+            "side",
+            "steps/s",
+            "slowest – fastest",
+            "tokens/s",
+            "mean length",
+            "over TRL",
+            "peak memory",
+            "seconds a step",
+        ),
         end_to_end,
         (
             ("even", "nanogrpo"),
             ("uneven", "nanogrpo"),
             *[(f"{c}, a vLLM server", "nanogrpo") for c in ("even", "uneven")],
-            *[(f"{size}, GPU, bfloat16, uneven", side) for size in common.LARGE for side in ("nanogrpo", "TRL")],
+            *[
+                (f"{size}, GPU, bfloat16, uneven", side)
+                for size in common.LARGE
+                for side in ("nanogrpo", "TRL")
+            ],
         ),
         notes=cannot,
     ),
     "step_time": Bench(
         "How long is a training step on given completions, at equal gradients?",
-        ("case", "side", "seconds", "fastest – slowest", "tokens/s", "computed tokens", "over TRL", "phases (seconds)"),
+        (
+            "case",
+            "side",
+            "seconds",
+            "fastest – slowest",
+            "tokens/s",
+            "computed tokens",
+            "over TRL",
+            "phases (seconds)",
+        ),
         tables_step.step_time,
         (("even, G=8", "nanogrpo"), ("uneven, G=8", "nanogrpo")),
         "step_time.png",
     ),
     "step_large": Bench(
         "How long is a training step of a real model on a GPU: all weights, float32 masters, bfloat16, strips of 16,384 tokens?",
-        ("case", "side", "seconds", "trained tokens/s", "over TRL", "MFU", "peak memory", "of TRL's", "settings"),
+        (
+            "case",
+            "side",
+            "seconds",
+            "trained tokens/s",
+            "over TRL",
+            "MFU",
+            "peak memory",
+            "of TRL's",
+            "settings",
+        ),
         tables_step.step_large,
-        [(f"{size}, GPU, bfloat16, uneven", side) for size in common.LARGE for side in ("nanogrpo", "TRL")],
+        [
+            (f"{size}, GPU, bfloat16, uneven", side)
+            for size in common.LARGE
+            for side in ("nanogrpo", "TRL")
+        ],
         command="python -m bench.step_time --shape 0.6B",
-        notes=lambda rows: ["MFU: FLOP that the step needs, none for padding or recomputation, over the device's dense peak."],
+        notes=lambda rows: [
+            "MFU: FLOP that the step needs, none for padding or recomputation, over the device's dense peak."
+        ],
     ),
     "step_memory": Bench(
         "How much memory does a training step need, each side in a process of its own?",
@@ -161,9 +242,22 @@ BENCHES = {
     ),
     "kernel_speed": Bench(
         "How fast are the kernels, against PyTorch, TRL and Liger?",
-        ("operation", "side", "ms", "fastest – slowest", "floor ms", "peak GiB", "launches", "error"),
+        (
+            "operation",
+            "side",
+            "ms",
+            "fastest – slowest",
+            "floor ms",
+            "peak GiB",
+            "launches",
+            "error",
+        ),
         kernel_speed,
-        (("log-prob and entropy, forward",), ("forward, loss and gradient of logits",), ("head, hidden to gradients",)),
+        (
+            ("log-prob and entropy, forward",),
+            ("forward, loss and gradient of logits",),
+            ("head, hidden to gradients",),
+        ),
         command="bench/gpu.sh",
     ),
 }
@@ -174,7 +268,10 @@ def lines_of(name: str, rows: list[dict]) -> Lines:
     bench = BENCHES[name]
     lines = bench.lines(rows)
     for cells in bench.wanted:
-        if not any(all(f"{have} ".startswith(f"{want} ") for have, want in zip(line, cells)) for line in lines):
+        if not any(
+            all(f"{have} ".startswith(f"{want} ") for have, want in zip(line, cells))
+            for line in lines
+        ):
             lines.append((*cells, *[MISSING] * (len(bench.columns) - len(cells))))
     return lines
 

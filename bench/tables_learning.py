@@ -1,4 +1,6 @@
-"""The table of bench.learning: how the curves of the two sides compare, and TRL's on our completions. In: rows. Out: cells."""
+"""The table of bench.learning: how the curves of the two sides compare, and TRL's on our
+completions. In: rows. Out: cells.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 def curve(rows: list[dict], name: str) -> tuple[list[int], list[float], list[float]]:
-    """(finished steps, mean, standard deviation) over runs: of a list with a value a step, or of "held_out"."""
+    """(finished steps, mean, standard deviation) over runs: of a list with a value a step, or of
+    "held_out".
+    """
     if name == "held_out":
         steps = sorted(map(int, rows[0][name]))
         values = [[row[name][str(step)] for row in rows] for step in steps]
@@ -26,10 +30,11 @@ def curve(rows: list[dict], name: str) -> tuple[list[int], list[float], list[flo
 
 
 def apart(rows: list[dict], name: str) -> tuple[float, float]:
-    """(share of the steps at which the two mean curves are within one standard deviation, the largest distance in deviations).
+    """(share of the steps at which the two mean curves are within one standard deviation, the
+    largest distance in deviations).
 
-    The deviation of a step is that of the two sides together: the root of their mean variance. Steps at which neither side varies
-    count by whether the means are equal.
+    The deviation of a step is that of the two sides together: the root of their mean variance.
+    Steps at which neither side varies count by whether the means are equal.
     """
     sides = [[row for row in rows if row["side"] == side] for side in SIDES]
     (_, a, sa), (_, b, sb) = (curve(side, name) for side in sides)
@@ -61,13 +66,19 @@ def learning(rows: list[dict]) -> list[tuple]:
         to90 = show([s for s in reached if s is not None], 1) if any(reached) else "–"
         to90 += f" ({sum(s is None for s in reached)} never)" if None in reached else ""
         reward = [statistics.fmean(row["reward"][-5:]) for row in mine]
-        seconds = (show([sum(row["seconds"]) for row in mine], 1), to90) if side in SIDES else ("it samples nothing", "")
+        seconds = (
+            (show([sum(row["seconds"]) for row in mine], 1), to90)
+            if side in SIDES
+            else ("it samples nothing", "")
+        )
         lines.append((side, len(mine), show(ends, 3), show(reward, 3), *seconds))
     return lines
 
 
 def replay_apart(rows: list[dict]) -> list[str]:
-    """How far TRL is from us when both learn from the same completions. A replay's row has "ours", the run that drew them."""
+    """How far TRL is from us when both learn from the same completions. A replay's row has "ours",
+    the run that drew them.
+    """
     theirs = [row for row in rows if row["side"] == REPLAYED]
     if not theirs:
         return []

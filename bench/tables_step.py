@@ -1,4 +1,6 @@
-"""The tables of the training step: what it takes on a CPU, on a GPU, and of memory. In: rows. Out: lines of cells (tables.py)."""
+"""The tables of the training step: what it takes on a CPU, on a GPU, and of memory. In: rows. Out:
+lines of cells (tables.py).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ def step_time(rows: list[dict]) -> list[tuple]:
         spread = f"{low:.3g} – {high:.3g}"
         faster = times(r["speedup_over_trl"]) if r["side"] != "TRL" else ""
         lines.append(
-            (r["case"], r["side"], r["seconds_median"], spread, r["tokens_per_second"], r["computed_tokens"], faster, phases)
+            (
+                r["case"],
+                r["side"],
+                r["seconds_median"],
+                spread,
+                r["tokens_per_second"],
+                r["computed_tokens"],
+                faster,
+                phases,
+            )
         )
     return lines
 
@@ -25,10 +36,30 @@ def step_large(rows: list[dict]) -> list[tuple]:
             lines.append((r["case"], r["side"], r["why_not"], *[""] * 6))
             continue
         low, high = r["seconds_spread"]
-        over = (times(r["speedup_over_trl"]), times(r["memory_over_trl"])) if r["side"] != "TRL" else ("", "")
-        settings = f"{r['micro_batches']} micro-batches, checkpointing {r['gradient_checkpointing']}"
-        shown = r["tokens_per_second"], over[0], f"{r['mfu']:.1%}" if r["mfu"] else "–", mib(r["peak_bytes"]), over[1]
-        lines.append((r["case"], r["side"], f"{r['seconds_median']:.3g} ({low:.3g} – {high:.3g})", *shown, settings))
+        over = (
+            (times(r["speedup_over_trl"]), times(r["memory_over_trl"]))
+            if r["side"] != "TRL"
+            else ("", "")
+        )
+        settings = (
+            f"{r['micro_batches']} micro-batches, checkpointing {r['gradient_checkpointing']}"
+        )
+        shown = (
+            r["tokens_per_second"],
+            over[0],
+            f"{r['mfu']:.1%}" if r["mfu"] else "–",
+            mib(r["peak_bytes"]),
+            over[1],
+        )
+        lines.append(
+            (
+                r["case"],
+                r["side"],
+                f"{r['seconds_median']:.3g} ({low:.3g} – {high:.3g})",
+                *shown,
+                settings,
+            )
+        )
     return lines
 
 

@@ -1,11 +1,13 @@
-"""TRL 1.16.0 as a peer: its own code for masks, advantages, losses and metrics, on samples, rewards and log-probs that are given.
+"""TRL 1.16.0 as a peer: its own code for masks, advantages, losses and metrics, on samples, rewards
+and log-probs that are given.
 
     from bench.trl_peer import Peer, config, make_samples, settings, tables
     peer = Peer(settings(cfg), samples, rewards, NoModel(), logp=tables(0));  batch = peer.batch();  (loss,) = peer.losses(batch)
 
-`Peer` is a `GRPOTrainer` with the attributes its methods read, without the dataset and optimizer it never meets here.
-`advantages_of_both` and `losses_of_both` compute one case with TRL's code and with ours: tests/test_trl_parity.py holds them
-equal, parity_trl.py tabulates their differences. Read next: parity_trl.py.
+`Peer` is a `GRPOTrainer` with the attributes its methods read, without the dataset and optimizer it
+never meets here. `advantages_of_both` and `losses_of_both` compute one case with TRL's code and
+with ours: tests/grpo/test_trl_parity.py holds them equal, parity_trl.py tabulates their
+differences. Read next: parity_trl.py.
 """
 
 from __future__ import annotations
@@ -17,21 +19,58 @@ import torch
 import trl
 from accelerate import Accelerator
 
-from nanogrpo import entropy, grpo, metrics, ops, packing
-from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import CHOICES, Config
-from nanogrpo.world import World
+from nanogrpo.distributed.world import World
+from nanogrpo.grpo import entropy, packing
+from nanogrpo.grpo import loss as grpo
+from nanogrpo.logs import metrics
+from nanogrpo.model import head as ops
+from nanogrpo.types import Prompt, Sample
 
 EOS, PAD = 5, 0
 G = 4  # completions a prompt
 LENGTHS = [3, 9, 1, 6, 12, 2, 12, 7]  # of the completions of two prompts
-SHARED = ("num_generations", "max_completion_length", "temperature", "loss_type", "scale_rewards", "epsilon", "epsilon_high")
-SHARED += ("delta", "beta", "use_bias_correction_kl", "mask_truncated_completions", "num_iterations", "entropy_coef")
-SHARED += ("importance_sampling_level", "off_policy_mask_threshold", "top_entropy_quantile", "use_adaptive_entropy")
-SHARED += ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target", "multi_objective_aggregation")
-SHARED += ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+SHARED = (
+    "num_generations",
+    "max_completion_length",
+    "temperature",
+    "loss_type",
+    "scale_rewards",
+    "epsilon",
+    "epsilon_high",
+)
+SHARED += (
+    "delta",
+    "beta",
+    "use_bias_correction_kl",
+    "mask_truncated_completions",
+    "num_iterations",
+    "entropy_coef",
+)
+SHARED += (
+    "importance_sampling_level",
+    "off_policy_mask_threshold",
+    "top_entropy_quantile",
+    "use_adaptive_entropy",
+)
+SHARED += (
+    "entropy_coef_min",
+    "entropy_coef_max",
+    "entropy_coef_delta",
+    "entropy_target",
+    "multi_objective_aggregation",
+)
+SHARED += (
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+)
 STOPPED = [True, True, True, False, False, True, True, True]
-OWN = ("kl", "entropy", "policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean")  # metrics beside clip_ratio/*
+# metrics beside clip_ratio/*
+OWN = ("kl", "entropy", "policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean")
 SOLO = World(0, 1, torch.device("cpu"))  # one process
 
 # The cases: of advantages, rewards by kind; of losses, what each type is combined with.
@@ -45,13 +84,41 @@ REWARDS = {
     "all equal": [1.0] * 8,
 }
 SEVERAL = {  # two reward functions
-    "two": [(1.0, 0.3), (0.0, 0.1), (0.0, 0.9), (1.0, 0.9), (0.0, 0.5), (0.0, 0.5), (1.0, 0.2), (0.0, 0.1)],
-    "one says nothing": [(1.0, 0.3), (1.0, 0.1), (1.0, 0.9), (1.0, 0.9), (0.0, 0.5), (0.0, 0.5), (0.0, 0.2), (0.0, 0.1)],
-    "some none": [(None, 0.3), (0.0, None), (None, None), (1.0, 0.9), (None, 0.5), (None, 0.5), (1.0, 0.2), (None, 0.1)],
+    "two": [
+        (1.0, 0.3),
+        (0.0, 0.1),
+        (0.0, 0.9),
+        (1.0, 0.9),
+        (0.0, 0.5),
+        (0.0, 0.5),
+        (1.0, 0.2),
+        (0.0, 0.1),
+    ],
+    "one says nothing": [
+        (1.0, 0.3),
+        (1.0, 0.1),
+        (1.0, 0.9),
+        (1.0, 0.9),
+        (0.0, 0.5),
+        (0.0, 0.5),
+        (0.0, 0.2),
+        (0.0, 0.1),
+    ],
+    "some none": [
+        (None, 0.3),
+        (0.0, None),
+        (None, None),
+        (1.0, 0.9),
+        (None, 0.5),
+        (None, 0.5),
+        (1.0, 0.2),
+        (None, 0.1),
+    ],
     "all none": [(None, None)] * 8,
     "all equal": [(0.1, 0.7)] * 8,
 }
-LOSSES = [name for name in CHOICES["loss_type"] if not name.startswith("dppo")]  # which TRL 1.16 has not
+# which TRL 1.16 has not
+LOSSES = [name for name in CHOICES["loss_type"] if not name.startswith("dppo")]
 OBJECTIVES = {
     "plain": {},
     "narrow clip": {"epsilon": 0.05},
@@ -65,26 +132,53 @@ OBJECTIVES = {
     "sequence, kl, corrected": {"importance_sampling_level": "sequence", "beta": 0.3},
     "engine corrected": {"vllm_importance_sampling_mode": "token_truncate", "beta": 0.3},
     "off-policy mask": {"off_policy_mask_threshold": 0.01},
-    "off-policy mask, sequence, kl": {"off_policy_mask_threshold": 0.01, "importance_sampling_level": "sequence", "beta": 0.3},
+    "off-policy mask, sequence, kl": {
+        "off_policy_mask_threshold": 0.01,
+        "importance_sampling_level": "sequence",
+        "beta": 0.3,
+    },
     "top entropy": {"top_entropy_quantile": 0.3, "beta": 0.3},
     "highest entropy": {"top_entropy_quantile": 0.0},
     "entropy bonus": {"entropy_coef": 0.2},
     "entropy bonus of the top": {"entropy_coef": 0.2, "top_entropy_quantile": 0.45},
     "sapo's temperatures": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
-    "vespo's powers": {"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.7, "vespo_lambda_neg": 1.5},
+    "vespo's powers": {
+        "vespo_k_pos": 1.0,
+        "vespo_lambda_pos": 0.5,
+        "vespo_k_neg": 0.7,
+        "vespo_lambda_neg": 1.5,
+    },
     "everything": {
-        **{"beta": 0.2, "epsilon_high": 0.4, "importance_sampling_level": "sequence", "off_policy_mask_threshold": 0.05},
-        **{"top_entropy_quantile": 0.7, "entropy_coef": 0.1, "vllm_importance_sampling_mode": "token_mask"},
+        **{
+            "beta": 0.2,
+            "epsilon_high": 0.4,
+            "importance_sampling_level": "sequence",
+            "off_policy_mask_threshold": 0.05,
+        },
+        **{
+            "top_entropy_quantile": 0.7,
+            "entropy_coef": 0.1,
+            "vllm_importance_sampling_mode": "token_mask",
+        },
     },
 }
 
 
 def config(**options) -> Config:
-    return Config(model="-", data="-", num_generations=G, generation_batch_size=8, max_completion_length=12, **options)
+    return Config(
+        model="-",
+        data="-",
+        num_generations=G,
+        generation_batch_size=8,
+        max_completion_length=12,
+        **options,
+    )
 
 
 def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> trl.GRPOConfig:
-    """The same options as TRL's own config. Off policy: half as much accumulation, so that TRL takes old log-probs itself."""
+    """The same options as TRL's own config. Off policy: half as much accumulation, so that TRL
+    takes old log-probs itself.
+    """
     return trl.GRPOConfig(
         output_dir="unused",
         report_to="none",
@@ -104,10 +198,17 @@ class NoModel(torch.nn.Module):
 
 
 class Peer(trl.GRPOTrainer):
-    """TRL's trainer without its constructor: what is generated and how it is rewarded is given, the rest is its own."""
+    """TRL's trainer without its constructor: what is generated and how it is rewarded is given, the
+    rest is its own.
+    """
 
     def __init__(self, args, samples, rewards, model, ref_model=None, logp=None, reward_weights=()):
-        self.args, self.model, self.ref_model, self.accelerator = args, model, ref_model, Accelerator(cpu=True)
+        self.args, self.model, self.ref_model, self.accelerator = (
+            args,
+            model,
+            ref_model,
+            Accelerator(cpu=True),
+        )
         self.samples, self.rewards, self.logp = samples, rewards, logp
         for name in SHARED:
             setattr(self, name, getattr(args, name))
@@ -120,8 +221,12 @@ class Peer(trl.GRPOTrainer):
         self.environment_factories = self.environments = self.tools = None
         self._tokenizer, self.eos_token_ids = SimpleNamespace(pad_token_id=PAD), [EOS]
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
-        functions = len(rewards[0]) if isinstance(rewards[0], tuple) else 1  # rewards: a value a sample, or a tuple of them
-        self.reward_funcs = self.reward_func_names = ["given", *(f"given {i}" for i in range(1, functions))]
+        # rewards: a value a sample, or a tuple of them
+        functions = len(rewards[0]) if isinstance(rewards[0], tuple) else 1
+        self.reward_funcs = self.reward_func_names = [
+            "given",
+            *(f"given {i}" for i in range(1, functions)),
+        ]
         self.reward_weights = torch.tensor(reward_weights or [1.0] * functions, dtype=torch.float64)
         self._metrics = {"train": defaultdict(list)}
         self._logs = defaultdict(deque, rewards=defaultdict(deque))
@@ -130,24 +235,46 @@ class Peer(trl.GRPOTrainer):
     def _generate(self, prompts):
         ids = [s.token_ids for s in self.samples]
         logp = [s.logp for s in self.samples] if self.use_vllm else None
-        return [s.prompt.token_ids for s in self.samples], ids, None, [s.text for s in self.samples], logp, {}, None, []
+        return (
+            [s.prompt.token_ids for s in self.samples],
+            ids,
+            None,
+            [s.text for s in self.samples],
+            logp,
+            {},
+            None,
+            [],
+        )
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids):
         rows = [row if isinstance(row, tuple) else (row,) for row in self.rewards]
-        return torch.tensor([[torch.nan if r is None else r for r in row] for row in rows], dtype=torch.float64)
+        return torch.tensor(
+            [[torch.nan if r is None else r for r in row] for row in rows], dtype=torch.float64
+        )
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **how):
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, **how
+    ):
         if self.logp is None:
-            return super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep, **how)
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, **how
+            )
         name = "ref" if model is self.ref_model else "now" if torch.is_grad_enabled() else "old"
         rows = self.logp[name][self.taken] if name == "now" else self.logp[name]
         return rows, self.logp["entropy"][self.taken] if name == "now" else None, None
 
     def batch(self) -> dict:
-        """What TRL makes of the samples: padded ids, masks, advantages, old and reference log-probs, the normaliser."""
-        batch = self._generate_and_score_completions([{"prompt": s.prompt.text} for s in self.samples])
-        # TRL counts the tokens of a generation and divides by the updates that it expects of it; here one update has them all.
-        batch["num_items_in_batch"] *= self.args.steps_per_generation // self.args.gradient_accumulation_steps
+        """What TRL makes of the samples: padded ids, masks, advantages, old and reference
+        log-probs, the normaliser.
+        """
+        batch = self._generate_and_score_completions(
+            [{"prompt": s.prompt.text} for s in self.samples]
+        )
+        # TRL counts the tokens of a generation and divides by the updates that it expects of it;
+        # here one update has them all.
+        batch["num_items_in_batch"] *= (
+            self.args.steps_per_generation // self.args.gradient_accumulation_steps
+        )
         return batch
 
     def losses(self, batch: dict) -> list[torch.Tensor]:
@@ -161,7 +288,9 @@ class Peer(trl.GRPOTrainer):
 
 
 def make_samples(seed: int = 0, vocab: int = 100) -> list[Sample]:
-    """Two groups of four completions, some cut; the first prompt is longer than the second, so that TRL pads on both sides."""
+    """Two groups of four completions, some cut; the first prompt is longer than the second, so that
+    TRL pads on both sides.
+    """
     g = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(6, vocab, (n,), generator=g).tolist()  # noqa: E731
     prompts = [Prompt(0, "first", draw(7)), Prompt(1, "second", draw(3))]
@@ -173,29 +302,41 @@ def make_samples(seed: int = 0, vocab: int = 100) -> list[Sample]:
 
 
 def tables(seed: int) -> dict[str, torch.Tensor]:
-    """Random log-probs [8, 12] float64: now, when sampled, of the reference, of the engine; entropies; factors around 1.
+    """Random log-probs [8, 12] float64: now, when sampled, of the reference, of the engine;
+    entropies; factors around 1.
 
     Wide enough that every clip and bound is met. What carries a gradient: now and entropy.
     """
     g = torch.Generator().manual_seed(seed)
     now = -3 * torch.rand(8, 12, generator=g, dtype=torch.float64)
     noise = torch.randn(4, 8, 12, generator=g, dtype=torch.float64)
-    tables = {"now": now.requires_grad_(), "old": now.detach() + 0.5 * noise[0], "ref": now.detach() + 0.3 * noise[1]}
+    tables = {
+        "now": now.requires_grad_(),
+        "old": now.detach() + 0.5 * noise[0],
+        "ref": now.detach() + 0.3 * noise[1],
+    }
     tables["engine"] = now.detach() + 0.5 * noise[2]
     tables["importance"] = (0.3 * noise[3]).exp().float().double()  # both as ours are, in float32
     tables["entropy"] = torch.rand(8, 12, generator=g).double().requires_grad_()
     return tables
 
 
-# ---- one case, by TRL's code and by ours ---------------------------------------------------------------------------------------
+# ---- one case, by TRL's code and by ours ---------------------------------------------------------
 
 
 def give_rewards(samples: list[Sample], rewards: list, cfg: Config) -> torch.Tensor:
-    """Fills rewards (a value a sample, or a tuple) and advantages as the loop does; returns the deviations of `advantages`."""
+    """Fills rewards (a value a sample, or a tuple) and advantages as the loop does; returns the
+    deviations of `advantages`.
+    """
     rows = [row if isinstance(row, tuple) else (row,) for row in rewards]
     for sample, row in zip(samples, rows):
-        given = [w * r for w, r in zip(cfg.reward_weights or [1.0] * len(row), row) if r is not None]
-        sample.reward, sample.rewards = sum(given) if given else None, dict(zip(("given", "given 1"), row))
+        given = [
+            w * r for w, r in zip(cfg.reward_weights or [1.0] * len(row), row) if r is not None
+        ]
+        sample.reward, sample.rewards = (
+            sum(given) if given else None,
+            dict(zip(("given", "given 1"), row)),
+        )
     advantages, std = grpo.step_advantages([s.reward for s in samples], cfg, rows)
     for sample, advantage in zip(samples, advantages):
         sample.advantage = advantage
@@ -205,14 +346,19 @@ def give_rewards(samples: list[Sample], rewards: list, cfg: Config) -> torch.Ten
 def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
     """(ours, TRL's): "advantages" [8] float64, and the metrics of rewards under TRL's names."""
     samples = make_samples()
-    peer = Peer(settings(cfg), samples, rewards, NoModel(), logp={}, reward_weights=cfg.reward_weights)
+    peer = Peer(
+        settings(cfg), samples, rewards, NoModel(), logp={}, reward_weights=cfg.reward_weights
+    )
     theirs = {"advantages": peer.batch()["advantages"]}
     std = give_rewards(samples, rewards, cfg)
     row = metrics.of_samples(metrics.facts(samples, SOLO), std)
     ours = {"advantages": torch.tensor([s.advantage for s in samples], dtype=torch.float64)}
-    for name in [n for n in peer._metrics["train"] if n.startswith("reward") or n == "frac_reward_zero_std"]:
+    for name in [
+        n for n in peer._metrics["train"] if n.startswith("reward") or n == "frac_reward_zero_std"
+    ]:
         expected = peer._metrics["train"][name][0]
-        theirs[name] = expected if expected == expected else 0.0  # TRL logs NaN where there is nothing to log, and we nothing
+        # TRL logs NaN where there is nothing to log, and we nothing
+        theirs[name] = expected if expected == expected else 0.0
         ours[name] = row[name] if expected == expected else row.get(name, 0.0)
     return ours, theirs
 
@@ -220,11 +366,20 @@ def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
 def our_batch(
     samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool
 ) -> tuple[SimpleNamespace, tuple]:
-    """Our batch of the same numbers, float64, and the (row, column) of each of its tokens in TRL's tables."""
+    """Our batch of the same numbers, float64, and the (row, column) of each of its tokens in TRL's
+    tables.
+    """
     n_tokens = packing.one_update(samples, cfg).n_tokens
-    places = [(i, t) for i, s in enumerate(samples) if grpo.is_trained(s, cfg) for t in range(len(s.token_ids))]
+    places = [
+        (i, t)
+        for i, s in enumerate(samples)
+        if grpo.is_trained(s, cfg)
+        for t in range(len(s.token_ids))
+    ]
     index = tuple(torch.tensor(places).T)
-    weight = [grpo.token_weight(len(samples[i].token_ids), len(samples), n_tokens, cfg) for i, _ in places]
+    weight = [
+        grpo.token_weight(len(samples[i].token_ids), len(samples), n_tokens, cfg) for i, _ in places
+    ]
     batch = SimpleNamespace(
         sample=index[0],
         advantage=torch.tensor([samples[i].advantage for i, _ in places], dtype=torch.float64),
@@ -232,7 +387,9 @@ def our_batch(
         old_logp=logp["old"][index] if off_policy else None,
         ref_logp=logp["ref"][index] if cfg.beta else None,
         sampling_logp=logp["engine"][index],
-        importance=logp["importance"][index] if cfg.vllm_importance_sampling_mode != "off" else None,
+        importance=logp["importance"][index]
+        if cfg.vllm_importance_sampling_mode != "off"
+        else None,
         entropy_mask=None,
         entropy_weight=None,
     )
@@ -242,8 +399,12 @@ def our_batch(
     return batch, index
 
 
-def our_loss(samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool) -> ops.PolicyOut:
-    """By `grpo.loss`, which has every option. The fused head has the clip's: tests hold the two to each other."""
+def our_loss(
+    samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool
+) -> ops.PolicyOut:
+    """By `grpo.loss`, which has every option. The fused head has the clip's: tests hold the two to
+    each other.
+    """
     batch, index = our_batch(samples, logp, cfg, off_policy)
     return grpo.loss(logp["now"][index], logp["entropy"][index], batch, cfg)
 
@@ -255,21 +416,27 @@ def their_batch(peer: Peer, cfg: Config, off_policy: bool) -> dict:
     batch["sampling_per_token_logps"] = peer.logp["engine"]
     if cfg.vllm_importance_sampling_mode != "off":
         peer.use_vllm = peer.vllm_importance_sampling_correction = True
-        batch["importance_sampling_ratio"] = torch.where(batch["completion_mask"].bool(), peer.logp["importance"], 1.0)
+        batch["importance_sampling_ratio"] = torch.where(
+            batch["completion_mask"].bool(), peer.logp["importance"], 1.0
+        )
     return batch
 
 
 def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict]:
-    """(ours, TRL's): "loss", its "gradient" with respect to the log-probs [8, 12] float64 and its "entropy gradient" with respect
-    to the entropies, and the metrics under TRL's names."""
+    """(ours, TRL's): "loss", its "gradient" with respect to the log-probs [8, 12] float64 and its
+    "entropy gradient" with respect to the entropies, and the metrics under TRL's names.
+    """
     samples, logp, rewards = make_samples(), tables(seed), REWARDS["plain"]
     peer = Peer(settings(cfg, off_policy=off_policy), samples, rewards, NoModel(), NoModel(), logp)
     batch = their_batch(peer, cfg, off_policy)
-    for sample, advantage in zip(samples, batch["advantages"].tolist()):  # TRL's: `advantages_of_both` compares ours with them
+    # TRL's: `advantages_of_both` compares ours with them
+    for sample, advantage in zip(samples, batch["advantages"].tolist()):
         sample.advantage = advantage
 
     def of(loss: torch.Tensor) -> dict:
-        gradients = torch.autograd.grad(loss, (logp["now"], logp["entropy"]), materialize_grads=True)
+        gradients = torch.autograd.grad(
+            loss, (logp["now"], logp["entropy"]), materialize_grads=True
+        )
         return {"loss": loss.item(), "gradient": gradients[0], "entropy gradient": gradients[1]}
 
     theirs = of(peer.losses(batch)[0])
@@ -283,8 +450,13 @@ def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict
     meter.end_update(0.0)
     row = {**meter.summary(SOLO), **entropy.Bonus(cfg, SOLO).metrics()}
     names = {n for n in peer._metrics["train"] if n.startswith("clip_ratio/") or n in OWN}
-    if cfg.mask_truncated_completions and out.by_sequence:  # TRL counts a masked completion among the sequences, as unclipped
-        names -= {n for n in names if n.startswith("clip_ratio/") or n in ("cispo_clip_ratio", "vespo/phi_seq_mean")}
+    # TRL counts a masked completion among the sequences, as unclipped
+    if cfg.mask_truncated_completions and out.by_sequence:
+        names -= {
+            n
+            for n in names
+            if n.startswith("clip_ratio/") or n in ("cispo_clip_ratio", "vespo/phi_seq_mean")
+        }
     theirs |= {name: peer._metrics["train"][name][0] for name in names}
     ours |= {name: row[name] for name in names}
     return ours, theirs

@@ -1,9 +1,11 @@
-"""TRL's GRPOTrainer with our options: the same names where TRL has them, and its best settings for the benches' models.
+"""TRL's GRPOTrainer with our options: the same names where TRL has them, and its best settings for
+the benches' models.
 
-In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. What is best for it here: no gradient
-checkpointing, the whole generation as one micro-batch, sdpa attention, its fused head and fused AdamW (its defaults), float32 on
-a CPU as on our side, no data loader workers, no progress bar, nothing saved.
-Read next: runs.py, which runs both sides; trl_peer.py, TRL's code without a trainer.
+In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. What is best
+for it here: no gradient checkpointing, the whole generation as one micro-batch, sdpa attention, its
+fused head and fused AdamW (its defaults), float32 on a CPU as on our side, no data loader workers,
+no progress bar, nothing saved. Read next: runs.py, which runs both sides; trl_peer.py, TRL's code
+without a trainer.
 """
 
 from __future__ import annotations
@@ -18,11 +20,21 @@ import transformers
 import trl
 
 from bench.trl_peer import SHARED
-from nanogrpo import data
-from nanogrpo.batch import Prompt
 from nanogrpo.config import Config
+from nanogrpo.data import prompts as data
+from nanogrpo.types import Prompt
 
-SAME = (*SHARED, "top_p", "top_k", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "adam_beta1", "adam_beta2")
+SAME = (
+    *SHARED,
+    "top_p",
+    "top_k",
+    "max_steps",
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "adam_beta1",
+    "adam_beta2",
+)
 SAME += ("adam_epsilon", "weight_decay", "max_grad_norm", "seed")  # named alike, meant alike
 
 
@@ -49,11 +61,19 @@ def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
 
 
 def trainer(
-    cfg: Config, prompts: Sequence[Prompt], rewards: Sequence[Callable], output_dir: Path, micro: int = 1
+    cfg: Config,
+    prompts: Sequence[Prompt],
+    rewards: Sequence[Callable],
+    output_dir: Path,
+    micro: int = 1,
 ) -> trl.GRPOTrainer:
     """A trainer whose step s sees the prompts that `data.draw` gives our step s."""
     warnings.simplefilter("ignore", FutureWarning)  # of TRL to transformers
-    drawn = [p for s in range(cfg.max_steps) for p in data.draw(list(prompts), cfg.prompts_per_step, cfg.seed, s)]
+    drawn = [
+        p
+        for s in range(cfg.max_steps)
+        for p in data.draw(list(prompts), cfg.prompts_per_step, cfg.seed, s)
+    ]
     return trl.GRPOTrainer(
         cfg.model,
         reward_funcs=list(rewards),

@@ -1,7 +1,9 @@
-"""Selective log-softmax: the log-prob of one target per row, and the row's entropy, in one read of the logits.
+"""Selective log-softmax: the log-prob of one target per row, and the row's entropy, in one read of
+the logits.
 
-In: logits [N, V] (bf16, fp16, fp32; fp64 for finite differences), targets [N] int64, temperature. Out: log-prob [N], entropy [N]
-in nats, both float32. Read next: policy.py, then rows.py, which joins the two.
+In: logits [N, V] (bf16, fp16, fp32; fp64 for finite differences), targets [N] int64, temperature.
+Out: log-prob [N], entropy [N] in nats, both float32. Read next: policy.py, then rows.py, which
+joins the two.
 
 Equation.   z = x / T;  logp = z_y - log Σ_j e^{z_j};  H = -Σ_j p_j log p_j.
             Online: keep (q, l, s) with l = Σ e^{z_j - q}, s = Σ e^{z_j - q} (z_j - q) over what was seen. A larger q' rescales
@@ -9,19 +11,22 @@ Equation.   z = x / T;  logp = z_y - log Σ_j e^{z_j};  H = -Σ_j p_j log p_j.
             All in powers of two: k = log2(e) / T folds the temperature into the one multiply-add that exp needs anyway.
 Lanes.      Every lane (8 neighbouring bfloat16 numbers, one 16-byte load) keeps its own (q, l, s); lanes meet once, after the
             row. A textbook online softmax meets once a block instead: barriers and shuffles that cost more than the loads.
-Exactness.  q is rounded, but the same rounded q stands in every term, so that fma(x, k, -q) has one rounding, near the result:
+Exactness.  q is rounded, but the same rounded q stands in every term, so that fma(x, k, -q) has one
+rounding, near the result:
             a row around -10,000 is as exact as one around 0. An entry of -inf has e = 0 but e · t = nan; it is met by a second
             visit of that row (rare), not by an instruction in everyone's loop. A sum of 151,936 terms is a tree over 1024 lanes,
             each of which adds 19 sums of 8. Entropy is always computed: it reads nothing more, and its multiply-adds are counted
             in the limit below.
 Domain.     |max_j z_j| log2(e) < 2^31: logits around ±1.4e9 at T = 1, or of 100 at T = 1e-7. Beyond, the rounding of q is a shift
             of more than 2^64 in e, and sums overflow. A form without it, (x - max) k, is one instruction more for every element.
-Derivation. dlogp/dz_j = 1[j = y] - p_j and dH/dz_j = -p_j (log p_j + H). With upstream gradients g of logp and h of H:
+Derivation. dlogp/dz_j = 1[j = y] - p_j and dH/dz_j = -p_j (log p_j + H). With upstream gradients g
+of logp and h of H:
             dx_j = (g (1[j = y] - p_j) - h p_j (log p_j + H)) / T,  p_j = 2^{fma(x_j, k, -q) - log2 l}; q and log2 l are saved.
 Bytes.      Forward 2·N·V in bfloat16: 0.58 ms for N = 8192, V = 151,936 at 4.3 TB/s. Backward 4·N·V: 1.16 ms.
 FLOP.       About 5 an element forward, 6 backward; what limits is issue slots (about 14 an element at that bandwidth): the count
-            of instructions is held by tests/test_kernels_contracts.py.
-Reference.  `log_softmax_forward`, `log_softmax_backward` in reference.py; registered with a gradient in nanogrpo/custom_ops.py.
+            of instructions is held by tests/kernels/test_contracts.py.
+Reference.  `log_softmax_forward`, `log_softmax_backward` in reference.py; registered with a
+gradient in nanogrpo/custom_ops.py.
 """
 
 from __future__ import annotations
@@ -35,14 +40,17 @@ from .shapes import accumulator, columns_of_part, shape_of_block, shape_of_gradi
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e30)  # stands for "nothing seen": finite, so that differences of it are never nan
+# stands for "nothing seen": finite, so that differences of it are never nan
+LOWEST = tl.constexpr(-1e30)
 
 FEW_ROWS = 512  # fewer than this cannot fill the GPU with one program a row: V is split
 
 
 @triton.jit
 def fold(x, q, l, s, k):
-    """Takes the block x [R, C] into the lanes' statistics q, l, s [R]. Axis 1 lies within a thread: nothing is exchanged."""
+    """Takes the block x [R, C] into the lanes' statistics q, l, s [R]. Axis 1 lies within a thread:
+    nothing is exchanged.
+    """
     q_new = tl.maximum(q, tl.max(x, 1) * k)
     a = tl.exp2(q - q_new)
     t = tl.fma(x, k + tl.zeros_like(x), -q_new[:, None] + tl.zeros_like(x))
@@ -61,11 +69,15 @@ def merge(q, l, s):
 
 
 @triton.jit
-def statistics(L, start, stop, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr):
-    """(q, l, s) of the columns start … stop of the row at L. WIDE: a lane's C numbers are neighbours, loaded at once.
+def statistics(
+    L, start, stop, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr
+):
+    """(q, l, s) of the columns start … stop of the row at L. WIDE: a lane's C numbers are
+    neighbours, loaded at once.
 
-    Where rows do not begin at multiples of 16 bytes that load is impossible, and Triton would part the C numbers of a lane among
-    threads. So a lane then takes every R-th number, and neighbouring lanes neighbouring numbers: narrow loads, no exchange.
+    Where rows do not begin at multiples of 16 bytes that load is impossible, and Triton would part
+    the C numbers of a lane among threads. So a lane then takes every R-th number, and neighbouring
+    lanes neighbouring numbers: narrow loads, no exchange.
     """
     BLOCK: tl.constexpr = R * C
     if WIDE:
@@ -81,14 +93,17 @@ def statistics(L, start, stop, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.con
     if tail < stop:
         o = tail + base
         x = tl.load(L + o, mask=o < stop, other=0.0).to(ACC)
-        # Filled after the conversion (float16 knows no -1e30), with what lies below any q once it is multiplied by k: e = 0.
+        # Filled after the conversion (float16 knows no -1e30), with what lies below any q once it
+        # is multiplied by k: e = 0.
         q, l, s = fold(tl.where(o < stop, x, 2.0 * LOWEST / k), q, l, s, k)
     q, l, s = merge(q, l, s)
     if s != s:  # an entry of -inf made 0 · -inf: sum again, leaving out what has no probability
         again = tl.zeros((R,), ACC)
         for c in tl.range(start, stop, BLOCK):
             o = c + base
-            x = tl.where(o < stop, tl.load(L + o, mask=o < stop, other=0.0).to(ACC), 2.0 * LOWEST / k)
+            x = tl.where(
+                o < stop, tl.load(L + o, mask=o < stop, other=0.0).to(ACC), 2.0 * LOWEST / k
+            )
             t = tl.fma(x, k + tl.zeros_like(x), -q + tl.zeros_like(x))
             e = tl.exp2(t)
             again += tl.sum(tl.where(e > 0, e * t, 0.0), 1)
@@ -133,21 +148,47 @@ def forward_kernel(
 
 @triton.jit
 def part_kernel(
-    LOGITS, PARTS, stride, V, k, parts, slice, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr
+    LOGITS,
+    PARTS,
+    stride,
+    V,
+    k,
+    parts,
+    slice,
+    WIDE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    ACC: tl.constexpr,
 ):
     """One program a slice of a row, for few rows: (q, l, s) of it into PARTS [N, parts, 3]."""
     pid = tl.program_id(0).to(tl.int64)
     part = (pid % parts).to(tl.int32)
     k = tl.full((), k, ACC)
     start = part * slice
-    q, l, s = statistics(LOGITS + pid // parts * stride, start, tl.minimum(start + slice, V), k, WIDE, R, C, ACC)
+    q, l, s = statistics(
+        LOGITS + pid // parts * stride, start, tl.minimum(start + slice, V), k, WIDE, R, C, ACC
+    )
     tl.store(PARTS + pid * 3, q)
     tl.store(PARTS + pid * 3 + 1, l)
     tl.store(PARTS + pid * 3 + 2, s)
 
 
 @triton.jit
-def join_kernel(LOGITS, TARGETS, MASK, PARTS, LOGP, ENTROPY, NORM, stride, N, k, parts, PARTS_2: tl.constexpr, ACC: tl.constexpr):
+def join_kernel(
+    LOGITS,
+    TARGETS,
+    MASK,
+    PARTS,
+    LOGP,
+    ENTROPY,
+    NORM,
+    stride,
+    N,
+    k,
+    parts,
+    PARTS_2: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """One program a row: its parts (at most PARTS_2, a power of two), always in the same order."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.full((), k, ACC)
@@ -178,7 +219,9 @@ def join_kernel(LOGITS, TARGETS, MASK, PARTS, LOGP, ENTROPY, NORM, stride, N, k,
 
 @triton.jit
 def row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy):
-    """dlogp (1[o = y] - p) - dentropy p (log p + H) for the logits x at columns o; 1 - p is formed in the accumulator's type."""
+    """dlogp (1[o = y] - p) - dentropy p (log p + H) for the logits x at columns o; 1 - p is formed
+    in the accumulator's type.
+    """
     t = tl.fma(x, k + tl.zeros_like(x), -q + tl.zeros_like(x)) - log_l  # log2 p
     p = tl.exp2(t)
     dz = tl.where(o == y, 1.0 - p, -p) * dlogp
@@ -192,7 +235,9 @@ def backward_kernel(
     LOGITS, TARGETS, MASK, NORM, ENTROPY, DLOGP, DENTROPY, OUT, stride, stride_out, N, V, k, inv_t, blocks,
     BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of a row: each element depends on itself and six numbers of its row. OUT may be LOGITS."""
+    """One program a block of a row: each element depends on itself and six numbers of its row. OUT
+    may be LOGITS.
+    """
     pid = tl.program_id(0).to(tl.int64)
     row = pid // blocks
     o = (pid % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
@@ -226,12 +271,15 @@ def log_softmax_forward(
     lanes: int = 1024,
     few_rows: int = FEW_ROWS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[N, V], [N] → log-prob [N], entropy [N], and (q, log2 l) [2, N] for this file's backward. Rows may be strided.
+    """[N, V], [N] → log-prob [N], entropy [N], and (q, log2 l) [2, N] for this file's backward.
+    Rows may be strided.
 
     lanes and few_rows are for the tests, which want many blocks of a small row.
     """
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
-        raise ValueError(f"logits have stride {logits.stride()}: the numbers of a row must lie side by side (last stride 1).")
+        raise ValueError(
+            f"logits have stride {logits.stride()}: the numbers of a row must lie side by side (last stride 1)."
+        )
     count, vocab = logits.shape
     dtype, acc = accumulator(logits.dtype)
     logp, entropy = (torch.empty(count, dtype=dtype, device=logits.device) for _ in range(2))
@@ -267,9 +315,13 @@ def log_softmax_backward(
     in_place: bool = False,
     block: int = 4096,
 ) -> Tensor:
-    """dlogits [N, V] in the type of logits; in_place writes it over them (for a caller that owns the buffer)."""
+    """dlogits [N, V] in the type of logits; in_place writes it over them (for a caller that owns
+    the buffer).
+    """
     count, vocab = logits.shape
-    out = logits if in_place else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    out = (
+        logits if in_place else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    )
     if count == 0:
         return out
     dentropy = torch.zeros_like(dlogp) if dentropy is None else dentropy

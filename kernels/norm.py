@@ -1,10 +1,12 @@
-"""RMSNorm with the residual add before it, in one read and one write: not used by the model until a GPU shows that it wins.
+"""RMSNorm with the residual add before it, in one read and one write: not used by the model until a
+GPU shows that it wins.
 
-In: x [T, D] and residual [T, D] (or None), weight [D]; bf16, fp16 or fp32. Out: the normed [T, D] and the sum [T, D], which is
-the next residual. Read next: rope.py.
+In: x [T, D] and residual [T, D] (or None), weight [D]; bf16, fp16 or fp32. Out: the normed [T, D]
+and the sum [T, D], which is the next residual. Read next: rope.py.
 
 Equation.   h = x + residual;  r = (mean(h²) + ε)^{-1/2};  y = h r · weight        (Zhang and Sennrich 2019, arXiv 1910.07467)
-Derivation. With n = h r and g = dy · weight:  dh = r (g - n mean(g n)) + dh_from_the_residual;  dx = dresidual = dh;
+Derivation. With n = h r and g = dy · weight:  dh = r (g - n mean(g n)) + dh_from_the_residual;  dx
+= dresidual = dh;
             dweight = Σ_t dy n. Statistics in float32; h is rounded to its type first, as the separate add would.
 Sums.       dweight: each of P programs walks over every P-th row and keeps its part; the parts are added in order.
 Bytes.      Forward: reads 4·T·D, writes 4·T·D in bfloat16, where add (6) and norm (4) apart move 10·T·D.
@@ -19,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 256  # of the backward: about two for each multiprocessor, and the number of rows of the table of parts
+# of the backward: about two for each multiprocessor, and the number of rows of the table of parts
+PROGRAMS = 256
 
 
 @triton.jit
@@ -68,13 +71,24 @@ def shape_of_block(width: int) -> tuple[int, int]:
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor | None]:
         x, weight = x.contiguous(), weight.contiguous()
         count, width = x.shape
         y, rstd = torch.empty_like(x), torch.empty(count, dtype=torch.float32, device=x.device)
         total = None if residual is None else torch.empty_like(x)
         block, warps = shape_of_block(width)
-        args = x, None if residual is None else residual.contiguous(), weight, y, total, rstd, width, eps
+        args = (
+            x,
+            None if residual is None else residual.contiguous(),
+            weight,
+            y,
+            total,
+            rstd,
+            width,
+            eps,
+        )
         if count:
             forward_kernel[(count,)](*args, BLOCK=block, num_warps=warps)
         ctx.save_for_backward(x if residual is None else total, weight, rstd)
@@ -83,19 +97,38 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor, dsum: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, None]:
+    def backward(
+        ctx, dy: Tensor, dsum: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor, None]:
         h, weight, rstd = ctx.saved_tensors
         count, width = h.shape
         programs = max(1, min(PROGRAMS, count))
-        dx, parts = torch.empty_like(h), torch.zeros(programs, width, dtype=torch.float32, device=h.device)
+        dx, parts = (
+            torch.empty_like(h),
+            torch.zeros(programs, width, dtype=torch.float32, device=h.device),
+        )
         block, warps = shape_of_block(width)
-        args = h, weight, rstd, dy.contiguous(), None if dsum is None else dsum.contiguous(), dx, parts, count, width
+        args = (
+            h,
+            weight,
+            rstd,
+            dy.contiguous(),
+            None if dsum is None else dsum.contiguous(),
+            dx,
+            parts,
+            count,
+            width,
+        )
         if count:
             backward_kernel[(programs,)](*args, BLOCK=block, num_warps=warps)
         return dx, dx if ctx.has_residual else None, parts.sum(0).to(weight.dtype), None
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x [T, D], residual [T, D] or None, weight [D] → normed [T, D] and x + residual [T, D], both in the type of x."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x [T, D], residual [T, D] or None, weight [D] → normed [T, D] and x + residual [T, D], both
+    in the type of x.
+    """
     y, total = _AddNorm.apply(x, residual, weight, eps)
     return y, x if residual is None else total

@@ -1,11 +1,14 @@
-"""The clipped-ratio policy loss with masking, its gradient and the step's statistics: one launch and one small reduction.
+"""The clipped-ratio policy loss with masking, its gradient and the step's statistics: one launch
+and one small reduction.
 
-In: per-token vectors [M] (log-probs, advantages, weights), float32. Out: the loss, dloss/dlogp [M], clip flags, KL, six sums.
-Read next: rows.py, which applies the same `terms` to a row whose logits are at hand.
+In: per-token vectors [M] (log-probs, advantages, weights), float32. Out: the loss, dloss/dlogp [M],
+clip flags, KL, six sums. Read next: rows.py, which applies the same `terms` to a row whose logits
+are at hand.
 
 Equation.   r = exp(logp - old);  l = -min(min(r, δ) A, clamp(r, 1 - ε, 1 + ε_high) A) · importance + β · KL;  L = Σ weight · l
             KL = k3 = e^x - x - 1 with x = ref - logp, or r · k3 under bias correction. Log-ratios are clamped to ±20 before exp.
-Derivation. dr/dlogp = r. The free arm min(r, δ) A has derivative r A while r <= δ, the held arm clamp(r) A while r lies in the
+Derivation. dr/dlogp = r. The free arm min(r, δ) A has derivative r A while r <= δ, the held arm
+clamp(r) A while r lies in the
             clip range; the min passes the smaller arm's derivative (inside the range both arms are r A). dk3/dlogp = 1 - e^x;
             under bias correction r · (1 - e^x) + r · k3.
 Nan.        A log-prob that is nan makes loss and gradient nan, as in the reference, so that the trainer sees it. Hence choices
@@ -16,7 +19,8 @@ Bytes.      At most 24 read and 9 written a token: 0.25 µs for M = 32,768 at 4.
             is launches: 2, where the same equations in eager PyTorch take dozens.
 Sums.       Each program writes its seven sums to a row of a table; one more program adds the rows in order. No atomics: the
             result is the same bit for bit each time.
-Reference.  `policy_terms`, `policy_forward` in reference.py; registered with a gradient in nanogrpo/custom_ops.py.
+Reference.  `policy_terms`, `policy_forward` in reference.py; registered with a gradient in
+nanogrpo/custom_ops.py.
 """
 
 from __future__ import annotations
@@ -32,12 +36,15 @@ from .reference import Objective
 LOG_RATIO_MAX = tl.constexpr(reference.LOG_RATIO_MAX)
 NAN = tl.constexpr(tl.PropagateNan.ALL)  # min(nan, 1) is nan; without it a GPU's answer is 1
 BLOCK, WARPS = 1024, 4  # tokens and warps of a program
-SUMS = tl.constexpr(8)  # columns of the table: loss, tokens, ratio, clip low, clip high, KL, k1, and one to fill
+# columns of the table: loss, tokens, ratio, clip low, clip high, KL, k1, and one to fill
+SUMS = tl.constexpr(8)
 
 
 @triton.jit
 def growth_and_k3(x):
-    """e^x - 1 and e^x - x - 1. Below 1/2 by their series, whose first term left out is under 1e-8 of k3: no cancellation."""
+    """e^x - 1 and e^x - x - 1. Below 1/2 by their series, whose first term left out is under 1e-8
+    of k3: no cancellation.
+    """
     series = 1.0 + x / 8.0 * (1.0 + x / 9.0)
     for i in tl.static_range(7, 2, -1):
         series = 1.0 + x / i * series  # 1 + x/3 + x²/12 + …
@@ -55,7 +62,9 @@ def within(x, low, high):
 
 @triton.jit
 def terms(logp, old, adv, ref, imp, low, high, delta, beta, BIAS: tl.constexpr):
-    """The maths of one token (or a block of them): l, dl/dlogp, clip flag (int32), KL, ratio. Absent inputs are None."""
+    """The maths of one token (or a block of them): l, dl/dlogp, clip flag (int32), KL, ratio.
+    Absent inputs are None.
+    """
     zero = tl.zeros_like(logp)
     d = zero
     if old is not None:
@@ -91,9 +100,27 @@ def terms(logp, old, adv, ref, imp, low, high, delta, beta, BIAS: tl.constexpr):
 
 @triton.jit
 def policy_kernel(
-    LOGP, OLD, ADV, WEIGHT, REF, IMP, GRAD, CLIP, KL, TABLE, M, low, high, delta, beta, BIAS: tl.constexpr, BLOCK: tl.constexpr
+    LOGP,
+    OLD,
+    ADV,
+    WEIGHT,
+    REF,
+    IMP,
+    GRAD,
+    CLIP,
+    KL,
+    TABLE,
+    M,
+    low,
+    high,
+    delta,
+    beta,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One program a block of tokens: gradient, flags and KL of each, and the block's sums into a row of TABLE."""
+    """One program a block of tokens: gradient, flags and KL of each, and the block's sums into a
+    row of TABLE.
+    """
     pid = tl.program_id(0).to(tl.int64)
     j = pid * BLOCK + tl.arange(0, BLOCK)
     here = j < M
@@ -132,12 +159,17 @@ def policy_kernel(
 
 @triton.jit
 def sum_kernel(TABLE, LOSS, STATS, rows, ROWS: tl.constexpr):
-    """One program: adds the rows of TABLE [rows, 8] in a fixed order; the first sum is the loss, six are the statistics."""
+    """One program: adds the rows of TABLE [rows, 8] in a fixed order; the first sum is the loss,
+    six are the statistics.
+    """
     column = tl.arange(0, SUMS)
     total = tl.zeros((SUMS,), TABLE.dtype.element_ty)
     for start in tl.range(0, rows, ROWS):
         j = start + tl.arange(0, ROWS)
-        part = tl.load(TABLE + j[:, None] * SUMS + column[None, :], mask=(j < rows)[:, None], other=0.0)  # [ROWS, 8]
+        # [ROWS, 8]
+        part = tl.load(
+            TABLE + j[:, None] * SUMS + column[None, :], mask=(j < rows)[:, None], other=0.0
+        )
         total += tl.sum(part, 0)
     tl.store(LOSS + column, total, mask=column == 0)
     tl.store(STATS + column - 1, total, mask=(column > 0) & (column < 7))
@@ -157,7 +189,9 @@ def policy_forward(
     *,
     block: int = BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss [], dloss/dlogp [M], clip [M] int8, KL [M] (or [0]) and six sums [6]; as `reference.policy_forward`."""
+    """Loss [], dloss/dlogp [M], clip [M] int8, KL [M] (or [0]) and six sums [6]; as
+    `reference.policy_forward`.
+    """
     vectors = logp, old_logp, advantage, weight, ref_logp, importance
     vectors = [None if v is None else v.contiguous() for v in vectors]
     count = logp.shape[0]
@@ -170,6 +204,8 @@ def policy_forward(
     if count:
         numbers = count, 1.0 - o.epsilon, 1.0 + o.epsilon_high, o.delta, o.beta
         bias = bool(o.bias_correction)
-        policy_kernel[(blocks,)](*vectors, grad, clip, kl, table, *numbers, BIAS=bias, BLOCK=block, num_warps=WARPS)
+        policy_kernel[(blocks,)](
+            *vectors, grad, clip, kl, table, *numbers, BIAS=bias, BLOCK=block, num_warps=WARPS
+        )
     sum_kernel[(1,)](table, loss, stats, blocks, ROWS=32, num_warps=1)
     return loss, grad, clip, kl, stats

@@ -1,16 +1,19 @@
-"""QK-norm and rotary embedding of every head in one visit: not used by the model until a GPU shows that it wins.
+"""QK-norm and rotary embedding of every head in one visit: not used by the model until a GPU shows
+that it wins.
 
-In: x [T, H, E] (queries or keys), weight [E], cos and sin [T, E] float32 (both halves alike). Out: [T, H, E] in the type of x.
-Read next: swiglu.py.
+In: x [T, H, E] (queries or keys), weight [E], cos and sin [T, E] float32 (both halves alike). Out:
+[T, H, E] in the type of x. Read next: swiglu.py.
 
 Equation.   n = x (mean(x²) + ε)^{-1/2};  u = n · weight, in halves (a, b);  y = (a cos - b sin, b cos + a sin)
             (RMSNorm a head as Qwen3 does; Su et al. 2021, arXiv 2104.09864, pairing i with i + E/2)
-Derivation. A rotation's transpose is the rotation back: da = dya cos + dyb sin, db = dyb cos - dya sin. Then RMSNorm's:
+Derivation. A rotation's transpose is the rotation back: da = dya cos + dyb sin, db = dyb cos - dya
+sin. Then RMSNorm's:
             g = du · weight;  dx = r (g - n mean(g n));  dweight = Σ du n, r computed again from x, which is at hand anyway.
 Sums.       dweight: a fixed number of programs, each with its part, added in order.
 Bytes.      Forward 4·T·H·E in bfloat16 (norm and rotation apart move 8 or more); backward 6. T = 8192, H = 32, E = 128: 31 µs at
             4.3 TB/s. FLOP: 12 an element.
-Reference.  `nanogrpo.model.rotate` of `torch.nn.functional.rms_norm`, without the rounding between the two.
+Reference.  `nanogrpo.model.decoder.rotate` of `torch.nn.functional.rms_norm`, without the rounding
+between the two.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ ROWS = 16  # heads a program holds at once
 
 @triton.jit
 def load_row(X, COS, SIN, WEIGHT, i, count, heads, eps, HALF: tl.constexpr):
-    """Normed halves na, nb [ROWS, HALF] of the rows i, 1/rms [ROWS, 1], cos, sin, and the weight's halves."""
+    """Normed halves na, nb [ROWS, HALF] of the rows i, 1/rms [ROWS, 1], cos, sin, and the weight's
+    halves.
+    """
     j = tl.arange(0, HALF)
     here = (i < count)[:, None]
     at = i[:, None] * (2 * HALF) + j[None, :]
@@ -42,10 +47,14 @@ def load_row(X, COS, SIN, WEIGHT, i, count, heads, eps, HALF: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(X, WEIGHT, COS, SIN, Y, count, heads, eps, HALF: tl.constexpr, ROWS: tl.constexpr):
+def forward_kernel(
+    X, WEIGHT, COS, SIN, Y, count, heads, eps, HALF: tl.constexpr, ROWS: tl.constexpr
+):
     """One program ROWS rows of the count = T·H."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    at, here, na, nb, _, cos, sin, wa, wb = load_row(X, COS, SIN, WEIGHT, i, count, heads, eps, HALF)
+    at, here, na, nb, _, cos, sin, wa, wb = load_row(
+        X, COS, SIN, WEIGHT, i, count, heads, eps, HALF
+    )
     a = na * wa
     b = nb * wb
     tl.store(Y + at, (a * cos - b * sin).to(Y.dtype.element_ty), mask=here)
@@ -53,7 +62,9 @@ def forward_kernel(X, WEIGHT, COS, SIN, Y, count, heads, eps, HALF: tl.constexpr
 
 
 @triton.jit
-def backward_kernel(X, WEIGHT, COS, SIN, DY, DX, PARTS, count, heads, eps, HALF: tl.constexpr, ROWS: tl.constexpr):
+def backward_kernel(
+    X, WEIGHT, COS, SIN, DY, DX, PARTS, count, heads, eps, HALF: tl.constexpr, ROWS: tl.constexpr
+):
     """Program p walks blocks p, p + P, …; its part of dweight goes to row p of PARTS [P, 2·HALF]."""
     pid = tl.program_id(0)
     j = tl.arange(0, HALF)
@@ -61,7 +72,9 @@ def backward_kernel(X, WEIGHT, COS, SIN, DY, DX, PARTS, count, heads, eps, HALF:
     dwb = tl.zeros((HALF,), tl.float32)
     for block in tl.range(pid, tl.cdiv(count, ROWS), tl.num_programs(0)):
         i = tl.full((), block, tl.int64) * ROWS + tl.arange(0, ROWS)
-        at, here, na, nb, r, cos, sin, wa, wb = load_row(X, COS, SIN, WEIGHT, i, count, heads, eps, HALF)
+        at, here, na, nb, r, cos, sin, wa, wb = load_row(
+            X, COS, SIN, WEIGHT, i, count, heads, eps, HALF
+        )
         dya = tl.load(DY + at, mask=here, other=0.0).to(tl.float32)
         dyb = tl.load(DY + at + HALF, mask=here, other=0.0).to(tl.float32)
         da = dya * cos + dyb * sin
@@ -84,7 +97,9 @@ class _NormRope(torch.autograd.Function):
         y, count = torch.empty_like(x), x.shape[0] * x.shape[1]
         shape = dict(HALF=x.shape[2] // 2, ROWS=ROWS, num_warps=4)
         if count:
-            forward_kernel[(triton.cdiv(count, ROWS),)](x, weight, cos, sin, y, count, x.shape[1], eps, **shape)
+            forward_kernel[(triton.cdiv(count, ROWS),)](
+                x, weight, cos, sin, y, count, x.shape[1], eps, **shape
+            )
         ctx.save_for_backward(x, weight, cos, sin)
         ctx.eps = eps
         return y
@@ -95,7 +110,10 @@ class _NormRope(torch.autograd.Function):
         x, weight, cos, sin = ctx.saved_tensors
         count = x.shape[0] * x.shape[1]
         programs = max(1, min(PROGRAMS, triton.cdiv(count, ROWS)))
-        dx, parts = torch.empty_like(x), torch.zeros(programs, x.shape[2], dtype=torch.float32, device=x.device)
+        dx, parts = (
+            torch.empty_like(x),
+            torch.zeros(programs, x.shape[2], dtype=torch.float32, device=x.device),
+        )
         shape = dict(HALF=x.shape[2] // 2, ROWS=ROWS, num_warps=4)
         args = x, weight, cos, sin, dy.contiguous(), dx, parts, count, x.shape[1], ctx.eps
         if count:
@@ -104,7 +122,11 @@ class _NormRope(torch.autograd.Function):
 
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """x [T, H, E] (E a power of two), weight [E], cos and sin [T, E] float32 → [T, H, E] in the type of x."""
+    """x [T, H, E] (E a power of two), weight [E], cos and sin [T, E] float32 → [T, H, E] in the
+    type of x.
+    """
     if x.shape[2] & (x.shape[2] - 1):
-        raise ValueError(f"the head size is {x.shape[2]}: this kernel holds a head in one block, which must be a power of two.")
+        raise ValueError(
+            f"the head size is {x.shape[2]}: this kernel holds a head in one block, which must be a power of two."
+        )
     return _NormRope.apply(x, weight, cos, sin, eps)

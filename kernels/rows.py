@@ -1,11 +1,14 @@
-"""One visit of each row: log-prob, entropy, clipped loss, and the gradient of the loss written over the logits.
+"""One visit of each row: log-prob, entropy, clipped loss, and the gradient of the loss written over
+the logits.
 
-In: logits [N, V] (overwritten), targets [N], per-token vectors [N]. Out: log-prob, entropy and loss [N] float32; in the place
-of the logits, dΣloss/dlogits. Also gathers the row functions of this folder under the names of reference.py, for custom_ops.py
-and head.py to use as one module. Read next: head.py, which calls this on a chunk of logits between two matrix products.
+In: logits [N, V] (overwritten), targets [N], per-token vectors [N]. Out: log-prob, entropy and loss
+[N] float32; in the place of the logits, dΣloss/dlogits. Also gathers the row functions of this
+folder under the names of reference.py, for custom_ops.py and head.py to use as one module. Read
+next: head.py, which calls this on a chunk of logits between two matrix products.
 
 Equation.   (logp, H) = log_softmax.py of the row;  (l, dl) = policy.py `terms` of logp;  loss = weight · l - entropy_weight · H
-Derivation. dloss/dx_j = (weight · dl (1[j = y] - p_j) + entropy_weight · p_j (log p_j + H)) / T: once the row's sums are known,
+Derivation. dloss/dx_j = (weight · dl (1[j = y] - p_j) + entropy_weight · p_j (log p_j + H)) / T:
+once the row's sums are known,
             its gradient needs nothing from other rows. So the program that has just read the row walks back over it, last
             columns first (they were read last and lie in the nearest cache), and stores the gradient where the logits were.
 Bytes.      4·N·V in bfloat16 if the walk back hits the L2 cache (a row of Qwen3 is 304 KB; one a multiprocessor is 40 MB of the
@@ -78,7 +81,9 @@ def row_kernel(
                 ref = tl.load(REF + row).to(ACC)
             if IMP is not None:
                 imp = tl.load(IMP + row).to(ACC)
-            loss, dlogp, _, _, _ = terms(logp, old, tl.load(ADV + row).to(ACC), ref, imp, low, high, delta, beta, BIAS)
+            loss, dlogp, _, _, _ = terms(
+                logp, old, tl.load(ADV + row).to(ACC), ref, imp, low, high, delta, beta, BIAS
+            )
             loss *= weight
             dlogp *= weight
         if entropy_weight != 0.0:
@@ -86,11 +91,15 @@ def row_kernel(
     tl.store(LOGP + row, logp)
     tl.store(ENTROPY + row, entropy)
     tl.store(LOSS + row, loss)
-    if (dlogp == 0.0) & (entropy_weight == 0.0) & (logp == logp):  # a row of nan gives nan, as in the reference
+    # a row of nan gives nan, as in the reference
+    if (dlogp == 0.0) & (entropy_weight == 0.0) & (logp == logp):
         for c in tl.range(0, V, BLOCK):
-            tl.store(L + (c + lanes), tl.zeros((BLOCK,), LOGITS.dtype.element_ty), mask=c + lanes < V)
+            tl.store(
+                L + (c + lanes), tl.zeros((BLOCK,), LOGITS.dtype.element_ty), mask=c + lanes < V
+            )
         return
-    tl.debug_barrier()  # every thread has read the target's logit and finished the sums before any logit is overwritten
+    # every thread has read the target's logit and finished the sums before any logit is overwritten
+    tl.debug_barrier()
     for i in tl.range(0, blocks):
         o = (blocks - 1 - i) * BLOCK + lanes
         x = tl.load(L + o, mask=o < V, other=0.0).to(ACC)
@@ -98,10 +107,14 @@ def row_kernel(
         tl.store(L + o, dz.to(LOGITS.dtype.element_ty), mask=o < V)
 
 
-def shape_of_visit(vocab: int, dtype: torch.dtype, wide: bool, lanes: int = 2048) -> tuple[int, int, int]:
-    """Lanes, numbers a lane, warps: twice the lanes of a forward, two a thread, so that one program fills a multiprocessor.
+def shape_of_visit(
+    vocab: int, dtype: torch.dtype, wide: bool, lanes: int = 2048
+) -> tuple[int, int, int]:
+    """Lanes, numbers a lane, warps: twice the lanes of a forward, two a thread, so that one program
+    fills a multiprocessor.
 
-    Such a thread has 64 registers. Narrow loads (log_softmax.py, `statistics`) need one each: then a lane has 4 numbers at most.
+    Such a thread has 64 registers. Narrow loads (log_softmax.py, `statistics`) need one each: then
+    a lane has 4 numbers at most.
     """
     lanes, per_lane, _ = shape_of_block(vocab, dtype, lanes)
     return lanes, per_lane if wide else min(4, per_lane), max(1, min(32, lanes // 64))
@@ -121,9 +134,13 @@ def policy_rows_(
     *,
     lanes: int = 2048,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob, entropy and loss [N]; logits [N, V] are overwritten by the gradient of Σ loss. As `reference.policy_rows_`."""
+    """Log-prob, entropy and loss [N]; logits [N, V] are overwritten by the gradient of Σ loss. As
+    `reference.policy_rows_`.
+    """
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
-        raise ValueError(f"logits have stride {logits.stride()}: the numbers of a row must lie side by side (last stride 1).")
+        raise ValueError(
+            f"logits have stride {logits.stride()}: the numbers of a row must lie side by side (last stride 1)."
+        )
     count, vocab = logits.shape
     dtype, acc = accumulator(logits.dtype)
     out = tuple(torch.empty(count, dtype=dtype, device=logits.device) for _ in range(3))
@@ -134,7 +151,15 @@ def policy_rows_(
     WIDE = wide(logits)
     R, C, warps = shape_of_visit(vocab, logits.dtype, WIDE, lanes)
     temperatures = LOG2E.value / temperature, 1.0 / temperature
-    numbers = logits.stride(0), vocab, *temperatures, 1.0 - o.epsilon, 1.0 + o.epsilon_high, o.delta, o.beta
+    numbers = (
+        logits.stride(0),
+        vocab,
+        *temperatures,
+        1.0 - o.epsilon,
+        1.0 + o.epsilon_high,
+        o.delta,
+        o.beta,
+    )
     shape = dict(BIAS=bool(o.bias_correction), WIDE=WIDE, R=R, C=C, ACC=acc, num_warps=warps)
     row_kernel[(count,)](logits, *vectors, *out, *numbers, **shape)
     return out

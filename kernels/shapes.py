@@ -1,7 +1,9 @@
-"""How a row kernel is laid over a row: lanes, numbers per lane, warps, and the type that sums are kept in.
+"""How a row kernel is laid over a row: lanes, numbers per lane, warps, and the type that sums are
+kept in.
 
-In: the length of a row and its type. Out: the compile-time constants of a launch. A table, not an autotuner: no first call that
-stalls, and the interpreter and the compile contracts (tests/aot.py) see the shapes that run. Read next: log_softmax.py.
+In: the length of a row and its type. Out: the compile-time constants of a launch. A table, not an
+autotuner: no first call that stalls, and the interpreter and the compile contracts
+(tests/kernels/aot.py) see the shapes that run. Read next: log_softmax.py.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ def shape_of_block(vocab: int, dtype: torch.dtype, lanes: int = 1024) -> tuple[i
 
 
 def wide(logits: Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes, as Triton will find: it asks the same of pointer and stride."""
+    """Whether every row begins at a multiple of 16 bytes, as Triton will find: it asks the same of
+    pointer and stride.
+    """
     return logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0
 
 
@@ -33,7 +37,9 @@ def shape_of_gradient(vocab: int, block: int = 4096) -> tuple[int, int]:
 
 
 def columns_of_part(lanes: int, per_lane: int) -> int:
-    """Columns of a part of a split row: of V and the type alone, so that a row's result is not a matter of its neighbours."""
+    """Columns of a part of a split row: of V and the type alone, so that a row's result is not a
+    matter of its neighbours.
+    """
     return max(SLICE if lanes == 1024 else 0, lanes * per_lane)
 
 

@@ -34,7 +34,9 @@ def backward_kernel(GATE, UP, DY, DGATE, DUP, count, BLOCK: tl.constexpr):
     dy = tl.load(DY + i, mask=i < count, other=0.0).to(tl.float32)
     s = tl.sigmoid(g)
     tl.store(DUP + i, (dy * g * s).to(DUP.dtype.element_ty), mask=i < count)
-    tl.store(DGATE + i, (dy * u * s * (1.0 + g * (1.0 - s))).to(DGATE.dtype.element_ty), mask=i < count)
+    tl.store(
+        DGATE + i, (dy * u * s * (1.0 + g * (1.0 - s))).to(DGATE.dtype.element_ty), mask=i < count
+    )
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -43,7 +45,9 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
         if y.numel():
-            forward_kernel[(triton.cdiv(y.numel(), BLOCK),)](gate, up, y, y.numel(), BLOCK=BLOCK, num_warps=8)
+            forward_kernel[(triton.cdiv(y.numel(), BLOCK),)](
+                gate, up, y, y.numel(), BLOCK=BLOCK, num_warps=8
+            )
         ctx.save_for_backward(gate, up)
         return y
 

@@ -1,6 +1,8 @@
-"""The online softmax as textbooks have it: the rung of the ladder that log_softmax.py leaves behind. Only the bench uses it.
+"""The online softmax as textbooks have it: the rung of the ladder that log_softmax.py leaves
+behind. Only the bench uses it.
 
-In: logits [N, V] bf16, fp16 or fp32, targets [N] int64. Out: log-prob and entropy [N] float32. Read next: log_softmax.py.
+In: logits [N, V] bf16, fp16 or fp32, targets [N] int64. Out: log-prob and entropy [N] float32. Read
+next: log_softmax.py.
 
 Equation.   Of each block: m' = max(m, max x);  l ← l 2^{m - m'} + Σ 2^{x - m'}, x in units of log2(e) / T (Milakov and Gimelshein
             2018, arXiv 1805.02867). m, l, s are one number a row, so each block ends in three reductions over all threads:
@@ -40,11 +42,17 @@ def textbook_kernel(LOGITS, TARGETS, LOGP, ENTROPY, stride, V, k, BLOCK: tl.cons
     tl.store(ENTROPY + row, (m + tl.log2(l) - s / l) * LN2)
 
 
-def textbook_log_softmax(logits: Tensor, targets: Tensor, temperature: float, *, block: int = 1024) -> tuple[Tensor, Tensor]:
+def textbook_log_softmax(
+    logits: Tensor, targets: Tensor, temperature: float, *, block: int = 1024
+) -> tuple[Tensor, Tensor]:
     """[N, V], [N] → log-prob [N], entropy [N] in nats."""
     count, vocab = logits.shape
-    logp, entropy = (torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2))
+    logp, entropy = (
+        torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2)
+    )
     if count:
         numbers = logits.stride(0), vocab, LOG2E.value / temperature
-        textbook_kernel[(count,)](logits, targets, logp, entropy, *numbers, BLOCK=block, num_warps=4)
+        textbook_kernel[(count,)](
+            logits, targets, logp, entropy, *numbers, BLOCK=block, num_warps=4
+        )
     return logp, entropy

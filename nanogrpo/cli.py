@@ -1,10 +1,12 @@
-"""The command line, made from the options: a flag a field of `Config`, its comment as the help, its heading as the group.
+"""The command line, made from the options: a flag a field of `Config`, its comment as the help, its
+heading as the group.
 
     python train.py --profile debug --print-config > debug.json       # all options as one JSON object, validated; nothing is run
     python train.py --config debug.json --max-steps 8                 # read back, with one changed
 
-In: argv. Out: a `Config`, not yet validated. The command line goes before the file of --config, that before the profile, and that
-before the defaults. Booleans are `--x` or `--no-x`, tuples take several values. Read next: config.py, profiles.py.
+In: argv. Out: a `Config`, not yet validated. The command line goes before the file of --config,
+that before the profile, and that before the defaults. Booleans are `--x` or `--no-x`, tuples take
+several values. Read next: config.py, profiles.py.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def parser() -> argparse.ArgumentParser:
-    # What is not given is left out: so one place has the defaults, and a profile or a file can come in between.
+    # What is not given is left out: so one place has the defaults, and a profile or a file can come
+    # in between.
     out = _Parser(
         usage="train.py [--profile NAME] [--config FILE] [options]",
         description=DESCRIPTION,
@@ -66,7 +69,9 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--profile", metavar="NAME", help=text)
     text = "options from JSON, as --print-config writes it; the command line goes before it"
     command.add_argument("--config", metavar="FILE", help=text)
-    command.add_argument("--print-config", action="store_true", help="print the resolved options as JSON, and end")
+    command.add_argument(
+        "--print-config", action="store_true", help="print the resolved options as JSON, and end"
+    )
     docs, groups = documentation(), {}
     for field in dataclasses.fields(Config):
         heading, text = docs[field.name]
@@ -74,7 +79,11 @@ def parser() -> argparse.ArgumentParser:
             groups[heading] = out.add_argument_group(heading)
         kind, default = str(field.type), field.default
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-        how: dict = {"help": (text if shown in ("", None) else f"{text} (default: {shown})").replace("%", "%%")}
+        how: dict = {
+            "help": (text if shown in ("", None) else f"{text} (default: {shown})").replace(
+                "%", "%%"
+            )
+        }
         if kind == "bool":
             how["action"] = argparse.BooleanOptionalAction
         elif kind.startswith("tuple"):
@@ -89,15 +98,25 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str] | None = None) -> Config:
-    """The command line as a Config, not yet validated (its values may also come from elsewhere: `Config.validate`).
+    """The command line as a Config, not yet validated (its values may also come from elsewhere:
+    `Config.validate`).
 
-    Unknown options, and values of the wrong type, raise UserError. --help and --print-config end the program here.
+    Unknown options, and values of the wrong type, raise UserError. --help and --print-config end
+    the program here.
     """
     given = vars(parser().parse_args(argv))
-    profile, file, print_config = given.pop("profile", None), given.pop("config", None), given.pop("print_config", False)
+    profile, file, print_config = (
+        given.pop("profile", None),
+        given.pop("config", None),
+        given.pop("print_config", False),
+    )
     if profile is not None and profile not in PROFILES:
         raise UserError(f"--profile is {profile!r}: choose one of {', '.join(PROFILES)}.")
-    values = {**PROFILES.get(profile, {}), **(read(Path(file)) if file is not None else {}), **given}
+    values = {
+        **PROFILES.get(profile, {}),
+        **(read(Path(file)) if file is not None else {}),
+        **given,
+    }
     cfg = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
     if print_config:
         cfg.validate()
@@ -111,7 +130,9 @@ def read(path: Path) -> dict:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise UserError(f"--config {path} cannot be read ({e.strerror}): name a file of --print-config.") from e
+        raise UserError(
+            f"--config {path} cannot be read ({e.strerror}): name a file of --print-config."
+        ) from e
     except (ValueError, RecursionError) as e:  # not JSON, or not UTF-8, or brackets without end
         raise UserError(f"--config {path} is not JSON ({e}): name a file of --print-config.") from e
     if not isinstance(raw, dict):
@@ -119,10 +140,14 @@ def read(path: Path) -> dict:
     kinds = {field.name: str(field.type) for field in dataclasses.fields(Config)}
     for name, value in raw.items():
         if name not in kinds:
-            raise UserError(f"--config {path}: there is no option {name!r}; see --help for the options.")
+            raise UserError(
+                f"--config {path}: there is no option {name!r}; see --help for the options."
+            )
         raw[name] = _typed(kinds[name], value)
         if raw[name] is ...:
-            raise UserError(f"--config {path}: {name} is {json.dumps(value)} but must be {wanted(kinds[name])}.")
+            raise UserError(
+                f"--config {path}: {name} is {json.dumps(value)} but must be {wanted(kinds[name])}."
+            )
     return raw
 
 
@@ -146,8 +171,13 @@ def _typed(kind: str, value):
     if kind.endswith(" | None"):
         return None if value is None else _typed(kind.removesuffix(" | None"), value)
     if kind.startswith("tuple"):
-        items = [_typed(kind[len("tuple[") : -len(", ...]")], v) for v in value] if isinstance(value, list) else [...]
+        items = (
+            [_typed(kind[len("tuple[") : -len(", ...]")], v) for v in value]
+            if isinstance(value, list)
+            else [...]
+        )
         return ... if ... in items else tuple(items)
     if kind == "float" and type(value).__name__ == "int":
         return float(value) if abs(value) < 2**1000 else ...
-    return value if type(value).__name__ == kind else ...  # the type itself: to isinstance, True would be an int
+    # the type itself: to isinstance, True would be an int
+    return value if type(value).__name__ == kind else ...

@@ -1,9 +1,11 @@
 """Gives the folder `kernels/` the name `nanogrpo.kernels`.
 
-Hugging Face publishes a package called `kernels` that transformers (and so vLLM) looks for. If our folder were importable as
-a top-level package it would be taken for that one, and `import transformers` would fail. So `kernels/` has no `__init__.py`,
-and this module, by setting `__path__`, becomes the package through which its files are reached: `nanogrpo.kernels.head` is
-`kernels/head.py`. In a checkout the folder lies beside the package `nanogrpo`; in an installed wheel it lies inside it.
+Hugging Face publishes a package called `kernels` that transformers (and so vLLM) looks for. If our
+folder were importable as a top-level package it would be taken for that one, and `import
+transformers` would fail. So `kernels/` has no `__init__.py`, and this module, by setting
+`__path__`, becomes the package through which its files are reached: `nanogrpo.kernels.head` is
+`kernels/head.py`. In a checkout the folder lies beside the package `nanogrpo`; in an installed
+wheel it lies inside it.
 """
 
 from pathlib import Path

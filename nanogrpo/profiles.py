@@ -1,16 +1,19 @@
-"""Presets of options: `--profile debug` to try a change in seconds, `--profile full` to begin a real run with.
+"""Presets of options: `--profile debug` to try a change in seconds, `--profile full` to begin a
+real run with.
 
-In: a name. Out: options by name; a --config file and the command line go before them. `--print-config` shows what came out.
-Read next: cli.py.
+In: a name. Out: options by name; a --config file and the command line go before them.
+`--print-config` shows what came out. Read next: cli.py.
 """
 
 from __future__ import annotations
 
 PROFILES: dict[str, dict] = {
-    # From nothing to the end in seconds on two CPU cores: `python train.py --profile debug`. Every part of the loop runs: a base
-    # made on the spot, sampling, training, evaluation, checkpoints, logs. It is too short to learn: `make demo` does that.
+    # From nothing to the end in seconds on two CPU cores: `python train.py --profile debug`. Every
+    # part of the loop runs: a base made on the spot, sampling, training, evaluation, checkpoints,
+    # logs. It is too short to learn: `make demo` does that.
     "debug": {
-        "model": "warmup:60",  # answers in the right form now and then, which is enough for rewards to differ
+        # answers in the right form now and then, which is enough for rewards to differ
+        "model": "warmup:60",
         "data": ("arithmetic",),
         "output_dir": "runs/debug",
         "overwrite_output_dir": True,  # to be repeated after each change of the code
@@ -26,12 +29,14 @@ PROFILES: dict[str, dict] = {
         "log_completions": True,
         "num_completions_to_print": 2,
     },
-    # A start for 0.5 to 8 billion parameters on GPUs, for answers that can be verified: `--profile full --model M --data D`. The
-    # values are those that published runs have in common (DAPO, arXiv:2503.14476; TRL's defaults); nobody has tuned them here.
+    # A start for 0.5 to 8 billion parameters on GPUs, for answers that can be verified: `--profile
+    # full --model M --data D`. The values are those that published runs have in common (DAPO,
+    # arXiv:2503.14476; TRL's defaults); nobody has tuned them here.
     "full": {
         "num_generations": 16,  # hard problems: fewer groups in which nobody is right
         "generation_batch_size": 512,  # 32 prompts a step
-        "steps_per_generation": 4,  # 128 completions an update: four updates for what sampling costs, the clip holds them
+        # 128 completions an update: four updates for what sampling costs, the clip holds them
+        "steps_per_generation": 4,
         "max_completion_length": 4096,  # room to reason; watch completions/clipped_ratio
         "epsilon_high": 0.28,  # DAPO's clip-higher: unlikely tokens may rise, entropy lasts longer
         "learning_rate": 1e-6,  # full weights

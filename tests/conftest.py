@@ -1,11 +1,13 @@
-"""What the tests share: a tiny random decoder, its checkpoint folder, strips of random tokens, options and logs of whole runs.
+"""What the tests share: a tiny random decoder, its checkpoint folder, strips of random tokens,
+options and logs of whole runs.
 
-    from conftest import tiny_config, tiny_model, positions_of, random_batch      # helpers are plain functions
-    from conftest import arguments, lines, steps                                  # of a run: its options, its log
+    from tests.conftest import tiny_config, tiny_model, positions_of, random_batch      # helpers are plain functions
+    from tests.conftest import arguments, lines, steps                                  # of a run: its options, its log
     def test_…(tiny_base, files): …                                               # fixtures: folders made once a session
 
-Without a GPU the Triton kernels run in Triton's interpreter, which is chosen when a kernel is defined: so the environment is set
-here, before any of our modules is imported. Nothing reaches the network. Read next: test_model.py.
+Without a GPU the Triton kernels run in Triton's interpreter, which is chosen when a kernel is
+defined: so the environment is set here, before any of our modules is imported. Nothing reaches the
+network. Read next: test_model.py.
 """
 
 # ruff: noqa: E402 (imports after the environment is set)
@@ -19,8 +21,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs a download would pass here and fail elsewhere
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores: threads of tiny matrices would only wait for each other
+# a test that needs a download would pass here and fail elsewhere
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# two workers on two cores: threads of tiny matrices would only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
@@ -30,19 +34,34 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from nanogrpo import checkpoint, experience, grpo, ops, packing, warmup
-from nanogrpo.attention import Packed
-from nanogrpo.batch import PackedBatch, Sample
+from nanogrpo import step as experience
 from nanogrpo.config import Config
-from nanogrpo.model import Decoder, ModelConfig
-from nanogrpo.world import World
+from nanogrpo.distributed.world import World
+from nanogrpo.grpo import loss as grpo
+from nanogrpo.grpo import packing
+from nanogrpo.model import checkpoint
+from nanogrpo.model import head as ops
+from nanogrpo.model.attention import Packed
+from nanogrpo.model.decoder import Decoder, ModelConfig
+from nanogrpo.run import warmup
+from nanogrpo.types import PackedBatch, Sample
 
 # TRL needs Python 3.11: on 3.10 the parity with it is not tested.
-PEERS = ["test_trl_parity.py", "test_trl_objectives.py", "test_trl_options.py", "test_bench_runs.py"]
+PEERS = [
+    "test_trl_parity.py",
+    "test_trl_objectives.py",
+    "test_trl_options.py",
+    "test_bench_runs.py",
+]
 collect_ignore = [] if sys.version_info >= (3, 11) else PEERS
 
-# The same examples each time, and no limit on the time that one takes: a change is refused for what it does, not by chance.
-SUITE = {"derandomize": True, "deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+# The same examples each time, and no limit on the time that one takes: a change is refused for what
+# it does, not by chance.
+SUITE = {
+    "derandomize": True,
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
 hypothesis.settings.register_profile("suite", **SUITE)
 hypothesis.settings.load_profile("suite")
 
@@ -56,11 +75,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none"))
 
 
-# ---- models --------------------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 def tiny_config(**changes) -> ModelConfig:
-    """A Qwen3 of about 56,000 parameters: two layers, four query heads on two key heads, a head size that is not D / H."""
+    """A Qwen3 of about 56,000 parameters: two layers, four query heads on two key heads, a head
+    size that is not D / H.
+    """
     tiny = ModelConfig(
         model_type="qwen3",
         vocab_size=151,
@@ -77,10 +98,14 @@ def tiny_config(**changes) -> ModelConfig:
 
 
 @torch.no_grad()
-def tiny_model(cfg: ModelConfig | None = None, seed: int = 0, std: float = 0.2, **changes) -> Decoder:
-    """A random decoder whose logits are spread like a trained model's (a standard deviation of about 1 to 3).
+def tiny_model(
+    cfg: ModelConfig | None = None, seed: int = 0, std: float = 0.2, **changes
+) -> Decoder:
+    """A random decoder whose logits are spread like a trained model's (a standard deviation of
+    about 1 to 3).
 
-    Norms and biases are random too: at their initial ones and zeros, a norm or bias that is never applied would go unnoticed.
+    Norms and biases are random too: at their initial ones and zeros, a norm or bias that is never
+    applied would go unnoticed.
     """
     model = Decoder(cfg or tiny_config(**changes))
     generator = torch.Generator().manual_seed(seed)
@@ -91,7 +116,7 @@ def tiny_model(cfg: ModelConfig | None = None, seed: int = 0, std: float = 0.2, 
     return model
 
 
-# ---- strips of tokens ----------------------------------------------------------------------------------------------------------
+# ---- strips of tokens ----------------------------------------------------------------------------
 
 
 def random_tokens(n: int, vocab_size: int = 151, seed: int = 0) -> torch.Tensor:
@@ -109,8 +134,11 @@ def positions_of(lengths: Sequence[int], device: str = "cpu") -> tuple[torch.Ten
     return positions, Packed(cu_seqlens, max(lengths))
 
 
-def random_batch(pairs: Sequence[tuple[int, int]], vocab_size: int = 151, seed: int = 0, off_policy: bool = True) -> PackedBatch:
-    """A strip of random samples of (prompt, completion) lengths, with random advantages and, off policy, random old log-probs.
+def random_batch(
+    pairs: Sequence[tuple[int, int]], vocab_size: int = 151, seed: int = 0, off_policy: bool = True
+) -> PackedBatch:
+    """A strip of random samples of (prompt, completion) lengths, with random advantages and, off
+    policy, random old log-probs.
 
     >>> batch = random_batch([(2, 2), (2, 1)])          # the example of batch.py: T = 7, N = 2, M = 3
     """
@@ -141,7 +169,9 @@ def random_batch(pairs: Sequence[tuple[int, int]], vocab_size: int = 151, seed: 
 
 
 def packed(samples: Sequence[Sample], cfg: Config) -> list[PackedBatch]:
-    """The micro-batches of all samples in one step; `s.old_logp` and `s.ref_logp` go along where a test has set them."""
+    """The micro-batches of all samples in one step; `s.old_logp` and `s.ref_logp` go along where a
+    test has set them.
+    """
     batches = packing.pack(packing.one_update(samples, cfg), samples, cfg)
     for batch in batches:
         members = batch.sample.unique_consecutive().tolist()
@@ -175,7 +205,7 @@ def assign_advantages(samples: Sequence[Sample], cfg: Config) -> torch.Tensor:
     return std
 
 
-# ---- ops -----------------------------------------------------------------------------------------------------------------------
+# ---- ops -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -186,11 +216,13 @@ def reference_ops() -> Iterator[None]:
     ops.use(None)
 
 
-# ---- folders -------------------------------------------------------------------------------------------------------------------
+# ---- folders -------------------------------------------------------------------------------------
 
 
 def write_base(folder: Path, seed: int = 0, **changes) -> Path:
-    """A checkpoint folder of a random tiny model with the built-in task's tokenizer: what --model wants."""
+    """A checkpoint folder of a random tiny model with the built-in task's tokenizer: what --model
+    wants.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = warmup.write_tokenizer(folder)
     model = tiny_model(tiny_config(**{"vocab_size": tokenizer.vocab_size, **changes}), seed)
@@ -209,7 +241,7 @@ def tiny_tokenizer(tiny_base: Path):
     return warmup.Tokenizer.from_pretrained(tiny_base)
 
 
-# ---- whole runs of train.py ----------------------------------------------------------------------------------------------------
+# ---- whole runs of train.py ----------------------------------------------------------------------
 
 REWARD = '''
 """Rewards for tests: dense enough that every group of random completions has something to compare."""
@@ -235,19 +267,52 @@ def files(tmp_path_factory) -> Path:
     """A folder with a reward file and small data sets, good and bad."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "reward.py").write_text(REWARD)
-    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(12)))
-    (folder / "uneven.jsonl").write_text("".join(json.dumps({"prompt": f"{'1+' * i}1="}) + "\n" for i in range(9)))
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(12))
+    )
+    (folder / "uneven.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{'1+' * i}1="}) + "\n" for i in range(9))
+    )
     (folder / "empty.jsonl").write_text("\n\n")
     (folder / "broken.jsonl").write_text('{"prompt": "1="}\n{"prompt": "2="}\n{"prompt": \n')
-    (folder / "long.jsonl").write_text('{"prompt": "1="}\n' * 8 + json.dumps({"prompt": "9" * 300}) + "\n")
+    (folder / "long.jsonl").write_text(
+        '{"prompt": "1="}\n' * 8 + json.dumps({"prompt": "9" * 300}) + "\n"
+    )
     return folder
 
 
 def arguments(base: Path, files: Path, output: Path, *options: str) -> list[str]:
-    """A run of random weights on 12 prompts, 4 prompts of 4 completions a step; later options replace earlier ones."""
-    argv = ["--model", str(base), "--data", str(files / "data.jsonl"), "--output-dir", str(output), "--device", "cpu"]
-    argv += ["--reward-funcs", f"{files / 'reward.py'}:even", "--num-generations", "4", "--generation-batch-size", "16"]
-    return [*argv, "--max-completion-length", "8", "--learning-rate", "1e-3", "--max-steps", "3", *options]
+    """A run of random weights on 12 prompts, 4 prompts of 4 completions a step; later options
+    replace earlier ones.
+    """
+    argv = [
+        "--model",
+        str(base),
+        "--data",
+        str(files / "data.jsonl"),
+        "--output-dir",
+        str(output),
+        "--device",
+        "cpu",
+    ]
+    argv += [
+        "--reward-funcs",
+        f"{files / 'reward.py'}:even",
+        "--num-generations",
+        "4",
+        "--generation-batch-size",
+        "16",
+    ]
+    return [
+        *argv,
+        "--max-completion-length",
+        "8",
+        "--learning-rate",
+        "1e-3",
+        "--max-steps",
+        "3",
+        *options,
+    ]
 
 
 def lines(output: Path) -> list[dict]:

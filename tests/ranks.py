@@ -1,12 +1,14 @@
-"""Real processes for tests: a function on n ranks that speak gloo, and what each returns, or how each ended.
+"""Real processes for tests: a function on n ranks that speak gloo, and what each returns, or how
+each ended.
 
-    from ranks import run, start
+    from tests.ranks import run, start
     run(2, work, path)              # [work(path) of rank 0, of rank 1]; fails if a rank does
     start(2, work, path).ends()     # [0, -9]: exit statuses; what they wrote to stderr is in .errors()
 
-Processes are forked from one server that has imported torch and our code already, so that a rank starts in a tenth of a second.
-But each imports the test module that it runs a function of: such a module must not import transformers, which takes seconds.
-They find each other through the variables that torchrun sets. Read next: test_fsdp.py.
+Processes are forked from one server that has imported torch and our code already, so that a rank
+starts in a tenth of a second. But each imports the test module that it runs a function of: such a
+module must not import transformers, which takes seconds. They find each other through the variables
+that torchrun sets. Read next: test_fsdp.py.
 """
 
 import multiprocessing
@@ -22,20 +24,31 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 REWARD = Path(__file__)  # as --reward-funcs wants it: f"{REWARD}:even"
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["train", "conftest", "torch.distributed.tensor", "torch.distributed.checkpoint", "fsspec.core"])
+SERVER.set_forkserver_preload(
+    [
+        "train",
+        "tests.conftest",
+        "torch.distributed.tensor",
+        "torch.distributed.checkpoint",
+        "fsspec.core",
+    ]
+)
 
 
-PATIENCE = 120  # seconds within which a rank that does not hang has ended, on one busy core too; a hang is longer
+# seconds within which a rank that does not hang has ended, on one busy core too; a hang is longer
+PATIENCE = 120
 RESERVED: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port that nobody else is given while this process lives: it is bound, and who means it may still listen there.
+    """A port that nobody else is given while this process lives: it is bound, and who means it may
+    still listen there.
 
     A port that is only looked up and let go may be another process's before the rank listens.
     """
     RESERVED.append(s := socket.socket())
-    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does: two may bind, and one listens
+    # as torch's store does: two may bind, and one listens
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     s.bind(("127.0.0.1", 0))
     return s.getsockname()[1]
 
@@ -59,17 +72,25 @@ class Ranks:
 
     def __init__(self, size: int, work: Callable, args: tuple, env: dict[str, str]):
         self.folder = tempfile.TemporaryDirectory()
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        common = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+        }
         common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), **env}
         self.processes = []
         for rank in range(size):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}
-            process = SERVER.Process(target=_rank, args=(rank, own, self.folder.name, work, args), daemon=True)
+            process = SERVER.Process(
+                target=_rank, args=(rank, own, self.folder.name, work, args), daemon=True
+            )
             process.start()
             self.processes.append(process)
 
     def ends(self, timeout: float = PATIENCE) -> list[int]:
-        """Exit statuses, negative for signals; whoever has not ended in time is killed, and the test fails."""
+        """Exit statuses, negative for signals; whoever has not ended in time is killed, and the
+        test fails.
+        """
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(0, deadline - time.monotonic()))
@@ -82,7 +103,10 @@ class Ranks:
 
     def errors(self) -> list[str]:
         """What each rank wrote."""
-        return [path.read_text() if (path := Path(self.folder.name) / f"{r}.err").exists() else "" for r in self.all]
+        return [
+            path.read_text() if (path := Path(self.folder.name) / f"{r}.err").exists() else ""
+            for r in self.all
+        ]
 
     def results(self) -> list:
         return [pickle.loads((Path(self.folder.name) / f"{r}.out").read_bytes()) for r in self.all]
@@ -94,8 +118,11 @@ class Ranks:
 
 def start(size: int, work: Callable, *args, **env: str) -> Ranks:
     """Starts `work(*args)` on each rank: a function of a test module, with picklable arguments."""
-    before = os.environ.get("PYTHONPATH")  # the server is started with the first process, and imports what is preloaded
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *([before] if before else [])])
+    # the server is started with the first process, and imports what is preloaded
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(ROOT / "tests"), *([before] if before else [])]
+    )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     ranks = Ranks(size, work, args, env)
     if before is None:

@@ -1,7 +1,8 @@
-"""Mistakes, through the program: exit status 2, one sentence on stderr that names the culprit, no traceback, nothing lost.
+"""Mistakes, through the program: exit status 2, one sentence on stderr that names the culprit, no
+traceback, nothing lost.
 
-Data, rewards and the tokenizer have their own files of mistakes; these are the model's, the options' and the output folder's.
-Read next: test_train.py, where runs succeed.
+Data, rewards and the tokenizer have their own files of mistakes; these are the model's, the
+options' and the output folder's. Read next: test_train.py, where runs succeed.
 """
 
 import json
@@ -13,20 +14,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CUDA, tiny_model, write_base
 from safetensors.torch import load_file, save_file
 
 import train
-from nanogrpo import checkpoint
 from nanogrpo.errors import UserError
-from nanogrpo.model import ModelConfig
+from nanogrpo.model import checkpoint
+from nanogrpo.model.decoder import ModelConfig
+from tests.conftest import CUDA, tiny_model, write_base
 
 ROOT = Path(__file__).parents[1]
 
 
 def refused(capsys, model, *options: str, out: Path) -> str:
     """Runs the program, which must refuse: the sentence it says on stderr."""
-    argv = ["--model", str(model), "--data", "arithmetic", "--max-steps", "1", "--max-completion-length", "8"]
+    argv = [
+        "--model",
+        str(model),
+        "--data",
+        "arithmetic",
+        "--max-steps",
+        "1",
+        "--max-completion-length",
+        "8",
+    ]
     assert train.main([*argv, "--output-dir", str(out), *options]) == 2
     return one_sentence(capsys.readouterr().err)
 
@@ -45,7 +55,7 @@ def base(tmp_path):
     return write_base(tmp_path / "base")
 
 
-# ---- the model folder ----------------------------------------------------------------------------------------------------------
+# ---- the model folder ----------------------------------------------------------------------------
 
 
 def set_fields(**changes):
@@ -59,7 +69,9 @@ def set_fields(**changes):
 
 def set_tensors(**changes):
     def damage(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors") | {n.replace("__", "."): t for n, t in changes.items()}
+        tensors = load_file(folder / "model.safetensors") | {
+            n.replace("__", "."): t for n, t in changes.items()
+        }
         save_file({n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors")
 
     return damage
@@ -84,7 +96,9 @@ def shard(missing: bool = False, index: str | None = None):
         for file, part in parts.items():
             if not (missing and file == "b.safetensors"):
                 save_file({n: tensors[n] for n in part}, folder / file)
-        text = index or json.dumps({"weight_map": {n: file for file, part in parts.items() for n in part}})
+        text = index or json.dumps(
+            {"weight_map": {n: file for file, part in parts.items() for n in part}}
+        )
         (folder / "model.safetensors.index.json").write_text(text)
 
     return damage
@@ -105,48 +119,122 @@ MODELS = {
     # what is done to the folder, and the words that the sentence must hold
     "no folder": (shutil.rmtree, r"--model \S+base: there is no such folder"),
     "no config": (remove("config.json"), r"base/config\.json is missing"),
-    "config not JSON": (write_file("config.json", '{"model_type": '), r"base/config\.json is not valid JSON .*line 1"),
-    "config without end": (write_file("config.json", "[" * 100_000), r"base/config\.json is not valid JSON"),
-    "config not UTF-8": (lambda f: (f / "config.json").write_bytes(b'{"\xff": 1}'), r"base/config\.json is not valid JSON"),
+    "config not JSON": (
+        write_file("config.json", '{"model_type": '),
+        r"base/config\.json is not valid JSON .*line 1",
+    ),
+    "config without end": (
+        write_file("config.json", "[" * 100_000),
+        r"base/config\.json is not valid JSON",
+    ),
+    "config not UTF-8": (
+        lambda f: (f / "config.json").write_bytes(b'{"\xff": 1}'),
+        r"base/config\.json is not valid JSON",
+    ),
     "config a list": (write_file("config.json", "[]"), r"base/config\.json holds no JSON object"),
-    "architecture": (set_fields(model_type="llama"), r"config\.json: model_type 'llama' is not supported.*qwen3 or qwen2"),
-    "mixture of experts": (set_fields(model_type="qwen3_moe"), "model_type 'qwen3_moe' is not supported"),
+    "architecture": (
+        set_fields(model_type="llama"),
+        r"config\.json: model_type 'llama' is not supported.*qwen3 or qwen2",
+    ),
+    "mixture of experts": (
+        set_fields(model_type="qwen3_moe"),
+        "model_type 'qwen3_moe' is not supported",
+    ),
     "no architecture": (set_fields(model_type=...), "model_type None is not supported"),
-    "rope": (set_fields(rope_parameters={"rope_type": "yarn", "factor": 4.0}), "rope_type 'yarn' is not supported"),
-    "old rope": (set_fields(rope_parameters=..., rope_scaling={"type": "linear"}), "rope_type 'linear' is not supported"),
+    "rope": (
+        set_fields(rope_parameters={"rope_type": "yarn", "factor": 4.0}),
+        "rope_type 'yarn' is not supported",
+    ),
+    "old rope": (
+        set_fields(rope_parameters=..., rope_scaling={"type": "linear"}),
+        "rope_type 'linear' is not supported",
+    ),
     "sliding window": (set_fields(use_sliding_window=True), "use_sliding_window is not supported"),
     "activation": (set_fields(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     **{
         f"no {field}": (set_fields(**{field: ...}), rf"config\.json: the field {field} is missing")
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+        )
         + ("num_key_value_heads", "max_position_embeddings")
     },
-    "a text for a number": (set_fields(hidden_size="48"), "hidden_size is '48' but must be a whole number above 0"),
-    "a fraction": (set_fields(num_hidden_layers=2.5), "num_hidden_layers is 2.5 but must be a whole number"),
+    "a text for a number": (
+        set_fields(hidden_size="48"),
+        "hidden_size is '48' but must be a whole number above 0",
+    ),
+    "a fraction": (
+        set_fields(num_hidden_layers=2.5),
+        "num_hidden_layers is 2.5 but must be a whole number",
+    ),
     "a zero": (set_fields(vocab_size=0), "vocab_size is 0 but must be a whole number above 0"),
-    "a truth value for a number": (set_fields(num_hidden_layers=True), "num_hidden_layers is True but must be a whole number"),
-    "a number for a truth value": (set_fields(tie_word_embeddings=1), "tie_word_embeddings is 1 but must be true or false"),
-    "a negative epsilon": (set_fields(rms_norm_eps=-1e-6), "rms_norm_eps is -1e-06 but must be a number above 0"),
-    "rope a list": (set_fields(rope_parameters=[1, 2]), r"rope_parameters is \[1, 2\] and no object"),
-    "rope a text": (set_fields(rope_parameters=..., rope_scaling="linear"), "rope_parameters is 'linear' and no object"),
-    "an architecture that is a list": (set_fields(model_type=["qwen3"]), r"model_type \['qwen3'\] is not supported"),
-    "an absurd vocabulary": (set_fields(vocab_size=10**13), "vocab_size is 10000000000000 but must be .* and below 2147483648"),
-    "absurd layers": (set_fields(num_hidden_layers=10**9), "num_hidden_layers is 1000000000 but must be .* and below 4096"),
+    "a truth value for a number": (
+        set_fields(num_hidden_layers=True),
+        "num_hidden_layers is True but must be a whole number",
+    ),
+    "a number for a truth value": (
+        set_fields(tie_word_embeddings=1),
+        "tie_word_embeddings is 1 but must be true or false",
+    ),
+    "a negative epsilon": (
+        set_fields(rms_norm_eps=-1e-6),
+        "rms_norm_eps is -1e-06 but must be a number above 0",
+    ),
+    "rope a list": (
+        set_fields(rope_parameters=[1, 2]),
+        r"rope_parameters is \[1, 2\] and no object",
+    ),
+    "rope a text": (
+        set_fields(rope_parameters=..., rope_scaling="linear"),
+        "rope_parameters is 'linear' and no object",
+    ),
+    "an architecture that is a list": (
+        set_fields(model_type=["qwen3"]),
+        r"model_type \['qwen3'\] is not supported",
+    ),
+    "an absurd vocabulary": (
+        set_fields(vocab_size=10**13),
+        "vocab_size is 10000000000000 but must be .* and below 2147483648",
+    ),
+    "absurd layers": (
+        set_fields(num_hidden_layers=10**9),
+        "num_hidden_layers is 1000000000 but must be .* and below 4096",
+    ),
     "an absurd angle": (
         set_fields(rope_parameters=..., rope_theta=10**400),
         "rope_theta is 1000.* but must be a number above 0 and",
     ),
-    "absurd sizes": (set_fields(hidden_size=2**30, intermediate_size=2**30), "needs .* of memory but this machine has"),
+    "absurd sizes": (
+        set_fields(hidden_size=2**30, intermediate_size=2**30),
+        "needs .* of memory but this machine has",
+    ),
     "sizes beyond 64 bits": (
-        set_fields(hidden_size=2**30, num_attention_heads=2**30, num_key_value_heads=2**30, head_dim=2**30),
+        set_fields(
+            hidden_size=2**30, num_attention_heads=2**30, num_key_value_heads=2**30, head_dim=2**30
+        ),
         "no machine holds such sizes",
     ),
-    "heads": (set_fields(num_key_value_heads=3), "num_attention_heads must be a multiple of num_key_value_heads"),
+    "heads": (
+        set_fields(num_key_value_heads=3),
+        "num_attention_heads must be a multiple of num_key_value_heads",
+    ),
     "an odd head": (set_fields(head_dim=15), "head_dim 15 is odd"),
-    "no weights": (remove("model.safetensors"), r"base holds neither model\.safetensors nor model\.safetensors\.index\.json"),
+    "no weights": (
+        remove("model.safetensors"),
+        r"base holds neither model\.safetensors nor model\.safetensors\.index\.json",
+    ),
     "weights cut": (cut, r"base/model\.safetensors is corrupt or cut short"),
-    "weights empty": (write_file("model.safetensors", ""), r"base/model\.safetensors is corrupt or cut short"),
-    "weights nonsense": (write_file("model.safetensors", "not a tensor" * 99), r"base/model\.safetensors is corrupt"),
+    "weights empty": (
+        write_file("model.safetensors", ""),
+        r"base/model\.safetensors is corrupt or cut short",
+    ),
+    "weights nonsense": (
+        write_file("model.safetensors", "not a tensor" * 99),
+        r"base/model\.safetensors is corrupt",
+    ),
     "weights a pointer": (
         write_file("model.safetensors", "version https://git-lfs\noid sha256:0\n"),
         r"model\.safetensors is corrupt",
@@ -155,16 +243,40 @@ MODELS = {
         set_tensors(model__norm__weight=torch.ones(47)),
         r"the tensor model\.norm\.weight has shape \(47,\) where config\.json asks for \(48,\)",
     ),
-    "shape by config": (set_fields(intermediate_size=96), r"the tensor model\.layers\.\d\.mlp\.\S+ has shape"),
-    "missing tensor": (set_tensors(model__norm__weight=None), r"the tensor model\.norm\.weight is missing"),
-    "missing layer": (set_fields(num_hidden_layers=3), r"the tensor model\.layers\.2\.\S+ is missing"),
+    "shape by config": (
+        set_fields(intermediate_size=96),
+        r"the tensor model\.layers\.\d\.mlp\.\S+ has shape",
+    ),
+    "missing tensor": (
+        set_tensors(model__norm__weight=None),
+        r"the tensor model\.norm\.weight is missing",
+    ),
+    "missing layer": (
+        set_fields(num_hidden_layers=3),
+        r"the tensor model\.layers\.2\.\S+ is missing",
+    ),
     "missing head": (set_tensors(lm_head__weight=None), r"the tensor lm_head\.weight is missing"),
-    "unknown tensor": (set_tensors(model__extra=torch.ones(1)), r"the tensor model\.extra does not belong to this architecture"),
-    "surplus layer": (set_fields(num_hidden_layers=1), r"the tensor model\.layers\.1\.\S+ does not belong"),
-    "missing shard": (shard(missing=True), r"base/b\.safetensors is missing though model\.safetensors\.index\.json names it"),
+    "unknown tensor": (
+        set_tensors(model__extra=torch.ones(1)),
+        r"the tensor model\.extra does not belong to this architecture",
+    ),
+    "surplus layer": (
+        set_fields(num_hidden_layers=1),
+        r"the tensor model\.layers\.1\.\S+ does not belong",
+    ),
+    "missing shard": (
+        shard(missing=True),
+        r"base/b\.safetensors is missing though model\.safetensors\.index\.json names it",
+    ),
     "index not JSON": (shard(index="{"), r"model\.safetensors\.index\.json is not valid JSON"),
-    "index without a map": (shard(index="{}"), r"model\.safetensors\.index\.json has no weight_map"),
-    "index with an odd map": (shard(index='{"weight_map": {"a": 1}}'), r"model\.safetensors\.index\.json has no weight_map"),
+    "index without a map": (
+        shard(index="{}"),
+        r"model\.safetensors\.index\.json has no weight_map",
+    ),
+    "index with an odd map": (
+        shard(index='{"weight_map": {"a": 1}}'),
+        r"model\.safetensors\.index\.json has no weight_map",
+    ),
     "a tokenizer with more ids": (
         fewer_words,
         r"tokenizer\.json has ids up to 103 but config\.json a vocab_size of 50: take the tokenizer that belongs",
@@ -178,12 +290,24 @@ def test_a_bad_model_folder(name, base, tmp_path, capsys):
     damage, words = MODELS[name]
     damage(base)
     assert re.search(words, refused(capsys, base, out=tmp_path / "run"))
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()  # so that the corrected command is not taken for a second run
+    # so that the corrected command is not taken for a second run
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_the_undamaged_folders_are_good(base, tmp_path):
-    """What the damages start from trains, whole and in shards: so it was the damage that was refused."""
-    argv = ["--data", "arithmetic", "--max-steps", "1", "--max-completion-length", "8", "--generation-batch-size", "8"]
+    """What the damages start from trains, whole and in shards: so it was the damage that was
+    refused.
+    """
+    argv = [
+        "--data",
+        "arithmetic",
+        "--max-steps",
+        "1",
+        "--max-completion-length",
+        "8",
+        "--generation-batch-size",
+        "8",
+    ]
     assert train.main([*argv, "--model", str(base), "--output-dir", str(tmp_path / "whole")]) == 0
     shard()(base)
     assert train.main([*argv, "--model", str(base), "--output-dir", str(tmp_path / "sharded")]) == 0
@@ -198,7 +322,7 @@ def test_config_json_from_elsewhere_is_named():
         ModelConfig.from_dict({}, "elsewhere")
 
 
-# ---- the options ---------------------------------------------------------------------------------------------------------------
+# ---- the options ---------------------------------------------------------------------------------
 
 OPTIONS = {
     "--learning_rat 1": "--learning_rat",
@@ -230,7 +354,9 @@ def test_a_bad_option(options, base, tmp_path, capsys):
 @pytest.mark.skipif(CUDA, reason="there is a GPU, which this option asks for")
 def test_cuda_without_cuda(base, tmp_path, capsys):
     told = refused(capsys, base, "--device", "cuda", out=tmp_path / "run")
-    assert told.startswith("--device cuda: rank 0 needs a GPU of its own but torch sees 0 on this machine: use --device cpu")
+    assert told.startswith(
+        "--device cuda: rank 0 needs a GPU of its own but torch sees 0 on this machine: use --device cpu"
+    )
 
 
 def test_in_a_process_of_its_own(tmp_path):
@@ -242,13 +368,16 @@ def test_in_a_process_of_its_own(tmp_path):
     assert done.stdout == ""
 
 
-# ---- the output folder ---------------------------------------------------------------------------------------------------------
+# ---- the output folder ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sign", ["metrics.jsonl", "checkpoint-5"])
 def test_an_output_folder_that_holds_another_run(sign, base, tmp_path, capsys):
     run = tmp_path / "run"
-    (run / sign).mkdir(parents=True) if "." not in sign else (run.mkdir(), (run / sign).write_text("theirs"))
+    (run / sign).mkdir(parents=True) if "." not in sign else (
+        run.mkdir(),
+        (run / sign).write_text("theirs"),
+    )
     before = sorted(tmp_path.rglob("*"))
     told = refused(capsys, base, out=run)
     how = "continue it with --resume, choose another folder, or remove it with --overwrite-output-dir."

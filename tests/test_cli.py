@@ -39,7 +39,12 @@ def test_the_command_line_goes_before_the_file_before_the_profile_before_the_def
     file = tmp_path / "c.json"
     file.write_text(json.dumps({"max_steps": 7, "seed": 7, "data": ["a", "b"], "beta": 1}))
     cfg = parse(["--profile", "debug", "--config", str(file), "--seed", "9"])
-    assert (cfg.seed, cfg.max_steps, cfg.eval_steps, cfg.max_grad_norm) == (9, 7, 2, Config().max_grad_norm)
+    assert (cfg.seed, cfg.max_steps, cfg.eval_steps, cfg.max_grad_norm) == (
+        9,
+        7,
+        2,
+        Config().max_grad_norm,
+    )
     assert cfg.data == ("a", "b")
     assert (cfg.beta, type(cfg.beta)) == (1.0, float)
 
@@ -95,7 +100,10 @@ def test_nothing_invalid_is_printed(capsys):
         (b'{"delta": "2"}', 'delta is "2" but must be a number or null'),
         (b'{"data": "a.jsonl"}', 'data is "a.jsonl" but must be a list of texts'),
         (b'{"data": ["a", 1]}', 'data is ["a", 1] but must be a list of texts'),
-        (b'{"reward_weights": [1, null]}', "reward_weights is [1, null] but must be a list of numbers"),
+        (
+            b'{"reward_weights": [1, null]}',
+            "reward_weights is [1, null] but must be a list of numbers",
+        ),
     ],
 )
 def test_a_file_that_does_not_serve_is_named_with_what_is_wrong(tmp_path, content, sentence):

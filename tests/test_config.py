@@ -1,4 +1,5 @@
-"""The options: each documented, each settable from the command line, each rule of `validate` with its sentence.
+"""The options: each documented, each settable from the command line, each rule of `validate` with
+its sentence.
 
 Read next: test_bad_input.py, where mistakes go through the program.
 """
@@ -12,8 +13,8 @@ import pytest
 from nanogrpo.cli import documentation, parse
 from nanogrpo.config import CHOICES, NOT_NEGATIVE, POSITIVE, Config, dashed
 from nanogrpo.errors import UserError
-from nanogrpo.optim import learning_rate
 from nanogrpo.rules import NEEDS, ONLY_WITH, SECONDS
+from nanogrpo.run.optim import learning_rate
 
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 GOOD = Config(model="base", data=("arithmetic",))
@@ -22,7 +23,9 @@ GOOD = Config(model="base", data=("arithmetic",))
 def test_every_field_has_a_heading_and_a_comment():
     docs = documentation()
     assert list(docs) == list(FIELDS)
-    assert not [name for name, (heading, comment) in docs.items() if not heading or len(comment) < 5]
+    assert not [
+        name for name, (heading, comment) in docs.items() if not heading or len(comment) < 5
+    ]
 
 
 def test_help_names_every_field_with_its_comment_and_default(capsys):
@@ -38,7 +41,8 @@ def test_help_names_every_field_with_its_comment_and_default(capsys):
         if default not in ("", (), None):
             shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
             assert f"{' '.join(comment.split())} (default: {shown})" in text
-    assert text.count("(default: True)") == sum(f.default is True for f in FIELDS.values())  # some argparses add their own
+    # some argparses add their own
+    assert text.count("(default: True)") == sum(f.default is True for f in FIELDS.values())
 
 
 def test_no_arguments_give_the_defaults():
@@ -73,12 +77,15 @@ def test_every_field_can_be_set_from_the_command_line(name):
 
 
 def test_a_command_line_round_trip():
-    argv = (
-        "--model m --data d --reward-funcs accuracy rewards.py:f --reward-weights 1 -0.5 --epsilon-high 0.28 --no-enable-thinking"
-    )
+    argv = "--model m --data d --reward-funcs accuracy rewards.py:f --reward-weights 1 -0.5 --epsilon-high 0.28 --no-enable-thinking"
     cfg = parse([*argv.split(), "--resume", "--learning-rate", "3e-4"])
     assert (cfg.reward_funcs, cfg.reward_weights) == (("accuracy", "rewards.py:f"), (1.0, -0.5))
-    assert (cfg.epsilon_high, cfg.enable_thinking, cfg.resume, cfg.learning_rate) == (0.28, False, True, 3e-4)
+    assert (cfg.epsilon_high, cfg.enable_thinking, cfg.resume, cfg.learning_rate) == (
+        0.28,
+        False,
+        True,
+        3e-4,
+    )
     cfg.validate()
     assert parse(["--reward-weights"]).reward_weights == ()
 
@@ -103,7 +110,7 @@ def test_what_cannot_be_parsed_is_named(argv, named):
     assert str(told.value).endswith("see --help for the options.")
 
 
-# ---- the rules -----------------------------------------------------------------------------------------------------------------
+# ---- the rules -----------------------------------------------------------------------------------
 
 BAD = [
     ("model", ""),
@@ -141,7 +148,12 @@ BAD = [
     ("adam_beta2", -0.1),
     ("reward_weights", (1.0,)),
     ("reward_funcs", ()),
-    *((n, v) for n, f in FIELDS.items() if "float" in str(f.type) and "tuple" not in str(f.type) for v in (math.nan, math.inf)),
+    *(
+        (n, v)
+        for n, f in FIELDS.items()
+        if "float" in str(f.type) and "tuple" not in str(f.type)
+        for v in (math.nan, math.inf)
+    ),
     ("reward_weights", (1.0, math.nan)),
     ("reward_weights", (math.inf, 1.0)),
     ("learning_rate", -math.inf),
@@ -154,7 +166,11 @@ BAD = [
     *((name, 10**8) for name in SECONDS),
     *((name, other_value(name)) for name in NEEDS if name != "lora_target_modules"),
     ("lora_target_modules", ("q_proj",)),
-    *((name, other_value(name)) for name in ONLY_WITH if name != "vllm_importance_sampling_clip_max"),
+    *(
+        (name, other_value(name))
+        for name in ONLY_WITH
+        if name != "vllm_importance_sampling_clip_max"
+    ),
     ("vllm_importance_sampling_clip_max", 2.0),
 ]
 
@@ -189,7 +205,9 @@ def test_an_option_of_some_choices_goes_with_each_of_them():
 def test_the_compiler_and_selective_recomputation_do_not_go_together():
     for kind in ("none", "full"):
         dataclasses.replace(GOOD, torch_compile=True, gradient_checkpointing=kind).validate()
-    with pytest.raises(UserError, match="--gradient-checkpointing selective does not go with --torch-compile"):
+    with pytest.raises(
+        UserError, match="--gradient-checkpointing selective does not go with --torch-compile"
+    ):
         dataclasses.replace(GOOD, torch_compile=True, gradient_checkpointing="selective").validate()
 
 
@@ -199,19 +217,29 @@ def test_the_edge_of_what_is_allowed(name):
 
 
 def test_the_rules_only_name_fields():
-    assert {*CHOICES, *POSITIVE, *NOT_NEGATIVE, *NEEDS, *NEEDS.values(), *ONLY_WITH, *SECONDS} <= set(FIELDS)
+    assert {
+        *CHOICES,
+        *POSITIVE,
+        *NOT_NEGATIVE,
+        *NEEDS,
+        *NEEDS.values(),
+        *ONLY_WITH,
+        *SECONDS,
+    } <= set(FIELDS)
     numbers = {n for n, f in FIELDS.items() if str(f.type).split()[0] in ("int", "float")}
     ruled = {*POSITIVE, *NOT_NEGATIVE} | {name for name, _ in BAD}
     assert numbers <= ruled  # no number without a rule
 
 
 def test_derived_sizes():
-    cfg = dataclasses.replace(GOOD, num_generations=8, generation_batch_size=64, num_iterations=3, steps_per_generation=2)
+    cfg = dataclasses.replace(
+        GOOD, num_generations=8, generation_batch_size=64, num_iterations=3, steps_per_generation=2
+    )
     assert (cfg.prompts_per_step, cfg.updates_per_step, cfg.on_policy) == (8, 6, False)
     assert GOOD.on_policy
 
 
-# ---- the learning rate ---------------------------------------------------------------------------------------------------------
+# ---- the learning rate ---------------------------------------------------------------------------
 
 
 def test_the_schedule_warms_up_and_ends():
@@ -219,7 +247,9 @@ def test_the_schedule_warms_up_and_ends():
         GOOD, learning_rate=2.0, warmup_steps=4, max_steps=6, num_iterations=2
     )  # 12 updates, 8 of them after
     for kind, middle in {"constant": 2.0, "linear": 1.0, "cosine": 1.0}.items():
-        rates = [learning_rate(u, dataclasses.replace(cfg, lr_scheduler_type=kind)) for u in range(12)]
+        rates = [
+            learning_rate(u, dataclasses.replace(cfg, lr_scheduler_type=kind)) for u in range(12)
+        ]
         assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
         assert rates[8] == pytest.approx(middle)
         assert rates[4:] == sorted(rates[4:], reverse=True)
@@ -228,5 +258,9 @@ def test_the_schedule_warms_up_and_ends():
 
 
 def test_a_warm_up_longer_than_the_run_is_no_division_by_zero():
-    cfg = dataclasses.replace(GOOD, warmup_steps=10, max_steps=10, lr_scheduler_type="cosine", learning_rate=1.0)
-    assert [learning_rate(u, cfg) for u in range(10)] == pytest.approx([(u + 1) / 10 for u in range(10)])
+    cfg = dataclasses.replace(
+        GOOD, warmup_steps=10, max_steps=10, lr_scheduler_type="cosine", learning_rate=1.0
+    )
+    assert [learning_rate(u, cfg) for u in range(10)] == pytest.approx(
+        [(u + 1) / 10 for u in range(10)]
+    )

@@ -8,16 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import arguments, packed, steps, tiny_model
 
 import train
-from nanogrpo import calculator, experience, grpo, objectives, packing, run
-from nanogrpo.batch import Prompt, Sample
+from nanogrpo import step as experience
 from nanogrpo.config import CHOICES, Config
-from nanogrpo.local_engine import LocalEngine
-from nanogrpo.rollout import Engine, Served
-from nanogrpo.turns import TurnsEngine
-from nanogrpo.vllm_engine import VLLMEngine
+from nanogrpo.engine import calculator
+from nanogrpo.engine.base import Engine, Served
+from nanogrpo.engine.local import LocalEngine
+from nanogrpo.engine.turns import TurnsEngine
+from nanogrpo.grpo import loss as grpo
+from nanogrpo.grpo import objectives, packing
+from nanogrpo.run import setup as run
+from nanogrpo.types import Prompt, Sample
+from nanogrpo.vllm.client import VLLMEngine
+from tests.conftest import arguments, packed, steps, tiny_model
 
 TEXT = (Path(train.__file__).parent / "docs" / "fork.md").read_text()
 
@@ -41,19 +45,27 @@ def gmpo(monkeypatch):
 def test_gmpo_has_one_term_a_sequence(gmpo):
     model, cfg = tiny_model(), Config(epsilon=0.05, loss_type="gmpo")
     prompt = Prompt(0, "", [1, 2, 3])
-    samples = [Sample(prompt, j, [5 + j, 7, 9], [-5.0] * 3, True, [0] * 3, advantage=a) for j, a in enumerate((1.0, -1.0, 0.5))]
+    samples = [
+        Sample(prompt, j, [5 + j, 7, 9], [-5.0] * 3, True, [0] * 3, advantage=a)
+        for j, a in enumerate((1.0, -1.0, 0.5))
+    ]
     (batch,) = packed(samples, cfg)
     batch.old_logp = experience.logp(model, batch, cfg) - torch.tensor([0.1, -0.1, 0.03] * 3)
     out = model.score(batch, grpo.objective(batch, cfg))
-    good, bad = math.exp((0.05 - 0.1 + 0.03) / 3), math.exp((0.1 - 0.05 + 0.03) / 3)  # cut above, cut below
+    # cut above, cut below
+    good, bad = math.exp((0.05 - 0.1 + 0.03) / 3), math.exp((0.1 - 0.05 + 0.03) / 3)
     ratio = torch.tensor([good] * 3 + [bad] * 3 + [good] * 3)
-    torch.testing.assert_close(out.loss, -(ratio * batch.advantage * batch.weight).sum(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        out.loss, -(ratio * batch.advantage * batch.weight).sum(), rtol=1e-4, atol=1e-6
+    )
     out.loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_gmpo_trains(tiny_base, tmp_path, gmpo):
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i}="}) + "\n" for i in range(8)))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}="}) + "\n" for i in range(8))
+    )
     (tmp_path / "reward.py").write_text(
         "def even(completion_ids, **_):\n    return [sum(i % 2 for i in x) / len(x) for x in completion_ids]"
     )
@@ -90,7 +102,10 @@ def test_gmpo_trains(tiny_base, tmp_path, gmpo):
         "1e-3",
     ]
     assert train.main(argv) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1:]]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1:]
+    ]
     assert all(row["grad_norm"] > 0 and 0 < row["gmpo/cut"] < 1 for row in rows)
 
 
@@ -103,21 +118,28 @@ def test_an_engine_of_ones_own_trains(tiny_base, files, tmp_path, monkeypatch):
     engine = example("Another engine")["Plain"]()
     monkeypatch.setattr(run, "make_engine", lambda *_, **__: engine)
     options = ["--eval-steps", "3", "--eval-data", str(files / "data.jsonl"), "--eval-samples", "2"]
-    for more in ([], ["--rollout", "nanogrpo.calculator:rollout", "--overwrite-output-dir"]):
+    for more in ([], ["--rollout", "nanogrpo.engine.calculator:rollout", "--overwrite-output-dir"]):
         assert train.main(arguments(tiny_base, files, tmp_path, *options, *more)) == 0
         rows = steps(tmp_path)
         assert len(rows) == 3
-        assert all(row["grad_norm"] > 0 and row["sampling/sampling_logp_difference/max"] < 1e-5 for row in rows)
+        assert all(
+            row["grad_norm"] > 0 and row["sampling/sampling_logp_difference/max"] < 1e-5
+            for row in rows
+        )
 
 
 @pytest.mark.parametrize(
-    ("engine", "protocol"), [(LocalEngine, Engine), (TurnsEngine, Engine), (VLLMEngine, Served), ("Plain", Engine)]
+    ("engine", "protocol"),
+    [(LocalEngine, Engine), (TurnsEngine, Engine), (VLLMEngine, Served), ("Plain", Engine)],
 )
 def test_every_engine_is_what_the_protocol_says(engine, protocol):
-    """The parameters of its methods begin with those of the protocol, in order; what they have beside may be left out."""
+    """The parameters of its methods begin with those of the protocol, in order; what they have
+    beside may be left out.
+    """
     engine = example("Another engine")[engine] if isinstance(engine, str) else engine
     for name, asked in inspect.getmembers(protocol, inspect.isfunction):
-        if name.startswith("_") or (engine is TurnsEngine and name in ("load", "close")):  # those are of the engine inside
+        # those are of the engine inside
+        if name.startswith("_") or (engine is TurnsEngine and name in ("load", "close")):
             continue
         wanted = [*inspect.signature(asked).parameters.values()]
         found = [*inspect.signature(getattr(engine, name)).parameters.values()]
@@ -128,13 +150,25 @@ def test_every_engine_is_what_the_protocol_says(engine, protocol):
 
 def test_the_loop_asks_an_engine_for_nothing_that_the_protocol_lacks():
     known = {*vars(Engine), *vars(Served), *Engine.__annotations__, *Served.__annotations__}
-    for name in ("train.py", "nanogrpo/staleness.py", "nanogrpo/resample.py", "nanogrpo/turns.py", "nanogrpo/run.py"):
+    for name in (
+        "train.py",
+        "nanogrpo/engine/ahead.py",
+        "nanogrpo/resample.py",
+        "nanogrpo/engine/turns.py",
+        "nanogrpo/run/setup.py",
+    ):
         text = (Path(train.__file__).parent / name).read_text()
         assert {*re.findall(r"\bengine\.(\w+)", text)} <= known, name
 
 
 def test_pieces_are_halved():
-    assert [packing._halvings(n) for n in (0, 1, 2, 5, 8)] == [[], [1], [2, 1], [5, 3, 2, 1], [8, 4, 2, 1]]
+    assert [packing._halvings(n) for n in (0, 1, 2, 5, 8)] == [
+        [],
+        [1],
+        [2, 1],
+        [5, 3, 2, 1],
+        [8, 4, 2, 1],
+    ]
 
 
 def test_the_calculator_is_the_one_of_the_package():

@@ -1,8 +1,9 @@
-"""What must hold whatever the code looks like: splits, stops, engine against trainer, repetition, learning.
+"""What must hold whatever the code looks like: splits, stops, engine against trainer, repetition,
+learning.
 
-Real runs of train.py on a task of one digit: "7=" is to be answered `<answer>7</answer>`, which the base does now and then.
-Twelve invariants are numbered in the tests: 3, 4 and 7 are in test_grpo.py, 12 in test_trl_parity.py, the killed runs of 9 in
-test_train_killed.py: read it next.
+Real runs of train.py on a task of one digit: "7=" is to be answered `<answer>7</answer>`, which the
+base does now and then. Twelve invariants are numbered in the tests: 3, 4 and 7 are in test_grpo.py,
+12 in test_trl_parity.py, the killed runs of 9 in test_train_killed.py: read it next.
 """
 
 import dataclasses
@@ -12,15 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import packed, set_logp, timeless, tiny_config, tiny_model
 
 import train
-from nanogrpo import checkpoint, grpo, optim, warmup
-from nanogrpo.batch import Prompt, Sample
 from nanogrpo.config import Config
-from nanogrpo.local_engine import LocalEngine
-from nanogrpo.model import Decoder
-from nanogrpo.rollout import SamplingParams
+from nanogrpo.engine.base import SamplingParams
+from nanogrpo.engine.local import LocalEngine
+from nanogrpo.grpo import loss as grpo
+from nanogrpo.model import checkpoint
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.run import optim, warmup
+from nanogrpo.types import Prompt, Sample
+from tests.conftest import packed, set_logp, timeless, tiny_config, tiny_model
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
 
@@ -30,14 +33,18 @@ def config(**options) -> Config:
 
 
 def random_samples(n: int = 12, seed: int = 0, off_policy: bool = True) -> list[Sample]:
-    """Completions of uneven lengths, a third of them cut, with advantages and log-probs of every sign and size."""
+    """Completions of uneven lengths, a third of them cut, with advantages and log-probs of every
+    sign and size.
+    """
     rng = random.Random(seed)
     out = []
     for i in range(n):
         length = rng.choice([1, 2, 5, 9, 20])
         prompt = Prompt(i, "", [rng.randrange(151) for _ in range(rng.randint(1, 12))])
         ids = [rng.randrange(151) for _ in range(length)]
-        s = Sample(prompt, 0, ids, [-1.0] * length, i % 3 != 0, [0] * length, advantage=rng.gauss(0, 1))
+        s = Sample(
+            prompt, 0, ids, [-1.0] * length, i % 3 != 0, [0] * length, advantage=rng.gauss(0, 1)
+        )
         s.ref_logp = -5.5 + torch.tensor([rng.gauss(0, 0.5) for _ in ids])
         if off_policy:
             s.old_logp = -5.0 + torch.tensor([rng.gauss(0, 1) for _ in ids])
@@ -46,7 +53,9 @@ def random_samples(n: int = 12, seed: int = 0, off_policy: bool = True) -> list[
 
 
 def gradient(model: Decoder, samples: list[Sample], cfg: Config) -> tuple[float, torch.Tensor, int]:
-    """Loss and flat gradient of one optimizer step, summed over its micro-batches, and their number."""
+    """Loss and flat gradient of one optimizer step, summed over its micro-batches, and their
+    number.
+    """
     model.zero_grad(set_to_none=True)
     batches = packed(samples, cfg)
     loss = 0.0
@@ -57,7 +66,7 @@ def gradient(model: Decoder, samples: list[Sample], cfg: Config) -> tuple[float,
     return loss, torch.cat([p.grad.flatten() for p in model.parameters()]), len(batches)
 
 
-# ---- 1: any split of a step has the same gradient ----------------------------------------------------------------------------
+# ---- 1: any split of a step has the same gradient ------------------------------------------------
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask_truncated"])
@@ -70,13 +79,15 @@ def test_any_micro_batches_have_the_same_gradient(loss_type, masked):
     for budget in (1, 30, 75):
         for seed in (0, 1):
             shuffled = random.Random(seed).sample(samples, len(samples))
-            split_loss, split, n = gradient(model, shuffled, dataclasses.replace(cfg, token_budget=budget))
+            split_loss, split, n = gradient(
+                model, shuffled, dataclasses.replace(cfg, token_budget=budget)
+            )
             assert n > 1
             assert split_loss == pytest.approx(loss, rel=1e-5)
             assert (split - whole).norm() <= 1e-6 * whole.norm(), (budget, seed)
 
 
-# ---- 2: a sample's log-probs are its own -------------------------------------------------------------------------------------
+# ---- 2: a sample's log-probs are its own ---------------------------------------------------------
 
 
 def test_packed_log_probs_are_those_of_the_sample_alone():
@@ -100,7 +111,7 @@ def test_changing_one_sample_changes_no_other_bit_of_the_strip():
         assert torch.equal(s.old_logp, old) is (i != 5), i
 
 
-# ---- 5: the stop token is trained, a cut has none ----------------------------------------------------------------------------
+# ---- 5: the stop token is trained, a cut has none ------------------------------------------------
 
 
 def test_the_stop_token_is_trained_when_the_sample_stopped_and_a_cut_has_none():
@@ -123,7 +134,7 @@ def test_the_stop_token_is_trained_when_the_sample_stopped_and_a_cut_has_none():
             assert s.stopped or len(s.token_ids) == 6
 
 
-# ---- 6: engine and trainer agree ---------------------------------------------------------------------------------------------
+# ---- 6: engine and trainer agree -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -131,21 +142,28 @@ def test_the_engines_log_probs_are_the_trainers(temperature):
     model = tiny_model()
     engine = LocalEngine(model.cfg, max_len=40, slots=8, device="cpu")
     engine.load(model, version=0)
-    params = SamplingParams(max_tokens=16, stop_token_ids=(3, 4, 5), temperature=temperature, top_k=40, top_p=0.9)
-    samples = engine.sample([Prompt(i, "", [1, i, 7][: 1 + i % 3]) for i in range(5)], 4, params, step=0)
+    params = SamplingParams(
+        max_tokens=16, stop_token_ids=(3, 4, 5), temperature=temperature, top_k=40, top_p=0.9
+    )
+    samples = engine.sample(
+        [Prompt(i, "", [1, i, 7][: 1 + i % 3]) for i in range(5)], 4, params, step=0
+    )
     set_logp(model, samples, "old_logp", config(temperature=temperature))
     gap = torch.cat([(s.old_logp - torch.tensor(s.logp)).abs() for s in samples])
     assert gap.max() < 1e-4
-    set_logp(model, samples, "old_logp", config(temperature=temperature * 1.1))  # and the test would see the difference
+    # and the test would see the difference
+    set_logp(model, samples, "old_logp", config(temperature=temperature * 1.1))
     assert torch.cat([(s.old_logp - torch.tensor(s.logp)).abs() for s in samples]).mean() > 1e-2
 
 
-# ---- the task of one digit ---------------------------------------------------------------------------------------------------
+# ---- the task of one digit -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
 def digit_base(tmp_path_factory) -> Path:
-    """A base that answers in the right form, with the right digit two times out of five: room above and below."""
+    """A base that answers in the right form, with the right digit two times out of five: room above
+    and below.
+    """
     folder = tmp_path_factory.mktemp("digits") / "base"
     folder.mkdir()
     tokenizer = warmup.write_tokenizer(folder)
@@ -159,7 +177,9 @@ def digit_base(tmp_path_factory) -> Path:
             answer = digit if rng.random() < 0.5 else rng.randrange(10)
             ids = tokenizer.encode(f"<answer>{answer}</answer><|end|>")
             prompt = Prompt(digit, "", tokenizer.encode(f"{digit}="))
-            samples.append(Sample(prompt, 0, ids, [0.0] * len(ids), True, [0] * len(ids), advantage=1.0))
+            samples.append(
+                Sample(prompt, 0, ids, [0.0] * len(ids), True, [0] * len(ids), advantage=1.0)
+            )
         for batch in packed(samples, cfg):
             model.score(batch, grpo.objective(batch, cfg)).loss.backward()
         optim.clip_and_step(model, optimizer, 1e-2, 1.0)
@@ -170,23 +190,43 @@ def digit_base(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def digit_data(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("digits") / "digits.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{d}=", "answer": str(d)}) + "\n" for d in range(10)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{d}=", "answer": str(d)}) + "\n" for d in range(10))
+    )
     return path
 
 
 def run(base: Path, data: Path, output: Path, *options: str) -> list[dict]:
     """One run of train.py, in this process; returns the lines of its steps."""
-    argv = ["--model", str(base), "--data", str(data), "--output-dir", str(output), "--reward-funcs", "accuracy"]
-    argv += ["--max-completion-length", "6", "--generation-batch-size", "64", "--num-generations", "8"]
+    argv = [
+        "--model",
+        str(base),
+        "--data",
+        str(data),
+        "--output-dir",
+        str(output),
+        "--reward-funcs",
+        "accuracy",
+    ]
+    argv += [
+        "--max-completion-length",
+        "6",
+        "--generation-batch-size",
+        "64",
+        "--num-generations",
+        "8",
+    ]
     assert train.main([*argv, "--learning-rate", "3e-3", "--device", "cpu", *options]) == 0
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "reward" in line]
 
 
-# ---- 9: the same seed, the same run ------------------------------------------------------------------------------------------
+# ---- 9: the same seed, the same run --------------------------------------------------------------
 
 
-def test_the_same_seed_gives_the_same_run_and_another_seed_another(digit_base, digit_data, tmp_path):
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(
+    digit_base, digit_data, tmp_path
+):
     options = [
         "--max-steps",
         "3",
@@ -210,25 +250,43 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(digit_base, d
         tmp_path / "b/checkpoint-3/model.safetensors"
     ).read_bytes()
     for line in first:  # 6, in the log
-        assert 0 < line["sampling/sampling_logp_difference/mean"] <= line["sampling/sampling_logp_difference/max"] < 1e-4
+        assert (
+            0
+            < line["sampling/sampling_logp_difference/mean"]
+            <= line["sampling/sampling_logp_difference/max"]
+            < 1e-4
+        )
 
 
-# ---- 10: it learns -----------------------------------------------------------------------------------------------------------
+# ---- 10: it learns -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_the_reward_rises(digit_base, digit_data, tmp_path, loss_type):
-    rewards = [line["reward"] for line in run(digit_base, digit_data, tmp_path, "--max-steps", "30", "--loss-type", loss_type)]
+    rewards = [
+        line["reward"]
+        for line in run(
+            digit_base, digit_data, tmp_path, "--max-steps", "30", "--loss-type", loss_type
+        )
+    ]
     before, after = sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
     assert before < 0.6, rewards
     assert after > before + 0.2, rewards
 
 
-def test_with_the_advantages_negated_the_accuracy_falls(digit_base, digit_data, tmp_path, monkeypatch):
-    """The same run with one sign turned: were the rise mere luck, or a drift of the sampler, it would rise here too."""
+def test_with_the_advantages_negated_the_accuracy_falls(
+    digit_base, digit_data, tmp_path, monkeypatch
+):
+    """The same run with one sign turned: were the rise mere luck, or a drift of the sampler, it
+    would rise here too.
+    """
     right_way = grpo.advantages
-    monkeypatch.setattr(grpo, "advantages", lambda *args: (-right_way(*args)[0], right_way(*args)[1]))
-    rewards = [line["reward"] for line in run(digit_base, digit_data, tmp_path, "--max-steps", "16")]
+    monkeypatch.setattr(
+        grpo, "advantages", lambda *args: (-right_way(*args)[0], right_way(*args)[1])
+    )
+    rewards = [
+        line["reward"] for line in run(digit_base, digit_data, tmp_path, "--max-steps", "16")
+    ]
     before, after = sum(rewards[:4]) / 4, sum(rewards[-4:]) / 4
     assert before > 0.2, rewards
     assert after < before / 3, rewards

@@ -1,14 +1,16 @@
-"""Dynamic sampling: groups without a signal are replaced, by the same prompts and draws however often and wherever it is run."""
+"""Dynamic sampling: groups without a signal are replaced, by the same prompts and draws however
+often and wherever it is run.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from conftest import arguments, steps
-from ranks import run
 
 import train
-from nanogrpo import checkpoint
+from nanogrpo.model import checkpoint
+from tests.conftest import arguments, steps
+from tests.ranks import run
 
 # Only the completions of some prompts differ in reward; the others earn the same whatever they say.
 REWARD = """
@@ -31,7 +33,14 @@ def argv(tiny_base, files, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
 
     def make(name: str, *options: str, function: str = "some") -> list[str]:
-        return arguments(tiny_base, files, tmp_path / name, "--reward-funcs", f"{tmp_path / 'r.py'}:{function}", *options)
+        return arguments(
+            tiny_base,
+            files,
+            tmp_path / name,
+            "--reward-funcs",
+            f"{tmp_path / 'r.py'}:{function}",
+            *options,
+        )
 
     return make
 
@@ -48,17 +57,32 @@ def test_equal_groups_are_replaced(argv, tmp_path):
 
 def test_it_ends_when_no_group_ever_differs(argv, tmp_path):
     assert train.main(argv("never", "--max-resample-times", "3", function="none")) == 0
-    assert all(row["resampled_groups"] == 12 for row in steps(tmp_path / "never"))  # 4 groups, three times
-    assert all(row["frac_reward_zero_std"] == 1.0 and row["grad_norm"] == 0.0 for row in steps(tmp_path / "never"))
+    # 4 groups, three times
+    assert all(row["resampled_groups"] == 12 for row in steps(tmp_path / "never"))
+    assert all(
+        row["frac_reward_zero_std"] == 1.0 and row["grad_norm"] == 0.0
+        for row in steps(tmp_path / "never")
+    )
 
 
 def test_groups_that_differ_but_teach_nothing_are_replaced(argv, tmp_path):
-    """MaxRL wants a mean above 0; sums that are equal, of functions that differ, teach where each function is scaled alone."""
+    """MaxRL wants a mean above 0; sums that are equal, of functions that differ, teach where each
+    function is scaled alone.
+    """
     maxrl = ["--advantage-estimator", "maxrl", "--max-resample-times", "2"]
     assert train.main(argv("maxrl", *maxrl, function="price")) == 0
-    assert all(row["resampled_groups"] == 8 and row["grad_norm"] == 0.0 for row in steps(tmp_path / "maxrl"))
+    assert all(
+        row["resampled_groups"] == 8 and row["grad_norm"] == 0.0
+        for row in steps(tmp_path / "maxrl")
+    )
 
-    both = ["--reward-funcs", *(f"{tmp_path / 'r.py'}:{name}" for name in ("worth", "price")), "--reward-weights", "1", "0.5"]
+    both = [
+        "--reward-funcs",
+        *(f"{tmp_path / 'r.py'}:{name}" for name in ("worth", "price")),
+        "--reward-weights",
+        "1",
+        "0.5",
+    ]
     for aggregation, replaced in {"sum_then_normalize": 8, "normalize_then_sum": 0}.items():
         options = [*both, "--max-resample-times", "2", "--multi-objective-aggregation", aggregation]
         assert train.main(argv(aggregation, *options)) == 0
@@ -81,7 +105,9 @@ def test_a_resumed_run_draws_the_same_replacements(argv, tmp_path):
     assert train.main(argv("parts", *options, "--max-steps", "1")) == 0
     assert train.main(argv("parts", *options, "--resume")) == 0
     assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
-    first, second = (checkpoint.load_model(tmp_path / name / "checkpoint-3") for name in ("whole", "parts"))
+    first, second = (
+        checkpoint.load_model(tmp_path / name / "checkpoint-3") for name in ("whole", "parts")
+    )
     assert all(torch.equal(p, q) for p, q in zip(first.parameters(), second.parameters()))
 
 

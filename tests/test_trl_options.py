@@ -1,4 +1,6 @@
-"""docs/trl.md, read against TRL's own options: none is missing, and what is said to have the same default has it."""
+"""docs/trl.md, read against TRL's own options: none is missing, and what is said to have the same
+default has it.
+"""
 
 import dataclasses
 import re
@@ -31,14 +33,30 @@ def test_every_option_of_trl_is_here_or_in_the_tables():
 def test_what_the_tables_name_exists():
     assert named("The same, under another default") <= OURS.keys() & ALL.keys()
     ours = named("The same, under another name", column=2) - {"serve", "fork"}
-    assert {name for name in ours if name in OURS} >= {"engine", "server", "rollout", "token_budget", "enable_thinking"}
+    assert {name for name in ours if name in OURS} >= {
+        "engine",
+        "server",
+        "rollout",
+        "token_budget",
+        "enable_thinking",
+    }
 
 
 def test_defaults_are_trls_where_nothing_else_is_said():
     shared = (
-        THEIRS | {"learning_rate", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"}
+        THEIRS
+        | {
+            "learning_rate",
+            "max_grad_norm",
+            "adam_beta1",
+            "adam_beta2",
+            "adam_epsilon",
+            "weight_decay",
+        }
     ) & OURS.keys()
     for name in sorted(shared - named("The same, under another default")):
-        theirs = GRPOConfig(output_dir="-", use_cpu=True, bf16=False, report_to="none").__getattribute__(name)
+        theirs = GRPOConfig(
+            output_dir="-", use_cpu=True, bf16=False, report_to="none"
+        ).__getattribute__(name)
         ours = OURS[name]
         assert (list(ours) or None if isinstance(ours, tuple) else ours) == theirs, name

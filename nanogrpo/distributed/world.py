@@ -1,0 +1,193 @@
+"""The processes of a run: who is here, and what they tell each other.
+
+In: the environment that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+Out: a `World`. One process without torchrun is a world of one and needs none of it, so the loop is
+written once. Read next: ends.py (how they end, together), fsdp.py (the model cut into shards),
+train.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanogrpo.config import Config
+from nanogrpo.distributed.failure import Watch, finish_saves, first_sentence
+from nanogrpo.errors import UserError
+from nanogrpo.types import Sample
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run. Example, the second of four: World(rank=1, size=4, device=cuda:1)"""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """The rank that writes and talks."""
+        return self.rank == 0
+
+    def part(self, items: Sequence) -> Sequence:
+        """This rank's part of a list that all ranks hold: a run of equal length (the last ones may
+        be shorter, or empty).
+        """
+        part = -(-len(items) // self.size)
+        return items[self.rank * part : (self.rank + 1) * part]
+
+    def gather(self, mine: Any) -> list:
+        """What every rank gave, in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [mine]
+        everyone: list = [None] * self.size
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def concat(self, mine: list) -> list:
+        """The ranks' lists, concatenated."""
+        return [item for part in self.gather(mine) for item in part]
+
+    def exchange(self, mine: Sequence[Sample], wanted: Sequence[set[int]]) -> Mapping[int, Sample]:
+        """The samples that this rank trains, by their index in the generation. Each that changes
+        rank goes to that rank alone.
+
+        mine: what this rank drew, a run of the generation in the order of ranks; wanted[r]: the
+        indices that rank r trains.
+        """
+        start = sum(self.gather(len(mine))[: self.rank])
+        own = dict(enumerate(mine, start))
+        moving = [
+            {i: own[i] for i in own.keys() & there} if rank != self.rank else {}
+            for rank, there in enumerate(wanted)
+        ]
+        for given in self._deliver(moving) if self.size > 1 else ():
+            own |= given
+        return {i: own[i] for i in sorted(wanted[self.rank])}
+
+    def _deliver(self, parcels: Sequence[Any]) -> list:
+        """parcels[r] goes to rank r; returns what this rank was sent, in the order of ranks."""
+        packed = [pickle.dumps(parcel) for parcel in parcels]
+        sizes = self.gather([len(p) for p in packed])  # [from][to]
+        sent = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
+        incoming = [row[self.rank] for row in sizes]
+        got = torch.empty(sum(incoming), dtype=torch.uint8)
+        dist.all_to_all_single(got, sent, incoming, sizes[self.rank])
+        return [pickle.loads(part.numpy().tobytes()) for part in got.split(incoming)]
+
+    def any(self, flag: bool = False, error: UserError | None = None) -> bool:
+        """Whether the flag is set on any rank; an error of any rank is raised on all of them. Every
+        rank must call.
+        """
+        said = self.gather((flag, error))
+        for _, error in said:
+            if error is not None:
+                raise error
+        return any(flag for flag, _ in said)
+
+    def once(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns or raises (UserError) on the main rank, on every rank: for what one
+        alone must do to the disk.
+        """
+        done = error = None
+        if self.main:
+            try:
+                done = work()
+            except UserError as e:
+                error = e
+        self.any(error=error)
+        return self.gather(done)[0]
+
+
+# --- together into the run, and out of it ---------------------------------------------------------
+
+
+@contextlib.contextmanager
+def join(cfg: Config) -> Iterator[World]:
+    """The world, for the time of a run. With several ranks, an exception inside ends this process
+    and all others.
+    """
+    cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
+    rank, size, local = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
+    if cuda and local >= torch.cuda.device_count():
+        raise UserError(
+            f"--device {cfg.device}: rank {rank} needs a GPU of its own but torch sees {torch.cuda.device_count()} on this "
+            "machine: use --device cpu or fewer processes."
+        )
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    world = World(rank, size, device)
+    watch = _connect(cfg, world)
+    try:
+        yield world
+        if dist.is_initialized():
+            dist.barrier()
+    except BaseException as e:
+        if watch is not None:
+            watch.end_all(e)  # does not return
+        finish_saves()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    # Behind this barrier every rank has done its work. The watches stop before the second one:
+    # behind it the store may be gone, which lives in rank 0, and that would look like a failure.
+    # And connections come down only behind it: gloo aborts a process whose peer has already taken
+    # down its own.
+    if watch is not None:
+        watch.stop()
+        dist.barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _connect(cfg: Config, world: World) -> Watch | None:
+    """Joins the process group that torchrun describes; within the timeout, or with a sentence."""
+    # NCCL for the tensors on GPUs, gloo for what lies on the host: the small Python objects, and
+    # offloaded shards.
+    backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
+    if "WORLD_SIZE" not in os.environ:
+        # FSDP2 also computes in bfloat16 from float32 masters: one GPU wants it as much as eight
+        if world.device.type == "cuda":
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
+        return None
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        # A store keeps the keys of whoever used it before: under torchrun, a restarted run must not
+        # read its ancestor's.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        group = dist.PrefixStore(f"group {attempt}", store)
+        dist.init_process_group(
+            backend, store=group, rank=world.rank, world_size=world.size, timeout=timeout
+        )
+    except (dist.DistError, RuntimeError, ValueError) as e:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        taken = "EADDRINUSE" in str(e) or "address already in use" in str(e).lower()
+        advice = (
+            "choose another port (torchrun --master-port)"
+            if taken
+            else "see that all are started and reach that address"
+        )
+        reason = "the port is in use" if taken else first_sentence(e)
+        raise UserError(
+            f"rank {world.rank} could not join the {world.size} processes at {where} within {cfg.ddp_timeout} s ({reason}): "
+            f"{advice}."
+        ) from e
+    # The watch has a connection of its own: a rank may wait in the other for the one that failed.
+    watched = dist.PrefixStore(f"watch {attempt}", store.clone())
+    return Watch(watched, world.rank, world.size, cfg.heartbeat_timeout) if world.size > 1 else None

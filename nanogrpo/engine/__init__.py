@@ -1,0 +1,3 @@
+"""Sampling engines: the protocol (base.py), the embedded one (local.py), and engines that wrap an
+engine. Start with base.py.
+"""

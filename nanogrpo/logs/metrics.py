@@ -1,0 +1,208 @@
+"""What a step was like, in numbers under TRL's names: docs/metrics.md says what each means.
+
+In: the step's samples, each micro-batch with what its loss gave (`Meter.add`), the seconds of each
+phase (`Clock`). Out: dicts of name → number. Means are over tokens or completions of the whole
+step, never means of means. Read next: log.py, which writes them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanogrpo.distributed.world import World
+from nanogrpo.grpo import mismatch
+from nanogrpo.model.head import PolicyOut
+from nanogrpo.types import PackedBatch, Sample
+
+
+class Clock:
+    """Seconds by phase: `with clock("sample"): …`. On a GPU each phase waits for its kernels, so
+    that the time is its own.
+    """
+
+    def __init__(self):
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with torch.profiler.record_function(phase):  # its name in a trace (--trace-step)
+            yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] += time.perf_counter() - start
+
+
+class Meter:
+    """Per-token results of a step's updates, kept as they come and reduced once at the end: no wait
+    for the GPU in between.
+    """
+
+    def __init__(self):
+        self.parts: list[dict[str, Tensor]] = []
+        self.loss: Tensor | float = 0.0
+        self.bonus: Tensor | None = None  # what the entropy took off the loss; None: no such term
+        self.norms: list[float] = []
+        self.updates = 0
+        self.first: int | None = None  # the first update with tokens
+
+    def add(self, batch: PackedBatch, out: PolicyOut) -> None:
+        part = {"sample": batch.sample, "entropy": out.entropy}
+        level = "sequence" if out.by_sequence else "token"
+        part |= {
+            f"{level}:{name}": x
+            for name, x in {"clip": out.clip, **(out.seen or {})}.items()
+            if x is not None
+        }
+        if out.kl is not None:
+            part["kl"] = out.kl
+        self.first = self.updates if self.first is None else self.first
+        # the weights are still those that sampled: what differs is trainer against engine
+        if self.updates == self.first:
+            part["delta"] = out.logp - batch.sampling_logp
+            if batch.importance is not None:
+                part["importance"] = batch.importance
+        part["update"] = torch.full_like(batch.sample, self.updates)
+        self.parts.append(part)
+        self.loss = self.loss + out.loss.detach()
+        if batch.entropy_weight is not None:
+            bonus = (batch.entropy_weight * out.entropy).sum()
+            self.bonus = bonus if self.bonus is None else self.bonus + bonus
+
+    def end_update(self, norm: float) -> None:
+        self.norms.append(norm)
+        self.updates += 1
+
+    def summary(self, world: World) -> dict[str, float]:
+        """The step's metrics over all ranks; every rank must call, and gets the same."""
+        loss = sum(world.gather(float(self.loss)))
+        out = {
+            "loss": loss / max(self.updates, 1),
+            "grad_norm": statistics.fmean(self.norms) if self.norms else 0.0,
+        }
+        if self.bonus is not None:
+            out["policy_loss"] = out["loss"] + sum(world.gather(float(self.bonus))) / max(
+                self.updates, 1
+            )
+        parts = world.concat(
+            [{name: t.float().cpu() for name, t in part.items()} for part in self.parts]
+        )
+        if not sum(len(part["sample"]) for part in parts):  # every completion was masked
+            return out
+
+        def joined(name: str) -> Tensor:
+            return torch.cat([part[name] for part in parts if name in part])
+
+        out["entropy"] = joined("entropy").mean().item()
+        if "kl" in parts[0]:
+            out["kl"] = joined("kl").mean().item()
+        ids = torch.stack([joined("update"), joined("sample")]).long()
+        # one id a completion and update
+        _, index, count = ids.unique(dim=1, return_inverse=True, return_counts=True)
+
+        def by_sample(values: Tensor) -> Tensor:
+            return torch.zeros(len(count)).index_add_(0, index, values) / count
+
+        for level, name in (key.split(":", 1) for key in parts[0] if ":" in key):
+            values = joined(f"{level}:{name}")
+            mean = (
+                (lambda x: by_sample(x).mean().item())
+                if level == "sequence"
+                else (lambda x: x.mean().item())
+            )
+            if name != "clip":
+                out[name] = mean(values)
+                continue
+            low, high = (values == -1).float(), (values == 1).float()
+            out |= {
+                "clip_ratio/low_mean": mean(low),
+                "clip_ratio/low_min": by_sample(low).min().item(),
+                "clip_ratio/high_mean": mean(high),
+                "clip_ratio/high_max": by_sample(high).max().item(),
+                "clip_ratio/region_mean": mean(low + high),
+            }
+        corrected = any("importance" in part for part in parts)
+        return out | mismatch.compare(joined("delta"), joined("importance") if corrected else None)
+
+
+def _mean_std(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+class Facts(NamedTuple):
+    """What the metrics need of a sample: the ranks share these, not the tokens."""
+
+    length: int
+    prompt_length: int
+    stopped: bool
+    rewards: dict[str, float | None]
+    reward: float | None
+
+
+def facts(samples: Sequence[Sample], world: World) -> list[Facts]:
+    """Of the samples of all ranks; every rank must call."""
+    return world.concat(
+        [
+            Facts(len(s.token_ids), len(s.prompt.token_ids), s.stopped, s.rewards, s.reward)
+            for s in samples
+        ]
+    )
+
+
+def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
+    """Metrics of a generation: lengths, rewards, and how many groups carry no signal (`std`: of
+    grpo.advantages).
+    """
+    out: dict[str, float] = {}
+    lengths = [s.length for s in samples]
+    ended = [n for n, s in zip(lengths, samples) if s.stopped] or [0]
+    for name, values in (("length", lengths), ("terminated_length", ended)):
+        out |= {f"completions/{how.__name__}_{name}": how(values) for how in (min, max)}
+        out[f"completions/mean_{name}"] = statistics.fmean(values)
+    out["completions/clipped_ratio"] = statistics.fmean(not s.stopped for s in samples)
+    for name in samples[0].rewards:
+        given = [r for s in samples if (r := s.rewards[name]) is not None]
+        if given:
+            out[f"rewards/{name}/mean"], out[f"rewards/{name}/std"] = _mean_std(given)
+    given = [s.reward for s in samples if s.reward is not None]
+    if given:
+        out["reward"], out["reward_std"] = _mean_std(given)
+    out["frac_reward_zero_std"] = torch.isclose(std, torch.zeros_like(std)).float().mean().item()
+    return out
+
+
+def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
+    """How long a step took, and how fast: 1 / `throughput/sample` + 1 / `throughput/train` + … = 1
+    / `tokens_per_second`.
+    """
+    tokens, total = sum(s.length for s in samples), sum(clock.seconds.values())
+    fast = {
+        f"throughput/{name}": tokens / clock.seconds[name]
+        for name in ("sample", "train")
+        if clock.seconds.get(name)
+    }
+    times = {f"time/{phase}": seconds for phase, seconds in clock.seconds.items()}
+    return {"tokens_per_second": tokens / total, **fast, "step_time": total, **times}
+
+
+def of_evaluation(samples: Sequence[Facts]) -> dict[str, float]:
+    """Metrics of completions that are not trained: as in training, a reward that does not apply is
+    left out and no 0.
+    """
+    out: dict[str, float] = {}
+    for name in samples[0].rewards:
+        given = [r for s in samples if (r := s.rewards[name]) is not None]
+        if given:
+            out[f"eval/rewards/{name}"] = statistics.fmean(given)
+    given = [s.reward for s in samples if s.reward is not None]
+    if given:
+        out["eval/reward"] = statistics.fmean(given)
+    return {**out, "eval/mean_length": statistics.fmean(s.length for s in samples)}

@@ -1,0 +1,113 @@
+"""Low-rank adapters (Hu et al. 2021, 2106.09685): y = W x + alpha/r · B A x, where only A [r, in]
+and B [out, r] are trained.
+
+In: a Decoder, whose chosen matrices become `LoRALinear`; the names of its own parameters stay what
+they were. Out: the same model, two of whose views matter elsewhere:
+
+    merged          W + alpha/r · B A, a new tensor: what engines sample with and transformers loads; W itself is never written
+    adapters off    the model as it was: the reference of beta > 0, so that no second model is kept
+
+B starts at zero, so the first policy is the base. There is no dropout: engines sample with the
+merged weights, and a policy that drops features while it is trained is not the one that sampled: on
+policy, its ratio would not be 1. Read next: adapters.py (PEFT's files), sync.py (the merged weights
+on their way).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from nanogrpo.config import LORA_TARGETS, Config
+from nanogrpo.kernels.linear import linear
+from nanogrpo.model.decoder import Decoder
+
+
+class LoRALinear(nn.Module):
+    """A linear layer whose weight and bias are frozen, and its adapters. They hold no numbers yet:
+    adapters.begin fills them.
+    """
+
+    def __init__(self, base: nn.Linear, r: int, alpha: float):
+        super().__init__()
+        self.weight, self.bias = base.weight, base.bias
+        like = {"dtype": base.weight.dtype, "device": base.weight.device}
+        self.lora_A = nn.Parameter(torch.empty(r, base.in_features, **like))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, r, **like))
+        self.scale = alpha / r
+        self.on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear(x, self.weight, self.bias)  # [T, out]
+        return y + self.scale * linear(linear(x, self.lora_A), self.lora_B) if self.on else y
+
+
+def targets(cfg: Config) -> list[str]:
+    """The names of the adapted layers, in the model's order."""
+    return [name for name in LORA_TARGETS if name in (cfg.lora_target_modules or LORA_TARGETS)]
+
+
+def attach(model: Decoder, cfg: Config) -> None:
+    """Freezes the model and gives the chosen layers adapters; nothing where --lora-r is 0. Before
+    it is sharded.
+    """
+    if not cfg.lora_r:
+        return
+    model.requires_grad_(False)
+    for block in model.model.layers:
+        for parent in (block.self_attn, block.mlp):
+            for name in targets(cfg):
+                if isinstance(layer := getattr(parent, name, None), nn.Linear):
+                    setattr(parent, name, LoRALinear(layer, cfg.lora_r, cfg.lora_alpha))
+
+
+@contextlib.contextmanager
+def off(model: nn.Module) -> Iterator[None]:
+    """The model without its adapters, if it has any, for the time of a `with`."""
+    adapted = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    for m in adapted:
+        m.on = False
+    try:
+        yield
+    finally:
+        for m in adapted:
+            m.on = True
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((".lora_A", ".lora_B"))
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a checkpoint of the model has, by name, each once."""
+    return ((name, p) for name, p in model.named_parameters() if not is_adapter(name))
+
+
+def gathered(p: Tensor) -> Tensor:
+    """A parameter without its gradient, whole; of a shard, by a collective."""
+    p = p.detach()
+    return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+
+def whole(owner: nn.Module, name: str, p: Tensor) -> Tensor:
+    """A base parameter, gathered; the weight of an adapted layer with its adapters, added in
+    float32 and rounded once.
+    """
+    w = gathered(p)
+    if not (isinstance(owner, LoRALinear) and name == "weight"):
+        return w
+    exact = torch.promote_types(w.dtype, torch.float32)
+    delta = gathered(owner.lora_B).to(exact) @ gathered(owner.lora_A).to(exact)  # [out, in]
+    return (w.to(exact) + owner.scale * delta).to(w.dtype)
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of the model without adapters, or with its adapters merged. Every rank
+    must consume it to the end.
+    """
+    for name, p in base_parameters(model):
+        owner, _, own = name.rpartition(".")
+        yield name, whole(model.get_submodule(owner), own, p)

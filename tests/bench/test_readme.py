@@ -1,0 +1,155 @@
+"""bench/README.md is what the rows say, nothing more and nothing less. Read next: bench/tables.py,
+bench/readme.py.
+"""
+
+import json
+
+import pytest
+
+from bench import common, readme, tables, tables_learning
+
+MACHINE = {
+    "cpu": "some chip",
+    "cores": 2,
+    "threads": 2,
+    "gpu": None,
+    "versions": {"torch": "2"},
+    "commit": "0123456789",
+}
+ROW = {"time": "2026-11-21T00:00:00+00:00", "machine": {**MACHINE, "uncommitted_changes": False}}
+
+
+def learned(side: str, seed: int, shift: float = 0.0) -> dict:
+    held_out = {"0": 0.3, "2": 0.6 + 0.1 * seed + shift, "4": 0.95 + 0.01 * seed + shift}
+    times = {
+        "seconds": [1.0, 1.0, 1.0, 1.0],
+        "reward": [1.0, 1.2 + 0.1 * seed, 1.4, 1.5 + 0.1 * seed + shift],
+    }
+    return {
+        "side": side,
+        "seed": seed,
+        "held_out": held_out,
+        "threads": 2,
+        "command": "python -m bench.learning",
+        **times,
+        **ROW,
+    }
+
+
+def test_the_readme_is_what_the_command_writes():
+    assert (common.ROOT / "bench/README.md").read_text() == readme.render(), (
+        "python -m bench.readme"
+    )
+
+
+def test_without_rows_every_cell_says_so(tmp_path):
+    text = readme.render(tmp_path)
+    for name in tables.BENCHES:
+        assert f"## {name}\n" in text
+    cells = [
+        cell
+        for line in text.splitlines()
+        if line.startswith("| ")
+        for cell in line.split("|")[1:-1]
+    ]
+    assert cells.count(f" {tables.MISSING} ") > 20
+    assert "0.6B, GPU, bfloat16" in text
+
+
+def test_a_cell_is_filled_by_its_own_row_alone():
+    row = {"case": "even, a vLLM server", "side": "nanogrpo", "why_not": "reasons"}
+    cells = [line[0] for line in tables.lines_of("end_to_end", [row]) if tables.MISSING in line]
+    assert "even" in cells
+    assert "even, a vLLM server" not in cells
+
+
+def test_a_row_fills_its_cell_and_names_its_origin(tmp_path):
+    rows = [learned("nanogrpo", 0), learned("nanogrpo", 1)]
+    common.write("learning", rows, tmp_path)
+    section = readme.section("learning", rows)
+    assert "| nanogrpo | 2 | 0.955 ± 0.007 | " in section
+    assert f"| TRL | {tables.MISSING} |" in section
+    assert (
+        "`python -m bench.learning` on some chip, 2 cores, 2 threads; torch 2; 2026-11-21, commit 0123456"
+        in section
+    )
+    assert section in readme.render(tmp_path)
+
+
+def test_a_result_that_no_table_shows_is_an_error(tmp_path):
+    common.write("unheard_of", [], tmp_path)
+    with pytest.raises(ValueError, match="unheard_of"):
+        readme.render(tmp_path)
+
+
+def test_check_tells_whether_the_file_is_up_to_date(tmp_path, capsys):
+    argv = ["--file", str(tmp_path / "README.md"), "--results", str(tmp_path)]
+    assert readme.main([*argv, "--check"]) == 1
+    assert readme.main(argv) == 0
+    assert readme.main([*argv, "--check"]) == 0
+    common.write("learning", [learned("TRL", 0)], tmp_path)
+    assert readme.main([*argv, "--check"]) == 1
+    assert "out of date" in capsys.readouterr().out
+
+
+def test_a_replay_is_compared_with_our_run_of_its_seed():
+    ours = [learned("nanogrpo", 0), learned("nanogrpo", 1)]
+    replayed = [
+        learned(common.REPLAYED, seed) | {"weights_apart": 1e-5 * (1 + seed)} for seed in (0, 1)
+    ]
+    replayed = [{**row, "ours": dict(row["held_out"])} for row in replayed]
+    (said,) = tables_learning.replay_apart([*ours, *replayed])
+    assert "ours at 6 of 6 evaluations (at most 0.000 apart)" in said
+    assert "at most 2.0e-05 of the way" in said
+    replayed[1]["held_out"]["4"] -= 0.25
+    (said,) = tables_learning.replay_apart([*ours, *replayed])
+    assert "ours at 5 of 6 evaluations (at most 0.250 apart)" in said
+    assert tables_learning.replay_apart(ours) == []
+    assert "| TRL, our completions | 2 | 0.830 ± " in readme.section("learning", [*ours, *replayed])
+
+
+def test_distance_of_two_curves():
+    same = [learned(side, seed) for side in ("nanogrpo", "TRL") for seed in (0, 1)]
+    assert tables_learning.apart(same, "held_out") == (1.0, 0.0)
+    far = [
+        learned(side, seed, shift=0.05 * (side == "TRL"))
+        for side in ("nanogrpo", "TRL")
+        for seed in (0, 1)
+    ]
+    share, most = tables_learning.apart(far, "held_out")  # deviations 0, 0.1/√2 and 0.01/√2
+    assert share == pytest.approx(2 / 3)
+    assert most == pytest.approx(0.05 / (0.01 / 2**0.5))
+    assert tables_learning.seconds_to(same[0], 0.9) == 4.0
+    assert tables_learning.seconds_to(same[0], 0.99) is None
+
+
+def test_rows_of_a_case_that_is_not_run_again_stay(tmp_path):
+    rows = [
+        {"case": case, "side": side, "x": 1} for case in ("a", "b") for side in ("ours", "theirs")
+    ]
+    common.write("some", rows, tmp_path)
+    common.merge(
+        "some",
+        [{"case": "b", "side": "ours", "x": 2}, {"case": "c", "side": "ours", "x": 3}],
+        tmp_path,
+    )
+    found = json.loads((tmp_path / "some.json").read_text())
+    assert [(r["case"], r["side"], r["x"]) for r in found] == [
+        *[
+            ("a", "ours", 1),
+            ("a", "theirs", 1),
+            ("b", "ours", 2),
+            ("b", "theirs", 1),
+            ("c", "ours", 3),
+        ]
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", sorted({path.stem for path in common.RESULTS.glob("*.json")} - set(readme.ELSEWHERE))
+)
+def test_the_tables_read_the_rows_there_are(name):
+    rows = common.read(name)
+    lines = tables.lines_of(name, rows)
+    assert len(lines) >= 1
+    assert {len(line) for line in lines} == {len(tables.BENCHES[name].columns)}

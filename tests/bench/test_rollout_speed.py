@@ -1,0 +1,119 @@
+"""The rollout bench runs and its rows can be trusted: forced lengths, medians, the machine. How
+fast is the bench's to say.
+"""
+
+import json
+import os
+
+import pytest
+import torch
+
+from bench import common, rollout_speed
+from nanogrpo.engine.base import SamplingParams
+from nanogrpo.engine.local import LocalEngine
+from nanogrpo.types import Prompt
+from tests.conftest import random_tokens, tiny_model
+
+SMALL = "--hidden 64 --layers 1 --vocab 128 --batch 8 --group 4 --prompt-length 5 --length 6 --longest 12 --batches 2 --repeats 3"
+
+
+@pytest.fixture
+def threads():
+    """The bench sets the number of threads of the process: give it back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_bench_writes_rows_that_stand_alone(tmp_path, capsys, threads):
+    rollout_speed.main(
+        [*SMALL.split(), "--threads", "1", "--vllm-python", "", "--out", str(tmp_path)]
+    )
+    rows = json.loads((tmp_path / "rollout_speed.json").read_text())
+    assert [(r["case"], r["side"]) for r in rows] == [
+        (case, side)
+        for case in ("even", "uneven")
+        for side in ("nanogrpo", "nanogrpo, unpacked", "transformers eager", "transformers sdpa")
+    ]
+    for r in rows:
+        assert len(r["seconds"]) == 3
+        assert r["tokens_per_second"] == pytest.approx(r["tokens"] / sorted(r["seconds"])[1])
+        assert r["command"].startswith("python -m bench.rollout_speed --hidden 64")
+        assert {"cpu", "cores", "threads", "versions", "commit", "load_average"} <= set(
+            r["machine"]
+        )
+        assert r["machine"]["threads"] == 1
+    assert rows[0]["tokens"] == 8 * 6
+    assert rows[4]["tokens"] == sum(rollout_speed.uneven_lengths(16, 12))
+    assert "even" in capsys.readouterr().out
+
+
+@pytest.mark.vllm
+def test_a_vllm_server_is_a_side_where_there_is_one(tmp_path, threads):
+    if not common.vllm_python():
+        assert not os.environ.get("NANOGRPO_REQUIRE_VLLM"), (
+            "NANOGRPO_REQUIRE_VLLM is set but there is no vLLM"
+        )
+        pytest.skip("needs a real vLLM (docs/vllm.md)")
+    rows = rollout_speed.main(
+        [*SMALL.split(), "--repeats", "1", "--threads", "1", "--out", str(tmp_path)]
+    )
+    # each side asserts that it has the lengths it asked for
+    asked = {(r["case"], r["side"]): r["tokens"] for r in rows}
+    assert asked["uneven", "vLLM"] == asked["uneven", "nanogrpo"]
+    assert asked["even", "vLLM"] == 8 * 6
+
+
+def test_the_commands_of_rows_name_no_place():
+    argv = ["--repeats", "3", "--vllm-python", "/x/python", "--out", "/y", "--cases", "even"]
+    assert (
+        common.facts("rollout_speed", "", "", argv)["command"]
+        == "python -m bench.rollout_speed --repeats 3 --cases even"
+    )
+
+
+def test_uneven_lengths_have_a_third_of_the_maximum_as_their_mean():
+    lengths = rollout_speed.uneven_lengths(256, 192)
+    assert min(lengths) >= 1
+    assert max(lengths) == 192
+    assert sum(lengths) / 256 == pytest.approx(64, abs=1)
+    assert lengths == rollout_speed.uneven_lengths(256, 192)
+
+
+def test_both_sides_complete_alike():
+    """Greedy, the two models continue a prompt with the same tokens: the same weights on both
+    sides, not only the same shape.
+    """
+    model = tiny_model(tie_word_embeddings=True)
+    theirs = rollout_speed.peer(model, "sdpa")
+    prompt = Prompt(0, "", random_tokens(9).tolist())
+    engine = LocalEngine(model.cfg, max_len=32, device="cpu")
+    engine.load(model, version=0)
+    (ours,) = engine.sample(
+        [prompt], 1, SamplingParams(temperature=0.0, max_tokens=12, ignore_stop=True), step=0
+    )
+    ids = torch.tensor([prompt.token_ids])
+    out = theirs.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12
+    )
+    assert out[0, 9:].tolist() == ours.token_ids
+
+
+def test_generate_stops_a_batch_with_its_longest_row():
+    theirs = rollout_speed.peer(tiny_model(tie_word_embeddings=True), "sdpa")
+    steps = []
+    theirs.register_forward_pre_hook(lambda *_: steps.append(1))
+    prompts = [Prompt(i, "", random_tokens(4, seed=i).tolist()) for i in range(4)]
+    assert rollout_speed.generate(theirs, prompts, [2, 5, 1, 3], batch=2) == [2, 5, 1, 3]
+    assert len(steps) == 5 + 3
+
+
+def test_interleaving_takes_turns():
+    order = []
+    timings = common.interleave(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3, warmup=1
+    )
+    assert "".join(order) == "ba" + "ab" + "ba" + "ab"  # the untimed round first
+    assert [len(t.seconds) for t in timings.values()] == [3, 3]
+    t = common.Timing([3.0, 1.0, 2.0])
+    assert (t.median, t.spread) == (2.0, [1.0, 3.0])

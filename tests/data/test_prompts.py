@@ -1,0 +1,293 @@
+"""Prompts from files: what each kind of row becomes, what each bad row is told.
+
+Read next: test_order.py (which prompts a step draws), test_rewards.py (where the other columns end
+up).
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanogrpo.data.prompts import from_rows, load, load_all
+from nanogrpo.data.sources import holds_out
+from nanogrpo.errors import UserError
+from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.rewards.builtin import same_answer
+from tests.model.test_tokenizer import make_folder
+
+GSM8K = Path(__file__).parent / "assets" / "gsm8k_tiny.jsonl"
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    return Tokenizer.from_pretrained(make_folder(tmp_path_factory.mktemp("chat")))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return Tokenizer.from_pretrained(make_folder(tmp_path_factory.mktemp("plain"), None))
+
+
+def write(path, *lines):
+    path.write_bytes(
+        b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines)
+    )
+    return str(path)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def test_plain_and_conversational_rows_keep_every_other_column(tmp_path, chat):
+    messages = [{"role": "user", "content": "3+4="}]
+    rows = [
+        {"prompt": "3+4=", "solution": 7, "level": None},
+        {"prompt": messages, "tags": ["a", {"b": 1}]},
+    ]
+    path = write(
+        tmp_path / "data.jsonl",
+        "\ufeff" + json.dumps(rows[0]),
+        "",
+        "  ",
+        json.dumps(rows[1]) + "\r",
+        "",
+    )
+    first, second = load(path, chat, enable_thinking=False)
+    assert (first.id, first.text, first.columns) == (0, "3+4=", {"solution": 7, "level": None})
+    assert first.token_ids == chat.encode("3+4=")
+    assert (second.id, second.text, second.columns) == (1, messages, {"tags": ["a", {"b": 1}]})
+    assert second.token_ids == chat.encode(chat.render(messages, enable_thinking=False))
+    assert chat.decode(second.token_ids).endswith("</think>\n\n")
+    assert [vars(p) for p in from_rows(rows, chat, enable_thinking=False)] == [
+        vars(first),
+        vars(second),
+    ]
+    # the caller's rows are left alone
+    assert rows[0] == {"prompt": "3+4=", "solution": 7, "level": None}
+
+
+def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path, plain):
+    text = "a\u2028b\u0085c"
+    assert (
+        load(write(tmp_path / "d.json", json.dumps({"prompt": text}, ensure_ascii=False)), plain)[
+            0
+        ].text
+        == text
+    )
+
+
+def test_gsm8k_rows_become_messages_or_text_and_a_solution(chat, plain):
+    conversational, text = load(str(GSM8K), chat), load(str(GSM8K), plain)
+    assert len(conversational) == len(text) == 12
+    for a, b in zip(conversational, text):
+        assert a.text == [{"role": "user", "content": b.text}]
+        assert a.columns == b.columns
+        assert set(a.columns) == {"answer", "solution"}
+        assert a.columns["answer"].endswith("#### " + a.columns["solution"])
+    solutions = [p.columns["solution"] for p in text]
+    assert solutions == [
+        "22",
+        "80",
+        "1,200",
+        "12.5",
+        "-5",
+        "26",
+        "270",
+        "18",
+        "350",
+        "30",
+        "1320",
+        "16",
+    ]
+
+
+def test_the_arithmetic_of_the_gsm8k_file_is_right():
+    for line in GSM8K.read_text(encoding="utf-8").splitlines():
+        steps = [
+            part.split(">>")[0].split("=") for part in json.loads(line)["answer"].split("<<")[1:]
+        ]
+        for term, result in steps:
+            assert eval(term, {"__builtins__": {}}) == float(result), line
+        assert same_answer(json.loads(line)["answer"].rpartition("####")[2], steps[-1][1])
+
+
+def test_a_solution_column_is_not_overwritten_and_a_prompt_comes_before_a_question(plain):
+    rows = [
+        {"question": "q", "answer": "#### 1", "solution": "one"},
+        {"prompt": "p", "question": "q", "answer": "#### 1"},
+    ]
+    first, second = from_rows(rows, plain)
+    assert first.columns == {"answer": "#### 1", "solution": "one"}
+    assert (second.text, second.columns) == ("p", {"question": "q", "answer": "#### 1"})
+
+
+def test_parquet_gives_what_jsonl_gives(tmp_path, chat):
+    # in the test extra; the package itself runs without it
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i}+1="}], "solution": str(i + 1)}
+        for i in range(5)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    lines = write(tmp_path / "d.jsonl", *(json.dumps(row) for row in rows))
+    assert [vars(p) for p in load(str(tmp_path / "d.parquet"), chat)] == [
+        vars(p) for p in load(lines, chat)
+    ]
+    with pytest.raises(UserError, match=r"d\.parquet, row 1: the prompt has \d+ tokens"):
+        load(str(tmp_path / "d.parquet"), chat, max_prompt_length=3)
+    (tmp_path / "not.parquet").write_bytes(b"hello")
+    with pytest.raises(UserError, match=r"not\.parquet cannot be read as Parquet"):
+        load(str(tmp_path / "not.parquet"), chat)
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+GOOD = '{"prompt": "a"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{'prompt': 'a'}", "not JSON"),
+        ('{"prompt": "a"', "not JSON"),
+        (b'{"prompt": "\xff"}', "not JSON .*utf-8"),
+        ('{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "not JSON .*recursion"),
+        ('["a"]', "a row must be an object .* this is a list"),
+        ("{}", "no `prompt`"),
+        ('{"question": "q", "answer": "42"}', "no `prompt`"),
+        ('{"prompt": 3}', "`prompt` must be"),
+        ('{"prompt": null}', "`prompt` must be"),
+        ('{"prompt": []}', "`prompt` must be"),
+        ('{"prompt": ["a"]}', "`prompt` must be"),
+        ('{"prompt": [{"role": "user"}]}', "`prompt` must be"),
+        ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}', "`prompt` must be"),
+        ('{"prompt": ""}', "the prompt is empty"),
+        ('{"prompt": "a\\ud800b"}', "cannot be encoded"),
+        ('{"prompt": "a", "completions": 1}', "column 'completions'"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(tmp_path, chat, line, message):
+    path = write(tmp_path / "d.jsonl", GOOD, "", line, GOOD)
+    with pytest.raises(UserError, match=message) as caught:
+        load(path, chat)
+    assert str(caught.value).startswith(f"{path}:3: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_long_prompt_is_refused_with_its_line_its_length_and_the_limit(tmp_path, plain):
+    path = write(tmp_path / "d.jsonl", GOOD, '{"prompt": "@@@@@@"}')
+    assert len(load(path, plain, max_prompt_length=6)) == 2
+    with pytest.raises(UserError) as caught:
+        load(path, plain, max_prompt_length=5)
+    assert str(caught.value) == (
+        f"{path}:2: the prompt has 6 tokens and max_prompt_length is 5; raise max_prompt_length, remove the "
+        "row, or choose --long-prompts drop"
+    )
+
+
+def test_files_that_are_no_data_set(tmp_path, chat, plain):
+    for path, message in [
+        (str(tmp_path / "none.jsonl"), r"none\.jsonl is not a file"),
+        (str(tmp_path), r"state\.json is missing: name a folder that save_to_disk has written"),
+        (write(tmp_path / "d.csv", "a,b"), "cannot tell the format from '.csv'"),
+        (write(tmp_path / "empty.jsonl"), r"empty\.jsonl holds no prompts"),
+        (write(tmp_path / "blank.jsonl", "", "  "), r"blank\.jsonl holds no prompts"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            load(path, chat)
+    with pytest.raises(UserError, match="holds no prompts"):
+        from_rows([], plain)
+    with pytest.raises(UserError, match=r"d\.jsonl:1: .* no chat template"):
+        load(write(tmp_path / "d.jsonl", '{"prompt": [{"role": "user", "content": "a"}]}'), plain)
+    with pytest.raises(UserError, match="row 1: no `prompt`"):
+        from_rows([{"prompt": "a"}, {}], plain)
+
+
+def test_long_prompts_are_dropped_on_request_and_counted(tmp_path, plain, caplog):
+    path = write(tmp_path / "d.jsonl", GOOD, '{"prompt": "@@@@@@"}', '{"prompt": "b"}')
+    with caplog.at_level("INFO"):
+        kept = load(path, plain, max_prompt_length=5, long_prompts="drop")
+    # an id is a row: the random numbers of others stay theirs
+    assert [(p.id, p.text) for p in kept] == [(0, "a"), (2, "b")]
+    assert caplog.messages == [f"{path}: 1 of 3 prompts have more than 5 tokens and are dropped."]
+    with pytest.raises(
+        UserError, match=r"d\.jsonl: all 3 prompts have more than 0 tokens: raise max_prompt_length"
+    ):
+        load(path, plain, max_prompt_length=0, long_prompts="drop")
+
+
+# ---- several sources, and folders of `datasets` --------------------------------------------------
+
+
+def test_ids_are_unique_and_stable_over_sources(tmp_path, plain):
+    a = write(tmp_path / "a.jsonl", *(json.dumps({"prompt": f"a{i}"}) for i in range(3)))
+    b = write(
+        tmp_path / "b.jsonl",
+        "",
+        *(json.dumps({"prompt": f"b{i}" * (1 + 9 * (i == 0))}) for i in range(2)),
+    )
+    alone, both = load_all([a], plain), load_all([a, b], plain)
+    assert [p.id for part in both for p in part] == list(range(5))
+    assert [vars(p) for p in both[0]] == [vars(p) for p in alone[0]]
+    dropped = load_all([b, a], plain, max_prompt_length=4, long_prompts="drop")
+    assert [(p.id, p.text) for part in dropped for p in part] == [
+        (1, "b1"),
+        (2, "a0"),
+        (3, "a1"),
+        (4, "a2"),
+    ]
+
+
+def test_a_saved_data_set_gives_what_datasets_reads(tmp_path, chat):
+    # comes with TRL; the package itself reads the folders without it
+    datasets = pytest.importorskip("datasets")
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{i}+1="}],
+            "solution": str(i + 1),
+            "tags": ["a"] * i,
+            "n": {"x": i, "y": None},
+        }
+        for i in range(7)
+    ]
+    whole = datasets.Dataset.from_list(rows)
+    whole.shuffle(seed=3).select(range(5)).save_to_disk(tmp_path / "some", num_shards=2)
+    theirs = [
+        vars(p) for p in from_rows(datasets.load_from_disk(tmp_path / "some").to_list(), chat)
+    ]
+    assert [vars(p) for p in load(str(tmp_path / "some"), chat)] == theirs
+    assert len(theirs) == 5
+    assert [p["columns"]["solution"] for p in theirs] != [str(i + 1) for i in range(5)]  # shuffled
+    datasets.DatasetDict(train=whole, test=whole.select([2, 4])).save_to_disk(tmp_path / "both")
+    both = str(tmp_path / "both")
+    assert [p.columns["solution"] for p in load(both, chat, split="test")] == ["3", "5"]
+    assert [vars(p) for p in load(both, chat)] == [vars(p) for p in from_rows(rows, chat)]
+    assert [holds_out(both, split) for split in ("test", "train", "eval")] == [True, True, False]
+    assert not holds_out(str(tmp_path / "some"), "test")
+    assert holds_out("arithmetic", "any")
+
+    with pytest.raises(UserError, match=r"both has no split 'eval' but 'train', 'test'"):
+        load(both, chat, split="eval")
+    with pytest.raises(UserError, match=r"some, row 1: the prompt has \d+ tokens"):
+        load(str(tmp_path / "some"), chat, max_prompt_length=3)
+    (tmp_path / "some" / "data-00001-of-00002.arrow").write_bytes(b"hello")
+    with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow cannot be read as Arrow"):
+        load(str(tmp_path / "some"), chat)
+    (tmp_path / "some" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow cannot be read as Arrow"):
+        load(str(tmp_path / "some"), chat)
+    for content, message in (
+        ("{", "is not JSON"),
+        ("[]", "names no data files"),
+        ('{"_data_files": [3]}', "names no data files"),
+    ):
+        (tmp_path / "some" / "state.json").write_text(content)
+        with pytest.raises(UserError, match=message):
+            load(str(tmp_path / "some"), chat)
+    for content in ("{", '{"splits": 3}'):
+        (tmp_path / "both" / "dataset_dict.json").write_text(content)
+        with pytest.raises(UserError, match=r"dataset_dict\.json (is not JSON|names no splits)"):
+            load(both, chat)

@@ -1,0 +1,173 @@
+"""A run that cannot begin because its processes do not find each other, and what they tell each
+other when they do.
+
+Read next: test_fsdp.py (what they compute together), test_signals.py (how they end).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+import train
+from nanogrpo.config import Config
+from nanogrpo.distributed.world import World, join
+from nanogrpo.errors import UserError
+from nanogrpo.run import output
+from nanogrpo.types import Prompt, Sample
+from tests.conftest import write_base
+from tests.distributed.test_signals import argv
+from tests.ranks import PATIENCE, Ranks, run, start
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base") / "tied", tie_word_embeddings=True)
+
+
+# ---- not even begun ------------------------------------------------------------------------------
+
+
+def refused(ranks: Ranks) -> str:
+    assert set(ranks.ends(PATIENCE)) == {0}
+    assert set(ranks.results()) == {2}
+    told = "".join(ranks.errors())
+    assert "Traceback" not in told
+    (said,) = [line for line in told.splitlines() if line.startswith("error: ")]
+    return said
+
+
+def test_a_rank_that_is_alone_says_so_within_the_timeout(base, tmp_path):
+    ranks = start(1, train.main, argv(base, tmp_path, "--ddp-timeout", "2"), WORLD_SIZE="2")
+    said = refused(ranks)
+    assert re.match(
+        r"error: rank 0 could not join the 2 processes at 127\.0\.0\.1:\d+ within 2 s \(.+\): see that all",
+        said,
+    )
+
+
+def test_an_address_where_nobody_listens(base, tmp_path):
+    ranks = start(
+        1, train.main, argv(base, tmp_path, "--ddp-timeout", "2"), WORLD_SIZE="2", RANK="1"
+    )
+    assert "rank 1 could not join the 2 processes" in refused(ranks)
+
+
+def test_a_port_in_use(base, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        said = refused(
+            start(
+                1,
+                train.main,
+                argv(base, tmp_path, "--ddp-timeout", "2"),
+                WORLD_SIZE="2",
+                MASTER_PORT=port,
+            )
+        )
+    assert (
+        f":{port} within 2 s (the port is in use): choose another port (torchrun --master-port)."
+        in said
+    )
+
+
+def test_a_step_whose_prompts_the_ranks_cannot_share(base, tmp_path):
+    ranks = start(3, train.main, argv(base, tmp_path))
+    ends = ranks.ends(PATIENCE)
+    assert set(ends) <= {1, 2}
+    assert 2 in ends
+    (said,) = [line for line in "".join(ranks.errors()).splitlines() if line.startswith("error: ")]
+    assert (
+        "the 4 prompts of a step (--generation-batch-size / --num-generations) cannot be shared evenly by 3 processes"
+        in said
+    )
+
+
+def test_an_output_folder_that_is_not_shared(tmp_path):
+    """Two machines, each with a folder of its own of that name."""
+    found = run(2, elsewhere, tmp_path)
+    assert (
+        found[0]
+        == found[1]
+        == f"--output-dir {tmp_path}/1 is another folder for rank 1: choose one that all machines share."
+    )
+
+
+def elsewhere(folder: Path) -> str:
+    cfg = Config(device="cpu", output_dir=str(folder / os.environ["RANK"]))
+    with join(cfg) as world:
+        try:
+            with output.claimed(cfg, world):
+                pass
+        except UserError as e:
+            return str(e)
+    return ""
+
+
+def test_what_one_rank_does_alone_fails_on_all():
+    assert run(2, alone_and_in_vain) == ["not here.", "not here."]
+
+
+def alone_and_in_vain() -> str:
+    def work() -> None:
+        raise UserError("not here.")
+
+    with join(Config(device="cpu")) as world:
+        assert world.once(lambda: world.rank) == 0
+        assert world.any(flag=world.rank == 1)
+        assert not world.any()
+        try:
+            world.once(work)
+        except UserError as e:
+            return str(e)
+    return ""
+
+
+def test_a_world_of_one_agrees_with_itself():
+    world = World(0, 1, None)
+    assert world.any(True)
+    assert not world.any()
+    with pytest.raises(UserError, match="alas"):
+        world.any(error=UserError("alas"))
+
+
+# ---- samples that change rank --------------------------------------------------------------------
+
+
+def exchanged() -> None:
+    """Six samples of three ranks: one stays, one goes round, one goes to two ranks, one is trained
+    by nobody, rank 2 gets all.
+    """
+    wanted, arrived, deliver = [{0, 2, 4}, {1, 4}, {0, 1, 2, 4, 5}], [], World._deliver
+    World._deliver = lambda *args: arrived.extend(deliver(*args)) or arrived
+    with join(Config(device="cpu")) as world:
+        prompts = [Prompt(i, "", [i] * 3) for i in range(2 * world.rank, 2 * world.rank + 2)]
+        mine = [
+            Sample(p, 0, [p.id, 7], [-0.5, -p.id / 3], True, [0, 0], advantage=p.id)
+            for p in prompts
+        ]
+        got = world.exchange(mine, wanted)
+        assert list(got) == sorted(got)
+        assert set(got) == wanted[world.rank]
+        assert all(
+            s.prompt.id == i and s.logp == [-0.5, -i / 3] and s.advantage == i
+            for i, s in got.items()
+        )
+        sent = {i for part in arrived for i in part}
+        # nothing that others train, nothing of its own
+        assert sent == wanted[world.rank] - {2 * world.rank, 2 * world.rank + 1}
+        # and where nothing is trained nothing is sent
+        assert world.exchange(mine, [set(), set(), set()]) == {}
+
+
+def test_a_sample_goes_to_the_ranks_that_train_it_and_to_no_other():
+    run(3, exchanged)
+    alone = World(0, 1, None)
+    sample = Sample(Prompt(0, "", [1]), 0, [2], [-0.5], True, [0])
+    assert alone.exchange([sample, sample], [{0}]) == {0: sample}

@@ -1,0 +1,138 @@
+"""Sampling ahead: admission by counting, the bound on every token, errors that reach the loop.
+Against the fake server.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+
+from nanogrpo.engine.ahead import Ahead, staleness
+from tests.vllm.fake import MODEL, FakeVLLM, engine_of
+from tests.vllm.test_client import PARAMS, PROMPTS, shown
+
+
+@pytest.fixture
+def fake():
+    with FakeVLLM(MODEL.cfg) as server:
+        yield server
+
+
+def ahead_of(engine, bound, stop=6) -> Ahead:
+    return Ahead(engine, lambda step: PROMPTS[:2], 2, PARAMS, 0, stop, bound)
+
+
+def asked_steps(fake) -> int:
+    # seeds: a repeated request counts once
+    return len({b["sampling_params"]["seed"] for b in fake.generated()}) // 2
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_no_step_is_asked_for_before_its_time_and_none_beyond_the_last(fake, bound):
+    engine = engine_of(fake)
+    ahead = ahead_of(engine, bound)
+    for step in range(6):
+        samples = ahead.take(step)
+        assert all(v >= step - bound for s in samples for v in s.versions)
+        assert asked_steps(fake) <= min(step + bound + 1, 6)
+        engine.load(MODEL, step + 1)
+    assert asked_steps(fake) == 6
+    ahead.close()
+
+
+def test_the_same_samples_whatever_the_bound(fake):
+    """A fake's completions do not depend on the weights: what is left is seeds and order."""
+    runs = []
+    for bound in (0, 1, 2):
+        engine = engine_of(fake)
+        ahead, run = ahead_of(engine, bound), []
+        for step in range(4):
+            run.append(shown(ahead.take(step)))
+            engine.load(MODEL, step + 1)
+        runs.append(run)
+        ahead.close()
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_the_next_step_is_sampled_while_this_one_trains(fake):
+    engine = engine_of(fake)
+    ahead = ahead_of(engine, 1)
+    arrived, answer = threading.Event(), fake.answer
+
+    def seen(path, body):
+        if path == "/inference/v1/generate" and asked_steps(fake) == 2:
+            arrived.set()
+        return answer(path, body)
+
+    fake.answer = seen
+    ahead.take(0)
+    assert arrived.wait(60)  # before any load: the loop would be training now
+    engine.load(MODEL, 1)
+    assert {v for s in ahead.take(1) for v in s.versions} <= {0, 1}
+    ahead.close()
+
+
+def test_a_token_that_is_too_old_stops_the_run(fake):
+    engine = engine_of(fake)
+    ahead = ahead_of(engine, 1)
+    ahead.take(0)
+    ahead.take(1)
+    with pytest.raises(
+        AssertionError,
+        match="a token of step 2 was written by version 0: older than --max-staleness 1",
+    ):
+        ahead.take(2)  # nothing was loaded in between
+    ahead.close()
+
+
+def test_an_error_of_the_thread_reaches_the_loop(fake):
+    engine = engine_of(fake)
+    ahead = ahead_of(engine, 1)
+    fake.disturb = lambda m, path, b: 400 if "generate" in path else None
+    with pytest.raises(Exception, match="refuses /inference/v1/generate"):
+        ahead.take(0)
+    ahead.close()
+
+
+def test_steps_are_taken_in_order(fake):
+    ahead = ahead_of(engine_of(fake), 1)
+    with pytest.raises(RuntimeError, match="the samples of step 0 are next, not those of step 1"):
+        ahead.take(1)
+    ahead.close()
+
+
+def test_the_thread_that_samples_ahead_ends_with_the_engine(fake):
+    """Also between two groups, when there is no connection to cut: the interpreter waits for this
+    thread.
+    """
+    engine = engine_of(fake, window=1)
+    ahead = Ahead(engine, lambda step: PROMPTS * 50, 1, PARAMS, 0, 9, 1)
+    usual, many, closed = fake.answer, threading.Event(), threading.Event()
+
+    def answer(path, body):
+        if len(fake.generated()) > 10 and path == "/inference/v1/generate":
+            many.set()
+            closed.wait(60)
+        return usual(path, body)
+
+    fake.answer = answer
+    engine.servers[0].abort = lambda: None  # as if it came between two requests
+    ahead._ask(PROMPTS * 50, 0)
+    assert many.wait(60)
+    ahead.close()
+    engine.close()
+    closed.set()
+    (thread,) = ahead.pool._threads
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(fake.generated()) == 11  # not at the end of its work
+
+
+def test_the_figures_of_staleness():
+    assert staleness([Counter([2, 3, 3]), Counter([3])], 3) == {
+        "staleness/mean": 0.25,
+        "staleness/max": 1,
+        "staleness/mixed": 0.5,
+    }

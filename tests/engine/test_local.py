@@ -1,0 +1,342 @@
+"""The embedded engine: the cache against the full forward, log-probs against the trainer's, rows
+against each other, weights.
+
+Everything runs on a tiny random decoder. Read next: tests/engine/test_sampler.py,
+tests/bench/test_rollout_speed.py.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from nanogrpo.engine import local as local_engine
+from nanogrpo.engine.base import SamplingParams
+from nanogrpo.engine.local import LocalEngine
+from nanogrpo.errors import UserError
+from nanogrpo.model.attention import KVCache
+from nanogrpo.types import Prompt
+from tests.conftest import positions_of, tiny_config, tiny_model
+
+STOPS = range(12)  # of 151 tokens: about one in twelve stops a completion
+PARAMS = SamplingParams(max_tokens=24, stop_token_ids=STOPS, seed=5)
+LENGTHS = (1, 3, 17, 8, 1, 30)
+
+
+def make_prompts(lengths=LENGTHS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Prompt(100 + i, "", torch.randint(151, (n,), generator=generator).tolist())
+        for i, n in enumerate(lengths)
+    ]
+
+
+def make_engine(model=None, slots=64, max_len=64, **kwargs):
+    model = model or tiny_model()
+    engine = LocalEngine(
+        model.cfg, max_len=max_len, slots=slots, device=kwargs.pop("device", "cpu"), **kwargs
+    )
+    engine.load(model, version=7)
+    return engine
+
+
+def trainer_logp(model, samples, temperature):
+    """The log-probs of all completions by the trainer's forward, over one packed strip."""
+    ids = [torch.tensor(s.prompt.token_ids + s.token_ids) for s in samples]
+    positions, attend = positions_of([len(x) for x in ids])
+    with torch.no_grad():
+        logp = (model(torch.cat(ids), positions, attend) / temperature).log_softmax(-1)  # [T, V]
+    rows = logp.split([len(x) for x in ids])
+    return [
+        r[:-1].gather(1, x[1:, None])[-len(s.token_ids) :, 0] for r, x, s in zip(rows, ids, samples)
+    ]
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1},
+        {"model_type": "qwen2"},
+    ],
+    ids=["gqa", "tied", "multi_head", "multi_query", "qwen2"],
+)
+def test_decoding_with_the_cache_is_the_full_forward(changes):
+    model = tiny_model(**changes).double()  # in float32 the last digit is the machine's
+    c = model.cfg
+    lengths = [80, 5, 33]  # the cache widens at 64
+    tokens = torch.randint(151, (3, 80), generator=torch.Generator().manual_seed(1))
+    cache = KVCache(
+        c.num_hidden_layers,
+        4,
+        c.num_key_value_heads,
+        96,
+        c.head_dim,
+        torch.float64,
+        torch.device("cpu"),
+    )
+    positions, attend = positions_of(lengths)
+    with torch.no_grad():
+        full = model(torch.cat([t[:n] for t, n in zip(tokens, lengths)]), positions, attend).split(
+            lengths
+        )
+        for t in range(80):
+            b = 3 if t < 5 else 2 if t < 33 else 1  # rows leave as they end; row 0 is the longest
+            rows = [0, 2, 1][:b]
+            cache.begin(torch.full((b,), t), t + 1)
+            out = model(tokens[rows, t], torch.full((b,), t), cache)
+            torch.testing.assert_close(
+                out, torch.stack([full[r][t] for r in rows]), atol=1e-10, rtol=1e-10
+            )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_log_probs_are_the_trainers(temperature):
+    model = tiny_model()
+    samples = make_engine(model, slots=5).sample(
+        make_prompts(), 4, dataclasses.replace(PARAMS, temperature=temperature), step=0
+    )
+    for s, logp in zip(samples, trainer_logp(model, samples, temperature or 1.0)):
+        torch.testing.assert_close(torch.tensor(s.logp), logp, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"model_type": "qwen2"}, {"tie_word_embeddings": True}],
+    ids=["qwen3", "biases", "tied"],
+)
+def test_packed_weights_compute_the_same_and_follow_a_load(changes, monkeypatch):
+    # every weight of the tiny model, not the head alone
+    monkeypatch.setattr(local_engine, "PACK_FROM", 0)
+    engine = make_engine(tiny_model(**changes), slots=5)
+    for seed in (0, 1):
+        model = tiny_model(seed=seed, **changes)
+        engine.load(model, version=seed)
+        samples = engine.sample(make_prompts(), 4, PARAMS, step=0)
+        for s, logp in zip(samples, trainer_logp(model, samples, 1.0)):
+            torch.testing.assert_close(torch.tensor(s.logp), logp, atol=1e-5, rtol=1e-5)
+
+
+def test_greedy_takes_the_likeliest():
+    model = tiny_model()
+    samples = make_engine(model).sample(
+        make_prompts(), 2, SamplingParams(temperature=0.0, max_tokens=8), step=0
+    )
+    for s in samples:
+        ids = list(s.prompt.token_ids)
+        for token in s.token_ids:
+            positions, attend = positions_of([len(ids)])
+            with torch.no_grad():
+                assert int(model(torch.tensor(ids), positions, attend)[-1].argmax()) == token
+            ids.append(token)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def ids(samples):
+    return [s.token_ids for s in samples]
+
+
+def test_completions_do_not_depend_on_the_batching(monkeypatch):
+    model, prompts = tiny_model(), make_prompts()
+    wide = make_engine(model, slots=64).sample(prompts, 6, PARAMS, step=2)
+    assert [(s.prompt.id, s.index) for s in wide] == [(p.id, j) for p in prompts for j in range(6)]
+    assert len({len(s.token_ids) for s in wide}) > 5  # rows did leave at different times
+    assert ids(make_engine(model, slots=3).sample(prompts, 6, PARAMS, step=2)) == ids(wide)
+    alone = [
+        s for p in reversed(prompts) for s in make_engine(model).sample([p], 6, PARAMS, step=2)
+    ]
+    assert sorted(ids(alone)) == sorted(ids(wide))
+    assert ids(make_engine(model).sample(prompts, 2, PARAMS, step=2)) == [
+        s.token_ids for s in wide if s.index < 2
+    ]
+    # several packs, one of them a prompt above the budget
+    monkeypatch.setattr(local_engine, "PREFILL_TOKENS", 20)
+    assert ids(make_engine(model, slots=5).sample(prompts, 6, PARAMS, step=2)) == ids(wide)
+
+
+def test_a_look_every_few_steps_changes_nothing():
+    model, prompts = tiny_model(), make_prompts()
+    each, few = make_engine(model, slots=7), make_engine(model, slots=7)
+    few.stride = 8  # as on a GPU: what was drawn behind a stop token is thrown away
+    a, b = (engine.sample(prompts, 6, PARAMS, step=0) for engine in (each, few))
+    assert ids(a) == ids(b)
+    assert [s.stopped for s in a] == [s.stopped for s in b]
+
+
+def test_the_prompt_is_prefilled_once_for_its_group():
+    engine, seen = make_engine(slots=3), []
+    engine.model.model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    engine.sample(make_prompts([20]), 5, SamplingParams(max_tokens=4), step=0)
+    assert seen == [19] + 4 * [3] + 4 * [2]
+
+
+def test_a_step_costs_what_is_alive():
+    engine, seen = make_engine(slots=4), []
+    engine.model.model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    engine.sample(
+        make_prompts([1, 1, 1, 1, 1, 1]),
+        1,
+        SamplingParams(max_tokens=9),
+        step=0,
+        limits=[1, 2, 9, 1, 1, 3],
+    )
+    assert seen == [4, 4, 2, 2, 1, 1, 1, 1, 1]  # two waiting ones enter after the first step
+
+
+def test_the_stream_is_a_function_of_seed_step_prompt_and_sample():
+    engine, prompts = make_engine(), make_prompts([4])
+    once = ids(engine.sample(prompts, 3, PARAMS, step=0))
+    assert ids(engine.sample(prompts, 3, PARAMS, step=0)) == once
+    assert ids(engine.sample(prompts, 3, PARAMS, step=1)) != once
+    assert ids(engine.sample(prompts, 3, dataclasses.replace(PARAMS, seed=6), step=0)) != once
+    renamed = [dataclasses.replace(prompts[0], id=1)]
+    assert ids(engine.sample(renamed, 3, PARAMS, step=0)) != once
+    assert len({tuple(x) for x in once}) == 3
+
+
+def test_building_and_sampling_leave_the_global_random_state_alone():
+    before = torch.get_rng_state()
+    model = tiny_model()
+    state = torch.get_rng_state()
+    make_engine(model).sample(make_prompts(), 2, PARAMS, step=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.set_rng_state(before)
+
+
+def test_stops_and_cuts():
+    samples = make_engine().sample(make_prompts(), 8, PARAMS, step=0)
+    assert {s.stopped for s in samples} == {True, False}
+    for s in samples:
+        assert s.stopped == (s.token_ids[-1] in STOPS)
+        assert not set(s.token_ids[:-1]) & set(STOPS)
+        assert s.stopped or len(s.token_ids) == PARAMS.max_tokens
+        assert len(s.logp) == len(s.versions) == len(s.token_ids)
+    on = make_engine().sample(
+        make_prompts(), 8, dataclasses.replace(PARAMS, ignore_stop=True), step=0
+    )
+    assert {len(s.token_ids) for s in on} == {PARAMS.max_tokens}
+    assert not any(s.stopped for s in on)
+    assert all(b.token_ids[: len(a.token_ids)] == a.token_ids for a, b in zip(samples, on))
+
+
+def test_the_last_allowed_token_may_be_a_stop():
+    on = make_engine().sample(
+        make_prompts(), 4, dataclasses.replace(PARAMS, ignore_stop=True), step=0
+    )
+    one = make_engine().sample(
+        make_prompts(),
+        4,
+        dataclasses.replace(PARAMS, max_tokens=1, stop_token_ids=range(75)),
+        step=0,
+    )
+    assert [s.token_ids for s in one] == [s.token_ids[:1] for s in on]
+    assert [s.stopped for s in one] == [s.token_ids[0] < 75 for s in one]
+
+
+def test_the_context_can_be_filled_to_the_last_token():
+    engine = make_engine(max_len=40)
+    (s,) = engine.sample(make_prompts([30]), 1, SamplingParams(max_tokens=10), step=0)
+    assert len(s.token_ids) == 10
+    assert engine.sample([], 4, PARAMS, step=0) == []
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def test_load_changes_version_and_samples_and_takes_a_copy():
+    model, prompts = tiny_model(), make_prompts()
+    engine = make_engine(model)
+    first = engine.sample(prompts, 2, PARAMS, step=0)
+    with torch.no_grad():
+        model.lm_head.weight.add_(torch.randn(model.lm_head.weight.shape))
+    # an update alone changes nothing
+    assert ids(engine.sample(prompts, 2, PARAMS, step=0)) == ids(first)
+    engine.load(model, version=8)
+    second = engine.sample(prompts, 2, PARAMS, step=0)
+    assert ids(second) != ids(first)
+    assert {v for s in first for v in s.versions} == {7}
+    assert {v for s in second for v in s.versions} == {8}
+    engine.close()
+
+
+def test_logits_that_are_not_finite_stop_the_run_and_leave_no_trace():
+    model, broken, prompts = tiny_model(), tiny_model(), make_prompts()
+    engine = make_engine(model)
+    good = ids(engine.sample(prompts, 2, PARAMS, step=0))
+    for value in (float("nan"), float("inf")):
+        for name in ("model.layers.0.self_attn.v_proj.weight", "lm_head.weight"):
+            broken.load_state_dict(model.state_dict())
+            with torch.no_grad():
+                broken.get_parameter(name)[3, 1] = value
+            engine.load(broken, version=9)
+            with pytest.raises(FloatingPointError, match=r"prompt 10\d, weights 9"):
+                engine.sample(prompts, 2, PARAMS, step=0)
+    engine.load(model, version=10)
+    assert ids(engine.sample(prompts, 2, PARAMS, step=0)) == good  # no NaN is left in the cache
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "message"),
+    [
+        (41, 24, "Prompt 100: its 41 tokens and max_tokens 24 exceed"),
+        (70, 1, "Prompt 100: its 70"),
+        (0, 4, "Prompt 100: 0 tokens"),
+    ]
+    + [(4, 0, "max_tokens 0")],
+)
+def test_what_does_not_fit_is_refused(length, max_tokens, message):
+    with pytest.raises(UserError, match=message):
+        make_engine().sample(
+            make_prompts([length]), 2, SamplingParams(max_tokens=max_tokens), step=0
+        )
+
+
+def test_a_context_beyond_the_models_is_refused():
+    with pytest.raises(UserError, match="max_len 257 exceeds max_position_embeddings 256"):
+        LocalEngine(tiny_config(), max_len=257, device="cpu")
+    with pytest.raises(RuntimeError, match="load"):
+        LocalEngine(tiny_config(), max_len=64, device="cpu").sample(
+            make_prompts(), 1, PARAMS, step=0
+        )
+
+
+# ---- GPU -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02}, {"temperature": 0.0}],
+)
+def test_cuda_graphs_draw_what_eager_decoding_draws(changes):
+    model, prompts = tiny_model().cuda(), make_prompts()
+    params = dataclasses.replace(PARAMS, **changes)
+    eager, graphs = (
+        make_engine(model, slots=7, device="cuda", dtype=torch.float32, graphs=g).sample(
+            prompts, 6, params, step=0
+        )
+        for g in (False, True)
+    )
+    assert ids(graphs) == ids(eager)
+    for a, b in zip(graphs, eager):
+        torch.testing.assert_close(torch.tensor(a.logp), torch.tensor(b.logp), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_graphs_follow_newly_loaded_weights():
+    model, prompts = tiny_model().cuda(), make_prompts()
+    engine = make_engine(model, slots=7, device="cuda", dtype=torch.float32)
+    engine.sample(prompts, 6, PARAMS, step=0)
+    other = tiny_model(seed=1).cuda()
+    engine.load(other, version=8)
+    fresh = make_engine(other, slots=7, device="cuda", dtype=torch.float32)
+    assert ids(engine.sample(prompts, 6, PARAMS, step=0)) == ids(
+        fresh.sample(prompts, 6, PARAMS, step=0)
+    )

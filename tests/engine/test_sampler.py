@@ -1,0 +1,128 @@
+"""Drawing a token: the hash against its definition, draws against the softmax, filters against
+transformers, and the edges.
+
+The statistics are of fixed keys, so that they are the same in every run. Read next:
+tests/engine/test_local.py.
+"""
+
+import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from nanogrpo.engine import sampler as drawing
+from nanogrpo.engine.base import SamplingParams, stream
+from nanogrpo.engine.sampler import draw, filtered, uniform
+
+
+def test_uniform_is_splitmix64():
+    """Against the same in Python's unbounded integers, over keys and counters of every size."""
+    word = (1 << 64) - 1
+
+    def mix(key, counter):
+        z = (key + (counter + 1) * 0x9E3779B97F4A7C15) & word
+        z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & word
+        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & word
+        return ((z ^ z >> 31) >> 11) * 2.0**-53
+
+    keys = [0, 1, (1 << 63) - 1, *(stream(0, s, 3, 1) for s in range(50))]
+    for counter in (0, 1, 77, 131_071):
+        got = uniform(torch.tensor(keys), torch.full((len(keys),), counter))
+        assert got.tolist() == [mix(k, counter) for k in keys]
+    # the first output of the published generator at seed 0
+    assert mix(0, 0) == (0xE220A8397B1DCDAF >> 11) * 2.0**-53
+
+
+def chi_square(counts, expected):
+    """Pearson's statistic, normalised: about Normal(0, 1) when the counts come from the expected
+    ones.
+    """
+    freedom = len(counts) - 1
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
+
+
+def test_uniform_is_uniform_and_pairs_are_independent():
+    keys = torch.tensor([stream(1, 0, p, g) for p in range(64) for g in range(8)])
+    u = torch.stack([uniform(keys, torch.full_like(keys, t)) for t in range(128)])  # [128, 512]
+    assert float(u.min()) >= 0
+    assert float(u.max()) < 1
+    bins = torch.bincount((u.flatten() * 256).long(), minlength=256).double()
+    assert abs(chi_square(bins, torch.full_like(bins, u.numel() / 256))) < 4
+    # the next token of a completion; the next completion of a group
+    for a, b in ((u[:-1], u[1:]), (u[:, :-1], u[:, 1:])):
+        pairs = torch.bincount(
+            ((a * 16).long() * 16 + (b * 16).long()).flatten(), minlength=256
+        ).double()
+        assert abs(chi_square(pairs, torch.full_like(pairs, a.numel() / 256))) < 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"temperature": 0.6}, {"top_k": 9, "top_p": 0.9}],
+    ids=["plain", "cooler", "filtered"],
+)
+def test_draws_follow_the_softmax(changes):
+    params = SamplingParams(**changes)
+    n, logits = 200_000, torch.randn(40, generator=torch.Generator().manual_seed(3)) * 1.5
+    tokens, logp = draw(
+        logits.expand(n, -1), torch.full((n,), stream(9, 9, 9, 9)), torch.arange(n), params
+    )
+    expected = filtered(logits[None] / params.temperature, params).softmax(-1)[0].double()
+    counts = torch.bincount(tokens, minlength=40).double()
+    assert (counts[expected == 0] == 0).all()
+    assert abs(chi_square(counts[expected > 0], n * expected[expected > 0])) < 4
+    # before filters
+    torch.testing.assert_close(logp, (logits / params.temperature).log_softmax(-1)[tokens])
+
+
+@pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-24, 1 - 2.0**-53])
+def test_a_token_of_probability_zero_is_never_drawn(u, monkeypatch):
+    monkeypatch.setattr(
+        drawing, "uniform", lambda key, counter: torch.full(key.shape, u, dtype=torch.float64)
+    )
+    logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0))
+    logits[:, :7] = logits[:, 2000:2010] = logits[:, -9:] = float("-inf")
+    logits[0, 7:] = float("-inf")
+    logits[0, 2005] = 0.0  # one token left: the only one that can come
+    key = torch.zeros(8, dtype=torch.int64)
+    for params in (
+        SamplingParams(),
+        SamplingParams(top_p=0.3),
+        SamplingParams(min_p=0.5),
+        SamplingParams(top_k=1),
+    ):
+        token, logp = draw(logits, key, key, params)
+        assert token[0] == 2005
+        assert logp.isfinite().all()
+        assert filtered(logits, params).gather(1, token[:, None]).isfinite().all()
+
+
+FILTERS = [
+    {"top_k": 5},
+    {"top_k": 151},
+    {"top_k": 500},
+    {"top_p": 0.8},
+    {"top_p": 1e-6},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"temperature": 0.5, "top_k": 30, "top_p": 0.7, "min_p": 0.05},
+    {"temperature": 2.0, "top_k": 3, "top_p": 0.99, "min_p": 0.3},
+]
+
+
+@pytest.mark.parametrize("changes", FILTERS, ids=str)
+def test_filters_are_those_of_transformers(changes):
+    params = SamplingParams(**changes)
+    logits = torch.randn(50, 151, generator=torch.Generator().manual_seed(0)) * 3
+    expected = TemperatureLogitsWarper(params.temperature)(None, logits)
+    if params.top_k:
+        expected = TopKLogitsWarper(params.top_k)(None, expected)
+    if params.top_p < 1:
+        expected = TopPLogitsWarper(params.top_p)(None, expected)
+    if params.min_p:
+        expected = MinPLogitsWarper(params.min_p)(None, expected)
+    assert torch.equal(filtered(logits / params.temperature, params), expected)

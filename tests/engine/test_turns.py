@@ -1,0 +1,364 @@
+"""Completions in several turns: what is the model's own, what is trained, and that one turn is what
+the engine does without.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import train
+from nanogrpo.config import Config
+from nanogrpo.engine import calculator
+from nanogrpo.engine.base import SamplingParams
+from nanogrpo.engine.local import LocalEngine
+from nanogrpo.engine.turns import TurnsEngine
+from nanogrpo.errors import UserError
+from nanogrpo.grpo import loss as grpo
+from nanogrpo.grpo import packing
+from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.types import Prompt, Sample
+from tests.conftest import SOLO, arguments, packed, positions_of, steps, tiny_model, write_base
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("turns") / "base")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(base):
+    return Tokenizer.from_pretrained(base)
+
+
+PROMPTS = [Prompt(i, f"{i}+1=", [50 + i, 14, 20, 30]) for i in range(3)]
+PARAMS = SamplingParams(max_tokens=16, stop_token_ids=(3,), seed=5)
+
+
+def engine_of(tokenizer, function=None):
+    model = tiny_model(vocab_size=tokenizer.vocab_size)
+    engine = LocalEngine(model.cfg, max_len=32, device="cpu")
+    engine.load(model, 7)
+    return (
+        engine
+        if function is None
+        else TurnsEngine(engine, function, tokenizer, tokenizer.vocab_size, SOLO.gather)
+    )
+
+
+def one_turn(samples, turns):
+    assert turns.generate(samples) == []  # nothing to answer
+
+
+@pytest.mark.parametrize("limits", [None, [3, 1, 16]])
+def test_one_turn_is_what_the_engine_samples_by_itself(tokenizer, limits):
+    plain = engine_of(tokenizer).sample(PROMPTS, 4, PARAMS, 2, limits)
+    mine = engine_of(tokenizer, one_turn).sample(PROMPTS, 4, PARAMS, 2, limits)
+    for a, b in zip(plain, mine, strict=True):
+        assert (a.prompt.id, a.index, a.token_ids, a.logp, a.stopped, a.versions) == (
+            *(b.prompt.id, b.index, b.token_ids, b.logp, b.stopped, b.versions),
+        )
+        assert b.own == [True] * len(b.token_ids)
+
+
+LETTERS = tuple("abcdefghijklmnop")
+
+
+def ask_and_answer(samples, turns):
+    """A turn ends at any small letter; the answer is two tokens, and so on."""
+    while samples := turns.generate(samples, stop=LETTERS):
+        for s in samples:
+            turns.observe(s, "42")
+
+
+def test_answers_are_seen_but_not_the_models_own(tokenizer):
+    samples = engine_of(tokenizer, ask_and_answer).sample(PROMPTS, 16, PARAMS, step=0)
+    answered = [s for s in samples if not all(s.own)]
+    assert len(answered) > 10
+    answer, letters = tokenizer.encode("42"), tokenizer.encode("".join(LETTERS))
+    model = tiny_model(vocab_size=tokenizer.vocab_size)
+    for s in samples:
+        assert len(s.token_ids) == len(s.logp) == len(s.versions) == len(s.own) <= 16
+        told = [i for i, own in enumerate(s.own) if not own]
+        for i in told:
+            assert s.logp[i] == 0.0
+        for start in (i for i in told if s.own[i - 1]):
+            assert s.token_ids[start - 1] in letters
+            assert s.token_ids[start : start + 2] == answer[: 16 - start]
+        assert s.stopped == (s.token_ids[-1] == 3)
+        whole = torch.tensor(s.prompt.token_ids + s.token_ids)
+
+        logits = model(whole, *positions_of([len(whole)]))
+        logp = logits.log_softmax(-1)[len(s.prompt.token_ids) - 1 : -1].gather(
+            1, torch.tensor(s.token_ids)[:, None]
+        )[:, 0]
+        for i in s.written:  # also those after an answer are the model's, given the answer
+            assert logp[i].item() == pytest.approx(s.logp[i], abs=1e-5)
+
+
+def test_turns_are_repeated_bit_for_bit_whoever_else_is_there(tokenizer):
+    alone = engine_of(tokenizer, ask_and_answer).sample(PROMPTS[1:2], 16, PARAMS, step=0)
+    among = engine_of(tokenizer, ask_and_answer).sample(PROMPTS, 16, PARAMS, step=0)[16:32]
+    assert [s.token_ids for s in alone] == [s.token_ids for s in among]
+    other = engine_of(tokenizer, ask_and_answer).sample(PROMPTS[1:2], 16, PARAMS, step=1)
+    assert [s.token_ids for s in alone] != [s.token_ids for s in other]
+
+
+def test_what_a_tool_writes_ends_nobodys_turn(tokenizer):
+    special = ["<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"]
+
+    def tool(samples, turns):
+        for s, token in zip(samples, special):
+            turns.observe(s, f"{token}!")
+        turns.generate(samples)
+
+    for s, token in zip(engine_of(tokenizer, tool).sample(PROMPTS[:1], 4, PARAMS, step=0), special):
+        told = s.token_ids[: s.own.index(True)]
+        assert tokenizer.decode(told) == f"{token}!"[:16]
+        assert not {tokenizer.encode(each)[0] for each in special} & set(told)
+
+
+def some_and_the_rest(samples, turns):
+    turns.generate(samples[::2])  # as many as whole groups have, but of other prompts
+    turns.generate(samples[1::2])
+
+
+def in_another_order(samples, turns):
+    turns.generate(samples[1:] + samples[:1])
+
+
+@pytest.mark.parametrize("function", [some_and_the_rest, in_another_order])
+def test_a_completion_is_written_to_its_own_prompt_whichever_samples_are_given(tokenizer, function):
+    model = tiny_model(vocab_size=tokenizer.vocab_size)
+    for s in engine_of(tokenizer, function).sample(
+        [*PROMPTS, Prompt(3, "3+1=", [53, 14, 20, 30])], 4, PARAMS, step=0
+    ):
+        whole = torch.tensor(s.prompt.token_ids + s.token_ids)
+        logp = model(whole, *positions_of([len(whole)])).log_softmax(-1)[
+            len(s.prompt.token_ids) - 1 : -1
+        ]
+        logp = logp.gather(1, torch.tensor(s.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(logp, torch.tensor(s.logp), rtol=0, atol=1e-5)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_only_own_tokens_carry_loss_and_all_are_seen(share):
+    prompt = Prompt(0, "", [5, 6])
+    told = Sample(
+        prompt,
+        0,
+        [10, 11, 12, 13, 14],
+        [-1.0, -2.0, 0.0, -4.0, 0.0],
+        True,
+        [0] * 5,
+        own=[True, True, False, True, False],
+    )
+    plain = Sample(prompt, 1, [20, 21], [-5.0, -6.0], True, [0] * 2)
+    cfg = Config(num_generations=2, generation_batch_size=2, share_prompts=share)
+    assert packing.sizes([told, plain], cfg) == [packing.Size(0, 2, 4, 1), packing.Size(0, 2, 2, 0)]
+    (batch,) = packed([told, plain], cfg)
+    assert batch.targets.tolist() == [10, 11, 13, 20, 21]
+    assert batch.sampling_logp.tolist() == [-1.0, -2.0, -4.0, -5.0, -6.0]
+    assert batch.sample.tolist() == [0, 0, 0, 1, 1]
+    assert batch.weight.tolist() == pytest.approx([1 / 5] * 5)  # dapo: own tokens of the step
+    before = [batch.tokens[r].item() for r in batch.rows]
+    # 13 is predicted after the answer 12; the answer 14 behind it is not computed
+    assert before == [6, 10, 12, 6, 20]
+    assert 14 not in batch.tokens.tolist()
+
+
+def test_the_gradient_is_that_of_the_sequence_with_a_mask(tokenizer):
+    """Against autograd over the whole sequence, in which the answers' losses are dropped by hand."""
+    samples = engine_of(tokenizer, ask_and_answer).sample(PROMPTS, 4, PARAMS, step=0)
+    assert any(not all(s.own) for s in samples)
+    cfg = Config(num_generations=4, generation_batch_size=12, loss_type="grpo")
+    for i, s in enumerate(samples):
+        s.advantage = (-1.0) ** i * (1 + i / 7)
+    model = tiny_model(vocab_size=tokenizer.vocab_size)
+
+    for batch in packed(samples, cfg):
+        model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+    ours = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+
+    for s in samples:
+        whole = torch.tensor(s.prompt.token_ids + s.token_ids)
+        logp = model(whole, *positions_of([len(whole)])).log_softmax(-1)[
+            len(s.prompt.token_ids) - 1 : -1
+        ]
+        logp = logp.gather(1, torch.tensor(s.token_ids)[:, None])[:, 0]
+        own = torch.tensor(s.own)
+        (-(s.advantage * logp * own).sum() / own.sum() / len(samples)).backward()
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(ours[n], p.grad, rtol=2e-4, atol=2e-6)
+
+
+# ---- several ranks -------------------------------------------------------------------------------
+
+
+class Rendezvous:
+    """World.gather among threads."""
+
+    def __init__(self, size: int):
+        self.barrier, self.said = threading.Barrier(size, timeout=20), [None] * size
+
+    def of(self, rank: int):
+        def gather(value):
+            self.said[rank] = value
+            self.barrier.wait()
+            out = list(self.said)
+            self.barrier.wait()
+            return out
+
+        return gather
+
+
+def test_ranks_with_different_numbers_of_turns_end_together(tokenizer):
+    """As a vLLM server would be asked: each engine call is a meeting of all ranks. Samples are
+    those of a single process.
+    """
+    meeting, calls, results = Rendezvous(2), Rendezvous(2), [None, None]
+
+    class Meets:
+        def __init__(self, engine, rank):
+            self.engine, self.call = engine, calls.of(rank)
+
+        def __getattr__(self, name):
+            return getattr(self.engine, name)
+
+        def sample(self, prompts, n, *args, **more):
+            assert len(set(self.call(n))) == 1  # one kind of question at a time
+            return self.engine.sample(prompts, n, *args, **more)
+
+    def work(rank):
+        engine = engine_of(tokenizer, [ask_and_answer, one_turn][rank])
+        engine.engine, engine.gather = Meets(engine.engine, rank), meeting.of(rank)
+        results[rank] = engine.sample(PROMPTS[rank : rank + 1], 8, PARAMS, step=0)
+
+    threads = [threading.Thread(target=work, args=(r,)) for r in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    alone = engine_of(tokenizer, ask_and_answer).sample(PROMPTS[:1], 8, PARAMS, step=0)
+    assert [s.token_ids for s in results[0]] == [s.token_ids for s in alone]
+    assert len(results[1]) == 8
+
+
+# ---- bad functions -------------------------------------------------------------------------------
+
+
+def fills(**changes):
+    def function(samples, turns):
+        for s in samples:
+            values = {
+                "token_ids": [1, 2],
+                "logp": [-1.0, -1.0],
+                "versions": [7, 7],
+                "own": [True, True],
+            } | changes
+            vars(s).update({k: list(v) for k, v in values.items()})
+
+    return function
+
+
+def test_a_function_may_bring_its_own_tokens(tokenizer):
+    samples = engine_of(tokenizer, fills()).sample(PROMPTS, 2, PARAMS, step=0)
+    assert all(s.token_ids == [1, 2] for s in samples)
+
+
+def fails(samples, turns):
+    raise KeyError("tool")
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda samples, turns: None, "without a token of the model's own: call turns.generate"),
+        (fails, "fails raised KeyError: 'tool'; mend the function"),
+        (
+            lambda samples, turns: turns.generate(samples, stop=("no such token",)),
+            "choose a text that is one token",
+        ),
+        (fills(logp=[-1.0]), "of different lengths"),
+        (fills(versions=[7, 6]), "with versions other than 7: give turns.engine.version"),
+        (fills(own=[False, False]), "without a token of the model's own"),
+        (fills(token_ids=[1, 10_000]), "outside the vocabulary"),
+        (fills(logp=[-1.0, float("nan")]), "no log-probability"),
+        (
+            fills(token_ids=[1] * 17, logp=[-1.0] * 17, versions=[7] * 17, own=[True] * 17),
+            "17 tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(tokenizer, function, sentence):
+    with pytest.raises(UserError, match=sentence):
+        engine_of(tokenizer, function).sample(PROMPTS, 2, PARAMS, step=0)
+
+
+# ---- the calculator ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>34+5=", "39"),
+        ("34+5=39,39-7=", "32"),
+        ("1-9=", "-8"),
+        ("=", ""),
+        ("3*4=", ""),
+        ("1+2= ", ""),
+        ("+2=", ""),
+    ],
+)
+def test_the_calculator(text, answer):
+    assert calculator.calculate(text) == answer
+
+
+@pytest.mark.parametrize(
+    "more", [[], ["--max-resample-times", "2"], ["--num-iterations", "2", "--beta", "0.1"]]
+)
+def test_a_run_with_the_calculator(base, files, tmp_path, more):
+    argv = arguments(
+        base,
+        files,
+        tmp_path,
+        "--rollout",
+        "nanogrpo.engine.calculator:rollout",
+        "--max-completion-length",
+        "16",
+        *more,
+    )
+    assert train.main(argv) == 0
+    rows = steps(tmp_path)
+    assert len(rows) == 3
+    # of own tokens, given the answers
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-5 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ["--rollout", "nowhere"],
+            "--rollout: 'nowhere' is neither package.module:name nor path/file.py:name",
+        ),
+        (["--rollout", "nanogrpo.engine.calculator:no"], "has no function 'no'"),
+        (
+            ["--rollout", "no.such.module:f"],
+            "importing 'no.such.module' raised ModuleNotFoundError",
+        ),
+        (
+            ["--rollout", "a:b", "--engine", "vllm", "--max-staleness", "1"],
+            "--rollout does not go with --max-staleness",
+        ),
+    ],
+)
+def test_options_that_cannot_work(base, files, tmp_path, capsys, options, sentence):
+    assert train.main(arguments(base, files, tmp_path, *options)) == 2
+    assert sentence in capsys.readouterr().err

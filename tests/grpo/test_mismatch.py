@@ -1,0 +1,103 @@
+"""The gap between trainer and engine: the figures against their definitions, the correction against
+TRL's own formula.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nanogrpo.grpo.mismatch import MODES, compare, correction
+
+
+def vectors(seed: int = 0, spread: float = 0.5):
+    g = torch.Generator().manual_seed(seed)
+    engine = -3 * torch.rand(64, generator=g)
+    return (
+        engine + spread * torch.randn(64, generator=g),
+        engine,
+        torch.arange(8).repeat_interleave(8),
+    )
+
+
+def test_equal_policies_have_no_gap_and_need_no_correction():
+    logp, _, sample = vectors()
+    for mode in MODES:
+        assert torch.equal(correction(logp, logp, sample, mode), torch.ones(64))
+    figures = compare(logp - logp, torch.ones(64))
+    assert figures == {
+        **{
+            "sampling/sampling_logp_difference/mean": 0.0,
+            "sampling/sampling_logp_difference/max": 0.0,
+        },
+        **{"sampling/k3": 0.0, "sampling/ratio": 1.0, "sampling/masked": 0.0, "sampling/ess": 1.0},
+        **{f"sampling/importance_sampling_ratio/{how}": 1.0 for how in ("min", "mean", "max")},
+    }
+
+
+def test_the_figures_of_two_tokens_by_hand():
+    figures = compare(torch.tensor([0.5, -1.0]), torch.tensor([0.0, 2.0]))
+    assert figures["sampling/sampling_logp_difference/mean"] == pytest.approx(0.75)
+    assert figures["sampling/sampling_logp_difference/max"] == pytest.approx(1.0)
+    assert figures["sampling/k3"] == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1.0)) / 2)
+    assert figures["sampling/ratio"] == pytest.approx((math.exp(0.5) + math.exp(1.0)) / 2)
+    assert (figures["sampling/masked"], figures["sampling/ess"]) == (0.5, 0.5)
+
+
+def test_k3_is_never_negative_and_estimates_the_kl():
+    g = torch.Generator().manual_seed(0)
+    mu, pi = (torch.randn(5, generator=g).log_softmax(-1) for _ in range(2))
+    tokens = torch.multinomial(mu.exp(), 200_000, replacement=True, generator=g)
+    exact = (mu.exp() * (mu - pi)).sum().item()
+    assert compare(pi[tokens] - mu[tokens])["sampling/k3"] == pytest.approx(exact, rel=0.02)
+    for seed in range(20):
+        trainer, engine, _ = vectors(seed)
+        assert compare(trainer - engine)["sampling/k3"] > 0
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize(("low", "high"), [(None, 3.0), (0.5, 2.0)])
+def test_the_correction_is_trls(mode, low, high):
+    """TRL 1.16: Δ·mask in a padded [B, T], summed per row for the sequence modes, then exp, then
+    clamp or mask.
+    """
+    trainer, engine, sample = vectors()
+    delta = (trainer - engine).view(8, 8)
+    if mode.startswith("sequence"):
+        delta = delta.sum(-1, keepdim=True)
+    ratio = delta.exp()
+    if mode.endswith("truncate"):
+        expected = ratio.clamp(min=low, max=high)
+    else:
+        expected = ratio.masked_fill((ratio < (low or 0.0)) | (ratio > high), 0.0)
+    got = correction(trainer, engine, sample, mode, high, low)
+    torch.testing.assert_close(got, expected.expand(8, 8).reshape(-1), rtol=1e-5, atol=0)
+    assert got.requires_grad is False
+
+
+def test_the_correction_turns_means_under_the_engine_into_means_under_the_trainer():
+    g = torch.Generator().manual_seed(1)
+    mu, pi = (torch.randn(5, generator=g).log_softmax(-1) for _ in range(2))
+    tokens = torch.multinomial(mu.exp(), 200_000, replacement=True, generator=g)
+    value = torch.tensor([1.0, -2.0, 3.0, 0.5, -1.0])
+    weight = correction(pi[tokens], mu[tokens], tokens, "token_truncate", clip_max=1e6)
+    assert (weight * value[tokens]).mean().item() == pytest.approx(
+        (pi.exp() * value).sum().item(), abs=0.03
+    )
+
+
+def test_ratios_beyond_every_bound_stay_finite():
+    trainer, engine = torch.tensor([-1.0, -1e4]), torch.tensor([-1e4, -1.0])
+    for mode in MODES:
+        assert correction(trainer, engine, torch.tensor([0, 1]), mode).isfinite().all()
+    assert all(math.isfinite(v) for v in compare(trainer - engine).values())
+
+
+def test_bounds_and_modes_that_make_no_sense():
+    trainer, engine, sample = vectors()
+    with pytest.raises(ValueError, match="must enclose 1"):
+        correction(trainer, engine, sample, "token_mask", clip_max=0.9)
+    with pytest.raises(ValueError, match="choose one of off, token_truncate"):
+        correction(trainer, engine, sample, "truncate")

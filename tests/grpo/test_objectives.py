@@ -1,0 +1,383 @@
+"""The menu by hand: the gradient of each objective in closed form, the two ways to compute it, and
+its indifference to splits.
+
+test_trl_parity.py holds the same to TRL's code, but for DPPO, which TRL has not. Read next:
+test_entropy.py, test_train_menu.py.
+"""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanogrpo import config
+from nanogrpo.config import CHOICES, CLIPPED, Config
+from nanogrpo.distributed.world import World, join
+from nanogrpo.grpo import loss as grpo
+from nanogrpo.grpo import objectives, packing
+from nanogrpo.grpo.entropy import Bonus, keep_top
+from nanogrpo.model import head as ops
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.types import Prompt, Sample
+from tests.conftest import SOLO, tiny_model
+from tests.ranks import run
+
+LENGTHS = [3, 1, 6, 4]
+
+
+def strip(seed: int = 0, off_policy: bool = True) -> tuple[torch.Tensor, SimpleNamespace]:
+    """Log-probs [14] float64 that carry a gradient, and their batch: ratios far from 1, advantages
+    of both signs.
+    """
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
+    M = sum(LENGTHS)
+    logp = -2.5 * torch.rand(M, generator=g, dtype=torch.float64) - 0.05
+    sample = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    batch = SimpleNamespace(
+        sample=sample,
+        advantage=torch.tensor([1.5, -0.7, -1.1, 0.4], dtype=torch.float64)[sample],
+        weight=0.1 + torch.rand(M, generator=g, dtype=torch.float64),
+        old_logp=logp + 0.5 * draw(M) if off_policy else None,
+        ref_logp=None,
+        sampling_logp=(logp + 0.5 * draw(M)).clamp(max=-0.01),
+        importance=None,
+        entropy_mask=None,
+        entropy_weight=None,
+    )
+    return logp.requires_grad_(), batch
+
+
+def gradient(cfg: Config, logp: torch.Tensor, batch: SimpleNamespace) -> torch.Tensor:
+    return torch.autograd.grad(grpo.loss(logp, torch.zeros_like(logp), batch, cfg).loss, logp)[0]
+
+
+def mean_over(sample: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Of each sequence, at each of its tokens."""
+    return torch.stack([x[sample == i].mean() for i in sample])
+
+
+def sum_over(sample: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x[sample == i].sum() for i in sample])
+
+
+# Of each objective: options, and dloss/dlogp / weight as a function of (w, A, batch, logp), by
+# hand.
+
+
+def clip(w, a, _b, _logp):
+    return torch.where((a > 0) & (w > 1.3) | (a < 0) & (w < 0.8), 0.0, -w * a)
+
+
+# every token moves the ratio of its sequence by 1/n, and so the terms of all n tokens
+def gspo(_w, a, b, logp):
+    s = mean_over(b.sample, logp - b.old_logp).exp()
+    return clip(s, a, b, logp) * mean_over(b.sample, b.weight) / b.weight
+
+
+def sapo(w, a, _b, _logp):
+    tau = torch.where(a > 0, 1.0, 1.05).double()
+    sigma = 1 / (1 + (-tau * (w - 1)).exp())
+    return -4 * sigma * (1 - sigma) * w * a
+
+
+def vespo(_w, a, b, logp):
+    big = sum_over(b.sample, logp - b.old_logp).exp()
+    return -a * torch.where(a >= 0, big**2 * (3 - 3 * big).exp(), big**3 * (2 - 2 * big).exp())
+
+
+def dppo_tv(w, a, b, logp):
+    moved = logp.exp() - b.sampling_logp.exp()
+    return (
+        torch.where((a > 0) & (moved > 0.1) | (a < 0) & (moved < -0.1), 0.0, -w * a)
+        + 2 * 1e-3 * w.log()
+    )
+
+
+def dppo_kl(w, a, b, logp):
+    p, mu = logp.exp(), b.sampling_logp.exp()
+    far = mu * (mu / p).log() + (1 - mu) * ((1 - mu) / (1 - p)).log() > 0.02
+    return torch.where(far & (((a > 0) & (p > mu)) | ((a < 0) & (p < mu))), 0.0, -w * a)
+
+
+BY_HAND = {
+    "grpo": ({"epsilon_high": 0.3}, clip),
+    "luspo": ({"epsilon_high": 0.3}, clip),
+    "gspo": (
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_high": 0.3},
+        gspo,
+    ),
+    "cispo": ({"epsilon_high": 1.5}, lambda w, a, b, logp: -w.clamp(max=1.5) * a),
+    "sapo": ({}, sapo),
+    "vespo": ({}, vespo),
+    "dppo_tv": ({"epsilon": 0.1, "dppo_penalty": 1e-3}, dppo_tv),
+    "dppo_kl": ({"epsilon": 0.02}, dppo_kl),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_gradient_by_hand(name):
+    options, by_hand = BY_HAND[name]
+    cfg = Config(**{"loss_type": name, **options})
+    zeros = 0
+    for seed in range(5):
+        logp, batch = strip(seed)
+        w = (logp - batch.old_logp).exp().detach()
+        expected = batch.weight * by_hand(w, batch.advantage, batch, logp.detach())
+        ours = gradient(cfg, logp, batch)
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-12)
+        zeros += int((ours.abs() < 0.01 * batch.weight).sum())
+    assert zeros > 0 or name in ("cispo", "sapo")  # the others cut some gradients off, or nearly
+
+
+@pytest.mark.parametrize("loss_type", CHOICES["loss_type"])
+def test_on_policy_every_objective_is_the_policy_gradient(loss_type):
+    """At w = 1 all agree: dl/dlogp = -A, and cispo's -ε_high·A below a cap of 1. So one update a
+    generation needs no menu.
+    """
+    for level in ("token", "sequence") if not loss_type.startswith("dppo") else ("token",):
+        cfg = Config(
+            loss_type=loss_type, importance_sampling_level=level, epsilon=0.2, epsilon_high=5.0
+        )
+        logp, batch = strip(off_policy=False)
+        batch.sampling_logp = logp.detach()
+        # the same for all tokens of a sequence
+        batch.weight = 1.0 / torch.tensor(LENGTHS).double()[batch.sample]
+        torch.testing.assert_close(
+            gradient(cfg, logp, batch), -batch.weight * batch.advantage, rtol=1e-12, atol=0
+        )
+
+
+@pytest.mark.parametrize("divergence", ["dppo_tv", "dppo_kl"])
+def test_dppo_lets_a_rare_token_move_and_holds_a_common_one(divergence):
+    """Where the clip does the opposite. Both tokens are good; the rare one became 3 times likelier,
+    the common one 1.24 times.
+    """
+    mu, p = (
+        torch.tensor([0.001, 0.75], dtype=torch.float64),
+        torch.tensor([0.003, 0.93], dtype=torch.float64),
+    )
+    logp, batch = strip()
+    logp, two = p.log().requires_grad_(), torch.ones(2, dtype=torch.float64)
+    batch = SimpleNamespace(
+        **{**vars(batch), "sample": torch.arange(2), "advantage": two, "weight": two}
+    )
+    batch.old_logp = batch.sampling_logp = mu.log()
+    held = [
+        gradient(cfg, logp, batch) == 0
+        for cfg in (Config(epsilon=0.3), Config(loss_type=divergence, epsilon=0.1))
+    ]
+    assert [h.tolist() for h in held] == [[True, False], [False, True]]
+
+
+def test_the_off_policy_mask_takes_out_whole_bad_completions():
+    logp, batch = strip()
+    gap = mean_over(batch.sample, batch.sampling_logp - logp.detach())
+    for threshold in (0.0, 0.1, 0.3, 10.0):
+        ours = gradient(Config(loss_type="sapo", off_policy_mask_threshold=threshold), logp, batch)
+        assert ((ours == 0) == ((batch.advantage < 0) & (gap > threshold))).all()
+    # an engine that gave no log-probs: no evidence
+    batch.sampling_logp = torch.full_like(batch.sampling_logp, torch.nan)
+    assert (
+        gradient(Config(off_policy_mask_threshold=0.0, loss_type="sapo"), logp, batch) != 0
+    ).all()
+
+
+@pytest.mark.parametrize("loss_type", CHOICES["loss_type"])
+def test_nothing_of_an_untrained_token_is_seen(loss_type):
+    """A tool's output has weight 0, and no log-probs: nan in it changes no bit of the rest, nor of
+    its sequence's ratio.
+    """
+    level = "token" if loss_type.startswith("dppo") else "sequence"
+    cfg = Config(
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        beta=0.1,
+        off_policy_mask_threshold=0.2,
+    )
+    logp, batch = strip()
+    batch.ref_logp, out = batch.sampling_logp + 0.1, torch.tensor([1, 5, 6])
+    batch.weight[out] = 0.0
+    clean = gradient(cfg, logp, batch)
+    assert (clean[out] == 0).all()
+    for vector in (batch.old_logp, batch.ref_logp, batch.sampling_logp):
+        vector[out] = torch.nan
+    broken = logp.detach().clone()
+    broken[out] = torch.nan
+    assert torch.equal(gradient(cfg, broken.requires_grad_(), batch), clean)
+
+
+def test_an_objective_of_far_too_large_ratios_is_finite():
+    for loss_type in CHOICES["loss_type"]:
+        logp, batch = strip()
+        batch.old_logp = logp.detach() - torch.linspace(-400, 400, len(logp), dtype=torch.float64)
+        ours = gradient(Config(loss_type=loss_type, beta=0.0), logp, batch)
+        assert ours.isfinite().all(), loss_type
+
+
+# ---- through the head: fused or in two phases, whole or split ------------------------------------
+
+MENU = {  # every path through the head, with every vector that is of the whole step
+    **{name: {"loss_type": name} for name in CHOICES["loss_type"]},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "gspo, kl": {"importance_sampling_level": "sequence", "beta": 0.1},
+    "off-policy mask": {"off_policy_mask_threshold": 0.05},
+    "top entropy": {"top_entropy_quantile": 0.4},
+    "entropy bonus": {"entropy_coef": 0.3},
+    "entropy bonus of the top": {
+        "entropy_coef": 0.3,
+        "top_entropy_quantile": 0.4,
+        "loss_type": "cispo",
+        "epsilon_high": 2.0,
+    },
+    "sapo and everything": {
+        "loss_type": "sapo",
+        "entropy_coef": 0.3,
+        "top_entropy_quantile": 0.6,
+        "beta": 0.1,
+    },
+}
+
+
+def generation(n: int = 12) -> list[Sample]:
+    """Completions of uneven lengths with advantages, and log-probs around those of a random model,
+    of every sign and size.
+    """
+    rng, out = random.Random(0), []
+    for i in range(n):
+        length = rng.choice([1, 2, 5, 9, 20])
+        prompt = Prompt(i // 4, "", [1 + i // 4] * (2 + i // 4))
+        ids = [rng.randrange(104) for _ in range(length)]
+        s = Sample(
+            prompt,
+            i % 4,
+            ids,
+            [-4.0 + rng.gauss(0, 0.3) for _ in ids],
+            True,
+            [0] * length,
+            advantage=rng.gauss(0, 1),
+        )
+        s.ref_logp = -4.5 + torch.tensor([rng.gauss(0, 0.5) for _ in ids])
+        s.old_logp = -4.0 + torch.tensor([rng.gauss(0, 0.5) for _ in ids])
+        out.append(s)
+    return out
+
+
+def gradient_of(
+    model: Decoder, options: dict, world: World = SOLO, budget: int = 10**6, samples=None
+) -> torch.Tensor:
+    """Of one optimizer step, flat: this rank's part of it, what needs all ranks being exchanged."""
+    cfg = Config(
+        **{"num_generations": 4, "token_budget": budget, "max_completion_length": 20, **options}
+    )
+    samples = samples or generation()
+    (update,) = packing.schedule(packing.sizes(samples, cfg), cfg, 0, world.size)
+    batches, entropies = packing.pack(update, samples, cfg, world.rank), []
+    for batch in batches:
+        members = batch.sample.unique_consecutive().tolist()
+        batch.old_logp, batch.ref_logp = (
+            torch.cat([getattr(samples[i], x) for i in members]) if members else torch.empty(0)
+            for x in ("old_logp", "ref_logp")
+        )
+        batch.ref_logp = batch.ref_logp if cfg.beta else None
+        with torch.no_grad():
+            entropies.append(model.score(batch, grpo.logp_of(batch, cfg, entropy=True))[1])
+    if cfg.top_entropy_quantile < 1:
+        keep_top(batches, entropies, cfg.top_entropy_quantile, world)
+    Bonus(cfg, world).weigh(batches)
+    model.zero_grad(set_to_none=True)
+    for batch in batches:
+        model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+    return torch.cat(
+        [
+            torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+            for p in model.parameters()
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", MENU)
+def test_any_micro_batches_have_the_same_gradient(name):
+    model = tiny_model(vocab_size=104)
+    whole = gradient_of(model, MENU[name])
+    assert whole.norm() > 0
+    for budget in (1, 40):
+        split = gradient_of(model, {**MENU[name], "share_prompts": budget > 1}, budget=budget)
+        assert (split - whole).norm() <= 2e-6 * whole.norm()
+
+
+def by_rank(names: list[str]) -> list[torch.Tensor]:
+    with join(Config(device="cpu")) as world:
+        return [
+            gradient_of(tiny_model(vocab_size=104), MENU[name], world, budget=60) for name in names
+        ]
+
+
+def test_any_ranks_have_the_same_gradient():
+    """Three processes: each computes its strips, they exchange counts and thresholds, and the
+    gradients add up.
+    """
+    parts = run(3, by_rank, list(MENU))
+    for i, name in enumerate(MENU):
+        whole = gradient_of(tiny_model(vocab_size=104), MENU[name])
+        assert (sum(part[i] for part in parts) - whole).norm() <= 2e-6 * whole.norm(), name
+
+
+def adaptive() -> dict:
+    """Rank 0 has one token of entropy 2, rank 1 three of entropy 1: the step's mean is 1.25, not
+    1.5.
+    """
+    with join(Config(device="cpu")) as world:
+        bonus = Bonus(
+            Config(use_adaptive_entropy=True, entropy_coef=0.5, entropy_target=1.3), world
+        )
+        n = 1 + 2 * world.rank
+        batch = SimpleNamespace(weight=torch.ones(n), entropy_mask=None)
+        bonus.weigh([batch])
+        bonus.add(batch, SimpleNamespace(entropy=torch.full((n,), 2.0 - world.rank)))
+        bonus.end_update()
+        return bonus.state
+
+
+def test_the_adaptive_coefficient_is_of_all_ranks():
+    assert run(2, adaptive) == [{"entropy_coef": 0.505, "last_entropy": 1.25}] * 2
+
+
+@pytest.mark.parametrize("name", MENU)
+def test_a_rank_with_nothing_to_do_goes_along(name):
+    """It computes one token and no row: a loss of 0 that has a backward, in which the other ranks
+    wait for it.
+    """
+    model, cfg = tiny_model(vocab_size=104), Config(**MENU[name])
+    (batch,) = packing.pack(packing.Update([], 0, [[[]]]), [], cfg)
+    batch.old_logp = batch.ref_logp = torch.empty(0)
+    keep_top([batch], [torch.empty(0)], 0.5, SOLO)
+    Bonus(cfg, SOLO).weigh([batch])
+    out = model.score(batch, grpo.objective(batch, cfg))
+    out.loss.backward()
+    assert out.loss.item() == 0
+    assert all((p.grad == 0).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"delta": 1.5, "beta": 0.2}, {"entropy_coef": 0.3, "top_entropy_quantile": 0.4}]
+)
+@pytest.mark.parametrize("loss_type", CLIPPED)
+def test_the_fused_head_and_two_phases_agree(loss_type, options, monkeypatch):
+    model = tiny_model(vocab_size=104)
+    options = {"loss_type": loss_type, "epsilon": 0.1, **options}
+    fused = gradient_of(model, options)
+    monkeypatch.delattr(ops, "head_policy_loss")
+    monkeypatch.setattr(grpo, "CLIPPED", ())  # as if the kernel had none of them
+    two_phases = gradient_of(model, options)
+    assert (fused - two_phases).norm() <= 2e-6 * fused.norm()
+
+
+def test_a_new_objective_is_a_function_and_two_names(monkeypatch):
+    monkeypatch.setitem(objectives.TERMS, "reinforce", lambda t, cfg: (-t.advantage * t.logp, {}))
+    monkeypatch.setitem(config.CHOICES, "loss_type", (*CHOICES["loss_type"], "reinforce"))
+    cfg = Config(model="-", data=("-",), loss_type="reinforce")
+    cfg.validate()
+    logp, batch = strip()
+    torch.testing.assert_close(gradient(cfg, logp, batch), -batch.weight * batch.advantage)

@@ -1,0 +1,361 @@
+"""Packing: who computes what, strips under a budget, shared prompts, and every vector of a strip
+(invariants 1 and 5 start here).
+
+Read next: test_invariants.py, where packed and unpacked gradients are compared.
+"""
+
+import dataclasses
+import itertools
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanogrpo.config import Config
+from nanogrpo.grpo import loss as grpo
+from nanogrpo.grpo import packing
+from nanogrpo.grpo.loss import token_weight
+from nanogrpo.types import Prompt, Sample
+from tests.conftest import packed, tiny_model
+
+
+def config(**options) -> Config:
+    return dataclasses.replace(Config(model="-", data="-"), **options)
+
+
+@st.composite
+def sample_lists(draw) -> list[Sample]:
+    """Up to twelve samples of up to four prompts; tokens are all different, so that a misplaced one
+    cannot hide.
+    """
+    fresh = iter(range(10_000))
+    prompts = [
+        Prompt(10 + i, "", [next(fresh) for _ in range(draw(st.integers(1, 9)))]) for i in range(4)
+    ]
+    out = []
+    for _ in range(draw(st.integers(0, 12))):
+        c = draw(st.integers(0, 9))
+        prompt = prompts[draw(st.integers(0, 3))]
+        logp = [-float(draw(st.integers(0, 50))) for _ in range(c)]
+        ids = [next(fresh) for _ in range(c)]
+        out.append(
+            Sample(
+                prompt,
+                0,
+                ids,
+                logp,
+                draw(st.booleans()),
+                [0] * c,
+                advantage=draw(st.sampled_from([-1.0, 0.0, 2.0])),
+            )
+        )
+    return out
+
+
+WORLDS = st.sampled_from([1, 2, 3, 4])
+
+
+@given(sample_lists(), st.integers(1, 60), WORLDS, st.booleans(), st.sampled_from([0.0, 0.01]))
+def test_a_plan_takes_each_trained_sample_once_and_gives_every_rank_as_many_strips(
+    samples, budget, world, share, pair_cost
+):
+    cfg = config(token_budget=budget, share_prompts=share)
+    known = packing.sizes(samples, cfg)
+    ranks = packing.plan(range(len(samples)), known, cfg, world, pair_cost)
+    trained = [i for i, s in enumerate(samples) if s.token_ids]
+    assert (
+        sorted(i for strips in ranks for strip in strips for piece in strip for i in piece)
+        == trained
+    )
+    assert len(ranks) == world
+    assert len({len(strips) for strips in ranks}) == 1
+    assert bool(ranks[0]) == bool(trained)  # nothing to train: no strip at all
+    # alone, nobody waits: no empty strip
+    assert world > 1 or all(strip for strips in ranks for strip in strips)
+    for strips in ranks:
+        for strip in strips:
+            tokens = [packing._tokens(piece, known) for piece in strip]
+            # above the budget: one completion, alone
+            assert sum(tokens) <= budget or len(strip) == len(strip[0]) == 1
+            keys = [packing.key_rows(piece, known) for piece in strip]
+            assert sum(keys) <= packing.KEY_ROWS * budget or len(strip) == len(strip[0]) == 1
+            for piece in strip:
+                assert len({samples[i].prompt.id for i in piece}) == 1
+                assert share or len(piece) == 1
+    assert ranks == packing.plan(range(len(samples)), known, cfg, world, pair_cost)  # pure
+
+
+@given(
+    sample_lists(),
+    st.integers(1, 60),
+    WORLDS,
+    st.booleans(),
+    st.sampled_from(["grpo", "dapo", "dr_grpo"]),
+    st.booleans(),
+)
+def test_every_vector_of_a_strip(samples, budget, world, masked, loss_type, share):
+    options = {"mask_truncated_completions": masked, "loss_type": loss_type, "share_prompts": share}
+    cfg = config(token_budget=budget, max_completion_length=9, **options)
+    known = packing.sizes(samples, cfg)
+    n_tokens = sum(len(s.token_ids) for s in samples if s.stopped or not masked)
+    update = packing.Update(
+        list(range(len(samples))), n_tokens, packing.plan(range(len(samples)), known, cfg, world)
+    )
+    seen = []
+    for rank in range(world):
+        for number, b in enumerate(packing.pack(update, samples, cfg, rank)):
+            bounds = list(pairwise(b.cu_seqlens.tolist()))
+            assert b.cu_seqlens.dtype == torch.int32
+            assert (bounds[0][0], bounds[-1][1]) == (0, len(b.tokens))
+            assert b.max_len == max(end - start for start, end in bounds)
+            assert (b.old_logp, b.ref_logp) == (None, None)
+            assert (
+                len(
+                    {
+                        len(x)
+                        for x in (
+                            b.rows,
+                            b.targets,
+                            b.sample,
+                            b.advantage,
+                            b.weight,
+                            b.sampling_logp,
+                        )
+                    }
+                )
+                == 1
+            )
+            strip = update.strips[rank][number]
+            assert len(b.tokens if b.kv_rows is None else b.kv_rows) == (
+                sum(packing.key_rows(p, known) for p in strip) or 1
+            )
+            views = [list(range(*bound)) for bound in bounds]
+            if b.kv_rows is not None:
+                assert share
+                views = [b.kv_rows[a:z].tolist() for a, z in pairwise(b.kv_cu_seqlens.tolist())]
+                assert b.kv_max_len == max(map(len, views))
+            sees = {}  # row → the tokens that its hidden state depends on, itself last
+            for (start, end), view in zip(bounds, views):
+                assert view[len(view) - (end - start) :] == list(range(start, end))
+                for row in range(start, end):
+                    sees[row] = [b.tokens[r].item() for r in view[: len(view) - (end - row) + 1]]
+                    # positions count on through the shared prompt
+                    assert b.positions[row] == len(sees[row]) - 1
+            for i in b.sample.unique().tolist():
+                s, mine = samples[i], b.sample == i
+                assert s.stopped or not masked
+                whole = s.prompt.token_ids + s.token_ids
+                for t, (row, target) in enumerate(
+                    zip(b.rows[mine].tolist(), b.targets[mine].tolist())
+                ):
+                    # exactly what came before …
+                    assert sees[row] == whole[: len(s.prompt.token_ids) + t]
+                    assert target == s.token_ids[t]  # … the token it predicts
+                assert b.sampling_logp[mine].tolist() == s.logp
+                assert set(b.advantage[mine].tolist()) == {s.advantage}
+                expected = token_weight(len(s.token_ids), len(samples), n_tokens, cfg)
+                assert b.weight[mine].tolist() == pytest.approx(
+                    [expected] * len(s.token_ids), rel=1e-6
+                )
+                seen.append(i)
+    assert sorted(seen) == [
+        i for i, s in enumerate(samples) if s.token_ids and (s.stopped or not masked)
+    ]
+
+
+def a_group() -> list[Sample]:
+    prompt = Prompt(0, "", [100, 101])
+    first = Sample(prompt, 0, [7, 8, 9], [-0.1, -0.2, -0.3], True, [0] * 3, advantage=1.0)
+    return [first, Sample(prompt, 1, [5, 6], [-0.4, -0.5], True, [0] * 2, advantage=-1.0)]
+
+
+def test_the_example_of_the_docstring():
+    (b,) = packed(a_group(), config())
+    assert b.tokens.tolist() == [100, 101, 7, 8, 5]
+    assert b.positions.tolist() == [0, 1, 2, 3, 2]
+    assert b.cu_seqlens.tolist() == [0, 2, 4, 5]
+    assert b.kv_rows.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4]
+    assert b.kv_cu_seqlens.tolist() == [0, 2, 6, 9]
+    assert b.rows.tolist() == [1, 2, 3, 1, 4]
+    assert b.targets.tolist() == [7, 8, 9, 5, 6]
+    assert b.sample.tolist() == [0, 0, 0, 1, 1]
+    assert b.advantage.tolist() == [1, 1, 1, -1, -1]
+    assert b.weight.tolist() == pytest.approx([1 / 5] * 5)
+    (b,) = packed(a_group(), config(share_prompts=False))
+    assert b.tokens.tolist() == [100, 101, 7, 8, 100, 101, 5]
+    assert (b.cu_seqlens.tolist(), b.rows.tolist(), b.kv_rows) == ([0, 4, 7], [1, 2, 3, 5, 6], None)
+
+
+def test_prompts_that_share_an_id_by_mistake_are_noticed():
+    samples = a_group()
+    samples[1].prompt = Prompt(0, "", [100, 102])
+    with pytest.raises(ValueError, match="different prompts share the id 0"):
+        packed(samples, config())
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.integers(2, 4), st.integers(0, 99), st.integers(0, 99)
+)
+def test_a_schedule_partitions_whole_groups(per_part, parts, G, seed, step):
+    cfg = config(num_generations=G, steps_per_generation=parts, seed=seed)
+    sizes = [packing.Size(i // G, 3, 1 + i % 5) for i in range(per_part * parts * G)]
+    updates = packing.schedule(sizes, cfg, step)
+    assert len(updates) == parts
+    assert sorted(i for u in updates for i in u.samples) == list(range(len(sizes)))
+    for u in updates:
+        assert len(u.samples) == per_part * G
+        assert u.n_tokens == sum(sizes[i].completion_tokens for i in u.samples)
+        for j in range(0, len(u.samples), G):  # whole groups, in order
+            assert u.samples[j : j + G] == list(range(u.samples[j], u.samples[j] + G))
+            assert u.samples[j] % G == 0
+    assert updates == packing.schedule(sizes, cfg, step)
+
+
+def test_a_schedule_changes_with_the_step_and_the_seed():
+    sizes = [packing.Size(i // 2, 1, 1) for i in range(32)]
+    cfg = config(num_generations=2, steps_per_generation=4)
+
+    def order(cfg: Config, step: int) -> list[int]:
+        return [i for u in packing.schedule(sizes, cfg, step) for i in u.samples]
+
+    assert order(cfg, 0) != order(cfg, 1) != order(dataclasses.replace(cfg, seed=1), 1)
+
+
+def test_nothing_trained_nothing_packed():
+    cut = Sample(Prompt(0, "", [1]), 0, [2, 3], [0.0, 0.0], False, [0, 0])
+    assert packed([cut, cut], config(mask_truncated_completions=True)) == []
+    assert packed([], config()) == []
+
+
+def uneven(
+    P: int, G: int = 8, prompt: int = 32, longest: int = 192, seed: int = 0
+) -> list[packing.Size]:
+    """Completions of exponential lengths with a mean of about a third of the longest."""
+    draws = torch.empty(P * G).exponential_(
+        3 / longest, generator=torch.Generator().manual_seed(seed)
+    )
+    return [
+        packing.Size(i // G, prompt, int(n)) for i, n in enumerate(draws.ceil().clamp(1, longest))
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_uneven_lengths_are_spread_evenly_and_cost_no_extra_tokens(world):
+    sizes = uneven(P=8 * world)
+    cfg = config(token_budget=2048)
+    ranks = packing.plan(range(len(sizes)), sizes, cfg, world, pair_cost=1e-3)
+    needed = sum(s.completion_tokens - 1 for s in sizes) + 8 * world * 32  # every prompt once
+    computed = sum(
+        packing._tokens(piece, sizes) for strips in ranks for strip in strips for piece in strip
+    )
+    assert computed <= 1.02 * needed
+    costs = [
+        [sum(packing._cost(piece, sizes, 1e-3) for piece in strip) for strip in strips]
+        for strips in ranks
+    ]
+    for slot in zip(*costs):  # ranks wait for the slowest of each micro-batch
+        assert max(slot) <= 1.15 * sum(slot) / world
+
+
+def test_shared_prompts_save_what_they_should():
+    """G = 8, prompt half as long as the completion: (P + G·R) / (G·(P + R)) = 0.71 of the tokens."""
+    sizes = [packing.Size(i // 8, 64, 128) for i in range(64)]
+
+    def computed(**options) -> int:
+        ranks = packing.plan(range(64), sizes, config(**options))
+        return sum(
+            packing._tokens(piece, sizes) for strips in ranks for strip in strips for piece in strip
+        )
+
+    assert computed() <= 0.75 * computed(share_prompts=False)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shared_prompts_have_the_gradient_of_copies(tied):
+    model, gradients = tiny_model(tie_word_embeddings=tied), []
+    g = torch.Generator().manual_seed(0)
+    ids = lambda n: torch.randint(151, (n,), generator=g).tolist()  # noqa: E731
+    samples = []
+    for p in range(3):
+        prompt = Prompt(p, "", ids(5 + p))
+        for j, n in enumerate((1, 2, 9, 17)):
+            samples.append(
+                Sample(prompt, j, ids(n), [-5.0] * n, True, [0] * n, advantage=(-1.0) ** j)
+            )
+    for options in (
+        {},
+        {"share_prompts": False},
+        {"token_budget": 30},
+        {"token_budget": 30, "share_prompts": False},
+    ):
+        cfg = config(**options)
+        model.zero_grad()
+        for batch in packed(samples, cfg):
+            assert (batch.kv_rows is None) or cfg.share_prompts
+            model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    for other in gradients[1:]:
+        assert (other - gradients[0]).norm() <= 1e-6 * gradients[0].norm()
+
+
+def test_a_long_prompt_of_many_completions_is_split_before_its_keys_fill_the_memory():
+    """64 completions of 100 tokens on a prompt of 1,000: within the budget by tokens, but with ten
+    rows of keys a token.
+    """
+    sizes = [packing.Size(0, 1000, 101)] * 64
+    (strips,) = packing.plan(range(64), sizes, config(token_budget=8000))
+    assert sum(map(len, strips[0])) < 64
+    for strip in strips:
+        assert sum(packing.key_rows(piece, sizes) for piece in strip) <= packing.KEY_ROWS * 8000
+    assert packing.key_rows(list(range(64)), sizes) == 1000 + 64 * 1100 > packing.KEY_ROWS * 8000
+    # with room it stays whole
+    assert len(packing.plan(range(64), sizes, config(token_budget=20_000))[0]) == 1
+
+
+# ---- who trains what he drew ---------------------------------------------------------------------
+
+
+def moved(sizes: list[packing.Size], updates: list[packing.Update], world: int) -> int:
+    """Tokens that change rank."""
+    away = [
+        (i, r)
+        for r, want in enumerate(packing.wanted(updates, world))
+        for i in want
+        if i * world // len(sizes) != r
+    ]
+    return sum(sizes[i].completion_tokens for i, _ in away)
+
+
+@pytest.mark.parametrize("budget", [300, 2000, 10**6])
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_of_even_lengths_nothing_moves(world, share, budget):
+    sizes = [packing.Size(i // 8, 20, 50) for i in range(8 * 4 * world)]
+    cfg = config(token_budget=budget, share_prompts=share)
+    assert moved(sizes, packing.schedule(sizes, cfg, 0, world), world) == 0
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_of_uneven_lengths_each_micro_batch_leaves_most_where_it_is(world):
+    """No other way to deal out a micro-batch's strips moves less (tried up to four ranks), and few
+    do as badly as by turns.
+    """
+    sizes = uneven(P=4 * world)
+    cfg = config(token_budget=700)
+    (update,) = packing.schedule(sizes, cfg, 0, world, pair_cost=1e-3)
+    least, by_cost = 0, 0
+    for slot in zip(*update.strips):
+
+        def away(order, slot=slot):
+            return moved(sizes, [packing.Update([], 0, [[slot[s]] for s in order])], world)
+
+        least += (
+            min(map(away, itertools.permutations(range(world))))
+            if world <= 4
+            else away(range(world))
+        )
+        cost = [sum(packing._cost(piece, sizes, 1e-3) for piece in strip) for strip in slot]
+        by_cost += away(sorted(range(world), key=lambda s: -cost[s]))
+    assert moved(sizes, [update], world) == least < by_cost

@@ -1,0 +1,253 @@
+"""Invariant 12: advantages, losses, gradients and metrics equal those of TRL 1.16.0, computed by
+TRL's own code.
+
+`bench.trl_peer.Peer` is TRL's trainer without what it never meets here. Two halves:
+
+* the maths alone, in float64 to 1e-6: generation, rewards and the model's log-probs are given
+  numbers, everything else (masks,
+  advantages, normalisers, loss, metrics) is TRL's;
+* the whole model, in float32: only generation and rewards are given. transformers' Qwen3, TRL's
+  padding and head on one side, our
+  decoder over packed strips on the other, from one checkpoint folder; the gradient of every parameter is compared.
+
+Read next: test_grpo.py, where the same quantities are derived by hand.
+"""
+
+import copy
+
+import pytest
+import torch
+import transformers
+import trl
+from trl.trainer.utils import add_fused_lm_head
+
+from bench.trl_peer import (
+    LOSSES,
+    OBJECTIVES,
+    REWARDS,
+    STOPPED,
+    NoModel,
+    Peer,
+    advantages_of_both,
+    config,
+    give_rewards,
+    losses_of_both,
+    make_samples,
+    our_batch,
+    our_loss,
+    settings,
+    tables,
+)
+from nanogrpo.config import CLIPPED
+from nanogrpo.grpo import loss as grpo
+from nanogrpo.model import checkpoint
+from nanogrpo.model import head as ops
+from tests.conftest import packed, set_logp
+
+# of TRL to transformers, not of ours
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def test_the_peer_is_the_version_we_promise():
+    assert trl.__version__ == "1.16.0"
+
+
+# ---- advantages ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("kind", REWARDS)
+def test_advantages_and_reward_metrics(kind, scale):
+    ours, theirs = advantages_of_both(config(scale_rewards=scale), REWARDS[kind])
+    # TRL's Bessel correction is a float32 quotient whatever its input, and of equal rewards its
+    # rounded mean leaves 1e-17.
+    torch.testing.assert_close(
+        ours.pop("advantages"), theirs.pop("advantages"), rtol=1e-6, atol=1e-12
+    )
+    assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-12)
+
+
+# ---- the loss and its gradient with respect to the log-probs -------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "mask_truncated"])
+@pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_loss_gradient_and_metrics(loss_type, objective, off_policy, masked):
+    cfg = config(loss_type=loss_type, mask_truncated_completions=masked, **OBJECTIVES[objective])
+    ours, theirs = losses_of_both(cfg, off_policy, seed=len(objective))
+    assert ours.pop("loss") == pytest.approx(theirs.pop("loss"), rel=1e-6, abs=1e-12)
+    expected = theirs.pop("gradient")
+    torch.testing.assert_close(ours.pop("gradient"), expected, rtol=1e-6, atol=1e-12)
+    assert expected.abs().max() > 0
+    expected = theirs.pop("entropy gradient")
+    torch.testing.assert_close(ours.pop("entropy gradient"), expected, rtol=1e-6, atol=1e-12)
+    assert (expected.abs().max() > 0) == (cfg.entropy_coef > 0)
+    assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9)
+    by_sequence = cfg.importance_sampling_level == "sequence" or loss_type == "vespo"
+    own = 5 if loss_type in CLIPPED else loss_type != "sapo"
+    own = 0 if masked and by_sequence else own
+    assert len(ours) == 1 + own + bool(cfg.beta) + 2 * bool(cfg.entropy_coef)
+    if off_policy and objective == "plain" and loss_type in CLIPPED:
+        # the case is not vacuous
+        assert ours["clip_ratio/low_mean"] > 0 < ours["clip_ratio/high_mean"]
+
+
+FUSED = [
+    name
+    for name, options in OBJECTIVES.items()
+    if not {"importance_sampling_level", "off_policy_mask_threshold"} & {*options}
+]
+
+
+@pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("objective", FUSED)
+def test_the_kernels_specification_has_the_same_loss(objective, off_policy):
+    """`ops.policy_loss`, the float64 path of what the fused head computes, with the clip's options:
+    the above holds for it.
+    """
+    cfg = config(**OBJECTIVES[objective])
+    samples, logp = make_samples(), tables(seed=len(objective))
+    give_rewards(samples, REWARDS["plain"], cfg)
+    expected = our_loss(samples, logp, cfg, off_policy)
+    batch, index = our_batch(samples, logp, cfg, off_policy)
+    how = {
+        "epsilon": cfg.epsilon,
+        "epsilon_high": cfg.high,
+        "delta": cfg.delta,
+        "ref_logp": batch.ref_logp,
+        "beta": cfg.beta,
+    }
+    how |= {"use_bias_correction_kl": cfg.use_bias_correction_kl, "importance": grpo.factor(batch)}
+    out = ops.policy_loss(logp["now"][index], batch.old_logp, batch.advantage, batch.weight, **how)
+    total = (
+        out.loss
+        if batch.entropy_weight is None
+        else out.loss - (batch.entropy_weight * logp["entropy"][index]).sum()
+    )
+    assert total.item() == pytest.approx(expected.loss.item(), rel=1e-12)
+    gradients = (torch.autograd.grad(x, logp["now"])[0] for x in (total, expected.loss))
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
+    assert torch.equal(out.clip, expected.clip)
+    if cfg.beta:
+        torch.testing.assert_close(out.kl, expected.kl, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    "loss_type", ["grpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+)  # bnpo depends on the split in TRL: that is its definition
+def test_micro_batches_of_trl_add_up_to_our_loss(loss_type):
+    cfg = config(
+        loss_type=loss_type,
+        beta=0.1,
+        mask_truncated_completions=True,
+        importance_sampling_level="sequence",
+    )
+    samples, logp = make_samples(), tables(seed=9)
+    peer = Peer(
+        settings(cfg, accumulation=4), samples, REWARDS["plain"], NoModel(), NoModel(), logp
+    )
+    theirs = sum(peer.losses(peer.batch()))
+    (expected,) = torch.autograd.grad(theirs, logp["now"])
+    give_rewards(samples, REWARDS["plain"], cfg)
+    out = our_loss(samples, logp, cfg, off_policy=False)
+    (gradient,) = torch.autograd.grad(out.loss, logp["now"])
+    assert out.loss.item() == pytest.approx(theirs.item(), rel=1e-6)
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-12)
+
+
+def test_a_length_cut_is_judged_alike():
+    """TRL guesses from the last id, we are told: on these samples the two agree, in the lengths it
+    logs too.
+    """
+    samples = make_samples()
+    peer = Peer(
+        settings(config(mask_truncated_completions=True)),
+        samples,
+        REWARDS["plain"],
+        NoModel(),
+        logp={},
+    )
+    mask = peer.batch()["completion_mask"].bool().any(1)
+    assert (
+        mask.tolist()
+        == [grpo.is_trained(s, config(mask_truncated_completions=True)) for s in samples]
+        == STOPPED
+    )
+
+
+# ---- the whole model -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_gradient_of_every_parameter(tiny_base, loss_type, off_policy):
+    """transformers' model, TRL's padded batch, head, old and reference log-probs, against our
+    packed strips: one checkpoint.
+    """
+    options = {
+        "epsilon": 0.02,
+        "epsilon_high": 0.03,
+        "beta": 0.1,
+        "temperature": 0.7,
+        "mask_truncated_completions": True,
+    }
+    cfg = config(loss_type=loss_type, token_budget=24, **options)
+    samples = make_samples(vocab=100)
+    args = settings(cfg, off_policy=off_policy)
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tiny_base, dtype=torch.float32, attn_implementation="eager"
+    )
+    mine = checkpoint.load_model(tiny_base)
+    reference = copy.deepcopy(mine)
+    their_reference = copy.deepcopy(theirs)
+    for model, outputs in ((theirs, ("log_probs", "entropy")), (their_reference, ("log_probs",))):
+        add_fused_lm_head(model, temperature=cfg.temperature, outputs=outputs)
+    nudge = {
+        n: 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(3))
+        for n, p in mine.named_parameters()
+    }
+
+    def move(model) -> None:
+        """An update between sampling and training, the same on both sides."""
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.add_(nudge[name])
+
+    peer = Peer(args, samples, REWARDS["plain"], theirs.train(), their_reference)
+    for model in (theirs, mine):
+        move(model)  # away from the reference, so that the KL is not zero
+    batch = peer.batch()
+    assert ("old_per_token_logps" in batch) == off_policy
+    give_rewards(samples, REWARDS["plain"], cfg)
+    if off_policy:
+        set_logp(mine, samples, "old_logp", cfg)
+    set_logp(reference, samples, "ref_logp", cfg)
+    if off_policy:
+        move(mine)
+        move(theirs)
+
+    (loss,) = peer.losses(batch)
+    loss.backward()
+    batches = packed(samples, cfg)
+    assert len(batches) > 1
+    total, clipped = 0.0, 0
+    for strip in batches:
+        out = mine.score(strip, grpo.objective(strip, cfg))
+        out.loss.backward()
+        total += out.loss.item()
+        clipped += 0 if out.clip is None else (out.clip != 0).sum().item()
+    assert total == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    assert (clipped > 0) == (off_policy and loss_type in CLIPPED)
+    expected = dict(theirs.named_parameters())
+    scale = max(p.grad.abs().max() for p in expected.values()).item()
+    for name, p in mine.named_parameters():
+        torch.testing.assert_close(
+            p.grad,
+            expected[name].grad,
+            rtol=1e-4,
+            atol=2e-6 * scale,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )

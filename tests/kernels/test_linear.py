@@ -1,0 +1,168 @@
+"""oneDNN's products against float64, their gradients, who gets them and who does not; the same on
+two ranks.
+
+Read next: test_head_work.py (the head's products), test_fsdp.py.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanogrpo.config import Config
+from nanogrpo.distributed.world import join
+from nanogrpo.kernels import linear as kernel
+from nanogrpo.model import head as ops
+from tests.conftest import write_base
+from tests.distributed.test_fsdp import LIMIT, differ, three_steps
+from tests.model.head_inputs import CLIP
+from tests.ranks import run
+
+T, I, O = 1000, 64, 192
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operations that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def onednn(self) -> int:
+        return sum("mkldnn" in name for name in self.names)
+
+
+def draw(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [T, 2 * T])
+def test_results_and_gradients_are_as_exact_as_the_blas(bias, rows):
+    """Against float64; with rows 2·T every other row of a larger matrix is taken, which is not
+    contiguous.
+    """
+    x, w, b, up = draw(rows, I, seed=0), draw(O, I, seed=1), draw(O, seed=2), draw(T, O, seed=3)
+
+    def both(function, dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in ((x, w, b) if bias else (x, w))]
+        y = function(leaves[0][:: rows // T], *leaves[1:])
+        return [y, *torch.autograd.grad(y, leaves, up.to(dtype))]
+
+    exact = both(F.linear, torch.float64)
+    with Seen() as seen:
+        mine = both(kernel.linear, torch.float32)
+    assert seen.onednn == 3
+    for got, blas, true in zip(mine, both(F.linear, torch.float32), exact, strict=True):
+        assert got.dtype == torch.float32
+        error, usual = ((x.double() - true).norm() / true.norm() for x in (got, blas))
+        assert error < 2 * usual + 1e-7
+
+
+def test_only_what_is_asked_for_is_computed():
+    x, w = draw(T, I, seed=0), draw(O, I, seed=1).requires_grad_()
+    with Seen() as seen:
+        kernel.linear(x, w).sum().backward()
+    assert seen.onednn == 2  # a frozen input has no gradient: the first layer under adapters
+    with Seen() as seen, torch.no_grad():
+        kernel.linear(x, w)
+    assert seen.onednn == 1
+
+
+@pytest.mark.parametrize(("frozen", "kept"), [(0, 0), (1, 1)])
+def test_what_no_gradient_needs_is_not_kept(frozen, kept):
+    """Under adapters the base is frozen: its input would be kept for nothing."""
+    pair = [draw(T, I, seed=0).requires_grad_(), draw(O, I, seed=1).requires_grad_()]
+    pair[frozen].requires_grad_(False)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        kernel.linear(*pair)
+    (only,) = saved  # of the other's gradient
+    assert only is pair[kept]
+
+
+def test_everything_else_goes_the_usual_way():
+    x, w = draw(T, I, seed=0), draw(O, I, seed=1)
+    assert kernel.by_onednn(x, w)
+    assert kernel.by_onednn(x, torch.nn.Parameter(w))
+    for other in (
+        (x.double(), w.double()),
+        (x.bfloat16(), w.bfloat16()),
+        (x[:8], w),
+        (x[None], w),
+        (x.to("meta"), w.to("meta")),
+    ):
+        assert not kernel.by_onednn(*other)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kernel.linear(x, w).dtype == torch.bfloat16
+    with FakeTensorMode() as mode:
+        assert not kernel.by_onednn(mode.from_tensor(x), mode.from_tensor(w))
+    compiled = torch.compile(kernel.linear, backend="eager", fullgraph=True)
+    assert "mkldnn::_linear_pointwise" not in _names(
+        lambda: torch.testing.assert_close(compiled(x, w), F.linear(x, w))
+    )
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not kernel.by_onednn(x, w)
+    assert "mkldnn::_linear_pointwise" in _names(lambda: kernel.linear(x, w))
+
+
+def _names(function) -> list[str]:
+    """The operations that the profiler sees, inside our own ops too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return [event.name for event in profile.events()]
+
+
+def test_a_second_derivative_is_an_error_and_no_wrong_number():
+    x, w = draw(T, I, seed=0).requires_grad_(), draw(O, I, seed=1).requires_grad_()
+    (dx,) = torch.autograd.grad(kernel.linear(x, w).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_the_head_takes_the_same_products():
+    """Loss, log-probs and gradients of both phases, in chunks that are large enough, against
+    float64.
+    """
+    hidden, head = draw(600, 128, seed=0), 0.1 * draw(512, 128, seed=1)
+    targets, advantage = torch.arange(600) % 512, draw(600, seed=2)
+
+    def step(dtype):
+        h, w = (t.to(dtype).requires_grad_() for t in (hidden, head))
+        vectors = None, advantage.to(dtype), torch.full((600,), 1 / 600, dtype=dtype)
+        loss = ops.head_policy_loss(h, w, targets, *vectors, chunk=100, **CLIP).loss
+        logp, _ = ops.head_logp(h, w, targets, chunk=100)
+        return [loss, logp, *torch.autograd.grad(loss + logp.mean(), (h, w))]
+
+    mine = []
+    names = _names(lambda: mine.extend(step(torch.float32)))
+    assert names.count("mkldnn::_linear_pointwise") == 6 * (3 + 4)  # of each chunk; every product
+    assert "aten::mm" not in names
+    assert "aten::addmm" not in names
+    for got, true in zip(mine, step(torch.float64), strict=True):
+        assert (got.double() - true).norm() <= 1e-5 * true.norm()
+        assert got.is_contiguous()  # as the ops' fakes promise: inductor relies on it
+
+
+def _two_ranks(base, options):
+    kernel.WORTH = 0  # the test's products are tiny
+    with join(Config(device="cpu")) as world, Seen() as seen:
+        gradient, weights = three_steps(base, options, world)
+    return gradient, weights, seen.onednn
+
+
+@pytest.mark.parametrize("kind", ["none", "selective"])
+def test_two_ranks_that_gather_and_drop_their_weights_find_the_gradient_of_one(tmp_path, kind):
+    base = write_base(tmp_path, tie_word_embeddings=False, num_hidden_layers=3)
+    gradient, weights = three_steps(base, {})  # by F.linear: too small
+    options = {"reshard_after_forward": True, "gradient_checkpointing": kind}
+    for mine, theirs, products in run(2, _two_ranks, base, options):
+        assert products > 100
+        assert differ(gradient, mine) < LIMIT
+        assert differ(weights, theirs) < LIMIT

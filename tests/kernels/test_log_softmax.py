@@ -1,0 +1,162 @@
+"""The log-softmax kernels against the equations in float64.
+
+In the interpreter where there is no GPU, on the GPU where there is; kernel_inputs.py has the
+yardstick. Read next: test_kernels_policy.py.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanogrpo.kernels import log_softmax, reference
+from tests.conftest import DEVICE
+from tests.kernels.inputs import (
+    FEW,
+    KINDS,
+    ULP,
+    UNIT,
+    as_exact_as_eager,
+    eager_log_softmax,
+    placed,
+    rows_of_logits,
+)
+
+# numpy remarks on the 0 · -inf that the kernels provide for
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    vocab=st.integers(1, 300),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    split=st.booleans(),
+    wide=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@FEW
+def test_log_softmax_is_as_exact_as_eager(vocab, kind, dtype, temperature, split, wide, seed):
+    z, targets = rows_of_logits(3, vocab, kind, dtype, seed)
+    z = placed(z, wide)
+    logp, entropy, _ = log_softmax.log_softmax_forward(
+        z, targets, temperature, lanes=4, few_rows=9 if split else 0
+    )
+    exact, eager = (
+        eager_log_softmax(z.double(), targets, temperature),
+        eager_log_softmax(z.float(), targets, temperature),
+    )
+    as_exact_as_eager(logp, eager[0], exact[0])
+    as_exact_as_eager(entropy, eager[1], exact[1])
+    assert (logp <= ULP).all()
+    assert (entropy >= -ULP * 8).all()
+    assert (entropy <= math.log(vocab) + ULP * 8).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    vocab=st.integers(1, 200),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    temperature=st.sampled_from([0.3, 1.0]),
+    seed=st.integers(0, 99),
+)
+@FEW
+def test_gradient_of_log_softmax(vocab, kind, dtype, temperature, seed):
+    z, targets = rows_of_logits(3, vocab, kind, dtype, seed)
+    dlogp, dentropy = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    dentropy[0] = 0.0
+
+    def gradient(module, z):
+        logp, entropy, norm = module.log_softmax_forward(z, targets, temperature)
+        upstream = dlogp.to(logp.dtype), dentropy.to(logp.dtype)
+        return module.log_softmax_backward(z, targets, temperature, norm, entropy, *upstream)
+
+    got, eager, exact = (
+        gradient(log_softmax, z),
+        gradient(reference, z.float()),
+        gradient(reference, z.double()),
+    )
+    assert got.dtype == dtype
+    scale = float(dlogp.abs().max() + dentropy.abs().max()) / temperature
+    allowed = (
+        2 * (eager.double() - exact).abs().max()
+        + ULP * (scale + exact.abs())
+        + UNIT[dtype] * exact.abs()
+        + 2.0**-24
+    )
+    assert ((got.double() - exact).abs() <= allowed).all()
+    if dtype == torch.float32:
+        # adding a number to a row changes nothing
+        assert got.sum(-1).abs().max() <= 1e-5 / temperature
+
+
+@pytest.mark.parametrize("few_rows", [0, 9])
+@pytest.mark.parametrize(
+    ("largest", "temperature"), [(1.48e9, 1.0), (-1.48e9, 1.0), (148.0, 1e-7), (-148.0, 1e-7)]
+)
+def test_the_edge_of_the_domain(largest, temperature, few_rows):
+    """The largest logit times log2(e) / T is just below 2^31: its rounding shifts every sum, and
+    nothing overflows yet.
+    """
+    z, targets = torch.full((2, 100), largest, device=DEVICE), torch.tensor([0, 99], device=DEVICE)
+    z[:, 1::2] = -math.inf  # half the row, not its targets
+    z[1, 99] = largest
+    count = torch.tensor([50.0, 51.0], device=DEVICE)
+    logp, entropy, norm = log_softmax.log_softmax_forward(
+        z, targets, temperature, lanes=4, few_rows=few_rows
+    )
+    torch.testing.assert_close(logp, -count.log(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy, count.log(), rtol=0, atol=1e-4)
+    ones = torch.ones(2, device=DEVICE)
+    dz = (
+        log_softmax.log_softmax_backward(z, targets, temperature, norm, entropy, ones, None)
+        * temperature
+    )
+    torch.testing.assert_close(dz[0, 0], 1 - 1 / count[0], rtol=1e-5, atol=0)
+    assert not dz[:, 1].any()
+
+
+def test_rows_may_be_strided_masked_and_none():
+    wide = torch.randn(4, 90).to(DEVICE)
+    z, targets = wide[:, 7:60], torch.tensor([0, 52, 9, 9]).to(DEVICE)
+    mask = torch.tensor([True, True, False, True]).to(DEVICE)
+    z[2] = math.nan
+    for few_rows in (0, 9):
+        got = log_softmax.log_softmax_forward(z, targets, 0.7, mask, lanes=2, few_rows=few_rows)
+        expected = reference.log_softmax_forward(z, targets, 0.7, mask)
+        torch.testing.assert_close(got[:2], expected[:2], rtol=1e-5, atol=1e-6)
+    ones = torch.ones(4, device=DEVICE)
+    dz = log_softmax.log_softmax_backward(
+        z, targets, 0.7, got[2], got[1], ones, ones, mask, block=16
+    )
+    torch.testing.assert_close(
+        dz,
+        reference.log_softmax_backward(z, targets, 0.7, expected[2], expected[1], ones, ones, mask),
+    )
+    assert not dz[2].any()
+    assert log_softmax.log_softmax_forward(z[:0], targets[:0], 1.0)[0].shape == (0,)
+    assert log_softmax.log_softmax_backward(
+        z[:0], targets[:0], 1.0, got[2][:, :0], *(ones[:0],) * 3
+    ).shape == (0, 53)
+    with pytest.raises(ValueError, match="stride"):
+        log_softmax.log_softmax_forward(wide.T, targets, 1.0)
+
+
+def test_offsets_pass_two_to_the_31():
+    # row 2 begins where a 32-bit offset ends; only the pages that are touched take memory
+    stride = 2**30
+    memory = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=DEVICE)
+    z = memory.as_strided((3, 40), (stride, 1))
+    z.copy_(torch.randn(3, 40))
+    targets = torch.tensor([1, 2, 39]).to(DEVICE)
+    got = log_softmax.log_softmax_forward(z, targets, 1.0)
+    torch.testing.assert_close(
+        got[0], reference.log_softmax_forward(z, targets, 1.0)[0], rtol=1e-5, atol=1e-6
+    )
+    ones = torch.ones(3, device=DEVICE)
+    dz = log_softmax.log_softmax_backward(
+        z, targets, 1.0, got[2], got[1], ones, None, in_place=True
+    )
+    assert dz[2, 39] > 0 > dz[2, 0]

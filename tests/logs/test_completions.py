@@ -1,0 +1,137 @@
+"""The table of completions: one file a step, TRL's columns, what `log_extra` was given, and each
+step once after a resume.
+
+Read before: test_log.py. Read next: test_report.py.
+"""
+
+import json
+
+import pytest
+
+import train
+from nanogrpo.config import Config
+from nanogrpo.distributed.world import join
+from nanogrpo.errors import UserError
+from nanogrpo.logs.completions import Completions
+from nanogrpo.rewards.call import COLUMNS
+from tests.conftest import SOLO, arguments, steps
+from tests.logs.test_metrics import sample
+from tests.ranks import run
+
+REWARD = """
+def even(completion_ids, log_extra, **kwargs):
+    log_extra("length", [len(ids) for ids in completion_ids])
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+"""
+
+
+def table(folder, step: int) -> list[dict]:
+    return [
+        json.loads(line)
+        for line in (folder / "completions" / f"completions_{step:05d}.jsonl").open(
+            encoding="utf-8"
+        )
+    ]
+
+
+def test_every_completion_of_a_run_is_kept_with_what_it_earned(tiny_base, files, tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    options = [
+        "--reward-funcs",
+        f"{tmp_path / 'reward.py'}:even",
+        "length:8",
+        "--log-completions",
+        "--max-steps",
+        "2",
+    ]
+    assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 0
+    assert sorted(p.name for p in (tmp_path / "run" / "completions").iterdir()) == [
+        f"completions_0000{i}.jsonl" for i in (1, 2)
+    ]
+    for step, logged in enumerate(steps(tmp_path / "run")):
+        rows = table(tmp_path / "run", step + 1)
+        assert len(rows) == 16
+        columns = [
+            "step",
+            "prompt",
+            "completion",
+            "even",
+            "length_reward",
+            "reward",
+            "advantage",
+            "stopped",
+            "length",
+        ]
+        assert list(rows[0]) == columns
+        assert set(COLUMNS) == {*columns} - {"even", "length_reward", "length"}
+        assert {row["step"] for row in rows} == {step}
+        assert sum(row["reward"] for row in rows) / 16 == pytest.approx(logged["reward"])
+        assert sum(row["length"] for row in rows) / 16 == logged["completions/mean_length"]
+        assert sum(not row["stopped"] for row in rows) / 16 == logged["completions/clipped_ratio"]
+        for group in (rows[i : i + 4] for i in range(0, 16, 4)):
+            assert len({row["prompt"] for row in group}) == 1
+            assert sum(row["advantage"] for row in group) == pytest.approx(0, abs=1e-4)
+
+
+def test_half_a_character_is_written_as_json_can(tmp_path):
+    """Data in JSON may hold a lone surrogate, and a reward function may log it."""
+    (given := sample(3, a=1.0)).extra = {"source": "a\ud800é"}
+    Completions(config(tmp_path), SOLO, start=0).log(0, [given])
+    assert table(tmp_path, 1)[0]["source"] == "a\ud800é"
+
+
+def config(folder, **options) -> Config:
+    return Config(model="-", data=("-",), output_dir=str(folder), log_completions=True, **options)
+
+
+def test_a_resumed_run_drops_what_it_will_write_again_and_one_that_starts_over_keeps_the_old_aside(
+    tmp_path,
+):
+    first = Completions(config(tmp_path), SOLO, start=0)
+    for step in range(4):
+        first.log(step, [sample(step + 1, a=1.0)])
+    Completions(config(tmp_path), SOLO, start=2)
+    assert sorted(p.name for p in (tmp_path / "completions").iterdir()) == [
+        "completions_00001.jsonl",
+        "completions_00002.jsonl",
+    ]
+    Completions(config(tmp_path), SOLO, start=0)
+    assert [p.name for p in tmp_path.iterdir()] == ["completions-1"]
+
+
+def test_any_text_and_any_value_can_be_written(tmp_path):
+    odd = sample(2, a=None)
+    odd.text, odd.extra = (
+        "\u2028 \ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"),
+        {"what": {1, 2}},
+    )
+    odd.prompt.text = [{"role": "user", "content": "hi\n"}]
+    Completions(config(tmp_path), SOLO, start=0).log(0, [odd])
+    (row,) = table(tmp_path, 1)
+    assert (row["completion"], row["a"], row["reward"], row["what"]) == (
+        odd.text,
+        None,
+        None,
+        "{1, 2}",
+    )
+    assert row["prompt"] == odd.prompt.text
+
+
+def two_ranks(folder: str) -> None:
+    with join(Config(device="cpu")) as world:
+        first = [sample(1 + world.rank, a=float(world.rank)), sample(3, a=1.0)]
+        Completions(config(folder), world, start=0).log(0, first)
+
+
+def test_the_file_holds_the_completions_of_all_ranks(tmp_path):
+    run(2, two_ranks, str(tmp_path))
+    assert [row["reward"] for row in table(tmp_path, 1)] == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    out = Completions(config(tmp_path), SOLO, start=0)
+    (tmp_path / "completions").write_text("in the way")
+    with pytest.raises(
+        UserError, match=r"completions_00001\.jsonl could not be written .*: make room"
+    ):
+        out.log(0, [sample(1, a=1.0)])

@@ -1,0 +1,119 @@
+"""What the tests of adapters share, and run on several ranks: so it must not import transformers.
+
+Read next: test_lora.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import train
+from nanogrpo.config import Config
+from nanogrpo.distributed import fsdp
+from nanogrpo.distributed.world import World, join
+from nanogrpo.grpo import loss as grpo
+from nanogrpo.grpo import packing
+from nanogrpo.model import adapters, checkpoint, lora
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.run import optim
+from nanogrpo.run import setup as parts
+from nanogrpo.vllm.sync import full_parameters
+from tests.conftest import SOLO, positions_of, random_tokens, tiny_model, write_base
+from tests.distributed.test_fsdp import generation
+
+LIMIT = 1e-6
+
+
+@torch.no_grad()
+def nudge(model: Decoder, std: float = 0.1) -> Decoder:
+    """B away from zero, where half of the gradients are zero and a merge is the base."""
+    generator = torch.Generator().manual_seed(3)
+    for name, p in model.named_parameters():
+        if name.endswith("lora_B"):
+            checkpoint.fill(p, torch.empty(p.shape).normal_(0, std, generator=generator))
+    return model
+
+
+def adapted(cfg: Config, model: Decoder | None = None, fresh: bool = False) -> Decoder:
+    """A model with adapters, whose B is not zero any more unless it is to be fresh."""
+    model = model or tiny_model()
+    lora.attach(model, cfg)
+    adapters.begin(model, cfg)
+    return model if fresh else nudge(model)
+
+
+def write_bases(folder: Path) -> dict[str, Path]:
+    """A checkpoint folder of each shape."""
+    shapes = {
+        "untied": {},
+        "tied": {"tie_word_embeddings": True, "num_hidden_layers": 3},
+        "qwen2": {"model_type": "qwen2", "num_hidden_layers": 3},
+    }
+    return {name: write_base(folder / name, **shape) for name, shape in shapes.items()}
+
+
+def loaded(base: Path, cfg: Config) -> Decoder:
+    model = checkpoint.empty_model(base)
+    lora.attach(model, cfg)
+    return parts.load_sharded(model, base, SOLO, cfg)
+
+
+def logits(model: Decoder, seed: int = 5) -> torch.Tensor:
+    positions, attend = positions_of([11, 6])
+    with torch.no_grad():
+        return model(random_tokens(17, model.cfg.vocab_size, seed), positions, attend)
+
+
+def three_steps(base: Path, options: dict, world: World = SOLO) -> tuple[dict, dict, dict, Tensor]:
+    """The gradient of the first step; the merged weights after the third as they are saved, and as
+    they are sent; the logits with adapters off. As test_fsdp.three_steps, which explains the
+    epsilon.
+    """
+    cfg = Config(
+        **{
+            "model": str(base),
+            "lora_r": 4,
+            "learning_rate": 1e-3,
+            "adam_epsilon": 1e-5,
+            "num_generations": 4,
+            **options,
+        }
+    )
+    model = checkpoint.empty_model(base)
+    lora.attach(model, cfg)
+    model = nudge(parts.load_sharded(model, base, world, cfg))
+    optimizer, gradient = optim.make_optimizer(model, cfg), {}
+    for step in range(3):
+        samples = generation(step)
+        (update,) = packing.schedule(
+            packing.sizes(samples, cfg), cfg, step, world.size, model.cfg.pair_cost
+        )
+        batches = packing.pack(update, samples, cfg, world.rank)
+        for batch in batches:
+            fsdp.sync_gradients(model, batch is batches[-1])
+            (model.score(batch, grpo.objective(batch, cfg)).loss * world.size).backward()
+        for name, p in model.named_parameters() if step == 0 else ():
+            if p.grad is not None:
+                gradient[name] = lora.gathered(p.grad).clone()
+        optim.clip_and_step(model, optimizer, cfg.learning_rate, 1.0)
+    assert all(lora.is_adapter(name) for name in gradient)
+    sent = {name: p.clone() for name, p in full_parameters(model)}
+    positions, attend = positions_of([13])
+    with torch.no_grad(), lora.off(model):
+        off = model(random_tokens(13, 104), positions, attend)
+    return gradient, checkpoint.host_weights(model), sent, off
+
+
+def every_variant(folders: dict[str, Path], variants: list[dict]) -> list[tuple]:
+    with join(Config(device="cpu")) as world:
+        pairs = [(name, options) for name in folders for options in variants]
+        return [
+            ((name, options), three_steps(folders[name], options, world)) for name, options in pairs
+        ]
+
+
+def program(argv: list[str]) -> int:
+    return train.main(argv)

@@ -1,0 +1,264 @@
+"""Checkpoints in Hugging Face's layout: what transformers writes loads here, what is written here
+loads there, bit for bit.
+
+Bad folders are in test_bad_input.py. Read next: test_resume.py, the state of a run.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from nanogrpo.errors import UserError
+from nanogrpo.model import checkpoint
+from tests.conftest import positions_of, random_tokens, tiny_model, write_base
+from tests.model.test_decoder import CONFIGS, peer, theirs_alone
+
+TOKENS = random_tokens(20)
+POSITIONS, ATTEND = positions_of([20])
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    return {n: t.detach().clone() for n, t in model.state_dict().items()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert set(a) == set(b)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+# ---- ours → transformers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_export_loads_in_transformers_with_the_same_logits(tmp_path, name):
+    model = tiny_model(CONFIGS[name], seed=4)
+    checkpoint.export(model, tmp_path)
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert (
+        type(theirs).__name__
+        == {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}[model.cfg.model_type]
+    )
+    assert theirs.dtype == torch.float32
+    expected = theirs_alone(theirs, TOKENS, POSITIONS)
+    torch.testing.assert_close(model(TOKENS, POSITIONS, ATTEND), expected, rtol=0, atol=1e-5)
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (
+        not model.cfg.tie_word_embeddings
+    )
+    assert_same(weights_of(checkpoint.load_model(tmp_path)), weights_of(model))
+
+
+def test_the_tokenizer_travels_with_the_weights(tiny_base, tiny_tokenizer, tmp_path):
+    checkpoint.export(checkpoint.load_model(tiny_base), tmp_path, tiny_tokenizer)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "12+7="}]
+    assert theirs.apply_chat_template(chat, add_generation_prompt=True)[
+        "input_ids"
+    ] == tiny_tokenizer.encode_prompt(chat)
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id
+        == tiny_tokenizer.eos_token_id
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / name).read_bytes() == (tiny_base / name).read_bytes()
+
+
+def test_fields_that_we_do_not_read_survive_an_export(tmp_path):
+    source, target = write_base(tmp_path / "source"), tmp_path / "target"
+    target.mkdir()
+    raw = json.loads((source / "config.json").read_text())
+    foreign = {
+        "eos_token_id": 99,
+        "initializer_range": 0.5,
+        "attention_dropout": 0.25,
+        "their_own": {"deep": [1, None]},
+    }
+    (source / "config.json").write_text(json.dumps({**raw, **foreign, "torch_dtype": "float16"}))
+    model, config = checkpoint.load_model(source), checkpoint.read_json(source / "config.json")
+    shutil.rmtree(source)  # it was read at the start, and is not needed when we write
+    checkpoint.export(model.to(torch.bfloat16), target, config=config)
+    assert json.loads((target / "config.json").read_text()) == {
+        **raw,
+        **foreign,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+    assert AutoConfig.from_pretrained(target).attention_dropout == 0.25
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_large_weights_are_split_into_files_with_an_index(tmp_path, monkeypatch, tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", 60_000)
+    checkpoint.export(model, tmp_path)
+    parts = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    assert len(parts) > 2
+    assert parts[0] == f"model-00001-of-{len(parts):05}.safetensors"
+    largest = max(p.nbytes for p in model.parameters())
+    assert all(
+        sum(t.nbytes for t in load_file(tmp_path / part).values()) <= max(60_000, largest)
+        for part in parts
+    )
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
+    assert_same(weights_of(checkpoint.load_model(tmp_path)), weights_of(model))
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(
+        torch.equal(t, dict(theirs.named_parameters())[n]) for n, t in model.named_parameters()
+    )
+
+
+# ---- transformers → ours -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_tied", "qwen2", "qwen2_tied"])
+@pytest.mark.parametrize("shards", [1, 4])
+def test_what_transformers_saves_loads_here(tmp_path, name, shards):
+    model = tiny_model(CONFIGS[name], seed=5)
+    bytes_in_all = 4 * sum(p.numel() for p in model.parameters())
+    peer(model).save_pretrained(tmp_path, max_shard_size=bytes_in_all // shards + 1000)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards > 1)
+    loaded = checkpoint.load_model(tmp_path)
+    assert loaded.cfg == model.cfg
+    assert_same(weights_of(loaded), weights_of(model))
+    assert (
+        loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    ) == model.cfg.tie_word_embeddings
+
+
+def test_a_bfloat16_checkpoint_becomes_float32_masters_or_stays(tmp_path):
+    model = tiny_model(tie_word_embeddings=True).to(torch.bfloat16)
+    peer(model).save_pretrained(tmp_path)
+    masters = checkpoint.load_model(tmp_path)
+    assert all(p.dtype == torch.float32 for p in masters.parameters())
+    assert_same(weights_of(masters), {n: t.float() for n, t in weights_of(model).items()})
+    assert_same(weights_of(checkpoint.load_model(tmp_path, torch.bfloat16)), weights_of(model))
+    again = tmp_path / "again"
+    again.mkdir()
+    checkpoint.export(
+        masters.to(torch.bfloat16), again, config=checkpoint.read_json(tmp_path / "config.json")
+    )
+    assert AutoModelForCausalLM.from_pretrained(again).dtype == torch.bfloat16
+
+
+def test_a_tied_head_in_the_file_does_not_matter(tmp_path):
+    model = tiny_model(tie_word_embeddings=True)
+    checkpoint.export(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": torch.zeros(151, 48)}, tmp_path / "model.safetensors")
+    assert_same(weights_of(checkpoint.load_model(tmp_path)), weights_of(model))
+
+
+def test_a_model_is_found_in_a_folder_or_refused_in_a_sentence(tiny_base, monkeypatch, tmp_path):
+    monkeypatch.chdir(tiny_base.parent)
+    assert checkpoint.locate(tiny_base.name) == Path(tiny_base.name)
+    (tmp_path / "file").touch()
+    for name in (
+        "no/such",
+        "/no/such",
+        "./no/such",
+        "a/b/c",
+        "nothing",
+        str(tmp_path / "file"),
+        "~/model",
+    ):
+        with pytest.raises(UserError, match=r"--model \S+: .*no such folder") as told:
+            checkpoint.locate(name)
+        assert "\n" not in str(told.value)
+
+
+# ---- whole or not there --------------------------------------------------------------------------
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
+
+
+def write(final: Path, text: str) -> None:
+    with checkpoint.written_whole(final) as folder:
+        (folder / "config.json").write_text(text)
+
+
+def test_a_folder_appears_at_once_and_replaces_a_checkpoint_only_when_it_is_whole(tmp_path):
+    final = tmp_path / "deep" / "checkpoint-1"
+    with checkpoint.written_whole(final) as folder:
+        (folder / "config.json").write_text("one")
+        assert not final.exists()
+    assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"one"}
+    with checkpoint.written_whole(final) as folder:
+        (folder / "config.json").write_text("two")
+        assert content(final) == {"config.json": b"one"}
+    assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"two"}
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """A power cut after the rename must find the data: so each file, and the folder, is flushed
+    before it.
+    """
+    flushed, fsync = {}, os.fsync
+
+    def watch(fd):
+        flushed[os.fstat(fd).st_ino] = (tmp_path / "checkpoint-1").exists()
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    write(tmp_path / "checkpoint-1", "one")
+    assert flushed == {
+        (tmp_path / "checkpoint-1" / "config.json").stat().st_ino: False,
+        (tmp_path / "checkpoint-1").stat().st_ino: False,
+        tmp_path.stat().st_ino: True,
+    }
+
+
+@pytest.mark.parametrize("error", [RuntimeError("ours"), KeyboardInterrupt(), UserError("theirs")])
+def test_any_exception_leaves_what_was_there_and_no_litter(tmp_path, error):
+    write(tmp_path / "checkpoint-1", "one")
+    with pytest.raises(type(error)), checkpoint.written_whole(tmp_path / "checkpoint-1") as folder:  # noqa: PT012
+        (folder / "config.json").write_text("two")
+        raise error
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert content(tmp_path) == {"checkpoint-1/config.json": b"one"}
+
+
+def test_a_rename_that_fails_gives_the_old_folder_back(tmp_path, monkeypatch):
+    write(tmp_path / "checkpoint-1", "one")
+    rename = Path.rename
+
+    def refuse(self, target):
+        if self.name.endswith(".tmp"):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(UserError, match="could not be written"):
+        write(tmp_path / "checkpoint-1", "two")
+    assert content(tmp_path) == {"checkpoint-1/config.json": b"one"}
+
+
+def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="holds other files"):
+        write(tmp_path, "gone")
+    assert content(tmp_path) == {"thesis.tex": b"years of work"}
+
+
+@pytest.mark.parametrize("place", ["/proc/checkpoint-1", "{}/file/checkpoint-1", "{}/file"])
+def test_an_unwritable_place_is_one_sentence(tmp_path, place):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(
+        UserError, match=r"could not be written \([A-Z].*\): make room or choose"
+    ) as told:
+        write(Path(place.format(tmp_path)), "x")
+    assert "\n" not in str(told.value)
+    assert content(tmp_path) == {"file": b"not a folder"}

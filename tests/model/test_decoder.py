@@ -1,0 +1,305 @@
+"""The decoder against transformers' own, and packing against no packing: the same numbers, and
+nothing leaks between samples.
+
+Random weights with logits of a trained model's scale (conftest.tiny_model), so that a missing norm,
+bias or rotation shows. Read next: test_checkpoint.py, where the same weights go through files.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from nanogrpo.model.attention import Packed
+from nanogrpo.model.decoder import Decoder, ModelConfig, logits
+from tests.conftest import positions_of, random_batch, random_tokens, tiny_config, tiny_model
+
+RAGGED = [7, 1, 33, 2, 20]
+
+CONFIGS = {
+    "qwen3": tiny_config(),
+    "qwen3_tied": tiny_config(tie_word_embeddings=True),
+    "qwen3_multi_head": tiny_config(num_key_value_heads=4),
+    "qwen3_multi_query": tiny_config(num_key_value_heads=1, rms_norm_eps=1e-5),
+    "qwen3_attention_bias": tiny_config(attention_bias=True),
+    "qwen2": tiny_config(model_type="qwen2", head_dim=12),
+    "qwen2_tied": tiny_config(
+        model_type="qwen2", head_dim=12, tie_word_embeddings=True, rope_theta=1e6
+    ),
+}
+
+
+def peer(model: Decoder) -> torch.nn.Module:
+    """transformers' model with the same weights. Its config is written by hand here: `to_dict` is
+    on trial, not trusted.
+    """
+    fields = dataclasses.asdict(model.cfg)
+    theta = fields.pop("rope_theta")
+    kind, make = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    }[fields.pop("model_type")]
+    config = kind(
+        **fields,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        attn_implementation="eager",
+    )
+    theirs = make(config).to(model.lm_head.weight.dtype).eval()
+    theirs.load_state_dict(model.state_dict(), strict=True)  # the parameters' names are the same
+    return theirs
+
+
+def theirs_alone(theirs, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Logits [T, V] of one sequence. The mask is given, or transformers would take a jump in the
+    positions for packing.
+    """
+    inputs = {
+        "input_ids": tokens[None],
+        "position_ids": positions[None],
+        "attention_mask": torch.ones_like(tokens)[None],
+    }
+    return theirs(**inputs).logits[0]
+
+
+# ---- parity with transformers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_packed_forward_gives_transformers_logits_one_by_one(name):
+    model = tiny_model(CONFIGS[name], seed=1)
+    tokens = random_tokens(sum(RAGGED))
+    positions, attend = positions_of(RAGGED)
+    ours = model(tokens, positions, attend)  # [T, V]
+    # as spread as a trained model's: 1e-5 would mean nothing on logits of 1e-4
+    assert 1 < ours.std() < 10
+    theirs = peer(model)
+    pairs = zip(tokens.split(RAGGED), positions.split(RAGGED))
+    expected = torch.cat([theirs_alone(theirs, *pair) for pair in pairs])
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
+@pytest.mark.parametrize("start", [0, 30_000])
+def test_positions_far_out_and_with_gaps(theta, start):
+    model = tiny_model(rope_theta=theta, max_position_embeddings=40_960, head_dim=64)
+    tokens = random_tokens(24)
+    # neighbours, then far apart
+    positions = start + torch.cat((torch.arange(12), 700 * torch.arange(1, 13)))
+    ours = model(tokens, positions, Packed(torch.tensor([0, 24], dtype=torch.int32), 24))
+    torch.testing.assert_close(
+        ours, theirs_alone(peer(model), tokens, positions), rtol=0, atol=1e-5
+    )
+    nearby = model(tokens, torch.arange(24), Packed(torch.tensor([0, 24], dtype=torch.int32), 24))
+    assert (ours - nearby).abs().max() > 0.1  # positions matter to this model at all
+
+
+@pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_attention_bias", "qwen2"])
+def test_gradients_are_transformers_gradients(name):
+    model = tiny_model(CONFIGS[name], seed=2)
+    theirs = peer(model)
+    tokens = random_tokens(sum(RAGGED))
+    positions, attend = positions_of(RAGGED)
+    F.cross_entropy(model(tokens, positions, attend), tokens.roll(3), reduction="sum").backward()
+    for ids, at, targets in zip(
+        tokens.split(RAGGED), positions.split(RAGGED), tokens.roll(3).split(RAGGED)
+    ):
+        F.cross_entropy(theirs_alone(theirs, ids, at), targets, reduction="sum").backward()
+    expected = dict(theirs.named_parameters())
+    assert {n for n, _ in model.named_parameters()} == set(expected)
+    for parameter, p in model.named_parameters():
+        scale = expected[parameter].grad.abs().max()
+        # without a rotation it would cancel in the softmax; it is small but not zero
+        if parameter.endswith("k_proj.bias"):
+            assert scale > 1e-3
+        assert (p.grad - expected[parameter].grad).abs().max() <= 2e-5 * scale, parameter
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+def test_bfloat16_is_about_as_far_from_float32_as_transformers_is(name):
+    """Tolerance: the root mean square error over all logits, at most twice that of transformers in
+    bfloat16.
+    """
+    model = tiny_model(CONFIGS[name], seed=3)
+    tokens = random_tokens(64)
+    positions, attend = positions_of([64])
+    with torch.no_grad():
+        exact = model(tokens, positions, attend)
+        model = model.to(torch.bfloat16)  # rounds the weights, for both sides alike
+        ours = model(tokens, positions, attend)
+        expected = theirs_alone(peer(model), tokens, positions)
+    assert ours.dtype == torch.bfloat16
+    error, allowed = ((x.float() - exact).square().mean().sqrt() for x in (ours, expected))
+    assert 0 < error <= 2 * allowed
+
+
+def test_rotary_angles_stay_float32_in_a_bfloat16_model():
+    """bfloat16 has no 257: with rounded positions, neighbours far out would be rotated alike."""
+    model = tiny_model().to(torch.bfloat16)
+    seen = []
+
+    def spy(layer, q, k, v):
+        seen.append(k)
+        return torch.zeros_like(q)
+
+    model(torch.full((3,), 7), torch.tensor([20_000, 20_001, 20_002]), spy)
+    assert (seen[0][0] - seen[0][1]).abs().max() > 0.1
+    assert (seen[0][1] - seen[0][2]).abs().max() > 0.1
+
+
+# ---- packing changes nothing ---------------------------------------------------------------------
+
+
+def test_a_packed_sample_equals_it_alone():
+    model = tiny_model(num_hidden_layers=3)
+    tokens = random_tokens(sum(RAGGED))
+    packed = model(tokens, *positions_of(RAGGED)).split(RAGGED)
+    for alone, ids in zip(packed, tokens.split(RAGGED)):
+        torch.testing.assert_close(alone, model(ids, *positions_of([len(ids)])), rtol=0, atol=1e-5)
+
+
+def test_changing_one_sample_never_changes_another():
+    model = tiny_model()
+    tokens = random_tokens(sum(RAGGED))
+    before = model(tokens, *positions_of(RAGGED)).split(RAGGED)
+    other = list(tokens.split(RAGGED))
+    other[2] = random_tokens(RAGGED[2], seed=99)
+    after = model(torch.cat(other), *positions_of(RAGGED)).split(RAGGED)
+    assert not torch.equal(before[2], after[2])
+    for i in (0, 1, 3, 4):
+        assert torch.equal(before[i], after[i])
+
+
+def test_not_even_a_nan_leaks_between_samples():
+    """An attention weight that is masked by multiplication, or is merely tiny, would let it through
+    (0 · NaN is NaN).
+    """
+    model = tiny_model()
+    tokens = random_tokens(sum(RAGGED)).clamp(min=1)
+    parts = list(tokens.split(RAGGED))
+    parts[2] = torch.zeros_like(parts[2])
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = float("nan")
+        out = model(torch.cat(parts), *positions_of(RAGGED)).split(RAGGED)
+    assert [bool(x.isnan().any()) for x in out] == [False, False, True, False, False]
+    assert out[2].isnan().all()
+
+
+def test_later_tokens_never_change_earlier_ones():
+    model = tiny_model()
+    tokens = random_tokens(30)
+    before = model(tokens, *positions_of([30]))
+    tokens[20:] = random_tokens(10, seed=5)
+    after = model(tokens, *positions_of([30]))
+    assert torch.equal(before[:20], after[:20])
+    assert (before[20:] - after[20:]).abs().amax(-1).min() > 0.01
+
+
+def test_gradients_of_a_strip_are_the_sum_of_those_alone():
+    def gradients(model, pieces):
+        model.zero_grad()
+        for ids in pieces:
+            lengths = RAGGED if len(ids) == sum(RAGGED) else [len(ids)]
+            F.cross_entropy(
+                model(ids, *positions_of(lengths)), ids.flip(0) * 0 + 3, reduction="sum"
+            ).backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    model = tiny_model(tie_word_embeddings=True)
+    tokens = random_tokens(sum(RAGGED))
+    packed, alone = gradients(model, [tokens]), gradients(model, tokens.split(RAGGED))
+    for name in packed:
+        assert (packed[name] - alone[name]).abs().max() <= 1e-5 * alone[name].abs().max(), name
+
+
+def test_a_sample_gets_no_gradient_from_another():
+    """The embedding rows of a sample's own tokens are the only inputs that its loss reaches."""
+    model = tiny_model()
+    first, second = torch.arange(1, 9), torch.arange(51, 63)
+    out = model(torch.cat((first, second)), *positions_of([8, 12]))
+    out[:8].square().sum().backward()
+    touched = model.model.embed_tokens.weight.grad.abs().sum(-1).nonzero().flatten()
+    assert touched.tolist() == first.tolist()
+
+
+def test_score_runs_the_head_on_the_rows_that_predict_completions_only():
+    model = tiny_model()
+    batch = random_batch([(3, 4), (6, 1), (1, 9)])
+    shapes = []
+
+    def op(hidden, weight):
+        shapes.append((tuple(hidden.shape), tuple(weight.shape)))
+        return logits(hidden, weight)
+
+    out = model.score(batch, op)  # [M, V]
+    assert shapes == [((14, 48), (151, 48))]
+    every = model(batch.tokens, batch.positions, Packed(batch.cu_seqlens, batch.max_len))  # [T, V]
+    torch.testing.assert_close(out, every[batch.rows], rtol=0, atol=1e-5)
+    assert torch.equal(batch.tokens[batch.rows + 1], batch.targets)
+
+
+# ---- construction --------------------------------------------------------------------------------
+
+
+def test_a_new_model_is_initialised_as_transformers_does():
+    model = Decoder(tiny_config(hidden_size=256, vocab_size=500, model_type="qwen2"))
+    for name, p in model.named_parameters():
+        if p.ndim > 1:
+            assert p.std().item() == pytest.approx(0.02, rel=0.05), name
+        else:
+            assert torch.equal(p, torch.full_like(p, float(name.endswith("norm.weight")))), name
+
+
+def test_a_tied_head_is_one_parameter_and_learns_from_both_ends():
+    model = tiny_model(tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert sum(p is model.lm_head.weight for p in model.parameters()) == 1
+    parted = Decoder(model.cfg).to_empty(device="cpu")
+    parted.tie()
+    assert parted.lm_head.weight is parted.model.embed_tokens.weight
+    untied = tiny_model()
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+
+
+QWEN3_RAW = {
+    **dict(
+        model_type="qwen3",
+        vocab_size=9,
+        hidden_size=64,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    ),
+    **dict(num_key_value_heads=2, max_position_embeddings=99),
+}
+
+
+def test_defaults_of_config_json_are_those_of_transformers():
+    """A field may be absent: then it must mean here what it means there (a Qwen3 without head_dim
+    has 128, not D / H).
+    """
+    for kind, theirs in {"qwen3": Qwen3Config, "qwen2": Qwen2Config}.items():
+        raw = {**QWEN3_RAW, "model_type": kind}
+        ours, expected = ModelConfig.from_dict(raw), theirs(**raw)
+        assert ours.head_dim == getattr(expected, "head_dim", 64 // 4)
+        assert ours.rope_theta == expected.rope_parameters["rope_theta"]
+        assert ours.rms_norm_eps == expected.rms_norm_eps
+        assert ours.tie_word_embeddings == expected.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        # the inner one wins, as there
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 1e4},
+        {"rope_scaling": {"type": "default"}, "rope_theta": 500_000},
+    ],
+)
+def test_every_spelling_of_the_rotary_base(spelling):
+    raw = {**QWEN3_RAW, **spelling}
+    assert Qwen3Config(**raw).rope_parameters["rope_theta"] == 5e5
+    assert ModelConfig.from_dict(raw).rope_theta == 5e5

@@ -1,0 +1,196 @@
+"""Training with adapters on one rank and two, compiled, in whole runs, and continued.
+
+What the ranks run is in lora_ranks.py. Read next: test_reference.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import train
+from nanogrpo import step as experience
+from nanogrpo.cli import parse
+from nanogrpo.config import Config
+from nanogrpo.model import checkpoint, lora
+from nanogrpo.run import setup as parts
+from tests.conftest import SOLO, arguments, random_batch, steps
+from tests.model.lora_ranks import (
+    LIMIT,
+    every_variant,
+    loaded,
+    nudge,
+    program,
+    three_steps,
+    write_bases,
+)
+from tests.model.test_peft import hugging_face, theirs
+from tests.ranks import run as on_ranks
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory) -> dict[str, Path]:
+    return write_bases(tmp_path_factory.mktemp("bases"))
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(bases) -> dict[str, tuple]:
+    return {name: three_steps(bases[name], {"share_prompts": False}) for name in ("untied", "tied")}
+
+
+def differ(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return (
+        sum((a[n] - b[n]).norm() ** 2 for n in a) ** 0.5 / sum(a[n].norm() ** 2 for n in a) ** 0.5
+    ).item()
+
+
+VARIANTS = [
+    {"gradient_checkpointing": "full", "token_budget": 60},
+    {"gradient_checkpointing": "selective", "share_prompts": False, "token_budget": 200},
+    {"reshard_after_forward": False, "token_budget": 100},
+    {"cpu_offload": True},
+]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_and_adapters_do_not_depend_on_the_ranks(bases, alone, size):
+    """Nor on recomputation, micro-batches, shared prompts, resharding or offloading; merged weights
+    come whole to every rank.
+    """
+    for found in on_ranks(size, every_variant, {n: bases[n] for n in alone}, VARIANTS):
+        for (name, options), (grads, merged, sent, off) in found:
+            assert differ(alone[name][0], grads) < LIMIT, (name, options)
+            assert differ(alone[name][1], merged) < LIMIT
+            assert differ(alone[name][2], sent) < LIMIT
+            assert (off - alone[name][3]).abs().max() < 1e-5
+    assert (
+        differ(alone["tied"][1], dict(checkpoint.load_model(bases["tied"]).named_parameters()))
+        > 1e-3
+    )
+
+
+def test_compiled_blocks_give_the_same(bases):
+    """Recomputed, too, and with adapters off. aot_eager traces as inductor does, and needs no C
+    compiler.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    few = {"lora_target_modules": ("q_proj", "down_proj"), "token_budget": 200}
+    compiled = {
+        "torch_compile": True,
+        "torch_compile_backend": "aot_eager",
+        "gradient_checkpointing": "full",
+    }
+    (grads, merged, _, off), plain = (
+        three_steps(bases["tied"], few | compiled),
+        three_steps(bases["tied"], few),
+    )
+    assert differ(plain[0], grads) < LIMIT
+    assert differ(plain[1], merged) < LIMIT
+    assert (off - plain[3]).abs().max() < 1e-5
+    # A block is four graphs; the first, whose input has no gradient, needs three of its own;
+    # without gradients four more.
+    # for any number of blocks, and all lengths
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4 + 3 + 4
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+RUN = [
+    "--lora-r",
+    "4",
+    "--lora-alpha",
+    "8",
+    "--beta",
+    "0.05",
+    "--num-iterations",
+    "2",
+    "--learning-rate",
+    "1e-2",
+]
+
+
+def go(base: Path, files: Path, output: Path, *options: str) -> list[dict]:
+    assert train.main(arguments(base, files, output, *RUN, *options)) == 0
+    return steps(output)
+
+
+def test_a_run_trains_adapters_and_leaves_folders_for_peft_and_transformers(bases, files, tmp_path):
+    base = bases["tied"]
+    rows = go(base, files, tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    # the first step's reference is the policy itself, before its first update
+    assert 0 <= rows[0]["kl"] < rows[-1]["kl"]
+    last = tmp_path / "run" / "checkpoint-3"
+    merged, both = (
+        hugging_face(last),
+        peft.PeftModel.from_pretrained(hugging_face(base), last / "adapter"),
+    )
+    torch.testing.assert_close(theirs(merged), theirs(both), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(theirs(merged), theirs(hugging_face(base)), atol=1e-2)
+    saved = dcp.FileSystemReader(last / "state").read_metadata().state_dict_metadata
+    names = {n.partition(".")[2] for n in saved}
+    assert names == {
+        n for n, _ in loaded(base, Config(lora_r=4)).named_parameters() if lora.is_adapter(n)
+    } | {""}
+    from_there = go(
+        base, files, tmp_path / "more", "--lora-adapter", str(last / "adapter"), "--max-steps", "1"
+    )
+    assert from_there[0]["kl"] > 1e-4  # against the base, not against where it began
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(bases, files, tmp_path, size):
+    def run(output: str, *options: str) -> None:
+        argv = arguments(bases["tied"], files, tmp_path / output, *RUN, *options)
+        assert on_ranks(size, program, argv) == [0] * size
+
+    run("whole", "--max-steps", "4")
+    run("parts", "--max-steps", "2")
+    run("parts", "--max-steps", "4", "--resume")
+    assert steps(tmp_path / "parts")[-2:] == steps(tmp_path / "whole")[-2:]
+    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        a, b = (load_file(tmp_path / name / "checkpoint-4" / file) for name in ("whole", "parts"))
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_the_reference_is_the_base_and_no_second_model_is_kept(bases, files, tmp_path):
+    cfg = parse(arguments(bases["tied"], files, tmp_path, *RUN))
+    run = parts.setup(cfg, SOLO)
+    assert run.reference is run.model
+    nudge(run.model)
+    batch = random_batch([(3, 9), (5, 4)], vocab_size=104)
+    experience.add_logps(run, [batch])
+    expected = experience.logp(checkpoint.load_model(bases["tied"]), batch, cfg)
+    torch.testing.assert_close(batch.ref_logp, expected, rtol=0, atol=1e-6)
+    assert (batch.ref_logp - batch.old_logp).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ["--lora-target-modules", "lm_head"],
+            "--lora-target-modules is lm_head: choose among q_proj",
+        ),
+        (["--lora-r", "0", "--lora-adapter", "x"], "--lora-adapter x has no adapters to fill"),
+        (["--sync-ref-model"], "--sync-ref-model does not go with --lora-r"),
+        (["--lora-r", "-1"], "--lora-r is -1"),
+        (["--lora-alpha", "0"], "--lora-alpha is 0.0"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(bases, files, tmp_path, capsys, options, sentence):
+    assert train.main(arguments(bases["tied"], files, tmp_path, *RUN, *options)) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert len(told) == 1
+    assert told[0].startswith(f"error: {sentence}")

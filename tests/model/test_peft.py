@@ -1,0 +1,216 @@
+"""Adapters and merged weights as files: peft and transformers read ours, we read peft's, and refuse
+what is not the same.
+
+Read next: test_lora_runs.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import train
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError
+from nanogrpo.model import adapters, checkpoint
+from tests.conftest import random_tokens
+from tests.model.lora_ranks import adapted, loaded, logits, nudge, write_bases
+
+
+def theirs(model: torch.nn.Module, seed: int = 5) -> torch.Tensor:
+    tokens = random_tokens(17, 104, seed)
+    with torch.no_grad():
+        return torch.cat([model(tokens[None, :11]).logits[0], model(tokens[None, 11:]).logits[0]])
+
+
+def hugging_face(folder: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory) -> dict[str, Path]:
+    return write_bases(tmp_path_factory.mktemp("bases"))
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "up_proj")])
+@pytest.mark.parametrize("shape", ["untied", "tied", "qwen2"])
+def test_peft_loads_what_we_write_and_transformers_the_merged_weights(
+    bases, tmp_path, shape, targets
+):
+    base = bases[shape]
+    cfg = Config(model=str(base), lora_r=3, lora_alpha=7, lora_target_modules=targets)
+    model = nudge(loaded(base, cfg))
+    adapters.write(adapters.host_adapters(model), tmp_path / "adapter", cfg)
+    expected = logits(model)
+    found = theirs(peft.PeftModel.from_pretrained(hugging_face(base), tmp_path / "adapter"))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    # the adapters do something
+    assert not torch.allclose(found, theirs(hugging_face(base)), atol=0.1)
+    (tmp_path / "merged").mkdir()
+    checkpoint.export(model, tmp_path / "merged")
+    torch.testing.assert_close(
+        theirs(hugging_face(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5
+    )
+    again = loaded(base, dataclasses.replace(cfg, lora_adapter=str(tmp_path / "adapter")))
+    assert all(
+        torch.equal(p, dict(model.named_parameters())[n]) for n, p in again.named_parameters()
+    )
+
+
+def test_peft_finds_the_base_that_a_run_has_made_for_itself(tmp_path):
+    argv = [
+        "--model",
+        "warmup:1",
+        "--data",
+        "arithmetic",
+        "--output-dir",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--lora-r",
+        "2",
+    ]
+    argv += [
+        "--num-generations",
+        "2",
+        "--generation-batch-size",
+        "2",
+        "--max-completion-length",
+        "4",
+        "--max-steps",
+        "1",
+    ]
+    assert train.main(argv) == 0
+    found = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1" / "adapter")
+    assert found.get_base_model().config.name_or_path == str(tmp_path / "base")
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["k_proj", "down_proj"]])
+@pytest.mark.parametrize("shape", ["tied", "qwen2"])
+def test_we_load_what_peft_writes(bases, tmp_path, shape, targets):
+    config = peft.LoraConfig(
+        r=5, lora_alpha=15, target_modules=targets, lora_dropout=0.1, task_type="CAUSAL_LM"
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = peft.get_peft_model(hugging_face(bases[shape]), config).eval()
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.data.normal_(0, 0.1)
+    model.save_pretrained(tmp_path)
+    names = () if targets == "all-linear" else tuple(targets)
+    cfg = Config(
+        model=str(bases[shape]),
+        lora_r=5,
+        lora_alpha=15,
+        lora_target_modules=names,
+        lora_adapter=str(tmp_path),
+    )
+    mine = loaded(bases[shape], cfg)
+    torch.testing.assert_close(logits(mine), theirs(model), rtol=1e-5, atol=1e-5)
+
+
+WRONG = {
+    "no folder": (
+        lambda f: None,
+        {"lora_adapter": "nowhere"},
+        "nowhere holds no adapter_config.json",
+    ),
+    "another rank": (lambda f: None, {"lora_r": 8}, "it has r = 3, but --lora-r is 8"),
+    "another alpha": (
+        lambda f: None,
+        {"lora_alpha": 8.0},
+        "it has lora_alpha = 7, but --lora-alpha is 8.0",
+    ),
+    "fewer layers": (
+        lambda f: None,
+        {"lora_target_modules": ("q_proj",)},
+        r"down_proj.lora_A.weight has shape .* there and none here",
+    ),
+    "rslora": (
+        lambda f: put(f, use_rslora=True),
+        {},
+        "use_rslora is True, which is not supported here",
+    ),
+    "dora": (lambda f: put(f, use_dora=True), {}, "use_dora is True"),
+    "ranks by layer": (
+        lambda f: put(f, rank_pattern={"q_proj": 9}),
+        {},
+        "rank_pattern is {'q_proj': 9}",
+    ),
+    "trained biases": (lambda f: put(f, bias="all"), {}, "bias is 'all'"),
+    "more modules": (
+        lambda f: put(f, modules_to_save=["lm_head"]),
+        {},
+        r"modules_to_save is \['lm_head'\]",
+    ),
+    "another start": (
+        lambda f: put(f, init_lora_weights="pissa"),
+        {},
+        "init_lora_weights is 'pissa'",
+    ),
+    "from the future": (
+        lambda f: put(f, use_newest_trick={"x": 1}),
+        {},
+        "use_newest_trick is {'x': 1}",
+    ),
+    "another kind": (lambda f: put(f, peft_type="IA3"), {}, "peft_type is 'IA3'"),
+    "not JSON": (
+        lambda f: (f / "adapter_config.json").write_text("{"),
+        {},
+        "adapter_config.json is not valid JSON",
+    ),
+    "no weights": (
+        lambda f: (f / "adapter_model.safetensors").unlink(),
+        {},
+        "adapter_model.safetensors cannot be read",
+    ),
+    "weights cut": (
+        lambda f: cut(f / "adapter_model.safetensors"),
+        {},
+        "adapter_model.safetensors cannot be read",
+    ),
+    "a tensor gone": (
+        lambda f: drop(f),
+        {},
+        r"lora_A.weight has shape none there and \(3, \d+\) here; give the",
+    ),
+}
+
+
+def put(folder: Path, **fields) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def drop(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors.pop(min(tensors))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_adapters_that_do_not_fit_are_refused_in_one_sentence(bases, tmp_path, case):
+    damage, options, sentence = WRONG[case]
+    cfg = Config(
+        model=str(bases["tied"]), lora_r=3, lora_alpha=7, lora_adapter=str(tmp_path / "adapter")
+    )
+    model = adapted(dataclasses.replace(cfg, lora_adapter=""), checkpoint.load_model(bases["tied"]))
+    adapters.write(adapters.host_adapters(model), tmp_path / "adapter", cfg)
+    adapters.load(model, tmp_path / "adapter", cfg)  # it fits
+    damage(tmp_path / "adapter")
+    with pytest.raises(UserError, match=sentence) as told:
+        loaded(bases["tied"], dataclasses.replace(cfg, **options))
+    assert "\n" not in str(told.value)
+    assert str(told.value).endswith(".")

@@ -1,0 +1,380 @@
+"""The tokenizer against transformers: the same ids, and the same rendered chats, from one folder
+that both load.
+
+In: a small byte-level BPE folder made here (`make_folder`, which test_data.py uses too). Read next:
+test_data.py.
+"""
+
+import importlib.util
+import json
+from datetime import date
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from nanogrpo.errors import UserError
+from nanogrpo.model.tokenizer import Tokenizer
+
+CHATML = """{% for message in messages %}
+    {%- if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown role ' ~ message.role) }}{% endif %}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + eos_token + '\\n' }}
+{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+# The features of Qwen3's template: a thinking switch, tools through tojson, old thoughts removed,
+# namespaces, slices, a break.
+QWEN3_LIKE = """{%- if tools %}
+    {{- '<|im_start|>system\\nTools:' }}
+    {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last_user=-1) %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == 'user' %}
+        {%- set ns.last_user = messages | length - 1 - loop.index0 %}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'assistant' and loop.index0 < ns.last_user and '</think>' in content %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {%- if message.reasoning_content is defined %}{% set content = message.reasoning_content + content %}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}{% generation %}{{ content }}{{ '<|im_end|>' }}{% endgeneration %}
+    {%- else %}{{ content + '<|im_end|>' }}{% endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+
+CHATS = [
+    [{"role": "user", "content": "3+4="}],
+    [
+        {"role": "system", "content": " Be brief. "},
+        {"role": "user", "content": "Was heißt „ü“? <b> & 'q'\n\n"},
+    ],
+    [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"},
+        {"role": "user", "content": "{{ 7*7 }}{% raw %}", "name": None},
+    ],
+]
+
+
+def make_folder(folder, template=QWEN3_LIKE, *, in_config=False, config=(), generation=None):
+    """A model folder's tokenizer files: byte-level BPE, <|im_end|> as eos, <think> an ordinary
+    added token as in Qwen3.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    )
+    tokenizer.train_from_iterator(
+        ["user assistant system how many apples are in the basket"] * 3, trainer
+    )
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": {"content": "<|endoftext|>", "__type": "AddedToken"},
+        "bos_token": None,
+        **dict(config),
+    }
+    if template is not None and in_config:
+        settings["chat_template"] = template
+    elif template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Ours and transformers' tokenizer of one folder."""
+    from transformers import AutoTokenizer
+
+    folder = make_folder(tmp_path_factory.mktemp("qwen3_like"))
+    return Tokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=60)
+def test_encode_and_decode_equal_transformers(pair, text):
+    ours, theirs = pair
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text, add_special_tokens=False)
+    assert (
+        ours.decode(ids, skip_special_tokens=False)
+        == text
+        == theirs.decode(ids, clean_up_tokenization_spaces=False)
+    )
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN3_LIKE], ids=["chatml", "qwen3-like"])
+@pytest.mark.parametrize("in_config", [False, True])
+def test_render_equals_transformers(tmp_path, template, in_config):
+    from transformers import AutoTokenizer
+
+    folder = make_folder(tmp_path, template, in_config=in_config)
+    ours, theirs = Tokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    tools = [
+        {"name": "add", "description": "a < b & 'ü'", "parameters": {"z": 1, "a": [1.5, None]}}
+    ]
+    for chat in CHATS:
+        for prompt_too in (True, False):
+            for switch in (
+                {},
+                {"enable_thinking": False},
+                {"enable_thinking": True},
+                {"tools": tools},
+            ):
+                want = theirs.apply_chat_template(
+                    chat, tokenize=False, add_generation_prompt=prompt_too, **switch
+                )
+                assert ours.render(chat, add_generation_prompt=prompt_too, **switch) == want
+        want = theirs.apply_chat_template(
+            chat, add_generation_prompt=True, enable_thinking=False, return_dict=False
+        )
+        assert ours.encode_prompt(chat, enable_thinking=False) == want
+
+
+def test_the_published_qwen_templates_render_as_in_transformers(tmp_path):
+    """Qwen's own templates, as TRL ships copies of them, its training variants with {% generation
+    %} included.
+    """
+    from transformers import AutoTokenizer
+
+    trl = importlib.util.find_spec("trl")  # found and not imported: only its files are wanted
+    if trl is None:
+        pytest.skip("TRL needs Python 3.11")
+    files = sorted((Path(trl.origin).parent / "chat_templates").glob("qwen[23]*.jinja"))
+    assert {"qwen2_5.jinja", "qwen3.jinja", "qwen3_training.jinja"} <= {path.name for path in files}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "add", "description": "a < b", "parameters": {"type": "object"}},
+        }
+    ]
+    for path in files:
+        folder = make_folder(tmp_path / path.stem, path.read_text(encoding="utf-8"))
+        ours, theirs = Tokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        for chat in CHATS:
+            for switch in (
+                {},
+                {"enable_thinking": False},
+                {"enable_thinking": True},
+                {"tools": tools},
+            ):
+                want = theirs.apply_chat_template(
+                    chat, tokenize=False, add_generation_prompt=True, **switch
+                )
+                assert ours.render(chat, **switch) == want, path.name
+
+
+def test_the_thinking_switch_is_left_to_the_template_unless_given(pair):
+    ours, _ = pair
+    default, off = ours.render(CHATS[0]), ours.render(CHATS[0], enable_thinking=False)
+    assert default == ours.render(CHATS[0], enable_thinking=True)
+    assert off == default + "<think>\n\n</think>\n\n"
+
+
+def test_special_tokens_are_skipped_and_thoughts_are_not(pair):
+    ours, theirs = pair
+    ids = ours.encode("<think>a</think>b<|im_end|>")
+    assert ids[-1] == ours.eos_token_id
+    assert len(ids) == 5  # each tag is one id
+    assert ours.decode(ids) == "<think>a</think>b"
+    assert ours.decode(ids, skip_special_tokens=False) == "<think>a</think>b<|im_end|>"
+    assert ours.encode("") == []
+    # nobody's template
+    assert (
+        ours.decode(plain := ours.encode(text := "a<|im_end|><|im_start|>b", special=False)) == text
+    )
+    assert plain == theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+    assert max(ids) < ours.vocab_size == max(ours._tokenizer.get_vocab().values()) + 1
+
+
+def test_stop_ids_join_the_tokenizer_and_the_generation_config(tmp_path):
+    def stops(generation):
+        return Tokenizer.from_pretrained(make_folder(tmp_path, generation=generation))
+
+    assert (stops(None).stop_token_ids, stops(None).eos_token_id, stops(None).pad_token_id) == (
+        [2],
+        2,
+        0,
+    )
+    assert stops({"eos_token_id": 0}).stop_token_ids == [2, 0]
+    assert stops({"eos_token_id": [2, 0]}).stop_token_ids == [2, 0]
+    assert stops({}).stop_token_ids == [2]
+
+
+def test_special_tokens_map_is_read_where_the_config_is_silent(tmp_path):
+    folder = make_folder(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": config.pop("eos_token")})
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer.from_pretrained(folder).eos_token_id == 2
+
+
+def test_a_truncating_tokenizer_json_does_not_cut_prompts(tmp_path):
+    folder = make_folder(tmp_path)
+    saved = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    saved.enable_truncation(4)
+    saved.enable_padding(length=8)
+    saved.save(str(folder / "tokenizer.json"))
+    ours = Tokenizer.from_pretrained(folder)
+    assert ours.decode(ours.encode("a b c d e f g h i j")) == "a b c d e f g h i j"
+    assert len(ours.encode("a")) == 1
+
+
+def test_save_copies_the_files_byte_for_byte_even_when_the_source_is_gone(tmp_path):
+    source = make_folder(tmp_path / "a", generation={"eos_token_id": [2]})
+    (source / "model.safetensors").write_bytes(b"not ours to copy")
+    before = {
+        path.name: path.read_bytes() for path in source.iterdir() if path.suffix != ".safetensors"
+    }
+    ours = Tokenizer.from_pretrained(source)
+    for path in source.iterdir():
+        path.unlink()
+    ours.save(tmp_path / "b" / "c")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "b" / "c").iterdir()} == before
+    assert len(before) == 4
+    assert Tokenizer.from_pretrained(tmp_path / "b" / "c").render(CHATS[0]) == ours.render(CHATS[0])
+
+
+def test_a_template_may_be_one_of_several_and_sees_no_date(tmp_path):
+    several = [
+        {"name": "tool_use", "template": "T"},
+        {"name": "default", "template": "D{{ bos_token }}{{ strftime_now is defined }}"},
+    ]
+    ours = Tokenizer.from_pretrained(make_folder(tmp_path, several, in_config=True))
+    assert ours.render(CHATS[0]) == "DFalse"  # a null bos_token is nothing, not "None"; no clock
+    assert str(date.today().year) not in ours.render(CHATS[0])
+
+
+def test_the_template_cannot_reach_out_of_its_sandbox_or_change_the_messages(tmp_path):
+    for i, attack in enumerate(
+        ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"]
+    ):
+        ours = Tokenizer.from_pretrained(make_folder(tmp_path / str(i), attack))
+        with pytest.raises(UserError, match="refuses the messages"):
+            ours.render(CHATS[0])
+
+
+def test_mistakes_get_one_sentence(tmp_path):
+    def fails(match, folder):
+        with pytest.raises(UserError, match=match) as caught:
+            Tokenizer.from_pretrained(folder)
+        assert "\n" not in str(caught.value)
+
+    fails("is not a folder", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    fails(r"has no tokenizer\.json", tmp_path / "empty")
+    damaged = make_folder(tmp_path / "damaged")
+    (damaged / "tokenizer.json").write_text('{"version": ')
+    fails(r"damaged/tokenizer\.json cannot be read", damaged)
+    half = make_folder(tmp_path / "half")
+    (half / "tokenizer_config.json").write_text("{")
+    fails(r"half/tokenizer_config\.json is not JSON", half)
+    listed = make_folder(tmp_path / "listed")
+    (listed / "generation_config.json").write_text("[1]")
+    fails(r"listed/generation_config\.json holds a list", listed)
+    fails("names no eos_token", make_folder(tmp_path / "endless", config={"eos_token": None}))
+    fails(
+        "'<eos>' is not in tokenizer.json",
+        make_folder(tmp_path / "other", config={"eos_token": "<eos>"}),
+    )
+    fails("cannot be compiled", make_folder(tmp_path / "typo", "{% if %}"))
+    deep = make_folder(tmp_path / "deep", generation={})
+    (deep / "generation_config.json").write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    fails(r"deep/generation_config\.json is not JSON", deep)
+    latin = make_folder(tmp_path / "latin")
+    (latin / "chat_template.jinja").write_bytes("{{ 'ü' }}".encode("latin-1"))
+    fails(r"latin/chat_template\.jinja is not UTF-8", latin)
+    loops = "".join(f"{{% for i{n} in messages %}}" for n in range(60)) + "{% endfor %}" * 60
+    fails("cannot be compiled", make_folder(tmp_path / "loops", loops))
+
+
+@pytest.mark.parametrize("eos", ["2", 2.0, True, -1, 302, 10**30, [2, None], [2, [0]], {"id": 2}])
+def test_a_stop_that_is_no_id_is_refused(tmp_path, eos):
+    folder = make_folder(tmp_path, generation={"eos_token_id": eos})
+    with pytest.raises(
+        UserError,
+        match=r"generation_config\.json: eos_token_id holds .* give whole numbers from 0 to \d+$",
+    ):
+        Tokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        3,
+        True,
+        {"default": "D"},
+        ["D"],
+        [{"template": "D"}],
+        [{"name": "default"}],
+        [{"name": "default", "template": 3}],
+    ],
+)
+def test_a_template_that_is_no_text_is_refused(tmp_path, template):
+    folder = make_folder(tmp_path, template, in_config=True)
+    with pytest.raises(
+        UserError, match=r"tokenizer_config\.json: chat_template must be a text, or a list of"
+    ) as caught:
+        Tokenizer.from_pretrained(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_list_without_a_default_is_no_template(tmp_path):
+    several = [{"name": "tool_use", "template": "T"}]
+    assert not Tokenizer.from_pretrained(
+        make_folder(tmp_path, several, in_config=True)
+    ).has_chat_template
+
+
+def test_messages_that_the_template_refuses(tmp_path):
+    ours = Tokenizer.from_pretrained(make_folder(tmp_path / "a", CHATML))
+    with pytest.raises(UserError, match="unknown role critic"):
+        ours.render([{"role": "critic", "content": "x"}])
+    for i, crash in enumerate(
+        [
+            "{{ 1 // 0 }}",
+            "{{ 'x' | int(base=99) }}",
+            "{{ messages[0].content | tojson(indent={}) }}",
+        ]
+    ):
+        ours = Tokenizer.from_pretrained(
+            make_folder(tmp_path / f"crash{i}", crash + "{{ messages[0].content.index('z') }}")
+        )
+        with pytest.raises(
+            UserError, match=r"crash\d refuses the messages \(.+\): change the prompt"
+        ):
+            ours.render(CHATS[0])
+    bare = Tokenizer.from_pretrained(make_folder(tmp_path / "b", None))
+    assert not bare.has_chat_template
+    assert bare.encode_prompt("3+4=") == bare.encode("3+4=")
+    with pytest.raises(UserError, match="no chat template"):
+        bare.encode_prompt(CHATS[0])

@@ -1,0 +1,169 @@
+"""Reward models against transformers: the same scores of the same texts, from one folder that both
+load.
+
+Read next: test_model.py (the decoder itself), test_rewards.py (reward functions of other kinds).
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import train
+from nanogrpo.errors import UserError
+from nanogrpo.rewards import model as reward_model
+from nanogrpo.rewards.model import RewardModel
+from nanogrpo.rewards.runner import Runner
+from nanogrpo.run import memory, warmup
+from tests.conftest import arguments, steps
+from tests.model.test_tokenizer import make_folder
+
+PROMPTS = [
+    "3+4=",
+    [{"role": "user", "content": "3+4="}],
+    "a long question " * 9,
+    [{"role": "system", "content": "Be brief."}],
+]
+COMPLETIONS = [
+    "7",
+    [{"role": "assistant", "content": "It is 7."}],
+    "no",
+    [{"role": "assistant", "content": "yes " * 20}],
+]
+
+
+def make(
+    folder: Path, kind: str = "qwen3", tokenizer=make_folder, labels: int = 1, **changes
+) -> Path:
+    """A random classifier that transformers has saved, with a tokenizer beside it."""
+    folder.mkdir()
+    tokenizer(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    fields = {
+        "vocab_size": len(theirs),
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
+    fields |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+    }
+    if kind == "qwen2":
+        fields["head_dim"] = 12
+    config = transformers.AutoConfig.for_model(
+        kind, **{**fields, **changes}, pad_token_id=theirs.pad_token_id, num_labels=labels
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def theirs(folder: Path, prompts: list, completions: list) -> list[float]:
+    """What TRL computes, text by text: no padding, so no mask to get wrong."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    scores = []
+    for prompt, completion in zip(prompts, completions):
+        text = prompt + completion
+        text = (
+            text if isinstance(text, str) else tokenizer.apply_chat_template(text, tokenize=False)
+        )
+        scores.append(
+            model(**tokenizer(text, return_tensors="pt", add_special_tokens=False))
+            .logits[0, 0]
+            .item()
+        )
+    return scores
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True, "rope_theta": 1e6, "num_key_value_heads": 4}]
+)
+def test_scores_are_transformers(tmp_path, monkeypatch, kind, changes):
+    folder = make(tmp_path / "judge", kind, **changes)
+    judge, expected = RewardModel.load(str(folder)), theirs(folder, PROMPTS, COMPLETIONS)
+    assert torch.tensor(expected).std() > 0.1
+    assert judge(prompts=PROMPTS, completions=COMPLETIONS) == pytest.approx(expected, abs=1e-5)
+    for budget in (1, 60):  # one text a strip; two
+        monkeypatch.setattr(reward_model, "BUDGET", budget)
+        assert judge(prompts=PROMPTS, completions=COMPLETIONS) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_text_that_ends_with_the_padding_token_is_judged_as_transformers_does(tmp_path):
+    folder = make(tmp_path / "judge")
+    pad = transformers.AutoTokenizer.from_pretrained(folder).pad_token
+    judge = RewardModel.load(str(folder))
+    given = ["3+4=", "3+4="], [f"7{pad}{pad}", "7"]
+    scores = judge(prompts=given[0], completions=given[1])
+    assert scores == pytest.approx(theirs(folder, *given), abs=1e-5)
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    judge.pad_token_id = None  # a folder that names none: the last token, whatever it is
+    assert judge(prompts=given[0], completions=given[1])[0] != pytest.approx(scores[1], abs=1e-2)
+
+
+def test_a_run_is_rewarded_by_a_model(tiny_base, files, tmp_path, caplog):
+    caplog.set_level("INFO")
+    judge = make(tmp_path / "judge", tokenizer=warmup.write_tokenizer)
+    option = [
+        "--reward-funcs",
+        f"model:{judge}",
+        f"{files / 'reward.py'}:even",
+        "--reward-weights",
+        "1",
+        "0.5",
+    ]
+    assert (
+        train.main(arguments(tiny_base, files, tmp_path / "run", *option, "--max-steps", "2")) == 0
+    )
+    rows = steps(tmp_path / "run")
+    for row in rows:
+        assert row["reward"] == pytest.approx(
+            row["rewards/judge/mean"] + 0.5 * row["rewards/even/mean"]
+        )
+        assert row["rewards/judge/std"] > 0
+    assert len(rows) == 2
+    size = memory.shown(sum(p.nbytes for p in RewardModel.load(str(judge)).parameters()))
+    assert f"{size}  reward model judge" in caplog.text
+
+
+def test_a_folder_that_is_no_reward_model(tiny_base, tmp_path):
+    good = make(tmp_path / "judge")
+    make(tmp_path / "three", labels=3)
+    raw = json.loads((good / "config.json").read_text())
+    shutil.copytree(good, tmp_path / "bert")
+    (tmp_path / "bert" / "config.json").write_text(json.dumps({**raw, "model_type": "bert"}))
+    shutil.copytree(good, tmp_path / "small")
+    (tmp_path / "small" / "config.json").write_text(json.dumps({**raw, "hidden_size": 32}))
+    for folder, message in (
+        (tmp_path / "three", r"one label, but this is a Qwen3ForSequenceClassification with 3"),
+        (tiny_base, r"one label, but this is a Qwen3ForCausalLM"),
+        (tmp_path / "bert", r"model_type 'bert' is not supported"),
+        (tmp_path / "small", r"has shape .* where config\.json asks for"),
+        (tmp_path / "none", r"--reward-funcs model: \S+none: there is no such folder"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Runner(["format", f"model:{folder}"])
+
+
+def test_a_text_beyond_the_context_is_refused(tmp_path):
+    judge = RewardModel.load(str(make(tmp_path / "judge", max_position_embeddings=16)))
+    with pytest.raises(
+        UserError,
+        match=r"reward model judge cannot judge a text of \d+ tokens \(its context holds 16\)",
+    ):
+        judge(prompts=["3+4=" * 20], completions=["7"])
+    with pytest.raises(UserError, match="a text of 0 tokens"):
+        judge(prompts=[""], completions=[""])

@@ -1,0 +1,341 @@
+"""Rewards: what a function is given, that nothing it returns is taken on trust, and how functions
+are found.
+
+Here every function runs in this process. Read next: test_reward_process.py, where the user's run in
+one that can be killed.
+"""
+
+import functools
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from nanogrpo.errors import UserError
+from nanogrpo.rewards.builtin import accuracy_reward, format_reward, length_reward, load_function
+from nanogrpo.rewards.call import TrainerState
+from nanogrpo.rewards.runner import Runner
+from nanogrpo.types import Prompt, Sample
+
+
+def score(samples, functions, weights=()):
+    Runner(functions, weights).score(samples)
+
+
+def make_samples(texts=("7", "8"), prompt="3+4=", **columns):
+    one = Prompt(id=17, text=prompt, token_ids=[1], columns=columns)
+    return [
+        Sample(
+            one,
+            index=i,
+            token_ids=[5, 2],
+            logp=[-1.0, -0.1],
+            stopped=True,
+            versions=[0, 0],
+            text=text,
+        )
+        for i, text in enumerate(texts)
+    ]
+
+
+# ---- what a function is given --------------------------------------------------------------------
+
+
+def test_a_function_is_called_once_with_trls_arguments():
+    calls = []
+
+    def spy(prompts, completions, completion_ids, **columns):
+        calls.append((prompts, completions, completion_ids, columns))
+        return [0.0] * len(prompts)
+
+    messages = [{"role": "user", "content": "hi"}]
+    samples = make_samples(["a", "b"], solution="7", level=1) + make_samples(
+        ["c"], prompt=messages, solution="8", tag="x"
+    )
+    Runner([spy]).score(samples, state=TrainerState(3, 10, 0.25))
+    (call,) = calls
+    assert callable(call[-1].pop("log_extra"))
+    assert callable(call[-1].pop("log_metric"))
+    state = call[-1].pop("trainer_state")
+    assert (state.global_step, state.max_steps, state.epoch) == (3, 10, 0.25)
+    assert calls == [
+        (
+            ["3+4=", "3+4=", messages],
+            ["a", "b", [{"role": "assistant", "content": "c"}]],
+            [[5, 2]] * 3,
+            {"solution": ["7", "7", "8"], "level": [1, 1, None], "tag": [None, None, "x"]},
+        )
+    ]
+
+
+def test_a_function_that_edits_its_arguments_changes_no_sample():
+    def vandal(prompts, completions, completion_ids, solution, **kwargs):
+        for values in (completions, solution, *completion_ids):
+            values.clear()
+        return [1.0] * len(prompts)
+
+    samples = make_samples(["#### 7", "#### 8"], solution="7")
+    score(samples, [vandal, accuracy_reward])
+    assert [sample.token_ids for sample in samples] == [[5, 2], [5, 2]]
+    assert [sample.rewards["accuracy_reward"] for sample in samples] == [1.0, 0.0]
+
+
+def test_edits_reach_neither_the_next_function_nor_the_next_step():
+    messages = [{"role": "user", "content": "3+4="}]
+    samples = make_samples(
+        ["7", "8"], prompt=messages, solution="7", tests=[{"in": [3, 4]}], tag=None
+    )
+    seen = []
+
+    def vandal(prompts, completions, completion_ids, tests, **columns):
+        seen.append((prompts[0][-1]["content"], tests[0][0]["in"][:], completions[0][0]["content"]))
+        prompts[0][-1]["content"] = completions[0][0]["content"] = "gone"
+        prompts[0].append({"role": "assistant", "content": "gone"})
+        tests[0][0]["in"].clear()
+        return [1.0] * len(prompts)
+
+    for _ in range(2):  # two steps that draw the same prompt
+        score(samples, [vandal, vandal])
+    assert seen == [("3+4=", [3, 4], "7")] * 4
+    assert samples[0].prompt.text == [{"role": "user", "content": "3+4="}]
+    assert samples[0].prompt.columns == {"solution": "7", "tests": [{"in": [3, 4]}], "tag": None}
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+
+
+def returns(*values):
+    def constant(completions, **kwargs):
+        return list(values)
+
+    return constant
+
+
+def test_rewards_are_weighted_and_none_does_not_count():
+    samples = make_samples(["a"] * 4)
+    score(samples, [returns(1, 2, None, None), returns(10, None, 30, None)], weights=[0.5, -1.0])
+    assert [sample.rewards for sample in samples] == [
+        {"constant": 1.0, "constant_2": 10.0},
+        {"constant": 2.0, "constant_2": None},
+        {"constant": None, "constant_2": 30.0},
+        {"constant": None, "constant_2": None},
+    ]
+    assert [sample.reward for sample in samples] == [-9.5, 1.0, -30.0, None]
+    score(samples, [returns(1, 2, None, None), returns(10, None, 30, None)])
+    assert [sample.reward for sample in samples] == [11.0, 2.0, 30.0, None]
+
+
+def test_numbers_of_every_kind_become_floats():
+    for result in (
+        [True, False],
+        (1, 0),
+        torch.tensor([1.0, 0.0], dtype=torch.bfloat16),
+        [torch.tensor(1.0), torch.tensor(False)],
+        np.array([1, 0], dtype=np.int8),
+        [np.float32(1), np.bool_(False)],
+    ):
+        samples = make_samples()
+        score(samples, [lambda completions, result=result, **kwargs: result])
+        assert [sample.reward for sample in samples] == [1.0, 0.0]
+        assert all(type(sample.reward) is float for sample in samples)
+
+
+class Judge:
+    def __call__(self, completions, **kwargs):
+        return [0.0] * len(completions)
+
+
+def test_names_of_partials_and_instances():
+    samples = make_samples()
+    score(samples, [Judge(), functools.partial(length_reward, 9), length_reward, Judge()])
+    assert list(samples[0].rewards) == ["Judge", "length_reward", "length_reward_2", "Judge_2"]
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([1.0, float("nan")], "returned nan for sample 1 of prompt 17"),
+        ([float("-inf"), 1.0], "returned -inf for sample 0 of prompt 17"),
+        ([1.0, "1.0"], "returned '1.0' for sample 1 of prompt 17"),
+        ([1.0, 10**400], "for sample 1 of prompt 17"),
+        (
+            [1.0, -1.1e30],
+            r"returned -1\.1e\+30 for sample 1 of prompt 17; it must return a number of at most 1e\+30",
+        ),
+        ([1.0, [1.0]], r"returned \[1.0\] for sample 1 of prompt 17"),
+        ([1.0, 1j], "returned 1j for sample 1"),
+        ([1.0, torch.tensor([1.0, 2.0])], "for sample 1 of prompt 17"),
+        (torch.ones(2, 1), r"returned \[1.0\] for sample 0"),
+        ([1.0], "returned 1 values for 2 completions"),
+        ([1.0] * 3, "returned 3 values for 2 completions"),
+        ([], "returned 0 values for 2 completions"),
+        (None, "returned a NoneType for 2 completions"),
+        (1.0, "returned a float for 2 completions"),
+        (torch.tensor(1.0), "returned a Tensor for 2 completions"),
+        ("ab", "returned a str for 2 completions"),
+        ({0: 1.0, 1: 1.0}, "returned a dict for 2 completions"),
+    ],
+)
+def test_a_bad_result_names_the_function_and_the_sample_and_scores_nothing(result, message):
+    def broken(completions, **kwargs):
+        return result
+
+    samples = make_samples(solution="7")
+    with pytest.raises(UserError, match=message) as caught:
+        score(samples, [accuracy_reward, broken])
+    assert str(caught.value).startswith("the reward function broken ")
+    assert all(sample.rewards == {} and sample.reward is None for sample in samples)
+
+
+def test_a_function_that_raises_is_named_with_its_line_and_its_exception():
+    def divides(completions, **kwargs):
+        return [1 / 0 for _ in completions]
+
+    with pytest.raises(
+        UserError,
+        match=r"divides raised ZeroDivisionError: division by zero \(at test_rewards\.py:\d+,",
+    ) as caught:
+        score(make_samples(), [divides])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "2 completions of prompt 17)" in str(caught.value)
+
+    def no_kwargs(completions):
+        return [0.0] * len(completions)
+
+    with pytest.raises(
+        UserError, match=r"no_kwargs raised TypeError: .*unexpected keyword argument 'prompts'"
+    ):
+        score(make_samples(), [no_kwargs])
+    with pytest.raises(
+        UserError,
+        match="accuracy_reward raised ValueError: the data has neither a column `solution` nor `answer`",
+    ):
+        score(make_samples(), [accuracy_reward])
+    # data.py has refused such a column
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'prompts'"):
+        score(make_samples(prompts="taken"), [format_reward])
+
+
+@pytest.mark.parametrize("status", [0, None, 3, "bye"])
+def test_a_function_or_a_file_that_exits_does_not_end_the_run_as_if_it_were_done(tmp_path, status):
+    def leaves(completions, **kwargs):
+        sys.exit(status)
+
+    samples = make_samples()
+    with pytest.raises(
+        UserError, match=r"the reward function leaves raised SystemExit: .*at test_rewards\.py:\d+"
+    ):
+        score(samples, [returns(1.0, 1.0), leaves])
+    assert all(sample.rewards == {} and sample.reward is None for sample in samples)
+    (tmp_path / "leaves.py").write_text(f"import sys\nsys.exit({status!r})\n")
+    with pytest.raises(UserError, match=r"importing '\S+leaves\.py' raised SystemExit: "):
+        load_function(f"{tmp_path / 'leaves.py'}:f")
+
+
+def test_a_sum_must_not_overflow_either():
+    samples = make_samples()
+    score(samples, [returns(1e30, -1e30)])
+    assert [sample.reward for sample in samples] == [1e30, -1e30]
+    for weights in ([1.0, 1.0], [1e300, 1e300], [1e300, -1e300]):
+        samples = make_samples()
+        with pytest.raises(
+            UserError, match=r"reward_weights make .* for sample 1 of prompt 17; make them smaller"
+        ) as caught:
+            score(samples, [returns(0.0, 1e30), returns(0, 1e30)], weights)
+        assert "\n" not in str(caught.value)
+        assert all(sample.rewards == {} and sample.reward is None for sample in samples)
+
+
+def test_ctrl_c_inside_a_function_is_not_the_functions_mistake():
+    def interrupted(completions, **kwargs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(make_samples(), [interrupted])
+
+
+def test_weights_must_be_one_a_function():
+    with pytest.raises(UserError, match="reward_weights has 2 values for 1 reward functions"):
+        score(make_samples(), [format_reward], [1.0, 2.0])
+
+
+# ---- finding functions ---------------------------------------------------------------------------
+
+
+def test_functions_are_found_by_name_by_module_and_by_file(tmp_path, monkeypatch):
+    source = "from dataclasses import dataclass\n\n@dataclass\nclass State:\n    n: int = 0\n\nstate = State()\n"
+    source += "def mine(completions, **kwargs):\n    state.n += 1\n    return [state.n] * len(completions)\n\nother = mine\n"
+    (tmp_path / "my.file.py").write_text(source)
+    (tmp_path / "my_rewards_module.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = str(tmp_path / "my.file.py")
+    specs = [
+        "format",
+        "accuracy",
+        "length",
+        "my_rewards_module:mine",
+        f"{path}:mine",
+        f"{path}:other",
+    ]
+    functions = [load_function(spec) for spec in specs]
+    assert functions[:2] == [format_reward, accuracy_reward]
+    assert functions[2].func is length_reward
+    assert functions[4] is functions[5]  # one file, one module
+    assert functions[3] is not functions[4]
+    samples = make_samples(solution="7")
+    score(samples, functions)
+    assert list(samples[0].rewards) == [
+        "format_reward",
+        "accuracy_reward",
+        "length_reward",
+        "mine",
+        "mine_2",
+        "mine_3",
+    ]
+    assert [samples[0].rewards[name] for name in ("mine", "mine_2", "mine_3")] == [1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("acuracy", "'acuracy' is neither one of format, accuracy, length nor"),
+        ("length:0", "'length:0' must give a positive number of tokens"),
+        ("length:long", "'length:long' must give a positive number of tokens"),
+        ("math:", "neither one of"),
+        (
+            "no_such_package.rewards:f",
+            "importing 'no_such_package.rewards' raised ModuleNotFoundError",
+        ),
+        ("nowhere/file.py:f", "importing 'nowhere/file.py' raised FileNotFoundError"),
+        ("math:nothing", "'math' has no function 'nothing'"),
+        ("math:pi", "'math' has no function 'pi'"),
+    ],
+)
+def test_a_spec_that_names_no_function(spec, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load_function(spec)
+    assert str(caught.value).startswith("reward_funcs: ")
+
+
+def test_a_file_that_fails_can_be_mended_and_loaded_again(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text("1 / 0\n")
+    with pytest.raises(UserError, match="raised ZeroDivisionError") as caught:
+        [load_function(f"{path}:f")]
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    path.write_text(
+        "def f(completions, **kwargs):\n    return [3.0] * len(completions)  # mended\n"
+    )
+    samples = make_samples()
+    score(samples, [load_function(f"{path}:f")])
+    assert samples[0].reward == 3.0
+
+
+@pytest.mark.parametrize("specs", [[], (), "accuracy"])
+def test_reward_funcs_is_a_list_of_at_least_one(specs):
+    with pytest.raises(UserError, match="name a list of at least one function"):
+        Runner(specs)

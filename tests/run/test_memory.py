@@ -1,0 +1,344 @@
+"""The table of memory against tensors that exist, its refusal, and that a training step never holds
+the logits.
+
+Read next: test_fsdp.py, whose shards these are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import types
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nanogrpo.config import Config
+from nanogrpo.distributed import fsdp
+from nanogrpo.distributed.world import World, join
+from nanogrpo.engine.local import LocalEngine
+from nanogrpo.errors import UserError
+from nanogrpo.grpo import loss as grpo
+from nanogrpo.grpo import packing
+from nanogrpo.model.attention import Packed
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.run import memory, optim
+from nanogrpo.types import Prompt, Sample
+from tests.conftest import packed, random_batch, tiny_config, tiny_model
+from tests.ranks import run
+from tests.run.allocator import most_at_once
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors made inside that still exist: a storage's Python object lives exactly as
+    long as its memory.
+    """
+
+    def __init__(self, model: Decoder):
+        super().__init__()
+        self.storages = WeakIdKeyDictionary()
+        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in self.weights:
+                self.storages[t.untyped_storage()] = t.untyped_storage().nbytes()
+        return out
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.storages.values())
+
+
+def nbytes(*tensors) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+def sizes_of(
+    cfg: Config, model: Decoder, world: World = ALONE, longest: int = 40
+) -> dict[str, int]:
+    return {
+        row.name.split(" of ")[0]: row.bytes for row in memory.table(model, cfg, world, longest)
+    }
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("kind", ["none", "full", "selective"])
+def test_activations_are_as_large_as_estimated(model_type, kind):
+    """Of 4 layers and 600 tokens, between forward and backward. On a CPU a norm keeps one copy more
+    than fused on a GPU.
+    """
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    model = tiny_model(tiny_config(model_type=model_type, num_hidden_layers=4, **shape), std=0.05)
+    fsdp.prepare(model, ALONE, Config(gradient_checkpointing=kind))
+    batch = random_batch([(40, 60)] * 6)
+    with Live(model) as live:
+        hidden = model.model(batch.tokens, batch.positions, Packed(batch.cu_seqlens, batch.max_len))
+        kept = live.bytes
+    per_layer, _ = memory.activation_bytes(model.cfg, 4, kind)
+    estimate = 600 * (4 * per_layer + 3 * 4 * 128)
+    assert 0.8 < kept / estimate < 1.25, (kept, estimate)
+    assert hidden.requires_grad
+
+
+def test_keys_gathered_for_shared_prompts_are_as_many_as_estimated():
+    """16 completions on one prompt that is ten times as long: what the forward keeps beyond that of
+    as many unshared tokens.
+    """
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+    }
+    model = tiny_model(tiny_config(num_hidden_layers=4, **shape), std=0.05)
+    cfg = Config(num_generations=16, generation_batch_size=16, max_completion_length=9)
+    prompt = Prompt(0, "", [i % 100 for i in range(80)])
+    (batch,) = packed(
+        [Sample(prompt, j, [7] * 9, [-1.0] * 9, True, [0] * 9) for j in range(16)], cfg
+    )
+    assert (
+        memory.longest_strip(cfg, 1, 80)
+        == (len(batch.tokens), len(batch.kv_rows), False)
+        == (80 + 16 * 8, 80 + 16 * 88, False)
+    )
+    kept = []
+    for more in ((), (batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len)):
+        with Live(model) as live:
+            hidden = model.model(
+                batch.tokens, batch.positions, Packed(batch.cu_seqlens, batch.max_len, *more)
+            )
+            kept.append(live.bytes)
+        assert hidden.requires_grad
+    row = "keys and values gathered for 1,488 rows"
+    estimate = sizes_of(cfg, model, longest=80)[row]
+    assert abs(kept[1] - kept[0] - estimate) < 0.05 * estimate
+    # then they exist for one layer at a time
+    again = dataclasses.replace(cfg, gradient_checkpointing="full")
+    assert sizes_of(again, model, longest=80)[row] == estimate / 4
+
+
+def test_weights_moments_and_cache_are_exactly_as_estimated():
+    model = tiny_model(num_hidden_layers=3)
+    cfg = Config(max_concurrent=6, max_completion_length=60, beta=0.1)
+    optimizer = optim.make_optimizer(model, cfg)
+    engine = LocalEngine(model.cfg, max_len=100, slots=6, device="cpu")
+    table = sizes_of(cfg, model)
+    assert (
+        table["parameters"]
+        == table["gradients"]
+        == table["reference model"]
+        == nbytes(*model.parameters())
+    )
+    moments = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    assert table["optimizer"] == nbytes(*moments)
+    assert table["engine: weights"] == nbytes(*engine.model.parameters())
+    engine.cache.widen(100)
+    assert table["engine: cache"] == nbytes(engine.cache.k, engine.cache.v)
+
+
+def shares(cfg: Config) -> tuple[dict[str, int], dict[str, int]]:
+    """The table of a rank, and what it holds."""
+    with join(cfg) as world:
+        model = tiny_model(num_hidden_layers=3)
+        table = sizes_of(cfg, model, world)
+        whole = nbytes(*model.parameters())
+        fsdp.prepare(model, world, cfg)
+        optimizer = optim.make_optimizer(model, cfg)
+        local = nbytes(*(p.to_local() for p in model.parameters()))
+        moments = nbytes(
+            *(s[k].to_local() for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))
+        )
+        return table, {"parameters": local, "optimizer": moments, "whole": whole}
+
+
+def test_shards_are_a_part_of_them():
+    for table, held in run(2, shares, Config(device="cpu", token_budget=100)):
+        for name in ("parameters", "optimizer"):
+            assert abs(table[name] - held[name]) <= 0.05 * held[name]  # rows do not divide evenly
+        assert table["gradients, summed before they are reduced"] == held["whole"]
+        assert table["gathered by FSDP"] < held["whole"]
+
+
+def test_more_ranks_fewer_tokens_and_recomputation_need_less():
+    model = tiny_model(hidden_size=64, intermediate_size=256, num_hidden_layers=8)
+    least = Config(max_completion_length=200, token_budget=1000)
+
+    def activations(**options) -> int:
+        return sizes_of(
+            Config(**{"max_completion_length": 200, "token_budget": 1000, **options}), model
+        )["activations"]
+
+    assert activations(token_budget=500) < activations()
+    assert (
+        activations(gradient_checkpointing="full")
+        < activations(gradient_checkpointing="selective")
+        < activations()
+    )
+    assert memory.longest_strip(least, 1, 40) == (1000, 4000, True)
+    assert memory.longest_strip(Config(max_completion_length=2000, token_budget=1000), 1, 40) == (
+        2039,
+        4000,
+        True,
+    )
+    assert memory.longest_strip(Config(max_completion_length=2), 1, 40) == (
+        8 * (40 + 8),
+        8 * (40 + 8 * 41),
+        False,
+    )
+    assert memory.longest_strip(Config(max_completion_length=2, share_prompts=False), 2, 40) == (
+        4 * 8 * 41,
+        4 * 8 * 41,
+        False,
+    )
+
+
+def test_the_table_is_told_and_what_cannot_fit_is_refused_with_its_sizes(caplog, monkeypatch):
+    model, cfg = tiny_model(), Config(max_concurrent=6, max_completion_length=60)
+    with caplog.at_level(logging.INFO):
+        estimate = memory.check(model, cfg, ALONE, 40)
+    assert estimate == sum(sizes_of(cfg, model).values())
+    told = "\n".join(r.message for r in caplog.records)
+    for words in (
+        "parameters",
+        "optimizer",
+        "gradients",
+        "activations of ",
+        "logits of ",
+        "engine: cache of 6 × 100 tokens",
+    ):
+        assert words in told
+    assert "KiB" in told
+    monkeypatch.setattr(memory, "capacity", lambda world: (2**20, 2**20))
+    with pytest.raises(
+        UserError,
+        match=r"a process needs \d+\.\d MiB of memory but this machine has 1\.0 MiB .*lower",
+    ) as e:
+        memory.check(model, cfg, ALONE, 40)
+    assert "\n" not in str(e.value)
+    assert "activations of" in str(e.value)
+
+
+def test_a_model_beyond_the_machine_is_refused_before_it_is_made():
+    with torch.device("meta"):
+        model = Decoder(
+            tiny_config(
+                hidden_size=16384,
+                intermediate_size=2**16,
+                num_hidden_layers=200,
+                vocab_size=150_000,
+            )
+        )
+    with pytest.raises(UserError, match=r"needs .* TiB of memory .*optimizer .*more processes"):
+        memory.check(model, Config(), ALONE, 100)
+
+
+def test_sizes_are_shown_in_units_that_fit():
+    assert [memory.shown(n) for n in (0, 999, 1536, 5 * 2**30, 10**16)] == [
+        "0 B",
+        "999 B",
+        "1.5 KiB",
+        "5.0 GiB",
+        "9094.9 TiB",
+    ]
+
+
+def test_on_a_cpu_the_peak_is_that_of_the_process():
+    (before,) = memory.measured(ALONE, 2**30).values()
+    assert 0.05 < before < 64  # torch alone takes as much
+    block = torch.ones(2**28, dtype=torch.uint8)  # 256 MiB, written
+    assert memory.measured(ALONE, 2**30)["memory/host_peak_gib"] >= before
+    assert block.sum() == 2**28
+
+
+def peaks() -> list[dict]:
+    """Two ranks whose GPU is a pretence: rank r's tensors took 3 + r GiB in the first step, and 1
+    GiB in the second.
+    """
+    with join(Config(device="cpu")) as world:
+        taken = [(3 + world.rank) * 2**30]
+        torch.cuda.max_memory_allocated = lambda device: taken[-1]
+        torch.cuda.reset_peak_memory_stats = lambda device: taken.append(2**30)
+        there = dataclasses.replace(world, device=torch.device("cuda", world.rank))
+        return [{**memory.measured(there, 5 * 2**30), "memory/host_peak_gib": 0} for _ in range(2)]
+
+
+def test_the_peak_is_of_the_fullest_gpu_and_of_one_step():
+    host = {"memory/host_peak_gib": 0}
+    expected = [
+        {**host, "memory/peak_gib": peak, "memory/estimate_gib": 5.0} for peak in (4.0, 1.0)
+    ]
+    assert run(2, peaks) == [expected, expected]
+
+
+# ---- the logits never exist ----------------------------------------------------------------------
+
+
+def peak_of_a_step(vocab: int, completions: int) -> int:
+    """Bytes of the allocator's, in a training step of 100 tokens a completion."""
+    cfg = Config(num_generations=completions, generation_batch_size=completions, token_budget=10**6)
+    model = Decoder(
+        tiny_config(
+            vocab_size=vocab, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=4
+        )
+    )
+    optimizer = optim.make_optimizer(model, cfg)
+    samples = [
+        Sample(
+            Prompt(0, "", [1, 2, 3]),
+            j,
+            [7] * 100,
+            [-1.0] * 100,
+            True,
+            [0] * 100,
+            advantage=float(j % 2),
+        )
+        for j in range(completions)
+    ]
+    (update,) = packing.schedule(packing.sizes(samples, cfg), cfg, 0)
+    (batch,) = packing.pack(update, samples, cfg)
+
+    def step() -> None:
+        model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+        with torch.no_grad():
+            model.score(batch, grpo.logp_of(batch, cfg))
+        optim.clip_and_step(model, optimizer, 1e-3, 1.0)
+
+    return most_at_once(step)
+
+
+def test_the_peak_of_a_step_does_not_grow_with_vocabulary_times_tokens(monkeypatch):
+    """4,000 more tokens and 20,000 words: the logits would be 320 MB more, and as much again for
+    each thing made of them.
+    """
+    vocab, extra = 20_000, 40 * 100
+    few, many = (peak_of_a_step(vocab, completions) for completions in (10, 50))
+    logits = 4 * vocab * extra
+    assert many - few < 0.5 * logits, (
+        f"{(many - few) / 2**20:.0f} MiB more, of {logits / 2**20:.0f} MiB of logits"
+    )
+    monkeypatch.setattr(Decoder, "score", score_of_whole_logits)
+    assert peak_of_a_step(vocab, 50) - few > logits  # the measure sees them
+
+
+def score_of_whole_logits(model: Decoder, batch, loss):
+    """A head as one would write it."""
+    hidden = model.model(batch.tokens, batch.positions, Packed(batch.cu_seqlens, batch.max_len))[
+        batch.rows
+    ]
+    # [M, 1]
+    logp = (hidden @ model.lm_head.weight.T).log_softmax(-1).gather(1, batch.targets[:, None])
+    return types.SimpleNamespace(loss=logp.mean())

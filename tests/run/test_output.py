@@ -1,0 +1,143 @@
+"""The folder of a run: one run at a time, and fed with what it was begun with. Whole runs of
+train.py.
+
+Read before: test_resume.py (what is in the folder). Read next: test_signals.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import train
+from nanogrpo.config import Config
+from nanogrpo.distributed.world import join
+from nanogrpo.errors import UserError
+from nanogrpo.run import output
+from nanogrpo.types import Prompt
+from tests.conftest import arguments, steps, write_base
+from tests.distributed.test_signals import argv, running, until
+from tests.ranks import PATIENCE, run, start
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+# ---- one run at a time ---------------------------------------------------------------------------
+
+
+def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_died(base, tmp_path):
+    first = start(1, train.main, argv(base, tmp_path, "--save-steps", "1"))
+    until(running(tmp_path))
+    for options in ((), ("--resume",)):
+        second = start(2, train.main, argv(base, tmp_path, *options))
+        assert set(second.ends(PATIENCE)) <= {1, 2}
+        (said,) = [
+            line
+            for text in second.errors()
+            for line in text.splitlines()
+            if line.startswith("error: ")
+        ]
+        assert said.startswith(f"error: --output-dir {tmp_path} ")
+        if options:
+            assert said.endswith(
+                "is being written by another run: wait for its end or choose another folder."
+            )
+    os.kill(first.processes[0].pid, signal.SIGKILL)
+    assert first.ends(PATIENCE) == [-signal.SIGKILL]
+    more = str(len(steps(tmp_path)) + 1)
+    assert run(1, train.main, argv(base, tmp_path, "--resume", "--max-steps", more)) == [0]
+
+
+def test_without_locks_it_is_said_and_the_run_goes_on(base, files, tmp_path, monkeypatch, caplog):
+    def none(*_) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    with caplog.at_level(logging.WARNING):
+        assert train.main(arguments(base, files, tmp_path, "--max-steps", "1")) == 0
+    assert (
+        f"{tmp_path} has no locks (No locks available): nothing keeps a second run out of it"
+        in caplog.messages
+    )
+
+
+@pytest.mark.parametrize("name", ["lora_adapter", "reward_funcs"])
+def test_what_the_run_reads_is_not_taken_away(tmp_path, name):
+    (used := tmp_path / "checkpoint-2" / "adapter").mkdir(parents=True)
+    value = str(used) if name == "lora_adapter" else (f"model:{used}",)
+    with pytest.raises(UserError, match=r"would remove \S+checkpoint-2, which this run reads"):
+        output.clear(Config(output_dir=str(tmp_path), overwrite_output_dir=True, **{name: value}))
+    assert used.exists()
+
+
+# ---- the same data, the same rewards -------------------------------------------------------------
+
+
+@pytest.fixture
+def begun(base, files, tmp_path) -> list[str]:
+    """The options of a run of two steps, with data and rewards of its own."""
+    for name in ("data.jsonl", "reward.py"):
+        (tmp_path / name).write_bytes((files / name).read_bytes())
+    options = arguments(base, tmp_path, tmp_path / "run")
+    assert train.main([*options, "--max-steps", "2"]) == 0
+    return [*options, "--resume", "--max-steps", "3"]
+
+
+@pytest.mark.parametrize(
+    "change", ["another prompt", "another column", "another order", "one more"]
+)
+def test_other_prompts_are_refused(begun, tmp_path, capsys, change):
+    rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+    if change == "another prompt":
+        rows[3]["prompt"] = "7+7="
+    elif change == "another column":
+        rows[3]["answer"] = "14"
+    elif change == "another order":
+        rows = rows[::-1]
+    else:
+        rows.append({"prompt": "7+7="})
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    capsys.readouterr()
+    assert train.main(begun) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"{tmp_path}/run/checkpoint-2 was written with other prompts in " in said
+    assert "give the same data, or start from its weights (--model " in said
+
+
+def test_another_file_of_rewards_is_told(begun, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert train.main([*begun[:-1], "2"]) == 0
+        assert "reward.py" not in caplog.text
+        (tmp_path / "reward.py").write_text(
+            (tmp_path / "reward.py").read_text() + "\n# of another mind\n"
+        )
+        assert train.main(begun) == 0
+    told = f"{tmp_path}/reward.py has changed since {tmp_path}/run/checkpoint-2 was written: from here on the new file counts"
+    assert told in caplog.text
+
+
+def other_data() -> str:
+    """Each machine has a file of that name."""
+    with join(Config(device="cpu")) as world:
+        try:
+            output.origin(Config(), world, [Prompt(0, "", [1, 2 + (world.rank == 2)])])
+        except UserError as e:
+            return str(e)
+    return ""
+
+
+def test_ranks_that_read_other_prompts_are_refused():
+    assert (
+        run(3, other_data)
+        == ["--data holds other prompts for rank 2: give all machines the same files."] * 3
+    )

@@ -1,0 +1,218 @@
+"""Every objective and every way to take advantages, in a whole run of train.py on the tiny base:
+what each trains and logs.
+
+Read next: bench/objectives.py, which asks what each learns.
+"""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import train
+from nanogrpo.config import Config, dashed
+from tests.conftest import arguments, steps
+
+# the second update has ratios, over several micro-batches
+OFF_POLICY = ["--steps-per-generation", "2", "--token-budget", "60"]
+CLIP = {
+    f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
+}
+RUNS = {  # options, and the metrics that they bring
+    "grpo": ([], CLIP),
+    "bnpo": ([], CLIP),
+    "dr_grpo": ([], CLIP),
+    "dapo": (["--delta", "4"], CLIP),
+    "luspo": (["--importance-sampling-level", "sequence"], CLIP),
+    "cispo": (["--epsilon-high", "5"], {"cispo_clip_ratio"}),
+    "sapo": (["--sapo-temperature-neg", "2", "--sapo-temperature-pos", "1.5"], set()),
+    "vespo": (
+        [
+            "--vespo-k-pos",
+            "1",
+            "--vespo-lambda-pos",
+            "1",
+            "--vespo-k-neg",
+            "1",
+            "--vespo-lambda-neg",
+            "1",
+        ],
+        {"vespo/phi_seq_mean"},
+    ),
+    "dppo_tv": (["--dppo-penalty", "1e-3"], CLIP),
+    "dppo_kl": (["--epsilon", "0.05"], CLIP),
+    "gspo": (
+        ["--loss-type", "grpo", "--importance-sampling-level", "sequence", "--epsilon", "3e-4"],
+        CLIP,
+    ),
+    "off-policy mask": (["--loss-type", "dapo", "--off-policy-mask-threshold", "0.001"], CLIP),
+    "top entropy": (
+        ["--loss-type", "dapo", "--top-entropy-quantile", "0.2", "--beta", "0.1"],
+        CLIP | {"kl"},
+    ),
+    "entropy bonus": (
+        ["--loss-type", "dapo", "--entropy-coef", "0.01"],
+        CLIP | {"entropy_coef", "policy_loss"},
+    ),
+    "engine corrected": (
+        ["--loss-type", "vespo", "--vllm-importance-sampling-mode", "token_mask"],
+        {"vespo/phi_seq_mean"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_objective_trains(tiny_base, files, tmp_path, name):
+    options, expected = RUNS[name]
+    options = options if "--loss-type" in options else ["--loss-type", name, *options]
+    argv = arguments(tiny_base, files, tmp_path, *OFF_POLICY, "--max-steps", "2", *options)
+    assert train.main(argv) == 0
+    rows = steps(tmp_path)
+    assert len(rows) == 2
+    for row in rows:
+        assert all(math.isfinite(v) for v in row.values())
+        assert row["grad_norm"] > 0
+        assert {
+            k
+            for k in row
+            if k.startswith("clip_ratio") or k in ("cispo_clip_ratio", "vespo/phi_seq_mean")
+        } == expected - {*("kl", "entropy_coef", "policy_loss")}
+        assert expected <= set(row)
+
+
+ADVANTAGES = [
+    ["--advantage-estimator", "rloo"],
+    ["--advantage-estimator", "maxrl"],
+    ["--scale-rewards", "batch"],
+]
+ADVANTAGES += [
+    ["--scale-rewards", "none"],
+    ["--multi-objective-aggregation", "normalize_then_sum", "--reward-weights", "1", "0.5"],
+]
+
+
+@pytest.mark.parametrize("options", ADVANTAGES, ids=lambda o: "-".join(o[:2]))
+def test_every_advantage_trains(tiny_base, files, tmp_path, options):
+    # positive: maxrl wants that
+    functions = ["--reward-funcs", f"{files / 'reward.py'}:even", f"{files / 'reward.py'}:even"]
+    assert (
+        train.main(arguments(tiny_base, files, tmp_path, *functions, "--max-steps", "2", *options))
+        == 0
+    )
+    assert all(row["grad_norm"] > 0 for row in steps(tmp_path))
+
+
+THE_REST = {  # what no other test gives to a whole run
+    "sampling": ["--top-k", "20", "--min-p", "0.01", "--no-enable-thinking"],
+    "memory": ["--no-share-prompts", "--no-reshard-after-forward", "--cpu-offload"],
+    "optimizer": ["--adam-beta1", "0.8", "--adam-beta2", "0.9"],
+    "KL": ["--beta", "0.1", "--no-use-bias-correction-kl"],
+    "entropy": [
+        "--use-adaptive-entropy",
+        "--entropy-target",
+        "9",
+        "--entropy-coef-max",
+        "0.005",
+        "--entropy-coef-delta",
+        "0.004",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", THE_REST)
+def test_the_rest_of_the_options(tiny_base, files, tmp_path, name):
+    assert train.main(arguments(tiny_base, files, tmp_path, *THE_REST[name])) == 0
+    rows = steps(tmp_path)
+    assert all(row["grad_norm"] > 0 for row in rows)
+    if name == "entropy":
+        assert rows[-1]["entropy_coef"] == 0.005  # two steps up would have been beyond
+
+
+def test_every_option_is_given_to_a_whole_run_somewhere():
+    """Told by the text of the tests: the two files that only read options do not count."""
+    folder = Path(__file__).parent
+    text = "".join(
+        p.read_text()
+        for p in folder.parent.rglob("*.py")
+        if p.name not in ("test_config.py", "test_cli.py")
+    )
+    options = [dashed(f.name) for f in dataclasses.fields(Config)]
+    assert [
+        name for name in options if f"--{name}" not in text and f"--no-{name}" not in text
+    ] == []
+
+
+def test_the_losses_of_one_run_without_and_with_a_menu_are_the_same(tiny_base, files, tmp_path):
+    """On policy, the ratio of a sequence is 1 as well, and a mask that keeps everything changes
+    nothing but the last bits.
+    """
+    rows = {}
+    for name, options in {
+        "plain": [],
+        "sequence": ["--importance-sampling-level", "sequence"],
+        "kept": ["--off-policy-mask-threshold", "100"],
+    }.items():
+        assert train.main(arguments(tiny_base, files, tmp_path / name, *options)) == 0
+        rows[name] = steps(tmp_path / name)
+    for name in ("sequence", "kept"):
+        for a, b in zip(rows["plain"], rows[name]):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+ADAPTIVE = [
+    "--use-adaptive-entropy",
+    "--entropy-target",
+    "50",
+    "--entropy-coef",
+    "0.1",
+    "--entropy-coef-delta",
+    "0.01",
+    *OFF_POLICY,
+]
+
+
+def test_the_adaptive_coefficient_survives_a_restart(tiny_base, files, tmp_path):
+    """Four steps at once, and two and two: the same lines, the same coefficient, which a run begun
+    anew would not have.
+    """
+    argv = [*ADAPTIVE, "--max-steps", "4", "--save-steps", "1"]
+    assert train.main(arguments(tiny_base, files, tmp_path / "a", *argv)) == 0
+    assert train.main(arguments(tiny_base, files, tmp_path / "b", *argv, "--max-steps", "2")) == 0
+    kept = json.loads((tmp_path / "b/checkpoint-2/state.json").read_text())["carried"]
+    assert kept["entropy_coef"] == pytest.approx(0.14)  # two steps of two updates
+    assert train.main(arguments(tiny_base, files, tmp_path / "b", *argv, "--resume")) == 0
+    assert steps(tmp_path / "a") == steps(tmp_path / "b")
+    assert [row["entropy_coef"] for row in steps(tmp_path / "b")] == pytest.approx(
+        [0.12, 0.14, 0.16, 0.18]
+    )
+
+
+MISTAKES = {
+    "--delta 2 --loss-type sapo": "--delta 2.0 does not go with --loss-type sapo",
+    "--delta 2 --loss-type dppo_tv": "--delta 2.0 does not go with --loss-type dppo_tv",
+    "--importance-sampling-level sequence --loss-type dppo_kl": "--importance-sampling-level sequence does not go with",
+    "--top-entropy-quantile 1.5": "--top-entropy-quantile is 1.5",
+    "--top-entropy-quantile -0.1": "--top-entropy-quantile is -0.1",
+    "--use-adaptive-entropy --entropy-coef 2": "--entropy-coef 2.0 is not between --entropy-coef-min 0.0 and",
+    "--use-adaptive-entropy --entropy-coef-min 0.1": "--entropy-coef 0.0 is not between --entropy-coef-min 0.1 and",
+    "--advantage-estimator rloo --scale-rewards batch": "--advantage-estimator rloo has a scale of its own",
+    "--advantage-estimator maxrl --scale-rewards none": "--advantage-estimator maxrl has a scale of its own",
+    "--advantage-estimator maxrl --multi-objective-aggregation normalize_then_sum": "--advantage-estimator maxrl has a scale",
+    "--loss-type vespo --importance-sampling-level sequence": "--importance-sampling-level sequence does not go with",
+    "--scale-rewards none --multi-objective-aggregation normalize_then_sum": "--scale-rewards none does not go with",
+    "--weight-transport memory": "--weight-transport is for a vLLM server",
+    "--server-patience 5": "--server-patience is for a vLLM server",
+    "--loss-type grpo --sapo-temperature-pos 2": "--sapo-temperature-pos is 2.0, which does nothing with --loss-type grpo",
+    "--loss-type vespo --vllm-importance-sampling-mode sequence_mask": "--vllm-importance-sampling-mode sequence_mask does not",
+}
+
+
+@pytest.mark.parametrize("options", MISTAKES)
+def test_what_does_not_go_together_is_told(tiny_base, files, tmp_path, capsys, options):
+    assert train.main(arguments(tiny_base, files, tmp_path, *options.split())) == 2
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert told.startswith(f"error: {MISTAKES[options]}")
+    assert told.endswith(".")

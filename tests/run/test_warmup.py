@@ -1,0 +1,181 @@
+"""The built-in task and its base: what is held out stays held out, sums are right, and nobody's
+files are overwritten.
+
+What a longer warm-up and GRPO on it make of the base is test_train.py's and the demo's to say. Read
+next: test_train.py.
+"""
+
+import hashlib
+import json
+import random
+import re
+
+import pytest
+
+from nanogrpo.data import tasks
+from nanogrpo.errors import UserError
+from nanogrpo.rewards import builtin as rewards
+from nanogrpo.run import warmup
+
+# ---- the task ------------------------------------------------------------------------------------
+
+
+def questions(split: str) -> list[str]:
+    return [row["prompt"][0]["content"] for row in tasks.rows("arithmetic", split)]
+
+
+def totals(text: str) -> list[int]:
+    """The running totals of a sum, the last of them its value, by Python's own arithmetic."""
+    parts = re.findall(r"[+-]?\d+", text)
+    assert "".join(parts) == text
+    return [eval("".join(parts[: i + 1]), {"__builtins__": {}}) for i in range(len(parts))]
+
+
+def test_what_is_held_out_is_in_no_training_row_and_in_no_warm_up_text():
+    train, held_out = questions("train"), questions("eval")
+    assert (len(set(train)), len(set(held_out))) == (8192, 256)  # and none twice
+    assert not set(train) & set(held_out)
+    for seed in range(40):
+        assert not any(tasks.held_out(text) for text in tasks.problems("train", 64, seed))
+        assert all(tasks.held_out(text) for text in tasks.problems("eval", 8, seed))
+    rng = random.Random("warm-up,0")  # what make_base draws from, seed 0
+    texts = {f"{text}=" for _ in range(40) for text in warmup.draw(rng)}
+    assert len(texts) > 1000
+    assert not texts & set(held_out)
+
+
+def test_rows_are_the_same_at_every_call_and_on_every_machine():
+    # Written down: with another stream, the runs of today and tomorrow could not be compared.
+    for split, digest in (("train", "1a1aa4ac50c71b02"), ("eval", "aa01c116367c052a")):
+        for _ in range(2):
+            text = json.dumps(tasks.rows("arithmetic", split))
+            assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
+    with pytest.raises(UserError, match="'algebra' is not a built-in task; use arithmetic"):
+        tasks.rows("algebra", "train")
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_running_totals_have_two_digits_and_answers_are_right(split):
+    lengths = set()
+    for row in tasks.rows("arithmetic", split):
+        running = totals(row["prompt"][0]["content"].removesuffix("="))
+        assert all(0 <= total <= 99 for total in running)
+        assert row["answer"] == str(running[-1])
+        lengths.add(len(running))
+    assert lengths == {2, 3, 4}
+
+
+def test_solutions_are_right_and_the_rewards_agree():
+    rng = random.Random(0)
+    texts = tasks.problems("train", 400, seed=7)
+    worked = [warmup.solution(text, rng, lazy=False) for text in texts]
+    assert (
+        warmup.solution("34+5-7", rng, lazy=False)
+        == "<think>34+5=39,39-7=32</think><answer>32</answer>"
+    )
+    for text, solution in zip(texts, worked):
+        steps = re.fullmatch(r"<think>(.*)</think><answer>(\d+)</answer>", solution)
+        left, right = zip(*(step.split("=") for step in steps[1].split(",")))
+        assert (
+            [totals(term)[-1] for term in left]
+            == [int(value) for value in right]
+            == totals(text)[1:]
+        )
+    lazy = [warmup.solution(text, rng, lazy=True) for text in texts]
+    for completions in (worked, lazy):
+        assert rewards.format_reward(completions) == [1.0] * 400
+        assert (
+            rewards.accuracy_reward(completions, answer=[str(tasks.value(text)) for text in texts])
+            == [1.0] * 400
+        )
+    for short, share in ((True, 0.8), (False, 0.2)):
+        thought = [
+            "<think></think>" not in s
+            for text, s in zip(texts, lazy)
+            if (len(totals(text)) == 2) == short
+        ]
+        # four standard deviations of about 100
+        assert abs(sum(thought) / len(thought) - share) < 0.16
+
+
+# ---- the base ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A base after two steps: whole, and knowing nothing."""
+    folder = tmp_path_factory.mktemp("warm") / "base"
+    warmup.make_base(folder, seed=0, steps=2, quiet=True)
+    return folder
+
+
+def test_the_base_loads_in_transformers(base):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    assert model.config.model_type == "qwen3"
+    ours = warmup.Tokenizer.from_pretrained(base)
+    messages = [{"role": "user", "content": "34+5-7="}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ids == ours.encode_prompt(messages)
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == ours.eos_token_id
+    completion = warmup.solution("34+5-7", random.Random(0), lazy=False)
+    assert ours.decode(ours.encode(completion)) == completion
+
+
+def test_a_base_may_be_made_again_through_a_link_and_is_the_same(base, tmp_path):
+    for name in ("model.safetensors", "config.json", warmup.MARK):
+        assert (base / name).exists()
+    (tmp_path / "link").symlink_to(base)
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    warmup.make_base(tmp_path / "link", seed=0, steps=2, quiet=True)
+    assert (tmp_path / "link").is_symlink()
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+
+
+def somebody_elses_model(folder):
+    (folder / warmup.MARK).unlink()
+
+
+def a_run_inside(folder):
+    (folder / "first").mkdir()
+
+
+def a_model_copied_over_it(folder):
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
+
+
+def no_mark_of_ours(folder):
+    (folder / warmup.MARK).write_text("[]")
+
+
+@pytest.mark.parametrize(
+    "change", [somebody_elses_model, a_run_inside, a_model_copied_over_it, no_mark_of_ours]
+)
+@pytest.mark.parametrize("linked", [False, True])
+def test_other_files_are_never_overwritten(tmp_path, capsys, change, linked):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    names = ["config.json", "model.safetensors", warmup.MARK]
+    for name in names:
+        (folder / name).write_text(json.dumps({"files": sorted(names)}))
+    assert warmup.may_write(folder) == folder
+    change(folder)
+    before = sorted(path.name for path in folder.iterdir())
+    (tmp_path / "link").symlink_to(folder)
+    assert warmup.main([str(tmp_path / "link" if linked else folder)]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert re.match(rf"error: {folder}.* (wrote|written).*: choose another folder\.", told[0])
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_a_file_in_the_way_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "base").write_text("mine")
+    for folder in (tmp_path / "base", tmp_path / "base" / "deeper"):
+        assert warmup.main([str(folder)]) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert [line for line in told if "warm-up" not in line or "error" in line] == told[-1:]
+        assert told[-1].startswith("error: ")
+        assert "choose another folder" in told[-1]
+    assert (tmp_path / "base").read_text() == "mine"

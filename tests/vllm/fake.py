@@ -1,0 +1,165 @@
+"""A server that speaks the sidecar's routes and samples nonsense: for tests of the client.
+
+    with FakeVLLM(tiny_config()) as server:                 # on a free port of this machine
+        engine = engine_of(server)                          # a client that has given it MODEL's weights
+
+Completions are a hash of their seed, so that equal requests get equal answers. Weights come by the
+memory transport, for real: `server.weights` holds what the last sync brought. `server.disturb`
+(method, path, body) → None to go on, a status, or a reply.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+
+from nanogrpo.vllm.auth import FIELDS
+from nanogrpo.vllm.buckets import Greeting, attach, sequence_of
+from nanogrpo.vllm.client import VLLMEngine
+from tests.conftest import tiny_model
+
+MODEL = tiny_model()
+
+
+class FakeVLLM:
+    def __init__(self, cfg, max_model_len: int = 256, workers: int = 1):
+        model = {name: getattr(cfg, name) for name in FIELDS}
+        self.facts = {
+            "model": model,
+            "dtype": "float32",
+            "max_model_len": max_model_len,
+            "workers": workers,
+            "device": "cpu",
+        }
+        self.label, self.weights, self.requests, self.disturb = (
+            "default",
+            {},
+            [],
+            lambda *call: None,
+        )
+        self.engines: list[VLLMEngine] = []  # that engine_of made
+        self.running = threading.Event()  # cleared by /pause, set by /resume
+        self.running.set()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                body = json.loads(
+                    self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}"
+                )
+                call = (self.command, self.path.split("?")[0], body)
+                fake.requests.append(call)
+                reply = fake.disturb(*call)
+                reply = fake.answer(*call[1:]) if reply is None else reply
+                status, content = (
+                    (reply, {"error": {"message": "as told"}})
+                    if isinstance(reply, int)
+                    else (200, reply)
+                )
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(content).encode())
+
+            do_POST = do_GET
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def __enter__(self):
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+        for engine in self.engines:
+            engine.over.set()  # its threads would knock at whoever has this port next
+
+    def stop(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()  # from now on: connection refused
+
+    def answer(self, path: str, body: dict) -> dict:
+        if path in ("/pause", "/resume"):
+            (self.running.set if path == "/resume" else self.running.clear)()
+        if path == "/inference/v1/generate":
+            self.running.wait(20)
+            return {
+                "choices": [
+                    self.choice(i, body["sampling_params"])
+                    for i in range(body["sampling_params"]["n"])
+                ]
+            }
+        if path == "/init_weight_transfer_engine":
+            self.greeting = Greeting(**body["init_info"])
+            self.mapped = [
+                attach(h, n, torch.device("cpu"))
+                for h, n in zip(self.greeting.handles, self.greeting.plan.sizes)
+            ]
+        if path == "/update_weights":
+            assert int(sequence_of(self.mapped[0])) == body["update_info"]["sequence"]
+            self.weights = {
+                n: t.clone()
+                for i, b in enumerate(self.mapped)
+                for n, t in self.greeting.plan.views(b, i)
+            }
+        self.label = body.get("weight_version") or body.get("new_version") or self.label
+        return (
+            self.facts
+            if path == "/nanogrpo"
+            else {"weight_version": self.label, "is_paused": not self.running.is_set()}
+        )
+
+    def choice(self, i: int, params: dict) -> dict:
+        rng = random.Random(params["seed"] + i)
+        ids = [
+            rng.randrange(self.facts["model"]["vocab_size"])
+            for _ in range(rng.randint(1, params["max_tokens"]))
+        ]
+        content = [{"token_id": t, "logprob": -rng.random()} for t in ids]
+        reason = "length" if len(ids) == params["max_tokens"] else "stop"
+        spans = [{"version": self.label, "start": 0, "end": len(ids)}]
+        return {
+            "index": i,
+            "token_ids": ids,
+            "logprobs": {"content": content},
+            "finish_reason": reason,
+            "weight_versions": spans,
+        }
+
+    def generated(self) -> list[dict]:
+        """The bodies of the requests for completions, in the order they came."""
+        return [body for _, path, body in self.requests if path == "/inference/v1/generate"]
+
+
+def engine_of(
+    *servers: FakeVLLM | str,
+    model=MODEL,
+    load: bool = True,
+    beat: float = 15.0,
+    patience: float = 0.0,
+    **options,
+) -> VLLMEngine:
+    """Servers have a minute to answer: none that is only slow, on a busy machine, counts as lost.
+    beat: seconds between beats.
+    """
+    options = {"max_len": 32, "transport": "memory", "timeout": 60.0} | options
+    engine = VLLMEngine(
+        model,
+        servers=[s if isinstance(s, str) else s.url for s in servers],
+        patience=patience,
+        **options,
+    )
+    engine.beat = beat
+    for s in servers:
+        if isinstance(s, FakeVLLM):
+            s.engines.append(engine)
+    if load:
+        engine.load(model, 0)
+    return engine

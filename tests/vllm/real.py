@@ -1,0 +1,124 @@
+"""A real vLLM for the tests marked `vllm`: finds the interpreter that has it, starts sidecars, and
+measures the log-prob gap.
+
+vLLM pins other versions of transformers than the rest, so it lives in an environment of its own
+(docs/vllm.md says how to make it): .venv-vllm beside .venv, or wherever NANOGRPO_VLLM_PYTHON
+points.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanogrpo.model.attention import Packed
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.types import Sample
+from nanogrpo.vllm.server import Server, Sidecar
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
+CPU = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "64"]
+
+
+def sidecar(model: Path, output: Path, *options: str) -> Sidecar:
+    """Not started yet. Fails, or skips where vLLM is not asked for, when there is no interpreter
+    with vLLM.
+    """
+    if not Path(PYTHON).exists():
+        assert not os.environ.get("NANOGRPO_REQUIRE_VLLM"), (
+            f"NANOGRPO_REQUIRE_VLLM is set but {PYTHON} does not exist"
+        )
+        pytest.skip(f"needs a real vLLM, and {PYTHON} does not exist (docs/vllm.md)")
+    # GiB; the default is a share of the machine
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # the tests' own process needs the cores too
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return Sidecar(model, [*CPU, *options], PYTHON, output, startup_timeout=240.0)
+
+
+@torch.no_grad()
+def trainer_logp(model: Decoder, sample: Sample, temperature: float) -> torch.Tensor:
+    """[tokens] float32: the trainer's log-probs of a completion."""
+    ids = torch.tensor(sample.prompt.token_ids + sample.token_ids)  # [T]
+    attend = Packed(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+    # [T, V]
+    logp = (model(ids, torch.arange(len(ids)), attend) / (temperature or 1.0)).log_softmax(-1)
+    return logp[len(sample.prompt.token_ids) - 1 : -1].gather(
+        1, torch.tensor(sample.token_ids)[:, None]
+    )[:, 0]
+
+
+def gap(model: Decoder, samples: Sequence[Sample], temperature: float) -> float:
+    """The largest difference of a log-prob between trainer and server, over all tokens."""
+    return max(
+        (trainer_logp(model, s, temperature) - torch.tensor(s.logp)).abs().max().item()
+        for s in samples
+    )
+
+
+@torch.no_grad()
+def train_a_little(model: Decoder, seed: int) -> None:
+    """Moves every weight: as a step would, and enough to be seen."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.add_(0.05 * torch.randn(p.shape, generator=generator))
+
+
+def malformed(rng: random.Random, whole: dict) -> object:
+    """A greeting with one thing wrong."""
+    junk = [
+        None,
+        -1,
+        0,
+        1e308,
+        "",
+        "x" * 5000,
+        [],
+        {},
+        [[]],
+        True,
+        "../../etc/passwd",
+        2**63,
+        [["a", "float32", [2**32] * 4]],
+    ]
+    body = json.loads(json.dumps(whole))
+    kind = rng.randrange(4)
+    if kind == 0:
+        body[rng.choice(list(body))] = rng.choice(junk)
+    elif kind == 1:
+        del body[
+            rng.choice(
+                [
+                    "transport",
+                    "layout",
+                    "bucket_bytes",
+                    "timeout",
+                    "address",
+                    "port",
+                    "room",
+                    "world",
+                ]
+            )
+        ]
+    elif kind == 2:
+        entry = rng.choice(body["layout"])
+        entry[rng.randrange(3)] = rng.choice(junk)
+    else:
+        body["extra"] = rng.choice(junk)
+    return body
+
+
+def raw(server: Server, path: str, body: bytes) -> int:
+    """The status of a POST."""
+    connection = server.kind(server.host, server.port, timeout=30)
+    connection.request("POST", path, body, server.headers)
+    status = connection.getresponse().status
+    connection.close()
+    return status

@@ -1,0 +1,212 @@
+"""A real vLLM that is killed or stopped at every bad moment, and a trainer that is: each recovers,
+or ends, within its timeout.
+
+What is checked each time: the samples are those of a run that nothing happened to (same seeds, none
+lost, none twice), and the server that came back has the trainer's weights. Marked `vllm`: each
+recovery is a start of vLLM, about half a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from nanogrpo.model import checkpoint
+from nanogrpo.vllm.client import VLLMEngine
+from tests.conftest import write_base
+from tests.vllm.real import ROOT, gap, sidecar, train_a_little
+from tests.vllm.test_real import PROMPTS, SIZES, params
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+TIMEOUT = 5.0  # seconds in which a healthy server gives a sign of life
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(model, engine): an engine that owns its sidecar, at version 1 of a model that has moved away
+    from the checkpoint.
+    """
+    folder = write_base(tmp_path_factory.mktemp("recovery") / "base", **SIZES)
+    model = checkpoint.load_model(folder)
+    engine = VLLMEngine(
+        model,
+        max_len=64,
+        sidecar=sidecar(folder, folder.parent / "serve.log"),
+        window=2,
+        timeout=TIMEOUT,
+    )
+    train_a_little(model, seed=0)
+    engine.load(model, 1)
+    warm_up(engine)
+    yield model, engine
+    engine.close()
+
+
+def warm_up(engine: VLLMEngine) -> None:
+    """vLLM's first answer takes seconds: not to be mistaken for a hang by the short timeout of
+    these tests.
+    """
+    engine.servers[0].post(
+        "/inference/v1/generate",
+        {"token_ids": [1], "sampling_params": {"max_tokens": 2, "n": 4}},
+        timeout=60,
+    )
+
+
+def shown(samples):
+    return [(s.prompt.id, s.index, s.token_ids, s.stopped) for s in samples]
+
+
+def processes(server: int) -> list[int]:
+    """The pids of the process `server` and all its descendants."""
+    table = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, rest = int(stat.parent.name), stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it ended meanwhile
+            continue
+        table[pid] = int(rest[1])
+    pids = [server]
+    for pid in pids:
+        pids += [p for p, parent in table.items() if parent == pid]
+    return pids
+
+
+def ended(pids: list[int], within: float) -> bool:
+    deadline = time.monotonic() + within
+    for pid in pids:
+        while (
+            Path(f"/proc/{pid}/stat").exists()
+            and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        ):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+    return True
+
+
+def kill(engine: VLLMEngine, how: int = signal.SIGKILL) -> None:
+    """The sidecar's HTTP process gets a signal; SIGSTOP stops its workers too, as a machine that
+    hangs would.
+    """
+    pid = engine.sidecar.process.pid
+    if how == signal.SIGKILL:
+        os.kill(pid, how)
+    else:
+        os.killpg(pid, how)
+
+
+def check(model, engine, before, whole) -> None:
+    """The engine is as it was: same samples, same weights, one restart more."""
+    samples = engine.sample(PROMPTS, 4, params(1.0), step=1)
+    assert shown(samples) == whole
+    assert gap(model, samples, 1.0) <= 1e-5
+    assert engine.restarts == before + 1
+
+
+def test_a_server_killed_while_idle_is_started_again_with_the_current_weights(trained):
+    model, engine = trained
+    whole, before = shown(engine.sample(PROMPTS, 4, params(1.0), step=1)), engine.restarts
+    pids = processes(engine.sidecar.process.pid)
+    kill(engine)
+    assert ended(pids[1:], within=10.0)  # vLLM alone would leave its workers behind
+    check(model, engine, before, whole)
+
+
+def test_a_server_stopped_while_sampling_is_noticed_and_replaced(trained):
+    model, engine = trained
+    whole, before = shown(engine.sample(PROMPTS, 4, params(1.0), step=1)), engine.restarts
+    results, begin = [], time.monotonic()
+    # its connections stay open, and the kernel goes on accepting new ones
+    kill(engine, signal.SIGSTOP)
+    results = engine.sample(PROMPTS, 4, params(1.0), step=1)
+    assert shown(results) == whole
+    # noticed within the heart beat; the rest is vLLM's start
+    assert time.monotonic() - begin < TIMEOUT * 1.25 + 150
+    check(model, engine, before, whole)
+
+
+def test_a_server_killed_while_sampling_loses_no_group(trained):
+    model, engine = trained
+    whole, before = shown(engine.sample(PROMPTS * 4, 4, params(1.0), step=1)), engine.restarts
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.extend(engine.sample(PROMPTS * 4, 4, params(1.0), step=1))
+    )
+    thread.start()
+    deadline = time.monotonic() + 30
+    # until requests are under way
+    while not engine.servers[0].open and time.monotonic() < deadline:
+        pass
+    kill(engine)
+    thread.join(200)
+    assert shown(results) == whole
+    check(model, engine, before, whole[: len(PROMPTS) * 4])
+
+
+def test_a_server_killed_in_the_middle_of_a_sync_gets_the_whole_of_it_again(trained):
+    model, engine = trained
+    train_a_little(model, seed=7)
+    before, (group,) = engine.restarts, engine.sync.groups.values()
+    broadcast = group.broadcast
+
+    def kill_first(bucket):
+        kill(engine)
+        broadcast(bucket)  # nobody receives it any more
+
+    group.broadcast = kill_first
+    engine.load(model, 2)
+    assert engine.restarts == before + 1
+    warm_up(engine)
+    samples = engine.sample(PROMPTS, 4, params(0.7), step=2)
+    assert {v for s in samples for v in s.versions} == {2}
+    assert gap(model, samples, 0.7) <= 1e-5
+
+
+def test_a_trainer_killed_in_the_middle_of_a_sync(trained, tmp_path):
+    """A server that it had not started is left paused with torn weights, and the next trainer
+    repairs it. One that it had started ends with it.
+    """
+    model, engine = trained
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    server = engine.servers[0]
+    secret = server.headers["Authorization"].removeprefix("Bearer ")
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), engine.sidecar.model, server.url, secret]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    restarts, pid = engine.restarts, engine.sidecar.process.pid
+    assert server.get("/weight_info") == {"weight_version": "torn"}
+    assert server.get("/is_paused") == {"is_paused": True}
+    # noticed by the heart beat; the weights are given again
+    samples = engine.sample(PROMPTS, 4, params(1.0), step=2)
+    assert gap(model, samples, 1.0) <= 1e-5
+    assert (engine.restarts, engine.sidecar.process.pid) == (restarts + 1, pid)
+    pids = processes(engine.sidecar.process.pid)
+    # what the kernel does to a killed trainer's end of the pipe
+    engine.sidecar.process.stdin.close()
+    assert ended(pids, within=20.0)
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from nanogrpo.model import checkpoint
+from nanogrpo.vllm.client import VLLMEngine
+
+folder, url, secret = sys.argv[1:]
+model = checkpoint.load_model(Path(folder))
+engine = VLLMEngine(model, max_len=64, servers=[url], secret=secret)
+engine.load(model, 0)
+(group,) = engine.sync.groups.values()
+group.broadcast = lambda bucket: os.kill(os.getpid(), signal.SIGKILL)
+engine.load(model, 1)
+"""

@@ -1,0 +1,368 @@
+"""serve.py before vLLM is loaded: its options, the secret, the port, the version; and the guard as
+plain ASGI. Needs no vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+
+import pytest
+
+import serve
+from nanogrpo.errors import UserError
+from nanogrpo.vllm.auth import FACTS, QUIET, ROUTES, SECRET, TRAINER, Guard
+from nanogrpo.vllm.server import Sidecar
+from tests.vllm.real import ROOT
+from tests.vllm.test_recovery import ended
+
+LONG = "0123456789abcdef"
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def test_what_we_do_not_know_goes_to_vllm():
+    ours, rest = serve.options(
+        ["--model", "m", "--dtype", "float32", "--port", "1234", "--enforce-eager"]
+    )
+    assert (ours.model, ours.port, ours.host) == ("m", 1234, "127.0.0.1")
+    assert rest == ["--dtype", "float32", "--enforce-eager"]
+
+
+@pytest.mark.parametrize("option", sorted(serve.FIXED))
+def test_what_training_relies_on_cannot_be_changed(option):
+    for words in ([option, "x"], [f"{option}=x"]):
+        with pytest.raises(UserError, match=f"{option} cannot be set: training relies on"):
+            serve.options(["--model", "m", *words])
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--logprobs_mode=raw_logprobs",
+        "--logprobs-m",
+        "--weight-transfer-config.backend",
+        "--no-enable-scale-out",
+    ],
+)
+def test_not_by_another_spelling_either(word):
+    """vLLM takes underscores, abbreviations, a key of a dictionary and a negation."""
+    with pytest.raises(UserError, match="cannot be set: training relies on"):
+        serve.options(["--model", "m", word])
+
+
+@pytest.mark.parametrize("word", ["--api-key", "--api_key=x", "--config"])
+def test_what_would_open_the_door_is_refused(word):
+    with pytest.raises(UserError, match=f"{word[:5].replace('_', '-')}.* cannot be used: it"):
+        serve.options(["--model", "m", word, "x"])
+
+
+@pytest.mark.parametrize("word", ["--ssl-keyfile=x", "--ssl_certfile", "--enable-ssl-refresh"])
+def test_encryption_is_refused_rather_than_half_there(word):
+    with pytest.raises(UserError, match="cannot be used: trainer and server speak plain HTTP"):
+        serve.options(["--model", "m", word])
+
+
+def test_the_watch_asks_no_proxy_and_knows_an_address_of_ipv6(monkeypatch, capsys):
+    """A proxy would see the secret, and its answer would end a healthy server."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    seen = []
+
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append((self.path, self.headers["Authorization"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    class Server6(http.server.HTTPServer):
+        address_family = socket.AF_INET6
+
+    for kind, host in ((http.server.HTTPServer, "127.0.0.1"), (Server6, "::1")):
+        with kind((host, 0), Health) as server:
+            threading.Thread(target=server.handle_request, daemon=True).start()
+            serve.watch(host, server.server_port, LONG, deadline=5.0)
+        where = f"[{host}]" if ":" in host else host
+        assert f"ready at http://{where}:{server.server_port} after" in capsys.readouterr().err
+    assert seen == [("/health", f"Bearer {LONG}")] * 2
+
+
+def test_what_heeds_no_sigterm_is_killed_with_its_workers():
+    """As vLLM while it loads. The worker is what does not watch us yet."""
+    script = (
+        "import os, signal, subprocess, serve\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print(subprocess.Popen(['sleep', '60']).pid, flush=True)\nserve.end(grace=0.2)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    worker = int(process.stdout.readline())
+    assert process.wait(10) == -signal.SIGKILL
+    assert ended([worker], within=5.0)
+
+
+def test_the_server_ends_with_its_owner_although_a_child_of_the_owner_holds_the_pipe():
+    """As one that a user's rollout has forked: it inherits the writing end, so that closing alone
+    would never be seen.
+    """
+    owner = (
+        "import os, subprocess, sys, time\n"
+        "served = [sys.executable, '-c', f'import serve; serve.end_with({os.getpid()})']\n"
+        "server = subprocess.Popen(served, stdin=subprocess.PIPE)\n"
+        "child = os.fork()\n"
+        "print(server.pid, child, flush=True) if child else None\n"
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", owner],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    server, child = map(int, process.stdout.readline().split())
+    try:
+        process.kill()
+        process.wait()
+        assert ended([server], within=20.0)
+        os.kill(child, 0)  # lives
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_an_occupied_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            UserError,
+            match=rf"--port {port} of 127.0.0.1 cannot be listened on .*; choose another --port",
+        ):
+            serve.check_port("127.0.0.1", port)
+    serve.check_port("127.0.0.1", port)
+    with pytest.raises(UserError, match="cannot be listened on"):
+        serve.check_port("127.0.0.1", 70000)
+
+
+def test_vllm_of_another_version_or_none(monkeypatch):
+    versions: dict[str, str] = {}
+
+    def version(name):
+        if name not in versions:
+            raise serve.importlib.metadata.PackageNotFoundError
+        return versions[name]
+
+    monkeypatch.setattr(serve.importlib.metadata, "version", version)
+    with pytest.raises(UserError, match=r"vLLM is not installed in .*; install vllm==0.32.0 there"):
+        serve.check_vllm()
+    versions["vllm"] = "0.33.0"
+    with pytest.raises(
+        UserError,
+        match=r"vllm 0.33.0 is installed but this sidecar was tested with 0.32.0; install that",
+    ):
+        serve.check_vllm()
+    versions["vllm"] = "0.32.0+cpu"
+    assert serve.check_vllm() == "0.32.0+cpu"
+
+
+def test_a_mistake_is_told_in_one_sentence_with_status_2(tmp_path):
+    done = subprocess.run(
+        # this interpreter has no vLLM, or an empty model
+        [sys.executable, str(ROOT / "serve.py"), "--model", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: vLLM is not installed in")
+    assert len(done.stderr.splitlines()) == 1
+
+
+# --- the secret -----------------------------------------------------------------------------------
+
+
+def test_loopback_needs_no_secret_and_everything_else_does(monkeypatch):
+    monkeypatch.delenv(SECRET, raising=False)
+    for host in ("127.0.0.1", "localhost", "::1", "127.0.0.53"):
+        assert serve.find_secret(host, None) == ""
+    for host in ("0.0.0.0", "::", "192.168.0.2", "example.org"):
+        with pytest.raises(
+            UserError,
+            match=f"--host {host} can be reached from other machines and needs a secret; set {SECRET}=",
+        ):
+            serve.find_secret(host, None)
+
+
+def test_the_secret_comes_by_file_or_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv(SECRET, LONG)
+    assert serve.find_secret("0.0.0.0", None) == LONG
+    file = tmp_path / "secret"
+    file.write_text(f"  {LONG[::-1]}\nsecond line\n")
+    assert serve.find_secret("0.0.0.0", file) == LONG[::-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, r"cannot be read \(.*\); give a text file whose first line is the secret"),
+        ("", "has an empty first line; write the secret there"),
+        ("short", "must be 16 or more printable ASCII characters; use a longer one"),
+        ("ünïcödé-ünïcödé-ünïcödé", "printable ASCII"),
+    ],
+)
+def test_secrets_that_are_none(monkeypatch, tmp_path, content, sentence):
+    monkeypatch.delenv(SECRET, raising=False)
+    if content is not None:
+        (tmp_path / "secret").write_text(content)
+    with pytest.raises(UserError, match=sentence):
+        serve.find_secret("127.0.0.1", tmp_path / "secret")
+
+
+# --- the guard ------------------------------------------------------------------------------------
+
+
+def ask(
+    guard: Guard,
+    path: str,
+    method="POST",
+    secret: str | None = LONG,
+    body=b"",
+    kind="http",
+    trainer="",
+):
+    """(status, body) of the guard's or the application's answer."""
+    headers = [] if secret is None else [(b"authorization", b"Bearer " + secret.encode())]
+    headers += [(TRAINER.lower().encode(), trainer.encode())] if trainer else []
+    sent, given = (
+        [],
+        [
+            {"type": "http.request", "body": body[:5], "more_body": True},
+            {"type": "http.request", "body": body[5:]},
+        ],
+    )
+
+    async def receive():
+        return given.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    app = types.SimpleNamespace(state=None)
+    asyncio.run(
+        guard(
+            {"type": kind, "path": path, "method": method, "headers": headers, "app": app},
+            receive,
+            send,
+        )
+    )
+    return sent[0].get("status", sent[0]["type"]), sent[-1].get("body", b"")
+
+
+@pytest.fixture
+def guard(monkeypatch):
+    async def app(scope, receive, send):
+        seen = await receive() if scope["path"] == "/weight_checker" else {"body": b""}
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": seen["body"]})
+
+    monkeypatch.setenv(SECRET, LONG)
+    return Guard(app)
+
+
+def test_the_guard_lets_in_who_knows_the_secret(guard):
+    for path in ROUTES - {"/weight_checker"}:
+        assert ask(guard, path) == (200, b"")
+        for wrong in (None, "", LONG[:-1], LONG + "0", LONG.upper()):
+            assert ask(guard, path, secret=wrong)[0] == 401
+
+
+def test_without_a_secret_the_guard_lets_everyone_in(monkeypatch, guard):
+    monkeypatch.delenv(SECRET)
+    assert ask(Guard(guard.app), "/health", secret=None) == (200, b"")
+
+
+def test_the_guard_shuts_what_sampling_does_not_need(guard):
+    for path in (
+        "/collective_rpc",
+        "/",
+        "/docs",
+        "/HEALTH",
+        "/health/",
+        "//health",
+        "/pause/../collective_rpc",
+        "/%68ealth",
+    ):
+        assert ask(guard, path)[0] == 404
+    assert ask(guard, "/v1/realtime", kind="websocket")[0] == "websocket.close"
+
+
+def test_of_the_weight_checker_only_checksums_are_left(guard):
+    whole = b'{"action":"checksum"}'
+    assert ask(guard, "/weight_checker", body=json.dumps({"action": "checksum"}).encode()) == (
+        200,
+        whole,
+    )
+    for body in (
+        b'{"action":"reset"}',
+        b'{"action":"checksum","action":"reset"}',
+        b"",
+        b"{",
+        b"[]",
+    ):
+        assert ask(guard, "/weight_checker", body=body)[0] == 404
+
+
+def test_the_guard_tells_whose_weights_these_are(monkeypatch, guard):
+    monkeypatch.setattr("nanogrpo.vllm.auth.facts", lambda state: {"dtype": "float32"})
+    assert ask(guard, FACTS, method="GET") == (200, b'{"dtype": "float32"}')
+    assert ask(guard, FACTS, method="GET", secret=None)[0] == 401
+
+
+def test_one_trainer_at_a_time(monkeypatch, guard):
+    """First come: until it says goodbye, or is silent for too long. Who is no trainer is never in
+    the way.
+    """
+    now = [1000.0]
+    monkeypatch.setattr("nanogrpo.vllm.auth.time.monotonic", lambda: now[0])
+
+    def status(trainer, path="/health"):
+        return ask(guard, path, trainer=trainer)[0]
+
+    assert status("b") == 200  # nobody is there yet
+    assert status("a", "/init_weight_transfer_engine") == 200
+    assert (status("b"), status("b", FACTS), status("b", "/init_weight_transfer_engine")) == (
+        409,
+        409,
+        409,
+    )
+    assert (status("a", "/pause"), status("", "/pause")) == (200, 200)
+    now[0] += 0.9 * QUIET
+    assert status("a") == 200
+    now[0] += 0.9 * QUIET
+    assert status("b") == 409
+    now[0] += 0.2 * QUIET
+    assert status("b", "/init_weight_transfer_engine") == 200
+    assert status("a") == 409
+    assert status("b", "/shutdown_weight_transfer_engine") == 200
+    assert status("a", "/init_weight_transfer_engine") == 200
+
+
+def test_a_log_that_cannot_be_written(tmp_path):
+    (tmp_path / "serve.log").mkdir()
+    with pytest.raises(UserError, match=r"serve.log cannot be written \(Is a directory\)"):
+        Sidecar(tmp_path, [], "true", tmp_path / "serve.log").start(5.0)

@@ -1,0 +1,151 @@
+"""Whether a server is the trainer's to use, against the fake server: one that hangs, and one that
+another trainer uses.
+
+Read before: test_vllm_engine.py. The other end of the claim: test_serve.py. Read next:
+test_vllm_trouble.py.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+import serve
+from nanogrpo.errors import UserError
+from nanogrpo.vllm.auth import FACTS
+from nanogrpo.vllm.server import ServerError
+from tests.conftest import tiny_config
+from tests.vllm.fake import MODEL, FakeVLLM, engine_of
+
+
+@pytest.fixture
+def fake():
+    with FakeVLLM(tiny_config()) as server:
+        yield server
+
+
+def test_a_hanging_server_costs_the_syncs_nothing_until_it_answers_again(fake):
+    with FakeVLLM(tiny_config()) as other:
+        engine = engine_of(fake, other)
+        engine.servers[1].moment = 0.3
+        held = threading.Event()
+        other.disturb = lambda m, path, b: held.wait(100) and None  # it accepts, and never answers
+        engine._lose(engine.servers[1], ServerError("for the test"))
+        begin = time.monotonic()
+        for version in range(1, 5):
+            engine.load(MODEL, version)
+            assert [s.alive for s in engine.servers] == [True, False]
+        assert time.monotonic() - begin < 60  # less than one wait for an answer
+        held.set()
+        engine.servers[1].knocking.join(60)
+        engine.load(MODEL, 5)
+        assert [s.alive for s in engine.servers] == [True, True]
+        assert other.label == engine.sync.label(5)
+
+
+def test_a_server_of_another_trainer_is_waited_for_and_then_refused(fake):
+    left = [2]
+
+    def taken(method, path, body):
+        left[0] -= 1
+        return 409 if left[0] >= 0 else None
+
+    fake.disturb = taken
+    engine_of(fake, patience=30.0)  # its trainer was killed a moment ago
+    left[0] = 10**6
+    with pytest.raises(
+        UserError, match=r"is taken \(as told\); give each trainer a server of its own"
+    ):
+        engine_of(fake)
+
+
+def test_a_trainer_is_heard_while_it_trains(fake, monkeypatch):
+    monkeypatch.setattr("nanogrpo.vllm.server.RENEW", 0.02)
+    heard = threading.Event()
+    engine = engine_of(fake)
+    fake.disturb = lambda m, path, b: (path == "/health" and heard.set()) or None
+    assert heard.wait(60)
+    engine.close()
+
+
+def test_a_trainer_is_heard_while_its_first_load_takes_long(fake, monkeypatch):
+    monkeypatch.setattr("nanogrpo.vllm.server.RENEW", 0.02)
+    heard, loading = threading.Event(), threading.Event()
+
+    def disturb(method, path, body):
+        if path == "/update_weights":
+            loading.set()
+            assert heard.wait(60)
+        if path == "/health" and loading.is_set():
+            heard.set()
+
+    fake.disturb = disturb
+    engine_of(fake)
+    assert heard.is_set()
+
+
+def test_a_refused_engine_leaves_no_thread_that_renews(fake, monkeypatch):
+    monkeypatch.setattr("nanogrpo.vllm.server.RENEW", 0.02)
+    before = set(threading.enumerate())
+    fake.facts["model"]["vocab_size"] = 77
+    with pytest.raises(UserError, match="serves another model"):
+        engine_of(fake)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_front_without_an_engine_costs_the_syncs_nothing(fake):
+    with FakeVLLM(tiny_config()) as other:
+        engine = engine_of(fake, other)
+        engine.servers[1].moment = 0.3
+        held, asked = threading.Event(), []
+        other.disturb = lambda m, path, b: (
+            None if path in (FACTS, "/health") else asked.append(path) or (held.wait(100) and None)
+        )
+        engine._lose(engine.servers[1], ServerError("for the test"))
+        for version in range(1, 4):
+            engine.load(MODEL, version)
+            assert [s.alive for s in engine.servers] == [True, False]
+        # no weights were sent that would have waited for a whole timeout
+        assert set(asked) == {"/is_paused"}
+        held.set()
+
+
+@pytest.mark.parametrize("status", [409, 500])
+@pytest.mark.parametrize("where", ["", "/init_weight_transfer_engine"])
+def test_a_server_that_is_never_used_is_told_of_once(fake, caplog, status, where):
+    with FakeVLLM(tiny_config()) as other:
+        engine = engine_of(fake, other, load=False)
+        for s in engine.servers:
+            s.moment = 60.0 if where else 1.0
+        other.disturb = lambda m, path, b: status if where in path else None
+        for version in range(3):
+            engine.load(MODEL, version)
+        assert [s.alive for s in engine.servers] == [True, False]
+        told = [r.message for r in caplog.records if "goes without a server" in r.message]
+        assert len(told) == 1
+        assert other.url in told[0]
+        assert other.url in str(engine.problem)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(38, "no such call"), PermissionError(1, "forbidden"), AttributeError("pidfd_open")],
+)
+def test_serve_ends_with_its_standard_input_where_no_process_can_be_watched(monkeypatch, error):
+    def refuse(pid):
+        raise error
+
+    reading, writing = os.pipe()
+    os.close(writing)
+    ended = []
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
+        monkeypatch.setattr("sys.stdin", stdin)
+        monkeypatch.setattr(serve, "end", lambda: ended.append(True))
+        serve.end_with(os.getppid())
+    assert ended == [True]

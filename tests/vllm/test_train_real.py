@@ -1,0 +1,291 @@
+"""Whole runs of train.py with a real vLLM: they learn as with the embedded engine, and outlive what
+happens to either side.
+
+One sidecar serves all runs that are given an address; the others start their own. Marked `vllm`:
+see vllm_real.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nanogrpo.errors import UserError
+from nanogrpo.model.checkpoint import load_model
+from nanogrpo.vllm.auth import SECRET
+from nanogrpo.vllm.client import VLLMEngine
+from tests.conftest import arguments, steps, write_base
+from tests.vllm.real import CPU, PYTHON, ROOT, sidecar
+from tests.vllm.test_real import SIZES
+from tests.vllm.test_recovery import ended, processes
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+OWN = [
+    "--engine",
+    "vllm",
+    "--vllm-python",
+    PYTHON,
+    "--vllm-options=" + " ".join(CPU[2:]),
+    "--server-timeout",
+    "20",
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return write_base(tmp_path_factory.mktemp("train") / "base", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def server(base) -> list[str]:
+    """The options that name a running sidecar; its secret is in the environment."""
+    process = sidecar(base, base.parent / "serve.log")
+    address = process.start(60.0)
+    os.environ[SECRET] = process.secret
+    yield ["--engine", "vllm", "--server", address.url]
+    del os.environ[SECRET]
+    process.stop()
+
+
+def start(argv: list[str], ranks: int = 1) -> subprocess.Popen:
+    """A run in a process of its own."""
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1
+        else []
+    )
+    command = [sys.executable, *launcher, str(ROOT / "train.py"), *argv]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(run: subprocess.Popen, within: float = 240.0) -> str:
+    """What it said; it must end well."""
+    try:
+        said, _ = run.communicate(timeout=within)
+    finally:
+        run.kill()
+    assert run.returncode == 0, said[-3000:]
+    return said
+
+
+def wait_for_step(run: subprocess.Popen, output: Path, step: int, within: float = 180.0) -> None:
+    deadline = time.monotonic() + within
+    while not (output / "metrics.jsonl").exists() or len(steps(output)) <= step:
+        assert run.poll() is None, run.stdout.read()[-3000:]
+        assert time.monotonic() < deadline, f"step {step} was not reached within {within} s"
+        time.sleep(0.05)
+
+
+def trained_on(output: Path) -> list[dict]:
+    """The log without what depends on neighbours in the server's batches (its log-probs' last
+    digits) and on accidents.
+    """
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("sampling/", "vllm/"))}
+        for row in steps(output)
+    ]
+
+
+def test_the_reward_rises_as_with_the_embedded_engine(base, files, tmp_path, server):
+    """Synchronous, one step ahead, and on two ranks: the same curve but for the draws, which are
+    other ones in another engine.
+    """
+    options = [
+        "--max-steps",
+        "24",
+        "--num-generations",
+        "8",
+        "--generation-batch-size",
+        "64",
+        "--learning-rate",
+        "3e-3",
+    ]
+    late = {}
+    for name, more in {
+        "local": [],
+        "vllm": server,
+        "ahead": [*server, "--max-staleness", "1"],
+    }.items():
+        finish(start(arguments(base, files, tmp_path / name, *options, *more)))
+        rewards = [row["reward"] for row in steps(tmp_path / name)]
+        late[name] = statistics.fmean(rewards[-4:])
+        assert late[name] > statistics.fmean(rewards[:2]) + 0.25, (name, rewards)
+    finish(start(arguments(base, files, tmp_path / "two", *options, *server), ranks=2))
+    assert late["vllm"] == pytest.approx(late["local"], abs=0.1)
+    assert late["ahead"] == pytest.approx(late["local"], abs=0.15)
+    one, two = steps(tmp_path / "vllm"), steps(tmp_path / "two")
+    # the same seeds, the same samples
+    assert [r["reward"] for r in two] == pytest.approx([r["reward"] for r in one], abs=1e-6)
+    for name in ("vllm", "two"):
+        assert all(
+            row["sampling/sampling_logp_difference/max"] <= 1e-5 for row in steps(tmp_path / name)
+        ), name
+    ahead = steps(tmp_path / "ahead")
+    assert {row["staleness/max"] for row in ahead} <= {0, 1}
+    assert any(row["staleness/max"] == 1 for row in ahead)
+    # the gap of one step is real
+    assert max(row["sampling/sampling_logp_difference/max"] for row in ahead) > 1e-5
+
+
+def test_own_server_killed_and_own_trainer_killed_lose_nothing(base, files, tmp_path, server):
+    """One command starts the server too. It is killed in the middle; then rank 0 is; resumed, the
+    log is that of a quiet run.
+    """
+    options = ["--max-steps", "6", "--save-steps", "1"]
+    finish(start(arguments(base, files, tmp_path / "quiet", *options, *server)))
+    output = tmp_path / "disturbed"
+    run = start(arguments(base, files, output, *options, *OWN))
+    wait_for_step(run, output, 1)
+    (sidecar_pid,) = [
+        p for p in processes(run.pid)[1:] if "serve.py" in Path(f"/proc/{p}/cmdline").read_text()
+    ]
+    os.kill(sidecar_pid, signal.SIGKILL)
+    wait_for_step(run, output, 3)
+    assert steps(output)[3]["vllm/restarts"] == 1
+    family = processes(run.pid)
+    run.kill()
+    assert ended(family, within=20.0)  # the server that it had started is gone with it
+    run.communicate()
+    finish(start(arguments(base, files, output, *options, *server, "--resume")))
+    assert trained_on(output) == trained_on(tmp_path / "quiet")
+
+
+def test_adapters_are_sampled_merged(base, files, tmp_path, server):
+    """LoRA: the log-probs of what the server samples are those of base and adapters together, after
+    every step of both.
+    """
+    options = [
+        "--lora-r",
+        "8",
+        "--lora-alpha",
+        "16",
+        "--learning-rate",
+        "2e-2",
+        "--max-steps",
+        "6",
+        "--generation-batch-size",
+        "32",
+    ]
+    for name, ranks in {"one": 1, "two": 2}.items():
+        finish(start(arguments(base, files, tmp_path / name, *options, *server), ranks=ranks))
+        assert all(
+            row["sampling/sampling_logp_difference/max"] <= 1e-5 for row in steps(tmp_path / name)
+        ), name
+    one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
+    assert [r["reward"] for r in one] == pytest.approx([r["reward"] for r in two], abs=1e-6)
+    before, merged = (
+        dict(load_model(f).named_parameters()) for f in (base, tmp_path / "one" / "checkpoint-6")
+    )
+    moved = {name for name, w in merged.items() if (w - before[name]).abs().max() > 1e-2}
+    # every adapted matrix of two layers: a base sent alone would not give these log-probs
+    assert len(moved) == 7 * 2
+
+
+TURNS = """
+def rollout(samples, turns):
+    while samples := turns.generate(samples, stop=tuple("abcdefghijklmnop")):
+        for s in samples:
+            turns.observe(s, "42")
+"""
+
+
+@pytest.mark.parametrize("name", ["any", "calculator"])
+def test_turns_with_answers_in_between(base, files, tmp_path, server, name):
+    """What the model writes after an answer has the trainer's log-probs given the answer; two
+    ranks, whose conversations have other numbers of turns, sample and train the same.
+    """
+    (tmp_path / "turns.py").write_text(TURNS)
+    rollout = (
+        f"{tmp_path / 'turns.py'}:rollout"
+        if name == "any"
+        else "nanogrpo.engine.calculator:rollout"
+    )
+    options = ["--rollout", rollout, "--max-completion-length", "24", *server]
+    for folder, ranks in {"one": 1, "two": 2}.items():
+        finish(start(arguments(base, files, tmp_path / folder, *options), ranks=ranks))
+    one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
+    assert all(row["sampling/sampling_logp_difference/max"] <= 1e-5 for row in one + two)
+    assert [r["completions/mean_length"] for r in one] == [
+        r["completions/mean_length"] for r in two
+    ]
+    assert [r["reward"] for r in one] == pytest.approx([r["reward"] for r in two], abs=1e-6)
+    assert [r["grad_norm"] for r in one] == pytest.approx([r["grad_norm"] for r in two], rel=1e-4)
+
+
+def test_a_server_that_hangs_for_good_stops_the_run_with_its_checkpoint(base, files, tmp_path):
+    """SIGSTOP, on a server that the trainer did not start: noticed within the timeout, waited for,
+    then one sentence.
+    """
+    process = sidecar(base, tmp_path / "serve.log")
+    address = process.start(60.0)
+    try:
+        options = [
+            "--engine",
+            "vllm",
+            "--server",
+            address.url,
+            "--server-timeout",
+            "3",
+            "--server-patience",
+            "2",
+        ]
+        os.environ[SECRET], before = process.secret, os.environ.get(SECRET)
+        run = start(arguments(base, files, tmp_path / "run", "--max-steps", "1000", *options))
+        os.environ.pop(SECRET) if before is None else os.environ.update({SECRET: before})
+        wait_for_step(run, tmp_path / "run", 1)
+        os.killpg(process.process.pid, signal.SIGSTOP)
+        said, _ = run.communicate(timeout=40)
+        assert run.returncode == 2, said[-3000:]
+        assert "go on with --resume" in said.strip().splitlines()[-1]
+        done = len(steps(tmp_path / "run"))
+        assert (tmp_path / "run" / f"checkpoint-{done}").exists()
+    finally:
+        process.kill()
+
+
+def test_a_second_trainer_is_refused_until_the_first_has_ended(base, server):
+    model = load_model(base)
+
+    def trainer(patience: float) -> VLLMEngine:
+        return VLLMEngine(
+            model, max_len=64, servers=[server[-1]], secret=os.environ[SECRET], patience=patience
+        )
+
+    first = trainer(30.0)
+    first.load(model, 0)
+    with pytest.raises(
+        UserError,
+        match=r"another trainer uses this server.*; give each trainer a server of its own",
+    ):
+        trainer(0.5)
+    first.load(model, 1)  # it was not disturbed
+    first.close()
+    trainer(0.5).close()
+
+
+def test_a_wrong_secret_is_told(base, files, tmp_path, server):
+    secret = os.environ[SECRET]
+    try:
+        for wrong in ("", "x" * 20):
+            os.environ[SECRET] = wrong
+            run = start(arguments(base, files, tmp_path, *server))
+            said, _ = run.communicate(timeout=60)
+            assert run.returncode == 2
+            assert (
+                said.strip()
+                .splitlines()[-1]
+                .endswith(f"set {SECRET} to the one that the server was started with.")
+            )
+    finally:
+        os.environ[SECRET] = secret

@@ -1,0 +1,310 @@
+"""The client in trouble at a bad moment, against the fake server: while it closes, recovers, or
+connects; and servers that come back as other ones. Read before: test_vllm_engine.py. Read next:
+test_vllm_recovery.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import train
+from nanogrpo.distributed.failure import asked
+from nanogrpo.errors import UserError
+from nanogrpo.model import checkpoint
+from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.vllm import sync
+from nanogrpo.vllm.client import VLLMEngine
+from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar
+from tests.conftest import arguments, steps, tiny_config, tiny_model
+from tests.distributed.test_signals import until
+from tests.ranks import run
+from tests.vllm.fake import MODEL, FakeVLLM, engine_of
+from tests.vllm.test_client import PARAMS, PROMPTS, shown
+
+
+@pytest.fixture
+def fake():
+    with FakeVLLM(tiny_config()) as server:
+        yield server
+
+
+# --- servers that come back as other ones ---------------------------------------------------------
+
+
+def test_fewer_completions_than_asked_for_are_not_taken_for_the_greedy_one(fake):
+    engine = engine_of(fake)
+    whole = shown(engine.sample(PROMPTS[:1], 4, PARAMS, step=0))
+    left = [1]
+
+    def cut(method, path, body):
+        if path == "/inference/v1/generate" and left.pop() if left else False:
+            return {"choices": fake.answer(path, body)["choices"][:1]}
+
+    fake.disturb = cut
+    assert shown(engine.sample(PROMPTS[:1], 4, PARAMS, step=0)) == whole
+
+
+def test_one_address_twice(fake):
+    with pytest.raises(UserError, match="--server names an address twice"):
+        engine_of(fake, f"{fake.url}/", load=False)
+
+
+def test_servers_of_different_dtypes(fake):
+    with FakeVLLM(tiny_config()) as other:
+        other.facts["dtype"] = "bfloat16"
+        with pytest.raises(
+            UserError, match=r"runs in bfloat16, not in float32; start all with one --dtype"
+        ):
+            engine_of(fake, other, load=False)
+
+
+def test_something_that_answers_everything(fake):
+    fake.disturb = lambda m, path, b: {"hello": "world"}
+    with pytest.raises(UserError, match="is a server, but not a sidecar of this project"):
+        engine_of(fake, load=False)
+
+
+def test_the_others_go_on_without_a_server_that_came_back_with_another_model(fake):
+    with FakeVLLM(tiny_config()) as other:
+        engine = engine_of(fake, other)
+        engine.servers[1].moment = 60.0
+        engine._lose(engine.servers[1], ServerError("for the test"))
+        engine.sync.disconnect(engine.servers[1])
+        other.facts["model"]["vocab_size"] = 77
+        engine.load(MODEL, 1)
+        assert [s.alive for s in engine.servers] == [True, False]
+        assert len(engine.sample(PROMPTS, 2, PARAMS, step=1)) == 12
+        other.facts["model"]["vocab_size"] = MODEL.cfg.vocab_size
+        engine.load(MODEL, 2)
+        assert [s.alive for s in engine.servers] == [True, True]
+
+
+@pytest.mark.parametrize("where", ["generate", "/pause", "/is_paused"])
+def test_a_server_that_refuses_in_mid_run_is_lost_and_the_checkpoint_can_be_saved(fake, where):
+    """As one started anew with another secret. A UserError would end the run at once and without
+    its checkpoint.
+    """
+    engine = engine_of(fake, beat=0.05)
+    held = threading.Event()
+
+    def disturb(method, path, body):
+        if where == "/is_paused" and "generate" in path:
+            held.wait(100)  # so that the heart beat comes first
+        return 401 if where in path else None
+
+    fake.disturb = disturb
+    with pytest.raises(ServerLost, match=r"refuses the secret|given up|did not answer"):
+        engine.sample(PROMPTS, 2, PARAMS, step=0) if where != "/pause" else engine.load(MODEL, 1)
+    held.set()
+
+
+# --- our own server -------------------------------------------------------------------------------
+
+
+class Starts:
+    """A sidecar whose starts go as told: True, a server; False, an error."""
+
+    def __init__(self, fake: FakeVLLM, *goes: bool):
+        self.fake, self.goes, self.count = fake, list(goes), 0
+
+    def start(self, timeout: float) -> Server:
+        self.count += 1
+        if not self.goes.pop(0):
+            raise UserError("The vLLM sidecar ended with status 1 (no memory is free)")
+        self.fake.disturb = lambda *call: None
+        return Server(self.fake.url, timeout=timeout)
+
+    def stop(self) -> None:
+        pass
+
+
+def owner(fake: FakeVLLM, *goes: bool) -> VLLMEngine:
+    engine = VLLMEngine(MODEL, max_len=32, transport="memory", sidecar=Starts(fake, *goes))
+    engine.load(MODEL, 0)
+    return engine
+
+
+def test_a_restart_that_fails_is_tried_again(fake):
+    """What the dead server held (a GPU's memory) may not be free at once."""
+    engine = owner(fake, True, False, False, True)
+    whole = shown(engine.sample(PROMPTS, 2, PARAMS, step=0))
+    fake.disturb = lambda *call: 500
+    assert shown(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
+
+
+def test_restarts_that_all_fail_lose_the_server_and_not_the_checkpoint(fake):
+    engine = owner(fake, True, False, False, False)
+    fake.disturb = lambda *call: 500
+    with pytest.raises(ServerLost, match=r"No vLLM server is left \(.*no memory is free"):
+        engine.sample(PROMPTS, 2, PARAMS, step=0)
+
+
+def test_nothing_is_started_after_the_end(fake):
+    engine = owner(fake, True, True)
+    engine._lose(engine.servers[0], ServerError("for the test"))
+    # the run ends while a thread tries what is left of the server
+    fake.disturb = lambda *call: engine.over.set() or 500
+    with pytest.raises(ServerLost):
+        engine.request(PROMPTS, 2, PARAMS, step=0)
+    assert engine.sidecar.count == 1
+
+
+def test_a_start_that_is_stopped_from_another_thread_ends(tmp_path):
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o755)
+    sidecar = Sidecar(tmp_path, [], str(slow), tmp_path / "serve.log")
+    stopper = threading.Thread(
+        target=lambda: (until(lambda: sidecar.process), sidecar.stop(timeout=0.1))
+    )
+    stopper.start()
+    begin = time.monotonic()
+    with pytest.raises(UserError):
+        sidecar.start(5.0)
+    assert time.monotonic() - begin < 60  # `slow` would take ten minutes, and a start fifteen
+    stopper.join()
+    with pytest.raises(UserError, match="was not healthy within 0 s"):
+        sidecar.start(5.0)
+    assert sidecar.process is None
+
+
+# --- connections ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def unreachable():
+    """The port of a socket whose queue is full: who connects waits, as for a machine that is gone."""
+    with socket.socket() as sock, contextlib.ExitStack() as stack:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(0)
+        for n in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(sock.getsockname())
+            if n == 0:
+                select.select([], [waiting], [], 60)  # it is in the queue, which is full with one
+        yield sock.getsockname()[1]
+
+
+def test_a_connection_has_a_limit_also_where_the_answer_has_none():
+    with unreachable() as port:
+        server = Server(f"http://127.0.0.1:{port}", timeout=0.3)
+        server.alive = True
+        begin = time.monotonic()
+        with pytest.raises(ServerError, match=r"did not answer /x within 0.3 s"):
+            server.work("/x", {})
+        assert time.monotonic() - begin < 60
+
+
+def test_what_was_connecting_when_a_server_was_given_up_is_not_sent(fake):
+    server, connect = Server(fake.url), Server(fake.url).kind.connect
+
+    class Slow(server.kind):
+        def connect(self):
+            connect(self)
+            server.abort()  # in another thread, at this moment
+
+    server.kind, server.alive = Slow, True
+    with pytest.raises(ServerError, match="was given up"):
+        server.work("/inference/v1/generate", {})
+    assert fake.requests == []
+
+
+def test_no_work_is_sent_to_a_server_that_was_given_up(fake):
+    """A thread that comes back from its pause to a server that hangs would wait for a day: nobody
+    watches it any more.
+    """
+    with pytest.raises(ServerError, match="was given up"):
+        Server(fake.url).work("/inference/v1/generate", {})
+    assert fake.requests == []
+
+
+def test_a_server_that_is_gone_when_we_ask_for_our_own_address(monkeypatch):
+    server = Server("http://127.0.0.1:9")
+    monkeypatch.setattr(sync, "loopback", lambda host: False)
+    with pytest.raises(ServerError, match="cannot be reached"):
+        sync.own_address(server)
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+
+def late_to_load(url: str) -> float:
+    """Rank 0's lock is held by a recovery for longer than a collective may take."""
+    dist.init_process_group("gloo")
+    model = tiny_model()
+    ranks = sync.Ranks()
+    dist.barrier()  # from here on the ranks are side by side
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5))
+    engine = VLLMEngine(
+        model, max_len=32, servers=[url], transport="memory", timeout=5.0, ranks=ranks
+    )
+    gather = engine.sync.gather
+    engine.sync.gather = lambda m: (dist.barrier(), gather(m))  # as FSDP2 does
+    if ranks.first:
+        held = threading.Event()
+
+        def recovery() -> None:
+            with engine.lock:
+                held.set()
+                time.sleep(7)
+
+        threading.Thread(target=recovery, daemon=True).start()
+        held.wait()
+    engine.load(model, 0)
+    return engine.version
+
+
+def test_ranks_wait_for_a_recovery_on_rank_0_longer_than_for_a_collective(fake):
+    assert run(2, late_to_load, fake.url) == [0, 0]
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", ["0", "1"])
+def test_who_is_asked_to_stop_waits_for_no_server_and_saves(
+    tiny_base, files, tmp_path, capsys, ahead
+):
+    """A scheduler gives half a minute, a server has ten: a second signal, or the scheduler's kill,
+    would cost the checkpoint.
+    """
+
+    def disturb(method, path, body):
+        if len(fake.generated()) <= 9 or path == "/nanogrpo":
+            return None
+        if not asked.is_set():
+            told.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 500
+
+    told = []
+    with FakeVLLM(tiny_config(vocab_size=Tokenizer.from_pretrained(tiny_base).vocab_size)) as fake:
+        fake.disturb = disturb
+        options = [
+            "--engine",
+            "vllm",
+            "--server",
+            fake.url,
+            "--weight-transport",
+            "memory",
+            "--max-staleness",
+            ahead,
+        ]
+        status = train.main(arguments(tiny_base, files, tmp_path, *options, "--max-steps", "5"))
+    assert time.monotonic() - told[0] < 60
+    # 0: the step in hand was finished
+    assert "go on with --resume" in capsys.readouterr().err if status == 2 else ahead == "1"
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == [
+        f"checkpoint-{len(steps(tmp_path))}"
+    ]
