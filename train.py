@@ -76,7 +76,7 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
                     # gradients accumulate, and are summed over the ranks once
                     for batch in batches:
                         fsdp.sync_gradients(model, batch is batches[-1])
-                        out = model.score(batch, grpo.objective(batch, cfg))
+                        out = model.forward_packed(batch, grpo.objective(batch, cfg))
                         # FSDP takes the mean over ranks: this makes it the sum
                         (out.loss * world.size).backward()
                         meter.add(batch, out)

@@ -90,7 +90,7 @@ class Ours:
         for batch in batches:
             fsdp.sync_gradients(self.model, batch is batches[-1])
             with self.clock("forward"):  # with the gradients of the head
-                loss = self.model.score(batch, grpo.objective(batch, self.cfg)).loss
+                loss = self.model.forward_packed(batch, grpo.objective(batch, self.cfg)).loss
             with self.clock("backward"):
                 (loss * self.world.size).backward()
         with self.clock("optimizer"):

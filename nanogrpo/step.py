@@ -69,7 +69,7 @@ def logp(model: Decoder, batch: PackedBatch, cfg: Config) -> Tensor:
     """The model's log-probs of a batch's completion tokens at the sampling temperature, [M]
     float32.
     """
-    return model.score(batch, grpo.logp_of(batch, cfg))[0]
+    return model.forward_packed(batch, grpo.logp_of(batch, cfg))[0]
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def add_logps(run: Run, batches: list[PackedBatch]) -> None:
         if cfg.old_from_engine:
             batch.old_logp = batch.sampling_logp
         if recompute or top:
-            before, h = run.model.score(batch, grpo.logp_of(batch, cfg, entropy=True))
+            before, h = run.model.forward_packed(batch, grpo.logp_of(batch, cfg, entropy=True))
             batch.old_logp = before if recompute else batch.old_logp
             entropies.append(h)
         if mode != "off":

@@ -51,7 +51,7 @@ def test_gmpo_has_one_term_a_sequence(gmpo):
     ]
     (batch,) = packed(samples, cfg)
     batch.old_logp = experience.logp(model, batch, cfg) - torch.tensor([0.1, -0.1, 0.03] * 3)
-    out = model.score(batch, grpo.objective(batch, cfg))
+    out = model.forward_packed(batch, grpo.objective(batch, cfg))
     # cut above, cut below
     good, bad = math.exp((0.05 - 0.1 + 0.03) / 3), math.exp((0.1 - 0.05 + 0.03) / 3)
     ratio = torch.tensor([good] * 3 + [bad] * 3 + [good] * 3)

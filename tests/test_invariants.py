@@ -60,7 +60,7 @@ def gradient(model: Decoder, samples: list[Sample], cfg: Config) -> tuple[float,
     batches = packed(samples, cfg)
     loss = 0.0
     for batch in batches:
-        out = model.score(batch, grpo.objective(batch, cfg))
+        out = model.forward_packed(batch, grpo.objective(batch, cfg))
         out.loss.backward()
         loss += out.loss.item()
     return loss, torch.cat([p.grad.flatten() for p in model.parameters()]), len(batches)
@@ -96,7 +96,7 @@ def test_packed_log_probs_are_those_of_the_sample_alone():
     for s in samples:
         ids = torch.tensor(s.prompt.token_ids + s.token_ids)
         (batch,) = packed([s], cfg)
-        logits = model.score(batch, lambda hidden, weight: hidden @ weight.T) / 0.7
+        logits = model.forward_packed(batch, lambda hidden, weight: hidden @ weight.T) / 0.7
         alone = logits.log_softmax(-1).gather(1, ids[len(s.prompt.token_ids) :, None])[:, 0]
         torch.testing.assert_close(s.old_logp, alone, rtol=1e-5, atol=1e-5)
 
@@ -181,7 +181,7 @@ def digit_base(tmp_path_factory) -> Path:
                 Sample(prompt, 0, ids, [0.0] * len(ids), True, [0] * len(ids), advantage=1.0)
             )
         for batch in packed(samples, cfg):
-            model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+            model.forward_packed(batch, grpo.objective(batch, cfg)).loss.backward()
         optim.clip_and_step(model, optimizer, 1e-2, 1.0)
     checkpoint.export(model, folder, tokenizer)
     return folder

@@ -347,7 +347,7 @@ class Decoder(nn.Module):
         hidden = self.model(tokens, positions, attend)  # [T, D]
         return self.lm_head(hidden if rows is None else hidden.index_select(0, rows), op)
 
-    def score(self, batch: PackedBatch, op: HeadOp):
+    def forward_packed(self, batch: PackedBatch, op: HeadOp):
         """Runs over a strip, and `op` over the hidden states that predict its completion tokens."""
         attend = Packed(
             batch.cu_seqlens, batch.max_len, batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len

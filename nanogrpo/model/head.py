@@ -171,7 +171,7 @@ class _HeadPolicy(torch.autograd.Function):
         return *grads, *(None,) * 7
 
 
-# (hidden [M, D], lm_head [V, D]) → anything: what Decoder.score applies
+# (hidden [M, D], lm_head [V, D]) → anything: what Decoder.forward_packed applies
 HeadOp = Callable[[Tensor, Tensor], object]
 
 

@@ -128,7 +128,7 @@ def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int, quiet: bo
         lazy = step >= steps * 3 // 4
         samples = [solved(i, text, tokenizer, rng, lazy) for i, text in enumerate(draw(rng))]
         for batch in packing.pack(packing.one_update(samples, cfg), samples, cfg):
-            model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+            model.forward_packed(batch, grpo.objective(batch, cfg)).loss.backward()
         # up in 50 steps, then down to a twentieth
         rate = 3e-3 * min(1.0, (step + 1) / 50, 1.05 - step / steps)
         optim.clip_and_step(model, optimizer, rate, max_grad_norm=1.0)

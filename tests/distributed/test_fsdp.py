@@ -128,7 +128,9 @@ def three_steps(
         for batches in updates * cfg.num_iterations:
             for batch in batches:
                 fsdp.sync_gradients(model, batch is batches[-1])
-                (model.score(batch, grpo.objective(batch, cfg)).loss * world.size).backward()
+                (
+                    model.forward_packed(batch, grpo.objective(batch, cfg)).loss * world.size
+                ).backward()
             for name, p in model.named_parameters() if not gradient else ():
                 gradient[name] = (
                     p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
@@ -263,7 +265,7 @@ def saved_bytes(base: Path, kind: str) -> int:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        model.score(batch, grpo.objective(batch, cfg))
+        model.forward_packed(batch, grpo.objective(batch, cfg))
     return sum(t.untyped_storage().nbytes() for t in kept.values())
 
 

@@ -182,7 +182,7 @@ def test_the_gradient_is_that_of_the_sequence_with_a_mask(tokenizer):
     model = tiny_model(vocab_size=tokenizer.vocab_size)
 
     for batch in packed(samples, cfg):
-        model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+        model.forward_packed(batch, grpo.objective(batch, cfg)).loss.backward()
     ours = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
 

@@ -282,13 +282,13 @@ def gradient_of(
         )
         batch.ref_logp = batch.ref_logp if cfg.beta else None
         with torch.no_grad():
-            entropies.append(model.score(batch, grpo.logp_of(batch, cfg, entropy=True))[1])
+            entropies.append(model.forward_packed(batch, grpo.logp_of(batch, cfg, entropy=True))[1])
     if cfg.top_entropy_quantile < 1:
         keep_top(batches, entropies, cfg.top_entropy_quantile, world)
     Bonus(cfg, world).weigh(batches)
     model.zero_grad(set_to_none=True)
     for batch in batches:
-        model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+        model.forward_packed(batch, grpo.objective(batch, cfg)).loss.backward()
     return torch.cat(
         [
             torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
@@ -354,7 +354,7 @@ def test_a_rank_with_nothing_to_do_goes_along(name):
     batch.old_logp = batch.ref_logp = torch.empty(0)
     keep_top([batch], [torch.empty(0)], 0.5, SOLO)
     Bonus(cfg, SOLO).weigh([batch])
-    out = model.score(batch, grpo.objective(batch, cfg))
+    out = model.forward_packed(batch, grpo.objective(batch, cfg))
     out.loss.backward()
     assert out.loss.item() == 0
     assert all((p.grad == 0).all() for p in model.parameters())

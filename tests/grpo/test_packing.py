@@ -294,7 +294,7 @@ def test_shared_prompts_have_the_gradient_of_copies(tied):
         model.zero_grad()
         for batch in packed(samples, cfg):
             assert (batch.kv_rows is None) or cfg.share_prompts
-            model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+            model.forward_packed(batch, grpo.objective(batch, cfg)).loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     for other in gradients[1:]:
         assert (other - gradients[0]).norm() <= 1e-6 * gradients[0].norm()

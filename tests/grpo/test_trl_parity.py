@@ -235,7 +235,7 @@ def test_gradient_of_every_parameter(tiny_base, loss_type, off_policy):
     assert len(batches) > 1
     total, clipped = 0.0, 0
     for strip in batches:
-        out = mine.score(strip, grpo.objective(strip, cfg))
+        out = mine.forward_packed(strip, grpo.objective(strip, cfg))
         out.loss.backward()
         total += out.loss.item()
         clipped += 0 if out.clip is None else (out.clip != 0).sum().item()

@@ -131,9 +131,14 @@ def test_a_whole_step_never_makes_a_tensor_of_all_logits():
         return ops.selective_log_softmax(hidden @ weight.T, batch.targets)[0].sum()
 
     one_byte_each = tokens * words  # less than all logits in any type
-    assert _largest_allocation(lambda: model.score(batch, chunked).backward()) < one_byte_each
+    assert (
+        _largest_allocation(lambda: model.forward_packed(batch, chunked).backward()) < one_byte_each
+    )
     # the measure sees it
-    assert _largest_allocation(lambda: model.score(batch, whole).backward()) >= 4 * one_byte_each
+    assert (
+        _largest_allocation(lambda: model.forward_packed(batch, whole).backward())
+        >= 4 * one_byte_each
+    )
 
 
 def test_gradient_of_a_bfloat16_head_is_summed_in_float32():

@@ -232,7 +232,7 @@ def test_score_runs_the_head_on_the_rows_that_predict_completions_only():
         shapes.append((tuple(hidden.shape), tuple(weight.shape)))
         return logits(hidden, weight)
 
-    out = model.score(batch, op)  # [M, V]
+    out = model.forward_packed(batch, op)  # [M, V]
     assert shapes == [((14, 48), (151, 48))]
     every = model(batch.tokens, batch.positions, Packed(batch.cu_seqlens, batch.max_len))  # [T, V]
     torch.testing.assert_close(out, every[batch.rows], rtol=0, atol=1e-5)

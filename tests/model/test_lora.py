@@ -29,7 +29,7 @@ LORA = Config(lora_r=4, lora_alpha=10)
 
 def gradient(model: Decoder, batch: PackedBatch, cfg: Config = LORA) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+    model.forward_packed(batch, grpo.objective(batch, cfg)).loss.backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -197,7 +197,7 @@ def test_the_frozen_head_saves_a_matrix_product(reference_ops):
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
         ) as profile:
-            model.score(batch, grpo.objective(batch, LORA)).loss.backward()
+            model.forward_packed(batch, grpo.objective(batch, LORA)).loss.backward()
         first = {"aten::mm": 0, "aten::addmm": 1}
         pairs = [
             e.input_shapes[first[e.name] : first[e.name] + 2]

@@ -312,9 +312,9 @@ def peak_of_a_step(vocab: int, completions: int) -> int:
     (batch,) = packing.pack(update, samples, cfg)
 
     def step() -> None:
-        model.score(batch, grpo.objective(batch, cfg)).loss.backward()
+        model.forward_packed(batch, grpo.objective(batch, cfg)).loss.backward()
         with torch.no_grad():
-            model.score(batch, grpo.logp_of(batch, cfg))
+            model.forward_packed(batch, grpo.logp_of(batch, cfg))
         optim.clip_and_step(model, optimizer, 1e-3, 1.0)
 
     return most_at_once(step)

@@ -102,7 +102,7 @@ class Run:
     def advance(self, steps: int) -> "Run":
         for _ in range(steps):
             batch = random_batch([(3, 5), (2, 7)], vocab_size=104, seed=self.step, off_policy=False)
-            self.model.score(batch, grpo.objective(batch, self.cfg)).loss.backward()
+            self.model.forward_packed(batch, grpo.objective(batch, self.cfg)).loss.backward()
             optim.clip_and_step(
                 self.model, self.optimizer, optim.learning_rate(self.step, self.cfg), 1.0
             )
