@@ -47,7 +47,7 @@ class Sample:
     stopped: bool  # told by the engine, never guessed from ids; False: cut at the length limit
     versions: list[int]  # the weight version that wrote each token
     # which tokens the model wrote: a tool's answers are not trained (turns.py); None: all
-    own: list[bool] | None = None
+    is_model_token: list[bool] | None = None
     text: str = ""  # decoded completion, without special tokens
     # one entry a reward function; None: does not apply
     rewards: dict[str, float | None] = field(default_factory=dict)
@@ -57,9 +57,10 @@ class Sample:
     advantage: float = 0.0
 
     @property
-    def written(self) -> list[int]:
+    def model_token_indices(self) -> list[int]:
         """Where in the completion the tokens stand that the model wrote: those that can be trained."""
-        return [i for i in range(len(self.token_ids)) if self.own is None or self.own[i]]
+        flags = self.is_model_token or [True] * len(self.token_ids)
+        return [i for i, from_model in enumerate(flags) if from_model]
 
 
 @dataclass

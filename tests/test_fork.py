@@ -175,7 +175,7 @@ def test_the_calculator_is_the_one_of_the_package():
     """A model that writes "3+4=" is told "7"."""
     names = example("A rollout with tools")
     names["calculate"] = calculator.calculate
-    sample, told = Sample(Prompt(0, "", [1]), 0, [5], [-1.0], False, [0], own=[True]), []
+    sample, told = Sample(Prompt(0, "", [1]), 0, [5], [-1.0], False, [0], is_model_token=[True]), []
 
     class Turns:
         rounds = iter([[sample], []])

@@ -6,7 +6,7 @@ is told in between.
             for s in samples:                                          # those that stopped at "="
                 turns.observe(s, str(calculate(turns.text(s))))        # a tool's answer: seen by the model, never trained on
 
-In: the samples of a step, empty. Out: the same, filled: `token_ids` of both kinds, `own` for which
+In: the samples of a step, empty. Out: the same, filled: `token_ids` of both kinds, `is_model_token` for which
 the model wrote, `logp` and `versions` for each (0 where it did not). A function may also fill them
 itself, from an engine of its own. All of a completion, tool answers included, is at most
 max_completion_length tokens. nanogrpo/engine/calculator.py is an example.
@@ -83,7 +83,7 @@ class Turns:
         sample.token_ids += ids
         sample.logp += [0.0] * len(ids)
         sample.versions += [self.engine.version] * len(ids)
-        sample.own += [False] * len(ids)
+        sample.is_model_token += [False] * len(ids)
 
     def text(self, sample: Sample) -> str:
         """The completion so far, without special tokens."""
@@ -133,7 +133,7 @@ class Turns:
             sample.token_ids += turn.token_ids
             sample.logp += turn.logp
             sample.versions += turn.versions
-            sample.own += [True] * len(turn.token_ids)
+            sample.is_model_token += [True] * len(turn.token_ids)
             sample.stopped = turn.token_ids[-1] in self.params.stop_token_ids
             self.count[id(sample)] = self.count.get(id(sample), 0) + 1
         return True
@@ -169,7 +169,9 @@ class TurnsEngine:
         """n completions of each prompt, in order. UserError when the function raises or what it
         wrote cannot be trained on.
         """
-        samples = [Sample(p, j, [], [], False, [], own=[]) for p in prompts for j in range(n)]
+        samples = [
+            Sample(p, j, [], [], False, [], is_model_token=[]) for p in prompts for j in range(n)
+        ]
         turns = Turns(self.engine, self.tokenizer, n, params, step, self.gather)
         if limits is not None:
             turns.limits = {id(s): limits[i // n] for i, s in enumerate(samples)}
@@ -188,13 +190,13 @@ class TurnsEngine:
         return samples
 
     def _check(self, s: Sample, limit: int) -> None:
-        sizes = {len(s.token_ids), len(s.logp), len(s.versions), len(s.own)}
+        sizes = {len(s.token_ids), len(s.logp), len(s.versions), len(s.is_model_token)}
         where = f"--rollout: {name(self.function)} left sample {s.index} of prompt {s.prompt.id}"
         if len(sizes) > 1:
             raise UserError(
-                f"{where} with token_ids, logp, versions and own of different lengths: one entry a token each."
+                f"{where} with token_ids, logp, versions and is_model_token of different lengths: one entry a token each."
             )
-        if not any(s.own):
+        if not any(s.is_model_token):
             raise UserError(
                 f"{where} without a token of the model's own: call turns.generate on every sample."
             )

@@ -53,7 +53,7 @@ def sizes(samples: Sequence[Sample], cfg: Config) -> list[Size]:
 
 
 def _size(s: Sample) -> Size:
-    written = s.written
+    written = s.model_token_indices
     last = written[-1] + 1 if written else 0
     return Size(s.prompt.id, len(s.prompt.token_ids), last, last - len(written))
 
@@ -295,7 +295,8 @@ def _pack(
         return own
 
     members = [i for piece in strip for i in piece]
-    written = {i: samples[i].written for i in members}  # where the tokens stand that are trained
+    # the completion tokens that are trained on
+    written = {i: samples[i].model_token_indices for i in members}
     for piece in strip:
         prompt = samples[piece[0]].prompt.token_ids
         if any(samples[i].prompt.token_ids != prompt for i in piece):

@@ -60,7 +60,7 @@ def test_one_turn_is_what_the_engine_samples_by_itself(tokenizer, limits):
         assert (a.prompt.id, a.index, a.token_ids, a.logp, a.stopped, a.versions) == (
             *(b.prompt.id, b.index, b.token_ids, b.logp, b.stopped, b.versions),
         )
-        assert b.own == [True] * len(b.token_ids)
+        assert b.is_model_token == [True] * len(b.token_ids)
 
 
 LETTERS = tuple("abcdefghijklmnop")
@@ -75,16 +75,16 @@ def ask_and_answer(samples, turns):
 
 def test_answers_are_seen_but_not_the_models_own(tokenizer):
     samples = engine_of(tokenizer, ask_and_answer).sample(PROMPTS, 16, PARAMS, step=0)
-    answered = [s for s in samples if not all(s.own)]
+    answered = [s for s in samples if not all(s.is_model_token)]
     assert len(answered) > 10
     answer, letters = tokenizer.encode("42"), tokenizer.encode("".join(LETTERS))
     model = tiny_model(vocab_size=tokenizer.vocab_size)
     for s in samples:
-        assert len(s.token_ids) == len(s.logp) == len(s.versions) == len(s.own) <= 16
-        told = [i for i, own in enumerate(s.own) if not own]
+        assert len(s.token_ids) == len(s.logp) == len(s.versions) == len(s.is_model_token) <= 16
+        told = [i for i, own in enumerate(s.is_model_token) if not own]
         for i in told:
             assert s.logp[i] == 0.0
-        for start in (i for i in told if s.own[i - 1]):
+        for start in (i for i in told if s.is_model_token[i - 1]):
             assert s.token_ids[start - 1] in letters
             assert s.token_ids[start : start + 2] == answer[: 16 - start]
         assert s.stopped == (s.token_ids[-1] == 3)
@@ -94,7 +94,8 @@ def test_answers_are_seen_but_not_the_models_own(tokenizer):
         logp = logits.log_softmax(-1)[len(s.prompt.token_ids) - 1 : -1].gather(
             1, torch.tensor(s.token_ids)[:, None]
         )[:, 0]
-        for i in s.written:  # also those after an answer are the model's, given the answer
+        # tokens after an answer are the model's too, given the answer
+        for i in s.model_token_indices:
             assert logp[i].item() == pytest.approx(s.logp[i], abs=1e-5)
 
 
@@ -115,7 +116,7 @@ def test_what_a_tool_writes_ends_nobodys_turn(tokenizer):
         turns.generate(samples)
 
     for s, token in zip(engine_of(tokenizer, tool).sample(PROMPTS[:1], 4, PARAMS, step=0), special):
-        told = s.token_ids[: s.own.index(True)]
+        told = s.token_ids[: s.is_model_token.index(True)]
         assert tokenizer.decode(told) == f"{token}!"[:16]
         assert not {tokenizer.encode(each)[0] for each in special} & set(told)
 
@@ -156,7 +157,7 @@ def test_only_own_tokens_carry_loss_and_all_are_seen(share):
         [-1.0, -2.0, 0.0, -4.0, 0.0],
         True,
         [0] * 5,
-        own=[True, True, False, True, False],
+        is_model_token=[True, True, False, True, False],
     )
     plain = Sample(prompt, 1, [20, 21], [-5.0, -6.0], True, [0] * 2)
     cfg = Config(num_generations=2, generation_batch_size=2, share_prompts=share)
@@ -175,7 +176,7 @@ def test_only_own_tokens_carry_loss_and_all_are_seen(share):
 def test_the_gradient_is_that_of_the_sequence_with_a_mask(tokenizer):
     """Against autograd over the whole sequence, in which the answers' losses are dropped by hand."""
     samples = engine_of(tokenizer, ask_and_answer).sample(PROMPTS, 4, PARAMS, step=0)
-    assert any(not all(s.own) for s in samples)
+    assert any(not all(s.is_model_token) for s in samples)
     cfg = Config(num_generations=4, generation_batch_size=12, loss_type="grpo")
     for i, s in enumerate(samples):
         s.advantage = (-1.0) ** i * (1 + i / 7)
@@ -192,7 +193,7 @@ def test_the_gradient_is_that_of_the_sequence_with_a_mask(tokenizer):
             len(s.prompt.token_ids) - 1 : -1
         ]
         logp = logp.gather(1, torch.tensor(s.token_ids)[:, None])[:, 0]
-        own = torch.tensor(s.own)
+        own = torch.tensor(s.is_model_token)
         (-(s.advantage * logp * own).sum() / own.sum() / len(samples)).backward()
     for n, p in model.named_parameters():
         torch.testing.assert_close(ours[n], p.grad, rtol=2e-4, atol=2e-6)
@@ -260,7 +261,7 @@ def fills(**changes):
                 "token_ids": [1, 2],
                 "logp": [-1.0, -1.0],
                 "versions": [7, 7],
-                "own": [True, True],
+                "is_model_token": [True, True],
             } | changes
             vars(s).update({k: list(v) for k, v in values.items()})
 
@@ -287,11 +288,13 @@ def fails(samples, turns):
         ),
         (fills(logp=[-1.0]), "of different lengths"),
         (fills(versions=[7, 6]), "with versions other than 7: give turns.engine.version"),
-        (fills(own=[False, False]), "without a token of the model's own"),
+        (fills(is_model_token=[False, False]), "without a token of the model's own"),
         (fills(token_ids=[1, 10_000]), "outside the vocabulary"),
         (fills(logp=[-1.0, float("nan")]), "no log-probability"),
         (
-            fills(token_ids=[1] * 17, logp=[-1.0] * 17, versions=[7] * 17, own=[True] * 17),
+            fills(
+                token_ids=[1] * 17, logp=[-1.0] * 17, versions=[7] * 17, is_model_token=[True] * 17
+            ),
             "17 tokens",
         ),
     ],
