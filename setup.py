@@ -28,6 +28,7 @@ TEST = [
     "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     "ruff",
+    "mypy>=1.14",
     "pyarrow>=16",
     "setuptools>=77",
 ]
