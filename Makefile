@@ -15,11 +15,11 @@ demo: .venv/plot.done
 DEMO := --max-steps 60 --generation-batch-size 128 --max-concurrent 128 --max-completion-length 48 --learning-rate 5e-5 --eval-steps 5
 
 test: .venv/test.done
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not vllm"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not vllm"
 
 # A vLLM built for CPUs, in an environment of its own: it wants another transformers. A missing server fails here, not skips.
 test-vllm: .venv/test.done .venv-vllm/done
-	NANOGRPO_REQUIRE_VLLM=1 $(BIN)/python -m pytest -m vllm
+	NANOGRPO_REQUIRE_VLLM=1 $(BIN)/python -m pytest -q -m vllm
 
 lint: .venv/test.done
 	$(BIN)/ruff check .
