@@ -1,23 +1,24 @@
-"""The model cut into shards (FSDP2), and what else is done to it from outside: activation
-checkpointing, torch.compile.
+"""Shard the model over the ranks (FSDP2), recompute activations, and compile blocks.
 
-In: a model whose weights are not yet there, the world. Out: the same model, its parameters
-DTensors: every rank holds a run of rows of each (maybe none), as float32 masters. A block is
-gathered just before it computes, in the dtype it computes in, and given back after:
+In: a model without weights, and the world. Out: the same model with DTensor parameters. Each rank
+holds some rows of every parameter (possibly none) as float32 masters. A block is gathered just
+before it computes, in the dtype it computes in, and freed afterwards:
 
-    forward     gather block 0 │ compute 0 ∥ gather 1 │ compute 1 ∥ gather 2 │ …            (∥: on a stream of its own)
-    backward    … │ compute 1 ∥ gather 0 ∥ sum over ranks and scatter the gradients of 2 │ …
+    forward     gather block 0 │ compute 0 ∥ gather 1 │ compute 1 ∥ gather 2 │ …        (∥: on another stream)
+    backward    … │ compute 1 ∥ gather 0 ∥ reduce-scatter the gradients of 2 │ …
 
-The gradient is that of one process: every loss is divided by the token count of the whole step
-(packing.py), and the sum over ranks is taken, never a mean of means. FSDP by itself takes the mean:
-train.py multiplies each loss by the number of ranks, and so must every other loop. Read next:
-optim.py (the step), state.py (how shards are saved).
+The gradient equals that of one process, because every loss is divided by the token count of the
+whole step (grpo/packing.py) and gradients are summed over the ranks. FSDP takes their mean instead,
+so every training loop must call `backward` below. Read next: run/optim.py (the step), run/state.py
+(how shards are saved).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,46 +35,39 @@ from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
 from nanogrpo.model.decoder import Attend, Block, Decoder
 
-aten = torch.ops.aten
-# What selective checkpointing keeps: the results of matrix products and of attention, which cost
-# most to make again. What lies between them (norms, rotation, SwiGLU) is cheap to repeat but makes
-# up most of the memory.
-KEPT = {
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default),
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-}
-# operations that not every installation has
-KEPT_NAMES = ("varlen_attn", "flash_attn", "mkldnn._linear_pointwise")
+# Selective checkpointing keeps the results of matrix products and attention, which cost most to
+# recompute. The operations between them (norms, rotation, SwiGLU) are cheap to repeat but take most
+# of the memory. These are parts of names, because not every installation has all of them.
+KEPT = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.linear.", "mkldnn._linear_pointwise")
+KEPT += ("_scaled_dot_product_", "varlen_attn", "flash_attn")
 
 
 def prepare(model: Decoder, world: World, cfg: Config) -> None:
-    """Everything, in the order that works: compilation innermost, recomputation around it, sharding
-    outermost.
+    """Compile each block, then wrap it in activation checkpointing, then shard the model.
 
-    FSDP's hooks, which gather a block, then run once around both passes over its forward, and the
-    compiler never sees them.
+    The order matters: FSDP's hooks, which gather a block, must run once around the forward and its
+    recomputation, and the compiler must not see them.
     """
     known = torch.compiler.list_backends(exclude_tags=()) if cfg.torch_compile else []
     if cfg.torch_compile and cfg.torch_compile_backend not in known:
         raise UserError(
-            f"--torch-compile-backend {cfg.torch_compile_backend} is not known to torch: choose one of {', '.join(known)}."
+            f"--torch-compile-backend {cfg.torch_compile_backend} is not known to torch: "
+            f"choose one of {', '.join(known)}."
         )
     for block in model.model.layers:
-        # `forward` is replaced on the instance: no wrapper module, so parameters keep their names
-        # for checkpoints.
+        # Replacing `forward` on the instance needs no wrapper module, so parameters keep the names
+        # they have in checkpoints.
         if cfg.torch_compile:
             block.forward = _compiled(block, cfg.torch_compile_backend)
         if cfg.gradient_checkpointing != "none":
             block.forward = _recomputed(block.forward, cfg.gradient_checkpointing)
-    shard(model, world, cfg)
+    if dist.is_initialized():
+        _shard(model, world, cfg)
 
 
 class _Opaque:
-    """`attend`, called without being traced: its kernels are compiled already, and its bounds
-    change with every strip.
+    """Call `attend` without tracing it: its kernels are compiled already, and its bounds change
+    with every strip.
     """
 
     def __init__(self, attend: Attend):
@@ -84,13 +78,13 @@ class _Opaque:
         return self.attend(layer, q, k, v)
 
 
-def _compiled(block: Block, backend: str):
-    """A block's forward in two graphs, before and after attention, that all blocks and all strips
-    share.
+def _compiled(block: Block, backend: str) -> Callable[..., Tensor]:
+    """Compile a block's forward into two graphs, before and after attention, shared by all blocks.
 
-    Lengths are symbols (dynamic). But a module's numbers are constants to the compiler: with the
-    layer's in it, each block would be another graph, and beyond the eighth none at all. Attention
-    in training does not ask for it, so here every block is 0.
+    Lengths are symbolic (dynamic=True), so all strips share the graphs too. But the compiler treats
+    a module's integers as constants: with distinct layer numbers, each block would get its own
+    graph, and blocks beyond the eighth none. Attention in training does not use the number, so we
+    set it to 0 everywhere.
     """
     block.self_attn.layer = 0
     forward = torch.compile(block.forward, dynamic=True, backend=backend)
@@ -101,14 +95,14 @@ def _compiled(block: Block, backend: str):
     return run
 
 
-def _recomputed(forward, kind: str):
-    """`forward`, whose intermediate results are computed again in the backward instead of being
-    kept.
-    """
-    # there is no dropout whose state could matter
-    options: dict = {"use_reentrant": False, "preserve_rng_state": False}
+def _recomputed(forward: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
+    """Wrap `forward` so that the backward recomputes its activations instead of keeping them."""
+    # there is no dropout, so there is no random state to restore
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = functools.partial(
+            create_selective_checkpoint_contexts, lambda _context, op, *_, **__: _policy(op)
+        )
 
     @functools.wraps(forward)
     def run(*args):
@@ -117,29 +111,28 @@ def _recomputed(forward, kind: str):
     return run
 
 
-def _policy(_context, op, *_args, **_kwargs) -> CheckpointPolicy:
-    kept = op in KEPT or any(name in str(op) for name in KEPT_NAMES)
+@functools.cache
+def _policy(op: torch._ops.OpOverload) -> CheckpointPolicy:
+    kept = any(part in str(op) for part in KEPT)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def shard(model: Decoder, world: World, cfg: Config) -> None:
-    """Cuts the parameters over the ranks: one unit a block, one for an untied head, the rest at the
-    root.
+def _shard(model: Decoder, world: World, cfg: Config) -> None:
+    """Shard each block as one unit, an untied head as another, and the rest at the root.
 
-    Float32 masters; on GPUs bfloat16 compute and float32 reduction. `cast_forward_inputs` would
-    turn the float32 rotary angles into bfloat16. A tied head is the embedding: both belong to the
-    root, whose parameters stay gathered between forward and backward; a unit of its own would
-    gather the one matrix twice and see its gradient come from two places.
+    Masters are float32; GPUs compute in bfloat16 and reduce in float32. `cast_forward_inputs` is
+    off because it would turn the float32 rotary angles into bfloat16. A tied head is the embedding
+    and belongs to the root, whose parameters stay gathered between forward and backward. As its own
+    unit, the same matrix would be gathered twice and get its gradient from two places.
     """
-    if not dist.is_initialized():
-        return
-    options: dict = {}
-    if world.device.type == "cuda":
+    options: dict[str, Any] = {}
+    cuda = world.device.type == "cuda"
+    if cuda:
         options["mp_policy"] = MixedPrecisionPolicy(
             torch.bfloat16, torch.float32, cast_forward_inputs=False
         )
     if cfg.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=cuda)
     blocks = list(model.model.layers)
     for block in blocks:
         fully_shard(block, reshard_after_forward=cfg.reshard_after_forward, **options)
@@ -147,42 +140,64 @@ def shard(model: Decoder, world: World, cfg: Config) -> None:
         # its backward follows its forward at once
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    # FSDP2 gathers ahead by itself, but only when the host reaches the next block. Packed strips
-    # make the host wait (their bounds are read back), so the next gather is asked for before: one
-    # block ahead, in the order of each pass.
+    # FSDP2 prefetches only when the host reaches the next block. With packed strips the host often
+    # waits (it reads their bounds back), so we prefetch one block ahead explicitly in both passes.
     for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
 
 
-def home(world: World, cfg: Config) -> torch.device:
-    """Where the shards live."""
+def parameter_device(world: World, cfg: Config) -> torch.device:
+    """Return the device that holds the shards."""
     return torch.device("cpu") if cfg.cpu_offload else world.device
 
 
 def reshard(model: nn.Module) -> None:
-    """Makes the parameters shards again: after a forward without a backward the root is still
-    gathered, and its shards hidden.
+    """Free the gathered parameters: after a forward without a backward the root is still gathered,
+    which hides its shards.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-@torch.no_grad()
-def mix(reference: Decoder, model: Decoder, alpha: float) -> None:
-    """reference ← alpha · model + (1 - alpha) · reference. Both are cut alike: each rank mixes its
-    shards, nothing is sent.
-    """
-    reshard(reference)
-    reshard(model)
-    for mine, theirs in zip(reference.parameters(), model.parameters(), strict=True):
-        mine.mul_(1 - alpha).add_(theirs, alpha=alpha)
-
-
 def sync_gradients(model: nn.Module, on: bool) -> None:
-    """Off for all but the last micro-batch of a step: gradients accumulate unsharded, and are
-    reduced once.
+    """Switch gradient reduction on or off. It is on only for the last micro-batch of an update:
+    before that, gradients accumulate unsharded, so they are reduced once.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
+
+
+def backward(loss: Tensor, world: World) -> None:
+    """Add the gradient of this rank's loss to the sum over all ranks and micro-batches.
+
+    Each loss is already divided by the token count of the whole step, so gradients must be summed
+    over the ranks. FSDP takes their mean instead: scaling the loss by the number of ranks turns
+    that mean into the sum.
+    """
+    (loss * world.size).backward()
+
+
+@torch.no_grad()
+def update_reference(
+    reference: Decoder | None, model: Decoder, cfg: Config, finished_steps: int
+) -> None:
+    """Move the reference model towards the policy every `ref_model_sync_steps` steps.
+
+    reference ← α · model + (1 - α) · reference, with α = `ref_model_mixup_alpha`. Both models are
+    sharded alike, so each rank mixes its own shards without communication. Does nothing without
+    --sync-ref-model.
+    """
+    if reference is None or not cfg.sync_ref_model or finished_steps % cfg.ref_model_sync_steps:
+        return
+    mix(reference, model, cfg.ref_model_mixup_alpha)
+
+
+@torch.no_grad()
+def mix(reference: Decoder, model: Decoder, alpha: float) -> None:
+    """Set reference ← alpha · model + (1 - alpha) · reference."""
+    reshard(reference)
+    reshard(model)
+    for mine, policy in zip(reference.parameters(), model.parameters(), strict=True):
+        mine.mul_(1 - alpha).add_(policy, alpha=alpha)

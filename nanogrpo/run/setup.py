@@ -242,7 +242,7 @@ def load_sharded(model: Decoder, source: Path, world: World, cfg: Config) -> Dec
     more than its part.
     """
     fsdp.prepare(model, world, cfg)
-    model.to_empty(device=fsdp.home(world, cfg))
+    model.to_empty(device=fsdp.parameter_device(world, cfg))
     model.tie()
     checkpoint.load_weights(model, source)
     adapters.begin(model, cfg)

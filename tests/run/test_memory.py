@@ -330,11 +330,11 @@ def test_the_peak_of_a_step_does_not_grow_with_vocabulary_times_tokens(monkeypat
     assert many - few < 0.5 * logits, (
         f"{(many - few) / 2**20:.0f} MiB more, of {logits / 2**20:.0f} MiB of logits"
     )
-    monkeypatch.setattr(Decoder, "score", score_of_whole_logits)
+    monkeypatch.setattr(Decoder, "forward_packed", forward_with_all_logits)
     assert peak_of_a_step(vocab, 50) - few > logits  # the measure sees them
 
 
-def score_of_whole_logits(model: Decoder, batch, loss):
+def forward_with_all_logits(model: Decoder, batch, loss):
     """A head as one would write it."""
     hidden = model.model(batch.tokens, batch.positions, Packed(batch.cu_seqlens, batch.max_len))[
         batch.rows
