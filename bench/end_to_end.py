@@ -86,7 +86,7 @@ def write_tokenizer(folder: Path, vocab: int) -> Tokenizer:
     whole = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     whole.add_tokens([f"<{i}>" for i in range(size, vocab)])
     whole.save(str(folder / "tokenizer.json"))
-    return Tokenizer.from_pretrained(folder)
+    return Tokenizer(folder)
 
 
 def write_case(folder: Path, shape: ModelConfig, args: argparse.Namespace, even: bool) -> Config:

@@ -222,7 +222,7 @@ def theirs(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
 
     from bench import trl_run
 
-    tokenizer = Tokenizer.from_pretrained(cfg.model)
+    tokenizer = Tokenizer(cfg.model)
     shape = checkpoint.empty_model(Path(cfg.model)).cfg
     (prompts,), problems = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
     rewards = Runner(cfg.reward_funcs, max_completion_length=cfg.max_completion_length)

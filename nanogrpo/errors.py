@@ -1,11 +1,28 @@
-"""`UserError`: a mistake of the user's (config, data, checkpoint, server address), told in one
-sentence.
+"""`UserError`, a mistake of the user's (in the config, data, a checkpoint, a server address), and
+the JSON reader that raises it.
 
-The message names the field, or the file and line, and says what to do. `train.py` and `serve.py`
-print it without a traceback and exit with status 2; every other exception is a bug of ours and
-propagates with its traceback.
+The message is one sentence: it names the option, or the file and line, and says what to do.
+`train.py` and `serve.py` print it without a traceback and exit with status 2. Every other exception
+is a bug in nanogrpo and propagates with its traceback.
 """
+
+import json
+from pathlib import Path
 
 
 class UserError(Exception):
     """One sentence: what is wrong, where, and what to do about it."""
+
+
+def read_json(path: Path) -> dict:
+    """Return the object in a JSON file. Raises UserError if the file is missing or damaged."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: check the folder and complete it.") from None
+    # unreadable, not UTF-8, not JSON, or nested too deeply
+    except (OSError, ValueError, RecursionError) as e:
+        raise UserError(f"{path} is not valid JSON ({e}): restore it from its source.") from e
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object: restore it from its source.")
+    return value

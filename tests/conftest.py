@@ -238,7 +238,7 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny_tokenizer(tiny_base: Path):
-    return warmup.Tokenizer.from_pretrained(tiny_base)
+    return warmup.Tokenizer(tiny_base)
 
 
 # ---- whole runs of train.py ----------------------------------------------------------------------

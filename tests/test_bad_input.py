@@ -111,7 +111,7 @@ def cut(folder: Path) -> None:
 
 def fewer_words(folder: Path) -> None:
     """A whole model, whose vocabulary is smaller than its tokenizer's."""
-    tokenizer = checkpoint.Tokenizer.from_pretrained(folder)
+    tokenizer = checkpoint.Tokenizer(folder)
     checkpoint.export(tiny_model(vocab_size=50), folder, tokenizer)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nanogrpo.data import tasks
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, read_json
 
 Row = tuple[str, dict]  # (where it is: "file.jsonl:12" or "folder, row 3"; the row)
 
@@ -101,7 +101,7 @@ def _saved(folder: Path, split: str) -> Iterator[Row]:
     from pyarrow import ipc
 
     try:
-        names = [entry["filename"] for entry in _json(folder / "state.json")["_data_files"]]
+        names = [entry["filename"] for entry in read_json(folder / "state.json")["_data_files"]]
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{folder} is not a folder of save_to_disk: its state.json names no data files"
@@ -124,22 +124,10 @@ def _splits(folder: Path) -> list[str]:
     """The splits of a saved `DatasetDict`; none of anything else."""
     if not (folder / "dataset_dict.json").is_file():
         return []
-    splits = _json(folder / "dataset_dict.json").get("splits")
+    splits = read_json(folder / "dataset_dict.json").get("splits")
     if not isinstance(splits, list) or not all(isinstance(split, str) for split in splits):
         raise UserError(f"{folder / 'dataset_dict.json'} names no splits: save the data set again")
     return splits
-
-
-def _json(path: Path) -> dict:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} is missing: name a folder that save_to_disk has written, or a file"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}): save the data set again") from error
-    return value if isinstance(value, dict) else {}
 
 
 def _pyarrow(path: Path):

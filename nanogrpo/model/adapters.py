@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanogrpo.config import Config
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, read_json
 from nanogrpo.model import lora
-from nanogrpo.model.checkpoint import fill, read_json
+from nanogrpo.model.checkpoint import fill
 from nanogrpo.model.decoder import Decoder
 
 log = logging.getLogger("nanogrpo")

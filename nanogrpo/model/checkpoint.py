@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, read_json
 from nanogrpo.model import lora
 from nanogrpo.model.decoder import Decoder, ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
@@ -58,23 +58,6 @@ def locate(name: str, option: str = "--model") -> Path:
         raise UserError(
             f"{option} {name}: no such folder, and the hub did not give it ({reason})."
         ) from e
-
-
-def read_json(path: Path) -> dict:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} is missing: a checkpoint folder holds config.json, *.safetensors and tokenizer.json."
-        ) from None
-    # not readable, not UTF-8, not JSON, or brackets without end
-    except (OSError, ValueError, RecursionError) as e:
-        raise UserError(
-            f"{path} is not valid JSON ({e}): take the file that belongs to the weights."
-        ) from e
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object: take the file that belongs to the weights.")
-    return value
 
 
 def files(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, read_json
 from nanogrpo.model import checkpoint
 from nanogrpo.model.attention import Packed
 from nanogrpo.model.decoder import Body, ModelConfig
@@ -46,7 +46,7 @@ class RewardModel(nn.Module):
         """
         folder = checkpoint.locate(name, "--reward-funcs model:")
         where = folder / "config.json"
-        raw = checkpoint.read_json(where)
+        raw = read_json(where)
         # transformers leaves its default of two out
         labels = raw.get("id2label") or {"0": "", "1": ""}
         kind = (raw.get("architectures") or [""])[0]
@@ -63,7 +63,7 @@ class RewardModel(nn.Module):
         model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
         checkpoint.load_weights(model, folder)
         model.tokenizer, model.pad_token_id = (
-            Tokenizer.from_pretrained(folder),
+            Tokenizer(folder),
             raw.get("pad_token_id"),
         )
         model.__name__ = Path(name).name  # in logs: rewards/<name>/mean, as TRL has it

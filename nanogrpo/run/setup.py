@@ -26,7 +26,7 @@ from nanogrpo.engine.ahead import Ahead
 from nanogrpo.engine.base import Engine, SamplingParams
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.engine.turns import TurnsEngine
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, read_json
 from nanogrpo.grpo.entropy import Bonus
 from nanogrpo.logs.console import Log
 from nanogrpo.model import adapters, checkpoint, lora
@@ -72,8 +72,8 @@ def setup(cfg: Config, world: World) -> Run:
     """Checks every input before the first expensive step, then builds the parts."""
     check_world(cfg, world)
     source = find_model(cfg, world)
-    tokenizer = Tokenizer.from_pretrained(source)
-    raw = checkpoint.read_json(source / "config.json")
+    tokenizer = Tokenizer(source)
+    raw = read_json(source / "config.json")
     rewards = make_rewards(cfg, world)
     rollout = plugin.load(cfg.rollout, "--rollout") if cfg.rollout else None
     model = checkpoint.empty_model(source)

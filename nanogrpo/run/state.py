@@ -44,7 +44,7 @@ from nanogrpo.config import Config
 from nanogrpo.distributed import failure as ends
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, read_json
 from nanogrpo.model import adapters, checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
@@ -332,7 +332,7 @@ def carried(cfg: Config, world: World) -> dict:
     there is none.
     """
     found = world.once(lambda: _newest(cfg, {})) if cfg.resume else None
-    return checkpoint.read_json(found[0] / "state.json").get("carried", {}) if found else {}
+    return read_json(found[0] / "state.json").get("carried", {}) if found else {}
 
 
 def _newest(cfg: Config, origin: dict[str, str]) -> tuple[Path, int, int] | None:
@@ -345,7 +345,7 @@ def _newest(cfg: Config, origin: dict[str, str]) -> tuple[Path, int, int] | None
         return None
     folder = found[-1]
     with _readable(folder):
-        saved = checkpoint.read_json(folder / "state.json")
+        saved = read_json(folder / "state.json")
         step, theirs = saved.get("step"), saved.get("origin", {})
         if not (
             isinstance(step, int)

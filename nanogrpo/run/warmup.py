@@ -77,7 +77,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
     ids = {"eos_token_id": vocabulary["<|end|>"], "pad_token_id": vocabulary["<|pad|>"]}
     (folder / "generation_config.json").write_text(json.dumps(ids))
-    return Tokenizer.from_pretrained(folder)
+    return Tokenizer(folder)
 
 
 def base_config(vocab_size: int) -> ModelConfig:

@@ -45,7 +45,7 @@ def test_trl_sees_the_prompts_that_our_steps_draw(base, tmp_path):
         max_steps=3,
         seed=5,
     )
-    prompts = data.from_rows(tasks.rows("arithmetic", "train"), Tokenizer.from_pretrained(base))
+    prompts = data.from_rows(tasks.rows("arithmetic", "train"), Tokenizer(base))
     trainer = trl_run.trainer(cfg, prompts, [runs.share_of_even], tmp_path)
     batches = list(itertools.islice(trainer.get_train_dataloader(), 3))
     for step, batch in enumerate(batches):

@@ -21,12 +21,12 @@ GSM8K = Path(__file__).parent / "assets" / "gsm8k_tiny.jsonl"
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
-    return Tokenizer.from_pretrained(make_folder(tmp_path_factory.mktemp("chat")))
+    return Tokenizer(make_folder(tmp_path_factory.mktemp("chat")))
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return Tokenizer.from_pretrained(make_folder(tmp_path_factory.mktemp("plain"), None))
+    return Tokenizer(make_folder(tmp_path_factory.mktemp("plain"), None))
 
 
 def write(path, *lines):
@@ -191,7 +191,7 @@ def test_a_long_prompt_is_refused_with_its_line_its_length_and_the_limit(tmp_pat
 def test_files_that_are_no_data_set(tmp_path, chat, plain):
     for path, message in [
         (str(tmp_path / "none.jsonl"), r"none\.jsonl is not a file"),
-        (str(tmp_path), r"state\.json is missing: name a folder that save_to_disk has written"),
+        (str(tmp_path), r"state\.json is missing"),
         (write(tmp_path / "d.csv", "a,b"), "cannot tell the format from '.csv'"),
         (write(tmp_path / "empty.jsonl"), r"empty\.jsonl holds no prompts"),
         (write(tmp_path / "blank.jsonl", "", "  "), r"blank\.jsonl holds no prompts"),
@@ -280,8 +280,8 @@ def test_a_saved_data_set_gives_what_datasets_reads(tmp_path, chat):
     with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow cannot be read as Arrow"):
         load(str(tmp_path / "some"), chat)
     for content, message in (
-        ("{", "is not JSON"),
-        ("[]", "names no data files"),
+        ("{", "is not valid JSON"),
+        ("[]", "holds no JSON object"),
         ('{"_data_files": [3]}', "names no data files"),
     ):
         (tmp_path / "some" / "state.json").write_text(content)
@@ -289,5 +289,7 @@ def test_a_saved_data_set_gives_what_datasets_reads(tmp_path, chat):
             load(str(tmp_path / "some"), chat)
     for content in ("{", '{"splits": 3}'):
         (tmp_path / "both" / "dataset_dict.json").write_text(content)
-        with pytest.raises(UserError, match=r"dataset_dict\.json (is not JSON|names no splits)"):
+        with pytest.raises(
+            UserError, match=r"dataset_dict\.json (is not valid JSON|names no splits)"
+        ):
             load(both, chat)

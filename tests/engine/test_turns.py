@@ -30,7 +30,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer(base):
-    return Tokenizer.from_pretrained(base)
+    return Tokenizer(base)
 
 
 PROMPTS = [Prompt(i, f"{i}+1=", [50 + i, 14, 20, 30]) for i in range(3)]

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, read_json
 from nanogrpo.model import checkpoint
 from tests.conftest import positions_of, random_tokens, tiny_model, write_base
 from tests.model.test_decoder import CONFIGS, peer, theirs_alone
@@ -65,7 +65,7 @@ def test_the_tokenizer_travels_with_the_weights(tiny_base, tiny_tokenizer, tmp_p
     ] == tiny_tokenizer.encode_prompt(chat)
     assert (
         AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id
-        == tiny_tokenizer.eos_token_id
+        == tiny_tokenizer.stop_token_ids[0]
     )
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / name).read_bytes() == (tiny_base / name).read_bytes()
@@ -82,7 +82,7 @@ def test_fields_that_we_do_not_read_survive_an_export(tmp_path):
         "their_own": {"deep": [1, None]},
     }
     (source / "config.json").write_text(json.dumps({**raw, **foreign, "torch_dtype": "float16"}))
-    model, config = checkpoint.load_model(source), checkpoint.read_json(source / "config.json")
+    model, config = checkpoint.load_model(source), read_json(source / "config.json")
     shutil.rmtree(source)  # it was read at the start, and is not needed when we write
     checkpoint.export(model.to(torch.bfloat16), target, config=config)
     assert json.loads((target / "config.json").read_text()) == {
@@ -144,9 +144,7 @@ def test_a_bfloat16_checkpoint_becomes_float32_masters_or_stays(tmp_path):
     assert_same(weights_of(checkpoint.load_model(tmp_path, torch.bfloat16)), weights_of(model))
     again = tmp_path / "again"
     again.mkdir()
-    checkpoint.export(
-        masters.to(torch.bfloat16), again, config=checkpoint.read_json(tmp_path / "config.json")
-    )
+    checkpoint.export(masters.to(torch.bfloat16), again, config=read_json(tmp_path / "config.json"))
     assert AutoModelForCausalLM.from_pretrained(again).dtype == torch.bfloat16
 
 

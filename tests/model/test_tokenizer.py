@@ -114,7 +114,7 @@ def pair(tmp_path_factory):
     from transformers import AutoTokenizer
 
     folder = make_folder(tmp_path_factory.mktemp("qwen3_like"))
-    return Tokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    return Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
 
 
 @given(st.text(max_size=60))
@@ -136,7 +136,7 @@ def test_render_equals_transformers(tmp_path, template, in_config):
     from transformers import AutoTokenizer
 
     folder = make_folder(tmp_path, template, in_config=in_config)
-    ours, theirs = Tokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     tools = [
         {"name": "add", "description": "a < b & 'ü'", "parameters": {"z": 1, "a": [1.5, None]}}
     ]
@@ -177,7 +177,7 @@ def test_the_published_qwen_templates_render_as_in_transformers(tmp_path):
     ]
     for path in files:
         folder = make_folder(tmp_path / path.stem, path.read_text(encoding="utf-8"))
-        ours, theirs = Tokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
         for chat in CHATS:
             for switch in (
                 {},
@@ -201,7 +201,7 @@ def test_the_thinking_switch_is_left_to_the_template_unless_given(pair):
 def test_special_tokens_are_skipped_and_thoughts_are_not(pair):
     ours, theirs = pair
     ids = ours.encode("<think>a</think>b<|im_end|>")
-    assert ids[-1] == ours.eos_token_id
+    assert ids[-1] == ours.stop_token_ids[0]
     assert len(ids) == 5  # each tag is one id
     assert ours.decode(ids) == "<think>a</think>b"
     assert ours.decode(ids, skip_special_tokens=False) == "<think>a</think>b<|im_end|>"
@@ -216,13 +216,9 @@ def test_special_tokens_are_skipped_and_thoughts_are_not(pair):
 
 def test_stop_ids_join_the_tokenizer_and_the_generation_config(tmp_path):
     def stops(generation):
-        return Tokenizer.from_pretrained(make_folder(tmp_path, generation=generation))
+        return Tokenizer(make_folder(tmp_path, generation=generation))
 
-    assert (stops(None).stop_token_ids, stops(None).eos_token_id, stops(None).pad_token_id) == (
-        [2],
-        2,
-        0,
-    )
+    assert stops(None).stop_token_ids == [2]
     assert stops({"eos_token_id": 0}).stop_token_ids == [2, 0]
     assert stops({"eos_token_id": [2, 0]}).stop_token_ids == [2, 0]
     assert stops({}).stop_token_ids == [2]
@@ -235,7 +231,7 @@ def test_special_tokens_map_is_read_where_the_config_is_silent(tmp_path):
         json.dumps({"eos_token": config.pop("eos_token")})
     )
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    assert Tokenizer.from_pretrained(folder).eos_token_id == 2
+    assert Tokenizer(folder).stop_token_ids == [2]
 
 
 def test_a_truncating_tokenizer_json_does_not_cut_prompts(tmp_path):
@@ -244,7 +240,7 @@ def test_a_truncating_tokenizer_json_does_not_cut_prompts(tmp_path):
     saved.enable_truncation(4)
     saved.enable_padding(length=8)
     saved.save(str(folder / "tokenizer.json"))
-    ours = Tokenizer.from_pretrained(folder)
+    ours = Tokenizer(folder)
     assert ours.decode(ours.encode("a b c d e f g h i j")) == "a b c d e f g h i j"
     assert len(ours.encode("a")) == 1
 
@@ -255,13 +251,14 @@ def test_save_copies_the_files_byte_for_byte_even_when_the_source_is_gone(tmp_pa
     before = {
         path.name: path.read_bytes() for path in source.iterdir() if path.suffix != ".safetensors"
     }
-    ours = Tokenizer.from_pretrained(source)
+    ours = Tokenizer(source)
     for path in source.iterdir():
         path.unlink()
+    (tmp_path / "b" / "c").mkdir(parents=True)
     ours.save(tmp_path / "b" / "c")
     assert {path.name: path.read_bytes() for path in (tmp_path / "b" / "c").iterdir()} == before
     assert len(before) == 4
-    assert Tokenizer.from_pretrained(tmp_path / "b" / "c").render(CHATS[0]) == ours.render(CHATS[0])
+    assert Tokenizer(tmp_path / "b" / "c").render(CHATS[0]) == ours.render(CHATS[0])
 
 
 def test_a_template_may_be_one_of_several_and_sees_no_date(tmp_path):
@@ -269,7 +266,7 @@ def test_a_template_may_be_one_of_several_and_sees_no_date(tmp_path):
         {"name": "tool_use", "template": "T"},
         {"name": "default", "template": "D{{ bos_token }}{{ strftime_now is defined }}"},
     ]
-    ours = Tokenizer.from_pretrained(make_folder(tmp_path, several, in_config=True))
+    ours = Tokenizer(make_folder(tmp_path, several, in_config=True))
     assert ours.render(CHATS[0]) == "DFalse"  # a null bos_token is nothing, not "None"; no clock
     assert str(date.today().year) not in ours.render(CHATS[0])
 
@@ -278,18 +275,18 @@ def test_the_template_cannot_reach_out_of_its_sandbox_or_change_the_messages(tmp
     for i, attack in enumerate(
         ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"]
     ):
-        ours = Tokenizer.from_pretrained(make_folder(tmp_path / str(i), attack))
-        with pytest.raises(UserError, match="refuses the messages"):
+        ours = Tokenizer(make_folder(tmp_path / str(i), attack))
+        with pytest.raises(UserError, match="rejects the messages"):
             ours.render(CHATS[0])
 
 
 def test_mistakes_get_one_sentence(tmp_path):
     def fails(match, folder):
         with pytest.raises(UserError, match=match) as caught:
-            Tokenizer.from_pretrained(folder)
+            Tokenizer(folder)
         assert "\n" not in str(caught.value)
 
-    fails("is not a folder", tmp_path / "nowhere")
+    fails(r"nowhere has no tokenizer\.json", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     fails(r"has no tokenizer\.json", tmp_path / "empty")
     damaged = make_folder(tmp_path / "damaged")
@@ -297,10 +294,10 @@ def test_mistakes_get_one_sentence(tmp_path):
     fails(r"damaged/tokenizer\.json cannot be read", damaged)
     half = make_folder(tmp_path / "half")
     (half / "tokenizer_config.json").write_text("{")
-    fails(r"half/tokenizer_config\.json is not JSON", half)
+    fails(r"half/tokenizer_config\.json is not valid JSON", half)
     listed = make_folder(tmp_path / "listed")
     (listed / "generation_config.json").write_text("[1]")
-    fails(r"listed/generation_config\.json holds a list", listed)
+    fails(r"listed/generation_config\.json holds no JSON object", listed)
     fails("names no eos_token", make_folder(tmp_path / "endless", config={"eos_token": None}))
     fails(
         "'<eos>' is not in tokenizer.json",
@@ -309,7 +306,7 @@ def test_mistakes_get_one_sentence(tmp_path):
     fails("cannot be compiled", make_folder(tmp_path / "typo", "{% if %}"))
     deep = make_folder(tmp_path / "deep", generation={})
     (deep / "generation_config.json").write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
-    fails(r"deep/generation_config\.json is not JSON", deep)
+    fails(r"deep/generation_config\.json is not valid JSON", deep)
     latin = make_folder(tmp_path / "latin")
     (latin / "chat_template.jinja").write_bytes("{{ 'ü' }}".encode("latin-1"))
     fails(r"latin/chat_template\.jinja is not UTF-8", latin)
@@ -322,9 +319,9 @@ def test_a_stop_that_is_no_id_is_refused(tmp_path, eos):
     folder = make_folder(tmp_path, generation={"eos_token_id": eos})
     with pytest.raises(
         UserError,
-        match=r"generation_config\.json: eos_token_id holds .* give whole numbers from 0 to \d+$",
+        match=r"generation_config\.json: eos_token_id holds .* use whole numbers from 0 to \d+\.$",
     ):
-        Tokenizer.from_pretrained(folder)
+        Tokenizer(folder)
 
 
 @pytest.mark.parametrize(
@@ -344,19 +341,17 @@ def test_a_template_that_is_no_text_is_refused(tmp_path, template):
     with pytest.raises(
         UserError, match=r"tokenizer_config\.json: chat_template must be a text, or a list of"
     ) as caught:
-        Tokenizer.from_pretrained(folder)
+        Tokenizer(folder)
     assert "\n" not in str(caught.value)
 
 
 def test_a_list_without_a_default_is_no_template(tmp_path):
     several = [{"name": "tool_use", "template": "T"}]
-    assert not Tokenizer.from_pretrained(
-        make_folder(tmp_path, several, in_config=True)
-    ).has_chat_template
+    assert not Tokenizer(make_folder(tmp_path, several, in_config=True)).has_chat_template
 
 
 def test_messages_that_the_template_refuses(tmp_path):
-    ours = Tokenizer.from_pretrained(make_folder(tmp_path / "a", CHATML))
+    ours = Tokenizer(make_folder(tmp_path / "a", CHATML))
     with pytest.raises(UserError, match="unknown role critic"):
         ours.render([{"role": "critic", "content": "x"}])
     for i, crash in enumerate(
@@ -366,14 +361,14 @@ def test_messages_that_the_template_refuses(tmp_path):
             "{{ messages[0].content | tojson(indent={}) }}",
         ]
     ):
-        ours = Tokenizer.from_pretrained(
+        ours = Tokenizer(
             make_folder(tmp_path / f"crash{i}", crash + "{{ messages[0].content.index('z') }}")
         )
         with pytest.raises(
-            UserError, match=r"crash\d refuses the messages \(.+\): change the prompt"
+            UserError, match=r"crash\d rejects the messages \(.+\): change the prompt"
         ):
             ours.render(CHATS[0])
-    bare = Tokenizer.from_pretrained(make_folder(tmp_path / "b", None))
+    bare = Tokenizer(make_folder(tmp_path / "b", None))
     assert not bare.has_chat_template
     assert bare.encode_prompt("3+4=") == bare.encode("3+4=")
     with pytest.raises(UserError, match="no chat template"):

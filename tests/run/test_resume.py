@@ -19,7 +19,7 @@ import torch
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, read_json
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim, state
@@ -30,9 +30,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 def saver(cfg: Config, model, optimizer, tokenizer, base: Path) -> state.Saver:
-    return state.Saver(
-        cfg, ALONE, model, optimizer, tokenizer, checkpoint.read_json(base / "config.json"), {}
-    )
+    return state.Saver(cfg, ALONE, model, optimizer, tokenizer, read_json(base / "config.json"), {})
 
 
 @pytest.mark.parametrize(
@@ -110,7 +108,7 @@ class Run:
         return self
 
     def save(self) -> Path:
-        tokenizer = checkpoint.Tokenizer.from_pretrained(self.base)
+        tokenizer = checkpoint.Tokenizer(self.base)
         with saver(self.cfg, self.model, self.optimizer, tokenizer, self.base) as writer:
             writer.save(self.step)
         return writer.final

@@ -28,7 +28,7 @@ def test_training_goes_on_while_the_state_is_written(tmp_path, tiny_base, monkey
         state.dcp.FileSystemWriter, "write_data", lambda *a: (go.wait(60), write(*a))[1]
     )
     monkeypatch.setattr(checkpoint, "write_model", lambda *a: (go.wait(60), export(*a))[1])
-    tokenizer = checkpoint.Tokenizer.from_pretrained(tiny_base)
+    tokenizer = checkpoint.Tokenizer(tiny_base)
     with saver(run.cfg, run.model, run.optimizer, tokenizer, tiny_base) as writer:
         writer.save(1)
         assert writer.failure() is None
@@ -54,7 +54,7 @@ def test_a_save_that_fails_is_told_at_the_next_look(tmp_path, tiny_base, monkeyp
         run.cfg,
         run.model,
         run.optimizer,
-        checkpoint.Tokenizer.from_pretrained(tiny_base),
+        checkpoint.Tokenizer(tiny_base),
         tiny_base,
     )
     writer.save(1)
@@ -70,7 +70,7 @@ def test_a_save_that_fails_is_told_at_the_next_look(tmp_path, tiny_base, monkeyp
 def test_a_bfloat16_base_is_exported_in_bfloat16_and_resumed_in_float32(tmp_path):
     base = write_base(tmp_path / "base")
     model = checkpoint.load_model(base).to(torch.bfloat16)
-    checkpoint.export(model, base, checkpoint.Tokenizer.from_pretrained(base))
+    checkpoint.export(model, base, checkpoint.Tokenizer(base))
     run = start(tmp_path, base).advance(1)
     exported = load_file(run.save() / "model.safetensors")
     assert {t.dtype for t in exported.values()} == {torch.bfloat16}

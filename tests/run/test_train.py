@@ -124,7 +124,7 @@ def test_the_checkpoint_of_a_run_is_an_ordinary_one(arithmetic_run):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     text = "<|user|>12+3-4=<|assistant|><think>"
     ids = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids
-    assert ids[0].tolist() == warmup.Tokenizer.from_pretrained(folder).encode(text)
+    assert ids[0].tolist() == warmup.Tokenizer(folder).encode(text)
     n = ids.shape[1]
     with torch.no_grad():
         mine = ours(ids[0], torch.arange(n), Packed(torch.tensor([0, n], dtype=torch.int32), n))

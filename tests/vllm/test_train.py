@@ -20,9 +20,7 @@ from tests.vllm.fake import FakeVLLM
 
 @pytest.fixture
 def fake(tiny_base):
-    with FakeVLLM(
-        tiny_config(vocab_size=Tokenizer.from_pretrained(tiny_base).vocab_size)
-    ) as server:
+    with FakeVLLM(tiny_config(vocab_size=Tokenizer(tiny_base).vocab_size)) as server:
         yield server
 
 
@@ -217,7 +215,7 @@ def test_a_server_that_cannot_be_started(tiny_base, files, tmp_path, capsys, opt
 
 def test_a_server_of_another_model(tiny_base, files, tmp_path, capsys):
     with FakeVLLM(
-        tiny_config(vocab_size=Tokenizer.from_pretrained(tiny_base).vocab_size, num_hidden_layers=3)
+        tiny_config(vocab_size=Tokenizer(tiny_base).vocab_size, num_hidden_layers=3)
     ) as other:
         assert (
             train.main(

@@ -289,7 +289,7 @@ def test_who_is_asked_to_stop_waits_for_no_server_and_saves(
         return 500
 
     told = []
-    with FakeVLLM(tiny_config(vocab_size=Tokenizer.from_pretrained(tiny_base).vocab_size)) as fake:
+    with FakeVLLM(tiny_config(vocab_size=Tokenizer(tiny_base).vocab_size)) as fake:
         fake.disturb = disturb
         options = [
             "--engine",
