@@ -20,7 +20,6 @@ import importlib.metadata
 import os
 import re
 import secrets
-import select
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ import threading
 import time
 from pathlib import Path
 
+from nanogrpo.distributed.parent import on_end
 from nanogrpo.errors import UserError
 from nanogrpo.vllm.auth import SECRET, SHORTEST, loopback
 
@@ -204,23 +204,6 @@ def end(grace: float = 10.0) -> None:
     (os.killpg if leads else os.kill)(os.getpid(), signal.SIGKILL)
 
 
-def end_with(owner: int) -> None:
-    """Ends the server when its owner closes the other end of standard input; or ends, which alone
-    may not close it: a child that the owner has forked holds it open for as long as it lives.
-    """
-    watched = [sys.stdin.fileno()]
-    try:
-        watched.append(os.pidfd_open(owner))
-    except ProcessLookupError:  # already
-        end()
-    # Linux only, and forbidden in some containers: standard input must do
-    except (AttributeError, OSError):
-        pass
-    while select.select(watched, [], [])[0] == watched[:1] and os.read(watched[0], 4096):
-        pass
-    end()
-
-
 def main(argv: list[str] | None = None) -> int:
     try:
         ours, rest = options(argv)
@@ -244,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     args = (ours.host, ours.port, secret, ours.startup_timeout)
     threading.Thread(target=watch, args=args, daemon=True).start()
     if ours.owner:
-        threading.Thread(target=end_with, args=(ours.owner,), daemon=True).start()
+        on_end(ours.owner, end, pipe=sys.stdin.fileno())
     fixed = [word for pair in FIXED.items() for word in pair if word is not None]
     where = ["--model", ours.model, "--host", ours.host, "--port", str(ours.port)]
     sys.argv = ["vllm serve", *where, *fixed, *rest]

@@ -47,9 +47,14 @@ ORDER = [
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 ALONE = {  # started by another interpreter or process, so they import only these of ours
-    "serve.py": {"errors", "vllm.auth"},
-    "nanogrpo/vllm/worker.py": {"vllm.buckets"},
-    "nanogrpo/rewards/process.py": {"errors", "rewards.call", "rewards.builtin"},
+    "serve.py": {"errors", "distributed.parent", "vllm.auth"},
+    "nanogrpo/vllm/worker.py": {"distributed.parent", "vllm.buckets"},
+    "nanogrpo/rewards/process.py": {
+        "errors",
+        "distributed.parent",
+        "rewards.call",
+        "rewards.builtin",
+    },
 }
 
 # Where a library may appear at all (kernels, bench and tests stand for every file of the folder).

@@ -16,7 +16,6 @@ beyond the function. When the trainer dies, however it does, so does the process
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
@@ -32,6 +31,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from nanogrpo.distributed.parent import killed_with
 from nanogrpo.errors import UserError
 from nanogrpo.rewards.builtin import load_function
 from nanogrpo.rewards.call import Functions, Returned
@@ -167,7 +167,7 @@ def _end(process: subprocess.Popen, connection: socket.socket) -> None:
 def main() -> None:
     """Imports the functions, then answers calls until the trainer is gone."""
     descriptor, parent = map(int, sys.argv[2:])
-    _die_with(parent)
+    killed_with(parent)
     faulthandler.enable()  # a segmentation fault tells where
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     connection = socket.socket(fileno=descriptor)
@@ -195,18 +195,6 @@ def main() -> None:
                 os._exit(0)
             _write(connection, answer)
     os._exit(0)  # without waiting for the threads of the user's code
-
-
-def _die_with(parent: int) -> None:
-    """Asks the kernel for SIGKILL when the trainer dies: a loop inside C would not notice a closed
-    socket.
-
-    Without Linux a process that is in a call ends after it, when it cannot answer.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it has died before
-            os._exit(0)
 
 
 def _write(connection: socket.socket, message: Any) -> None:

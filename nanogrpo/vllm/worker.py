@@ -18,9 +18,7 @@ Read before: wire.py, sync.py. Read next: serve.py.
 from __future__ import annotations
 
 import os
-import select
 import signal
-import threading
 from pathlib import Path
 
 import torch
@@ -32,6 +30,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from nanogrpo.distributed.parent import on_end
 from nanogrpo.vllm.buckets import Greeting, Group, attach, sequence_of
 
 NAME = "nanogrpo"  # of the engine, in --weight-transfer-config
@@ -139,7 +138,6 @@ class Extension:
 def die_with(server: int) -> None:
     """Kills this worker, and the engine process above it, when the process `server` ends: vLLM
     leaves both behind, and the memory that they hold, when its HTTP server is killed (0.32.0).
-    Waits for that on a thread, without polling.
     """
     chain = [os.getpid()]
     while (
@@ -148,14 +146,12 @@ def die_with(server: int) -> None:
         if parent <= 1:
             raise RuntimeError(f"worker {os.getpid()} does not descend from the server {server}")
         chain.append(parent)
-    handle = os.pidfd_open(server)
 
-    def wait() -> None:
-        select.select([handle], [], [])
+    def kill() -> None:
         for pid in reversed(chain):  # the engine first, ourselves last
             os.kill(pid, signal.SIGKILL)
 
-    threading.Thread(target=wait, daemon=True).start()
+    on_end(server, kill)
 
 
 die_with(int(os.environ["NANOGRPO_SERVER"]))  # set by serve.py

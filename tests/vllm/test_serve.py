@@ -116,33 +116,6 @@ def test_what_heeds_no_sigterm_is_killed_with_its_workers():
     assert ended([worker], within=5.0)
 
 
-def test_the_server_ends_with_its_owner_although_a_child_of_the_owner_holds_the_pipe():
-    """As one that a user's rollout has forked: it inherits the writing end, so that closing alone
-    would never be seen.
-    """
-    owner = (
-        "import os, subprocess, sys, time\n"
-        "served = [sys.executable, '-c', f'import serve; serve.end_with({os.getpid()})']\n"
-        "server = subprocess.Popen(served, stdin=subprocess.PIPE)\n"
-        "child = os.fork()\n"
-        "print(server.pid, child, flush=True) if child else None\n"
-        "time.sleep(60)"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", owner],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    server, child = map(int, process.stdout.readline().split())
-    try:
-        process.kill()
-        process.wait()
-        assert ended([server], within=20.0)
-        os.kill(child, 0)  # lives
-    finally:
-        os.kill(child, signal.SIGKILL)
-
-
 def test_an_occupied_port():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

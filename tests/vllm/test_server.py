@@ -7,13 +7,11 @@ test_vllm_trouble.py.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
 import pytest
 
-import serve
 from nanogrpo.errors import UserError
 from nanogrpo.vllm.auth import FACTS
 from nanogrpo.vllm.server import ServerError
@@ -130,22 +128,3 @@ def test_a_server_that_is_never_used_is_told_of_once(fake, caplog, status, where
         assert len(told) == 1
         assert other.url in told[0]
         assert other.url in str(engine.problem)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [OSError(38, "no such call"), PermissionError(1, "forbidden"), AttributeError("pidfd_open")],
-)
-def test_serve_ends_with_its_standard_input_where_no_process_can_be_watched(monkeypatch, error):
-    def refuse(pid):
-        raise error
-
-    reading, writing = os.pipe()
-    os.close(writing)
-    ended = []
-    with os.fdopen(reading) as stdin:
-        monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
-        monkeypatch.setattr("sys.stdin", stdin)
-        monkeypatch.setattr(serve, "end", lambda: ended.append(True))
-        serve.end_with(os.getppid())
-    assert ended == [True]
