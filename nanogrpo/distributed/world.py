@@ -9,6 +9,7 @@ train.py.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import pickle
@@ -27,85 +28,109 @@ from nanogrpo.types import Sample
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run. Example, the second of four: World(rank=1, size=4, device=cuda:1)"""
+    """The processes of a run and the exchanges between them. Every rank must call each exchange.
+
+    >>> World(rank=1, size=4, device=torch.device("cuda:1"))  # the second of four processes
+    """
 
     rank: int
     size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None  # used by the exchanges; None: torch's default group
 
     @property
     def main(self) -> bool:
-        """The rank that writes and talks."""
+        """Whether this is the rank that writes files, logs, and talks to servers."""
         return self.rank == 0
 
+    def patient(self) -> World:
+        """Return the same world, but with exchanges in a group of its own that wait for a week.
+
+        The other ranks wait there while rank 0 samples from a server or restarts one, which may
+        take longer than --ddp-timeout. failure.Watch still notices when a rank is gone.
+        """
+        if self.size == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=7))
+        return dataclasses.replace(self, group=group)
+
     def part(self, items: Sequence) -> Sequence:
-        """This rank's part of a list that all ranks hold: a run of equal length (the last ones may
-        be shorter, or empty).
+        """Return this rank's part of a list that every rank holds.
+
+        Parts are contiguous and of equal length, but the last ones may be shorter or empty.
         """
         part = -(-len(items) // self.size)
         return items[self.rank * part : (self.rank + 1) * part]
 
     def gather(self, mine: Any) -> list:
-        """What every rank gave, in the order of ranks, on every rank."""
+        """Return every rank's value, in the order of ranks."""
         if self.size == 1:
             return [mine]
         everyone: list = [None] * self.size
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, mine, group=self.group)
         return everyone
 
     def concat(self, mine: list) -> list:
-        """The ranks' lists, concatenated."""
+        """Return the concatenation of the ranks' lists."""
         return [item for part in self.gather(mine) for item in part]
 
     def exchange(self, mine: Sequence[Sample], wanted: Sequence[set[int]]) -> Mapping[int, Sample]:
-        """The samples that this rank trains, by their index in the generation. Each that changes
-        rank goes to that rank alone.
+        """Return the samples that this rank trains on, by their index in the generation.
 
-        mine: what this rank drew, a run of the generation in the order of ranks; wanted[r]: the
-        indices that rank r trains.
+        A sample that changes rank is sent to that rank only. mine: the samples of this rank's
+        prompts, a contiguous part of the generation in the order of ranks. wanted[r]: the indices
+        that rank r trains on.
         """
         start = sum(self.gather(len(mine))[: self.rank])
         own = dict(enumerate(mine, start))
-        moving = [
+        outgoing = [
             {i: own[i] for i in own.keys() & there} if rank != self.rank else {}
             for rank, there in enumerate(wanted)
         ]
-        for given in self._deliver(moving) if self.size > 1 else ():
-            own |= given
+        for received in self._deliver(outgoing) if self.size > 1 else ():
+            own |= received
         return {i: own[i] for i in sorted(wanted[self.rank])}
 
     def _deliver(self, parcels: Sequence[Any]) -> list:
-        """parcels[r] goes to rank r; returns what this rank was sent, in the order of ranks."""
-        packed = [pickle.dumps(parcel) for parcel in parcels]
-        sizes = self.gather([len(p) for p in packed])  # [from][to]
-        sent = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
-        incoming = [row[self.rank] for row in sizes]
-        got = torch.empty(sum(incoming), dtype=torch.uint8)
-        dist.all_to_all_single(got, sent, incoming, sizes[self.rank])
-        return [pickle.loads(part.numpy().tobytes()) for part in got.split(incoming)]
+        """Send parcels[r] to rank r. Return the parcels sent to this rank, in the order of ranks."""
+        pickled = [pickle.dumps(parcel) for parcel in parcels]
+        sizes = self.gather([len(p) for p in pickled])  # [from][to]
+        outgoing = torch.frombuffer(bytearray(b"".join(pickled)), dtype=torch.uint8)
+        lengths = [row[self.rank] for row in sizes]
+        incoming = torch.empty(sum(lengths), dtype=torch.uint8)
+        dist.all_to_all_single(incoming, outgoing, lengths, sizes[self.rank], group=self.group)
+        return [pickle.loads(part.numpy().tobytes()) for part in incoming.split(lengths)]
 
     def any(self, flag: bool = False, error: UserError | None = None) -> bool:
-        """Whether the flag is set on any rank; an error of any rank is raised on all of them. Every
-        rank must call.
-        """
-        said = self.gather((flag, error))
-        for _, error in said:
-            if error is not None:
-                raise error
-        return any(flag for flag, _ in said)
+        """Return whether the flag is set on any rank. Raise any rank's error on all of them."""
+        everyone = self.gather((flag, error))
+        for _, problem in everyone:
+            if problem is not None:
+                raise problem
+        return any(flag for flag, _ in everyone)
 
     def once(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns or raises (UserError) on the main rank, on every rank: for what one
-        alone must do to the disk.
+        """Call `work` on the main rank. Return its result, or raise its error, on every rank.
+
+        Only errors that end a run with a message are shared. After any other one the main rank
+        fails alone, and failure.Watch ends the others.
         """
-        done = error = None
+        result, error = None, None
         if self.main:
             try:
-                done = work()
-            except UserError as e:
+                result = work()
+            except (UserError, FloatingPointError) as e:
                 error = e
-        self.any(error=error)
-        return self.gather(done)[0]
+        if self.size > 1:
+            shared = [(result, error)]
+            dist.broadcast_object_list(shared, src=0, group=self.group)
+            result, error = shared[0]
+        if error is not None:
+            raise error
+        return result
+
+
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 # --- together into the run, and out of it ---------------------------------------------------------

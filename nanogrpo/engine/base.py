@@ -65,7 +65,7 @@ class Engine(Protocol):
         ...
 
     def load(self, model: nn.Module, version: int) -> None:
-        """Takes the model's current weights, by a copy (lora.whole_parameters): the model goes on
+        """Takes the model's current weights, by a copy (lora.full_parameters): the model goes on
         being trained.
 
         Samples drawn from now on carry `version`.

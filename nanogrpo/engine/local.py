@@ -139,7 +139,7 @@ class LocalEngine:
         gathered: all ranks call.
         """
         mine = dict(self.model.named_parameters())
-        for name, weight in lora.whole_parameters(model):
+        for name, weight in lora.full_parameters(model, self.dtype):
             mine[name].copy_(weight)
         if self.packs:
             for module in self.model.modules():

@@ -246,7 +246,7 @@ def host_weights(
     """
     out: dict[str, Tensor] = {}
     # a tied head is the embedding, under whose name it comes first
-    for name, full in lora.whole_parameters(model):
+    for name, full in lora.full_parameters(model):
         if keep:
             out[name] = full.to("cpu", dtype, copy=True).contiguous()
     return out

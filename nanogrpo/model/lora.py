@@ -86,28 +86,28 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in model.named_parameters() if not is_adapter(name))
 
 
-def gathered(p: Tensor) -> Tensor:
-    """A parameter without its gradient, whole; of a shard, by a collective."""
+def gathered(p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a parameter without its gradient. A shard is cast to `dtype` and gathered by a collective."""
     p = p.detach()
-    return p.full_tensor() if hasattr(p, "full_tensor") else p
+    return p.to(dtype).full_tensor() if hasattr(p, "full_tensor") else p
 
 
-def whole(owner: nn.Module, name: str, p: Tensor) -> Tensor:
-    """A base parameter, gathered; the weight of an adapted layer with its adapters, added in
-    float32 and rounded once.
-    """
-    w = gathered(p)
-    if not (isinstance(owner, LoRALinear) and name == "weight"):
-        return w
-    exact = torch.promote_types(w.dtype, torch.float32)
-    delta = gathered(owner.lora_B).to(exact) @ gathered(owner.lora_A).to(exact)  # [out, in]
-    return (w.to(exact) + owner.scale * delta).to(w.dtype)
+def full_parameters(
+    model: nn.Module, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full tensor) for each parameter that a checkpoint has, with the adapters merged.
 
-
-def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of the model without adapters, or with its adapters merged. Every rank
-    must consume it to the end.
+    Under FSDP2 every rank must consume the generator to its end, because each shard is gathered by
+    a collective. dtype: the one the caller needs; shards are cast to it before they travel.
+    Adapters are added in float32 and rounded once.
     """
     for name, p in base_parameters(model):
         owner, _, own = name.rpartition(".")
-        yield name, whole(model.get_submodule(owner), own, p)
+        layer = model.get_submodule(owner)
+        if not (isinstance(layer, LoRALinear) and own == "weight"):
+            yield name, gathered(p, dtype)
+            continue
+        w = gathered(p)
+        exact = torch.promote_types(w.dtype, torch.float32)
+        delta = gathered(layer.lora_B).to(exact) @ gathered(layer.lora_A).to(exact)  # [out, in]
+        yield name, (w.to(exact) + layer.scale * delta).to(w.dtype)

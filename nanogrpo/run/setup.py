@@ -184,7 +184,7 @@ def make_engine(cfg: Config, world: World, model: Decoder, source: Path, max_len
         window=cfg.server_window,
         timeout=cfg.server_timeout,
         patience=cfg.server_patience,
-        device=world.device,
+        world=world,
     )
 
 

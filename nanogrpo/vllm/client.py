@@ -26,17 +26,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import nn
 
 from nanogrpo.distributed.failure import asked
+from nanogrpo.distributed.world import ALONE, World
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.errors import UserError
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.auth import FACTS
 from nanogrpo.vllm.protocol import Group, ask, check, fits, read
 from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar, until
-from nanogrpo.vllm.sync import Ranks, WeightSync
+from nanogrpo.vllm.sync import WeightSync
 
 log = logging.getLogger(__name__)
 
@@ -61,19 +61,13 @@ class VLLMEngine:
         # seconds in which a healthy server gives a sign of life, and takes the weights
         timeout: float = 60.0,
         patience: float = 600.0,  # seconds that a server which is not ours may be away
-        device: torch.device | str = "cpu",  # of the trainer
-        ranks: Ranks | None = None,
+        world: World = ALONE,
     ):
         if bool(servers) == bool(sidecar):
             raise ValueError("give the addresses of servers, or a sidecar to start, and not both")
-        ranks = self.ranks = ranks or Ranks()
+        self.world = world.patient()
         self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, patience
-        self.window, self.timeout, self.transport, self.device = (
-            window,
-            timeout,
-            transport,
-            torch.device(device),
-        )
+        self.window, self.timeout, self.transport = window, timeout, transport
         self.version, self.dtype = -1, ""  # of the weights; the dtype is the servers'
         self.over = threading.Event()  # set by `close`
         self.restarts = 0  # of our sidecar, and reconnections, for the log
@@ -87,20 +81,20 @@ class VLLMEngine:
         self.workers: dict[Server, int] = {}
         self.sync: WeightSync | None = None
         self.servers = (
-            [Server(url, secret, timeout, self.over) for url in servers] if self.ranks.first else []
+            [Server(url, secret, timeout, self.over) for url in servers] if world.main else []
         )
         try:
-            self.ranks.on_first(self._start)
+            self.world.once(self._start)
         except BaseException:
             self.over.set()  # nobody will close what was refused: its threads end now
             raise
         self.sync = WeightSync(
             model,
-            ranks.share(self.dtype),
-            self.device,
+            self.world.once(lambda: self.dtype),
+            world.device,
             transport,
             timeout=timeout,
-            first=ranks.first,
+            first=world.main,
         )
 
     # --- the interface of rollout.Served ---
@@ -118,7 +112,7 @@ class VLLMEngine:
         for all of them.
         """
         limits = limits or [params.max_tokens] * len(prompts)
-        parts = self.ranks.gather([[p.id, p.token_ids, most] for p, most in zip(prompts, limits)])
+        parts = self.world.gather([[p.id, p.token_ids, most] for p, most in zip(prompts, limits)])
         everyone = [Prompt(i, "", ids) for part in parts for i, ids, _ in part]
         limits = [most for part in parts for _, _, most in part]
         return self.scatter(lambda: self.request(everyone, n, params, step, limits), prompts, n)
@@ -130,10 +124,10 @@ class VLLMEngine:
         with self.lock:
             # While rank 0 waits for the lock, the others wait here, and not in a collective that
             # has a limit.
-            self.ranks.share(None)
+            self.world.once(lambda: None)
             self.sync.gather(model)
             self.version = version
-            self.ranks.on_first(self._send)
+            self.world.once(self._send)
 
     def close(self) -> None:
         """Releases the servers; ends the one that we started. What a thread still asks for raises
@@ -143,9 +137,9 @@ class VLLMEngine:
         for server in self.servers:  # of rank 0: the others have none
             server.alive = False
             server.abort()
-        if self.ranks.first and self.sync is not None:
+        if self.world.main and self.sync is not None:
             self.sync.close()
-        if self.ranks.first and self.sidecar is not None:
+        if self.world.main and self.sidecar is not None:
             self.sidecar.stop()
 
     # --- sampling: on rank 0 ---
@@ -377,12 +371,11 @@ class VLLMEngine:
         """Of what `requested` returns on rank 0, this rank's: those after the prompts of the ranks
         before. Errors reach all.
         """
-        samples = self.ranks.on_first(requested)
-        skip = sum(self.ranks.gather(len(prompts))[: self.ranks.rank])
-        rows = (
-            [[s.index, s.token_ids, s.logp, s.stopped, s.versions] for s in samples]
-            if self.ranks.first
-            else None
-        )
-        mine = self.ranks.share(rows)[skip * n : (skip + len(prompts)) * n]
-        return [Sample(prompts[i // n], *row) for i, row in enumerate(mine)]
+
+        def fields() -> list[tuple]:
+            """All samples, without their prompts: every rank has its own."""
+            return [(s.index, s.token_ids, s.logp, s.stopped, s.versions) for s in requested()]
+
+        skip = sum(self.world.gather(len(prompts))[: self.world.rank])
+        mine = self.world.once(fields)[skip * n : (skip + len(prompts)) * n]
+        return [Sample(prompts[i // n], *sample) for i, sample in enumerate(mine)]

@@ -18,24 +18,19 @@ wire.py. Read next: engine_worker.py (the other end), vllm_engine.py (who calls 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from nanogrpo.errors import UserError
 from nanogrpo.model import lora
 from nanogrpo.vllm.auth import loopback
 from nanogrpo.vllm.buckets import (
     BUCKET_BYTES,
+    DTYPES,
     Greeting,
     Group,
     Layout,
@@ -43,112 +38,12 @@ from nanogrpo.vllm.buckets import (
     listen,
     sequence_of,
 )
-from nanogrpo.vllm.server import Server, ServerError, ServerLost
+from nanogrpo.vllm.server import Server, ServerError
 
 log = logging.getLogger(__name__)
 
 TORN = "torn"  # the label of weights that are being replaced: it stays when that fails midway
 TRANSPORTS = ("broadcast", "memory")
-
-
-# --- from shards to full parameters ---------------------------------------------------------------
-
-
-def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, full parameter) of every parameter, once, adapters merged; every rank must consume it
-    to the end (collective under FSDP2).
-
-    Under FSDP2 block by block: `unshard` gathers a block in one collective and in the dtype of its
-    mixed-precision policy, which are the very bits that the trainer computes with. A tensor is
-    valid until the next is asked for.
-    """
-    if not any(isinstance(m, FSDPModule) for m in model.modules()):
-        yield from lora.whole_parameters(model)
-        return
-    # without the second name of a tied parameter
-    seen = {name for name, _ in lora.base_parameters(model)}
-
-    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        for name, p in module.named_parameters(recurse=False):
-            if prefix + name in seen:
-                yield prefix + name, lora.whole(module, name, p)
-        for name, child in module.named_children():
-            sharded = isinstance(child, FSDPModule)
-            if sharded:
-                child.unshard()
-            yield from walk(child, f"{prefix}{name}.")
-            if sharded:
-                child.reshard()
-
-    root = isinstance(model, FSDPModule)
-    if root:
-        model.unshard()
-    yield from walk(model, "")
-    if root:
-        model.reshard()
-
-
-# --- what the ranks tell each other ---------------------------------------------------------------
-
-
-class Ranks:
-    """The trainer's processes, of which rank 0 talks to the servers; a single process is rank 0 of
-    one.
-
-    They share through a gloo group of their own. The others wait there as long as rank 0 samples,
-    or tries to get a server back, so it has no limit worth the name: a rank 0 that is gone is
-    noticed by ends.Watch.
-    """
-
-    def __init__(self, timeout: float = 7 * 86400.0):
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.group = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if several else None
-        )
-        self.rank = dist.get_rank() if several else 0
-        self.first = self.rank == 0
-
-    def share(self, value: object) -> object:
-        """Rank 0's value, of JSON types, on every rank; the others' argument is not looked at."""
-        return self.gather(value if self.first else None)[0]
-
-    def on_first(self, call: Callable[[], object]) -> object:
-        """`call` on rank 0, whose result is returned there, None elsewhere. Its error is raised on
-        every rank: none waits for one that has given up.
-        """
-        result = error = None
-        if self.first:
-            try:
-                result = call()
-            except Exception as e:  # whatever it is: the other ranks wait for this one
-                error = e
-        told = self.share(error and [type(error).__name__, str(error)])
-        if error is not None:
-            raise error
-        if told is not None:
-            kinds = {
-                "UserError": UserError,
-                "ServerLost": ServerLost,
-                "FloatingPointError": FloatingPointError,
-            }
-            raise kinds.get(told[0], RuntimeError)(told[1])
-        return result
-
-    def gather(self, value: object) -> list:
-        """Every rank's value, of JSON types (which give floats back bit for bit), in the order of
-        ranks, on every rank.
-        """
-        if self.group is None:
-            return [value]
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)  # [bytes]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self.group)
-        longest = max(int(n) for n in sizes)
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(
-            parts, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=self.group
-        )
-        return [json.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(parts, sizes)]
 
 
 # --- the sync -------------------------------------------------------------------------------------
@@ -171,6 +66,7 @@ class WeightSync:
             [(n, dtype, list(p.shape)) for n, p in lora.base_parameters(model)], bucket_bytes
         )
         self.device, self.transport, self.timeout, self.first = device, transport, timeout, first
+        self.dtype = DTYPES[dtype]
         self.sequence = 0  # numbers the updates; 0: nothing gathered yet
         # tells this trainer's labels and cached prefixes from another's, or an earlier run's
         self.run = secrets.token_hex(6)
@@ -202,7 +98,7 @@ class WeightSync:
         """Fills the buckets with the model's current weights. Every rank must call it; the others'
         gathers are thrown away.
         """
-        for name, full in full_parameters(model):
+        for name, full in lora.full_parameters(model, self.dtype):
             if self.first:
                 self.slots[name].copy_(full)
         self.sequence += 1

@@ -20,7 +20,6 @@ from nanogrpo.model import adapters, checkpoint, lora
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import optim
 from nanogrpo.run import setup as parts
-from nanogrpo.vllm.sync import full_parameters
 from tests.conftest import SOLO, positions_of, random_tokens, tiny_model, write_base
 from tests.distributed.test_fsdp import generation
 
@@ -100,7 +99,7 @@ def three_steps(base: Path, options: dict, world: World = SOLO) -> tuple[dict, d
                 gradient[name] = lora.gathered(p.grad).clone()
         optim.clip_and_step(model, optimizer, cfg.learning_rate, 1.0)
     assert all(lora.is_adapter(name) for name in gradient)
-    sent = {name: p.clone() for name, p in full_parameters(model)}
+    sent = {name: p.clone() for name, p in lora.full_parameters(model)}
     positions, attend = positions_of([13])
     with torch.no_grad(), lora.off(model):
         off = model(random_tokens(13, 104), positions, attend)

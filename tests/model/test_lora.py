@@ -19,7 +19,7 @@ from nanogrpo.model import adapters, lora
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import memory, optim
 from nanogrpo.types import PackedBatch
-from nanogrpo.vllm.sync import WeightSync, full_parameters
+from nanogrpo.vllm.sync import WeightSync
 from tests.conftest import SOLO, positions_of, random_batch, tiny_config, tiny_model
 from tests.model.lora_ranks import adapted, logits, nudge
 from tests.run.test_memory import Live
@@ -146,7 +146,7 @@ def test_merging_gives_the_same_model_and_changes_no_weight():
     before = {n: p.clone() for n, p in model.named_parameters()}
     plain = tiny_model(seed=9)
     for _ in range(3):
-        plain.load_state_dict(dict(full_parameters(model)))
+        plain.load_state_dict(dict(lora.full_parameters(model)))
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
     # not even by rounding: nothing drifts
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
@@ -155,14 +155,14 @@ def test_merging_gives_the_same_model_and_changes_no_weight():
             if name.endswith("lora_B"):
                 p.zero_()
     base = dict(tiny_model().named_parameters())
-    assert all(torch.equal(p, base[n]) for n, p in full_parameters(model))
+    assert all(torch.equal(p, base[n]) for n, p in lora.full_parameters(model))
 
 
 def test_bfloat16_weights_are_merged_in_float32_and_rounded_once():
     model = adapted(LORA).bfloat16()
     layer = model.model.layers[0].mlp.up_proj
     w, a, b = (p.detach().double() for p in (layer.weight, layer.lora_A, layer.lora_B))
-    merged = dict(full_parameters(model))["model.layers.0.mlp.up_proj.weight"]
+    merged = dict(lora.full_parameters(model))["model.layers.0.mlp.up_proj.weight"]
     exact = w + 2.5 * b @ a
     assert merged.dtype == torch.bfloat16
     # half a unit in the last place, and what float32 adds to it
@@ -172,7 +172,7 @@ def test_bfloat16_weights_are_merged_in_float32_and_rounded_once():
 @pytest.mark.parametrize("tied", [False, True])
 def test_engines_are_given_the_merged_weights(tied):
     model = adapted(LORA, tiny_model(tie_word_embeddings=tied))
-    merged = {n: p.clone() for n, p in full_parameters(model)}
+    merged = {n: p.clone() for n, p in lora.full_parameters(model)}
     assert list(merged) == [n for n, _ in tiny_model(tie_word_embeddings=tied).named_parameters()]
     engine = LocalEngine(model.cfg, max_len=32, slots=2, device="cpu")
     engine.load(model, version=1)

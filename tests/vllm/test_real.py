@@ -206,6 +206,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from nanogrpo.model import checkpoint
+from nanogrpo.distributed.world import World
 from nanogrpo.vllm.client import VLLMEngine
 from tests.vllm.test_real import PROMPTS, params
 from tests.vllm.real import gap, train_a_little
@@ -216,7 +217,7 @@ whole, model = (checkpoint.load_model(Path(folder)) for _ in range(2))
 for block in model.model.layers:
     fully_shard(block)
 fully_shard(model)
-engine = VLLMEngine(model, max_len=64, servers=[url], secret=secret)
+engine = VLLMEngine(model, max_len=64, servers=[url], secret=secret, world=World(dist.get_rank(), 2, torch.device("cpu")))
 mine = PROMPTS[:4] if dist.get_rank() == 0 else PROMPTS[4:]
 gaps = []
 for version in range(2):

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanogrpo.model import lora
 from nanogrpo.vllm.auth import loopback
 from nanogrpo.vllm.buckets import (
     ALIGN,
@@ -29,7 +30,7 @@ from nanogrpo.vllm.buckets import (
     attach,
     sequence_of,
 )
-from nanogrpo.vllm.sync import WeightSync, full_parameters
+from nanogrpo.vllm.sync import WeightSync
 from tests.conftest import tiny_model
 from tests.vllm.real import ROOT, train_a_little
 
@@ -208,7 +209,9 @@ FSDP = """
 import json, torch, torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.conftest import tiny_model
-from nanogrpo.vllm.sync import Ranks, WeightSync, full_parameters
+from nanogrpo.distributed.world import World
+from nanogrpo.model import lora
+from nanogrpo.vllm.sync import WeightSync
 
 dist.init_process_group("gloo")
 rank, out = dist.get_rank(), {}
@@ -227,7 +230,8 @@ for tied in (True, False):
             out[f"{tied} {param_dtype} {dtype}"] = same
         sharded = all(hasattr(p, "full_tensor") for p in model.parameters())  # the shards are back after the gather
         out["sharded"] = out.get("sharded", True) and sharded
-out["shared"] = Ranks().share({"x": [1, 0.1, "y"], "from": rank}) == {"x": [1, 0.1, "y"], "from": 0}
+world = World(rank, 2, torch.device("cpu")).patient()
+out["shared"] = world.once(lambda: {"x": [1, 0.1, "y"], "from": rank}) == {"x": [1, 0.1, "y"], "from": 0}
 everyone = [None] * dist.get_world_size()
 dist.all_gather_object(everyone, out)
 dist.barrier()
@@ -247,7 +251,7 @@ def test_gathers_from_fsdp_shards_are_the_whole_models_bits():
 
 def test_full_parameters_of_a_plain_model_are_its_parameters():
     model = tiny_model()
-    assert [(n, p.data_ptr()) for n, p in full_parameters(model)] == [
+    assert [(n, p.data_ptr()) for n, p in lora.full_parameters(model)] == [
         (n, p.data_ptr()) for n, p in model.named_parameters()
     ]
 

@@ -15,10 +15,12 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import train
 from nanogrpo.distributed.failure import asked
+from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
@@ -243,15 +245,15 @@ def late_to_load(url: str) -> float:
     """Rank 0's lock is held by a recovery for longer than a collective may take."""
     dist.init_process_group("gloo")
     model = tiny_model()
-    ranks = sync.Ranks()
+    world = World(dist.get_rank(), 2, torch.device("cpu"))
     dist.barrier()  # from here on the ranks are side by side
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5))
     engine = VLLMEngine(
-        model, max_len=32, servers=[url], transport="memory", timeout=5.0, ranks=ranks
+        model, max_len=32, servers=[url], transport="memory", timeout=5.0, world=world
     )
     gather = engine.sync.gather
     engine.sync.gather = lambda m: (dist.barrier(), gather(m))  # as FSDP2 does
-    if ranks.first:
+    if world.main:
         held = threading.Event()
 
         def recovery() -> None:
