@@ -40,7 +40,8 @@ from rich.progress import Progress
 from bench import common, runs, tables
 from nanogrpo.config import Config
 from nanogrpo.model import checkpoint
-from nanogrpo.model.decoder import Decoder, ModelConfig
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import warmup
 

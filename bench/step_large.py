@@ -37,7 +37,8 @@ from bench.step_sides import Case, Ours, Trl, options_of, strips
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import join
 from nanogrpo.model import checkpoint
-from nanogrpo.model.decoder import Decoder, ModelConfig
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.run import warmup
 from nanogrpo.types import PackedBatch, Sample
 

@@ -30,7 +30,8 @@ from bench import common, tables
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.model import checkpoint
 from nanogrpo.model.attention import Packed
-from nanogrpo.model.decoder import Decoder, ModelConfig
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.run.warmup import write_tokenizer
 from nanogrpo.types import Prompt
 from nanogrpo.vllm.client import VLLMEngine

@@ -42,7 +42,8 @@ from nanogrpo.grpo import packing
 from nanogrpo.model import checkpoint
 from nanogrpo.model import head as ops
 from nanogrpo.model.attention import Packed
-from nanogrpo.model.decoder import Decoder, ModelConfig
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.run import warmup
 from nanogrpo.types import PackedBatch, Sample
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import train
 from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
-from nanogrpo.model.decoder import ModelConfig
+from nanogrpo.model.hf_config import ModelConfig
 from tests.conftest import CUDA, tiny_model, write_base
 
 ROOT = Path(__file__).parents[1]
@@ -149,7 +149,10 @@ MODELS = {
         set_fields(rope_parameters=..., rope_scaling={"type": "linear"}),
         "rope_type 'linear' is not supported",
     ),
-    "sliding window": (set_fields(use_sliding_window=True), "use_sliding_window is not supported"),
+    "sliding window": (
+        set_fields(use_sliding_window=True),
+        "use_sliding_window True is not supported",
+    ),
     "activation": (set_fields(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     **{
         f"no {field}": (set_fields(**{field: ...}), rf"config\.json: the field {field} is missing")
@@ -185,11 +188,11 @@ MODELS = {
     ),
     "rope a list": (
         set_fields(rope_parameters=[1, 2]),
-        r"rope_parameters is \[1, 2\] and no object",
+        r"rope_parameters is \[1, 2\] but must be an object",
     ),
     "rope a text": (
         set_fields(rope_parameters=..., rope_scaling="linear"),
-        "rope_parameters is 'linear' and no object",
+        "rope_parameters is 'linear' but must be an object",
     ),
     "an architecture that is a list": (
         set_fields(model_type=["qwen3"]),

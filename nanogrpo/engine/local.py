@@ -31,7 +31,8 @@ from nanogrpo.engine.sampler import draw
 from nanogrpo.errors import UserError
 from nanogrpo.model import lora
 from nanogrpo.model.attention import KVCache, Packed
-from nanogrpo.model.decoder import Decoder, ModelConfig, logits
+from nanogrpo.model.decoder import Decoder, logits
+from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample
 
 # prompts are prefilled in packs of at most this many tokens: bounds the memory of a pack

@@ -26,7 +26,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.model import lora
-from nanogrpo.model.decoder import Decoder, ModelConfig
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

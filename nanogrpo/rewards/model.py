@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.model import checkpoint
 from nanogrpo.model.attention import Packed
-from nanogrpo.model.decoder import Body, ModelConfig
+from nanogrpo.model.decoder import Body
+from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 
 BUDGET = 16384  # tokens in a strip: as many texts as fit, or one

@@ -47,7 +47,8 @@ from nanogrpo.errors import UserError
 from nanogrpo.grpo import packing
 from nanogrpo.model import head as ops
 from nanogrpo.model import lora
-from nanogrpo.model.decoder import Decoder, ModelConfig
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.hf_config import ModelConfig
 
 log = logging.getLogger("nanogrpo")
 

@@ -30,7 +30,8 @@ from nanogrpo.errors import UserError
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing
 from nanogrpo.model import checkpoint
-from nanogrpo.model.decoder import Decoder, ModelConfig
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import optim
 from nanogrpo.types import Prompt, Sample

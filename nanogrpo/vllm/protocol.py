@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.errors import UserError
-from nanogrpo.model.decoder import ModelConfig
+from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.auth import FIELDS
 from nanogrpo.vllm.server import ServerError

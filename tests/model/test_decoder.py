@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanogrpo.model.attention import Packed
-from nanogrpo.model.decoder import Decoder, ModelConfig, logits
+from nanogrpo.model.decoder import Decoder, logits
+from nanogrpo.model.hf_config import ModelConfig
 from tests.conftest import positions_of, random_batch, random_tokens, tiny_config, tiny_model
 
 RAGGED = [7, 1, 33, 2, 20]
