@@ -137,6 +137,7 @@ def ours(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
     there.
     """
     import train
+    from nanogrpo import step as step_module
 
     laps, setup, evaluate = Laps(), train.setup, train.evaluate
 
@@ -161,7 +162,11 @@ def ours(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
         with laps.held():
             evaluate(*args, **kwargs)
 
-    with patch.object(train, "setup", started), patch.object(train, "evaluate", evaluated):
+    with (
+        patch.object(train, "setup", started),
+        patch.object(train, "evaluate", evaluated),
+        patch.object(step_module, "evaluate", evaluated),  # before the first step
+    ):
         if train.main(arguments(cfg)):
             raise SystemExit(2)  # it has said why
     rows = [

@@ -1,29 +1,56 @@
-"""What a step learns from: samples → rewards → advantages → micro-batches with all that the loss
-compares with.
+"""What a step does with its samples: reward, advantage, micro-batches, and the record in the log.
 
-In: the samples that an engine drew. Out: the same with rewards and advantages; then this rank's
-`PackedBatch`es. The words between the ranks are here; what is computed is in rewards.py, grpo.py,
-packing.py, mismatch.py and entropy.py. Read before: train.py. Read next: grpo.py.
+In: the samples of a step. Out: the same samples with rewards and advantages, then the `PackedBatch`
+es of each optimizer step. This file moves data between the parts of a run and its ranks. The
+algorithm itself is in grpo/. Read before: train.py. Read next: grpo/advantages.py.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from nanogrpo.config import Config
+from nanogrpo.distributed.failure import Stop
+from nanogrpo.engine.base import stream
 from nanogrpo.grpo import entropy, mismatch, packing
 from nanogrpo.grpo import loss as grpo
+from nanogrpo.logs import metrics
 from nanogrpo.model import lora
 from nanogrpo.model.decoder import Decoder
-from nanogrpo.resample import resample
 from nanogrpo.rewards.call import TrainerState
+from nanogrpo.run import memory
 from nanogrpo.run.setup import Run
 from nanogrpo.types import PackedBatch, Sample
 
+log = logging.getLogger("nanogrpo")
 
-def score(run: Run, samples: list[Sample]) -> None:
-    """Fills the text and the rewards of samples."""
+
+def sync(run: Run) -> None:
+    """Send the current weights to the engine, unless it already has them."""
+    if run.engine.version != run.done:
+        run.engine.load(run.model, version=run.done)
+
+
+# --- rewards and advantages -----------------------------------------------------------------------
+
+
+def score(run: Run, samples: list[Sample], step: int) -> None:
+    """Decode the samples and call the reward functions on them.
+
+    With dynamic sampling (--max-resample-times), groups that carry no signal are then replaced.
+    """
+    fill_rewards(run, samples)
+    if run.cfg.max_resample_times:
+        run.resampled_groups = resample(run, samples, step)
+
+
+def fill_rewards(run: Run, samples: list[Sample]) -> None:
+    """Set `text`, `rewards` and `reward` of each sample."""
     for sample in samples:
         sample.text = run.tokenizer.decode(sample.token_ids)
     if samples:
@@ -31,53 +58,109 @@ def score(run: Run, samples: list[Sample]) -> None:
         run.rewards.score(samples, TrainerState(run.done, run.cfg.max_steps, epoch))
 
 
-def judge(run: Run, samples: list[Sample], step: int) -> tuple[Tensor, int]:
-    """Fills rewards and advantages; with dynamic sampling, replaces groups that teach nothing.
-
-    Returns the standard deviations of grpo.advantages, and how many groups were sampled anew.
-    """
-    score(run, samples)
-    replaced = resample(run, samples, step, score, advantages)
-    found, std = advantages(run, samples)
-    for sample, advantage in zip(samples, run.world.part(found)):
+def assign_advantages(run: Run, samples: list[Sample]) -> None:
+    """Set `advantage` of each sample: how much better than its group it did."""
+    for sample, advantage in zip(samples, run.world.part(advantages(run, samples))):
         sample.advantage = advantage
-    return std, replaced
 
 
-def advantages(run: Run, samples: list[Sample]) -> tuple[list[float], Tensor]:
-    """grpo.step_advantages of the samples of all ranks, from their rewards. Every rank calls."""
+def advantages(run: Run, samples: list[Sample]) -> list[float]:
+    """Return the advantages of the samples of all ranks. Every rank must call."""
     scored = run.world.concat([(s.reward, [*s.rewards.values()]) for s in samples])
-    return grpo.step_advantages([r for r, _ in scored], run.cfg, [each for _, each in scored])
+    return grpo.step_advantages([r for r, _ in scored], run.cfg, [each for _, each in scored])[0]
 
 
-def pack(run: Run, samples: list[Sample], step: int) -> list[list[PackedBatch]]:
-    """This rank's micro-batches of each optimizer step of a pass. Samples change rank only where
-    the balance needs it.
+def resample(run: Run, samples: list[Sample], step: int) -> int:
+    """Replace groups without a signal by groups of other prompts: DAPO, Yu et al. 2025, section 3.2.
+
+    A group carries no signal if all its advantages are 0. (Equal rewards are not the criterion:
+    maxrl also gives 0 if the mean is not positive, and under normalize_then_sum the rewards of
+    single functions may differ while their sums are equal.) Groups that still carry none after
+    `max_resample_times` rounds stay. Returns the number of groups sampled again, over all ranks.
+
+    The new prompts and their random streams are functions of (seed, step, round, position among the
+    replaced), so neither a resume nor the number of ranks changes them. Every rank must call; each
+    samples the replacements of its own groups.
+    """
+    n, world, count = run.cfg.num_generations, run.world, 0
+    groups = len(samples) // n
+    first = sum(world.gather(groups)[: world.rank])  # index in the step of this rank's first group
+    for attempt in range(1, run.cfg.max_resample_times + 1):
+        found = advantages(run, samples)
+        flat = [g for g in range(len(found) // n) if not any(found[g * n : (g + 1) * n])]
+        if not flat:
+            break
+        # A seed of its own: another order of prompts, and other completions if one comes up again.
+        seed = stream(run.cfg.seed, step, attempt, 0)
+        pairs = zip(flat, run.draw_all(seed, step))
+        mine = [(g - first, prompt) for g, prompt in pairs if first <= g < first + groups]
+        params = dataclasses.replace(run.sampling, seed=seed)
+        fresh = run.engine.sample([prompt for _, prompt in mine], n, params, step)
+        fill_rewards(run, fresh)
+        for i, (g, _) in enumerate(mine):
+            samples[g * n : (g + 1) * n] = fresh[i * n : (i + 1) * n]
+        count += len(flat)
+    return count
+
+
+def evaluate(run: Run) -> None:
+    """Decode the held-out prompts greedily, score them with the same rewards, and log the result."""
+    sync(run)
+    greedy = dataclasses.replace(run.sampling, temperature=0.0)
+    samples = run.engine.sample(run.world.part(run.eval_prompts), 1, greedy, step=0)
+    fill_rewards(run, samples)
+    facts = metrics.facts(samples, run.world)
+    run.log.evaluation(run.done, facts, run.rewards.metrics(run.world.gather))
+
+
+def ready(run: Run, stop: Stop) -> bool:
+    """Evaluate the model before its first step. Return False if a signal asks to stop first."""
+    if run.start == 0 and run.cfg.eval_steps and not run.world.any(stop.asked):
+        evaluate(run)
+    if not run.world.any(stop.asked):
+        return True
+    log.info("asked to stop before the first step: nothing was trained, and nothing is saved")
+    return False
+
+
+# --- micro-batches --------------------------------------------------------------------------------
+
+
+def pack(run: Run, samples: list[Sample], step: int) -> Iterator[list[PackedBatch]]:
+    """Yield this rank's micro-batches of each optimizer step, num_iterations times over.
+
+    The log-probs that the loss compares with are computed before the first optimizer step. Every
+    rank must call and iterate. A sample changes rank only if the balance between ranks needs it.
     """
     world, cfg = run.world, run.cfg
     sizes = world.concat(packing.sizes(samples, cfg))
     updates = packing.schedule(sizes, cfg, step, world.size, run.model.cfg.pair_cost)
     mine = world.exchange(samples, packing.wanted(updates, world.size))
-    return [
+    packed = [
         [batch.to(world.device) for batch in packing.pack(update, mine, cfg, world.rank)]
         for update in updates
     ]
+    for batches in packed:
+        add_logps(run, batches)
+    for batches in packed * cfg.num_iterations:
+        run.bonus.weigh(batches)  # the entropy bonus may change after each optimizer step
+        yield batches
 
 
 @torch.no_grad()
 def logp(model: Decoder, batch: PackedBatch, cfg: Config) -> Tensor:
-    """The model's log-probs of a batch's completion tokens at the sampling temperature, [M]
-    float32.
-    """
+    """Return the log-probs [M] float32 of a batch's targets at the sampling temperature."""
     return model.forward_packed(batch, grpo.logp_of(batch, cfg))[0]
 
 
 @torch.no_grad()
 def add_logps(run: Run, batches: list[PackedBatch]) -> None:
-    """What the loss of an optimizer step compares with, taken before the weights move.
+    """Set the log-probs that the loss of one optimizer step compares with.
 
-    Log-probs of the policy that sampled, by the trainer or by the engine, and of the reference;
-    from them the correction for the engine, and from the entropies the tokens that are trained.
+    old_logp: of the policy that sampled, from the trainer or the engine. It stays None on policy,
+    where the ratio is 1. ref_logp: of the reference model, for the KL. From these follow the
+    importance weights that correct for the engine (mismatch.py), and from the entropies the tokens
+    that are trained (--top-entropy-quantile).
     """
     cfg, entropies = run.cfg, []
     mode, top = cfg.vllm_importance_sampling_mode, cfg.top_entropy_quantile < 1
@@ -99,3 +182,23 @@ def add_logps(run: Run, batches: list[PackedBatch]) -> None:
                 batch.ref_logp = logp(run.reference, batch, cfg)
     if top:
         entropy.keep_top(batches, entropies, cfg.top_entropy_quantile, run.world)
+
+
+# --- the record in the log ------------------------------------------------------------------------
+
+
+def log_step(
+    run: Run, step: int, samples: list[Sample], meter: metrics.Meter, clock: metrics.Clock
+) -> None:
+    """Write the metrics of a step, and its completions if they are asked for. Every rank must call."""
+    world, cfg = run.world, run.cfg
+    facts = metrics.facts(samples, world)
+    by_function = [[*f.rewards.values()] for f in facts]
+    _, std = grpo.step_advantages([f.reward for f in facts], cfg, by_function)
+    record = {**metrics.of_samples(facts, std), **meter.summary(world)}
+    record |= {**memory.measured(world, run.estimate), **run.engine.metrics()}
+    record["learning_rate"] = run.optimizer.param_groups[0]["lr"]
+    if cfg.max_resample_times:
+        record["resampled_groups"] = run.resampled_groups
+    run.log.step(step, facts, record, clock, run.rewards.metrics(world.gather))
+    run.log.completions.log(step, samples)

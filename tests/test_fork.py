@@ -153,7 +153,7 @@ def test_the_loop_asks_an_engine_for_nothing_that_the_protocol_lacks():
     for name in (
         "train.py",
         "nanogrpo/engine/ahead.py",
-        "nanogrpo/resample.py",
+        "nanogrpo/step.py",
         "nanogrpo/engine/turns.py",
         "nanogrpo/run/setup.py",
     ):

@@ -1,19 +1,18 @@
-"""Sampling ahead of training, by a bounded number of steps: the next generation is sampled while
-this one trains.
+"""Sample ahead of training: an engine around an engine of other processes (a vLLM server).
 
-In: an engine that can sample in a thread, the prompts of each step, a bound S. Out: the samples of
-each step, in order.
+In: the engine, the prompts of each step, a bound S (--max-staleness). Out: the samples of each
+step, in order. With S = 0 it only checks versions and reports staleness.
 
-    S = 0    sample 0 │ train 0 │ sync │ sample 1 │ train 1 │ sync │ …             synchronous: what it trains on is always fresh
-    S = 1    sample 0 │ train 0 ────────── sync │ train 1 ────────── sync │ …      the server never waits for the trainer,
-                      │ sample 1 ──────────┼────│ sample 2 ───── …                 the weights may change in mid-completion
+    S = 0    sample 0 │ train 0 │ sync │ sample 1 │ train 1 │ sync │ …      always the newest weights
+    S = 1    sample 0 │ train 0 ────────── sync │ train 1 ───────── sync │ …
+                      │ sample 1 ──────────┼────│ sample 2 ──── …           the server never waits
 
-The bound holds by admission, not by throwing finished work away: the samples of step t are asked
-for only once step t − S has begun to train, so that the weights which start them are those after t
-− S steps, or newer. Every token carries the version that wrote it, and `take` asserts the bound on
-each of them (AReaL's admission rule, arXiv:2505.24298, counted in whole steps). What a completion
-has cached when the weights change it keeps: it goes on from keys that are partly one version older.
-Read before: vllm_engine.py. Read next: train.py.
+The bound holds by admission, so finished work is never thrown away: the samples of step t are
+requested only once step t − S begins to train. They therefore start from the weights after t − S
+steps, or newer ones. This is AReaL's admission rule (arXiv:2505.24298), counted in steps. Weights may
+change in the middle of a completion. It then continues with the keys and values that it has cached,
+some of which older weights computed. Every token carries the version of the weights that wrote it,
+and `sample` checks the bound on each of them. Read before: base.py, vllm/client.py.
 """
 
 from __future__ import annotations
@@ -22,85 +21,100 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from nanogrpo.engine.base import Engine, SamplingParams, Served
+from torch import nn
+
+from nanogrpo.distributed.world import World
+from nanogrpo.engine.base import SamplingParams, Served
 from nanogrpo.types import Prompt, Sample
 
 
-class Ahead:
-    """Samples up to S steps ahead. Any engine can do it for S = 0; for more it must be a
-    rollout.Served.
+class AheadEngine:
+    """An engine that samples up to `bound` steps ahead of the step that trains.
 
-    >>> ahead = Ahead(engine, lambda step: data.draw(prompts, P, seed, step), G, params, start, cfg.max_steps, max_staleness=1)
-    >>> for step in range(start, cfg.max_steps):
-    ...     engine.load(model, version=step)            # also while the server samples
-    ...     samples = ahead.take(step)                  # waits for the samples of this step; those of the next are under way
-    ...     ...                                         # train
+    draw: all prompts of a step, of all ranks. n, params: how the training samples are drawn. Any
+    other request, such as an evaluation, goes straight to the engine. stop: the number of steps of
+    the run; no step from there on is requested.
     """
 
     def __init__(
         self,
-        engine: Engine | Served,
-        draw: Callable[[int], Sequence[Prompt]],  # all prompts of a step
+        engine: Served,
+        draw: Callable[[int], Sequence[Prompt]],
         n: int,
         params: SamplingParams,
-        start: int,  # the first step: after a resume the count starts again, with nothing under way
-        stop: int,  # one past the last: nothing is sampled that nobody trains on
-        max_staleness: int = 0,
-        # this rank's part of them: World.part
-        share: Callable[[Sequence[Prompt]], Sequence[Prompt]] = lambda prompts: prompts,
-        main: bool = True,  # whether this rank asks for all
+        stop: int,
+        bound: int,
+        world: World,
     ):
-        self.engine, self.draw, self.share, self.n, self.params = engine, draw, share, n, params
-        self.stop, self.bound = stop, max_staleness
-        self.next = start  # the first step that has not been asked for
-        self.waiting: deque[tuple[int, Sequence[Prompt], Future]] = deque()
-        # One thread: the steps are asked for in their order, and a step's own groups fill the
-        # servers.
-        here = max_staleness > 0 and main
-        self.pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sample") if here else None
+        self.engine, self.draw, self.n, self.params = engine, draw, n, params
+        self.stop, self.bound, self.world = stop, bound, world
+        self.step = 0  # the step whose samples were returned last
+        self.versions: list[Counter[int]] = []  # for each of its completions: tokens per version
+        self.requested: deque[tuple[int, Future | None]] = deque()  # steps under way, oldest first
+        # One thread, so steps are requested in their order. Rank 0 requests for all ranks.
+        self.pool = ThreadPoolExecutor(1, "sample") if bound and world.main else None
 
-    def take(self, step: int) -> list[Sample]:
-        """The samples of a step, on every rank; each step once, in order. Raises what sampling
-        raised.
-        """
-        if self.bound == 0:
-            samples = self.engine.sample(self.share(self.draw(step)), self.n, self.params, step)
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def load(self, model: nn.Module, version: int) -> None:
+        self.engine.load(model, version)
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams,
+        step: int,
+        limits: Sequence[int] | None = None,
+    ) -> list[Sample]:
+        """Return the samples of `step`; take the steps in order. Raise what sampling raised."""
+        if (n, params) != (self.n, self.params):
+            return self.engine.sample(prompts, n, params, step, limits)
+        if self.bound:
+            samples = self._take(prompts, step)
         else:
-            # With `step` steps trained, steps up to step + S may have been asked for: started <
-            # trained + S + 1.
-            while self.next < min(step + self.bound + 1, self.stop):
-                prompts = self.draw(self.next)
-                self.waiting.append((self.next, prompts, self._ask(prompts, self.next)))
-                self.next += 1
-            asked, prompts, future = self.waiting.popleft()
-            if asked != step:
-                raise RuntimeError(
-                    f"the samples of step {asked} are next, not those of step {step}"
-                )
-            samples = self.engine.scatter(lambda: future.result(), self.share(prompts), self.n)
-        oldest = min((v for s in samples for v in s.versions), default=step)
+            samples = self.engine.sample(prompts, n, params, step, limits)
+        self.step, self.versions = step, [Counter(s.versions) for s in samples]
+        oldest = min((min(versions) for versions in self.versions), default=step)
         if oldest < step - self.bound:
             raise AssertionError(
-                f"a token of step {step} was written by version {oldest}: older than --max-staleness {self.bound}"
+                f"a token of step {step} was written by version {oldest}, which is older than "
+                f"--max-staleness {self.bound} allows"
             )
         return samples
 
-    def _ask(self, prompts: Sequence[Prompt], step: int) -> Future | None:
-        return self.pool and self.pool.submit(
-            self.engine.request, prompts, self.n, self.params, step
-        )
+    def _take(self, prompts: Sequence[Prompt], step: int) -> list[Sample]:
+        following = self.requested[-1][0] + 1 if self.requested else step
+        for ahead in range(following, min(step + self.bound + 1, self.stop)):
+            self.requested.append((ahead, self._request(ahead)))
+        first, future = self.requested.popleft()
+        if first != step:
+            raise RuntimeError(f"the samples of step {first} are next, not those of step {step}")
+        return self.engine.scatter(lambda: future.result(), prompts, self.n)
+
+    def _request(self, step: int) -> Future | None:
+        if self.pool is None:
+            return None
+        return self.pool.submit(self.engine.request, self.draw(step), self.n, self.params, step)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the engine's metrics and the staleness of the last step. Every rank must call."""
+        return self.engine.metrics() | staleness(self.world.concat(self.versions), self.step)
 
     def close(self) -> None:
-        """Forgets what is under way. Call it before the engine's `close`."""
+        """Drop the steps that are under way, then close the engine."""
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
+        self.engine.close()
 
 
 def staleness(versions: Sequence[Counter[int]], step: int) -> dict[str, float]:
-    """How many versions behind a step's tokens are: mean and maximum, and the share of completions
-    that mix versions.
+    """Return how many versions behind `step` its tokens are, and the share of mixed completions.
 
-    versions: of each completion, how many of its tokens each version wrote.
+    versions: one counter per completion, of how many of its tokens each version wrote. A mixed
+    completion has tokens of more than one version.
     """
     tokens = sum((Counter(v) for v in versions), Counter())
     mean = sum((step - v) * n for v, n in tokens.items()) / tokens.total()

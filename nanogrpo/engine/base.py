@@ -1,9 +1,13 @@
-"""What every engine is: something that samples completions and takes new weights. And the random
-stream they share.
+"""The protocol of sampling engines, and the random stream that all of them share.
 
-In: prompts. Out: `Sample`s (batch.py), grouped by prompt in the order asked. local_engine.py
-samples from our own decoder in this process; vllm_engine.py asks a vLLM server; turns.py puts a
-function of the user's in front of either. The loop uses all alike.
+In: prompts. Out: `Sample`s (types.py), grouped by prompt in the order given.
+
+    local.py          samples from our own decoder, in this process
+    vllm/client.py    asks vLLM servers
+    turns.py          an engine around an engine: a user's function decides on turns and tool calls
+    ahead.py          an engine around an engine: samples steps ahead of training
+
+The loop treats all of them alike. Read next: local.py.
 """
 
 from __future__ import annotations
@@ -20,32 +24,41 @@ from nanogrpo.types import Prompt, Sample
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How completions are drawn. Log-probs are always those of softmax(logits / temperature) over
-    the whole vocabulary.
+    """How completions are sampled.
 
-    Filters (top_k, top_p, min_p) are applied after the temperature, in that order, as transformers
-    and vLLM do.
+    Log-probs are always those of softmax(logits / temperature) over the full vocabulary. The
+    filters top_k, top_p and min_p apply after the temperature, in that order, as in transformers
+    and vLLM.
     """
 
-    temperature: float = 1.0  # 0: greedy; log-probs are then those at temperature 1
-    top_k: int = 0  # keep the k likeliest tokens; 0: all
+    temperature: float = 1.0  # 0: greedy, with the log-probs of temperature 1
+    top_k: int = 0  # keep the k most likely tokens; 0: all
     top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
-    min_p: float = 0.0  # drop tokens less likely than min_p times the likeliest
-    max_tokens: int = 256  # completion tokens, the stop token included
+    min_p: float = 0.0  # drop tokens less likely than min_p times the most likely one
+    max_tokens: int = 256  # completion tokens, including the stop token
     stop_token_ids: Sequence[int] = ()
-    ignore_stop: bool = False  # never stop early: for benches
+    ignore_stop: bool = False  # never stop early (for benches)
     seed: int = 0
 
 
 class Engine(Protocol):
-    """All that the loop asks of what samples. One of your own is made in `make_engine` of run.py;
-    docs/fork.md shows one.
+    """The only interface through which the loop samples. docs/fork.md shows how to write one.
 
-    Every rank has one, and calls each method together with the others; `prompts` are its own, and
-    may be none.
+    Every rank has an engine, and the ranks call each method together. `prompts` are this rank's
+    share, which may be empty.
     """
 
-    version: int  # of the weights it samples from; -1 before the first `load`
+    @property
+    def version(self) -> int:
+        """The version of the weights it samples from; -1 before the first `load`."""
+        ...
+
+    def load(self, model: nn.Module, version: int) -> None:
+        """Copy the model's current weights, with adapters merged. New samples carry `version`.
+
+        It must be a copy, because training changes the originals while the engine samples.
+        """
+        ...
 
     def sample(
         self,
@@ -55,60 +68,53 @@ class Engine(Protocol):
         step: int,
         limits: Sequence[int] | None = None,
     ) -> list[Sample]:
-        """n completions of each prompt, ordered prompt by prompt, index 0 … n-1 within each.
+        """Return n completions of each prompt, prompt by prompt, with index 0 … n-1 within each.
 
-        Of a Sample it fills prompt, index, token_ids (at least one), logp and versions (one for
-        each token) and stopped: whether the last token is of params.stop_token_ids. The draws are a
-        function of `stream(params.seed, step, prompt.id, index)`. limits: [len(prompts)], a
-        max_tokens for each prompt's completions instead of that of `params`.
+        Sets these fields of a Sample: prompt, index, token_ids (at least one), one log-prob and
+        one version for each token, and `stopped` (whether the last token is one of
+        params.stop_token_ids). The random numbers of a completion are a function of
+        `stream(params.seed, step, prompt.id, index)`. limits [len(prompts)] replaces
+        params.max_tokens by one limit per prompt.
         """
         ...
 
-    def load(self, model: nn.Module, version: int) -> None:
-        """Takes the model's current weights, by a copy (lora.full_parameters): the model goes on
-        being trained.
-
-        Samples drawn from now on carry `version`.
-        """
+    def metrics(self) -> dict[str, float]:
+        """Return what this engine adds to the log of a step. Every rank must call."""
         ...
 
     def close(self) -> None:
-        """Gives back what it holds; nothing is called afterwards."""
+        """Free everything it holds. Nothing is called afterwards."""
         ...
 
 
 class Served(Engine, Protocol):
-    """An engine of other processes, that a thread may ask while the loop trains: what
-    --max-staleness takes (staleness.py).
-    """
+    """An engine of other processes, which a thread may use while the loop trains.
 
-    restarts: int  # of its servers, since the run began: for the log
+    Sampling ahead (--max-staleness, ahead.py) needs one.
+    """
 
     def request(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> list[Sample]:
-        """`sample` for the prompts of all ranks, on the main rank's thread, without a word to the
-        others.
-        """
+        """Sample for the prompts of all ranks. Rank 0 calls this from a thread, the others do not."""
         ...
 
     def scatter(
         self, requested: Callable[[], list[Sample]], prompts: Sequence[Prompt], n: int
     ) -> list[Sample]:
-        """Every rank calls: of what `requested` returns on the main rank, in the order of ranks,
-        those of this rank's prompts.
+        """Call `requested` on rank 0 and return, on each rank, the samples of that rank's prompts.
 
-        What it raises there is raised on every rank.
+        `requested` returns the samples of all ranks, in the order of ranks. An exception that it
+        raises is raised on every rank.
         """
         ...
 
 
 def stream(seed: int, step: int, prompt: int, sample: int) -> int:
-    """The key of a completion's random stream: a 63-bit hash of (seed, step, prompt, sample), equal
-    on every machine.
+    """Return the key of a completion's random stream: a 63-bit hash, the same on every machine.
 
-    So a resumed run repeats the interrupted one, whatever the batching, the engine's slots or the
-    number of ranks.
+    It depends on nothing else, so a resumed run repeats the interrupted one, and neither batching
+    nor the number of ranks changes a sample.
     """
     digest = hashlib.blake2b(f"{seed},{step},{prompt},{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -149,6 +149,9 @@ class LocalEngine:
             self.head = _packed(self.model.lm_head.weight, None, self.slots)
         self.version = version
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         """Frees weights, cache and graphs; the engine cannot be used afterwards."""
         del self.graphs, self.cache, self.model

@@ -1,8 +1,8 @@
-"""What a step was like, in numbers under TRL's names: docs/metrics.md says what each means.
+"""The metrics of a step, under TRL's names. docs/metrics.md explains each one.
 
-In: the step's samples, each micro-batch with what its loss gave (`Meter.add`), the seconds of each
-phase (`Clock`). Out: dicts of name → number. Means are over tokens or completions of the whole
-step, never means of means. Read next: log.py, which writes them.
+In: the samples, each micro-batch with the output of its loss (`Meter.add`), and the seconds of each
+phase (`Clock`). Out: dicts from name to number. A mean is taken over all tokens or all completions
+of the step; it is never a mean of means. Read next: console.py, which writes them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from torch import Tensor
 
 from nanogrpo.distributed.world import World
 from nanogrpo.grpo import mismatch
+from nanogrpo.grpo.entropy import Bonus
 from nanogrpo.model.head import PolicyOut
 from nanogrpo.types import PackedBatch, Sample
 
 
 class Clock:
-    """Seconds by phase: `with clock("sample"): …`. On a GPU each phase waits for its kernels, so
-    that the time is its own.
+    """Measure the seconds of each phase of a step: `with clock("sample"): …`.
+
+    On a GPU the end of a phase waits for the kernels that the phase launched.
     """
 
     def __init__(self):
@@ -34,7 +36,7 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        with torch.profiler.record_function(phase):  # its name in a trace (--trace-step)
+        with torch.profiler.record_function(phase):  # names the phase in a trace (--trace-step)
             yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -42,19 +44,25 @@ class Clock:
 
 
 class Meter:
-    """Per-token results of a step's updates, kept as they come and reduced once at the end: no wait
-    for the GPU in between.
+    """Collect the per-token results of a step's updates and reduce them once, at its end.
+
+    Nothing waits for the GPU in between. bonus: the entropy bonus of the run, whose coefficient
+    moves with each update.
     """
 
-    def __init__(self):
+    def __init__(self, bonus: Bonus | None = None):
+        self.entropy_bonus = bonus
         self.parts: list[dict[str, Tensor]] = []
         self.loss: Tensor | float = 0.0
-        self.bonus: Tensor | None = None  # what the entropy took off the loss; None: no such term
+        self.bonus: Tensor | None = None  # the entropy term of the loss; None: there is none
         self.norms: list[float] = []
         self.updates = 0
         self.first: int | None = None  # the first update with tokens
 
     def add(self, batch: PackedBatch, out: PolicyOut) -> None:
+        """Add the loss of one micro-batch."""
+        if self.entropy_bonus is not None:
+            self.entropy_bonus.add(batch, out)
         part = {"sample": batch.sample, "entropy": out.entropy}
         level = "sequence" if out.by_sequence else "token"
         part |= {
@@ -65,7 +73,8 @@ class Meter:
         if out.kl is not None:
             part["kl"] = out.kl
         self.first = self.updates if self.first is None else self.first
-        # the weights are still those that sampled: what differs is trainer against engine
+        # In the first update the weights are still those that sampled, so any difference is
+        # between trainer and engine.
         if self.updates == self.first:
             part["delta"] = out.logp - batch.sampling_logp
             if batch.importance is not None:
@@ -78,20 +87,24 @@ class Meter:
             self.bonus = bonus if self.bonus is None else self.bonus + bonus
 
     def end_update(self, norm: float) -> None:
+        """End an optimizer step with this gradient norm. Every rank must call."""
+        if self.entropy_bonus is not None:
+            self.entropy_bonus.end_update()
         self.norms.append(norm)
         self.updates += 1
 
     def summary(self, world: World) -> dict[str, float]:
-        """The step's metrics over all ranks; every rank must call, and gets the same."""
+        """Return the metrics of the step over all ranks. Every rank must call."""
         loss = sum(world.gather(float(self.loss)))
         out = {
             "loss": loss / max(self.updates, 1),
             "grad_norm": statistics.fmean(self.norms) if self.norms else 0.0,
         }
+        if self.entropy_bonus is not None:
+            out |= self.entropy_bonus.metrics()
         if self.bonus is not None:
-            out["policy_loss"] = out["loss"] + sum(world.gather(float(self.bonus))) / max(
-                self.updates, 1
-            )
+            bonus = sum(world.gather(float(self.bonus))) / max(self.updates, 1)
+            out["policy_loss"] = out["loss"] + bonus
         parts = world.concat(
             [{name: t.float().cpu() for name, t in part.items()} for part in self.parts]
         )
@@ -105,7 +118,7 @@ class Meter:
         if "kl" in parts[0]:
             out["kl"] = joined("kl").mean().item()
         ids = torch.stack([joined("update"), joined("sample")]).long()
-        # one id a completion and update
+        # One id for each pair of completion and update.
         _, index, count = ids.unique(dim=1, return_inverse=True, return_counts=True)
 
         def by_sample(values: Tensor) -> Tensor:
@@ -113,21 +126,17 @@ class Meter:
 
         for level, name in (key.split(":", 1) for key in parts[0] if ":" in key):
             values = joined(f"{level}:{name}")
-            mean = (
-                (lambda x: by_sample(x).mean().item())
-                if level == "sequence"
-                else (lambda x: x.mean().item())
-            )
+            view = by_sample if level == "sequence" else lambda x: x
             if name != "clip":
-                out[name] = mean(values)
+                out[name] = view(values).mean().item()
                 continue
             low, high = (values == -1).float(), (values == 1).float()
             out |= {
-                "clip_ratio/low_mean": mean(low),
+                "clip_ratio/low_mean": view(low).mean().item(),
                 "clip_ratio/low_min": by_sample(low).min().item(),
-                "clip_ratio/high_mean": mean(high),
+                "clip_ratio/high_mean": view(high).mean().item(),
                 "clip_ratio/high_max": by_sample(high).max().item(),
-                "clip_ratio/region_mean": mean(low + high),
+                "clip_ratio/region_mean": view(low + high).mean().item(),
             }
         corrected = any("importance" in part for part in parts)
         return out | mismatch.compare(joined("delta"), joined("importance") if corrected else None)
@@ -138,7 +147,7 @@ def _mean_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 class Facts(NamedTuple):
-    """What the metrics need of a sample: the ranks share these, not the tokens."""
+    """The part of a sample that the metrics need. Ranks exchange these instead of tokens."""
 
     length: int
     prompt_length: int
@@ -148,7 +157,7 @@ class Facts(NamedTuple):
 
 
 def facts(samples: Sequence[Sample], world: World) -> list[Facts]:
-    """Of the samples of all ranks; every rank must call."""
+    """Return the facts about the samples of all ranks. Every rank must call."""
     return world.concat(
         [
             Facts(len(s.token_ids), len(s.prompt.token_ids), s.stopped, s.rewards, s.reward)
@@ -158,8 +167,9 @@ def facts(samples: Sequence[Sample], world: World) -> list[Facts]:
 
 
 def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
-    """Metrics of a generation: lengths, rewards, and how many groups carry no signal (`std`: of
-    grpo.advantages).
+    """Return the metrics of the samples: lengths, rewards, and the share of groups without signal.
+
+    std: the standard deviations that grpo/advantages.py returns.
     """
     out: dict[str, float] = {}
     lengths = [s.length for s in samples]
@@ -180,9 +190,7 @@ def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
 
 
 def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
-    """How long a step took, and how fast: 1 / `throughput/sample` + 1 / `throughput/train` + … = 1
-    / `tokens_per_second`.
-    """
+    """Return the seconds of each phase, and completion tokens per second of the step and its phases."""
     tokens, total = sum(s.length for s in samples), sum(clock.seconds.values())
     fast = {
         f"throughput/{name}": tokens / clock.seconds[name]
@@ -194,9 +202,7 @@ def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
 
 
 def of_evaluation(samples: Sequence[Facts]) -> dict[str, float]:
-    """Metrics of completions that are not trained: as in training, a reward that does not apply is
-    left out and no 0.
-    """
+    """Return the metrics of an evaluation. A reward that does not apply is left out, not counted as 0."""
     out: dict[str, float] = {}
     for name in samples[0].rewards:
         given = [r for s in samples if (r := s.rewards[name]) is not None]

@@ -1,28 +1,29 @@
-"""The parts of a run, built and checked before the first expensive step.
+"""Build and check the parts of a run before its first expensive step.
 
-In: the options and the world. Out: a `Run`, which the loop in train.py uses. Every mistake of the
-user's that can be seen before training is told here, in one sentence. Read next: checkpoint.py,
-state.py, local_engine.py, vllm_engine.py.
+In: the options and the world. Out: a `Run`, which train.py and step.py use. A user's mistake that can
+be found before training is reported here, in one sentence. Read next: state.py (checkpoints),
+engine/local.py and vllm/client.py (the engines).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from nanogrpo.config import Config
 from nanogrpo.data import prompts as data
-from nanogrpo.data import sources as rows
+from nanogrpo.data import sources
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World
-from nanogrpo.engine.ahead import Ahead
+from nanogrpo.engine.ahead import AheadEngine
 from nanogrpo.engine.base import Engine, SamplingParams
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.engine.turns import TurnsEngine
@@ -38,42 +39,69 @@ from nanogrpo.run import memory, optim, output, state, warmup
 from nanogrpo.types import Prompt
 from nanogrpo.vllm.auth import SECRET
 from nanogrpo.vllm.client import VLLMEngine
-from nanogrpo.vllm.server import Sidecar
+from nanogrpo.vllm.server import ServerLost, Sidecar
 
 
 @dataclasses.dataclass
 class Run:
-    """Everything that a run holds; made by `setup`."""
+    """Everything that a run holds. Made by `setup`."""
 
     cfg: Config
     world: World
-    config_json: dict  # of the checkpoint that training started from
-    origin: dict[str, str]  # hashes of what the run is fed
     tokenizer: Tokenizer
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
     rewards: Runner
     model: Decoder
-    # frozen, or the model itself, whose adapters are turned off; None when beta is 0
+    # Frozen; or the model itself, to be used with its adapters off; None when beta is 0.
     reference: Decoder | None
     optimizer: torch.optim.Optimizer
-    bonus: Bonus  # of entropy; remembers two numbers from update to update
+    bonus: Bonus  # of entropy
     engine: Engine
-    ahead: Ahead  # gives the samples of each step, drawn by the engine
-    draw: Callable[[int, int], list[Prompt]]  # (seed, step) → the prompts of a step
-    sampling: SamplingParams
+    draw_all: Callable[[int, int], list[Prompt]]  # (seed, step) → the prompts of a step, all ranks
+    sampling: SamplingParams  # of training completions
     log: Log
-    estimate: int  # bytes on the device, ahead of the run
-    start: int  # the first step: 0, or where a resumed run continues
-    done: int  # finished steps so far: those before `start`, then one more after each
+    saver: state.Saver
+    estimate: int  # expected peak of device memory in bytes
+    start: int  # first step: 0, or where a resumed run continues
+    done: int  # finished steps, including those before `start`
+    resampled_groups: int = 0  # in the last step, by dynamic sampling
+
+    def draw(self, step: int) -> list[Prompt]:
+        """Return this rank's share of the prompts of a step: a pure function of (seed, step)."""
+        return self.world.part(self.draw_all(self.cfg.seed, step))
+
+    def evaluates(self, stopping: bool) -> bool:
+        """Return whether to evaluate now: every `eval_steps` steps and after the last step.
+
+        A run that stops early does not evaluate, because its owner wants it to end.
+        """
+        every, last = self.cfg.eval_steps, self.done == self.cfg.max_steps
+        return every > 0 and (last or (self.done % every == 0 and not stopping))
+
+    def saves(self, stopping: bool) -> bool:
+        """Return whether to save now: every `save_steps` steps, and whenever the run ends."""
+        every, last = self.cfg.save_steps, self.done == self.cfg.max_steps
+        return last or stopping or (every > 0 and self.done % every == 0)
+
+
+@contextlib.contextmanager
+def closing(run: Run) -> Iterator[None]:
+    """Close the parts of the run, however it ends. If the last server is lost, save first."""
+    with contextlib.closing(run.log), run.saver, contextlib.closing(run.engine):
+        try:
+            yield
+        except ServerLost:  # raised on every rank
+            if run.done > run.start:
+                run.saver.save(run.done, run.bonus.state)
+            raise
 
 
 def setup(cfg: Config, world: World) -> Run:
-    """Checks every input before the first expensive step, then builds the parts."""
+    """Check every input, then build the parts. Every rank must call."""
     check_world(cfg, world)
     source = find_model(cfg, world)
     tokenizer = Tokenizer(source)
-    raw = read_json(source / "config.json")
     rewards = make_rewards(cfg, world)
     rollout = plugin.load(cfg.rollout, "--rollout") if cfg.rollout else None
     model = checkpoint.empty_model(source)
@@ -85,21 +113,12 @@ def setup(cfg: Config, world: World) -> Run:
     origin = output.origin(cfg, world, prompts)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts)
     estimate = memory.check(model, cfg, world, longest, rewards.models)
+
     load_sharded(model, source, world, cfg)
-    # it is the reference itself, its adapters off
-    reference = model if cfg.beta and cfg.lora_r else None
-    if cfg.beta and not cfg.lora_r:
-        # it has no backward to keep its blocks gathered for
-        frozen = dataclasses.replace(cfg, reshard_after_forward=True)
-        reference = load_sharded(
-            checkpoint.empty_model(source), source, world, frozen
-        ).requires_grad_(False)
+    reference = make_reference(model, source, world, cfg)
     optimizer = optim.make_optimizer(model, cfg)
-    world.once(lambda: output.clear(cfg))  # all that can be checked has been
+    world.once(lambda: output.clear(cfg))  # not earlier: everything that can be checked has been
     start = state.resume(cfg, world, model, optimizer, origin, reference)
-    engine = make_engine(cfg, world, model, source, max_len=longest + cfg.max_completion_length)
-    if rollout:
-        engine = TurnsEngine(engine, rollout, tokenizer, model.cfg.vocab_size, world.gather)
     sampling = SamplingParams(
         temperature=cfg.temperature,
         top_k=cfg.top_k,
@@ -109,14 +128,20 @@ def setup(cfg: Config, world: World) -> Run:
         stop_token_ids=tokenizer.stop_token_ids,
         seed=cfg.seed,
     )
-    what = (data.draw_mixed, parts, cfg.data_weights) if cfg.data_weights else (data.draw, prompts)
-    draw = functools.partial(*what, cfg.prompts_per_step)  # a pure function of (seed, step)
-    draw_step = functools.partial(draw, cfg.seed)
+    how = (data.draw_mixed, parts, cfg.data_weights) if cfg.data_weights else (data.draw, prompts)
+    draw_all = functools.partial(*how, cfg.prompts_per_step)
+    max_len = longest + cfg.max_completion_length
+    engine = make_engine(cfg, world, model, source, max_len)
+    if rollout:
+        engine = TurnsEngine(engine, rollout, tokenizer, model.cfg.vocab_size, world.gather)
+    if cfg.engine == "vllm":
+        draw = functools.partial(draw_all, cfg.seed)
+        limits = cfg.max_steps, cfg.max_staleness
+        engine = AheadEngine(engine, draw, cfg.num_generations, sampling, *limits, world)
+    config_json = read_json(source / "config.json")
     return Run(
         cfg=cfg,
         world=world,
-        config_json=raw,
-        origin=origin,
         tokenizer=tokenizer,
         prompts=prompts,
         eval_prompts=eval_prompts,
@@ -126,30 +151,21 @@ def setup(cfg: Config, world: World) -> Run:
         optimizer=optimizer,
         bonus=Bonus(cfg, world, state.carried(cfg, world)),
         engine=engine,
-        ahead=Ahead(
-            engine,
-            draw_step,
-            cfg.num_generations,
-            sampling,
-            start,
-            cfg.max_steps,
-            cfg.max_staleness,
-            world.part,
-            world.main,
-        ),
-        draw=draw,
+        draw_all=draw_all,
         sampling=sampling,
         log=Log(cfg, world, start),
+        saver=state.Saver(cfg, world, model, optimizer, tokenizer, config_json, origin, reference),
         estimate=estimate,
         start=start,
         done=start,
     )
 
 
+# --- the parts ------------------------------------------------------------------------------------
+
+
 def find_model(cfg: Config, world: World) -> Path:
-    """The folder of the checkpoint to train; that of `warmup:STEPS` is made first, in the output
-    folder.
-    """
+    """Return the folder of the checkpoint to train. For `warmup:STEPS`, make that base first."""
     kind, _, count = cfg.model.partition(":")
     if kind != "warmup":
         return checkpoint.locate(cfg.model)
@@ -158,9 +174,37 @@ def find_model(cfg: Config, world: World) -> Path:
     return folder
 
 
+def load_sharded(model: Decoder, source: Path, world: World, cfg: Config) -> Decoder:
+    """Load weights into an empty model.
+
+    The model is sharded over the ranks before anything is read, so no rank ever holds more than its
+    shard.
+    """
+    fsdp.prepare(model, world, cfg)
+    model.to_empty(device=fsdp.parameter_device(world, cfg))
+    model.tie()
+    checkpoint.load_weights(model, source)
+    adapters.begin(model, cfg)
+    return model
+
+
+def make_reference(model: Decoder, source: Path, world: World, cfg: Config) -> Decoder | None:
+    """Return the frozen model that the KL compares with; None when beta is 0.
+
+    With LoRA it is the model itself, because without its adapters it is the starting model.
+    """
+    if not cfg.beta or cfg.lora_r:
+        return model if cfg.beta else None
+    # It has no backward pass, so there is no reason to keep its blocks gathered.
+    cfg = dataclasses.replace(cfg, reshard_after_forward=True)
+    reference = load_sharded(checkpoint.empty_model(source), source, world, cfg)
+    return reference.requires_grad_(False)
+
+
 def make_engine(cfg: Config, world: World, model: Decoder, source: Path, max_len: int) -> Engine:
-    """What samples; it has no weights yet. A vLLM server that is not named is started here, and
-    ends with the run.
+    """Return the engine that samples, still without weights.
+
+    Unless --server names vLLM servers, one is started here, and ends with the run.
     """
     if cfg.engine == "local":
         return LocalEngine(
@@ -169,8 +213,7 @@ def make_engine(cfg: Config, world: World, model: Decoder, source: Path, max_len
     sidecar = None
     if not cfg.server:
         python = cfg.vllm_python or os.environ.get("NANOGRPO_VLLM_PYTHON", "")
-        # A CPU computes bfloat16 slowly, and the trainer's float32 is what the server must agree
-        # with.
+        # CPUs compute bfloat16 slowly, and the server must agree with the trainer's float32.
         dtype = ["--dtype", "float32"] if world.device.type == "cpu" else []
         options = ["--max-model-len", str(max_len), *dtype, *shlex.split(cfg.vllm_options)]
         sidecar = Sidecar(source, options, python, Path(cfg.output_dir) / "serve.log")
@@ -188,18 +231,8 @@ def make_engine(cfg: Config, world: World, model: Decoder, source: Path, max_len
     )
 
 
-def check_world(cfg: Config, world: World) -> None:
-    if cfg.prompts_per_step % world.size:
-        raise UserError(
-            f"the {cfg.prompts_per_step} prompts of a step (--generation-batch-size / --num-generations) cannot be shared evenly "
-            f"by {world.size} processes: choose a multiple."
-        )
-
-
 def make_rewards(cfg: Config, world: World) -> Runner:
-    """The reward functions, imported. While one rank tries what hangs, the others must not give it
-    up.
-    """
+    """Import the reward functions, and check that a slow one cannot trip the ranks' timeout."""
     rewards = Runner(
         cfg.reward_funcs,
         cfg.reward_weights,
@@ -210,84 +243,89 @@ def make_rewards(cfg: Config, world: World) -> Runner:
     longest = rewards.longest * (1 + cfg.max_resample_times)
     if world.size > 1 and longest > cfg.ddp_timeout:
         raise UserError(
-            f"--reward-timeout {cfg.reward_timeout:g}: scoring may take up to {longest:g} s, but the ranks give each "
-            f"other up after --ddp-timeout {cfg.ddp_timeout}: lower the one or raise the other."
+            f"--reward-timeout {cfg.reward_timeout:g}: scoring may take up to {longest:g} s, but "
+            f"the ranks wait only --ddp-timeout {cfg.ddp_timeout} s for each other: lower the first "
+            "or raise the second."
         )
     return rewards
-
-
-def check_answers(cfg: Config, prompts: list[Prompt]) -> None:
-    if "accuracy" in cfg.reward_funcs and not any(
-        {"solution", "answer"} & p.columns.keys() for p in prompts
-    ):
-        raise UserError(
-            f"--data {' '.join(cfg.data)} has neither a column solution nor answer, which --reward-funcs accuracy compares "
-            "with: add one, or name other reward functions."
-        )
-
-
-def check_vocabulary(tokenizer: Tokenizer, model: Decoder) -> None:
-    """A model may have more rows than its tokenizer has ids (padding), but not fewer: a lookup
-    would read past the table.
-    """
-    if tokenizer.vocab_size > model.cfg.vocab_size:
-        raise UserError(
-            f"tokenizer.json has ids up to {tokenizer.vocab_size - 1} but config.json a vocab_size of {model.cfg.vocab_size}: "
-            "take the tokenizer that belongs to the weights."
-        )
-
-
-def load_sharded(model: Decoder, source: Path, world: World, cfg: Config) -> Decoder:
-    """Gives an empty model its weights, cut over the ranks before they are read: no rank ever holds
-    more than its part.
-    """
-    fsdp.prepare(model, world, cfg)
-    model.to_empty(device=fsdp.parameter_device(world, cfg))
-    model.tie()
-    checkpoint.load_weights(model, source)
-    adapters.begin(model, cfg)
-    return model
 
 
 def load_prompts(
     cfg: Config, tokenizer: Tokenizer, context: int
 ) -> tuple[list[list[Prompt]], list[Prompt]]:
-    """Training prompts by source, and the held-out ones, each short enough to leave room for a
-    completion.
+    """Return the training prompts of each source and the held-out prompts.
+
+    Every prompt is short enough to leave room for a completion in the model's context.
     """
     room = context - cfg.max_completion_length
     if room < 1:
         raise UserError(
-            f"--max-completion-length {cfg.max_completion_length} leaves no room for a prompt in a context of {context}."
+            f"--max-completion-length {cfg.max_completion_length} leaves no room for a prompt in a "
+            f"context of {context}: lower it."
         )
-    options = {"enable_thinking": cfg.enable_thinking, "long_prompts": cfg.long_prompts}
-    options["max_prompt_length"] = min(cfg.max_prompt_length or room, room)
-    parts = data.load_all(cfg.data, tokenizer, split=cfg.dataset_train_split, **options)
+    load = functools.partial(
+        data.load_all,
+        tokenizer=tokenizer,
+        enable_thinking=cfg.enable_thinking,
+        long_prompts=cfg.long_prompts,
+        max_prompt_length=min(cfg.max_prompt_length or room, room),
+    )
+    parts = load(cfg.data, split=cfg.dataset_train_split)
     check_enough(cfg, [len(part) for part in parts])
-    split = cfg.dataset_test_split if cfg.dataset_test_split != cfg.dataset_train_split else ""
-    held_out = cfg.eval_data or [name for name in cfg.data if rows.holds_out(name, split)]
-    if cfg.eval_steps and not held_out:
-        raise UserError(
-            "--eval-steps asks for evaluation but --eval-data names no held-out prompts."
-        )
     if not cfg.eval_steps:
         return parts, []
-    found = data.load_all(
-        held_out, tokenizer, split=cfg.dataset_test_split, held_out=True, **options
-    )
+    split = cfg.dataset_test_split if cfg.dataset_test_split != cfg.dataset_train_split else ""
+    held_out = cfg.eval_data or [name for name in cfg.data if sources.holds_out(name, split)]
+    if not held_out:
+        raise UserError(
+            "--eval-steps asks for evaluation, but there are no held-out prompts: name some with "
+            "--eval-data."
+        )
+    found = load(held_out, split=cfg.dataset_test_split, held_out=True)
     return parts, list(itertools.chain(*found))[: cfg.eval_samples or None]
 
 
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def check_world(cfg: Config, world: World) -> None:
+    if cfg.prompts_per_step % world.size:
+        raise UserError(
+            f"the {cfg.prompts_per_step} prompts of a step (--generation-batch-size / "
+            f"--num-generations) cannot be shared evenly by {world.size} processes: choose a "
+            "multiple."
+        )
+
+
+def check_answers(cfg: Config, prompts: list[Prompt]) -> None:
+    answered = any({"solution", "answer"} & p.columns.keys() for p in prompts)
+    if "accuracy" in cfg.reward_funcs and not answered:
+        raise UserError(
+            f"--data {' '.join(cfg.data)} has neither a column solution nor answer, which "
+            "--reward-funcs accuracy compares with: add one, or name other reward functions."
+        )
+
+
+def check_vocabulary(tokenizer: Tokenizer, model: Decoder) -> None:
+    """A model may have more embeddings than its tokenizer has ids (padding), but never fewer."""
+    if tokenizer.vocab_size > model.cfg.vocab_size:
+        raise UserError(
+            f"tokenizer.json has ids up to {tokenizer.vocab_size - 1} but config.json a vocab_size "
+            f"of {model.cfg.vocab_size}: take the tokenizer that belongs to the weights."
+        )
+
+
 def check_enough(cfg: Config, sizes: list[int]) -> None:
-    """No prompt may come twice in a step: its group would count double."""
+    """Require enough prompts for one step: a prompt drawn twice would count its group double."""
     P = cfg.prompts_per_step
     if not cfg.data_weights and sum(sizes) < P:
         raise UserError(
-            f"--data {' '.join(cfg.data)} holds {sum(sizes)} prompts but a step draws {P} different ones."
+            f"--data {' '.join(cfg.data)} holds {sum(sizes)} prompts but a step draws {P} different "
+            "ones: add prompts, or lower --generation-batch-size."
         )
     for i, (name, size) in enumerate(zip(cfg.data, sizes)):
         if cfg.data_weights and size < (wanted := data.smallest(cfg.data_weights, i, P)):
             raise UserError(
-                f"--data {name} holds {size} prompts but by its weight in --data-weights it needs {wanted}, or one would come "
-                "twice in a step: lower its weight, or name its file without weights."
+                f"--data {name} holds {size} prompts, but with its weight in --data-weights a step "
+                f"draws {wanted} different ones: lower its weight, or leave out --data-weights."
             )

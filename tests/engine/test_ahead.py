@@ -9,7 +9,9 @@ from collections import Counter
 
 import pytest
 
-from nanogrpo.engine.ahead import Ahead, staleness
+from nanogrpo.engine.ahead import AheadEngine, staleness
+from nanogrpo.types import Sample
+from tests.conftest import SOLO
 from tests.vllm.fake import MODEL, FakeVLLM, engine_of
 from tests.vllm.test_client import PARAMS, PROMPTS, shown
 
@@ -20,8 +22,12 @@ def fake():
         yield server
 
 
-def ahead_of(engine, bound, stop=6) -> Ahead:
-    return Ahead(engine, lambda step: PROMPTS[:2], 2, PARAMS, 0, stop, bound)
+def ahead_of(engine, bound, stop=6, prompts=PROMPTS[:2], n=2) -> AheadEngine:
+    return AheadEngine(engine, lambda step: prompts, n, PARAMS, stop, bound, SOLO)
+
+
+def take(ahead: AheadEngine, step: int) -> list[Sample]:
+    return ahead.sample(PROMPTS[:2], 2, PARAMS, step)
 
 
 def asked_steps(fake) -> int:
@@ -34,7 +40,7 @@ def test_no_step_is_asked_for_before_its_time_and_none_beyond_the_last(fake, bou
     engine = engine_of(fake)
     ahead = ahead_of(engine, bound)
     for step in range(6):
-        samples = ahead.take(step)
+        samples = take(ahead, step)
         assert all(v >= step - bound for s in samples for v in s.versions)
         assert asked_steps(fake) <= min(step + bound + 1, 6)
         engine.load(MODEL, step + 1)
@@ -49,7 +55,7 @@ def test_the_same_samples_whatever_the_bound(fake):
         engine = engine_of(fake)
         ahead, run = ahead_of(engine, bound), []
         for step in range(4):
-            run.append(shown(ahead.take(step)))
+            run.append(shown(take(ahead, step)))
             engine.load(MODEL, step + 1)
         runs.append(run)
         ahead.close()
@@ -67,23 +73,23 @@ def test_the_next_step_is_sampled_while_this_one_trains(fake):
         return answer(path, body)
 
     fake.answer = seen
-    ahead.take(0)
+    take(ahead, 0)
     assert arrived.wait(60)  # before any load: the loop would be training now
     engine.load(MODEL, 1)
-    assert {v for s in ahead.take(1) for v in s.versions} <= {0, 1}
+    assert {v for s in take(ahead, 1) for v in s.versions} <= {0, 1}
     ahead.close()
 
 
 def test_a_token_that_is_too_old_stops_the_run(fake):
     engine = engine_of(fake)
     ahead = ahead_of(engine, 1)
-    ahead.take(0)
-    ahead.take(1)
+    take(ahead, 0)
+    take(ahead, 1)
     with pytest.raises(
         AssertionError,
-        match="a token of step 2 was written by version 0: older than --max-staleness 1",
+        match="a token of step 2 was written by version 0, which is older than --max-staleness 1",
     ):
-        ahead.take(2)  # nothing was loaded in between
+        take(ahead, 2)  # nothing was loaded in between
     ahead.close()
 
 
@@ -92,14 +98,15 @@ def test_an_error_of_the_thread_reaches_the_loop(fake):
     ahead = ahead_of(engine, 1)
     fake.disturb = lambda m, path, b: 400 if "generate" in path else None
     with pytest.raises(Exception, match="refuses /inference/v1/generate"):
-        ahead.take(0)
+        take(ahead, 0)
     ahead.close()
 
 
 def test_steps_are_taken_in_order(fake):
     ahead = ahead_of(engine_of(fake), 1)
-    with pytest.raises(RuntimeError, match="the samples of step 0 are next, not those of step 1"):
-        ahead.take(1)
+    take(ahead, 0)
+    with pytest.raises(RuntimeError, match="the samples of step 1 are next, not those of step 2"):
+        take(ahead, 2)
     ahead.close()
 
 
@@ -108,7 +115,7 @@ def test_the_thread_that_samples_ahead_ends_with_the_engine(fake):
     thread.
     """
     engine = engine_of(fake, window=1)
-    ahead = Ahead(engine, lambda step: PROMPTS * 50, 1, PARAMS, 0, 9, 1)
+    ahead = ahead_of(engine, 1, stop=9, prompts=PROMPTS * 50, n=1)
     usual, many, closed = fake.answer, threading.Event(), threading.Event()
 
     def answer(path, body):
@@ -119,10 +126,9 @@ def test_the_thread_that_samples_ahead_ends_with_the_engine(fake):
 
     fake.answer = answer
     engine.servers[0].abort = lambda: None  # as if it came between two requests
-    ahead._ask(PROMPTS * 50, 0)
+    ahead._request(0)
     assert many.wait(60)
     ahead.close()
-    engine.close()
     closed.set()
     (thread,) = ahead.pool._threads
     thread.join(60)
