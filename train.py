@@ -65,8 +65,7 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
                     for batch in batches:  # micro-batches, over which gradients accumulate
                         # -min(ratio · A, clip(ratio) · A) + beta · KL, summed over the tokens
                         out = model.forward_packed(batch, objective(batch, cfg))
-                        fsdp.sync_gradients(model, batch is batches[-1])
-                        fsdp.backward(out.loss, world)
+                        fsdp.backward(model, out.loss, world, last=batch is batches[-1])
                         meter.add(batch, out)
                     rate = learning_rate(step * cfg.updates_per_step + meter.updates, cfg)
                     meter.end_update(clip_and_step(model, optimizer, rate, cfg.max_grad_norm))

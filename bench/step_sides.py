@@ -88,11 +88,10 @@ class Ours:
             ]
             self.micro = len(batches)
         for batch in batches:
-            fsdp.sync_gradients(self.model, batch is batches[-1])
             with self.clock("forward"):  # with the gradients of the head
                 loss = self.model.forward_packed(batch, grpo.objective(batch, self.cfg)).loss
             with self.clock("backward"):
-                (loss * self.world.size).backward()
+                fsdp.backward(self.model, loss, self.world, last=batch is batches[-1])
         with self.clock("optimizer"):
             return optim.clip_and_step(
                 self.model, self.optimizer, self.cfg.learning_rate, self.cfg.max_grad_norm

@@ -161,21 +161,16 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def sync_gradients(model: nn.Module, on: bool) -> None:
-    """Switch gradient reduction on or off. It is on only for the last micro-batch of an update:
-    before that, gradients accumulate unsharded, so they are reduced once.
+def backward(model: nn.Module, loss: Tensor, world: World, last: bool) -> None:
+    """Add the gradient of a micro-batch to the sum over all micro-batches and ranks.
+
+    Each loss is already divided by the token count of the whole optimizer step, so gradients are
+    summed over the ranks. FSDP takes their mean: scaling the loss by the number of ranks turns that
+    mean into the sum. Gradients accumulate unsharded and are reduced once, after the `last`
+    micro-batch.
     """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(on)
-
-
-def backward(loss: Tensor, world: World) -> None:
-    """Add the gradient of this rank's loss to the sum over all ranks and micro-batches.
-
-    Each loss is already divided by the token count of the whole step, so gradients must be summed
-    over the ranks. FSDP takes their mean instead: scaling the loss by the number of ranks turns
-    that mean into the sum.
-    """
+        model.set_requires_gradient_sync(last)
     (loss * world.size).backward()
 
 

@@ -129,6 +129,9 @@ class VLLMEngine:
             self.version = version
             self.world.once(self._send)
 
+    def metrics(self) -> dict[str, float]:
+        return {"vllm/restarts": self.restarts}
+
     def close(self) -> None:
         """Releases the servers; ends the one that we started. What a thread still asks for raises
         ServerLost there.

@@ -127,10 +127,8 @@ def three_steps(
                 batch.ref_logp = experience.logp(reference, batch, cfg)
         for batches in updates * cfg.num_iterations:
             for batch in batches:
-                fsdp.sync_gradients(model, batch is batches[-1])
-                (
-                    model.forward_packed(batch, grpo.objective(batch, cfg)).loss * world.size
-                ).backward()
+                loss = model.forward_packed(batch, grpo.objective(batch, cfg)).loss
+                fsdp.backward(model, loss, world, last=batch is batches[-1])
             for name, p in model.named_parameters() if not gradient else ():
                 gradient[name] = (
                     p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad

@@ -92,8 +92,8 @@ def three_steps(base: Path, options: dict, world: World = SOLO) -> tuple[dict, d
         )
         batches = packing.pack(update, samples, cfg, world.rank)
         for batch in batches:
-            fsdp.sync_gradients(model, batch is batches[-1])
-            (model.forward_packed(batch, grpo.objective(batch, cfg)).loss * world.size).backward()
+            loss = model.forward_packed(batch, grpo.objective(batch, cfg)).loss
+            fsdp.backward(model, loss, world, last=batch is batches[-1])
         for name, p in model.named_parameters() if step == 0 else ():
             if p.grad is not None:
                 gradient[name] = lora.gathered(p.grad).clone()
