@@ -1,9 +1,9 @@
-"""Hugging Face checkpoints in and out.
+"""Read and write Hugging Face checkpoints.
 
 In: a folder or hub id with config.json and safetensors (one file, or several with an index). Out: a
-`Decoder`, whole or sharded; folders that transformers and vLLM load as they are. A folder is
-written under another name, flushed, and renamed: it is whole or not there. Read next: state.py
-(what a run needs beside the weights to be continued).
+`Decoder`, full or sharded, and folders that transformers and vLLM load unchanged. A folder is
+written under a temporary name, flushed, and renamed, so it is complete or absent. Read next:
+run/state.py (what else a run needs to resume).
 """
 
 from __future__ import annotations
@@ -31,63 +31,54 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_FILE_BYTES = 5 * 10**9  # of weights in one safetensors file, as transformers splits them
+MAX_FILE_BYTES = 5 * 10**9  # of weights per safetensors file, as in transformers
 
 
-# --- reading --------------------------------------------------------------------------------------
+# --- reading ---
 
 
 def locate(name: str, option: str = "--model") -> Path:
-    """The folder of a checkpoint: a local path as it is, else a hub id, downloaded once into
+    """Return the folder of a checkpoint: a local path, or a hub id, which is downloaded into
     Hugging Face's cache.
     """
     if Path(name).is_dir():
         return Path(name)
-    if Path(name).is_absolute() or name.count("/") != 1 or name.startswith((".", "~")):
+    if not re.fullmatch(r"[^./~][^/]*/[^/]+", name):
         raise UserError(
-            f"{option} {name}: there is no such folder (and it is not a hub id of the form owner/name)."
+            f"{option} {name}: there is no such folder, and a hub id has the form owner/name."
         )
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    # the hub's client raises from half a dozen libraries: every one means that the model is not
-    # here
+    # the hub client raises errors of many libraries; each one means that there is no model
     except Exception as e:
-        # some go on for a paragraph
+        # the first line; some messages are a paragraph
         reason = f"{type(e).__name__}: {str(e).strip()}".splitlines()[0].rstrip(".")
         raise UserError(
-            f"{option} {name}: no such folder, and the hub did not give it ({reason})."
+            f"{option} {name}: no such folder, and the download from the hub failed ({reason})."
         ) from e
 
 
 def files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, all present."""
+    """Return the safetensors files of a checkpoint."""
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if not (folder / INDEX).exists():
         raise UserError(
-            f"{folder} holds neither {WEIGHTS} nor {INDEX}: convert the weights to safetensors first."
+            f"{folder} holds neither {WEIGHTS} nor {INDEX}: convert the weights to safetensors."
         )
     weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(shard, str) for shard in weight_map.values()
-    ):
+    if not isinstance(weight_map, dict) or {*map(type, weight_map.values())} != {str}:
         raise UserError(
             f"{folder / INDEX} has no weight_map from tensors to files: download it again."
         )
-    shards = sorted(set(weight_map.values()))
-    for shard in shards:
-        if not (folder / shard).exists():
-            raise UserError(
-                f"{folder / shard} is missing though {INDEX} names it: complete the download."
-            )
-    return [folder / shard for shard in shards]
+    return [folder / shard for shard in sorted(set(weight_map.values()))]
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """(name, slice) of every tensor of a checkpoint: `slice[:]` reads it whole, `slice[0:4]` those
-    rows only.
+    """Yield (name, slice) for each tensor of a checkpoint: `slice[:]` reads all of it and
+    `slice[0:4]` only those rows.
     """
     for file in files(folder):
         try:
@@ -95,46 +86,46 @@ def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
                 for name in f.keys():  # noqa: SIM118 (not a dict: it has no __iter__)
                     yield name, f.get_slice(name)
         except (SafetensorError, OSError) as e:
-            raise UserError(
-                f"{file} is corrupt or cut short ({e}): download or write it again."
-            ) from e
+            raise UserError(f"{file} is missing or damaged ({e}): download it again.") from e
 
 
 @torch.no_grad()
 def load_weights(model: Decoder, folder: Path) -> None:
-    """Copies a checkpoint into the model; UserError names the first tensor that is missing,
-    unknown, or of the wrong shape.
+    """Copy a checkpoint into a model.
+
+    Raises UserError naming the first tensor that is missing, unknown or of the wrong shape.
     """
     wanted = {
         name: p for name, p in model.state_dict(keep_vars=True).items() if not lora.is_adapter(name)
     }
     missing = set(wanted)
-    tied = model.cfg.tie_word_embeddings
+    # a tied head is the embedding, even if a file has a tensor of its name
+    tied = {"lm_head.weight"} if model.cfg.tie_word_embeddings else set()
     for name, tensor in tensors(folder):
         if name not in wanted:
             raise UserError(
-                f"{folder}: the tensor {name} does not belong to this architecture; config.json and weights disagree."
+                f"{folder}: the tensor {name} does not belong to this architecture; use a "
+                "config.json and weights of the same model."
             )
         shape, expected = tuple(tensor.get_shape()), tuple(wanted[name].shape)
         if shape != expected:
             raise UserError(
-                f"{folder}: the tensor {name} has shape {shape} where config.json asks for {expected}."
+                f"{folder}: the tensor {name} has shape {shape} but config.json asks for "
+                f"{expected}; use a config.json and weights of the same model."
             )
-        # a tied head is the embedding, whatever a file says
-        if not (tied and name == "lm_head.weight"):
+        if name not in tied:
             fill(wanted[name], tensor)
         missing.discard(name)
-    if tied:
-        missing.discard("lm_head.weight")
-    if missing:
+    if missing := missing - tied:
         raise UserError(
-            f"{folder}: the tensor {min(missing)} is missing; config.json and weights disagree."
+            f"{folder}: the tensor {min(missing)} is missing; use a config.json and weights of the "
+            "same model."
         )
 
 
 def fill(parameter: Tensor, source) -> None:
-    """Copies a tensor, or a slice of a file, into a parameter; of a sharded one, only this rank's
-    rows are read.
+    """Copy a tensor, or a slice of a file, into a parameter. For a sharded parameter, only this
+    rank's rows are read.
     """
     if not isinstance(parameter, DTensor):
         parameter.copy_(source[:])
@@ -147,74 +138,66 @@ def fill(parameter: Tensor, source) -> None:
 
 
 def empty_model(folder: Path) -> Decoder:
-    """The model of a checkpoint folder without its weights: no time or memory spent on values that
-    are read from files anyway.
-    """
-    cfg = ModelConfig.from_dict(read_json(folder / "config.json"), str(folder / "config.json"))
-    try:
-        with torch.device("meta"):
-            return Decoder(cfg)
-    except RuntimeError as e:  # a product of sizes beyond 64 bits
-        reason = str(e).splitlines()[0].rstrip(".")
-        raise UserError(
-            f"{folder / 'config.json'}: no machine holds such sizes ({reason}); take the one of the weights."
-        ) from e
+    """Return a checkpoint's model on the meta device. Its weights take no time or memory yet."""
+    where = folder / "config.json"
+    with torch.device("meta"):
+        return Decoder(ModelConfig.from_dict(read_json(where), str(where)))
 
 
 def load_model(
     folder: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Decoder:
-    """The model of a checkpoint folder, its weights cast to `dtype`."""
-    # in this order, so that no float32 copy exists
+    """Return the model of a checkpoint folder, its weights cast to `dtype`."""
+    # in this order no float32 copy exists
     model = empty_model(folder).to(dtype).to_empty(device=device)
     model.tie()
     load_weights(model, folder)
     return model
 
 
-# --- writing --------------------------------------------------------------------------------------
+# --- writing ---
 
 
 @contextlib.contextmanager
-def written_whole(final: Path) -> Iterator[Path]:
-    """A folder to write into, renamed to `final` at the end: a crash, or any exception, leaves what
-    was there before.
+def atomic_folder(final: Path) -> Iterator[Path]:
+    """Yield a folder to write into, and rename it to `final` at the end. A crash or an exception
+    leaves `final` as it was.
 
-    A checkpoint that is there already is replaced; a folder that holds anything else is refused.
+    An existing checkpoint is replaced. A folder that holds anything else raises UserError.
     """
-    final = final.absolute()  # "." has no name of its own
-    aside, old = final.with_name(f".{final.name}.tmp"), final.with_name(f".{final.name}.old")
+    final = final.absolute()  # "." has no name
+    temporary, old = final.with_name(f".{final.name}.tmp"), final.with_name(f".{final.name}.old")
     try:
         if final.exists() and any(final.iterdir()) and not (final / "config.json").exists():
             raise UserError(
                 f"{final} holds other files, which would be lost: choose another folder."
             )
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        yield aside
-        # as the umask has it: safetensors makes files that only their owner can read
-        mode = aside.stat().st_mode & 0o666
-        for path in (*aside.rglob("*"), aside):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        # follow the umask: safetensors makes files that only their owner can read
+        mode = temporary.stat().st_mode & 0o666
+        for path in (*temporary.rglob("*"), temporary):
             if path.is_file():
                 path.chmod(mode)
-            # a rename may reach the disk before the data does, unless the data is flushed
+            # unless the data is flushed, the rename may reach the disk before it
             _flush(path)
-        # a folder cannot be renamed over another: for a moment the old one is whole under the name
-        # `old`
+        # A folder cannot be renamed over another one, so `final` is moved away first.
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
-        aside.rename(final)
+        temporary.rename(final)
         _flush(final.parent)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as e:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         if old.exists() and not final.exists():
             old.rename(final)
         if isinstance(e, (OSError, SafetensorError)):
             reason = getattr(e, "strerror", None) or e
             raise UserError(
-                f"{final} could not be written ({reason}): make room or choose another folder; earlier checkpoints are whole."
+                f"{final} could not be written ({reason}): make room or choose another folder; "
+                "earlier checkpoints are intact."
             ) from e
         raise
 
@@ -230,8 +213,8 @@ def _flush(path: Path) -> None:
 def export(
     model: Decoder, folder: Path, tokenizer: Tokenizer | None = None, config: dict | None = None
 ) -> None:
-    """Writes a model into an existing folder, in its own dtype; sharded ones are gathered, so every
-    rank must call.
+    """Write a model into an existing folder, in its own dtype. Shards are gathered, so every rank
+    must call this.
     """
     write_model(host_weights(model), config or model.cfg.to_dict(), folder, tokenizer)
 
@@ -240,13 +223,14 @@ def export(
 def host_weights(
     model: Decoder, dtype: torch.dtype | None = None, keep: bool = True
 ) -> dict[str, Tensor]:
-    """Copies of the whole weights in host memory, without a tied head, and with adapters merged.
+    """Return copies of the full weights in host memory, with adapters merged and without a tied
+    head.
 
-    Sharded ones are gathered one by one, so every rank must call; where `keep` is off they are
-    dropped again at once.
+    Shards are gathered one by one, so every rank must call this. A rank with `keep` off drops each
+    tensor at once.
     """
     out: dict[str, Tensor] = {}
-    # a tied head is the embedding, under whose name it comes first
+    # of a tied pair, the embedding comes first and is the one that is kept
     for name, full in lora.full_parameters(model):
         if keep:
             out[name] = full.to("cpu", dtype, copy=True).contiguous()
@@ -256,36 +240,36 @@ def host_weights(
 def write_model(
     weights: dict[str, Tensor], config: dict, folder: Path, tokenizer: Tokenizer | None = None
 ) -> None:
-    """Writes config.json, the weights, and the tokenizer's files into an existing folder.
+    """Write config.json, the weights and the tokenizer's files into an existing folder.
 
-    config: the fields of config.json; of a model that was loaded, all of the source's, also those
-    that we do not read.
+    config: the fields of config.json. For a loaded model, pass all fields of the source, including
+    those we do not read.
     """
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(
-        json.dumps({**config, "dtype": dtype, "torch_dtype": dtype}, indent=2) + "\n"
-    )
+    config = {**config, "dtype": dtype, "torch_dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     parts: list[dict[str, Tensor]] = [{}]
     for name, tensor in weights.items():
         if parts[-1] and sum(t.nbytes for t in parts[-1].values()) + tensor.nbytes > MAX_FILE_BYTES:
             parts.append({})
         parts[-1][name] = tensor
     names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
-    for file, part in zip(names if len(parts) > 1 else [WEIGHTS], parts):
-        save_file(part, folder / file, metadata={"format": "pt"})
-    if len(parts) > 1:
+    if len(parts) == 1:
+        names = [WEIGHTS]
+    else:
         index = {
             "metadata": {"total_size": sum(t.nbytes for t in weights.values())},
             "weight_map": {name: file for file, part in zip(names, parts) for name in part},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    for file, part in zip(names, parts):
+        save_file(part, folder / file, metadata={"format": "pt"})
     if tokenizer:
         tokenizer.save(folder)
 
 
 def checkpoints(output_dir: str) -> list[Path]:
-    """The finished checkpoints of a run, oldest first."""
-    found = [
-        p for p in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)
-    ]
-    return sorted(found, key=lambda p: int(p.name.split("-")[1]))
+    """Return the finished checkpoints of a run, oldest first."""
+    found = Path(output_dir).glob("checkpoint-*")
+    numbered = [p for p in found if p.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(numbered, key=lambda p: int(p.name.removeprefix("checkpoint-")))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from nanogrpo.errors import UserError
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-# A model with larger numbers is a mistake, and would take forever to build.
-NUMBERS = {"int": ((int,), "a whole number", 2**31), "float": ((int, float), "a number", 1e30)}
+NUMBERS = {"int": ((int,), "a whole number"), "float": ((int, float), "a number")}
+# Larger numbers are mistakes: such a model would take forever to build or overflow 64 bits.
+LIMITS = {"num_hidden_layers": 2**12, "max_position_embeddings": 2**31, "rope_theta": 1e30}
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class ModelConfig:
             if field.type == "bool":
                 right, wanted = isinstance(value, bool), "true or false"
             else:
-                types, kind, limit = NUMBERS[str(field.type)]
-                limit = 4096 if field.name == "num_hidden_layers" else limit
+                types, kind = NUMBERS[str(field.type)]
+                limit = LIMITS.get(field.name, 2**20)
                 right = type(value) in types and 0 < value < limit
                 wanted = f"{kind} above 0 and below {limit}"
             require(right, f"{field.name} is {value!r:.60} but must be {wanted}")

@@ -203,7 +203,7 @@ class Saver:
             # All ranks write into the folder that rank 0 makes, so none may begin before it is
             # there: `once` is a barrier too.
             folder = self.world.once(
-                lambda: stack.enter_context(checkpoint.written_whole(self.final))
+                lambda: stack.enter_context(checkpoint.atomic_folder(self.final))
             )
             weights = checkpoint.host_weights(self.model, self.dtype, keep=self.world.main)
             alone = adapters.host_adapters(self.model, keep=self.world.main)

@@ -107,7 +107,7 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600, quiet: bool = False
     """
     folder = may_write(folder)
     torch.manual_seed(seed)
-    with checkpoint.written_whole(folder) as aside:
+    with checkpoint.atomic_folder(folder) as aside:
         tokenizer = write_tokenizer(aside)
         model = Decoder(base_config(tokenizer.vocab_size))
         teach(model, tokenizer, seed, steps, quiet)

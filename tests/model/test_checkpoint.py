@@ -184,17 +184,17 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def write(final: Path, text: str) -> None:
-    with checkpoint.written_whole(final) as folder:
+    with checkpoint.atomic_folder(final) as folder:
         (folder / "config.json").write_text(text)
 
 
 def test_a_folder_appears_at_once_and_replaces_a_checkpoint_only_when_it_is_whole(tmp_path):
     final = tmp_path / "deep" / "checkpoint-1"
-    with checkpoint.written_whole(final) as folder:
+    with checkpoint.atomic_folder(final) as folder:
         (folder / "config.json").write_text("one")
         assert not final.exists()
     assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"one"}
-    with checkpoint.written_whole(final) as folder:
+    with checkpoint.atomic_folder(final) as folder:
         (folder / "config.json").write_text("two")
         assert content(final) == {"config.json": b"one"}
     assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"two"}
@@ -222,7 +222,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch
 @pytest.mark.parametrize("error", [RuntimeError("ours"), KeyboardInterrupt(), UserError("theirs")])
 def test_any_exception_leaves_what_was_there_and_no_litter(tmp_path, error):
     write(tmp_path / "checkpoint-1", "one")
-    with pytest.raises(type(error)), checkpoint.written_whole(tmp_path / "checkpoint-1") as folder:  # noqa: PT012
+    with pytest.raises(type(error)), checkpoint.atomic_folder(tmp_path / "checkpoint-1") as folder:  # noqa: PT012
         (folder / "config.json").write_text("two")
         raise error
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
