@@ -1,3 +1,3 @@
-"""One script a question; raw rows in bench/results/, everything else is made from them. Read first:
-common.py.
+"""Benches: one script per question. Their records are in bench/results/; all tables and plots are
+made from them. Read first: common.py.
 """

@@ -1,18 +1,19 @@
-"""What every bench shares: the machine's description, fair timing of several sides, JSON rows, a
-table.
+"""Tools that every bench shares: command line, timing, records and console tables.
 
-In: functions to time. Out: `bench/results/<name>.json`, a list of rows, each of which stands alone:
-what was measured, on which machine, with which versions, at which commit, by which command. Tables
-and plots are made from those rows, never typed.
+In: functions to time. Out: `bench/results/<name>.json`, a list of records. Each record is complete
+by itself: what was measured, on which machine, with which versions, at which commit and by which
+command. All tables and plots are generated from these records.
 
-A bench is a module with `main(argv)`, run as `python -m bench.<name>`: it interleaves its sides in
-one process (`interleave`), so that a busy neighbour or a warm chip meets all of them, and reports
-medians with their spread. Read next: rollout_speed.py.
+A bench is a module with `main(argv)` that runs as `python -m bench.<name>`. It times its sides in
+turns in one process (`interleave`), so a busy machine or a hot chip affects all of them alike, and
+reports medians with their spread. Read next: rollout_speed.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -20,6 +21,7 @@ import platform
 import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,14 +36,52 @@ from nanogrpo.model.hf_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-SIDES = ("nanogrpo", "TRL")  # of benches of whole runs
-# given those that our run of the same seed drew: only the training is left to differ
+SIDES = ("nanogrpo", "TRL")  # the two sides of the benches that compare full runs
+# TRL trained on the completions that our run of the same seed sampled: only the training differs
 REPLAYED = "TRL, our completions"
 
 
+# --- command line ---
+
+
+def parser(bench: str, doc: str, threads: bool = True, **numbers) -> argparse.ArgumentParser:
+    """Return the parser of `python -m bench.<bench>`, with --out and, if `threads`, --threads.
+
+    numbers: option → (default, help), for example `prompt_length=(32, "tokens per prompt")`.
+    """
+    if threads:
+        numbers["threads"] = (2, "CPU threads")
+    out = argparse.ArgumentParser(prog=f"python -m bench.{bench}", description=doc.split("\n\n")[0])
+    for name, (default, text) in numbers.items():
+        option = f"--{name.replace('_', '-')}"
+        out.add_argument(
+            option, type=type(default), default=default, help=f"{text} (default {default})"
+        )
+    out.add_argument(
+        "--out", type=Path, default=RESULTS, help="folder of the results (default bench/results)"
+    )
+    return out
+
+
+def add_cases(parser: argparse.ArgumentParser, cases: Sequence[str]) -> None:
+    """Add `--cases`, which selects some of the cases."""
+    parser.add_argument(
+        "--cases",
+        nargs="*",
+        default=list(cases),
+        choices=list(cases),
+        metavar="CASE",
+        help=f"cases to run (default: all of {'; '.join(cases)})".replace("%", "%%"),
+    )
+
+
+# --- models ---
+
+
 def small_qwen3(hidden: int, layers: int, vocab: int, context: int) -> ModelConfig:
-    """The shape that the CPU benches run: heads of 32, two query heads per key head, tied; about 3
-    M parameters at 256 × 4.
+    """Return the shape of the CPU benches: tied, two query heads per key head, heads of size 32.
+
+    At 256 × 4 layers it has about 3 M parameters.
     """
     heads = max(2, hidden // 32)
     return ModelConfig(
@@ -64,7 +104,7 @@ LARGE = {"0.6B": (1024, 3072, 28, 16, 8), "1.7B": (2048, 6144, 28, 16, 8)}
 
 
 def large_qwen3(name: str, context: int) -> ModelConfig:
-    """The shape of a Qwen3 of real size, which the GPU benches run; tied, as these are."""
+    """Return the shape of a real Qwen3 with tied embeddings, for the GPU benches."""
     D, F, L, H, K = LARGE[name]
     return ModelConfig(
         "qwen3", 151936, D, F, L, H, K, 128, context, rope_theta=1e6, tie_word_embeddings=True
@@ -72,14 +112,17 @@ def large_qwen3(name: str, context: int) -> ModelConfig:
 
 
 def vllm_python() -> str:
-    """The interpreter that has vLLM, as docs/vllm.md sets it up; empty when there is none."""
+    """Return the interpreter that has vLLM (set up as in docs/vllm.md), or "" if there is none."""
     found = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
     return found if Path(found).exists() else ""
 
 
+# --- measuring ---
+
+
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each repeat of one side, in the order run."""
+    """Seconds of each repeat of one side, in the order they ran."""
 
     seconds: list[float]
 
@@ -96,13 +139,13 @@ class Timing:
 def interleave(
     sides: dict[str, Callable[[], object]], repeats: int, warmup: int = 1, title: str = "timing"
 ) -> dict[str, Timing]:
-    """Times each side `repeats` times, in turns: A B C, B C A, C A B, … so that none always follows
-    the same neighbour.
+    """Time each side `repeats` times, in turns: A B C, B C A, C A B, …
 
-    `warmup` untimed rounds come first. On a GPU each call is followed by a synchronize. Shows a
-    progress bar on stderr.
+    The order rotates, so no side always follows the same neighbour. `warmup` untimed rounds come
+    first. On a GPU each call is followed by a synchronize. A progress bar is shown on stderr.
     """
-    names, seconds = list(sides), {name: [] for name in sides}
+    names = list(sides)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(title, total=(warmup + repeats) * len(names))
         for turn in range(-warmup, repeats):
@@ -119,110 +162,137 @@ def interleave(
     return {name: Timing(s) for name, s in seconds.items()}
 
 
-def machine() -> dict:
-    """Where this runs: hardware, versions, commit. No host name, no paths."""
+def in_process(folder: Path, argv: Sequence[object], threads: int) -> dict:
+    """Run `python -m argv…` in a new process and return the JSON it writes to folder/found.json.
+
+    A process of its own has its own threads, allocator and peak memory. Its output is shown only
+    if it fails.
+    """
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    command = [sys.executable, "-m", *map(str, argv)]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(
+            f"`{shlex.join(command)}` failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
+    return json.loads((folder / "found.json").read_text())
+
+
+# --- records ---
+
+
+@functools.cache
+def checkout() -> dict:
+    """Return the commit of this checkout, and whether its code has uncommitted changes."""
 
     def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", "-C", ROOT, *args], capture_output=True, text=True, check=False
-        ).stdout.strip()
+        command = ["git", "-C", str(ROOT), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
+    code = ("nanogrpo", "kernels", "bench/*.py")
+    return {
+        "commit": git("rev-parse", "HEAD") or None,  # None: not a git checkout
+        "uncommitted_changes": bool(
+            git("status", "--porcelain", "--untracked-files=no", "--", *code)
+        ),
+    }
+
+
+def machine() -> dict:
+    """Return hardware, versions and commit. Host name and paths are left out."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        models = [
-            line.split(":", 1)[1].strip()
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        cpu = models[0] if models else cpu
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.split(":", 1)[1].strip()
+                break
     versions = {"python": platform.python_version()}
     for package in ("torch", "triton", "transformers", "trl", "vllm"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # not part of every install; the rows name only what was there
+            continue  # no install has all of them; only what is installed is recorded
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        # above the number of threads: somebody else was working
+        # more than the number of threads means that something else was running
         "load_average": round(os.getloadavg()[0], 2),
         "versions": versions,
-        "commit": git("rev-parse", "HEAD") or None,  # None: not run from a checkout
-        "uncommitted_changes": bool(
-            git(
-                "status",
-                "--porcelain",
-                "--untracked-files=no",
-                "--",
-                "nanogrpo",
-                "kernels",
-                "bench/*.py",
-            )
-        ),
+        **checkout(),
     }
 
 
-def row(bench: str, case: str, side: str, timing: Timing, argv: Sequence[str], **figures) -> dict:
-    """One measurement of one side in one case. `figures`: whatever the bench derives (tokens a
-    second, shapes, settings).
+def without_places(argv: Sequence[str]) -> list[str]:
+    """Return a command line without the options that name places on this machine."""
+    hidden = ("--vllm-python", "--out", "--base", "--picture", "--page")
+    return [a for i, a in enumerate(argv) if a not in hidden and not (i and argv[i - 1] in hidden)]
+
+
+def record(
+    bench: str,
+    case: str,
+    side: str,
+    argv: Sequence[str],
+    timing: Timing | None = None,
+    **figures,
+) -> dict:
+    """Return one measurement of one side in one case.
+
+    figures: everything the bench derives, such as tokens per second, shapes and settings.
     """
-    times = {
+    times = timing and {
         "seconds_median": timing.median,
         "seconds_spread": timing.spread,
         "seconds": timing.seconds,
     }
-    return facts(bench, case, side, argv, **times, **figures)
-
-
-def shown(argv: Sequence[str]) -> list[str]:
-    """A command line without what holds only on this machine: where things lie."""
-    hidden = ("--vllm-python", "--out", "--base", "--picture")
-    return [a for i, a in enumerate(argv) if a not in hidden and not (i and argv[i - 1] in hidden)]
-
-
-def facts(bench: str, case: str, side: str, argv: Sequence[str], **figures) -> dict:
-    """A row of figures that are no times of `interleave`."""
     return {
         "bench": bench,
         "case": case,
         "side": side,
+        **(times or {}),
         **figures,
-        "command": shlex.join(["python", "-m", f"bench.{bench}", *shown(argv)]),
+        "command": shlex.join(["python", "-m", f"bench.{bench}", *without_places(argv)]),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
     }
 
 
-def write(name: str, rows: list[dict], folder: Path = RESULTS) -> Path:
-    """Writes `folder/<name>.json` in one move, so that a reader never sees half a file. Replaces an
-    earlier run.
-    """
+def write(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
+    """Write `folder/<name>.json` atomically, replacing the results of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(rows, indent=1) + "\n")
+    part.write_text(json.dumps(records, indent=1) + "\n")
     part.replace(path)
     return path
 
 
 def read(name: str, folder: Path = RESULTS) -> list[dict]:
-    """The rows of a bench; none when it has not run."""
+    """Return the records of a bench, or none if it has not run."""
     path = folder / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def merge(name: str, rows: list[dict], folder: Path = RESULTS) -> Path:
-    """`write`, but only rows of the same case and side are replaced: a bench can be run in parts."""
-    fresh = {(row["case"], row["side"]): row for row in rows}
-    kept = [fresh.pop((row["case"], row["side"]), row) for row in read(name, folder)]
+def merge(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
+    """Write records, but keep earlier ones of other cases and sides: a bench can run in parts."""
+    fresh = {(record["case"], record["side"]): record for record in records}
+    kept = [fresh.pop((r["case"], r["side"]), r) for r in read(name, folder)]
     return write(name, [*kept, *fresh.values()], folder)
 
 
+# --- tables and pictures ---
+
+
 def show(x: object) -> str:
-    """A figure in a table: three significant digits, thousands grouped."""
+    """Format a figure: three significant digits, thousands grouped."""
     if isinstance(x, float):
         return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
     return f"{x:,}" if isinstance(x, int) else str(x)
@@ -237,12 +307,33 @@ def mib(x: float) -> str:
 
 
 def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
-    """Prints a table."""
+    """Print a table."""
     out = Table(title=title, title_justify="left")
     for i, c in enumerate(columns):
         out.add_column(c, justify="left" if i == 0 else "right")
     for line in lines:
         out.add_row(*map(show, line))
     console = Console()
-    console.width = max(console.width, 150)  # a log file has no width: do not fold the figures
+    console.width = max(console.width, 150)  # a log file has no width: keep figures on one line
     console.print(out)
+
+
+def subplots(*args, **kwargs):
+    """Return `matplotlib.pyplot.subplots(…)`, drawn to a file instead of a window."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(*args, **kwargs)
+
+
+def save_picture(figure, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    for axis in figure.axes:
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,21 +1,22 @@
-"""How many whole GRPO steps a second: ours with the embedded engine, TRL's with its default
+"""How many full GRPO steps per second: ours with the embedded engine, TRL's with its default
 generation?
 
-In: nothing: a random model that ends its completions as the case asks is made here. Out:
-results/end_to_end.json: steps and tokens a second, seconds by phase, peak memory. A step is
-sampling, rewards, advantages, training, the update and the log of it: train.py's loop and TRL's
-`GRPOTrainer.train()`, each in a process of its own (runs.py). Runs take turns, `--rounds` each;
-medians are over the steps of all rounds but the first of each run, which warms up.
+In: nothing; a random model that ends its completions as the case asks is made here. Out:
+results/end_to_end.json with steps and tokens per second, seconds by phase and peak memory. A step
+is sampling, rewards, advantages, training, the weight update and its log: train.py's loop, and
+TRL's `GRPOTrainer.train()`. Each runs in a process of its own (runs.py). The sides take turns,
+`--rounds` runs each. Medians are over the steps of all rounds, without the first step of each run,
+which warms up.
 
 * even: no completion ends before the length limit.
-* uneven: at every token the model stops with the same probability, such that the mean length is a
+* uneven: the model stops with the same probability at every token, chosen so the mean length is a
   third of the limit.
 
-Lengths are not forced from outside, on either side: the model itself has that stop probability
-(`ending_model`), and a learning rate of 1e-6 does not move it in so few steps. So the two sides
-meet the same distribution, not the same draws; the table has the mean length of both. With --vllm
-our side samples from a vLLM server instead; TRL's side cannot on a CPU, and the table says why. TRL
-with the settings of trl_run.py. Read next: runs.py.
+Nothing forces these lengths from outside. The model itself has that stop probability
+(`ending_model`), and a learning rate of 1e-6 does not move it in so few steps. So both sides meet
+the same distribution but not the same random lengths; the table shows the mean length of both. With
+--vllm our side samples from a vLLM server. TRL cannot do that on a CPU, and the table says why.
+TRL's settings are in trl_run.py. Read next: runs.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import os
 import random
 import statistics
 import string
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,13 +47,18 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import warmup
 
-STEADY = 30.0  # channel 0 of every hidden state: so large that the norm leaves it all but constant
-NO_VLLM = "its client syncs weights to a server over NCCL alone, which needs a CUDA device (trl/generation/vllm_client.py)"
+# Channel 0 of every hidden state: so large that the norm leaves it almost constant.
+STEADY = 30.0
+NO_VLLM = (
+    "its client syncs weights to a server over NCCL alone, which needs a CUDA device"
+    " (trl/generation/vllm_client.py)"
+)
 
 
 def stop_probability(mean: float, longest: int) -> float:
-    """The p at which completions have this mean length, when each stops with probability p a token,
-    and at `longest` anyway.
+    """Return the stop probability per token that gives completions this mean length.
+
+    A completion that reaches `longest` tokens ends there.
     """
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -62,12 +69,11 @@ def stop_probability(mean: float, longest: int) -> float:
 
 @torch.no_grad()
 def ending_model(cfg: ModelConfig, stop: int, probability: float) -> Decoder:
-    """A random decoder that draws token `stop` with this probability at every position, whatever
-    came before.
+    """Return a random decoder that samples token `stop` with this probability at every position.
 
-    Channel 0 of the residual stream is STEADY for every token and no layer writes to it; the head
-    reads it for `stop` alone, whose logit is therefore constant. The other logits are small, so
-    that their exponentials sum to about V - 1.
+    Channel 0 of the residual stream is STEADY for every token and no layer writes to it. The head
+    reads it only for `stop`, so that logit is constant. The other logits are small, so their
+    exponentials sum to about V - 1.
     """
     model = Decoder(cfg)
     model.model.embed_tokens.weight[:, 0] = STEADY
@@ -82,16 +88,16 @@ def ending_model(cfg: ModelConfig, stop: int, probability: float) -> Decoder:
 
 
 def write_tokenizer(folder: Path, vocab: int) -> Tokenizer:
-    """The warm-up's tokenizer of characters, with a word for every further id of the vocabulary."""
+    """Write the warm-up's character tokenizer, padded with one word for every further id."""
     size = warmup.write_tokenizer(folder).vocab_size
-    whole = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    whole.add_tokens([f"<{i}>" for i in range(size, vocab)])
-    whole.save(str(folder / "tokenizer.json"))
+    padded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    padded.add_tokens([f"<{i}>" for i in range(size, vocab)])
+    padded.save(str(folder / "tokenizer.json"))
     return Tokenizer(folder)
 
 
 def write_case(folder: Path, shape: ModelConfig, args: argparse.Namespace, even: bool) -> Config:
-    """Model, tokenizer and prompts in `folder`; the options of a run on them."""
+    """Write model, tokenizer and prompts to `folder`; return the options of a run on them."""
     longest = args.length if even else args.longest
     tokenizer = write_tokenizer(folder, shape.vocab_size)
     (stop,) = tokenizer.stop_token_ids
@@ -99,17 +105,15 @@ def write_case(folder: Path, shape: ModelConfig, args: argparse.Namespace, even:
     model = ending_model(shape, stop, 0.0 if even else stop_probability(longest / 3, longest))
     checkpoint.export(model, folder, tokenizer)
     rng = random.Random(0)
-    texts = [
-        "".join(rng.choices(string.ascii_letters, k=args.prompt_length))
-        for _ in range(args.prompts * args.steps)
-    ]
-    (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
-    )
+    lines = []
+    for _ in range(args.prompts * args.steps):
+        text = "".join(rng.choices(string.ascii_letters, k=args.prompt_length))
+        lines.append(json.dumps({"prompt": text}) + "\n")
+    (folder / "prompts.jsonl").write_text("".join(lines))
     return Config(
         model=str(folder),
         data=(str(folder / "prompts.jsonl"),),
-        reward_funcs=("bench.runs:share_of_even",),
+        reward_funcs=("bench.rewards:share_of_even",),
         num_generations=args.group,
         generation_batch_size=args.prompts * args.group,
         max_concurrent=args.prompts * args.group,
@@ -122,8 +126,8 @@ def write_case(folder: Path, shape: ModelConfig, args: argparse.Namespace, even:
 
 def measure(
     cfg: Config, sides: Sequence[str], args: argparse.Namespace, progress: Progress, title: str
-) -> dict[str, list]:
-    """The runs of each side, in turns."""
+) -> dict[str, list[dict]]:
+    """Run each side `--rounds` times, in turns; return the runs of each."""
     found: dict[str, list[dict]] = {side: [] for side in sides}
     task = progress.add_task(title, total=args.rounds * len(sides))
     for turn in range(args.rounds):
@@ -135,17 +139,16 @@ def measure(
 
 
 def figures_of(rounds: list[dict], cfg: Config) -> tuple[common.Timing, dict]:
-    """The runs of one side as one row: the first step of each is left out."""
-    later = lambda name: [x for run in rounds for x in run[name][1:]]  # noqa: E731
-    timing, lengths = common.Timing(later("seconds")), later("length")
+    """Summarize the runs of one side, without the first step of each."""
+
+    def steady(series: str) -> list[float]:
+        return [x for run in rounds for x in run[series][1:]]
+
+    timing, lengths = common.Timing(steady("seconds")), steady("length")
     tokens = sum(lengths) * cfg.generation_batch_size
     phases = {
-        n: statistics.median([s for run in rounds for s in run["phases"][n][1:]])
-        for n in rounds[0]["phases"]
-    }
-    memory = {
-        name: max(run[name] for run in rounds)
-        for name in ("peak_bytes", "peak_bytes_above_libraries")
+        name: statistics.median([s for run in rounds for s in run["phases"][name][1:]])
+        for name in rounds[0]["phases"]
     }
     return timing, {
         "steps_per_second": 1 / timing.median,
@@ -155,72 +158,42 @@ def figures_of(rounds: list[dict], cfg: Config) -> tuple[common.Timing, dict]:
         "completions": cfg.generation_batch_size,
         "phases": phases,
         "rounds": len(rounds),
-        **memory,
+        "peak_bytes": max(run["peak_bytes"] for run in rounds),
+        "peak_bytes_above_libraries": max(run["peak_bytes_above_libraries"] for run in rounds),
     }
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict]:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.end_to_end", description=__doc__.split("\n\n")[0]
+def main(argv: Sequence[str]) -> list[dict]:
+    parser = common.parser(
+        "end_to_end",
+        __doc__,
+        rounds=(3, "runs of each side and case"),
+        steps=(7, "steps per run, the first of which is not counted"),
+        prompts=(8, "prompts per step"),
+        group=(8, "completions per prompt"),
+        prompt_length=(32, "tokens per prompt"),
+        length=(96, "tokens per completion of the even case"),
+        longest=(192, "length limit of the uneven case"),
+        hidden=(256, "hidden size of the small model"),
+        layers=(4, "layers of the small model"),
+        vocab=(2048, "vocabulary of the small model"),
     )
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="runs of each side and case, in turns (default 3)"
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=7,
-        help="steps a run, the first of which is not counted (default 7)",
-    )
-    parser.add_argument(
-        "--cases",
-        nargs="*",
-        default=["even", "uneven"],
-        choices=["even", "uneven"],
-        help="one of the cases",
-    )
+    common.add_cases(parser, ("even", "uneven"))
     parser.add_argument(
         "--shape",
         default="small",
         choices=["small", *common.LARGE],
-        help="the model: small (CPU), or one for a GPU",
+        help="the model: small (CPU, the default), or one for a GPU",
     )
     parser.add_argument(
         "--vllm",
         action="store_true",
-        help="sample from a vLLM server, which train.py starts; a round will do",
+        help="sample from a vLLM server, which train.py starts; one round is enough",
     )
     parser.add_argument(
         "--vllm-python",
         default=common.vllm_python(),
-        help="has vLLM (default $NANOGRPO_VLLM_PYTHON)",
-    )
-    parser.add_argument("--prompts", type=int, default=8, help="prompts a step (default 8)")
-    parser.add_argument("--group", type=int, default=8, help="completions a prompt (default 8)")
-    parser.add_argument(
-        "--prompt-length", type=int, default=32, help="tokens a prompt (default 32)"
-    )
-    parser.add_argument(
-        "--length", type=int, default=96, help="even case: tokens a completion (default 96)"
-    )
-    parser.add_argument(
-        "--longest", type=int, default=192, help="uneven case: the length limit (default 192)"
-    )
-    parser.add_argument(
-        "--hidden", type=int, default=256, help="hidden size of the small model (default 256)"
-    )
-    parser.add_argument(
-        "--layers", type=int, default=4, help="layers of the small model (default 4)"
-    )
-    parser.add_argument(
-        "--vocab", type=int, default=2048, help="vocabulary of the small model (default 2048)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=common.RESULTS,
-        help="folder for the JSON rows (default bench/results)",
+        help="interpreter that has vLLM (default $NANOGRPO_VLLM_PYTHON)",
     )
     args = parser.parse_args(argv)
     if args.vllm and not args.vllm_python:
@@ -231,46 +204,52 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
     context = args.prompt_length + max(args.length, args.longest)
-    shape = common.small_qwen3(args.hidden, args.layers, args.vocab, context)
-    if args.shape != "small":
+    if args.shape == "small":
+        shape = common.small_qwen3(args.hidden, args.layers, args.vocab, context)
+    else:
         shape = common.large_qwen3(args.shape, context)
-    # the head alone must know when to stop
+    # untied: only the head may know when to stop
     shape = dataclasses.replace(shape, tie_word_embeddings=False)
+    server = {
+        "engine": "vllm",
+        "vllm_python": args.vllm_python,
+        "vllm_options": f"--dtype float32 --enforce-eager --max-model-len {context}",
+    }
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for case in args.cases:
             label = case if args.shape == "small" else f"{args.shape}, GPU, bfloat16, {case}"
+            sides = common.SIDES
             with tempfile.TemporaryDirectory() as where:
                 cfg = write_case(Path(where), shape, args, even=case == "even")
                 if args.vllm:
-                    label, options = (
-                        f"{label}, a vLLM server",
-                        f"--dtype float32 --enforce-eager --max-model-len {context}",
-                    )
-                    cfg = dataclasses.replace(
-                        cfg, engine="vllm", vllm_python=args.vllm_python, vllm_options=options
-                    )
-                found = measure(
-                    cfg, common.SIDES[:1] if args.vllm else common.SIDES, args, progress, label
+                    label, sides = f"{label}, a vLLM server", common.SIDES[:1]
+                    cfg = dataclasses.replace(cfg, **server)
+                found = measure(cfg, sides, args, progress, label)
+            figures = {side: figures_of(rounds, cfg) for side, rounds in found.items()}
+            records = [
+                common.record(
+                    "end_to_end",
+                    label,
+                    side,
+                    argv,
+                    timing,
+                    **own,
+                    speedup_over_trl=None
+                    if args.vllm
+                    else figures["TRL"][0].median / timing.median,
+                    model=dataclasses.asdict(shape),
                 )
-            sides = {side: figures_of(rounds, cfg) for side, rounds in found.items()}
-            rows, shown = [], [] if argv is None else argv
-            for side, (timing, figures) in sides.items():
-                figures["speedup_over_trl"] = (
-                    sides["TRL"][0].median / timing.median if "TRL" in sides else None
-                )
-                figures["model"] = dataclasses.asdict(shape)
-                rows.append(common.row("end_to_end", label, side, timing, shown, **figures))
+                for side, (timing, own) in figures.items()
+            ]
             if args.vllm:
-                rows.append(common.facts("end_to_end", label, "TRL", shown, why_not=NO_VLLM))
-            # case by case: what is cut short keeps what it has
-            path = common.merge("end_to_end", rows, args.out)
-    rows = common.read("end_to_end", args.out)
-    tables.show("end_to_end", rows)
-    print(f"rows: {path}")
-    return rows
+                records.append(common.record("end_to_end", label, "TRL", argv, why_not=NO_VLLM))
+            # written after each case: an interrupted bench keeps its results
+            path = common.merge("end_to_end", records, args.out)
+    records = common.read("end_to_end", args.out)
+    tables.show("end_to_end", records)
+    print(f"results: {path}")
+    return records
 
 
 if __name__ == "__main__":
-    import sys
-
     main(sys.argv[1:])

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Training on a GPU against TRL: one step of the 0.6B and the 1.7B shape, then whole GRPO steps of the 0.6B shape. On any machine
-# with an NVIDIA GPU, in under nine minutes; needs what is installed and nothing else (without TRL its sides are left out).
-# Rows: bench/results/step_large.json and end_to_end.json. Log: bench/results/gpu_train.log.
+# Compare training with TRL on a GPU: one step of the 0.6B and the 1.7B shape, then full GRPO steps
+# of the 0.6B shape. Runs on any machine with an NVIDIA GPU, in under nine minutes. Without TRL its
+# sides are left out. Results: bench/results/step_large.json and end_to_end.json.
+# Log: bench/results/gpu_train.log.
 #
-#     bench/gpu_train.sh [folder for the rows]        PYTHON=... names the interpreter, if not `python`
+#     bench/gpu_train.sh [folder for the results]  PYTHON=... names the interpreter (default python)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
@@ -11,12 +12,13 @@ OUT=${1:-bench/results}
 mkdir -p "$OUT"
 
 if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "bench/gpu_train.sh measures on a GPU, and torch sees none here." >&2
+    echo "bench/gpu_train.sh needs a GPU, and torch finds none." >&2
     exit 2
 fi
-unset TRITON_INTERPRET # a leftover of CPU tests would interpret the kernels, slowly
+unset TRITON_INTERPRET # left over from CPU tests, it would interpret the kernels, slowly
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
-export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} # with several, TRL's trainer would split its batches over them
+# on several GPUs TRL's trainer would split its batches
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
 
 {
     date -u
@@ -24,7 +26,7 @@ export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} # with several, TRL's tra
     without=
     if ! "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("trl") is None)'; then
         without=--no-trl
-        echo "TRL is not installed: its sides are left out, and so are whole steps, which are a comparison"
+        echo "TRL is not installed: its sides and the comparison of full steps are left out"
     fi
     timeout 165 "$PYTHON" -m bench.step_time --shape 0.6B $without --out "$OUT"
     small=$?
@@ -32,7 +34,7 @@ export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0} # with several, TRL's tra
     large=$?
     [ -n "$without" ] ||
         timeout 150 "$PYTHON" -m bench.end_to_end --shape 0.6B --cases uneven --rounds 1 --steps 5 --out "$OUT"
-    whole=$?
-    echo "0.6B $small, 1.7B $large, whole steps $whole (0 is good); $SECONDS seconds"
+    full=$?
+    echo "0.6B $small, 1.7B $large, full steps $full (0 means success); $SECONDS seconds"
 } 2>&1 | tee "$OUT/gpu_train.log"
-tail -n 1 "$OUT/gpu_train.log" | grep -q "0.6B 0, 1.7B 0, whole steps 0"
+tail -n 1 "$OUT/gpu_train.log" | grep -q "0.6B 0, 1.7B 0, full steps 0"

@@ -1,37 +1,35 @@
-"""How fast are the kernels, against PyTorch, TRL 1.16 and Liger 0.8.5, on the same numbers in the
-same run?
+"""How fast are the kernels, compared with PyTorch, TRL 1.16 and Liger 0.8.5 on the same inputs?
 
-    python -m bench.kernel_speed            on an NVIDIA GPU: Qwen3's vocabulary, bfloat16; about five minutes
-    python -m bench.kernel_speed --check    anywhere: every side that runs here on small shapes, its error only, nothing timed
+    python -m bench.kernel_speed            needs a GPU: Qwen3's vocabulary, bfloat16; five minutes
+    python -m bench.kernel_speed --check    runs anywhere: small shapes, errors only, nothing timed
 
-In: nothing: random logits, hidden states and weights. Out: results/kernel_speed.json, a row for
-each operation and side, with its time, floor (kernels/README.md says how floors are found), peak
-memory, launches and error against float64.
+In: nothing; logits, hidden states and weights are random. Out: results/kernel_speed.json, one
+record per operation and side, with its time, floor (kernels/README.md explains how floors are
+found), peak memory, launches, and error against float64.
 
-Fair: sides take turns within a round; before each call the logits are restored and the L2 cache is
-overwritten, both untimed; times are from CUDA events; medians with the fastest and slowest. A peer
-that is not installed, or fails, is named as such. Read next: kernel_cases.py, the operations and
-the sides of each.
+The sides take turns within a round. Before each call the logits are restored and the L2 cache is
+overwritten, both untimed. Times come from CUDA events; the tables show the median, the fastest and
+the slowest. A peer that is not installed or fails is listed with the reason. Read next:
+kernel_cases.py, the operations and the sides of each.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bench import common, kernel_peers
+from bench import common, kernel_peers, tables
 from bench.kernel_cases import Case, cases
 
 
 def errors(case: Case, results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Largest error of each result over the rows that the truth has: absolute for log-probs, else
-    relative to the largest.
+    """Return the largest error of each result over the rows that `truth` has.
+
+    Errors of log-probs and entropies are absolute, others relative to the largest value.
     """
     found = {}
     for name in truth.keys() & results.keys():
@@ -42,29 +40,41 @@ def errors(case: Case, results: dict[str, Tensor], truth: dict[str, Tensor]) -> 
     return found
 
 
+class Inputs:
+    """The inputs of a case, which some sides overwrite; `restore` undoes that."""
+
+    def __init__(self, case: Case):
+        self.case = case
+        self.pristine = {name: case.inputs[name].clone() for name in case.restore}
+
+    def restore(self) -> None:
+        for name, value in self.pristine.items():
+            self.case.inputs[name].copy_(value)
+
+
 def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
-    """Times every side of the case for about `budget` seconds together; figures: error, peak
-    memory, launches.
+    """Time every side of the case, for about `budget` seconds in total.
+
+    Returns each side's timing and its figures: errors, peak memory, launches.
     """
     truth = {name: value.detach() for name, value in case.truth(**case.inputs).items()}
-    pristine = {name: case.inputs[name].clone() for name in case.restore}
+    inputs = Inputs(case)
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")  # several times the L2 cache
     runnable = {name: side for name, side in case.sides.items() if callable(side)}
     figures = {}
 
     def prepare() -> None:
-        for name, value in pristine.items():
-            case.inputs[name].copy_(value)
+        inputs.restore()
         flush.zero_()
 
-    for name, side in list(runnable.items()):  # warm up: compile, and look at what is not timed
+    for name, side in list(runnable.items()):  # compile, and measure everything but time
         prepare()
         try:
             side(**case.inputs)
         except Exception as problem:
             if name == "nanogrpo":
                 raise
-            # a peer's own failure is a result, told in the table
+            # the failure of a peer is a result, which the table shows
             case.sides[name] = f"{type(problem).__name__}: {problem}"
             del runnable[name]
             continue
@@ -88,7 +98,7 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
         figures[name]["launches"] = len(kernels)
 
     names, began, turn = list(runnable), time.monotonic(), 0
-    seconds = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     while turn < 5 or (turn < 200 and time.monotonic() - began < budget):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
@@ -104,60 +114,47 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
 
 
 def check(device: str) -> int:
-    """Runs every side on small shapes and prints its errors; 1 if one of ours is not what float64
-    says.
-    """
+    """Run every side on small shapes and print its errors; return 1 if one is wrong."""
     wrong, lines = 0, []
     for make in cases(device, small=True):
         case = make()
         truth = {name: value.detach() for name, value in case.truth(**case.inputs).items()}
-        pristine = {name: case.inputs[name].clone() for name in case.restore}
+        inputs = Inputs(case)
         for name, side in case.sides.items():
             if isinstance(side, str):
                 lines.append((case.name, name, side, ""))
                 continue
-            for restored, value in pristine.items():
-                case.inputs[restored].copy_(value)
+            inputs.restore()
             found = errors(case, side(**case.inputs), truth)
             good = bool(found) and all(error < 1e-4 for error in found.values())
             wrong += not good
-            lines.append(
-                (
-                    case.name,
-                    name,
-                    "right" if good else "WRONG",
-                    ", ".join(f"{k} {v:.1e}" for k, v in sorted(found.items())),
-                )
-            )
+            worst = ", ".join(f"{k} {v:.1e}" for k, v in sorted(found.items()))
+            lines.append((case.name, name, "right" if good else "WRONG", worst))
     common.table("errors against float64", ("operation", "side", "", "largest error"), lines)
     return int(wrong > 0)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main(argv: Sequence[str]) -> int:
+    parser = common.parser(
+        "kernel_speed",
+        __doc__,
+        threads=False,
+        seconds=(15.0, "seconds for the rounds of each operation, all sides together"),
     )
     parser.add_argument(
         "--check", action="store_true", help="small shapes, errors only; needs no GPU"
     )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=15.0,
-        help="time for each operation's rounds, all sides together",
-    )
-    parser.add_argument("--out", type=Path, default=common.RESULTS, help="folder of the rows")
     args = parser.parse_args(argv)
     if args.check:
         return check("cuda" if torch.cuda.is_available() else "cpu")
     if not torch.cuda.is_available():
         print(
-            "bench.kernel_speed measures GPU kernels and torch sees no NVIDIA GPU here; --check runs without one.",
+            "bench.kernel_speed measures GPU kernels, and torch finds no NVIDIA GPU here;"
+            " --check runs without one.",
             file=sys.stderr,
         )
         return 2
-    rows, lines = [], []
+    records, left_out = [], []
     for make in cases("cuda", small=False):
         case = make()
         label = case.name + " " + " ".join(f"{k}={v:,}" for k, v in case.shape.items())
@@ -168,33 +165,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "floor_seconds": floor,
                 "peer_versions": kernel_peers.versions(),
             }
-            rows.append(common.row("kernel_speed", label, name, timing, argv, **figures))
-            spread = " – ".join(f"{1e3 * s:.3g}" for s in timing.spread)
-            worst = ", ".join(f"{k} {v:.1e}" for k, v in sorted(figures["errors"].items()))
-            shown = (
-                1e3 * timing.median,
-                spread,
-                1e3 * floor if floor else "–",
-                figures["peak_gib_above_inputs"],
-                figures["launches"],
-            )
-            lines.append((label, name, *shown, worst))
-        lines += [
-            (label, name, f"not run: {why[:120]}", *[""] * 5)
-            for name, why in case.sides.items()
-            if isinstance(why, str)
+            records.append(common.record("kernel_speed", label, name, argv, timing, **figures))
+        left_out += [
+            (label, name, why[:120]) for name, why in case.sides.items() if isinstance(why, str)
         ]
-        # after each operation: a run cut short keeps what it has
-        common.write("kernel_speed", rows, args.out)
+        # written after each operation: an interrupted bench keeps its results
+        common.write("kernel_speed", records, args.out)
         del case
         torch.cuda.empty_cache()
-    common.table(
-        "kernels",
-        ("operation", "side", "ms", "fastest – slowest", "floor", "peak GiB", "launches", "error"),
-        lines,
-    )
+    tables.show("kernel_speed", records)
+    common.table("not measured", ("operation", "side", "reason"), left_out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,22 +1,20 @@
-"""What does each objective, and each way to take advantages, learn? The tiny task, off policy,
-several seeds a case.
+"""What do the objectives and the advantage estimators learn? The tiny task, off policy, with
+several seeds per case.
 
-In: nothing: the base is made by nanogrpo.run.warmup, unless --base names one. Out: a row a run,
-results/objectives.json, and from the rows docs/objectives.md. Each run is train.py's loop with
-SETTINGS: four updates a generation, so that the ratios leave 1 (on policy all objectives are one,
-but for their averages), and one learning rate for all: nothing is tuned for a case. It is a check
-that each learns, not a contest: on so small a task a difference is often that of the seeds, which
-the table shows.
+In: nothing; the base is made as by nanogrpo.run.warmup unless --base names one. Out:
+results/objectives.json with one record per run, and docs/objectives.md, the table made from it.
+Each run is train.py with SETTINGS: four updates per generation, so the ratios leave 1 (on policy
+all objectives agree except for their normalisers), and one learning rate for all. Nothing is tuned
+for a case. This checks that each one learns; it is not a contest. On such a small task a difference
+is often due to the seeds, and the table shows their spread.
 
-Runs share the cores, one thread each. A row is written when its run ends and not computed again
-while the base, the options and SETTINGS are the same: an interrupted bench goes on. Read next:
+Runs share the cores, one thread each. A record is written when its run ends. A run is not repeated
+while base, options and SETTINGS stay the same, so an interrupted bench continues. Read next:
 docs/objectives.md, nanogrpo/grpo/objectives.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
 import logging
 import multiprocessing
@@ -36,19 +34,25 @@ from rich.progress import Progress
 
 import train
 from bench import common
+from bench.learning import fingerprint
 from nanogrpo.logs import completions
 from nanogrpo.run import warmup
 
-SETTINGS = "--num-generations 8 --generation-batch-size 64 --max-concurrent 64 --max-completion-length 48 --device cpu"
-SETTINGS += " --steps-per-generation 2 --num-iterations 2 --learning-rate 5e-5 --eval-samples 128"
-CASES = {  # name in the table → options beside SETTINGS
+SETTINGS = (
+    "--num-generations 8 --generation-batch-size 64 --max-concurrent 64 --max-completion-length 48"
+    " --device cpu --steps-per-generation 2 --num-iterations 2 --learning-rate 5e-5"
+    " --eval-samples 128"
+)
+CASES = {  # name in the table → options in addition to SETTINGS
     "dapo": "",
     "dapo, on policy": "--steps-per-generation 1 --num-iterations 1 --learning-rate 2e-4",
     "dapo, clip-higher": "--epsilon-high 0.28",
     "grpo": "--loss-type grpo",
     "dr_grpo": "--loss-type dr_grpo --scale-rewards none",
-    "gspo": "--loss-type grpo --importance-sampling-level sequence --epsilon 3e-4 --epsilon-high 4e-4",
-    "luspo": "--loss-type luspo --importance-sampling-level sequence --epsilon 2e-3 --epsilon-high 2.5e-3",
+    "gspo": "--loss-type grpo --importance-sampling-level sequence"
+    " --epsilon 3e-4 --epsilon-high 4e-4",
+    "luspo": "--loss-type luspo --importance-sampling-level sequence"
+    " --epsilon 2e-3 --epsilon-high 2.5e-3",
     "cispo": "--loss-type cispo --epsilon-high 5",
     "sapo": "--loss-type sapo",
     "vespo": "--loss-type vespo",
@@ -62,89 +66,7 @@ CASES = {  # name in the table → options beside SETTINGS
     "dapo, gdpo": "--multi-objective-aggregation normalize_then_sum",
 }
 ACCURACY = "rewards/accuracy_reward"
-PAGE = common.ROOT / "docs" / "objectives.md"
-
-
-def quiet() -> None:
-    """In each worker: one thread, and no lines of the runs on the console."""
-    torch.set_num_threads(1)
-    completions.console.quiet = True
-    logging.disable(logging.WARNING)
-
-
-def one(base: str, options: str, seed: int, steps: int) -> dict:
-    """One run: seconds, and what its log says."""
-    with tempfile.TemporaryDirectory() as where:
-        argv = [
-            *shlex.split(SETTINGS),
-            "--model",
-            base,
-            "--data",
-            "arithmetic",
-            "--output-dir",
-            where,
-            "--seed",
-            str(seed),
-        ]
-        began = time.perf_counter()
-        status = train.main(
-            [
-                *argv,
-                "--max-steps",
-                str(steps),
-                "--eval-steps",
-                str(max(1, steps // 3)),
-                *shlex.split(options),
-            ]
-        )
-        seconds = time.perf_counter() - began
-        if status:
-            raise RuntimeError(f"train.py ended with {status}: {shlex.join(argv)} {options}")
-        lines = [
-            json.loads(line)
-            for line in (Path(where) / "metrics.jsonl").read_text().splitlines()[1:]
-        ]
-    rows, evaluations = [x for x in lines if "loss" in x], [x for x in lines if "eval/after" in x]
-    clip = [x.get("clip_ratio/region_mean", x.get("cispo_clip_ratio")) for x in rows]
-    return {
-        # before, after each third of the steps
-        "held_out": [x[f"eval/{ACCURACY}"] for x in evaluations],
-        "rewards": [x[f"{ACCURACY}/mean"] for x in rows],
-        "entropies": [x["entropy"] for x in rows],
-        "clip_ratio": None if clip[0] is None else statistics.fmean(clip),
-        "grad_norm": statistics.fmean(x["grad_norm"] for x in rows),
-        "run_seconds": seconds,
-    }
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.3f}"
-
-
-def lines_of(rows: Sequence[dict]) -> list[list[str]]:
-    """A line a case: means and standard deviations over its seeds."""
-    out = []
-    for case, options in CASES.items():
-        mine = [row for row in rows if row["case"] == case]
-        if mine:
-            clip = [row["clip_ratio"] for row in mine]
-            out.append(
-                [
-                    case,
-                    f"`{options or 'the defaults'}`",
-                    str(len(mine)),
-                    spread([row["held_out"][0] for row in mine]),
-                    spread([row["held_out"][1] for row in mine]),
-                    spread([row["held_out"][-1] for row in mine]),
-                    spread([statistics.fmean(row["rewards"]) for row in mine]),
-                    f"{statistics.fmean(row['entropies'][-1] for row in mine):.3f}",
-                    "–" if clip[0] is None else f"{100 * statistics.fmean(clip):.2f} %",
-                ]
-            )
-    return out
-
-
-COLUMNS = [
+COLUMNS = (
     "case",
     "options",
     "seeds",
@@ -153,63 +75,142 @@ COLUMNS = [
     "after all",
     "training",
     "last entropy",
-    "cut",
-]
+    "clipped",
+)
+PAGE = """# Objectives
+
+{question}
+Generated by `{command}` (bench/objectives.py); do not edit.
+
+Every run uses `{settings}`.
+
+The figures are accuracies, mean ± standard deviation over the seeds. `held-out`: held-out problems
+answered greedily before training, after a third of the steps and after all of them. `training`: the
+sampled answers, mean over all steps. `clipped`: the share of tokens that get no gradient because of
+the objective (for cispo, the share of clipped ratios).
+
+{table}
+
+{machine}.
+"""
 
 
-def page(rows: Sequence[dict]) -> str:
-    """docs/objectives.md: the table in Markdown, and what made it."""
-    head, last = __doc__.split("\n\n")[0], rows[-1]
-    settings = f"`{SETTINGS} --max-steps {last['steps']}`"
-    text = f"# Objectives\n\n{head}\nMade by `{last['command']}`, not by hand (bench/objectives.py).\n\n"
-    text += f"Options of all: {settings}. Accuracy of the answers, mean ± standard deviation over the seeds; held-out problems\n"
-    text += "answered greedily, before, after a third of the steps and after all; `training`: those sampled, mean of all steps.\n"
-    text += "`cut`: share of the tokens whose gradient the objective cuts off (cispo: limits).\n\n"
-    for line in [COLUMNS, ["---"] * len(COLUMNS), *lines_of(rows)]:
-        text += f"| {' | '.join(line)} |\n"
+def quiet() -> None:
+    """Set up a worker: one thread, and no console output of the runs."""
+    torch.set_num_threads(1)
+    completions.console.quiet = True
+    logging.disable(logging.WARNING)
+
+
+def run_case(base: str, options: str, seed: int, steps: int) -> dict:
+    """Run train.py once; return its time and the metrics of its log."""
+    with tempfile.TemporaryDirectory() as where:
+        command = (
+            f"{SETTINGS} --data arithmetic --seed {seed} --max-steps {steps}"
+            f" --eval-steps {max(1, steps // 3)} {options}"
+        )
+        argv = [*shlex.split(command), "--model", base, "--output-dir", where]
+        began = time.perf_counter()
+        status = train.main(argv)
+        seconds = time.perf_counter() - began
+        if status:
+            raise RuntimeError(f"train.py ended with status {status}: {shlex.join(argv)}")
+        log = (Path(where) / "metrics.jsonl").read_text().splitlines()[1:]
+    lines = [json.loads(line) for line in log]
+    steps_logged = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "eval/after" in line]
+    clip = [x.get("clip_ratio/region_mean", x.get("cispo_clip_ratio")) for x in steps_logged]
+    return {
+        # before training and after each third of the steps
+        "held_out": [x[f"eval/{ACCURACY}"] for x in evaluations],
+        "rewards": [x[f"{ACCURACY}/mean"] for x in steps_logged],
+        "entropies": [x["entropy"] for x in steps_logged],
+        "clip_ratio": None if clip[0] is None else statistics.fmean(clip),
+        "grad_norm": statistics.fmean(x["grad_norm"] for x in steps_logged),
+        "run_seconds": seconds,
+    }
+
+
+def spread(values: Sequence[float]) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.fmean(values):.3f} ± {deviation:.3f}"
+
+
+def lines_of(records: Sequence[dict]) -> list[list[str]]:
+    """Return one table line per case: means and standard deviations over its seeds."""
+    lines = []
+    for case, options in CASES.items():
+        mine = [record for record in records if record["case"] == case]
+        if not mine:
+            continue
+        clip = [record["clip_ratio"] for record in mine]
+        lines.append(
+            [
+                case,
+                f"`{options or 'the defaults'}`",
+                str(len(mine)),
+                *(spread([record["held_out"][i] for record in mine]) for i in (0, 1, -1)),
+                spread([statistics.fmean(record["rewards"]) for record in mine]),
+                f"{statistics.fmean(record['entropies'][-1] for record in mine):.3f}",
+                "–" if clip[0] is None else f"{100 * statistics.fmean(clip):.2f} %",
+            ]
+        )
+    return lines
+
+
+def page(records: Sequence[dict]) -> str:
+    """Return docs/objectives.md: the table in Markdown, and how it was made."""
+    last = records[-1]
     machine = last["machine"]
-    return (
-        text
-        + f"\n{machine['cpu']}, torch {machine['versions']['torch']}, commit {str(machine['commit'])[:12]}.\n"
+    table = [COLUMNS, ["---"] * len(COLUMNS), *lines_of(records)]
+    return PAGE.format(
+        question=__doc__.split("\n\n")[0],
+        command=last["command"],
+        settings=f"{SETTINGS} --max-steps {last['steps']}",
+        table="\n".join(f"| {' | '.join(line)} |" for line in table),
+        machine=f"{machine['cpu']}, torch {machine['versions']['torch']},"
+        f" commit {str(machine['commit'])[:12]}",
     )
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict]:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.objectives", description=__doc__.split("\n\n")[0]
+def main(argv: Sequence[str]) -> list[dict]:
+    parser = common.parser(
+        "objectives",
+        __doc__,
+        threads=False,
+        seeds=(5, "runs of each case, with seeds 0, 1, …"),
+        steps=(15, "generations per run"),
+        workers=(os.cpu_count() or 1, "runs at once"),
     )
-    parser.add_argument(
-        "--seeds", type=int, default=5, help="runs of each case, seeds 0, 1, … (default 5)"
-    )
-    parser.add_argument("--steps", type=int, default=15, help="generations of a run (default 15)")
-    parser.add_argument(
-        "--cases", nargs="*", choices=list(CASES), default=list(CASES), metavar="CASE"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=os.cpu_count(), help="runs at once (default: one a core)"
-    )
+    common.add_cases(parser, list(CASES))
     parser.add_argument(
         "--base",
         type=Path,
-        default=common.ROOT / "runs" / "objectives" / "base",
-        help="made if it is not there",
+        default=common.ROOT / "runs/objectives/base",
+        help="the base model, created if missing (default runs/objectives/base)",
     )
     parser.add_argument(
-        "--out", type=Path, default=common.RESULTS, help="folder of objectives.json"
+        "--page",
+        type=Path,
+        default=common.ROOT / "docs/objectives.md",
+        help="file of the table (default docs/objectives.md)",
     )
-    parser.add_argument("--page", type=Path, default=PAGE, help="the table in Markdown")
+    parser.add_argument(
+        "--redraw", action="store_true", help="only write the page from the records"
+    )
     args = parser.parse_args(argv)
-    given = list(sys.argv[1:] if argv is None else argv)
+    records = common.read("objectives", args.out)
+    if args.redraw:
+        args.page.write_text(page(records))
+        return records
     if not (args.base / "model.safetensors").exists():
         warmup.make_base(args.base)
-    base = hashlib.sha256((args.base / "model.safetensors").read_bytes()).hexdigest()[:16]
-    path = args.out / "objectives.json"
-    rows = json.loads(path.read_text()) if path.exists() else []
+    base = fingerprint(args.base)
 
-    def key(row: dict) -> tuple:
-        return tuple(row[name] for name in ("base", "settings", "steps", "case", "options", "seed"))
+    def key(record: dict) -> tuple:
+        names = ("base", "settings", "steps", "case", "options", "seed")
+        return tuple(record[name] for name in names)
 
-    stands = {key(row) for row in rows}
     wanted = [
         {
             "base": base,
@@ -219,11 +220,11 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
             "options": CASES[case],
             "seed": seed,
         }
-        for seed in range(args.seeds)  # seed by seed: interrupted, every case has as many
+        for seed in range(args.seeds)  # seeds first: if interrupted, all cases have equally many
         for case in args.cases
     ]
-    asked = {key(what) for what in wanted}
-    todo = [what for what in wanted if key(what) not in stands]
+    have = {key(record) for record in records}
+    todo = [run for run in wanted if key(run) not in have]
     spawn = multiprocessing.get_context("spawn")
     with (
         Progress(console=Console(stderr=True), transient=True) as progress,
@@ -231,27 +232,27 @@ def main(argv: Sequence[str] | None = None) -> list[dict]:
     ):
         task = progress.add_task("runs", total=len(todo))
         futures = {
-            pool.submit(one, str(args.base), what["options"], what["seed"], args.steps): what
-            for what in todo
+            pool.submit(run_case, str(args.base), run["options"], run["seed"], args.steps): run
+            for run in todo
         }
         for future in as_completed(futures):
-            found, what = future.result(), futures[future]
+            found = {**futures[future], **future.result()}
             timing = common.Timing([found["run_seconds"]])
-            row = common.row(
-                "objectives", what.pop("case"), "nanogrpo", timing, given, **what, **found
-            )
-            rows.append(row)
-            common.write("objectives", rows, args.out)
+            case = found.pop("case")
+            records.append(common.record("objectives", case, "nanogrpo", argv, timing, **found))
+            common.write("objectives", records, args.out)
             progress.advance(task)
-    mine = [row for row in rows if key(row) in asked]
+    asked = {key(run) for run in wanted}
+    mine = [record for record in records if key(record) in asked]
+    columns = [i for i, name in enumerate(COLUMNS) if name != "options"]
     common.table(
         "objectives on the tiny task",
-        COLUMNS[:1] + COLUMNS[2:],
-        [x[:1] + x[2:] for x in lines_of(mine)],
+        [COLUMNS[i] for i in columns],
+        [[line[i] for i in columns] for line in lines_of(mine)],
     )
     args.page.write_text(page(mine))
     return mine
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,22 +1,23 @@
-"""How fast does the embedded engine sample, against `transformers` generate on the same weights?
+"""How fast does the embedded engine sample, compared with transformers' `generate` on the same
+weights?
 
-In: nothing: a random Qwen3 of about three million parameters is made here. Out: rows for two cases,
-results/rollout_speed.json.
+In: nothing; a random Qwen3 of about three million parameters is made here. Out:
+results/rollout_speed.json with two cases:
 
-* even: one batch of P·G completions, all of the same length: the plain cost of a decode step.
-* uneven: several batches' worth of completions whose lengths are like those of reasoning models,
-  with a mean of a third of the
-  maximum, at most `--batch` at once on both sides. The engine lets finished completions leave; generate keeps a batch until its
-  longest row ends, its finished rows padded on. Only the tokens asked for are counted ("useful").
+* even: one batch of completions of equal length. This is the plain cost of a decode step.
+* uneven: several batches' worth of completions with lengths like those of reasoning models. Their
+  mean is a third of the maximum, and both sides run at most `--batch` at once. Our engine replaces
+  finished completions; generate keeps a batch until its longest row ends and pads the others. Only
+  the requested ("useful") tokens count.
 
-Generate gets its best: its default cache, inference mode, no logits processor (temperature 1 needs
-none), prompts of one length so that nothing is padded, and both its attention implementations, the
-faster of which is the peer in the ratio. The engine returns the log-prob of every token, as GRPO
-needs; generate is not asked to. On a CPU it packs its weights for oneDNN, which transformers does
-not: the side "nanogrpo, unpacked" tells how much of it that is.
+generate runs at its best: default cache, inference mode, no logits processor (temperature 1 needs
+none), prompts of equal length so nothing is padded, and both attention implementations. The faster
+of the two is the peer in the ratio. Our engine also returns the log-prob of every token, which GRPO
+needs; generate does not. On a CPU our engine packs its weights for oneDNN and transformers does
+not; the side "nanogrpo, unpacked" shows how much that contributes.
 
-With a vLLM at hand (--vllm-python) its server is a side too, asked over HTTP as train.py --engine
-vllm asks it, but with a request a completion; it has the same threads, float32, and at most --batch
+With vLLM installed (--vllm-python) its server is a side too. It is used over HTTP as in train.py
+--engine vllm, but with one request per completion, the same threads, float32, and at most --batch
 completions at once. Read next: nanogrpo/engine/local.py.
 """
 
@@ -27,6 +28,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,22 +48,22 @@ from nanogrpo.vllm.server import Sidecar
 
 
 def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
-    """n lengths in 1 … longest with a mean of longest / 3: exponential, cut at the maximum as a
-    token limit cuts.
+    """Return n lengths in 1 … longest with a mean of longest / 3.
+
+    They are exponentially distributed and clamped at the maximum, as a token limit does.
     """
-    draws = torch.empty(n, dtype=torch.float64).exponential_(
-        generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    unit = torch.empty(n, dtype=torch.float64).exponential_(generator=generator)  # [n]
     low, high = 0.0, float(longest)
-    for _ in range(60):  # the scale whose cut mean is right, by bisection
+    for _ in range(60):  # bisect the scale at which the clamped mean is right
         scale = (low + high) / 2
-        lengths = (draws * scale).ceil().clamp(1, longest)
+        lengths = (unit * scale).ceil().clamp(1, longest)
         low, high = (low, scale) if lengths.mean() > longest / 3 else (scale, high)
     return lengths.long().tolist()
 
 
 def peer(model: Decoder, attention: str):
-    """The same weights as a transformers model, ready for generate."""
+    """Return a transformers model with the same weights, ready for generate."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(**{**model.cfg.to_dict(), "attn_implementation": attention})
@@ -73,22 +75,23 @@ def peer(model: Decoder, attention: str):
 
 
 def generate(theirs, prompts: list[Prompt], lengths: list[int], batch: int) -> list[int]:
-    """Completes prompt i with lengths[i] tokens, `batch` rows at a time; returns the useful tokens
-    of each row.
+    """Complete prompt i with lengths[i] tokens, `batch` rows at a time.
+
+    Returns the number of useful tokens of each completion.
     """
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     class AtLength(StoppingCriteria):
         def __init__(self, ends: torch.Tensor):
-            self.ends = ends  # [rows] prompt and completion
+            self.ends = ends  # [batch] prompt and completion
 
         def __call__(self, input_ids, scores, **_):
-            return input_ids.shape[1] >= self.ends  # [rows] bool: this row is done
+            return input_ids.shape[1] >= self.ends  # [batch] bool: finished
 
     done = []
     for i in range(0, len(lengths), batch):
-        ids = torch.tensor([p.token_ids for p in prompts[i : i + batch]])  # [rows, prompt]
-        wanted = torch.tensor(lengths[i : i + batch])
+        ids = torch.tensor([p.token_ids for p in prompts[i : i + batch]])  # [batch, prompt]
+        wanted = torch.tensor(lengths[i : i + batch])  # [batch]
         with torch.inference_mode():
             out = theirs.generate(
                 ids,
@@ -105,10 +108,9 @@ def generate(theirs, prompts: list[Prompt], lengths: list[int], batch: int) -> l
 
 
 @contextlib.contextmanager
-def vllm_server(model: Decoder, context: int, args: argparse.Namespace) -> Iterator[VLLMEngine]:
-    """A vLLM server with the model's weights, as an engine: float32, as many threads and sequences
-    at once as the others have.
-    """
+def vllm_server(model: Decoder, args: argparse.Namespace) -> Iterator[VLLMEngine]:
+    """Run a vLLM server with the model's weights, and as many threads and sequences as the rest."""
+    context = model.cfg.max_position_embeddings
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -118,19 +120,11 @@ def vllm_server(model: Decoder, context: int, args: argparse.Namespace) -> Itera
         base = Path(where) / "base"
         base.mkdir()
         checkpoint.export(model, base, warmup.write_tokenizer(base))
-        options = [
-            "--dtype",
-            "float32",
-            "--max-model-len",
-            str(context),
-            "--max-num-seqs",
-            str(args.batch),
-            *args.vllm_options,
-        ]
-        sidecar = Sidecar(base, options, args.vllm_python, Path(where) / "serve.log")
-        with contextlib.closing(
-            VLLMEngine(model, max_len=context, sidecar=sidecar, window=args.batch)
-        ) as engine:
+        options = f"--dtype float32 --max-model-len {context} --max-num-seqs {args.batch}".split()
+        log = Path(where) / "serve.log"
+        sidecar = Sidecar(base, [*options, *args.vllm_options], args.vllm_python, log)
+        engine = VLLMEngine(model, max_len=context, sidecar=sidecar, window=args.batch)
+        with contextlib.closing(engine):
             engine.load(model, version=0)
             yield engine
 
@@ -144,21 +138,18 @@ def measure(
     args: argparse.Namespace,
     argv: Sequence[str],
 ) -> list[dict]:
-    """The rows of a case: each side completes the same prompts with the same numbers of tokens."""
+    """Return the records of a case. All sides complete the same prompts with the same lengths."""
     params = SamplingParams(max_tokens=max(args.length, args.longest), ignore_stop=True)
-    count, V = len(lengths) // args.group, args.vocab
     prompts = [
-        Prompt(i, "", torch.randint(V, (args.prompt_length,)).tolist()) for i in range(count)
+        Prompt(i, "", torch.randint(args.vocab, (args.prompt_length,)).tolist())
+        for i in range(len(lengths) // args.group)
     ]
     repeated = [p for p in prompts for _ in range(args.group)]
 
     def ours(name: str) -> None:
-        # one limit a prompt
-        got = [
-            len(s.token_ids)
-            for s in engines[name].sample(repeated, 1, params, step=0, limits=lengths)
-        ]
-        assert got == lengths
+        # each completion is a prompt of its own, because a limit belongs to a prompt
+        samples = engines[name].sample(repeated, 1, params, step=0, limits=lengths)
+        assert [len(s.token_ids) for s in samples] == lengths
 
     def theirs(name: str) -> None:
         assert generate(peers[name], repeated, lengths, args.batch) == lengths
@@ -166,108 +157,87 @@ def measure(
     sides = {name: functools.partial(ours, name) for name in engines}
     sides |= {name: functools.partial(theirs, name) for name in peers}
     timings = common.interleave(sides, args.repeats, title=case)
-    best = min(peers, key=lambda name: timings[name].median)
-    rows = []
-    for name, t in timings.items():
-        figures = {
-            "tokens": sum(lengths),
-            "tokens_per_second": sum(lengths) / t.median,
-            "speedup_over_best_generate": timings[best].median / t.median,
-            "completions": len(lengths),
-            "longest": max(lengths),
-            "mean_length": sum(lengths) / len(lengths),
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "model": dataclasses.asdict(model.cfg),
-        }
-        rows.append(common.row("rollout_speed", case, name, t, argv, **figures))
-    return rows
+    best = min(timings[name].median for name in peers)
+    tokens = sum(lengths)
+    figures = {
+        "tokens": tokens,
+        "completions": len(lengths),
+        "longest": max(lengths),
+        "mean_length": tokens / len(lengths),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "model": dataclasses.asdict(model.cfg),
+    }
+    return [
+        common.record(
+            "rollout_speed",
+            case,
+            name,
+            argv,
+            timing,
+            tokens_per_second=tokens / timing.median,
+            speedup_over_best_generate=best / timing.median,
+            **figures,
+        )
+        for name, timing in timings.items()
+    ]
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict]:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.rollout_speed", description=__doc__.split("\n\n")[0]
+def main(argv: Sequence[str]) -> list[dict]:
+    parser = common.parser(
+        "rollout_speed",
+        __doc__,
+        repeats=(7, "timed runs of each side"),
+        batch=(64, "completions at once, on all sides"),
+        group=(8, "completions per prompt"),
+        prompt_length=(32, "tokens per prompt"),
+        length=(128, "tokens per completion of the even case"),
+        longest=(192, "length limit of the uneven case"),
+        batches=(4, "completions of the uneven case, as a multiple of --batch"),
+        hidden=(256, "hidden size of the model"),
+        layers=(4, "layers of the model"),
+        vocab=(2048, "vocabulary"),
     )
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
-    parser.add_argument(
-        "--repeats", type=int, default=7, help="timed runs of each side, interleaved (default 7)"
-    )
-    parser.add_argument(
-        "--batch", type=int, default=64, help="completions at once, on both sides (default 64)"
-    )
-    parser.add_argument("--group", type=int, default=8, help="completions a prompt (default 8)")
-    parser.add_argument(
-        "--prompt-length", type=int, default=32, help="tokens a prompt (default 32)"
-    )
-    parser.add_argument(
-        "--length", type=int, default=128, help="even case: tokens a completion (default 128)"
-    )
-    parser.add_argument(
-        "--longest", type=int, default=192, help="uneven case: the length limit (default 192)"
-    )
-    parser.add_argument(
-        "--batches",
-        type=int,
-        default=4,
-        help="uneven case: completions as a multiple of --batch (default 4)",
-    )
-    parser.add_argument(
-        "--hidden", type=int, default=256, help="hidden size of the model (default 256)"
-    )
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default 4)")
-    parser.add_argument("--vocab", type=int, default=2048, help="vocabulary (default 2048)")
     parser.add_argument(
         "--vllm-python",
         default=common.vllm_python(),
-        help="has vLLM; '' leaves it out (default $NANOGRPO_VLLM_PYTHON)",
+        help="interpreter that has vLLM; '' leaves it out (default $NANOGRPO_VLLM_PYTHON)",
     )
     parser.add_argument(
         "--vllm-options",
         nargs="*",
         default=["--enforce-eager"],
-        help="more for it (default --enforce-eager)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=common.RESULTS,
-        help="folder for the JSON rows (default bench/results)",
+        help="more options of the server (default --enforce-eager)",
     )
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
 
-    cfg = common.small_qwen3(
-        args.hidden, args.layers, args.vocab, args.prompt_length + max(args.length, args.longest)
-    )
+    context = args.prompt_length + max(args.length, args.longest)
+    cfg = common.small_qwen3(args.hidden, args.layers, args.vocab, context)
     model = Decoder(cfg).requires_grad_(False)
-    engines = {}
+    engines: dict[str, LocalEngine | VLLMEngine] = {}
     for name in ("nanogrpo", "nanogrpo, unpacked"):
-        engines[name] = LocalEngine(
-            cfg, max_len=cfg.max_position_embeddings, slots=args.batch, device="cpu"
-        )
-        engines[name].packs = engines[name].packs and name == "nanogrpo"
-        engines[name].load(model, version=0)
+        engine = LocalEngine(cfg, max_len=context, slots=args.batch, device="cpu")
+        engine.packs = engine.packs and name == "nanogrpo"
+        engine.load(model, version=0)
+        engines[name] = engine
     peers = {f"transformers {a}": peer(model, a) for a in ("eager", "sdpa")}
 
-    n = args.batch * args.batches
-    cases = {"even": [args.length] * args.batch, "uneven": uneven_lengths(n, args.longest)}
-    rows = []
+    cases = {
+        "even": [args.length] * args.batch,
+        "uneven": uneven_lengths(args.batch * args.batches, args.longest),
+    }
+    records = []
     with contextlib.ExitStack() as stack:
         if args.vllm_python:
-            engines["vLLM"] = stack.enter_context(
-                vllm_server(model, cfg.max_position_embeddings, args)
-            )
+            engines["vLLM"] = stack.enter_context(vllm_server(model, args))
         for case, lengths in cases.items():
-            rows += measure(
-                case, lengths, engines, peers, model, args, [] if argv is None else argv
-            )
-    path = common.write("rollout_speed", rows, args.out)
-    tables.show("rollout_speed", rows)
-    print(f"rows: {path}")
-    return rows
+            records += measure(case, lengths, engines, peers, model, args, argv)
+    path = common.write("rollout_speed", records, args.out)
+    tables.show("rollout_speed", records)
+    print(f"results: {path}")
+    return records
 
 
 if __name__ == "__main__":
-    import sys
-
     main(sys.argv[1:])

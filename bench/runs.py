@@ -1,16 +1,14 @@
-"""Whole GRPO runs, each in a process of its own: ours is train.py's loop, TRL's is its GRPOTrainer,
-or both after each other.
+"""Run a full GRPO training in a process of its own: ours is train.py, TRL's is its GRPOTrainer.
 
-In: a side (common.SIDES, common.REPLAYED) and a `Config`. Out: a dict: seconds, tokens and rewards
-of each step, held-out accuracy after the steps that evaluate, peak memory. The clock of both sides
-runs from the first draw to the last update, logging included, and stands still while the held-out
-problems are answered, which both sides do with the same engine and rewards. Building the parts is
-not counted.
+In: a side (common.SIDES or common.REPLAYED) and a `Config`. Out: a dict with seconds, lengths and
+rewards of each step, held-out accuracy after the steps that evaluate, and peak memory. On both
+sides the clock runs from the start of the first step to the end of the last update, logging
+included. It is paused during evaluation, which both sides do with the same engine and rewards.
+Building model, optimizer and data is not counted.
 
     found = run("TRL", Config(model="runs/base", data=("arithmetic",), …), threads=2)
 
-A process a run: so that threads, allocator and peak memory are a side's own. Read next: learning.py
-and end_to_end.py, which compare such runs; trl_run.py, TRL's settings.
+Read next: learning.py and end_to_end.py, which compare such runs; trl_run.py, TRL's settings.
 """
 
 from __future__ import annotations
@@ -19,10 +17,8 @@ import contextlib
 import dataclasses
 import gc
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,53 +41,37 @@ from nanogrpo.types import Sample
 
 
 def run(side: str, cfg: Config, threads: int) -> dict:
-    """One run in a new process; its output is shown only when it fails."""
+    """Run one side in a new process and return its measurements."""
     cfg.validate()
     with tempfile.TemporaryDirectory() as where:
-        folder = Path(where)
-        (folder / "options.json").write_text(json.dumps(dataclasses.asdict(cfg)))
-        env = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            "HF_HUB_OFFLINE": "1",
-            "TRL_EXPERIMENTAL_SILENCE": "1",
-        }
-        argv = [sys.executable, "-m", "bench.runs", side, where]
-        done = subprocess.run(
-            argv, env=env, cwd=common.ROOT, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(
-                f"the run of {side} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-            )
-        return json.loads((folder / "found.json").read_text())
+        (Path(where) / "options.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+        return common.in_process(Path(where), ["bench.runs", side, where], threads)
 
 
-class Laps:
-    """A stopwatch with a lap a step, which can be held."""
+class StepClock:
+    """Measure the seconds of each step; can be paused."""
 
-    def __init__(self):
-        self.began, self.seconds = time.perf_counter(), []
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.seconds: list[float] = []
 
     def start(self) -> None:
         self.began = time.perf_counter()
 
-    def lap(self) -> None:
+    def end_step(self) -> None:
         now = time.perf_counter()
         self.seconds.append(now - self.began)
         self.began = now
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         before = time.perf_counter()
         yield
         self.began += time.perf_counter() - before
 
 
 def memory() -> dict[str, int]:
-    """Bytes of this process: {"now": resident, "peak": most so far}; on a GPU those of its
-    allocator.
-    """
+    """Return {"now": bytes in use, "peak": most so far} of the GPU's allocator or this process."""
     if torch.cuda.is_available():
         return {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -101,8 +81,8 @@ def memory() -> dict[str, int]:
     }
 
 
-def forget_peak() -> None:
-    """Peaks count from here: what importing the libraries needed is nobody's."""
+def reset_peak() -> None:
+    """Start counting the peak here, so the memory used by imports belongs to no side."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -110,16 +90,28 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def share_of_even(completion_ids: list[list[int]], **kwargs) -> list[float]:
-    """A reward for models that have nothing to learn: differs within a group and costs nothing."""
-    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+# What is read from the log of both sides.
+METRICS = {
+    "reward": "reward",
+    "accuracy": "rewards/accuracy_reward/mean",
+    "length": "completions/mean_length",
+}
 
 
-# ---- our side ------------------------------------------------------------------------------------
+def series(steps: list[dict]) -> dict[str, list]:
+    """Return the METRICS of the logged steps, those that the run has."""
+    return {
+        name: [step[metric] for step in steps]
+        for name, metric in METRICS.items()
+        if metric in steps[0]
+    }
+
+
+# --- our side ---
 
 
 def arguments(cfg: Config) -> list[str]:
-    """The command line of these options."""
+    """Return the command line of these options."""
     out = []
     for field in dataclasses.fields(cfg):
         name, value = f"--{dashed(field.name)}", getattr(cfg, field.name)
@@ -132,96 +124,65 @@ def arguments(cfg: Config) -> list[str]:
     return out
 
 
-def ours(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
-    """train.py's own loop with a stopwatch at its seams. drawn: the samples of each step are put
-    there.
+def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
+    """Run train.py's own loop with a clock attached.
+
+    sampled: the samples of each step are appended to this list.
     """
     import train
     from nanogrpo import step as step_module
 
-    laps, setup, evaluate = Laps(), train.setup, train.evaluate
+    clock, setup, evaluate = StepClock(), train.setup, train.evaluate
 
-    def started(*args):
-        built = setup(*args)
-        step, completions = built.log.step, built.log.completions.log
+    def timed_setup(*args):
+        run = setup(*args)
+        log_step, log_completions = run.log.step, run.log.completions.log
 
-        def logged(*args):
-            step(*args)
-            laps.lap()
+        def step(*args):
+            log_step(*args)
+            clock.end_step()
 
-        def written(step: int, samples: list[Sample]) -> None:
-            completions(step, samples)
-            if drawn is not None:
-                drawn.append(samples)
+        def completions(step: int, samples: list[Sample]) -> None:
+            log_completions(step, samples)
+            if sampled is not None:
+                sampled.append(samples)
 
-        built.log.step, built.log.completions.log = logged, written
-        laps.start()
-        return built
+        run.log.step, run.log.completions.log = step, completions
+        clock.start()
+        return run
 
-    def evaluated(*args, **kwargs):
-        with laps.held():
+    def untimed_evaluate(*args, **kwargs):
+        with clock.paused():
             evaluate(*args, **kwargs)
 
     with (
-        patch.object(train, "setup", started),
-        patch.object(train, "evaluate", evaluated),
-        patch.object(step_module, "evaluate", evaluated),  # before the first step
+        patch.object(train, "setup", timed_setup),
+        patch.object(train, "evaluate", untimed_evaluate),
+        patch.object(step_module, "evaluate", untimed_evaluate),  # before the first step
     ):
         if train.main(arguments(cfg)):
-            raise SystemExit(2)  # it has said why
-    rows = [
-        json.loads(line)
-        for line in (Path(cfg.output_dir) / "metrics.jsonl").read_text().splitlines()
-    ]
-    steps = [r for r in rows if "reward" in r]
+            raise SystemExit(2)  # train.main has printed the error
+    log = (Path(cfg.output_dir) / "metrics.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in log]
+    steps = [line for line in lines if "reward" in line]
+    evaluations = [line for line in lines if "eval/after" in line]
     phases = [name for name in steps[0] if name.startswith("time/")]
     return {
-        "seconds": laps.seconds,
-        "held_out": {
-            r["eval/after"]: r.get("eval/rewards/accuracy_reward")
-            for r in rows
-            if "eval/after" in r
-        },
-        "phases": {name.removeprefix("time/"): [r[name] for r in steps] for name in phases},
-        **{
-            name: [r[metric] for r in steps]
-            for name, metric in METRICS.items()
-            if metric in steps[0]
-        },
+        "seconds": clock.seconds,
+        "held_out": {e["eval/after"]: e.get("eval/rewards/accuracy_reward") for e in evaluations},
+        "phases": {name.removeprefix("time/"): [s[name] for s in steps] for name in phases},
+        **series(steps),
     }
 
 
-# of both sides
-METRICS = {
-    "reward": "reward",
-    "accuracy": "rewards/accuracy_reward/mean",
-    "length": "completions/mean_length",
-}
+# --- TRL's side ---
 
 
-# ---- TRL's side ----------------------------------------------------------------------------------
+def theirs(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
+    """Run TRL's trainer with a callback that keeps the time and evaluates.
 
-
-def replayed(cfg: Config) -> dict:
-    """Our run, then TRL's on the completions which that drew (one update a generation). Adds
-    "ours": our held-out accuracies; and "weights_apart": how far the two models are from each other
-    in the end, over how far ours is from the base (Euclidean norms of all weights).
-    """
-    drawn, where = [], f"{cfg.output_dir}/drawn"
-    our = ours(dataclasses.replace(cfg, output_dir=where), drawn)["held_out"]
-    found = theirs(cfg, drawn) | {"ours": our}
-    folders = (Path(cfg.model), Path(where) / f"checkpoint-{cfg.max_steps}", Path(cfg.output_dir))
-    base, mine, trls = (
-        torch.cat([p.flatten() for p in checkpoint.load_model(f).parameters()]) for f in folders
-    )
-    return found | {
-        "weights_apart": ((trls - mine).norm() / (mine - base).norm().clamp(min=1e-9)).item()
-    }
-
-
-def theirs(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
-    """TRL's trainer, with a callback that keeps the time and evaluates. drawn: the samples of each
-    step, taken instead of drawing any; the model is then saved in cfg.output_dir.
+    sampled: if given, TRL samples nothing and trains on these samples of each step instead. The
+    model is then saved in cfg.output_dir.
     """
     import transformers
 
@@ -233,9 +194,11 @@ def theirs(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
     rewards = Runner(cfg.reward_funcs, max_completion_length=cfg.max_completion_length)
     functions = rewards.here.functions
     trainer = trl_run.trainer(cfg, prompts, functions, Path(cfg.output_dir))
-    laps, held_out, sampling = Laps(), {}, []
-    if drawn:
-        trainer.rollout_func = lambda texts, trainer: taken(drawn[trainer.state.global_step], texts)
+    clock, held_out, sampling = StepClock(), {}, []
+    if sampled:
+        trainer.rollout_func = lambda texts, trainer: rollout(
+            sampled[trainer.state.global_step], texts
+        )
     if cfg.eval_steps:
         longest = max(len(p.token_ids) for p in problems)
         engine = LocalEngine(
@@ -246,7 +209,7 @@ def theirs(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
         )
 
     def evaluate(after: int) -> None:
-        with laps.held():
+        with clock.paused():
             engine.load(trainer.model, version=after)
             samples = engine.sample(problems, 1, greedy, step=0)
             for s in samples:
@@ -256,68 +219,81 @@ def theirs(cfg: Config, drawn: list[list[Sample]] | None = None) -> dict:
 
     class Watch(transformers.TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
-            laps.start()
+            clock.start()
             if cfg.eval_steps:
                 evaluate(0)
 
         def on_step_end(self, args, state, control, **kwargs):
-            laps.lap()
-            if cfg.eval_steps and (
-                state.global_step % cfg.eval_steps == 0 or state.global_step == cfg.max_steps
-            ):
-                evaluate(state.global_step)
+            clock.end_step()
+            step = state.global_step
+            if cfg.eval_steps and (step % cfg.eval_steps == 0 or step == cfg.max_steps):
+                evaluate(step)
 
     generate = trainer._generate
 
-    def timed(*args, **kwargs):
+    def timed_generate(*args, **kwargs):
         began = time.perf_counter()
         out = generate(*args, **kwargs)
         sampling.append(time.perf_counter() - began)
         return out
 
-    trainer._generate = timed
+    trainer._generate = timed_generate
     trainer.add_callback(Watch())
     trainer.train()
-    if drawn:
+    if sampled:
         trainer.save_model(cfg.output_dir)
-    steps = [row for row in trainer.state.log_history if "reward" in row]
-    rest = [whole - part for whole, part in zip(laps.seconds, sampling)]
+    rest = [step - part for step, part in zip(clock.seconds, sampling)]
     return {
-        "seconds": laps.seconds,
+        "seconds": clock.seconds,
         "held_out": held_out,
         "phases": {"sample": sampling, "everything else": rest},
-        **{
-            name: [row[metric] for row in steps]
-            for name, metric in METRICS.items()
-            if metric in steps[0]
-        },
+        **series([line for line in trainer.state.log_history if "reward" in line]),
     }
 
 
-def taken(samples: list[Sample], texts: list[str]) -> dict:
-    """What TRL asks of a `rollout_func`: the completions of these prompts, which are drawn already."""
+def rollout(samples: list[Sample], texts: list[str]) -> dict:
+    """Return the given completions of these prompts in the form of TRL's `rollout_func`."""
     if [s.prompt.text for s in samples] != texts:
         raise RuntimeError("the two sides draw different prompts")
-    ids = {
+    return {
         "prompt_ids": [s.prompt.token_ids for s in samples],
         "completion_ids": [s.token_ids for s in samples],
+        "logprobs": None,
     }
-    return {**ids, "logprobs": None}
+
+
+def replayed(cfg: Config) -> dict:
+    """Run ours, then TRL on the completions that ours sampled (one update per generation).
+
+    Adds "ours", our held-out accuracies, and "weights_apart": the distance between the two final
+    models, relative to how far ours moved from the base (Euclidean norms over all weights).
+    """
+    sampled: list[list[Sample]] = []
+    folder = f"{cfg.output_dir}/ours"
+    our_accuracies = ours(dataclasses.replace(cfg, output_dir=folder), sampled)["held_out"]
+    found = theirs(cfg, sampled)
+    last = Path(folder) / f"checkpoint-{cfg.max_steps}"
+    base, mine, trls = (
+        torch.cat([p.flatten() for p in checkpoint.load_model(folder).parameters()])
+        for folder in (Path(cfg.model), last, Path(cfg.output_dir))
+    )
+    apart = (trls - mine).norm() / (mine - base).norm().clamp(min=1e-9)
+    return found | {"ours": our_accuracies, "weights_apart": apart.item()}
 
 
 def main(argv: list[str]) -> int:
-    """The process of one run: `python -m bench.runs SIDE FOLDER`, as `run` starts it."""
+    """Run one side: `python -m bench.runs SIDE FOLDER`, as `run` starts it."""
     side, folder = argv[0], Path(argv[1])
     options = json.loads((folder / "options.json").read_text())
     cfg = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
     cfg = dataclasses.replace(cfg, output_dir=str(folder / "output"))
     if side == "nanogrpo":
-        import train  # noqa: F401
+        import train  # noqa: F401 (imported before memory is counted)
     else:
         import bench.trl_run  # noqa: F401
     torch.manual_seed(cfg.seed)
     random.seed(cfg.seed)
-    forget_peak()
+    reset_peak()
     before = memory()["now"]
     try:
         found = {"nanogrpo": ours, "TRL": theirs, common.REPLAYED: replayed}[side](cfg)

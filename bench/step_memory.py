@@ -1,14 +1,14 @@
 """How much memory does a training step need, ours and TRL's, each in a process of its own?
 
-In: nothing: models and completions are made as step_time.py makes them. Out:
-results/step_memory.json: the peak of resident memory while the model and its optimizer are built
-and two steps are made, above what the process held once its libraries were imported; and the peak
-of the whole process.
+In: nothing; models and completions are made as in step_time.py. Out: results/step_memory.json with
+the peak of resident memory while model and optimizer are built and two steps are trained. It is
+given for the process, and above what the process held after its imports.
 
-The case that this is for is Qwen's vocabulary over a small body, where logits decide.
+The most important case is Qwen's vocabulary on a small body, where the logits dominate.
 
-TRL with the settings of trl_run.py, where the generation is one micro-batch, as it is on our side;
-and with four micro-batches, which take less memory and the same time. Read next: step_time.py.
+TRL's settings are in trl_run.py. It runs twice: with the generation as one micro-batch, like our
+side, and with four micro-batches, which need less memory and the same time. Read next:
+step_time.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -28,21 +26,19 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench import common, runs, step_time, tables
-from bench.step_sides import Case, Ours, Trl, options_of
+from bench.step_sides import Case, Ours, Trl, check_norms, options_of
 
 CASES = {"V = 151,936": Case(4, 8, 32, 128, vocab=151936), "V = 104": Case(8, 8, 32, 192)}
 SIDES = {"nanogrpo": Ours, "TRL": Trl, "TRL, 4 micro-batches": functools.partial(Trl, micro=4)}
 
 
 def child(case: str, side: str, folder: Path, args: argparse.Namespace) -> dict:
-    """Two steps of a side, in this process; the model and the samples are made before, by the
-    parent.
-    """
+    """Train two steps of a side in this process, on the model in `folder`."""
     torch.set_num_threads(args.threads)
     if "TRL" in side:
-        import bench.trl_run  # noqa: F401
+        import bench.trl_run  # noqa: F401 (imported before memory is counted)
     cfg, samples = options_of(CASES[case], args.scale)
-    runs.forget_peak()
+    runs.reset_peak()
     before = runs.memory()["now"]
     built = SIDES[side](folder, cfg)
     norms = [built.step(samples) for _ in range(2)]
@@ -54,96 +50,46 @@ def child(case: str, side: str, folder: Path, args: argparse.Namespace) -> dict:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict]:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.step_memory", description=__doc__.split("\n\n")[0]
+def main(argv: Sequence[str]) -> list[dict]:
+    parser = common.parser(
+        "step_memory",
+        __doc__,
+        hidden=(128, "hidden size of the model"),
+        layers=(2, "layers of the model"),
+        scale=(1.0, "factor on all lengths; 0.2 is a quick check"),
     )
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
-    parser.add_argument(
-        "--cases",
-        nargs="*",
-        default=list(CASES),
-        choices=list(CASES),
-        metavar="CASE",
-        help="some of the cases",
-    )
-    parser.add_argument(
-        "--hidden", type=int, default=128, help="hidden size of the model (default 128)"
-    )
-    parser.add_argument("--layers", type=int, default=2, help="layers of the model (default 2)")
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="scales all lengths (a quick check: 0.2)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=common.RESULTS,
-        help="folder for the JSON rows (default bench/results)",
-    )
-    parser.add_argument("--child", nargs=2, metavar=("SIDE", "FOLDER"), help=argparse.SUPPRESS)
+    common.add_cases(parser, list(CASES))
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)  # case, side, folder
     args = parser.parse_args(argv)
     if args.child:
-        found = child(args.cases[0], args.child[0], Path(args.child[1]), args)
-        (Path(args.child[1]) / "found.json").write_text(json.dumps(found))
+        case, side, folder = args.child
+        found = child(case, side, Path(folder), args)
+        (Path(folder) / "found.json").write_text(json.dumps(found))
         return []
 
-    settings = [
-        "--threads",
-        args.threads,
-        "--hidden",
-        args.hidden,
-        "--layers",
-        args.layers,
-        "--scale",
-        args.scale,
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
+    settings = [f"--{name}={getattr(args, name)}" for name in ("threads", "hidden", "layers")]
+    settings.append(f"--scale={args.scale}")
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("memory", total=len(args.cases) * len(SIDES))
         for case in args.cases:
-            rows = []
+            records, norms = [], []
             with tempfile.TemporaryDirectory() as where:
                 shape = step_time.write_model(CASES[case], Path(where), args)
                 for side in SIDES:
                     progress.update(task, description=f"{case}: {side}")
-                    command = [
-                        sys.executable,
-                        "-m",
-                        "bench.step_memory",
-                        "--cases",
-                        case,
-                        "--child",
-                        side,
-                        where,
-                    ]
-                    done = subprocess.run(
-                        [*command, *map(str, settings)],
-                        env=env,
-                        cwd=common.ROOT,
-                        capture_output=True,
-                        text=True,
-                        check=False,
-                    )
-                    if done.returncode:
-                        raise RuntimeError(
-                            f"{case}, {side}: the process failed:\n{done.stderr[-4000:]}"
-                        )
-                    found = json.loads((Path(where) / "found.json").read_text())
+                    command = ["bench.step_memory", *settings, "--child", case, side, where]
+                    found = common.in_process(Path(where), command, args.threads)
+                    norms.append(found["gradient_norms"])
                     found["model"] = shape
-                    rows.append(
-                        common.facts(
-                            "step_memory", case, side, [] if argv is None else argv, **found
-                        )
-                    )
+                    records.append(common.record("step_memory", case, side, argv, **found))
                     progress.advance(task)
-            norms = [row["gradient_norms"] for row in rows]
-            if any(abs(a - b) > 1e-3 * b for pair in norms for a, b in zip(pair, norms[0])):
-                raise RuntimeError(f"{case}: the gradients' norms differ: {norms}")
-            path = common.merge("step_memory", rows, args.out)
-    rows = common.read("step_memory", args.out)
-    tables.show("step_memory", rows)
-    print(f"rows: {path}")
-    return rows
+            for step in zip(*norms):
+                check_norms(case, dict(zip(SIDES, step)))
+            path = common.merge("step_memory", records, args.out)
+    records = common.read("step_memory", args.out)
+    tables.show("step_memory", records)
+    print(f"results: {path}")
+    return records
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""The two sides of a training step on given completions: ours as train.py makes it, and TRL's, with
-the same `step(samples)`.
+"""The two sides of a training step on given completions: ours as in train.py, and TRL's.
 
-In: a checkpoint folder, the options, random completions of a `Case`. Out: sides whose `step` is
-everything between the samples and the new weights, and returns the gradient's norm, by which the
-benches see that no side is fast by computing something else. Read next: step_time.py (small models
-on a CPU), step_large.py (real sizes on a GPU), step_memory.py.
+In: a checkpoint folder, options, and the random completions of a `Case`. Out: sides with the same
+`step(samples)`. A step covers everything between the samples and the new weights. It returns the
+norm of the gradient, so a bench can check that all sides compute the same thing. Read next:
+step_time.py (small models on a CPU), step_large.py (real sizes on a GPU), step_memory.py.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from bench.rewards import share_of_even
 from bench.rollout_speed import uneven_lengths
-from bench.runs import share_of_even
 from nanogrpo.config import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World
@@ -29,66 +28,78 @@ from nanogrpo.run import optim
 from nanogrpo.run import setup as run
 from nanogrpo.types import PackedBatch, Prompt, Sample
 
+SOLO = World(0, 1, torch.device("cpu"))  # one process
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     P: int  # prompts
     G: int  # completions of each
     prompt: int  # tokens
-    longest: int  # tokens of a completion, at most
-    even: bool = False  # all completions as long; else a third of it on the average
-    vocab: int = 104  # the tokenizer's own; more rows belong to no token
+    longest: int  # most tokens of a completion
+    even: bool = False  # all completions have `longest` tokens; otherwise a third of it on average
+    vocab: int = 104  # the tokenizer's own; in a larger one the other ids belong to no token
 
 
-def make_samples(
-    P: int, G: int, prompt: int, longest: int, even: bool, vocab: int, seed: int = 0
-) -> list[Sample]:
-    rng = random.Random(seed)
-    lengths = [longest] * (P * G) if even else uneven_lengths(P * G, longest, seed)
-    prompts = [Prompt(i, f"{i}", [rng.randrange(vocab) for _ in range(prompt)]) for i in range(P)]
-    out = []
+def make_samples(case: Case, prompt: int, longest: int) -> list[Sample]:
+    """Return random samples of the case with these lengths."""
+    rng, count = random.Random(0), case.P * case.G
+    lengths = [longest] * count if case.even else uneven_lengths(count, longest)
+
+    def tokens(n: int) -> list[int]:
+        return [rng.randrange(case.vocab) for _ in range(n)]
+
+    prompts = [Prompt(i, f"{i}", tokens(prompt)) for i in range(case.P)]
+    samples = []
     for i, n in enumerate(lengths):
-        ids = [rng.randrange(vocab) for _ in range(n)]
-        out.append(
-            Sample(
-                prompts[i // G],
-                i % G,
-                ids,
-                [-7.0] * n,
-                True,
-                [0] * n,
-                reward=float(rng.random() < 0.5),
-            )
-        )
-    return out
+        sample = Sample(prompts[i // case.G], i % case.G, tokens(n), [-7.0] * n, True, [0] * n)
+        sample.reward = float(rng.random() < 0.5)
+        samples.append(sample)
+    return samples
+
+
+def options_of(
+    case: Case, scale: float = 1.0, device: str = "cpu", **options
+) -> tuple[Config, list[Sample]]:
+    """Return the options and the samples of the case's step, all lengths multiplied by `scale`."""
+    prompt, longest = (max(2, round(n * scale)) for n in (case.prompt, case.longest))
+    samples = make_samples(case, prompt, longest)
+    cfg = Config(
+        num_generations=case.G,
+        generation_batch_size=len(samples),
+        max_completion_length=longest,
+        learning_rate=1e-6,
+        max_steps=1,
+        device=device,
+        **options,
+    )
+    for s, a in zip(samples, grpo.step_advantages([s.reward for s in samples], cfg)[0]):
+        s.advantage = a
+    return cfg, samples
 
 
 def strips(samples: list[Sample], cfg: Config, pair_cost: float) -> list[PackedBatch]:
-    """The micro-batches of our side's step."""
+    """Return the micro-batches of our side's step."""
     (update,) = packing.schedule(packing.sizes(samples, cfg), cfg, 0, pair_cost=pair_cost)
     return packing.pack(update, samples, cfg)
 
 
 class Ours:
-    """What a run does: the weights go into the shards of the world (fsdp.py), a step is the inner
-    loop of train.py.
-    """
+    """Our side: FSDP2 shards the weights as in a run, and a step is the inner loop of train.py."""
 
-    def __init__(self, folder: Path, cfg: Config, world: World = World(0, 1, torch.device("cpu"))):  # noqa: B008 (frozen)
+    def __init__(self, folder: Path, cfg: Config, world: World = SOLO):
         self.model = run.load_sharded(checkpoint.empty_model(folder), folder, world, cfg)
         self.optimizer = optim.make_optimizer(self.model, cfg)
         self.cfg, self.world, self.clock = cfg, world, metrics.Clock()
 
     def step(self, samples: list[Sample]) -> float:
-        """One step; returns the gradient's norm."""
+        """Train one step; return the norm of the gradient."""
         with self.clock("pack"):
-            batches = [
-                batch.to(self.world.device)
-                for batch in strips(samples, self.cfg, self.model.cfg.pair_cost)
-            ]
+            cpu_batches = strips(samples, self.cfg, self.model.cfg.pair_cost)
+            batches = [batch.to(self.world.device) for batch in cpu_batches]
             self.micro = len(batches)
         for batch in batches:
-            with self.clock("forward"):  # with the gradients of the head
+            with self.clock("forward"):  # also computes the gradients of the head
                 loss = self.model.forward_packed(batch, grpo.objective(batch, self.cfg)).loss
             with self.clock("backward"):
                 fsdp.backward(self.model, loss, self.world, last=batch is batches[-1])
@@ -98,52 +109,67 @@ class Ours:
             )
 
     def computed(self, samples: list[Sample]) -> int:
-        return sum(
-            len(batch.tokens) for batch in strips(samples, self.cfg, self.model.cfg.pair_cost)
-        )
+        """Return the number of tokens that the decoder computes."""
+        batches = strips(samples, self.cfg, self.model.cfg.pair_cost)
+        return sum(len(batch.tokens) for batch in batches)
+
+
+def padded_width(samples: list[Sample]) -> int:
+    """Return the tokens per row of TRL's batch: the longest prompt and the longest completion."""
+    prompt = max(len(s.prompt.token_ids) for s in samples)
+    return prompt + max(len(s.token_ids) for s in samples)
 
 
 class Trl:
-    """TRL's own trainer on the same completions: its batch layout, `_compute_loss`, its optimizer's
-    step.
-    """
+    """TRL's trainer on the same completions: its batch layout, `_compute_loss` and optimizer."""
 
     def __init__(self, folder: Path, cfg: Config, micro: int = 1, checkpointing: bool = False):
         from bench import trl_run
 
         cfg = dataclasses.replace(cfg, model=str(folder))
-        # a data set that nothing is drawn from
-        rows = [Prompt(i, "0", [0]) for i in range(cfg.prompts_per_step)]
-        self.trainer = trl_run.trainer(cfg, rows, [share_of_even], Path(tempfile.mkdtemp()), micro)
+        # the trainer wants a data set, but nothing is drawn from it
+        prompts = [Prompt(i, "0", [0]) for i in range(cfg.prompts_per_step)]
+        output = Path(tempfile.mkdtemp())
+        self.trainer = trl_run.trainer(cfg, prompts, [share_of_even], output, micro)
         self.trainer.create_optimizer()
-        # as Trainer.train does before its first step, when its options ask for it
+        # as Trainer.train does before its first step when its options ask for it
         if checkpointing:
             self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.micro = self.trainer.current_gradient_accumulation_steps = micro
-        self.pad, self.clock = self.trainer.processing_class.pad_token_id, metrics.Clock()
+        self.clock = metrics.Clock()
+
+    def batch(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
+        """Return TRL's batch: padded to the longest of all samples, as TRL pads a generation."""
+        pad_id = self.trainer.processing_class.pad_token_id
+
+        def pad(ids: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = [torch.tensor(row) for row in ids]
+            padded, mask = (
+                torch.nn.utils.rnn.pad_sequence(values, True, fill, padding_side=side)
+                for values, fill in ((rows, pad_id), ([torch.ones_like(r) for r in rows], 0))
+            )
+            return padded, mask
+
+        prompt_ids, prompt_mask = pad([s.prompt.token_ids for s in samples], "left")
+        completion_ids, completion_mask = pad([s.token_ids for s in samples], "right")
+        inputs = {
+            "prompt_ids": prompt_ids,
+            "prompt_mask": prompt_mask,
+            "completion_ids": completion_ids,
+            "completion_mask": completion_mask,
+            "advantages": torch.tensor([s.advantage for s in samples]),
+            "num_items_in_batch": completion_mask.sum(),
+        }
+        return {name: x.to(self.trainer.accelerator.device) for name, x in inputs.items()}
 
     def step(self, samples: list[Sample]) -> float:
+        """Train one step; return the norm of the gradient."""
         model = self.trainer.model.train()
-
-        def pad(rows, value, side):
-            return torch.nn.utils.rnn.pad_sequence(rows, True, value, padding_side=side)
-
         with self.clock("pack"):
-            prompts = [torch.tensor(s.prompt.token_ids) for s in samples]
-            completions = [torch.tensor(s.token_ids) for s in samples]
-            inputs = {
-                "prompt_ids": pad(prompts, self.pad, "left"),
-                "prompt_mask": pad([torch.ones_like(p) for p in prompts], 0, "left"),
-                "completion_ids": pad(completions, self.pad, "right"),
-                "completion_mask": pad([torch.ones_like(c) for c in completions], 0, "right"),
-                "advantages": torch.tensor([s.advantage for s in samples]),
-                "num_items_in_batch": torch.tensor(sum(map(len, completions))),
-            }
-            inputs = {name: x.to(self.trainer.accelerator.device) for name, x in inputs.items()}
-        rows = len(samples) // self.micro
-        # padded to the longest of all, as TRL pads a generation
-        for start in range(0, len(samples), rows):
-            part = {name: x[start : start + rows] if x.ndim else x for name, x in inputs.items()}
+            inputs = self.batch(samples)
+        size = len(samples) // self.micro
+        for start in range(0, len(samples), size):
+            part = {name: x[start : start + size] if x.ndim else x for name, x in inputs.items()}
             with self.clock("forward"):
                 loss = self.trainer._compute_loss(model, part)
             with self.clock("backward"):
@@ -155,21 +181,12 @@ class Trl:
             return norm.item()
 
     def computed(self, samples: list[Sample]) -> int:
-        return len(samples) * (
-            max(len(s.prompt.token_ids) for s in samples) + max(len(s.token_ids) for s in samples)
-        )
+        """Return the number of tokens that the decoder computes, padding included."""
+        return len(samples) * padded_width(samples)
 
 
-def options_of(
-    case: Case, scale: float = 1.0, device: str = "cpu", **options
-) -> tuple[Config, list[Sample]]:
-    """The options and the samples of the case's step."""
-    prompt, longest = (max(2, round(n * scale)) for n in (case.prompt, case.longest))
-    samples = make_samples(case.P, case.G, prompt, longest, case.even, case.vocab)
-    cfg = Config(
-        num_generations=case.G, generation_batch_size=case.P * case.G, max_completion_length=longest
-    )
-    cfg = dataclasses.replace(cfg, learning_rate=1e-6, max_steps=1, device=device, **options)
-    for s, a in zip(samples, grpo.step_advantages([s.reward for s in samples], cfg)[0]):
-        s.advantage = a
-    return cfg, samples
+def check_norms(case: str, norms: dict[str, float], tolerance: float = 1e-3) -> None:
+    """Raise RuntimeError if the sides' gradient norms differ: they did not do the same work."""
+    first = next(iter(norms.values()))
+    if any(abs(norm - first) > tolerance * first for norm in norms.values()):
+        raise RuntimeError(f"{case}: the gradients' norms differ: {norms}")

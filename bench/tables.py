@@ -1,9 +1,8 @@
-"""The tables of the benches, each made from rows: on the console when a bench ends, in
-bench/README.md for readers.
+"""Make the tables of the benches: on the console when a bench ends, and in bench/README.md.
 
-In: the rows of a bench (dicts, as common.py writes them). Out: lines of cells. Nothing is typed
-here: a figure comes from a row, and a cell of `wanted` that no row fills says "not yet measured".
-Pure functions of rows, which need no TRL. Read next: readme.py.
+In: the records of a bench (dicts as common.py writes them). Out: table lines. Every figure comes
+from a record, and a cell of `wanted` that no record fills reads "not yet measured". These are pure
+functions that do not need TRL. Read next: readme.py.
 """
 
 from __future__ import annotations
@@ -20,129 +19,130 @@ Lines = list[tuple]
 
 @dataclass(frozen=True)
 class Bench:
-    """A bench's table: what it asks, how its rows become lines, and which cells there should be."""
+    """The table of a bench."""
 
     question: str
     columns: Sequence[str]
     lines: Callable[[list[dict]], Lines]
-    wanted: Sequence[tuple] = ()  # the first cells of lines that should stand here one day
+    wanted: Sequence[tuple] = ()  # the first cells of lines that should exist one day
     picture: str = ""
-    command: str = ""  # when it is not plainly `python -m bench.<name>`
-    notes: Callable[[list[dict]], list[str]] = lambda rows: []
+    command: str = ""  # if not `python -m bench.<name>`
+    notes: Callable[[list[dict]], list[str]] = lambda records: []
 
 
-# what is trained with; the rest are metrics
+# What training uses; all other quantities are metrics.
 QUANTITIES = ("advantages", "loss", "gradient", "entropy gradient", "weight")
 
 
-def parity(rows: list[dict]) -> Lines:
-    """A line for advantages, for each loss type and for the importance weights: the largest of its
-    cases.
-    """
+def parity(records: list[dict]) -> Lines:
+    """Return a line for advantages, each loss type and the importance weights: its worst case."""
     groups: dict[str, list[dict]] = {}
-    for row in rows:
-        name = row["case"].partition(":")[0] if row["what"] == "loss" else row["what"]
-        groups.setdefault(name, []).append(row)
+    for r in records:
+        name = r["case"].partition(":")[0] if r["what"] == "loss" else r["what"]
+        groups.setdefault(name, []).append(r)
     lines = []
     for name, found in groups.items():
-        worst = {q: max(r["differences"].get(q, 0.0) for r in found) for q in QUANTITIES}
-        values = ", ".join(
-            f"{q} {d:.1e}" for q, d in worst.items() if any(q in r["differences"] for r in found)
-        )
+        values = []
+        for quantity in QUANTITIES:
+            differences = [d[quantity] for r in found if quantity in (d := r["differences"])]
+            if differences:
+                values.append(f"{quantity} {max(differences):.1e}")
         metrics = f"{max(r['largest_metric'] for r in found):.1e}"
-        lines.append((name, len(found), sum(r["inputs"] for r in found), values, metrics))
+        inputs = sum(r["inputs"] for r in found)
+        lines.append((name, len(found), inputs, ", ".join(values), metrics))
     return lines
 
 
-def end_to_end(rows: list[dict]) -> Lines:
-    lines = []
-    for r in rows:
+def end_to_end(records: list[dict]) -> Lines:
+    lines: Lines = []
+    for r in records:
         if "why_not" in r:
             lines.append((r["case"], r["side"], "cannot run here", *[""] * 6))
             continue
         low, high = r["seconds_spread"]
-        phases = ", ".join(f"{name} {s:.2f}" for name, s in r["phases"].items())
-        faster = times(r["speedup_over_trl"]) if r["side"] != "TRL" else ""
-        shown = (
-            r["steps_per_second"],
-            f"{1 / high:.3g} – {1 / low:.3g}",
-            r["tokens_per_second"],
-            r["mean_length"],
-        )
         lines.append(
-            (r["case"], r["side"], *shown, faster, mib(r["peak_bytes_above_libraries"]), phases)
+            (
+                r["case"],
+                r["side"],
+                r["steps_per_second"],
+                f"{1 / high:.3g} – {1 / low:.3g}",
+                r["tokens_per_second"],
+                r["mean_length"],
+                times(r["speedup_over_trl"]) if r["side"] != "TRL" else "",
+                mib(r["peak_bytes_above_libraries"]),
+                ", ".join(f"{name} {s:.2f}" for name, s in r["phases"].items()),
+            )
         )
     return lines
 
 
-def cannot(rows: list[dict]) -> list[str]:
-    """Why a side is not in the comparison, and what its absence means."""
-    notes = [
-        "Peak memory is that of the process, above its libraries; a vLLM server's own is not in it."
-    ]
-    return notes + [
-        f"{side} cannot run here: {why}."
-        for side, why in {(r["side"], r["why_not"]) for r in rows if "why_not" in r}
+def cannot(records: list[dict]) -> list[str]:
+    """Return why a side is missing."""
+    missing = {(r["side"], r["why_not"]) for r in records if "why_not" in r}
+    return [
+        "Peak memory is that of the trainer's process, above its imported libraries. A vLLM"
+        " server's own memory is not included.",
+        *(f"{side} cannot run here: {why}." for side, why in missing),
     ]
 
 
-def rollout_speed(rows: list[dict]) -> Lines:
-    lines = []
-    for r in rows:
+def rollout_speed(records: list[dict]) -> Lines:
+    lines: Lines = []
+    for r in records:
         low, high = (r["tokens"] / s for s in reversed(r["seconds_spread"]))
-        shown = (
-            r["tokens_per_second"],
-            f"{low:,.0f} – {high:,.0f}",
-            times(r["speedup_over_best_generate"]),
-        )
-        lines.append((r["case"], r["side"], *shown))
+        over = times(r["speedup_over_best_generate"])
+        spread = f"{low:,.0f} – {high:,.0f}"
+        lines.append((r["case"], r["side"], r["tokens_per_second"], spread, over))
     return lines
 
 
-def sync_speed(rows: list[dict]) -> Lines:
-    ms = lambda s: 1e3 * s  # noqa: E731
+def sync_speed(records: list[dict]) -> Lines:
     return [
         (
             r["case"],
             r["side"],
-            ms(r["seconds_median"]),
-            ms(r["seconds_p95"]),
+            1e3 * r["seconds_median"],
+            1e3 * r["seconds_p95"],
             r["gigabytes_per_second"],
             r["bytes"] / 1e6,
         )
-        for r in rows
+        for r in records
     ]
 
 
-def kernel_speed(rows: list[dict]) -> Lines:
-    lines = []
-    for r in rows:
-        floor, errors = (
-            r["floor_seconds"],
-            ", ".join(f"{k} {v:.1e}" for k, v in sorted(r["errors"].items())),
-        )
-        shown = (
+def kernel_speed(records: list[dict]) -> Lines:
+    return [
+        (
+            r["case"],
+            r["side"],
             1e3 * r["seconds_median"],
             " – ".join(f"{1e3 * s:.3g}" for s in r["seconds_spread"]),
-            1e3 * floor if floor else "–",
+            1e3 * r["floor_seconds"] if r["floor_seconds"] else "–",
+            r["peak_gib_above_inputs"],
+            r["launches"],
+            ", ".join(f"{name} {error:.1e}" for name, error in sorted(r["errors"].items())),
         )
-        lines.append(
-            (r["case"], r["side"], *shown, r["peak_gib_above_inputs"], r["launches"], errors)
-        )
-    return lines
+        for r in records
+    ]
 
 
+GPU_CASES = [
+    (f"{size}, GPU, bfloat16, uneven", side) for size in common.LARGE for side in common.SIDES
+]
 BENCHES = {
     "parity_trl": Bench(
-        "How far are our numbers from TRL 1.16.0's own code, in float64? The largest relative difference of each quantity.",
+        "How far are our numbers from TRL 1.16.0's own code, in float64? The largest relative"
+        " difference of each quantity.",
         ("what", "cases", "inputs", "values", "metrics"),
         parity,
-        notes=lambda rows: [
-            "The tests hold every case at 1e-6, metrics, which are logged in float32, at 1e-5."
+        notes=lambda records: [
+            "The tests hold every case to 1e-6, and the metrics, which are logged in float32,"
+            " to 1e-5."
         ],
     ),
     "learning": Bench(
-        "Does it learn as TRL does, and how much sooner? The tiny task from one base; mean ± standard deviation over seeds.",
+        "Does our trainer learn as TRL's does, and how much sooner? The tiny task from one base;"
+        " mean ± standard deviation over the seeds.",
         (
             "side",
             "seeds",
@@ -157,7 +157,7 @@ BENCHES = {
         notes=tables_learning.curves_apart,
     ),
     "end_to_end": Bench(
-        "How many whole GRPO steps a second: sampling, rewards, training, update?",
+        "How many full GRPO steps per second: sampling, rewards, training, weight update?",
         (
             "case",
             "side",
@@ -167,18 +167,15 @@ BENCHES = {
             "mean length",
             "over TRL",
             "peak memory",
-            "seconds a step",
+            "seconds per step",
         ),
         end_to_end,
         (
             ("even", "nanogrpo"),
             ("uneven", "nanogrpo"),
-            *[(f"{c}, a vLLM server", "nanogrpo") for c in ("even", "uneven")],
-            *[
-                (f"{size}, GPU, bfloat16, uneven", side)
-                for size in common.LARGE
-                for side in ("nanogrpo", "TRL")
-            ],
+            ("even, a vLLM server", "nanogrpo"),
+            ("uneven, a vLLM server", "nanogrpo"),
+            *GPU_CASES,
         ),
         notes=cannot,
     ),
@@ -199,7 +196,8 @@ BENCHES = {
         "step_time.png",
     ),
     "step_large": Bench(
-        "How long is a training step of a real model on a GPU: all weights, float32 masters, bfloat16, strips of 16,384 tokens?",
+        "How long is a training step of a real model on a GPU? All weights, float32 master"
+        " weights, bfloat16 compute, strips of 16,384 tokens.",
         (
             "case",
             "side",
@@ -212,14 +210,11 @@ BENCHES = {
             "settings",
         ),
         tables_step.step_large,
-        [
-            (f"{size}, GPU, bfloat16, uneven", side)
-            for size in common.LARGE
-            for side in ("nanogrpo", "TRL")
-        ],
+        GPU_CASES,
         command="python -m bench.step_time --shape 0.6B",
-        notes=lambda rows: [
-            "MFU: FLOP that the step needs, none for padding or recomputation, over the device's dense peak."
+        notes=lambda records: [
+            "MFU: the FLOP that the step needs, without padding and recomputation, over the"
+            " device's dense peak."
         ],
     ),
     "step_memory": Bench(
@@ -229,19 +224,19 @@ BENCHES = {
         (("V = 151,936", "nanogrpo"), ("V = 151,936", "TRL")),
     ),
     "rollout_speed": Bench(
-        "How fast does the embedded engine sample? Useful tokens a second.",
+        "How fast does the embedded engine sample? Useful tokens per second.",
         ("case", "side", "tokens/s", "slowest – fastest", "over the best generate"),
         rollout_speed,
         (("even", "nanogrpo"), ("even", "vLLM"), ("uneven", "nanogrpo"), ("uneven", "vLLM")),
     ),
     "sync_speed": Bench(
-        "How long does a weight sync to a real vLLM take, on loopback?",
+        "How long does a weight sync to a real vLLM take on the same machine?",
         ("model", "transport", "p50 ms", "p95 ms", "GB/s", "MB"),
         sync_speed,
         (("0.3M", "broadcast"), ("100M", "broadcast")),
     ),
     "kernel_speed": Bench(
-        "How fast are the kernels, against PyTorch, TRL and Liger?",
+        "How fast are the kernels, compared with PyTorch, TRL and Liger?",
         (
             "operation",
             "side",
@@ -263,21 +258,23 @@ BENCHES = {
 }
 
 
-def lines_of(name: str, rows: list[dict]) -> Lines:
-    """A bench's lines, and one for each wanted cell that no row fills."""
+def lines_of(name: str, records: list[dict]) -> Lines:
+    """Return a bench's lines, and one for each wanted cell that no record fills."""
     bench = BENCHES[name]
-    lines = bench.lines(rows)
+    lines = bench.lines(records)
     for cells in bench.wanted:
-        if not any(
+        # a case may carry its shape: "head, hidden to gradients N=… V=…"
+        filled = (
             all(f"{have} ".startswith(f"{want} ") for have, want in zip(line, cells))
             for line in lines
-        ):
+        )
+        if not any(filled):
             lines.append((*cells, *[MISSING] * (len(bench.columns) - len(cells))))
     return lines
 
 
-def show(name: str, rows: list[dict]) -> None:
-    """The table on the console."""
+def show(name: str, records: list[dict]) -> None:
+    """Print the table on the console."""
     bench = BENCHES[name]
-    common.table(bench.question, bench.columns, bench.lines(rows))
-    print(*bench.notes(rows), sep="\n")
+    common.table(bench.question, bench.columns, bench.lines(records))
+    print(*bench.notes(records), sep="\n")

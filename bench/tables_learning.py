@@ -1,5 +1,6 @@
-"""The table of bench.learning: how the curves of the two sides compare, and TRL's on our
-completions. In: rows. Out: cells.
+"""Make the table of bench.learning: both sides' curves, and TRL trained on our completions.
+
+In: records. Out: table lines and notes. Read next: tables.py.
 """
 
 from __future__ import annotations
@@ -15,29 +16,31 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def curve(rows: list[dict], name: str) -> tuple[list[int], list[float], list[float]]:
-    """(finished steps, mean, standard deviation) over runs: of a list with a value a step, or of
-    "held_out".
+def curve(records: list[dict], name: str) -> tuple[list[int], list[float], list[float]]:
+    """Return (finished steps, mean, standard deviation) over the runs.
+
+    name: a list with one value per step, or "held_out".
     """
     if name == "held_out":
-        steps = sorted(map(int, rows[0][name]))
-        values = [[row[name][str(step)] for row in rows] for step in steps]
+        steps = sorted(map(int, records[0][name]))
+        values = [[r[name][str(step)] for r in records] for step in steps]
     else:
-        steps = list(range(1, len(rows[0][name]) + 1))
-        values = list(zip(*(row[name] for row in rows)))
+        steps = list(range(1, len(records[0][name]) + 1))
+        values = [list(at) for at in zip(*(r[name] for r in records))]
     means, stds = zip(*map(mean_std, values))
     return steps, list(means), list(stds)
 
 
-def apart(rows: list[dict], name: str) -> tuple[float, float]:
-    """(share of the steps at which the two mean curves are within one standard deviation, the
-    largest distance in deviations).
+def apart(records: list[dict], name: str) -> tuple[float, float]:
+    """Compare the mean curves of the two sides.
 
-    The deviation of a step is that of the two sides together: the root of their mean variance.
-    Steps at which neither side varies count by whether the means are equal.
+    Returns the share of steps at which they are within one standard deviation, and their largest
+    distance in standard deviations. The deviation of a step is the root of the two sides' mean
+    variance. Where neither side varies, only equal means count as within one deviation.
     """
-    sides = [[row for row in rows if row["side"] == side] for side in SIDES]
-    (_, a, sa), (_, b, sb) = (curve(side, name) for side in sides)
+    (_, a, sa), (_, b, sb) = (
+        curve([r for r in records if r["side"] == side], name) for side in SIDES
+    )
     distances = []
     for x, dx, y, dy in zip(a, sa, b, sb):
         deviation = ((dx**2 + dy**2) / 2) ** 0.5
@@ -45,60 +48,62 @@ def apart(rows: list[dict], name: str) -> tuple[float, float]:
     return statistics.fmean(d <= 1 for d in distances), max(distances)
 
 
-def seconds_to(row: dict, accuracy: float) -> float | None:
-    """Training seconds of a run until an evaluation reached `accuracy`."""
-    reached = [int(step) for step, value in row["held_out"].items() if value >= accuracy]
-    return sum(row["seconds"][: min(reached)]) if reached else None
+def seconds_to(record: dict, accuracy: float) -> float | None:
+    """Return the training seconds until an evaluation reached `accuracy`."""
+    reached = [int(step) for step, value in record["held_out"].items() if value >= accuracy]
+    return sum(record["seconds"][: min(reached)]) if reached else None
 
 
 def show(values: Sequence[float], digits: int) -> str:
     return "{:.{d}f} ± {:.{d}f}".format(*mean_std(values), d=digits)
 
 
-def learning(rows: list[dict]) -> list[tuple]:
+def learning(records: list[dict]) -> list[tuple]:
     lines = []
     for side in (*SIDES, REPLAYED):
-        mine = [row for row in rows if row["side"] == side]
+        mine = [r for r in records if r["side"] == side]
         if not mine:
             continue
-        ends = [row["held_out"][max(row["held_out"], key=int)] for row in mine]
-        reached = [seconds_to(row, 0.9) for row in mine]
-        to90 = show([s for s in reached if s is not None], 1) if any(reached) else "–"
-        to90 += f" ({sum(s is None for s in reached)} never)" if None in reached else ""
-        reward = [statistics.fmean(row["reward"][-5:]) for row in mine]
-        seconds = (
-            (show([sum(row["seconds"]) for row in mine], 1), to90)
-            if side in SIDES
-            else ("it samples nothing", "")
-        )
-        lines.append((side, len(mine), show(ends, 3), show(reward, 3), *seconds))
+        ends = [r["held_out"][max(r["held_out"], key=int)] for r in mine]
+        reward = [statistics.fmean(r["reward"][-5:]) for r in mine]
+        seconds, to90 = "it samples nothing", ""
+        if side in SIDES:
+            seconds = show([sum(r["seconds"]) for r in mine], 1)
+            reached = [s for s in (seconds_to(r, 0.9) for r in mine) if s is not None]
+            to90 = show(reached, 1) if reached else "–"
+            if len(reached) < len(mine):
+                to90 += f" ({len(mine) - len(reached)} never)"
+        lines.append((side, len(mine), show(ends, 3), show(reward, 3), seconds, to90))
     return lines
 
 
-def replay_apart(rows: list[dict]) -> list[str]:
-    """How far TRL is from us when both learn from the same completions. A replay's row has "ours",
-    the run that drew them.
+def replay_apart(records: list[dict]) -> list[str]:
+    """Return how far TRL is from our side when both learn from the same completions.
+
+    The record of a replay holds the run that sampled them as "ours".
     """
-    theirs = [row for row in rows if row["side"] == REPLAYED]
+    theirs = [r for r in records if r["side"] == REPLAYED]
     if not theirs:
         return []
-    both = [(row["ours"][step], value) for row in theirs for step, value in row["held_out"].items()]
+    both = [(r["ours"][step], value) for r in theirs for step, value in r["held_out"].items()]
     equal, most = sum(a == b for a, b in both), max(abs(a - b) for a, b in both)
+    weights = max(r["weights_apart"] for r in theirs)
     return [
-        "TRL on the completions that our runs drew, where only the training is left to differ: its held-out accuracy is ours at "
-        f"{equal} of {len(both)} evaluations (at most {most:.3f} apart), and its final weights differ from ours by at most "
-        f"{max(row['weights_apart'] for row in theirs):.1e} of the way from the base."
+        "TRL also trained on the completions that our runs sampled, which leaves only the training"
+        f" to differ. Its held-out accuracy equals ours at {equal} of {len(both)} evaluations (at"
+        f" most {most:.3f} apart). Its final weights differ from ours by at most {weights:.1e} of"
+        " the distance from the base."
     ]
 
 
-def curves_apart(rows: list[dict]) -> list[str]:
-    if not {row["side"] for row in rows} >= set(SIDES):
+def curves_apart(records: list[dict]) -> list[str]:
+    if not {r["side"] for r in records} >= set(SIDES):
         return []
     notes = []
     for name, title in (("held_out", "held-out accuracy"), ("reward", "reward")):
-        share, most = apart(rows, name)
+        share, most = apart(records, name)
         notes.append(
-            f"The two mean curves of {title} by step are within one standard deviation at {share:.0%} of the steps, "
-            f"and at most {most:.2f} standard deviations apart."
+            f"The two mean curves of {title} by step are within one standard deviation at"
+            f" {share:.0%} of the steps, and at most {most:.2f} standard deviations apart."
         )
-    return notes + replay_apart(rows)
+    return notes + replay_apart(records)

@@ -1,5 +1,6 @@
-"""The tables of the training step: what it takes on a CPU, on a GPU, and of memory. In: rows. Out:
-lines of cells (tables.py).
+"""Make the tables of the training step: time on a CPU, on a GPU, and memory.
+
+In: records. Out: table lines. Read next: tables.py.
 """
 
 from __future__ import annotations
@@ -7,73 +8,55 @@ from __future__ import annotations
 from bench.common import mib, times
 
 
-def step_time(rows: list[dict]) -> list[tuple]:
+def step_time(records: list[dict]) -> list[tuple]:
     lines = []
-    for r in rows:
+    for r in records:
         low, high = r["seconds_spread"]
-        phases = ", ".join(f"{name} {s:.2f}" for name, s in r.get("phases", {}).items())
-        spread = f"{low:.3g} – {high:.3g}"
-        faster = times(r["speedup_over_trl"]) if r["side"] != "TRL" else ""
         lines.append(
             (
                 r["case"],
                 r["side"],
                 r["seconds_median"],
-                spread,
+                f"{low:.3g} – {high:.3g}",
                 r["tokens_per_second"],
                 r["computed_tokens"],
-                faster,
-                phases,
+                times(r["speedup_over_trl"]) if r["side"] != "TRL" else "",
+                ", ".join(f"{name} {s:.2f}" for name, s in r["phases"].items()),
             )
         )
     return lines
 
 
-def step_large(rows: list[dict]) -> list[tuple]:
-    lines = []
-    for r in rows:
+def step_large(records: list[dict]) -> list[tuple]:
+    lines: list[tuple] = []
+    for r in records:
         if "why_not" in r:
             lines.append((r["case"], r["side"], r["why_not"], *[""] * 6))
             continue
         low, high = r["seconds_spread"]
-        over = (
-            (times(r["speedup_over_trl"]), times(r["memory_over_trl"]))
-            if r["side"] != "TRL"
-            else ("", "")
-        )
-        settings = (
-            f"{r['micro_batches']} micro-batches, checkpointing {r['gradient_checkpointing']}"
-        )
-        shown = (
-            r["tokens_per_second"],
-            over[0],
-            f"{r['mfu']:.1%}" if r["mfu"] else "–",
-            mib(r["peak_bytes"]),
-            over[1],
-        )
+        ours = r["side"] != "TRL"
         lines.append(
             (
                 r["case"],
                 r["side"],
                 f"{r['seconds_median']:.3g} ({low:.3g} – {high:.3g})",
-                *shown,
-                settings,
+                r["tokens_per_second"],
+                times(r["speedup_over_trl"]) if ours else "",
+                f"{r['mfu']:.1%}" if r["mfu"] else "–",
+                mib(r["peak_bytes"]),
+                times(r["memory_over_trl"]) if ours else "",
+                f"{r['micro_batches']} micro-batches, checkpointing {r['gradient_checkpointing']}",
             )
         )
     return lines
 
 
-def step_memory(rows: list[dict]) -> list[tuple]:
-    peers = {r["case"]: r for r in rows if r["side"] == "TRL"}
-    return [
-        (
-            r["case"],
-            r["side"],
-            mib(r["peak_bytes_above_libraries"]),
-            mib(r["peak_bytes"]),
-            f"{r['peak_bytes_above_libraries'] / peers[r['case']]['peak_bytes_above_libraries']:.2f}"
-            if r["case"] in peers and r["side"] != "TRL"
-            else "",
-        )
-        for r in rows
-    ]
+def step_memory(records: list[dict]) -> list[tuple]:
+    trl = {r["case"]: r["peak_bytes_above_libraries"] for r in records if r["side"] == "TRL"}
+    lines = []
+    for r in records:
+        above, over = r["peak_bytes_above_libraries"], ""
+        if r["case"] in trl and r["side"] != "TRL":
+            over = f"{above / trl[r['case']]:.2f}"
+        lines.append((r["case"], r["side"], mib(above), mib(r["peak_bytes"]), over))
+    return lines

@@ -1,11 +1,10 @@
-"""TRL's GRPOTrainer with our options: the same names where TRL has them, and its best settings for
-the benches' models.
+"""Build TRL's GRPOTrainer with our options and the settings that are best for it.
 
-In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. What is best
-for it here: no gradient checkpointing, the whole generation as one micro-batch, sdpa attention, its
-fused head and fused AdamW (its defaults), float32 on a CPU as on our side, no data loader workers,
-no progress bar, nothing saved. Read next: runs.py, which runs both sides; trl_peer.py, TRL's code
-without a trainer.
+In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. Options go by
+the same names where TRL has them. The best settings for the benches' models are: no gradient
+checkpointing, the full generation as one micro-batch, sdpa attention, TRL's default fused head and
+fused AdamW, float32 on a CPU as on our side, no data loader workers, no progress bar, nothing
+saved. Read next: runs.py, which runs both sides; trl_peer.py, TRL's code without a trainer.
 """
 
 from __future__ import annotations
@@ -24,22 +23,16 @@ from nanogrpo.config import Config
 from nanogrpo.data import prompts as data
 from nanogrpo.types import Prompt
 
+# Options of the same name and meaning.
 SAME = (
     *SHARED,
-    "top_p",
-    "top_k",
-    "max_steps",
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "adam_beta1",
-    "adam_beta2",
+    *("top_p", "top_k", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "seed"),
 )
-SAME += ("adam_epsilon", "weight_decay", "max_grad_norm", "seed")  # named alike, meant alike
 
 
 def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
-    """Our options as TRL's. micro: the micro-batches of an optimizer step."""
+    """Return our options as TRL's. micro: micro-batches per optimizer step."""
     on_gpu = torch.cuda.is_available() and cfg.device != "cpu"
     return trl.GRPOConfig(
         output_dir=str(output_dir),
@@ -49,7 +42,7 @@ def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
         steps_per_generation=cfg.steps_per_generation * micro,
         gradient_accumulation_steps=micro,
         gradient_checkpointing=False,
-        shuffle_dataset=False,  # the rows lie in the order that our side draws them
+        shuffle_dataset=False,  # the prompts are already in the order of our side
         min_p=cfg.min_p or None,
         report_to="none",
         save_strategy="no",
@@ -67,12 +60,12 @@ def trainer(
     output_dir: Path,
     micro: int = 1,
 ) -> trl.GRPOTrainer:
-    """A trainer whose step s sees the prompts that `data.draw` gives our step s."""
-    warnings.simplefilter("ignore", FutureWarning)  # of TRL to transformers
+    """Return a trainer that sees in each step the prompts that `data.draw` gives our side."""
+    warnings.simplefilter("ignore", FutureWarning)  # TRL uses deprecated parts of transformers
     drawn = [
         p
-        for s in range(cfg.max_steps)
-        for p in data.draw(list(prompts), cfg.prompts_per_step, cfg.seed, s)
+        for step in range(cfg.max_steps)
+        for p in data.draw(list(prompts), cfg.prompts_per_step, cfg.seed, step)
     ]
     return trl.GRPOTrainer(
         cfg.model,

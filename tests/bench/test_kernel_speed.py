@@ -1,5 +1,4 @@
-"""The bench of the kernels is right on small shapes, and says that it needs a GPU. How fast they
-are is the bench's to say.
+"""Tests that the kernel bench computes the right thing. Its speeds are not tested.
 
 Read next: test_rollout_speed.py.
 """
@@ -9,7 +8,7 @@ import torch
 from bench import kernel_speed
 
 
-def test_the_bench_is_right_without_a_gpu_and_says_that_it_needs_one(capsys):
+def test_check_runs_without_a_gpu_and_the_timing_asks_for_one(capsys):
     assert kernel_speed.main(["--check"]) == 0
     if not torch.cuda.is_available():
         assert kernel_speed.main([]) == 2

@@ -1,46 +1,52 @@
-"""The bench over the objectives: its cases are valid, it goes on where it was interrupted, its page
-is made of its rows.
+"""Tests that the bench of objectives has valid cases, continues when interrupted, and writes its
+page from its records.
 """
 
 import shlex
 
-import pytest
-
-from bench import objectives
+from bench import common, objectives
+from bench.learning import fingerprint
 from nanogrpo.cli import parse
 from nanogrpo.config import CHOICES
 from nanogrpo.run import warmup
 
 
-@pytest.mark.parametrize("case", objectives.CASES)
-def test_the_options_of_a_case_are_valid(case):
-    argv = f"{objectives.SETTINGS} {objectives.CASES[case]} --model base --data arithmetic"
-    parse(shlex.split(argv)).validate()
+def test_every_case_is_valid_and_every_loss_type_has_one():
+    used = set()
+    for options in objectives.CASES.values():
+        argv = f"{objectives.SETTINGS} {options} --model base --data arithmetic"
+        cfg = parse(shlex.split(argv))
+        cfg.validate()
+        used.add(cfg.loss_type)
+    assert used == set(CHOICES["loss_type"]) - {"bnpo"}  # the same as dapo here
 
 
-def test_every_loss_type_is_in_the_table():
-    used = {parse(shlex.split(options)).loss_type for options in objectives.CASES.values()}
-    assert used == set(CHOICES["loss_type"]) - {"bnpo"}  # which is dapo here
-
-
-def test_an_interrupted_bench_goes_on(tmp_path):
+def test_an_interrupted_bench_continues(tmp_path):
     warmup.make_base(tmp_path / "base", steps=2, quiet=True)
-    argv = [
-        "--base",
-        str(tmp_path / "base"),
-        "--out",
-        str(tmp_path),
-        "--page",
-        str(tmp_path / "page.md"),
-        "--steps",
-        "1",
-    ]
-    argv += ["--workers", "1", "--cases", "dapo"]
-    (first,) = objectives.main([*argv, "--seeds", "1"])
-    rows = objectives.main([*argv, "--seeds", "2"])
-    assert rows[0] == first  # its time stamp too: not run again
-    assert [row["seed"] for row in rows] == [0, 1]
-    assert len(first["held_out"]) == 2
-    assert len(first["rewards"]) == 1
-    page = (tmp_path / "page.md").read_text()
-    assert "| dapo | `the defaults` | 2 | " in page
+    done = {
+        "base": fingerprint(tmp_path / "base"),
+        "settings": objectives.SETTINGS,
+        "steps": 1,
+        "case": "dapo",
+        "options": "",
+        "seed": 0,
+        "held_out": [0.25, 0.5],
+        "rewards": [0.5],
+        "entropies": [0.125],
+        "clip_ratio": 0.0,
+    }
+    common.write("objectives", [done], tmp_path)
+    argv = f"--base {tmp_path}/base --out {tmp_path} --page {tmp_path}/page.md --workers 1"
+    first, second = objectives.main(f"{argv} --steps 1 --seeds 2 --cases dapo".split())
+    assert first == done
+    assert second["seed"] == 1
+    assert len(second["held_out"]) == 2
+    assert len(second["rewards"]) == 1
+    assert "| dapo | `the defaults` | 2 | " in (tmp_path / "page.md").read_text()
+
+
+def test_the_page_is_made_from_the_records():
+    page = (common.ROOT / "docs/objectives.md").read_text()
+    assert page == objectives.page(common.read("objectives")), (
+        "run python -m bench.objectives --redraw"
+    )

@@ -1,5 +1,6 @@
-"""bench/README.md is what the rows say, nothing more and nothing less. Read next: bench/tables.py,
-bench/readme.py.
+"""Tests that bench/README.md is made from the records and from nothing else.
+
+Read next: bench/tables.py, bench/readme.py.
 """
 
 import json
@@ -16,7 +17,7 @@ MACHINE = {
     "versions": {"torch": "2"},
     "commit": "0123456789",
 }
-ROW = {"time": "2026-11-21T00:00:00+00:00", "machine": {**MACHINE, "uncommitted_changes": False}}
+RECORD = {"time": "2026-11-21T00:00:00+00:00", "machine": {**MACHINE, "uncommitted_changes": False}}
 
 
 def learned(side: str, seed: int, shift: float = 0.0) -> dict:
@@ -32,17 +33,16 @@ def learned(side: str, seed: int, shift: float = 0.0) -> dict:
         "threads": 2,
         "command": "python -m bench.learning",
         **times,
-        **ROW,
+        **RECORD,
     }
 
 
-def test_the_readme_is_what_the_command_writes():
-    assert (common.ROOT / "bench/README.md").read_text() == readme.render(), (
-        "python -m bench.readme"
-    )
+def test_the_readme_is_up_to_date():
+    page = (common.ROOT / "bench/README.md").read_text()
+    assert page == readme.render(), "run python -m bench.readme"
 
 
-def test_without_rows_every_cell_says_so(tmp_path):
+def test_without_records_every_cell_is_not_yet_measured(tmp_path):
     text = readme.render(tmp_path)
     for name in tables.BENCHES:
         assert f"## {name}\n" in text
@@ -56,33 +56,31 @@ def test_without_rows_every_cell_says_so(tmp_path):
     assert "0.6B, GPU, bfloat16" in text
 
 
-def test_a_cell_is_filled_by_its_own_row_alone():
-    row = {"case": "even, a vLLM server", "side": "nanogrpo", "why_not": "reasons"}
-    cells = [line[0] for line in tables.lines_of("end_to_end", [row]) if tables.MISSING in line]
+def test_a_record_fills_only_its_own_cell():
+    record = {"case": "even, a vLLM server", "side": "nanogrpo", "why_not": "reasons"}
+    cells = [line[0] for line in tables.lines_of("end_to_end", [record]) if tables.MISSING in line]
     assert "even" in cells
     assert "even, a vLLM server" not in cells
 
 
-def test_a_row_fills_its_cell_and_names_its_origin(tmp_path):
-    rows = [learned("nanogrpo", 0), learned("nanogrpo", 1)]
-    common.write("learning", rows, tmp_path)
-    section = readme.section("learning", rows)
+def test_a_record_fills_its_cell_and_names_its_origin(tmp_path):
+    records = [learned("nanogrpo", 0), learned("nanogrpo", 1)]
+    common.write("learning", records, tmp_path)
+    section = readme.section("learning", records)
     assert "| nanogrpo | 2 | 0.955 ± 0.007 | " in section
     assert f"| TRL | {tables.MISSING} |" in section
-    assert (
-        "`python -m bench.learning` on some chip, 2 cores, 2 threads; torch 2; 2026-11-21, commit 0123456"
-        in section
-    )
+    origin = "on some chip, 2 cores, 2 threads; torch 2; 2026-11-21, commit 0123456"
+    assert f"`python -m bench.learning` {origin}" in section
     assert section in readme.render(tmp_path)
 
 
-def test_a_result_that_no_table_shows_is_an_error(tmp_path):
+def test_results_that_no_table_shows_are_an_error(tmp_path):
     common.write("unheard_of", [], tmp_path)
     with pytest.raises(ValueError, match="unheard_of"):
         readme.render(tmp_path)
 
 
-def test_check_tells_whether_the_file_is_up_to_date(tmp_path, capsys):
+def test_check_reports_whether_the_file_is_up_to_date(tmp_path, capsys):
     argv = ["--file", str(tmp_path / "README.md"), "--results", str(tmp_path)]
     assert readme.main([*argv, "--check"]) == 1
     assert readme.main(argv) == 0
@@ -97,18 +95,18 @@ def test_a_replay_is_compared_with_our_run_of_its_seed():
     replayed = [
         learned(common.REPLAYED, seed) | {"weights_apart": 1e-5 * (1 + seed)} for seed in (0, 1)
     ]
-    replayed = [{**row, "ours": dict(row["held_out"])} for row in replayed]
-    (said,) = tables_learning.replay_apart([*ours, *replayed])
-    assert "ours at 6 of 6 evaluations (at most 0.000 apart)" in said
-    assert "at most 2.0e-05 of the way" in said
+    replayed = [{**record, "ours": dict(record["held_out"])} for record in replayed]
+    (note,) = tables_learning.replay_apart([*ours, *replayed])
+    assert "equals ours at 6 of 6 evaluations (at most 0.000 apart)" in note
+    assert "at most 2.0e-05 of the distance" in note
     replayed[1]["held_out"]["4"] -= 0.25
-    (said,) = tables_learning.replay_apart([*ours, *replayed])
-    assert "ours at 5 of 6 evaluations (at most 0.250 apart)" in said
+    (note,) = tables_learning.replay_apart([*ours, *replayed])
+    assert "equals ours at 5 of 6 evaluations (at most 0.250 apart)" in note
     assert tables_learning.replay_apart(ours) == []
     assert "| TRL, our completions | 2 | 0.830 ± " in readme.section("learning", [*ours, *replayed])
 
 
-def test_distance_of_two_curves():
+def test_the_distance_of_two_curves():
     same = [learned(side, seed) for side in ("nanogrpo", "TRL") for seed in (0, 1)]
     assert tables_learning.apart(same, "held_out") == (1.0, 0.0)
     far = [
@@ -123,11 +121,11 @@ def test_distance_of_two_curves():
     assert tables_learning.seconds_to(same[0], 0.99) is None
 
 
-def test_rows_of_a_case_that_is_not_run_again_stay(tmp_path):
-    rows = [
+def test_records_of_cases_that_are_not_run_again_are_kept(tmp_path):
+    records = [
         {"case": case, "side": side, "x": 1} for case in ("a", "b") for side in ("ours", "theirs")
     ]
-    common.write("some", rows, tmp_path)
+    common.write("some", records, tmp_path)
     common.merge(
         "some",
         [{"case": "b", "side": "ours", "x": 2}, {"case": "c", "side": "ours", "x": 3}],
@@ -148,8 +146,8 @@ def test_rows_of_a_case_that_is_not_run_again_stay(tmp_path):
 @pytest.mark.parametrize(
     "name", sorted({path.stem for path in common.RESULTS.glob("*.json")} - set(readme.ELSEWHERE))
 )
-def test_the_tables_read_the_rows_there_are(name):
-    rows = common.read(name)
-    lines = tables.lines_of(name, rows)
+def test_every_table_reads_its_records(name):
+    records = common.read(name)
+    lines = tables.lines_of(name, records)
     assert len(lines) >= 1
     assert {len(line) for line in lines} == {len(tables.BENCHES[name].columns)}

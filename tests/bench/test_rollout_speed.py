@@ -1,5 +1,5 @@
-"""The rollout bench runs and its rows can be trusted: forced lengths, medians, the machine. How
-fast is the bench's to say.
+"""Tests that the rollout bench runs and that its records are right: lengths, medians, machine. Its
+speeds are not tested.
 """
 
 import json
@@ -14,28 +14,29 @@ from nanogrpo.engine.local import LocalEngine
 from nanogrpo.types import Prompt
 from tests.conftest import random_tokens, tiny_model
 
-SMALL = "--hidden 64 --layers 1 --vocab 128 --batch 8 --group 4 --prompt-length 5 --length 6 --longest 12 --batches 2 --repeats 3"
+SMALL = (
+    "--hidden 64 --layers 1 --vocab 128 --batch 8 --group 4 --prompt-length 5 --length 6"
+    " --longest 12 --batches 2 --repeats 3 --threads 1"
+)
 
 
 @pytest.fixture
 def threads():
-    """The bench sets the number of threads of the process: give it back."""
+    """Restore the number of threads of this process, which the bench sets."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-def test_the_bench_writes_rows_that_stand_alone(tmp_path, capsys, threads):
-    rollout_speed.main(
-        [*SMALL.split(), "--threads", "1", "--vllm-python", "", "--out", str(tmp_path)]
-    )
-    rows = json.loads((tmp_path / "rollout_speed.json").read_text())
-    assert [(r["case"], r["side"]) for r in rows] == [
+def test_each_record_is_complete_by_itself(tmp_path, capsys, threads):
+    rollout_speed.main([*SMALL.split(), "--vllm-python", "", "--out", str(tmp_path)])
+    records = json.loads((tmp_path / "rollout_speed.json").read_text())
+    assert [(r["case"], r["side"]) for r in records] == [
         (case, side)
         for case in ("even", "uneven")
         for side in ("nanogrpo", "nanogrpo, unpacked", "transformers eager", "transformers sdpa")
     ]
-    for r in rows:
+    for r in records:
         assert len(r["seconds"]) == 3
         assert r["tokens_per_second"] == pytest.approx(r["tokens"] / sorted(r["seconds"])[1])
         assert r["command"].startswith("python -m bench.rollout_speed --hidden 64")
@@ -43,33 +44,29 @@ def test_the_bench_writes_rows_that_stand_alone(tmp_path, capsys, threads):
             r["machine"]
         )
         assert r["machine"]["threads"] == 1
-    assert rows[0]["tokens"] == 8 * 6
-    assert rows[4]["tokens"] == sum(rollout_speed.uneven_lengths(16, 12))
+    assert records[0]["tokens"] == 8 * 6
+    assert records[4]["tokens"] == sum(rollout_speed.uneven_lengths(16, 12))
     assert "even" in capsys.readouterr().out
 
 
 @pytest.mark.vllm
-def test_a_vllm_server_is_a_side_where_there_is_one(tmp_path, threads):
+def test_an_installed_vllm_is_a_side(tmp_path, threads):
     if not common.vllm_python():
         assert not os.environ.get("NANOGRPO_REQUIRE_VLLM"), (
             "NANOGRPO_REQUIRE_VLLM is set but there is no vLLM"
         )
         pytest.skip("needs a real vLLM (docs/vllm.md)")
-    rows = rollout_speed.main(
-        [*SMALL.split(), "--repeats", "1", "--threads", "1", "--out", str(tmp_path)]
-    )
-    # each side asserts that it has the lengths it asked for
-    asked = {(r["case"], r["side"]): r["tokens"] for r in rows}
+    records = rollout_speed.main([*SMALL.split(), "--repeats", "1", "--out", str(tmp_path)])
+    # each side asserts that its completions have the requested lengths
+    asked = {(r["case"], r["side"]): r["tokens"] for r in records}
     assert asked["uneven", "vLLM"] == asked["uneven", "nanogrpo"]
     assert asked["even", "vLLM"] == 8 * 6
 
 
-def test_the_commands_of_rows_name_no_place():
+def test_commands_in_records_name_no_places():
     argv = ["--repeats", "3", "--vllm-python", "/x/python", "--out", "/y", "--cases", "even"]
-    assert (
-        common.facts("rollout_speed", "", "", argv)["command"]
-        == "python -m bench.rollout_speed --repeats 3 --cases even"
-    )
+    record = common.record("rollout_speed", "", "", argv)
+    assert record["command"] == "python -m bench.rollout_speed --repeats 3 --cases even"
 
 
 def test_uneven_lengths_have_a_third_of_the_maximum_as_their_mean():
@@ -80,10 +77,8 @@ def test_uneven_lengths_have_a_third_of_the_maximum_as_their_mean():
     assert lengths == rollout_speed.uneven_lengths(256, 192)
 
 
-def test_both_sides_complete_alike():
-    """Greedy, the two models continue a prompt with the same tokens: the same weights on both
-    sides, not only the same shape.
-    """
+def test_both_sides_have_the_same_weights():
+    """With greedy sampling the two models continue a prompt with the same tokens."""
     model = tiny_model(tie_word_embeddings=True)
     theirs = rollout_speed.peer(model, "sdpa")
     prompt = Prompt(0, "", random_tokens(9).tolist())
@@ -99,7 +94,7 @@ def test_both_sides_complete_alike():
     assert out[0, 9:].tolist() == ours.token_ids
 
 
-def test_generate_stops_a_batch_with_its_longest_row():
+def test_generate_ends_a_batch_with_its_longest_row():
     theirs = rollout_speed.peer(tiny_model(tie_word_embeddings=True), "sdpa")
     steps = []
     theirs.register_forward_pre_hook(lambda *_: steps.append(1))

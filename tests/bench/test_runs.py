@@ -1,10 +1,11 @@
-"""The benches of whole runs against TRL run, compare like with like, and their rows hold what was
-run. Read next: bench/runs.py.
+"""Tests of the benches that compare full runs with TRL: they run, and they compare like with like.
 
-How fast and how well the sides learn is the benches' to say: here the runs have two steps.
+Here the runs have two or three steps; how fast and how well the sides learn is for the benches to
+measure. Read next: bench/runs.py.
 """
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -14,6 +15,7 @@ import torch
 from trl.generation.vllm_client import VLLMClient
 
 from bench import common, end_to_end, learning, parity_trl, runs, trl_peer, trl_run
+from bench.rewards import share_of_even
 from nanogrpo import cli
 from nanogrpo.config import Config
 from nanogrpo.data import prompts as data
@@ -21,9 +23,11 @@ from nanogrpo.data import tasks
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import warmup
 from nanogrpo.types import Prompt, Sample
+from tests.bench.conftest import run_here
 from tests.conftest import positions_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL to transformers
+# TRL uses deprecated parts of transformers
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,7 @@ def base(tmp_path_factory):
     return folder
 
 
-# ---- TRL's trainer -------------------------------------------------------------------------------
+# --- TRL's trainer ---
 
 
 def test_trl_sees_the_prompts_that_our_steps_draw(base, tmp_path):
@@ -46,7 +50,7 @@ def test_trl_sees_the_prompts_that_our_steps_draw(base, tmp_path):
         seed=5,
     )
     prompts = data.from_rows(tasks.rows("arithmetic", "train"), Tokenizer(base))
-    trainer = trl_run.trainer(cfg, prompts, [runs.share_of_even], tmp_path)
+    trainer = trl_run.trainer(cfg, prompts, [share_of_even], tmp_path)
     batches = list(itertools.islice(trainer.get_train_dataloader(), 3))
     for step, batch in enumerate(batches):
         drawn = [p for p in data.draw(prompts, 3, cfg.seed, step) for _ in range(4)]
@@ -66,90 +70,78 @@ def test_trl_trains_with_our_options(tmp_path):
         device="cpu",
     )
     theirs = trl_run.options(cfg, tmp_path)
-    assert {
-        name: getattr(theirs, name) for name in trl_run.SAME if name != "lr_scheduler_type"
-    } == {name: getattr(cfg, name) for name in trl_run.SAME if name != "lr_scheduler_type"}
+    for name in set(trl_run.SAME) - {"lr_scheduler_type"}:
+        assert getattr(theirs, name) == getattr(cfg, name), name
     assert theirs.lr_scheduler_type.value == "constant"
-    assert (theirs.gradient_accumulation_steps, theirs.generation_batch_size) == (
-        1,
-        cfg.generation_batch_size,
-    )
+    assert theirs.gradient_accumulation_steps == 1
+    assert theirs.generation_batch_size == cfg.generation_batch_size
     assert not theirs.gradient_checkpointing
     assert not theirs.bf16
 
 
-# ---- learning ------------------------------------------------------------------------------------
+# --- learning ---
 
 
-def test_learning_runs_both_sides_once(base, tmp_path, monkeypatch):
-    argv = f"--seeds 1 --steps 2 --eval-steps 1 --threads 1 --base {base} --out {tmp_path} --picture {tmp_path}/x.png".split()
-    monkeypatch.setattr(
-        learning,
-        "SETTINGS",
-        {**learning.SETTINGS, "generation_batch_size": 16, "max_completion_length": 8},
-    )
-    rows = learning.main(argv)
-    assert [(row["seed"], row["side"]) for row in rows] == [
+def test_learning_runs_each_side_once(base, tmp_path, monkeypatch, in_this_process):
+    # A high learning rate and a reward that a random model gets: the weights must move.
+    small = {
+        "num_generations": 4,
+        "generation_batch_size": 16,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+    }
+    monkeypatch.setattr(learning, "SETTINGS", {**learning.SETTINGS, **small})
+    rewards = {"reward_funcs": ("accuracy", "bench.rewards:share_of_even"), "reward_timeout": 0.0}
+    monkeypatch.setattr(learning, "Config", functools.partial(Config, **rewards))
+    argv = f"--seeds 1 --steps 3 --eval-steps 2 --threads 1 --base {base} --out {tmp_path}".split()
+    argv += ["--picture", f"{tmp_path}/x.png"]
+    records = learning.main(argv)
+    assert [(record["seed"], record["side"]) for record in records] == [
         (0, "nanogrpo"),
         (0, "TRL"),
         (0, common.REPLAYED),
     ]
     assert (tmp_path / "x.png").stat().st_size > 10_000
-    for row in rows:
-        assert list(row["held_out"]) == ["0", "1", "2"]
-        assert len(row["seconds"]) == len(row["reward"]) == 2
-        assert all(s > 0 for s in row["seconds"])
-        assert 0 < row["peak_bytes_above_libraries"] < row["peak_bytes"]
-    assert len({row["held_out"]["0"] for row in rows}) == 1  # one base, one judge
+    for record in records:
+        assert list(record["held_out"]) == ["0", "2", "3"]
+        assert len(record["seconds"]) == len(record["reward"]) == 3
+        assert all(s > 0 for s in record["seconds"])
+    assert len({record["held_out"]["0"] for record in records}) == 1  # same base, same evaluation
 
-    monkeypatch.setattr(
-        runs, "run", lambda *_: pytest.fail("a run whose row stands is not repeated")
-    )
-    assert learning.main(argv) == rows
-    assert learning.main([*argv, "--redraw"]) == rows
-    with pytest.raises(pytest.fail.Exception):  # other options: other runs
-        learning.main([*argv, "--steps", "3"])
+    # TRL turns our completions into our model: the replay differs only by rounding, which Adam
+    # amplifies where a gradient is nothing but rounding.
+    ours, _, replay = records
+    assert replay["ours"] == ours["held_out"]
+    assert replay["weights_apart"] < 1e-3
+
+    assert len(in_this_process) == 3
+    assert learning.main(argv) == records  # a run that has a record is not repeated
+    assert learning.main([*argv, "--redraw"]) == records
+    assert len(in_this_process) == 3
+    monkeypatch.setattr(runs, "run", lambda *_: pytest.fail("a new run"))
+    with pytest.raises(pytest.fail.Exception):  # because other options are other runs
+        learning.main([*argv, "--steps", "4"])
 
 
-def test_trl_on_our_completions_makes_the_same_model_of_them(base):
-    options = {
-        "num_generations": 4,
-        "generation_batch_size": 16,
-        "max_completion_length": 8,
-        "max_steps": 3,
-        "learning_rate": 1e-3,
-    }
-    cfg = Config(
-        model=str(base),
-        data=("arithmetic",),
-        reward_funcs=("bench.runs:share_of_even",),
-        device="cpu",
-        **options,
-    )
-    found = runs.run(common.REPLAYED, cfg, threads=1)
-    assert found["ours"] == {}  # nothing was evaluated
-    # of the way: Adam makes whole steps of gradients that are nothing but rounding
-    assert found["weights_apart"] < 1e-3
+def test_a_replay_needs_the_same_prompts_on_both_sides():
+    samples = [Sample(Prompt(0, "1+1=", [1]), 0, [2], [0.0], True, [0])]
     with pytest.raises(RuntimeError, match="different prompts"):
-        runs.taken([Sample(Prompt(0, "1+1=", [1]), 0, [2], [0.0], True, [0])], ["1+2="])
+        runs.rollout(samples, ["1+2="])
 
 
-# ---- end to end ----------------------------------------------------------------------------------
+# --- end to end ---
 
 
 def test_stop_probabilities_give_the_mean_length():
     p = end_to_end.stop_probability(64, 192)
-    ends = (
-        torch.empty(200_000)
-        .geometric_(p, generator=torch.Generator().manual_seed(0))
-        .clamp(max=192)
-    )
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.empty(200_000).geometric_(p, generator=generator).clamp(max=192)
     assert ends.mean().item() == pytest.approx(64, rel=0.01)
 
 
-def test_the_ending_model_ends_as_often_as_it_is_told():
+def test_the_ending_model_stops_with_the_given_probability():
     shape = common.small_qwen3(64, 2, 300, 64)
-    shape = type(shape)(**{**vars(shape), "tie_word_embeddings": False})
+    shape = dataclasses.replace(shape, tie_word_embeddings=False)
     torch.manual_seed(0)
     tokens = torch.randint(300, (60,))
     positions, attend = positions_of([40, 20])
@@ -160,54 +152,70 @@ def test_the_ending_model_ends_as_often_as_it_is_told():
         torch.testing.assert_close(found, torch.full((60,), wanted), rtol=0.03, atol=1e-9)
 
 
-def test_end_to_end_runs_both_sides(tmp_path):
-    small = "--hidden 64 --layers 1 --vocab 128 --prompts 2 --group 2 --prompt-length 5 --length 6 --rounds 1 --steps 3 --threads 1"
-    rows = end_to_end.main([*small.split(), "--cases", "even", "--out", str(tmp_path)])
-    assert json.loads((tmp_path / "end_to_end.json").read_text()) == rows
-    assert [(row["case"], row["side"]) for row in rows] == [("even", "nanogrpo"), ("even", "TRL")]
-    for row in rows:
-        assert len(row["seconds"]) == 2  # the first step is not counted
-        assert row["mean_length"] == 6
-        assert row["tokens_per_second"] == pytest.approx(2 * 4 * 6 / sum(row["seconds"]))
-        assert set(row["phases"]) >= {"sample"}
+def test_end_to_end_runs_both_sides(tmp_path, monkeypatch):
+    start = common.in_process
+
+    def run_ours_in_a_process(folder, argv, threads):
+        return (start if "nanogrpo" in argv else run_here)(folder, argv, threads)
+
+    monkeypatch.setattr(common, "in_process", run_ours_in_a_process)
+    argv = "--hidden 64 --layers 1 --vocab 128 --prompts 2 --group 2 --prompt-length 5 --length 6"
+    argv += f" --rounds 1 --steps 3 --threads 1 --cases even --out {tmp_path}"
+    records = end_to_end.main(argv.split())
+    assert common.read("end_to_end", tmp_path) == records
+    assert [(record["case"], record["side"]) for record in records] == [
+        ("even", "nanogrpo"),
+        ("even", "TRL"),
+    ]
+    assert 0 < records[0]["peak_bytes_above_libraries"] < records[0]["peak_bytes"]
+    for record in records:
+        assert len(record["seconds"]) == 2  # the first step is not counted
+        assert record["mean_length"] == 6
+        assert record["tokens_per_second"] == pytest.approx(2 * 4 * 6 / sum(record["seconds"]))
+        assert "sample" in record["phases"]
 
 
 def test_trl_cannot_use_a_server_without_cuda():
-    """What the table says of TRL's side with --vllm, held to TRL's source: no request is made
-    before the device is known.
-    """
+    """The table says so for TRL's side with --vllm; here is the evidence in TRL's source."""
     source = inspect.getsource(VLLMClient.init_communicator)
     assert 'if device.type != "cuda":\n            raise' in source
     assert "NCCL weight-transfer engine, which needs a CUDA device" in source
 
 
-def test_a_run_that_fails_says_why(tmp_path):
-    cfg = Config(model=str(tmp_path), data=("arithmetic",))
-    with pytest.raises(RuntimeError, match=r"has no tokenizer\.json"):
-        runs.run("nanogrpo", cfg, threads=1)
+def test_a_process_that_fails_shows_its_output(tmp_path):
+    with pytest.raises(RuntimeError, match="No module named no_such_bench"):
+        common.in_process(tmp_path, ["no_such_bench"], threads=1)
 
 
-# ---- differences ---------------------------------------------------------------------------------
+def test_a_run_that_fails_prints_the_reason(tmp_path, capsys):
+    options = dataclasses.asdict(Config(model=str(tmp_path), data=("arithmetic",)))
+    (tmp_path / "options.json").write_text(json.dumps(options))
+    with pytest.raises(SystemExit) as e:
+        runs.main(["nanogrpo", str(tmp_path)])
+    assert e.value.code == 2
+    assert "has no tokenizer.json" in capsys.readouterr().err
+
+
+# --- differences from TRL's code ---
 
 
 def test_the_table_of_differences_finds_them(tmp_path, monkeypatch):
     monkeypatch.setattr(parity_trl, "OBJECTIVES", {"plain": {}})
-    rows = parity_trl.main(["--seeds", "1", "--out", str(tmp_path)])
-    assert {row["case"].partition(":")[0] for row in rows if row["what"] == "loss"} == set(
-        trl_peer.LOSSES
-    )
-    assert max(row["largest_value"] for row in rows) < 1e-6
-    assert max(row["largest_metric"] for row in rows) < 1e-5
+    records = parity_trl.main(["--seeds", "1", "--out", str(tmp_path)])
+    losses = {r["case"].partition(":")[0] for r in records if r["what"] == "loss"}
+    assert losses == set(trl_peer.LOSSES)
+    assert max(record["largest_value"] for record in records) < 1e-6
+    assert max(record["largest_metric"] for record in records) < 1e-5
 
     weight = trl_peer.grpo.token_weight
     monkeypatch.setattr(trl_peer.grpo, "token_weight", lambda *args: 1.001 * weight(*args))
-    rows = parity_trl.main(["--seeds", "1", "--out", str(tmp_path)])
-    assert all((row["largest_value"] > 5e-4) == (row["what"] == "loss") for row in rows)
+    records = parity_trl.main(["--seeds", "1", "--out", str(tmp_path)])
+    assert all((r["largest_value"] > 5e-4) == (r["what"] == "loss") for r in records)
 
 
 @pytest.mark.parametrize("mode", parity_trl.MODES[1:])
 @pytest.mark.parametrize("bounds", parity_trl.BOUNDS)
-def test_importance_weights_are_trls(mode, bounds):
+def test_importance_weights_equal_trls(mode, bounds):
     ours, theirs = parity_trl.importance_of_both(mode, bounds, seed=1)
     torch.testing.assert_close(
         ours.pop("weight").double(), theirs.pop("weight").double(), rtol=1e-6, atol=1e-12
@@ -215,18 +223,18 @@ def test_importance_weights_are_trls(mode, bounds):
     assert ours == pytest.approx(theirs, rel=1e-6)
 
 
-def test_the_options_of_a_run_survive_the_way():
-    """Config → JSON → Config → command line → Config: tuples, booleans and a text that looks like
-    an option.
-    """
+def test_options_survive_json_and_the_command_line():
+    """Config → JSON → Config, and Config → command line → Config, with tuples and booleans."""
     cfg = Config(
         model="m",
         data=("a", "b"),
         reward_funcs=("x:y",),
         reward_weights=(0.5,),
-        vllm_options="--dtype float32",
+        vllm_options="--dtype float32",  # looks like an option itself
+        share_prompts=False,
+        epsilon_high=0.3,
+        eval_steps=2,
     )
-    cfg = dataclasses.replace(cfg, share_prompts=False, epsilon_high=0.3, eval_steps=2)
     back = json.loads(json.dumps(vars(cfg)))
     assert Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in back.items()}) == cfg
     assert cli.parse(runs.arguments(cfg)) == cfg

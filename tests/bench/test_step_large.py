@@ -47,7 +47,7 @@ def allocator(monkeypatch):
     over before a step begins.
     """
     peaks = []
-    monkeypatch.setattr(runs, "forget_peak", lambda: peaks.append(1000 + 300 * (len(peaks) + 1)))
+    monkeypatch.setattr(runs, "reset_peak", lambda: peaks.append(1000 + 300 * (len(peaks) + 1)))
     monkeypatch.setattr(runs, "memory", lambda: {"now": 1000, "peak": peaks[-1] if peaks else 0})
 
 
@@ -251,7 +251,7 @@ def test_without_a_gpu_there_is_a_sentence(monkeypatch, capsys):
     with pytest.raises(SystemExit) as e:
         step_time.main(["--shape", "0.6B"])
     assert e.value.code == 2
-    assert "--shape 0.6B is measured on a GPU, and torch sees none here." in capsys.readouterr().err
+    assert "--shape 0.6B needs a GPU, and torch finds none." in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
@@ -262,7 +262,7 @@ def test_the_script_without_a_gpu_has_a_sentence(tmp_path):
     )
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "bench/gpu_train.sh measures on a GPU, and torch sees none here.\n"
+    assert done.stderr == "bench/gpu_train.sh needs a GPU, and torch finds none.\n"
 
 
 @pytest.mark.parametrize("more", [[], ["--no-trl"]])

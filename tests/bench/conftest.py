@@ -1,0 +1,34 @@
+"""Helpers for the tests of benches. Read next: tests/conftest.py."""
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bench import common
+
+# TRL needs Python 3.11; these modules import it.
+collect_ignore = [] if sys.version_info >= (3, 11) else ["test_runs.py"]
+
+
+def run_here(folder: Path, argv: Sequence[object], threads: int) -> dict:
+    """Do the work of `common.in_process` in this process, because starting one costs seconds."""
+    module, *arguments = map(str, argv)
+    assert not importlib.import_module(module).main(arguments)
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Run the benches' child processes in this process. The value lists their command lines."""
+    started = []
+
+    def run(folder: Path, argv: Sequence[object], threads: int) -> dict:
+        started.append(argv)
+        return run_here(folder, argv, threads)
+
+    monkeypatch.setattr(common, "in_process", run)
+    return started
