@@ -84,7 +84,7 @@ def joined(row: dict[str, float], more: dict[str, float]) -> dict[str, float]:
     """
     for name in more.keys() & row.keys():
         raise UserError(
-            f"log_metric({name.removeprefix('eval/')!r}, …): the log has that name for itself, choose another."
+            f"log_metric({name.removeprefix('eval/')!r}, …): the log already uses this name; choose another"
         )
     return row | more
 

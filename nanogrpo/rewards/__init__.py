@@ -1,3 +1,4 @@
-"""Reward functions: the built-in ones, how they are called, and the process they run in. Start with
-builtin.py.
+"""Reward functions: the built-in ones, how they are called, and the process that runs the user's.
+
+Start with builtin.py.
 """

@@ -1,7 +1,7 @@
-"""How good is each completion: the built-in reward functions, and finding the user's by name.
+"""The built-in reward functions, and loading any reward function by its name.
 
-In: completions and the data's columns, as lists (reward_call.py has the signature). Out: one number
-each, or None. Read next: reward_runner.py, which calls them.
+In: completions and the columns of the data, as lists (rewards/call.py defines the signature).
+Out: one number for each completion, or None. Read next: rewards/runner.py, which calls them.
 """
 
 from __future__ import annotations
@@ -14,96 +14,90 @@ from fractions import Fraction
 from nanogrpo.errors import UserError
 from nanogrpo.rewards import plugin
 
-# ---- the built-in functions ----------------------------------------------------------------------
-
-BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
-NUMBER = re.compile(r"([+-]?)(?:\\frac\{(\d+)\}\{(\d+)\}|(\d+)/(\d+)|(\d+\.?\d*|\.\d+))")
+# --- the functions ---
 
 
 def format_reward(completions: list, **kwargs) -> list[float]:
-    """1 for exactly `<think>…</think><answer>…</answer>` with an answer in it and nothing around it
-    but white space, else 0.
+    """Return 1 for exactly `<think>…</think><answer>…</answer>` with a non-empty answer, else 0.
 
-    Each tag may come once: a completion that opens a second <answer> is hedging. <think> may be
-    missing: some chat templates end the prompt with it, and then the completion starts inside.
+    White space around the tags is allowed. Each tag may occur once, because a completion that opens
+    a second <answer> is hedging. <think> may be missing, because some chat templates end the prompt
+    with it.
     """
     return [float(_is_formatted(_text(completion).strip())) for completion in completions]
 
 
 def _is_formatted(text: str) -> bool:
-    if text.count("<think>") > 1 or text.find("<think>") > 0:  # at the very start, or nowhere
+    if text.count("<think>") > 1 or text.find("<think>") > 0:  # only at the very start
         return False
     if any(text.count(tag) != 1 for tag in ("</think>", "<answer>", "</answer>")):
         return False
     rest = text.partition("</think>")[2].strip()
-    return (
-        rest.startswith("<answer>")
-        and rest.endswith("</answer>")
-        and bool(rest[len("<answer>") : -len("</answer>")].strip())
-    )
+    answer = rest.removeprefix("<answer>").removesuffix("</answer>")
+    return rest == f"<answer>{answer}</answer>" and bool(answer.strip())
 
 
 def accuracy_reward(
     completions: list, solution: list | None = None, answer: list | None = None, **kwargs
 ) -> list[float | None]:
-    """1 where the extracted answer equals the reference, 0 where it differs or is missing, None
-    where the row has no reference.
+    """Return 1 where the extracted answer equals the reference, 0 where it differs or is missing.
 
-    The reference is the row's `solution`, or else its `answer`: a bare result ("42", 42) or a text
-    that `extract_answer` reads.
+    The reference is the record's `solution`, or else its `answer`: a bare result ("42", 42) or a
+    text that `extract_answer` can read. The reward is None where a record has neither.
     """
     if solution is None and answer is None:
         raise ValueError("the data has neither a column `solution` nor `answer`")
     blank = [None] * len(completions)
-    scores: list[float | None] = []
+    rewards: list[float | None] = []
     for completion, first, second in zip(completions, solution or blank, answer or blank):
-        reference = first if first is not None else second
+        reference = second if first is None else first
         if reference is None:
-            scores.append(None)
+            rewards.append(None)
             continue
-        wanted, given = extract_answer(str(reference)), extract_answer(_text(completion))
-        scores.append(
-            float(
-                given is not None
-                and same_answer(given, str(reference) if wanted is None else wanted)
-            )
-        )
-    return scores
+        expected, given = extract_answer(str(reference)), extract_answer(_text(completion))
+        expected = str(reference) if expected is None else expected
+        rewards.append(float(given is not None and same_answer(given, expected)))
+    return rewards
 
 
 def length_reward(limit: int = 512, /, *, completion_ids: list[list[int]], **kwargs) -> list[float]:
-    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13): 0 up to 4/5 of `limit` tokens, then
-    linearly to -1 at `limit`.
+    """Return DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
 
-    A function of the completion alone: one that compared it with the longest of its batch would pay
-    differently for the same text from step to step. `limit` is max_completion_length, or given as
-    "length:LIMIT"; the cache of the paper is limit / 5, as there. It is given by position, so that
-    a column of the data that is named `limit` stays one.
+    It is 0 up to 4/5 of `limit` tokens (the paper's cache is limit / 5) and falls linearly to -1 at
+    `limit`. It depends on one completion only: if it compared a completion with the longest of its
+    batch, the same text would earn different rewards in different steps. `limit` is positional-only
+    so that a column of the data named `limit` does not clash with it.
     """
     cache = limit / 5
     return [max(-1.0, min(0.0, (limit - cache - len(ids)) / cache)) for ids in completion_ids]
 
 
-def extract_answer(text: str) -> str | None:
-    """The final answer in a text, or None: the last \\boxed{…}, else the last <answer>…</answer>,
-    else what follows ####.
+# --- answers in a text ---
 
-    Only what follows </think>, when there is one: results tried while thinking are no answers.
-    Linear in the text's length, also for the degenerate completions that repeat an unclosed
-    \\boxed{ to the limit.
+BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+NUMBER = re.compile(r"([+-]?)(?:\\frac\{(\d+)\}\{(\d+)\}|(\d+)/(\d+)|(\d+\.?\d*|\.\d+))")
+
+
+def extract_answer(text: str) -> str | None:
+    """Return the final answer in a text, or None.
+
+    This is the last \\boxed{…}, else the last <answer>…</answer>, else the rest of the line after
+    ####. If there is a </think>, only the text after it counts, because results tried while
+    thinking are not answers. The time is linear in the length of the text, even for a degenerate
+    completion that repeats an unclosed \\boxed{ up to the length limit.
     """
     text = text.rpartition("</think>")[2]
-    # (start, content) of the last box; (start, is it a box) of each brace not yet closed
-    found, open_braces = (-1, ""), []
+    last_start, last_box = -1, ""  # of the last closed box
+    open_braces: list[tuple[int, bool]] = []  # (start of the content, whether it is a box)
     for match in BRACES.finditer(text):
         if match[0].endswith("{") and match[0] != r"\{":
             open_braces.append((match.end(), match[0] != "{"))
         elif match[0] == "}" and open_braces:
-            start, boxed = open_braces.pop()
-            if boxed and start > found[0]:
-                found = start, text[start : match.start()]
-    if found[0] >= 0:
-        return found[1].strip()
+            start, is_box = open_braces.pop()
+            if is_box and start > last_start:
+                last_start, last_box = start, text[start : match.start()]
+    if last_start >= 0:
+        return last_box.strip()
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     if start >= 0:
@@ -113,38 +107,40 @@ def extract_answer(text: str) -> str | None:
 
 
 def same_answer(a: str, b: str) -> bool:
-    """Equal as exact numbers when both are numbers ("1,234" and "1234.0", "\\frac{1}{2}" and
-    "0.5"), else as normalised texts.
+    """Return whether two answers are equal, as exact numbers if both are numbers, else as texts.
 
-    Units are dropped, not converted: "$5" is 5, "50\\%" is 50 (and not 0.5). Nothing is rounded:
-    0.333 is not 1/3.
+    "1,234" equals "1234.0" and "\\frac{1}{2}" equals "0.5". Units are dropped, not converted: "$5"
+    is 5 and "50\\%" is 50, not 0.5. Nothing is rounded: 0.333 is not 1/3.
     """
     a, b = _normalise(a), _normalise(b)
     first, second = _number(a), _number(b)
-    return first == second if first is not None and second is not None else a == b
+    return a == b if first is None or second is None else first == second
 
 
 def _normalise(text: str) -> str:
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)  # \text{Monday} → Monday
     text = re.sub(r"\\left|\\right|\\[!,;: $%]|[$%]", "", text)  # LaTeX's spacing, $ and %
-    # White space goes, except between digits: "1 2" is not 12.
+    # Remove white space, except between digits: "1 2" is not 12.
     text = re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\s+", " ", text)).rstrip(".")
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)  # \frac12
-    # Commas go only where they group thousands: "1,2" is a pair.
+    # Remove commas only where they group thousands: "1,2" is a pair.
     return text.replace(",", "") if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?", text) else text
 
 
 def _number(text: str) -> Fraction | None:
-    # Longer than any answer: let it be a text. (Python refuses to parse an int of more than 4300
-    # digits.)
+    # A text of over 200 characters is longer than any answer, and Python refuses to parse an
+    # integer of more than 4300 digits.
     match = NUMBER.fullmatch(text) if len(text) <= 200 else None
     if match is None:
         return None
     sign, top, bottom, top2, bottom2, plain = match.groups()
-    if plain is None and int(bottom or bottom2) == 0:
+    if plain:
+        value = Fraction(plain)
+    elif int(bottom or bottom2) == 0:
         return None
-    value = Fraction(plain) if plain else Fraction(int(top or top2), int(bottom or bottom2))
+    else:
+        value = Fraction(int(top or top2), int(bottom or bottom2))
     return -value if sign == "-" else value
 
 
@@ -152,39 +148,35 @@ def _text(completion: str | list[dict]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-# ---- finding functions ---------------------------------------------------------------------------
+# --- functions by name ---
 
-BUILT_IN = {"format": format_reward, "accuracy": accuracy_reward, "length": length_reward}
+BUILT_IN: dict[str, Callable] = {
+    "format": format_reward,
+    "accuracy": accuracy_reward,
+    "length": length_reward,
+}
 
 
-def is_ours(spec: str) -> bool:
-    """Whether a spec names what this package computes by itself, fast and without end only by a bug
-    of ours.
-    """
+def is_builtin(spec: str) -> bool:
+    """Return whether `spec` names code of this package, which needs no process of its own."""
     return spec in BUILT_IN or spec.startswith(("length:", "model:"))
 
 
 def load_function(spec: str, max_completion_length: int = 512) -> Callable:
-    """A spec → a function: "format", "accuracy", "length" or "length:LIMIT", "package.module:name",
-    "path/to/file.py:name".
+    """Return the function that `spec` names.
 
-    "length" alone judges against `max_completion_length`. UserError when the spec names nothing
-    that can be called; what importing the user's code raises is its __cause__.
+    spec: "format", "accuracy", "length" (for `max_completion_length` tokens), "length:TOKENS",
+    "package.module:name" or "path/to/file.py:name". Raises UserError if there is no such function.
     """
     if spec == "length":
         spec = f"length:{max_completion_length}"
-    if spec in BUILT_IN:
-        return BUILT_IN[spec]
-    where, _, name = spec.rpartition(":")
-    if where == "length":
-        if not name.isdecimal() or int(name) == 0:
-            raise UserError(
-                f"reward_funcs: {spec!r} must give a positive number of tokens after the colon, e.g. length:512"
-            )
-        return functools.partial(length_reward, int(name))
-    if not where or not name:
+    if not spec.startswith("length:"):
+        hint = f", nor one of {', '.join(BUILT_IN)} or model:FOLDER"
+        return BUILT_IN.get(spec) or plugin.load(spec, "reward_funcs", hint)
+    limit = spec.removeprefix("length:")
+    if not limit.isdecimal() or int(limit) == 0:
         raise UserError(
-            f"reward_funcs: {spec!r} is neither one of {', '.join(BUILT_IN)} nor package.module:name, path/file.py:name or "
-            "model:folder"
+            f"reward_funcs: {spec!r} must have a positive number of tokens after the colon, "
+            "e.g. length:512"
         )
-    return plugin.load(spec, "reward_funcs")
+    return functools.partial(length_reward, int(limit))

@@ -1,23 +1,22 @@
-"""One call of reward functions: what they are given, and a check of everything that they return.
+"""Call reward functions on B samples and check everything they return.
 
-In: functions and the arguments of B samples. Out: `Returned`, plain numbers; or a UserError that
-names function and sample. It runs in the trainer for the built-in functions and in the reward
-process for the user's, and so imports neither torch nor anything that does. Read next:
-reward_process.py.
+In: functions and their arguments. Out: a `CallResult` of plain numbers, or a `UserError` that names
+the function and the sample. The trainer runs this code for built-in functions and the reward
+process runs it for the user's functions, so it imports neither torch nor anything that does.
+Read next: rewards/process.py.
 
-A reward function has TRL's signature, so that functions written for either run in both. It is
+Reward functions have TRL's signature, so the same function works in both projects. A function is
 called once for all B samples:
-    def my_reward(completions, **kwargs) -> list[float | None]        # B results; None: this function does not apply here
-with the keyword arguments, lists of length B each but for the last three,
+    def my_reward(completions, **kwargs) -> list[float | None]    # B values; None: does not apply
+Its keyword arguments are lists of length B, except for the last three:
     prompts          as in the data: text, or messages
     completions      text for a text prompt, [{"role": "assistant", "content": text}] for messages
-    completion_ids   token ids, the stop token included
-    <column>         one for each other column of the data; None where a row lacks it
-    trainer_state    .global_step (steps finished), .max_steps, .epoch: for rewards that change while training goes on
-    log_extra        log_extra(column, B values): a column of the completions table
-    log_metric       log_metric(name, number): a metric of the step, mean over its calls
-`async def` is as good: such functions are awaited together, on one event loop that lives as long as
-the process.
+    completion_ids   token ids, including the stop token
+    <column>         one for each other column of the data; None where a record lacks it
+    trainer_state    .global_step (finished steps), .max_steps, .epoch, e.g. for a curriculum
+    log_extra        log_extra(column, B values) adds a column to the completions table
+    log_metric       log_metric(name, number) adds a metric, averaged over the calls of a step
+`async def` functions are awaited together, on one event loop that lives as long as the process.
 """
 
 from __future__ import annotations
@@ -28,179 +27,172 @@ import inspect
 import math
 import pickle
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanogrpo.errors import UserError
 
-# names of a line of the log; log.py knows the others
-TAKEN = ("run", "step", "after", "eval/after", "rewards/failures")
-# Of the completions table, beside the functions' own.
-COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stopped")
-# of a reward or a sum, either sign: well inside float32, in which the advantages that it makes are
-# trained on
-LARGEST = 1e30
+# Names of the log that log_metric may not use. logs/console.py checks the names of the metrics.
+RESERVED_METRICS = ("run", "step", "after", "eval/after", "rewards/failures")
+# Bound on the size of a reward and of a weighted sum. It is far below float32's largest value, so
+# the advantages stay finite too.
+MAX_REWARD = 1e30
 
 
 class TrainerState(NamedTuple):
-    """TRL's names; a step is a generation, as in --max-steps."""
+    """The progress of training under TRL's names. A step is a generation, as in --max-steps."""
 
     global_step: int = 0
     max_steps: int = 0
     epoch: float = 0.0
 
 
-class Returned(NamedTuple):
-    rewards: list[list[float | None]]  # of each function, B
-    extra: list[tuple[str, list]]  # (column, B values), as log_extra was given them
-    metrics: list[tuple[str, float]]
+class CallResult(NamedTuple):
+    rewards: list[list[float | None]]  # for each function, B values
+    extra: list[tuple[str, list]]  # (column, B values) of each log_extra call
+    metrics: list[tuple[str, float]]  # (name, value) of each log_metric call
 
 
 class Functions:
-    """Reward functions that live in this process."""
+    """Reward functions that run in this process."""
 
     def __init__(self, functions: Sequence[Callable]):
-        self.functions = list(functions)
-        self.names = [_name(function) for function in functions]
-        self.awaited = [_is_async(function) for function in functions]
-        # one for all calls: a client's open connections belong to a loop
+        self.functions = functions
+        unwrapped = [_unwrap(function) for function in functions]
+        self.names = [getattr(f, "__name__", type(f).__name__) for f in unwrapped]
+        self.is_async = [_is_async(f) for f in unwrapped]
+        # One loop for all calls, because an HTTP client's open connections belong to their loop.
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def call(
-        self, which: Sequence[tuple[int, str]], arguments: dict[str, Any], places: Sequence[str]
-    ) -> Returned:
-        """which: (index, the name for errors) of each function; places: how errors name each
-        sample.
+        self,
+        functions: Sequence[tuple[int, str]],
+        arguments: dict[str, Any],
+        labels: Sequence[str],
+        timeout: float = 0.0,
+    ) -> CallResult:
+        """Call one synchronous function, or several async ones together.
 
-        UserError when a function raises or calls sys.exit, returns the wrong count, or a value that
-        is not a number of at most LARGEST: a 0 in its place would be trained on as if it were a
-        judgement.
+        functions: (index, name in errors) of each; labels: the B samples as errors name them;
+        timeout: ignored, because only a process can be killed.
+
+        Raises UserError if a function raises or calls sys.exit, returns the wrong number of values,
+        or a value that is not a number within ±MAX_REWARD. A 0 in its place would be trained on as
+        if it were a judgement.
         """
         extra: list[tuple[str, list]] = []
         metrics: list[tuple[str, float]] = []
 
         def log_extra(column: str, values: Sequence) -> None:
-            if not isinstance(column, str) or len(values) != len(places):
+            if not isinstance(column, str) or len(values) != len(labels):
                 raise ValueError(
-                    f"log_extra({column!r}, …) has {len(values)} values for {len(places)} completions"
+                    f"log_extra({column!r}, …) has {len(values)} values "
+                    f"for {len(labels)} completions"
                 )
             extra.append((column, [_plain(value) for value in values]))
 
         def log_metric(name: str, value: float) -> None:
-            if not isinstance(name, str) or not math.isfinite(float(value)):
-                raise ValueError(
-                    f"log_metric({name!r}, {value!r}) needs a name and a finite number"
-                )
-            if name in TAKEN:
-                raise ValueError(
-                    f"log_metric({name!r}, …): the log has that name for itself, choose another"
-                )
-            metrics.append((name, float(value)))
+            if not isinstance(name, str) or not math.isfinite(value := float(value)):
+                raise ValueError(f"log_metric({name!r}, {value}) needs a name and a finite number")
+            if name in RESERVED_METRICS:
+                raise ValueError(f"log_metric({name!r}, …): the log already uses this name")
+            metrics.append((name, value))
 
-        # Copies (by pickle, which is faster than deepcopy): what a function edits must not reach
-        # the next. Token ids are most of it, and are only copied as lists: 262,144 new ints would
-        # take longer than all the rest.
-        ids = arguments.get("completion_ids", ())
-        rest = pickle.dumps(
-            {name: value for name, value in arguments.items() if name != "completion_ids"}
-        )
-
-        def given() -> dict[str, Any]:
-            own = {
-                "completion_ids": [list(row) for row in ids],
-                "log_extra": log_extra,
-                "log_metric": log_metric,
-            }
-            return {**pickle.loads(rest), **own}
-
-        results = {i: _attempt(self.functions[i], given()) for i, _ in which if not self.awaited[i]}
-        if waiting := [i for i, _ in which if self.awaited[i]]:
+        # Each function gets its own copy, so its edits reach neither the next function nor the
+        # samples. Pickle is faster than deepcopy. Most of the data are token ids, which need no
+        # more than a copy of each list.
+        ids = arguments["completion_ids"]
+        others = pickle.dumps({**arguments, "completion_ids": None})
+        calls = []
+        for i, _ in functions:
+            own = pickle.loads(others) | {"log_extra": log_extra, "log_metric": log_metric}
+            calls.append((self.functions[i], own | {"completion_ids": list(map(list, ids))}))
+        if self.is_async[functions[0][0]]:
             self.loop = self.loop or asyncio.new_event_loop()
-            found = self.loop.run_until_complete(
-                _together([(self.functions[i], given()) for i in waiting])
-            )
-            results |= dict(zip(waiting, found))
-        return Returned([_checked(results[i], name, places) for i, name in which], extra, metrics)
+            results = self.loop.run_until_complete(_await_together(calls))
+        else:
+            results = [_attempt(*call) for call in calls]
+        rewards = [_check(result, name, labels) for result, (_, name) in zip(results, functions)]
+        return CallResult(rewards, extra, metrics)
 
 
-def _name(function: Callable) -> str:
-    """Its __name__ (of what a partial wraps), or its class's."""
+def _unwrap(function: Callable) -> Callable:
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__name__", type(function).__name__)
+    return function
 
 
 def _is_async(function: Callable) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    call = getattr(function, "__call__", None)  # noqa: B004 (it is called only if it is async)
+    call = getattr(function, "__call__", None)  # noqa: B004 (an instance may have an async method)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-# What a function gave, or the exception that it raised: sys.exit(0) would look like the run's end.
+# An exception is returned, not raised. This includes SystemExit: a function that calls sys.exit(0)
+# must not end the run as if it had succeeded.
 
 
-def _attempt(function: Callable, given: dict[str, Any]) -> Any:
+def _attempt(function: Callable, arguments: dict[str, Any]) -> Any:
     try:
-        return function(**given)
+        return function(**arguments)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         return error
 
 
-async def _together(calls: Sequence[tuple[Callable[..., Awaitable], dict[str, Any]]]) -> list:
-    async def attempt(function: Callable[..., Awaitable], given: dict[str, Any]) -> Any:
+async def _await_together(calls: Sequence[tuple[Callable, dict[str, Any]]]) -> list:
+    async def attempt(function: Callable, arguments: dict[str, Any]) -> Any:
         try:
-            return await function(**given)
-        # the last by the function itself: a timeout of its own
+            return await function(**arguments)
         except (Exception, SystemExit, asyncio.CancelledError) as error:
             return error
 
-    return await asyncio.gather(*(attempt(function, given) for function, given in calls))
+    return await asyncio.gather(*(attempt(*call) for call in calls))
 
 
-def _checked(result: Any, name: str, places: Sequence[str]) -> list[float | None]:
-    B = len(places)
+def _check(result: Any, name: str, labels: Sequence[str]) -> list[float | None]:
+    """Return a function's result as B floats or Nones."""
+    count = len(labels)
     if isinstance(result, BaseException):
-        # [0] is the call above, [1] the line of the user's function
+        # frames[0] is the call in this file, frames[1] is the line in the user's function.
         frames = traceback.extract_tb(result.__traceback__)
-        where = (
-            f"{Path(frames[1].filename).name}:{frames[1].lineno}" if len(frames) > 1 else "its call"
-        )
-        prompts = list(dict.fromkeys(place.partition(" of ")[2] for place in places))
+        line = f"{Path(frames[1].filename).name}:{frames[1].lineno}" if frames[1:] else "its call"
         raise UserError(
-            f"the reward function {name} raised {type(result).__name__}: {result} (at {where}, given {B} completions of "
-            f"{', '.join(prompts[:4])}{', …' if len(prompts) > 4 else ''}); mend the function"
+            f"the reward function {name} raised {type(result).__name__}: {result} (at {line}, "
+            f"called with {count} completions, the first is {labels[0]}); fix the function"
         ) from result
     values = result.tolist() if hasattr(result, "tolist") else result  # numpy and torch
-    if not isinstance(values, list | tuple) or len(values) != B:
-        got = (
-            f"{len(values)} values"
-            if isinstance(values, list | tuple)
-            else f"a {type(result).__name__}"
-        )
+    is_list = isinstance(values, list | tuple)
+    if not is_list or len(values) != count:
+        got = f"{len(values)} values" if is_list else f"a {type(result).__name__}"
         raise UserError(
-            f"the reward function {name} returned {got} for {B} completions; it must return a list, one each"
+            f"the reward function {name} returned {got} for {count} completions; "
+            "it must return a list with one value for each"
         )
-    return [_number(value, name, place) for value, place in zip(values, places)]
+    return [_number(value, name, label) for value, label in zip(values, labels)]
 
 
-def _number(value: Any, name: str, place: str) -> float | None:
+def _number(value: Any, name: str, label: str) -> float | None:
+    value = _scalar(value)
     if value is None:
         return None
-    number = value.item() if getattr(value, "ndim", None) == 0 else value  # a numpy or torch scalar
-    # One comparison refuses NaN, both infinities and integers beyond float. A bool is a Real: True
-    # counts 1.
-    if not isinstance(number, Real) or not abs(number) <= LARGEST:
+    # The comparison also refuses NaN, infinities, and integers too large for a float. A bool is a
+    # Real, so True counts as 1.
+    is_number = isinstance(value, Real)
+    if not is_number or not abs(value) <= MAX_REWARD:
         raise UserError(
-            f"the reward function {name} returned {value!r} for {place}; it must return a number of at most {LARGEST:g}, or None "
-            "where it does not apply"
+            f"the reward function {name} returned {value!r} for {label}; it must return a number "
+            f"of at most {MAX_REWARD:g}, or None where it does not apply"
         )
-    return float(number)
+    return float(value)
 
 
 def _plain(value: Any) -> Any:
-    """A value for a table, of a kind that any process and any file can hold."""
-    value = value.item() if getattr(value, "ndim", None) == 0 else value
+    """Return a table value as something that JSON can hold."""
+    value = _scalar(value)
     return value if value is None or isinstance(value, str | bool | int | float) else str(value)
+
+
+def _scalar(value: Any) -> Any:
+    """Convert a numpy or torch scalar to a Python number."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value

@@ -1,10 +1,9 @@
-"""A reward model: a Qwen3 or Qwen2 with one number in place of the vocabulary, as Hugging Face's
-...ForSequenceClassification.
+"""A reward model: a Qwen3 or Qwen2 decoder whose head gives one number instead of the vocabulary.
 
-In: a folder or hub id whose config.json has one label, and texts. Out: one reward a sample: the
-score of its last token, after prompt and completion. `--reward-funcs model:FOLDER`. Every rank
-holds the model whole and judges its own samples. Read next: model.py (the decoder),
-reward_runner.py (which calls this as it calls any function).
+In: a folder or hub id of a Hugging Face ...ForSequenceClassification with one label, and texts.
+Out: one reward per sample, which is the score of the last token of prompt and completion.
+Use it with `--reward-funcs model:FOLDER`. Every rank holds the full model and judges its own
+samples. Read next: model/decoder.py, rewards/runner.py (which calls this like any function).
 """
 
 from __future__ import annotations
@@ -22,71 +21,74 @@ from nanogrpo.model.decoder import Body
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 
-BUDGET = 16384  # tokens in a strip: as many texts as fit, or one
+TOKEN_BUDGET = 16384  # per forward pass: as many texts as fit, but at least one
 
 
 class RewardModel(nn.Module):
-    """Called as a reward function: `model(prompts=…, completions=…)` → B floats.
+    """A reward function: `model(prompts=…, completions=…)` returns B floats.
 
-    The text is TRL's: messages go through the model's own chat template, prompt and answer together
-    and without the opening of another turn; plain texts are laid end to end.
+    Texts are built as in TRL. Messages go through the model's own chat template, prompt and answer
+    together and without the start of another turn. Plain texts are concatenated.
     """
+
+    __name__: str  # in logs
+    tokenizer: Tokenizer
+    pad_token_id: int | None = None
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
         self.model = Body(cfg)
         self.score = nn.Linear(cfg.hidden_size, 1, bias=False)
-        self.tokenizer: Tokenizer | None = None
-        self.pad_token_id: int | None = None
 
     @classmethod
     def load(cls, name: str, device: torch.device | str = "cpu") -> RewardModel:
-        """From a folder or hub id; bfloat16 on a GPU, else float32. UserError if it is no reward
-        model that we compute.
+        """Load a folder or hub id, in bfloat16 on a GPU and in float32 on a CPU.
+
+        Raises UserError if it is not a reward model of a kind that this class computes.
         """
         folder = checkpoint.locate(name, "--reward-funcs model:")
-        where = folder / "config.json"
-        raw = read_json(where)
-        # transformers leaves its default of two out
+        path = folder / "config.json"
+        raw = read_json(path)
+        # transformers does not write its default of two labels
         labels = raw.get("id2label") or {"0": "", "1": ""}
         kind = (raw.get("architectures") or [""])[0]
         if not str(kind).endswith("ForSequenceClassification") or len(labels) != 1:
             raise UserError(
-                f"{where}: a reward model is a ...ForSequenceClassification with one label, but this is a {kind} with "
-                f"{len(labels)}: name another folder after model:."
+                f"{path}: a reward model is a ...ForSequenceClassification with one label, but "
+                f"this is a {kind} with {len(labels)}; name another folder after model:"
             )
-        # there is no head to tie
-        cfg = dataclasses.replace(ModelConfig.from_dict(raw, str(where)), tie_word_embeddings=False)
+        # There is no vocabulary head to tie to the embeddings.
+        cfg = dataclasses.replace(ModelConfig.from_dict(raw, str(path)), tie_word_embeddings=False)
         with torch.device("meta"):
             model = cls(cfg)
         device = torch.device(device)
         model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
         checkpoint.load_weights(model, folder)
-        model.tokenizer, model.pad_token_id = (
-            Tokenizer(folder),
-            raw.get("pad_token_id"),
-        )
-        model.__name__ = Path(name).name  # in logs: rewards/<name>/mean, as TRL has it
+        model.tokenizer = Tokenizer(folder)
+        model.pad_token_id = raw.get("pad_token_id")
+        model.__name__ = Path(name).name  # the logs have rewards/<name>/mean, as in TRL
         return model.requires_grad_(False)
 
     @torch.no_grad()
     def forward(self, prompts: list, completions: list, **kwargs) -> list[float]:
-        texts = [self._ids(prompt, completion) for prompt, completion in zip(prompts, completions)]
-        scores: list[float] = [0.0] * len(texts)
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        while order:
-            strip = [order.pop()]
-            total = len(texts[strip[0]])
-            while order and total + len(texts[order[-1]]) <= BUDGET:
-                strip.append(order.pop())
-                total += len(texts[strip[-1]])
+        texts = [self._ids(prompt + completion) for prompt, completion in zip(prompts, completions)]
+        strips: list[list[int]] = []  # the indices of texts that are computed together
+        room = 0
+        for i in reversed(sorted(range(len(texts)), key=lambda i: len(texts[i]))):
+            if len(texts[i]) > room:
+                strips.append([])
+                room = max(TOKEN_BUDGET, len(texts[i]))
+            strips[-1].append(i)
+            room -= len(texts[i])
+        scores = [0.0] * len(texts)
+        for strip in strips:
             for i, score in zip(strip, self.score_texts([texts[i] for i in strip]).tolist()):
                 scores[i] = score
         return scores
 
     def score_texts(self, texts: list[list[int]]) -> Tensor:
-        """Token ids of N texts → the score of each one's last token, [N] float32."""
+        """Return the score of the last token of each of N texts, [N] float32."""
         device = self.score.weight.device
         tokens = torch.tensor([i for ids in texts for i in ids], device=device)  # [T]
         positions = torch.cat([torch.arange(len(ids)) for ids in texts]).to(device)  # [T]
@@ -96,24 +98,22 @@ class RewardModel(nn.Module):
         return self.score(hidden[cu_seqlens[:-1] + last]).squeeze(-1).float()
 
     def _last(self, ids: list[int]) -> int:
-        """The position of the last token that is not padding: transformers' rule, also for a text
-        that ends with that token.
-        """
-        return max(
-            (i for i, token in enumerate(ids) if token != self.pad_token_id), default=len(ids) - 1
-        )
+        """Return the position of the last token that is not padding.
 
-    def _ids(self, prompt: str | list[dict], completion: str | list[dict]) -> list[int]:
-        together = prompt + completion
-        text = (
-            together
-            if isinstance(together, str)
-            else self.tokenizer.render(together, add_generation_prompt=False)
-        )
+        This is transformers' rule, even if the text itself ends with the padding token.
+        """
+        text = (i for i in reversed(range(len(ids))) if ids[i] != self.pad_token_id)
+        return next(text, len(ids) - 1)
+
+    def _ids(self, text: str | list[dict]) -> list[int]:
+        if not isinstance(text, str):
+            text = self.tokenizer.render(text, add_generation_prompt=False)
         ids = self.tokenizer.encode(text)
-        if not 0 < len(ids) <= self.cfg.max_position_embeddings:
+        context = self.cfg.max_position_embeddings
+        if not 0 < len(ids) <= context:
             raise UserError(
-                f"the reward model {self.__name__} cannot judge a text of {len(ids)} tokens (its context holds "
-                f"{self.cfg.max_position_embeddings}): lower --max-completion-length or --max-prompt-length, or take another."
+                f"the reward model {self.__name__} cannot judge a text of {len(ids)} tokens (its "
+                f"context is {context}); lower --max-completion-length or --max-prompt-length, or "
+                "use another model"
             )
         return ids

@@ -1,7 +1,7 @@
-"""The user's own functions, by name: "package.module:name" or "path/to/file.py:name".
+"""Load the user's own functions by name: "package.module:name" or "path/to/file.py:name".
 
-In: the text of an option. Out: what it names, which can be called; or one sentence that says why
-not. Read next: rewards.py, turns.py (which functions there are to write).
+In: the value of an option. Out: the function, or a UserError that says why there is none.
+Read next: rewards/builtin.py and engine/turns.py, which define the functions that a user can write.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from types import ModuleType
 from nanogrpo.errors import UserError
 
 
-def load(spec: str, option: str) -> Callable:
-    """The function that `spec` names; `option` names itself in the sentence of a UserError, whose
-    __cause__ is what importing the user's code raised.
+def load(spec: str, option: str, hint: str = "") -> Callable:
+    """Return the function that `spec` names.
+
+    option: the name of the option in errors; hint: what else the option accepts. If the user's code
+    raised while it was imported, that exception is the __cause__ of the UserError.
     """
     where, _, name = spec.rpartition(":")
     if not where or not name:
-        raise UserError(f"{option}: {spec!r} is neither package.module:name nor path/file.py:name")
-    try:
-        module = (
-            _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-        )
-    # the user's module may raise anything; the sentence carries it
-    except (Exception, SystemExit) as error:
         raise UserError(
-            f"{option}: importing {where!r} raised {type(error).__name__}: {error}; mend it or the path"
+            f"{option}: {spec!r} is neither package.module:name nor path/file.py:name{hint}"
+        )
+    try:
+        module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
+        raise UserError(
+            f"{option}: importing {where!r} raised {type(error).__name__}: {error}; "
+            "fix the file or its path"
         ) from error
     if not callable(function := getattr(module, name, None)):
         raise UserError(
@@ -39,15 +41,15 @@ def load(spec: str, option: str) -> Callable:
     return function
 
 
-def _load_file(path: Path) -> ModuleType:
-    """Run a file once as a module of its own. Two specs that name one file share the module, and so
-    its state.
-    """
-    path = path.resolve()
-    name = "nanogrpo_file:" + str(path)  # a name no import statement can collide with
+def _load_file(file: str) -> ModuleType:
+    """Run a file as a module, once: two specs that name one file share the module and its state."""
+    path = Path(file).resolve()
+    name = f"nanogrpo_file:{path}"  # no import statement can name it
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
-        # before it runs: dataclasses and pickle look it up
+        assert spec is not None
+        assert spec.loader is not None
+        # Registered before it runs, because dataclasses and pickle look the module up.
         sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])

@@ -1,16 +1,16 @@
-"""A process for the user's reward functions, which may hang or crash: then it is killed, and
-another one started.
+"""Run the user's reward functions in a process that can be killed when one hangs or crashes.
 
-In: functions by name, which the process imports itself; then calls. Out: what they returned, or
-`Lost` after the time limit or the end of the process. Whose fault that was, and what it costs, is
-reward_runner.py's to find out: read it next.
+In: the names of functions, which the process imports itself; then calls. Out: the result of each
+call, or `CallLost` after the time limit or when the process has died. Read next: rewards/runner.py,
+which decides what a lost call costs.
 
-    trainer ── RewardProcess.call ──(socket, pickled)──→ main() in the process: Functions.call → its answer, as JSON
+    trainer: RewardProcess.call ── pickle over a socket ──→ process: main → Functions.call
+                                ←── one line of JSON ──────
 
-The way back is JSON, which carries numbers and texts and no classes: nothing that the process sends
-is run by the trainer. It is a program of its own and no fork: it has nothing of the trainer's, CUDA
-and open connections above all. It starts once and stays; a call costs a tenth of a millisecond
-beyond the function. When the trainer dies, however it does, so does the process.
+Answers are JSON, which holds only numbers and text, so the trainer never unpickles anything from
+user code. The process is a new program, not a fork: it shares nothing with the trainer, above all
+no CUDA context and no open connections. It starts once and serves all calls; a call costs about
+0.1 ms more than the function itself. When the trainer ends for any reason, the process ends too.
 """
 
 from __future__ import annotations
@@ -22,195 +22,168 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
 import weakref
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from nanogrpo.distributed.parent import killed_with
 from nanogrpo.errors import UserError
 from nanogrpo.rewards.builtin import load_function
-from nanogrpo.rewards.call import Functions, Returned
+from nanogrpo.rewards.call import CallResult, Functions
 
-START = 300.0  # seconds for the process to import the functions: a file may load a model of its own
-# seconds between two looks whether the process lives, for its children may keep the socket open
-GLANCE = 0.5
-SIZE = struct.Struct("!Q")  # before each message: its length in bytes
-
-
-class Lost(Exception):
-    """A call that will never be answered; says why: "gave no answer within 60 s"."""
+# Seconds to import the functions; long, because a user's file may load a model of its own.
+IMPORT_TIMEOUT = 300.0
+# Seconds between checks that the process is alive. The socket alone does not show its death,
+# because children of the process may still hold it open.
+POLL = 0.5
 
 
-# ---- in the trainer ------------------------------------------------------------------------------
+class CallLost(Exception):
+    """A call that got no answer. The message is the reason, as in "gave no answer within 60 s"."""
+
+
+# --- in the trainer ---
 
 
 class RewardProcess:
-    """The functions that `specs` name, in a process of their own.
+    """The functions named by `specs`, in a process of their own.
 
     >>> process = RewardProcess(["my_rewards.py:brevity"])
-    >>> process.call([(0, "brevity")], {"completions": ["a", "bb"]}, ["sample 0", "sample 1"], limit=60.0).rewards
+    >>> process.call([(0, "brevity")], {"completions": ["a"], "completion_ids": [[5]]},
+    ...              ["sample 0 of prompt 3"], timeout=60.0).rewards
     """
 
     def __init__(self, specs: Sequence[str]):
-        """UserError when a spec names no function, with what importing it raised."""
-        self.specs = list(specs)
+        self.specs = specs
         self.starts = 0
         self.start()
 
     def start(self) -> None:
-        """Starts the process and waits for its imports; UserError if they fail."""
-        ours, theirs = socket.socketpair()
-        program = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from nanogrpo.rewards.process import main; main()"
-        argv = [
-            sys.executable,
-            "-c",
-            program,
-            json.dumps(sys.path),
-            str(theirs.fileno()),
-            str(os.getpid()),
-        ]
-        # In a session of its own: Ctrl-C in the terminal is the trainer's to hear, and its own
-        # children can be killed with it.
+        """Start the process and wait for its imports. Raises UserError if they fail."""
+        self.socket, theirs = socket.socketpair()
+        program = (
+            "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+            "from nanogrpo.rewards.process import main; main(*map(int, sys.argv[2:]))"
+        )
+        options = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+        # A session of its own means that Ctrl-C in the terminal only reaches the trainer, and that
+        # the process can be killed together with its children.
         with theirs:
-            process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", program, *options],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
-        self.socket, self.process, self.starts = ours, process, self.starts + 1
-        self.end = weakref.finalize(self, _end, process, ours)  # also when the interpreter ends
+        self.starts += 1
+        # The finalizer also runs when the interpreter exits.
+        self.kill = weakref.finalize(self, _kill, self.process, self.socket)
         try:
-            self.names, self.awaited = self._ask(self.specs, START)
-        except Lost as why:
+            self.names, self.is_async = self._ask(self.specs, IMPORT_TIMEOUT)
+        except CallLost as reason:
             raise UserError(
-                f"reward_funcs: the process that imports {', '.join(self.specs)} {why}; mend the import"
-            ) from why
+                f"reward_funcs: the process that imports {', '.join(self.specs)} {reason}; "
+                "fix the import"
+            ) from reason
 
-    def revive(self) -> None:
-        """Starts another process if the last one has ended."""
-        if not self.end.alive:
+    def ensure_running(self) -> None:
+        if not self.kill.alive:
             self.start()
 
     def call(
         self,
-        which: Sequence[tuple[int, str]],
+        functions: Sequence[tuple[int, str]],
         arguments: dict[str, Any],
-        places: Sequence[str],
-        limit: float,
-    ) -> Returned:
-        """As `Functions.call`, within `limit` seconds; beyond them, and when the process dies,
-        Lost.
-        """
-        self.revive()
-        # read faster than as pickled ints
-        ids = [array("i", row).tobytes() for row in arguments.get("completion_ids", ())]
-        return Returned(*self._ask((which, {**arguments, "completion_ids": ids}, places), limit))
+        labels: Sequence[str],
+        timeout: float,
+    ) -> CallResult:
+        """Do what `Functions.call` does, within `timeout` seconds.
 
-    def _ask(self, message: Any, limit: float) -> Any:
-        deadline = time.monotonic() + limit
+        If the time runs out or the process dies, kill what is left of it and raise CallLost.
+        """
+        self.ensure_running()
+        return CallResult(*self._ask((functions, arguments, labels), timeout))
+
+    def _ask(self, message: Any, timeout: float) -> Any:
+        deadline = time.monotonic() + timeout
         try:
-            self.socket.settimeout(limit)
-            data = pickle.dumps(message)
-            self.socket.sendall(SIZE.pack(len(data)) + data)
-            kind, answer = json.loads(
-                self._receive(SIZE.unpack(self._receive(SIZE.size, deadline))[0], deadline)
-            )
+            self.socket.settimeout(timeout)
+            self.socket.sendall(pickle.dumps(message))
+            kind, answer = json.loads(self._read_line(deadline))
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGUSR1)  # it writes to stderr where it hangs
-                time.sleep(0.05)
-            self.end()
-            raise Lost(f"gave no answer within {limit:.3g} s") from None
+            self.process.send_signal(signal.SIGUSR1)  # makes it write to stderr where it hangs
+            time.sleep(0.05)
+            self.kill()
+            raise CallLost(f"gave no answer within {timeout:.3g} s") from None
         except (ConnectionError, EOFError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(GLANCE)
-            status = self.process.poll()
-            self.end()
-            how = "closed its connection" if status is None else f"exited with status {status}"
-            raise Lost(
-                f"was killed by {signal.Signals(-status).name}" if (status or 0) < 0 else how
-            ) from None
+                self.process.wait(POLL)
+            self.kill()
+            status = self.process.returncode
+            killed = f"was killed by {signal.Signals(-status).name}" if status < 0 else ""
+            raise CallLost(killed or f"exited with status {status}") from None
         if kind == "error":
             raise UserError(answer)
         return answer
 
-    def _receive(self, size: int, deadline: float) -> bytes:
+    def _read_line(self, deadline: float) -> bytearray:
         data = bytearray()
-        while len(data) < size:
+        while not data.endswith(b"\n"):
             left = deadline - time.monotonic()
-            self.socket.settimeout(max(min(left, GLANCE), 1e-3))
+            self.socket.settimeout(max(min(left, POLL), 1e-3))
             try:
-                part = self.socket.recv(min(size - len(data), 1 << 20))
+                part = self.socket.recv(1 << 20)
             except TimeoutError:
                 if left <= 0:
                     raise
-                part = b"" if self.process.poll() is not None else None
-            if part == b"":
+                if self.process.poll() is None:
+                    continue
+                part = b""
+            if not part:
                 raise EOFError
-            data += part or b""
-        return bytes(data)
+            data += part
+        return data
 
 
-def _end(process: subprocess.Popen, connection: socket.socket) -> None:
+def _kill(process: subprocess.Popen, connection: socket.socket) -> None:
     connection.close()
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started
+        os.killpg(process.pid, signal.SIGKILL)  # its children too
     process.wait()
 
 
-# ---- in the process ------------------------------------------------------------------------------
+# --- in the process ---
 
 
-def main() -> None:
-    """Imports the functions, then answers calls until the trainer is gone."""
-    descriptor, parent = map(int, sys.argv[2:])
-    killed_with(parent)
-    faulthandler.enable()  # a segmentation fault tells where
+def main(descriptor: int, trainer: int) -> None:
+    """Import the functions, then answer calls until the trainer is gone."""
+    killed_with(trainer)  # a loop inside C code would not notice the closed socket
+    faulthandler.enable()  # reports where a segmentation fault happened
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     connection = socket.socket(fileno=descriptor)
-    connection.set_inheritable(False)
+    requests = connection.makefile("rb")
+    me = os.getpid()
+
+    def send(kind: str, answer: Any) -> None:
+        # If user code forked and the child returned here as well, only the parent may answer.
+        if os.getpid() != me:
+            os._exit(0)
+        connection.sendall(json.dumps((kind, answer)).encode() + b"\n")
+
     with contextlib.suppress(ConnectionError, EOFError):  # the trainer is gone
         try:
-            functions = Functions([load_function(spec) for spec in _read(connection)])
+            functions = Functions([load_function(spec) for spec in pickle.load(requests)])
         except UserError as error:
-            _write(connection, ("error", str(error)))
+            send("error", str(error))
             os._exit(0)
-        _write(connection, ("done", (functions.names, functions.awaited)))
-        me = os.getpid()
+        send("done", (functions.names, functions.is_async))
         while True:
-            which, arguments, places = _read(connection)
-            arguments["completion_ids"] = [
-                memoryview(row).cast("i").tolist() for row in arguments["completion_ids"]
-            ]
+            request = pickle.load(requests)
             try:
-                answer = ("done", tuple(functions.call(which, arguments, places)))
+                send("done", functions.call(*request))
             except UserError as error:
-                answer = ("error", str(error))
-            # a child that the user's code has forked and not ended: the answer is its parent's to
-            # give
-            if os.getpid() != me:
-                os._exit(0)
-            _write(connection, answer)
-    os._exit(0)  # without waiting for the threads of the user's code
-
-
-def _write(connection: socket.socket, message: Any) -> None:
-    data = json.dumps(message).encode()
-    connection.sendall(SIZE.pack(len(data)) + data)
-
-
-def _read(connection: socket.socket) -> Any:
-    (size,) = SIZE.unpack(_exactly(connection, SIZE.size))
-    return pickle.loads(_exactly(connection, size))
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        if not (part := connection.recv(min(size - len(data), 1 << 20))):
-            raise EOFError
-        data += part
-    return bytes(data)
+                send("error", str(error))
+    os._exit(0)  # without waiting for threads that the user's code has started

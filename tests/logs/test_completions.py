@@ -13,7 +13,7 @@ from nanogrpo.config import Config
 from nanogrpo.distributed.world import join
 from nanogrpo.errors import UserError
 from nanogrpo.logs.completions import Completions
-from nanogrpo.rewards.call import COLUMNS
+from nanogrpo.rewards.runner import COLUMNS
 from tests.conftest import SOLO, arguments, steps
 from tests.logs.test_metrics import sample
 from tests.ranks import run

@@ -1,18 +1,18 @@
-"""A clock for tests of reward functions that hang: it goes on in hangs and imports alone.
+"""A clock for tests of reward functions that hang: only hangs and imports take time.
 
     clock = only_hangs_take_time(monkeypatch, hangs=lambda prompts: "3" in prompts)
-    runner.score(samples)                                   # clock.now: the seconds that hangs were given
+    runner.score(samples)              # clock.now: the seconds that hangs were given
 
-By a real clock the healthy calls take time too, and on a busy machine some would be late and count
-as lost. Read next: test_reward_process.py.
+On a real clock the healthy calls take time too. On a busy machine some of them would be late and
+count as lost. Read next: test_process.py.
 """
 
 from collections.abc import Callable
 
 import pytest
 
-from nanogrpo.rewards import runner as reward_runner
-from nanogrpo.rewards.process import Lost, RewardProcess
+from nanogrpo.rewards import runner
+from nanogrpo.rewards.process import CallLost, RewardProcess
 
 
 class Clock:
@@ -27,27 +27,27 @@ def only_hangs_take_time(
     hangs: Callable[[list[str]], bool] = lambda prompts: False,
     imports: float = 0.0,
 ) -> Clock:
-    """The runner's clock. A call whose prompts hang ends at its limit, for real; every other one
-    may take a minute, for nothing.
+    """Replace the runner's clock.
 
-    imports: seconds that each start of the process seems to take.
+    A call whose prompts hang really ends at its timeout. Every other call may take a minute, and
+    the clock does not move. imports: seconds that each start of the process seems to take.
     """
-    clock, call, start = Clock(), RewardProcess.call, RewardProcess.start
+    clock, real_call, real_start = Clock(), RewardProcess.call, RewardProcess.start
 
-    def called(process, which, arguments, places, limit):
+    def call(process, functions, arguments, labels, timeout):
         if not hangs(arguments["prompts"]):
-            return call(process, which, arguments, places, 60.0)
+            return real_call(process, functions, arguments, labels, 60.0)
         try:
-            return call(process, which, arguments, places, limit)
-        except Lost:
-            clock.now += limit
+            return real_call(process, functions, arguments, labels, timeout)
+        except CallLost:
+            clock.now += timeout
             raise
 
-    def started(process) -> None:
-        start(process)
+    def start(process) -> None:
+        real_start(process)
         clock.now += imports
 
-    monkeypatch.setattr(reward_runner, "time", clock)
-    monkeypatch.setattr(RewardProcess, "call", called)
-    monkeypatch.setattr(RewardProcess, "start", started)
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(RewardProcess, "call", call)
+    monkeypatch.setattr(RewardProcess, "start", start)
     return clock

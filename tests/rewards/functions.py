@@ -1,6 +1,4 @@
-"""Reward functions that work, hang, crash, or are wrong: what test_reward_process.py names.
-Imported by no test.
-"""
+"""Reward functions that work, hang, crash, or are wrong. Tests name them; no test imports this."""
 
 import asyncio
 import enum
@@ -25,24 +23,24 @@ def pid(prompts, **kwargs):
     return [os.getpid()] * len(prompts)
 
 
-def guilty(name, what):
+def fails_on_prompt_3(name, fail):
     def function(prompts, **kwargs):
         if "3" in prompts:
-            what()
+            fail()
         return [1.0] * len(prompts)
 
     function.__name__ = name
     return function
 
 
-sleeps = guilty("sleeps", lambda: time.sleep(1000))
-# in C, with the interpreter's lock held
-backtracks = guilty("backtracks", lambda: re.match("(a+)+$", "a" * 60 + "b"))
-exits = guilty("exits", lambda: os._exit(7))
-segfaults = guilty("segfaults", lambda: os.kill(os.getpid(), signal.SIGSEGV))
-out_of_memory = guilty("out_of_memory", lambda: os.kill(os.getpid(), signal.SIGKILL))
-raises = guilty("raises", lambda: 1 / 0)
-leaves = guilty("leaves", lambda: sys.exit(3))
+sleeps = fails_on_prompt_3("sleeps", lambda: time.sleep(1000))
+# in C, while it holds the interpreter's lock
+backtracks = fails_on_prompt_3("backtracks", lambda: re.match("(a+)+$", "a" * 60 + "b"))
+exits = fails_on_prompt_3("exits", lambda: os._exit(7))
+segfaults = fails_on_prompt_3("segfaults", lambda: os.kill(os.getpid(), signal.SIGSEGV))
+out_of_memory = fails_on_prompt_3("out_of_memory", lambda: os.kill(os.getpid(), signal.SIGKILL))
+raises = fails_on_prompt_3("raises", lambda: 1 / 0)
+calls_exit = fails_on_prompt_3("calls_exit", lambda: sys.exit(3))
 
 
 def always_hangs(prompts, **kwargs):
@@ -65,12 +63,14 @@ def logs(completions, log_extra, log_metric, trainer_state, **kwargs):
     return [None] * len(completions)
 
 
-async def meets(prompts, **kwargs):
-    meets.here = getattr(meets, "here", 0) + 1
-    while meets.here % 2:  # until the other has come: only when both run at once
+async def waits_for_the_other(prompts, **kwargs):
+    """Wait until the function runs a second time, so it only ends if two calls run at once."""
+    state = waits_for_the_other
+    state.running = getattr(state, "running", 0) + 1
+    while state.running % 2:
         await asyncio.sleep(0.001)
-    meets.loops = getattr(meets, "loops", set()) | {id(asyncio.get_running_loop())}
-    return [len(meets.loops)] * len(prompts)
+    state.loops = getattr(state, "loops", set()) | {id(asyncio.get_running_loop())}
+    return [len(state.loops)] * len(prompts)
 
 
 class Verdict(str, enum.Enum):
@@ -83,7 +83,7 @@ def verdicts(completions, log_extra, **kwargs):
 
 
 def forks(prompts, **kwargs):
-    os.fork()  # and forgets to end the child, which returns as well
+    os.fork()  # the child is never ended and returns as well
     return [float(p) for p in prompts]
 
 
@@ -96,12 +96,12 @@ class Judge:
         self.value = value
 
     async def __call__(self, prompts, **kwargs):
-        await meets(prompts)
+        await waits_for_the_other(prompts)
         return [self.value] * len(prompts)
 
 
 judge = Judge(0.25)
-part = functools.partial(guilty("part", lambda: None), unused=1)
+part = functools.partial(fails_on_prompt_3("part", lambda: None), unused=1)
 
 
 async def awaits_and_hangs(prompts, **kwargs):
@@ -115,7 +115,7 @@ async def awaits_and_raises(prompts, **kwargs):
     raise KeyError("no such judge")
 
 
-def child(prompts, **kwargs):
+def dies_but_leaves_a_child(prompts, **kwargs):
     if os.fork() == 0:
-        time.sleep(1000)  # holds every open file, the connection to the trainer too
+        time.sleep(1000)  # holds every open file, including the connection to the trainer
     os._exit(1)

@@ -1,7 +1,6 @@
-"""The built-in rewards. What counts as an answer: read from any text, compared as a mathematician
-would, and judged in no time.
+"""The built-in rewards: find the answer in any text, compare it exactly, and take little time.
 
-Read next: test_rewards.py, where any function is run on samples.
+Read next: test_rewards.py, which runs any function on samples.
 """
 
 import time
@@ -21,7 +20,7 @@ from nanogrpo.rewards.builtin import (
 from nanogrpo.rewards.runner import Runner
 from nanogrpo.types import Prompt, Sample
 
-# ---- answers -------------------------------------------------------------------------------------
+# --- answers ---
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ from nanogrpo.types import Prompt, Sample
         ("", None),
     ],
 )
-def test_extract_answer(text, answer):
+def test_the_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
 
 
@@ -86,7 +85,7 @@ def test_extract_answer(text, answer):
         ("nan", "nan", True),
     ],
 )
-def test_same_answer(a, b, same):
+def test_answers_are_compared_as_numbers_or_texts(a, b, same):
     assert same_answer(a, b) is same
     assert same_answer(b, a) is same
 
@@ -101,15 +100,15 @@ def test_a_number_equals_itself_however_it_is_written(n, zeros):
 
 
 @given(st.text(alphabet="\\boxed{}<answer>/#4 \n$%,.", max_size=80))
-def test_any_text_can_be_judged(text):
+def test_any_text_gets_a_reward(text):
     assert format_reward([text])[0] in (0.0, 1.0)
     assert accuracy_reward([text], solution=[text])[0] in (0.0, 1.0)
     assert same_answer(text, text)
 
 
-def test_degenerate_completions_take_no_time():
-    """Loops of a collapsed policy: 32k characters each. Quadratic work would take minutes on these."""
-    start = time.process_time()  # of this process: others on the machine have none of it
+def test_degenerate_completions_take_linear_time():
+    """A collapsed policy repeats itself for 32k characters. Quadratic work would take minutes."""
+    start = time.process_time()  # of this process alone
     for piece in (
         "\\boxed{",
         "\\boxed",
@@ -136,7 +135,7 @@ def test_degenerate_completions_take_no_time():
     assert time.process_time() - start < 5
 
 
-# ---- the functions that judge --------------------------------------------------------------------
+# --- reward functions ---
 
 
 @pytest.mark.parametrize(
@@ -159,12 +158,12 @@ def test_degenerate_completions_take_no_time():
         ("", 0),
     ],
 )
-def test_format_reward(text, reward):
+def test_the_format_is_rewarded(text, reward):
     assert format_reward([text]) == [reward]
     assert format_reward([[{"role": "assistant", "content": text}]]) == [reward]
 
 
-def test_accuracy_reads_solution_then_answer_and_skips_rows_without():
+def test_accuracy_prefers_solution_to_answer_and_skips_records_without_either():
     completions = ["#### 1", "#### 2", "#### 3", "#### 4", "4", "#### 6"]
     solution = ["1", None, None, r"\boxed{5}", "4", 6]
     answer = ["9", "so 2\n#### 2.0", None, "4", "4", None]
@@ -179,10 +178,10 @@ def test_accuracy_reads_solution_then_answer_and_skips_rows_without():
     assert accuracy_reward([[{"role": "assistant", "content": "#### 1"}]], answer=["1"]) == [1.0]
 
 
-# ---- the reward of length, by name ---------------------------------------------------------------
+# --- the length reward ---
 
 
-def test_length_reward_is_dapos_and_looks_at_one_completion_only():
+def test_the_length_reward_is_that_of_dapo_and_depends_on_one_completion():
     lengths = [0, 80, 85, 90, 100, 250]
     ids = [[0] * n for n in lengths]
     want = [0, 0, -0.25, -0.5, -1, -1]  # L_max 100, L_cache 20
@@ -194,7 +193,7 @@ def test_length_reward_is_dapos_and_looks_at_one_completion_only():
     ):
         assert function(completion_ids=[[0] * 100, [0] * 80]) == [-1.0, 0.0]
     function = load_function("length:100")
-    # a column of the data, and not the function's limit
+    # a column of the data with the name of the function's parameter
     prompt = Prompt(0, "?", [1], {"limit": "3 apples"})
     samples = [Sample(prompt, 0, one, [0.0] * len(one), True, [0] * len(one)) for one in ids]
     Runner([function]).score(samples)

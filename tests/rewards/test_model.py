@@ -1,7 +1,6 @@
-"""Reward models against transformers: the same scores of the same texts, from one folder that both
-load.
+"""Reward models give the scores that transformers gives for the same folder and texts.
 
-Read next: test_model.py (the decoder itself), test_rewards.py (reward functions of other kinds).
+Read next: tests/model/test_decoder.py, test_rewards.py (reward functions of other kinds).
 """
 
 import json
@@ -38,7 +37,7 @@ COMPLETIONS = [
 def make(
     folder: Path, kind: str = "qwen3", tokenizer=make_folder, labels: int = 1, **changes
 ) -> Path:
-    """A random classifier that transformers has saved, with a tokenizer beside it."""
+    """Save a random classifier of transformers with a tokenizer."""
     folder.mkdir()
     tokenizer(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -71,7 +70,7 @@ def make(
 
 @torch.no_grad()
 def theirs(folder: Path, prompts: list, completions: list) -> list[float]:
-    """What TRL computes, text by text: no padding, so no mask to get wrong."""
+    """Return the scores as TRL computes them, text by text, so there is no padding to mask."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     scores = []
@@ -92,17 +91,17 @@ def theirs(folder: Path, prompts: list, completions: list) -> list[float]:
 @pytest.mark.parametrize(
     "changes", [{}, {"tie_word_embeddings": True, "rope_theta": 1e6, "num_key_value_heads": 4}]
 )
-def test_scores_are_transformers(tmp_path, monkeypatch, kind, changes):
+def test_scores_equal_those_of_transformers(tmp_path, monkeypatch, kind, changes):
     folder = make(tmp_path / "judge", kind, **changes)
     judge, expected = RewardModel.load(str(folder)), theirs(folder, PROMPTS, COMPLETIONS)
     assert torch.tensor(expected).std() > 0.1
     assert judge(prompts=PROMPTS, completions=COMPLETIONS) == pytest.approx(expected, abs=1e-5)
-    for budget in (1, 60):  # one text a strip; two
-        monkeypatch.setattr(reward_model, "BUDGET", budget)
+    for budget in (1, 60):  # one text per forward pass; two
+        monkeypatch.setattr(reward_model, "TOKEN_BUDGET", budget)
         assert judge(prompts=PROMPTS, completions=COMPLETIONS) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_text_that_ends_with_the_padding_token_is_judged_as_transformers_does(tmp_path):
+def test_padding_tokens_at_the_end_of_a_text_are_skipped_as_in_transformers(tmp_path):
     folder = make(tmp_path / "judge")
     pad = transformers.AutoTokenizer.from_pretrained(folder).pad_token
     judge = RewardModel.load(str(folder))
@@ -110,11 +109,11 @@ def test_a_text_that_ends_with_the_padding_token_is_judged_as_transformers_does(
     scores = judge(prompts=given[0], completions=given[1])
     assert scores == pytest.approx(theirs(folder, *given), abs=1e-5)
     assert scores[0] == pytest.approx(scores[1], abs=1e-5)
-    judge.pad_token_id = None  # a folder that names none: the last token, whatever it is
+    judge.pad_token_id = None  # a folder without one: the last token counts
     assert judge(prompts=given[0], completions=given[1])[0] != pytest.approx(scores[1], abs=1e-2)
 
 
-def test_a_run_is_rewarded_by_a_model(tiny_base, files, tmp_path, caplog):
+def test_a_reward_model_scores_a_run(tiny_base, files, tmp_path, caplog):
     caplog.set_level("INFO")
     judge = make(tmp_path / "judge", tokenizer=warmup.write_tokenizer)
     option = [
@@ -139,7 +138,7 @@ def test_a_run_is_rewarded_by_a_model(tiny_base, files, tmp_path, caplog):
     assert f"{size}  reward model judge" in caplog.text
 
 
-def test_a_folder_that_is_no_reward_model(tiny_base, tmp_path):
+def test_a_folder_without_a_reward_model_is_an_error(tiny_base, tmp_path):
     good = make(tmp_path / "judge")
     make(tmp_path / "three", labels=3)
     raw = json.loads((good / "config.json").read_text())
@@ -158,11 +157,11 @@ def test_a_folder_that_is_no_reward_model(tiny_base, tmp_path):
             Runner(["format", f"model:{folder}"])
 
 
-def test_a_text_beyond_the_context_is_refused(tmp_path):
+def test_a_text_longer_than_the_context_is_an_error(tmp_path):
     judge = RewardModel.load(str(make(tmp_path / "judge", max_position_embeddings=16)))
     with pytest.raises(
         UserError,
-        match=r"reward model judge cannot judge a text of \d+ tokens \(its context holds 16\)",
+        match=r"reward model judge cannot judge a text of \d+ tokens \(its context is 16\)",
     ):
         judge(prompts=["3+4=" * 20], completions=["7"])
     with pytest.raises(UserError, match="a text of 0 tokens"):

@@ -1,7 +1,7 @@
-"""Rewards that hang, crash, or are lost otherwise: what it costs, and that nothing hangs with them.
+"""Reward functions that run in the process, hang, or crash: what each case costs.
 
-The functions are in functions.py and given by name, as a user's are; they run in the process that
-the trainer would start. Read next: reward_clock.py, test_reward_ends.py.
+The functions are in functions.py and are given by name, as a user's are. They run in the process
+that the trainer would start. Read next: clock.py, test_shutdown.py.
 """
 
 import logging
@@ -10,109 +10,105 @@ import pickle
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from nanogrpo.errors import UserError
-from nanogrpo.rewards.call import TrainerState
-from nanogrpo.rewards.process import Lost, RewardProcess
-from nanogrpo.rewards.runner import PATIENCE, Runner
-from nanogrpo.types import Prompt, Sample
+from nanogrpo.rewards.builtin import load_function
+from nanogrpo.rewards.call import Functions, TrainerState
+from nanogrpo.rewards.process import CallLost, RewardProcess
+from nanogrpo.rewards.runner import MAX_LOST_CALLS, Runner
 from tests.rewards.clock import only_hangs_take_time
-from tests.rewards.test_rewards import make_samples
-
-FUNCTIONS = Path(__file__).with_name("functions.py")
+from tests.rewards.conftest import FUNCTIONS, groups, make_samples
 
 
-@pytest.fixture
-def file() -> str:
-    return str(FUNCTIONS)
+def named(*names: str) -> list[str]:
+    return [f"{FUNCTIONS}:{name}" for name in names]
 
 
-def samples(P=5, G=2):
-    """P groups, of the prompts "0", "1", …"""
-    prompts = [Prompt(id=p, text=str(p), token_ids=[1]) for p in range(P)]
-    return [
-        Sample(p, i, [5, 2], [-1.0, -0.1], True, [0, 0], text="a" * i)
-        for p in prompts
-        for i in range(G)
-    ]
+def rewards(samples):
+    return [sample.reward for sample in samples]
 
 
-def rewards(given):
-    return [sample.reward for sample in given]
+# Functions that do not end their process, so one process can serve many tests.
+SHARED = ["raises", "calls_exit", "awaits_and_raises", "awaits_and_is_cancelled", "nan", "short"]
+SHARED += ["verdicts", "forks"]
 
 
-# ---- what works ----------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def process() -> RewardProcess:
+    return RewardProcess(named(*SHARED))
 
 
-def test_one_process_for_all_functions_that_stays(file):
+def call(backend, name: str, prompts: list[str]):
+    arguments = {
+        "prompts": prompts,
+        "completions": [""] * len(prompts),
+        "completion_ids": [[5]] * len(prompts),
+    }
+    labels = [f"sample 0 of prompt {p}" for p in prompts]
+    return backend.call([(SHARED.index(name), name)], arguments, labels, timeout=60.0)
+
+
+# --- healthy functions ---
+
+
+def test_one_process_serves_all_functions_and_all_steps():
     runner = Runner(
-        [f"{file}:calls", "format", f"{file}:pid", f"{file}:length"],
-        [1.0, 0.0, 0.0, 10.0],
-        timeout=60,
+        [*named("calls"), "format", *named("pid", "length")], [1.0, 0.0, 0.0, 10.0], timeout=60
     )
     for step in (1, 2, 3):
-        given = samples(2)
-        runner.score(given)
-        assert rewards(given) == [step, step + 10.0] * 2
-        assert list(given[0].rewards) == ["calls", "format_reward", "pid", "length"]
-        assert given[0].rewards["pid"] == runner.process.process.pid != os.getpid()
+        runner.score(samples := groups(2))
+        assert rewards(samples) == [step, step + 10.0] * 2
+        assert list(samples[0].rewards) == ["calls", "format_reward", "pid", "length"]
+        assert samples[0].rewards["pid"] == runner.process.process.pid != os.getpid()
     assert runner.process.starts == 1
     assert runner.metrics(lambda mine: [mine]) == {"rewards/failures": 0}
 
 
-def test_in_the_process_as_without_it(file):
-    specs = [
-        f"{file}:length",
-        f"{file}:part",
-        f"{file}:judge",
-        "length:9",
-        f"{file}:judge",
-        f"{file}:logs",
-        f"{file}:length",
-    ]
+def test_results_are_the_same_with_and_without_the_process():
+    specs = [*named("length", "part", "judge"), "length:9", *named("judge", "logs", "length")]
     found = []
     for timeout in (0, 60):
-        given, runner = samples(), Runner(specs, timeout=timeout)
+        samples, runner = groups(), Runner(specs, timeout=timeout)
         assert (runner.process is None) == (timeout == 0)
-        runner.score(given, TrainerState(4, 10, 0.5))
+        runner.score(samples, TrainerState(4, 10, 0.5))
         logged = runner.metrics(lambda mine: [mine, mine])
         assert logged.pop("rewards/failures", 0) == 0
-        found.append(([(s.reward, s.rewards, s.extra) for s in given], logged))
+        found.append(([(s.reward, s.rewards, s.extra) for s in samples], logged))
     assert found[0] == found[1]
-    facts, logged = found[0]
+    scores, logged = found[0]
     names = ["length", "part", "Judge", "length_reward", "Judge_2", "logs", "length_2"]
-    assert facts[1][:2] == (3.5, dict(zip(names, [1.0, 1.0, 0.25, 0.0, 0.25, None, 1.0])))
-    assert facts[1][2] == {"letters": 1, "object": "<class 'object'>"}
+    assert scores[1][:2] == (3.5, dict(zip(names, [1.0, 1.0, 0.25, 0.0, 0.25, None, 1.0])))
+    assert scores[1][2] == {"letters": 1, "object": "<class 'object'>"}
     assert logged == {"mine/step": 7.5}  # the mean of 4 and 11
 
 
-def test_async_functions_run_at_once_on_one_loop_that_stays(tmp_path):
-    file = tmp_path / "own.py"  # which no other test has run in this process
+def test_async_functions_run_at_once_on_one_loop(tmp_path):
+    file = tmp_path / "own.py"  # no other test has run this copy in this process
     file.write_text(FUNCTIONS.read_text())
+    spec = f"{file}:waits_for_the_other"
     for timeout in (0, 60):
-        runner = Runner([f"{file}:meets", "format", f"{file}:meets"], timeout=timeout)
-        for _ in range(3):  # two that wait for each other: one after the other they would never end
-            given = samples()
-            runner.score(given)
-            assert [list(s.rewards.values()) for s in given] == [[1.0, 0.0, 1.0]] * 10
+        runner = Runner([spec, "format", spec], timeout=timeout)
+        for _ in range(3):  # two that wait for each other would never end one after the other
+            runner.score(samples := groups())
+            assert [list(s.rewards.values()) for s in samples] == [[1.0, 0.0, 1.0]] * 10
 
 
-def test_a_call_costs_little(file, monkeypatch):
-    """One message, no larger than what it tells, no start, and no pause. Processor time: a busy
-    machine takes none of ours.
+def test_a_call_costs_little(monkeypatch):
+    """It sends one message, no larger than its content, and neither starts a process nor waits.
+
+    The bound is on processor time, which other processes on a busy machine do not affect.
     """
-    runner, given = Runner([f"{file}:length"], timeout=60), samples(8, 8)
-    for sample in given:
+    runner, samples = Runner(named("length"), timeout=60), groups(32)
+    for sample in samples:
         sample.token_ids, sample.text = list(range(500)), "word " * 500
     sent, dumps, times = [], pickle.dumps, []
     monkeypatch.setattr(pickle, "dumps", lambda message: sent.append(dumps(message)) or sent[-1])
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it pauses"))
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it sleeps"))
     for _ in range(9):
         begun = time.process_time()
-        runner.score(given)
+        runner.score(samples)
         times.append(time.process_time() - begun)
     assert len(sent) == 9
     assert max(map(len, sent)) < 64 * (2500 + 3 * 500 + 100)
@@ -120,28 +116,21 @@ def test_a_call_costs_little(file, monkeypatch):
     assert min(times) < 0.05  # a few milliseconds
 
 
-def test_what_comes_back_is_plain_and_a_class_of_the_users_does_not_reach_the_trainer(file):
-    runner = Runner([f"{file}:verdicts"], timeout=60)
-    runner.score(given := samples(P=1))
-    assert [(s.reward, s.extra, type(s.extra["verdict"])) for s in given] == [
-        (1.0, {"verdict": "good"}, str)
-    ] * 2
+def test_classes_of_the_user_do_not_reach_the_trainer(process):
+    (column, values), *_ = call(process, "verdicts", ["a", "b"]).extra
+    assert (column, values, [type(v) for v in values]) == ("verdict", ["good"] * 2, [str] * 2)
 
 
-def test_a_forgotten_child_does_not_answer_too(file):
-    process = RewardProcess([f"{file}:forks"])
-    for value in (1.0, 2.0, 3.0) * 4:  # its answer would be taken for that to the next call
-        found = process.call(
-            [(0, "forks")], {"prompts": [str(value)]}, ["sample 0 of prompt 0"], limit=60.0
-        )
-        assert found.rewards == [[value]]
+def test_a_forgotten_child_does_not_answer(process):
+    for value in (1.0, 2.0, 3.0) * 4:  # its answer would be taken for the answer to the next call
+        assert call(process, "forks", [str(value)]).rewards == [[value]]
 
 
-# ---- what is lost --------------------------------------------------------------------------------
+# --- lost calls ---
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("name", "reason"),
     [
         ("sleeps", "gave no answer within"),
         ("backtracks", "gave no answer within"),
@@ -151,86 +140,93 @@ def test_a_forgotten_child_does_not_answer_too(file):
         ("awaits_and_hangs", "gave no answer within"),
     ],
 )
-def test_a_function_that_hangs_or_crashes_on_one_prompt_costs_its_group(
-    file, caplog, monkeypatch, name, why
-):
-    given, limit, hangs = samples(), 1.0, "no answer" in why
+def test_a_hang_or_crash_on_one_prompt_loses_only_its_group(caplog, monkeypatch, name, reason):
+    samples, limit, hangs = groups(), 0.4, "no answer" in reason
     clock = only_hangs_take_time(monkeypatch, lambda prompts: hangs and "3" in prompts)
-    runner = Runner(["format", f"{file}:{name}", f"{file}:calls"], [1.0, 1.0, 0.0], timeout=limit)
-    runner.score(given)
-    # all at once; then half of what is left, one group to come
+    runner = Runner(["format", *named(name, "calls")], [1.0, 1.0, 0.0], timeout=limit)
+    runner.score(samples)
+    # The limit for all at once; then half of what is left, because one group is still to come.
     assert clock.now == pytest.approx(hangs * (limit + limit / 2))
     value = 2.0 if name.startswith("awaits") else 1.0
-    assert rewards(given) == [value] * 6 + [None] * 2 + [value] * 2
-    # out of the step, and no sum without its part
-    assert given[6].rewards == {"format_reward": None, name: None, "calls": None}
-    assert given[8].rewards["format_reward"] == 0.0
+    assert rewards(samples) == [value] * 6 + [None] * 2 + [value] * 2
+    # No function's reward counts for a lost group.
+    assert samples[6].rewards == {"format_reward": None, name: None, "calls": None}
+    assert samples[8].rewards["format_reward"] == 0.0
     assert runner.process.starts <= 3
     assert runner.metrics(lambda mine: [mine]) == {"rewards/failures": 1}
     assert runner.metrics(lambda mine: [mine]) == {"rewards/failures": 0}
-    whole, single = [
-        record.message for record in caplog.records if record.levelno == logging.WARNING
-    ]
-    assert re.fullmatch(
-        rf"the reward function {name} {why}.* for 5 prompts: they are tried one by one\.", whole
-    )
-    assert re.fullmatch(
-        rf"the reward function {name} {why}.* for prompt 3: its 2 completions are left out\.",
-        single,
-    )
-    runner.score(given[:6])  # and it goes on
-    assert rewards(given[:6]) == [value] * 6
+    both = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    start = rf"the reward function {name} {reason}.* for "
+    assert re.fullmatch(start + "5 prompts; trying them one by one", both[0])
+    assert re.fullmatch(start + "prompt 3; its 2 completions are left out of the step", both[1])
+    assert len(both) == 2
+    runner.score(samples[:6])  # the next step works
+    assert rewards(samples[:6]) == [value] * 6
 
 
-def test_the_time_is_bounded_and_shared_when_all_groups_hang(file, caplog, monkeypatch):
-    given, limit = samples(P=4), 0.8
+def test_slow_imports_do_not_take_the_time_of_healthy_groups(tmp_path, monkeypatch):
+    only_hangs_take_time(monkeypatch, imports=0.9)
+    (tmp_path / "slow.py").write_text(
+        "import os\n\ndef f(prompts, **kwargs):\n"
+        '    if {"1", "2", "3"} & {*prompts}:\n        os._exit(1)\n'
+        "    return [1.0] * len(prompts)\n"
+    )
+    runner = Runner([f"{tmp_path / 'slow.py'}:f"], timeout=1.5)
+    runner.score(samples := groups(12))
+    assert rewards(samples) == [1.0] * 2 + [None] * 6 + [1.0] * 16
+
+
+def test_the_time_is_bounded_and_shared_when_all_groups_hang(caplog, monkeypatch):
+    samples, limit = groups(4), 0.4
     clock = only_hangs_take_time(monkeypatch, lambda prompts: True)
-    runner = Runner([f"{file}:always_hangs"], timeout=limit)
+    runner = Runner(named("always_hangs"), timeout=limit)
     begun = time.monotonic()
-    runner.score(given)
+    runner.score(samples)
     assert clock.now == pytest.approx(2 * limit)
-    assert 2 * limit <= time.monotonic() - begun < 60  # no limit is a mere number
-    assert rewards(given) == [None] * 8
+    assert 2 * limit <= time.monotonic() - begun < 60  # on the real clock too
+    assert rewards(samples) == [None] * 8
     assert runner.metrics(lambda mine: [mine]) == {"rewards/failures": 4}
     assert len(caplog.records) == 5
 
 
-def test_nothing_but_loss_ends_the_run(file):
-    runner = Runner(["format", f"{file}:always_hangs"], timeout=0.2)
-    for _ in range(PATIENCE - 1):
-        runner.score(samples(P=1))
+def test_a_run_ends_when_three_calls_in_a_row_lose_every_group():
+    runner = Runner(["format", *named("always_hangs")], timeout=0.2)
+    for _ in range(MAX_LOST_CALLS - 1):
+        runner.score(groups(1))
     with pytest.raises(
         UserError,
-        match=r"always_hangs gave nothing in 3 calls in a row.* raise --reward-timeout \(0\.2\)",
+        match=r"always_hangs returned nothing in 3 calls in a row.* --reward-timeout \(0\.2\)",
     ):
-        runner.score(samples(P=1))
-    runner = Runner([f"{file}:exits"], timeout=60)
-    for _ in range(PATIENCE):  # one success between them, and it is not in a row
-        runner.score(samples()[6:8])
-        runner.score(samples())
+        runner.score(groups(1))
+    runner = Runner(named("exits"), timeout=60)
+    for _ in range(MAX_LOST_CALLS):  # with a success in between they are not in a row
+        runner.score(groups()[6:8])
+        runner.score(groups(1))
 
 
-def test_state_of_a_killed_process_is_gone_and_the_next_call_is_right(file):
-    runner = Runner([f"{file}:calls"], timeout=60)
+def test_a_killed_process_loses_its_state_but_no_group():
+    runner = Runner(named("calls"), timeout=60)
     for expected in (1.0, 2.0):
-        runner.score(given := samples(P=1))
-        assert rewards(given) == [expected] * 2
+        runner.score(samples := groups(1))
+        assert rewards(samples) == [expected] * 2
     os.kill(runner.process.process.pid, signal.SIGKILL)  # between two calls, as the kernel may
-    runner.score(given := samples(P=3))
-    # no group is lost: each was tried by itself
-    assert rewards(given) == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    runner.score(samples := groups(3))
+    # Each group was tried by itself.
+    assert rewards(samples) == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
     assert runner.metrics(lambda mine: [mine]) == {"rewards/failures": 0}
 
 
-def test_a_child_that_holds_the_connection_open_does_not_hide_the_end(file):
-    process = RewardProcess([f"{file}:child"])
+def test_a_child_that_holds_the_connection_open_does_not_hide_a_crash():
+    process = RewardProcess(named("dies_but_leaves_a_child"))
     begun = time.monotonic()
-    with pytest.raises(Lost, match="exited with status 1"):
-        process.call([(0, "child")], {"prompts": ["a"]}, ["sample 0 of prompt 0"], limit=600.0)
+    with pytest.raises(CallLost, match="exited with status 1"):
+        process.call(
+            [(0, "f")], {"prompts": ["a"], "completion_ids": [[5]]}, ["sample 0"], timeout=600.0
+        )
     assert time.monotonic() - begun < 60
 
 
-# ---- mistakes ------------------------------------------------------------------------------------
+# --- mistakes ---
 
 
 @pytest.mark.parametrize(
@@ -238,9 +234,10 @@ def test_a_child_that_holds_the_connection_open_does_not_hide_the_end(file):
     [
         (
             "raises",
-            r"raises raised ZeroDivisionError: division by zero \(at functions\.py:\d+, given 10 completions of prom",
+            r"raises raised ZeroDivisionError: division by zero \(at functions\.py:\d+, "
+            r"called with 2 completions, the first is sample 0 of prompt 3\); fix the function",
         ),
-        ("leaves", r"leaves raised SystemExit: 3 \(at functions\.py"),
+        ("calls_exit", r"calls_exit raised SystemExit: 3 \(at functions\.py"),
         (
             "awaits_and_raises",
             r"awaits_and_raises raised KeyError: 'no such judge' \(at functions\.py:\d+",
@@ -249,22 +246,20 @@ def test_a_child_that_holds_the_connection_open_does_not_hide_the_end(file):
             "awaits_and_is_cancelled",
             r"awaits_and_is_cancelled raised CancelledError: judge \(at functions\.py:\d+",
         ),
-        ("nan", "nan returned nan for sample 1 of prompt 4; it must return a number"),
-        ("short", "short returned 1 values for 10 completions"),
+        ("nan", "nan returned nan for sample 0 of prompt 4; it must return a number"),
+        ("short", "short returned 1 values for 2 completions"),
     ],
 )
-def test_a_mistake_stops_the_run_and_says_the_same_in_the_process(file, name, message):
-    told = []
-    for timeout in (0, 60):
-        given, runner = samples(), Runner(["format", f"{file}:{name}"], timeout=timeout)
+def test_a_mistake_gives_the_same_error_with_and_without_the_process(process, name, message):
+    errors = []
+    for backend in (Functions([load_function(spec) for spec in named(*SHARED)]), process):
         with pytest.raises(UserError, match=message) as caught:
-            runner.score(given)
-        told.append(str(caught.value))
-        assert all(sample.rewards == {} for sample in given)
-    assert told[0] == told[1]
+            call(backend, name, ["3", "4"])
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
 
 
-def log_wrong(how):
+def logs_by(how):
     def function(completions, log_extra, log_metric, **kwargs):
         how(log_extra, log_metric)
         return [0.0] * len(completions)
@@ -286,26 +281,39 @@ def log_wrong(how):
         ),
         (
             lambda extra, metric: metric("step", 3.0),
-            r"log_metric\('step', …\): the log has that name for itself",
+            r"log_metric\('step', …\): the log already uses this name",
+        ),
+        (
+            lambda extra, metric: metric("rewards/failures", 1),
+            r"function raised ValueError: log_metric\('rewards/failures', …\): the log already",
+        ),
+        (
+            lambda extra, metric: extra("advantage", [1, 2]),
+            r"log_extra\('advantage', …\): the completions table already has this column",
+        ),
+        (
+            lambda extra, metric: extra("format_reward", [1, 2]),
+            r"log_extra\('format_reward', …\): the completions table already has this column",
         ),
         (lambda extra, metric: metric("x", "high"), r"could not convert string to float"),
         (
             lambda extra, metric: [extra("x", [1, 2]) for _ in "ab"],
-            r"log_extra\('x', …\) was called twice for one sample",
+            r"log_extra\('x', …\): the completions table already has this column",
         ),
     ],
 )
-def test_what_is_logged_is_checked_too(how, message):
+def test_logged_values_are_checked(how, message):
+    samples = make_samples()
     with pytest.raises(UserError, match=message):
-        Runner([log_wrong(how)]).score(make_samples())
+        Runner([logs_by(how), "format"]).score(samples)
+    assert all(sample.rewards == {} for sample in samples)
 
 
-def test_imports_that_fail_are_told_at_the_start(file, tmp_path):
+def test_failing_imports_are_reported_at_the_start(tmp_path):
     (tmp_path / "dies.py").write_text("import os\nos._exit(5)\n")
     (tmp_path / "fails.py").write_text("1 / 0\n")
     for spec, message in (
-        (f"{file}:nothing", "has no function 'nothing'"),
-        ("acuracy", "'acuracy' is neither one of"),
+        (*named("nothing"), "has no function 'nothing'"),
         (f"{tmp_path}/fails.py:f", "raised ZeroDivisionError"),
         (f"{tmp_path}/dies.py:f", r"the process that imports \S+dies\.py:f exited with status 5"),
     ):

@@ -1,0 +1,74 @@
+"""When a trainer is killed or a runner is deleted, its reward process ends.
+
+Read before: test_process.py.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nanogrpo.rewards.runner import Runner
+from tests.rewards.conftest import FUNCTIONS
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):  # it ended before the open, or before the read
+        return True
+
+
+def processor_time(pid: int) -> int:
+    """Return the processor time of a living process in hundredths of a second."""
+    assert not has_ended(pid)
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+
+def wait_until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux",
+    reason="on other systems a process in an endless call outlives a killed trainer",
+)
+@pytest.mark.parametrize("name", ["backtracks", "calls"])
+def test_the_process_dies_with_a_killed_trainer(name):
+    program = f"""
+from nanogrpo.rewards.process import RewardProcess
+process = RewardProcess(["{FUNCTIONS}:{name}"])
+print(process.process.pid, flush=True)
+arguments = {{"prompts": ["3"], "completion_ids": [[5]]}}
+while True:
+    process.call([(0, "f")], arguments, ["sample 0 of prompt 3"], timeout=60.0)
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    pid = int(trainer.stdout.readline())
+    before = processor_time(pid)
+    wait_until(lambda: processor_time(pid) > before + 3)  # it works on calls, or on an endless one
+    trainer.kill()
+    trainer.communicate()
+    wait_until(lambda: has_ended(pid))
+
+
+def test_deleting_a_runner_ends_its_process():
+    runner = Runner([f"{FUNCTIONS}:calls"], timeout=60)
+    pid = runner.process.process.pid
+    del runner
+    wait_until(lambda: has_ended(pid))
+
+
+def test_the_process_does_not_import_torch():
+    """It starts in a tenth of a second, also after a kill, and cannot touch CUDA."""
+    program = (
+        "import sys, nanogrpo.rewards.process as p; "
+        "assert not {'torch', 'numpy'} & {*sys.modules}, sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
