@@ -12,17 +12,18 @@ import torch
 import train
 from nanogrpo import step as experience
 from nanogrpo.config import CHOICES, Config
-from nanogrpo.engine import calculator
 from nanogrpo.engine.base import Engine, Served
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.engine.turns import TurnsEngine
 from nanogrpo.grpo import loss as grpo
-from nanogrpo.grpo import objectives, packing
+from nanogrpo.grpo import objectives
+from nanogrpo.rewards import plugin
 from nanogrpo.run import setup as run
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
 from tests.conftest import arguments, packed, steps, tiny_model
 
+CALCULATOR = Path(train.__file__).parent / "examples" / "calculator.py"
 TEXT = (Path(train.__file__).parent / "docs" / "fork.md").read_text()
 
 
@@ -118,7 +119,7 @@ def test_an_engine_of_ones_own_trains(tiny_base, files, tmp_path, monkeypatch):
     engine = example("Another engine")["Plain"]()
     monkeypatch.setattr(run, "make_engine", lambda *_, **__: engine)
     options = ["--eval-steps", "3", "--eval-data", str(files / "data.jsonl"), "--eval-samples", "2"]
-    for more in ([], ["--rollout", "nanogrpo.engine.calculator:rollout", "--overwrite-output-dir"]):
+    for more in ([], ["--rollout", f"{CALCULATOR}:rollout", "--overwrite-output-dir"]):
         assert train.main(arguments(tiny_base, files, tmp_path, *options, *more)) == 0
         rows = steps(tmp_path)
         assert len(rows) == 3
@@ -161,20 +162,10 @@ def test_the_loop_asks_an_engine_for_nothing_that_the_protocol_lacks():
         assert {*re.findall(r"\b(?:self|run)\.engine\.(\w+)", text)} <= known, name
 
 
-def test_pieces_are_halved():
-    assert [packing._halvings(n) for n in (0, 1, 2, 5, 8)] == [
-        [],
-        [1],
-        [2, 1],
-        [5, 3, 2, 1],
-        [8, 4, 2, 1],
-    ]
-
-
-def test_the_calculator_is_the_one_of_the_package():
-    """A model that writes "3+4=" is told "7"."""
+def test_the_rollout_runs_with_the_calculator_of_the_examples():
+    """A model that writes "3+4=" reads "7"."""
     names = example("A rollout with tools")
-    names["calculate"] = calculator.calculate
+    names["calculate"] = plugin.load(f"{CALCULATOR}:calculate", "")
     sample, told = Sample(Prompt(0, "", [1]), 0, [5], [-1.0], False, [0], is_model_token=[True]), []
 
     class Turns:

@@ -209,7 +209,7 @@ def test_turns_with_answers_in_between(base, files, tmp_path, server, name):
     rollout = (
         f"{tmp_path / 'turns.py'}:rollout"
         if name == "any"
-        else "nanogrpo.engine.calculator:rollout"
+        else f"{ROOT}/examples/calculator.py:rollout"
     )
     options = ["--rollout", rollout, "--max-completion-length", "24", *server]
     for folder, ranks in {"one": 1, "two": 2}.items():

@@ -1,0 +1,33 @@
+"""A tool in a multi-turn rollout: the model writes a sum up to "=", the calculator appends the
+result, and the model continues.
+
+    python train.py --model runs/base --data arithmetic --rollout examples/calculator.py:rollout …
+
+The base model that nanogrpo/run/warmup.py trains works sums out as `34+5=39,39-7=32`. With this
+rollout it no longer writes what follows each "=", so it is not trained on it. It learns to ask and
+to use the answer, not to add. Read before: nanogrpo/engine/turns.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+from nanogrpo.engine.turns import Turns
+from nanogrpo.types import Sample
+
+CALL = re.compile(r"(\d{1,9})([+-])(\d{1,9})=$")
+
+
+def calculate(text: str) -> str:
+    """Return the result of the sum at the end of a text: "…,39-7=" → "32"; "" if there is none."""
+    call = CALL.search(text)
+    if call is None:
+        return ""
+    a, sign, b = call.groups()
+    return str(int(a) + int(b) if sign == "+" else int(a) - int(b))
+
+
+def rollout(samples: list[Sample], turns: Turns) -> None:
+    while samples := turns.generate(samples, stop=("=",)):
+        for sample in samples:
+            turns.observe(sample, calculate(turns.text(sample)))
