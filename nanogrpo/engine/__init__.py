@@ -1,3 +1,3 @@
-"""Sampling engines: the protocol (base.py), the embedded one (local.py), and engines that wrap an
-engine. Start with base.py.
+"""Sampling engines: the protocol (base.py), the embedded engine (local.py), and engines around an
+engine (turns.py, ahead.py). Start with base.py.
 """

@@ -1,33 +1,35 @@
 """The embedded engine: samples completions from our own decoder, in the trainer's process, with a
 key/value cache.
 
-In: prompts (token ids), n completions of each, `SamplingParams`. Out: `Sample`s: ids, their
-log-probs, stopped or cut.
+In: prompts (token ids), the number of completions of each, `SamplingParams`. Out: `Sample`s.
 
-    waiting completions ──► rows 0 … b-1 of the cache ──► one decode step for all b rows ──► one new token a row ──┐
-         prompt prefilled once,      ▲                                                                             │
-         copied to its group's rows  └── a finished row leaves at once: a waiting completion, or the last row, ◄───┘
-                                         takes its place, so that rows stay dense and a step costs what is alive
+    waiting ──► schedule: give free rows ──► decode: one new token ──► postprocess: append it, ──┐
+                to waiting completions       for each active row       free the finished rows    │
+                          ▲                                                                      │
+                          └──────────────────────────────────────────────────────────────────────┘
 
-A completion starts one token early: the prompt *without its last token* is prefilled, and the last
-prompt token is the first input of decoding. So prefill needs no output head and no sampling, and
-tokens are drawn in one place.
+A finished row is filled at once, by a waiting completion or by the last active one. So the active
+rows are always rows 0 … b-1 of the cache, and a step costs only what is still active.
 
-Read before: rollout.py (the interface), attention.py (the cache). Read next: draw.py (how a token
-is drawn), vllm_engine.py.
+A prompt is prefilled once for its group, *without its last token*, which is the first input of
+decoding. So prefill needs neither output head nor sampling, and tokens are sampled in one place.
+
+Read before: engine/base.py (the interface), model/attention.py (the cache). Read next:
+engine/sampler.py (how a token is sampled), vllm/client.py (the other engine).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from nanogrpo.engine import sampler
 from nanogrpo.engine.base import SamplingParams, stream
-from nanogrpo.engine.sampler import draw
 from nanogrpo.errors import UserError
 from nanogrpo.model import lora
 from nanogrpo.model.attention import KVCache, Packed
@@ -35,35 +37,11 @@ from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample
 
-# prompts are prefilled in packs of at most this many tokens: bounds the memory of a pack
-PREFILL_TOKENS = 8192
+PREFILL_TOKENS = 8192  # prompts are prefilled together up to this many tokens, to bound the memory
 PACK_FROM = 1 << 14  # elements of a weight from which packing pays for itself (see `_packed`)
 
-
-@dataclass
-class _Completion:
-    """One completion under way: what the host knows of it."""
-
-    prompt: Prompt
-    index: int
-    limit: int  # completion tokens at most
-    key: int
-    token_ids: list[int] = field(default_factory=list)
-    logp: list[float] = field(default_factory=list)
-    stopped: bool = False
-
-    @property
-    def finished(self) -> bool:
-        return self.stopped or len(self.token_ids) == self.limit
-
-    @property
-    def position(self) -> int:  # of the token that is fed next
-        return len(self.prompt.token_ids) - 1 + len(self.token_ids)
-
-
-def _bucket(x: int, least: int, most: int) -> int:
-    """x rounded up to least · 2ⁱ, at most `most`: few shapes, so few graphs."""
-    return min(least << (-(-x // least) - 1).bit_length(), most)
+# keys and values of a prompt without its last token, [L, K, length - 1, E] each
+Prefix = tuple[Tensor, Tensor]
 
 
 def _packed(weight: Tensor, bias: Tensor | None, rows: int):
@@ -78,66 +56,138 @@ def _packed(weight: Tensor, bias: Tensor | None, rows: int):
     return lambda x, *_: torch.ops.mkldnn._linear_pointwise(x, ready, bias, "none", [], "")
 
 
-class LocalEngine:
-    """Samples from a copy of the trainer's weights (rollout.Engine).
+@dataclass
+class Completion:
+    """A sample that is being written."""
 
-    The copy costs one pass over the weights and buys safety: an optimizer step cannot change what
-    `version` means midway, and the engine has its own dtype: float32 on a CPU, bfloat16 on CUDA
-    unless told. Log-probs are float32 everywhere.
+    sample: Sample
+    limit: int  # completion tokens at most
+    key: int  # of its random stream
+
+    @property
+    def finished(self) -> bool:
+        return self.sample.stopped or len(self.sample.token_ids) == self.limit
+
+    @property
+    def position(self) -> int:
+        """The position of the next input token."""
+        return len(self.sample.prompt.token_ids) - 1 + len(self.sample.token_ids)
+
+
+class Scheduler:
+    """Which completion has which row: row r of the cache and of `state` belongs to active[r]."""
+
+    def __init__(self, cache: KVCache, slots: int, device: torch.device):
+        self.cache, self.slots = cache, slots
+        # [3, slots]: each row's next input token, its position, its key. It stays in place,
+        # because CUDA graphs point to it.
+        self.state = torch.zeros(3, slots, dtype=torch.int64, device=device)
+
+    def start(self, completions: Iterable[Completion]) -> None:
+        """Queue these completions and forget all others."""
+        self.waiting: deque[Completion] = deque(completions)
+        self.active: list[Completion] = []
+        self.prefixes: dict[int, Prefix] = {}  # by id(prompt)
+        self.cache.clear()
+
+    def schedule(self, prefill: Callable[[list[Prompt]], dict[int, Prefix]]) -> bool:
+        """Give the free rows to waiting completions. Return whether any row is active."""
+        while self.waiting and len(self.active) < self.slots:
+            prompt, first = self.waiting[0].sample.prompt, len(self.active)
+            if id(prompt) not in self.prefixes:
+                # Completions wait in order, so nobody needs the old prefixes: free them first.
+                self.prefixes.clear()
+                self.prefixes |= prefill([c.sample.prompt for c in self.waiting])
+            while (
+                len(self.active) < self.slots
+                and self.waiting
+                and self.waiting[0].sample.prompt is prompt
+            ):
+                self.active.append(self.waiting.popleft())
+            self.cache.fill(first, len(self.active), *self.prefixes[id(prompt)])
+            new = [(prompt.token_ids[-1], c.position, c.key) for c in self.active[first:]]
+            self.state[:, first : len(self.active)] = torch.tensor(new, device=self.state.device).T
+        return bool(self.active)
+
+    def postprocess(
+        self, tokens: Tensor, logp: Tensor, version: int, stops: Container[int]
+    ) -> None:
+        """Append the new tokens [steps, b] to their samples, then close up the rows."""
+        for c, ids, values in zip(self.active, tokens.T.tolist(), logp.T.tolist()):
+            # tokens after a stop token are discarded
+            size = next((i + 1 for i, t in enumerate(ids) if t in stops), len(ids))
+            c.sample.token_ids += ids[:size]
+            c.sample.logp += values[:size]
+            c.sample.versions += [version] * size
+            c.sample.stopped = ids[size - 1] in stops
+        kept = [r for r, c in enumerate(self.active) if not c.finished]
+        gaps = [r for r in range(len(kept)) if self.active[r].finished]
+        if gaps:  # the last unfinished rows fill them
+            moved = kept[-len(gaps) :]
+            self.cache.move(moved, gaps, max(self.active[r].position for r in moved))
+            self.state[:, gaps] = self.state[:, moved]
+            for gap, row in zip(gaps, moved):
+                self.active[gap] = self.active[row]
+        del self.active[len(kept) :]
+
+
+def _bucket(x: int, least: int, most: int) -> int:
+    """Round x up to least · 2ⁱ, at most `most`: few shapes, so few graphs."""
+    return min(least << (-(-x // least) - 1).bit_length(), most)
+
+
+class LocalEngine:
+    """Samples from a copy of the trainer's weights (an `engine.base.Engine`).
+
+    The copy costs one pass over the weights. It keeps an optimizer step from changing what
+    `version` means midway, and lets the engine have a dtype of its own: float32 on a CPU, bfloat16
+    on CUDA unless `dtype` is given. Log-probs are always float32.
     """
 
     def __init__(
         self,
         model_cfg: ModelConfig,
         *,
-        max_len: int,  # the context: prompt and completion
+        max_len: int,  # of the context: prompt and completion
         slots: int = 64,  # completions decoded at once
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        graphs: bool | None = None,  # CUDA graphs for decoding; None: on a GPU
+        graphs: bool = True,  # on a GPU, decode with CUDA graphs
     ):
         c = model_cfg
         if max_len > c.max_position_embeddings:
             raise UserError(
-                f"max_len {max_len} exceeds max_position_embeddings {c.max_position_embeddings}; lower it."
+                f"max_len {max_len} exceeds max_position_embeddings {c.max_position_embeddings}; "
+                "lower it."
             )
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         on_gpu = self.device.type == "cuda"
         self.dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
         self.max_len, self.slots, self.version = max_len, slots, -1
-        # no random initialisation: it would take time and move the global random state
+        # no random initialisation: it would take time and change the global random state
         with torch.device("meta"):
             self.model = Decoder(c).to(self.dtype).requires_grad_(False)
         self.model.to_empty(device=self.device).tie()
-        self.cache = KVCache(
-            c.num_hidden_layers,
-            slots,
-            c.num_key_value_heads,
-            max_len,
-            c.head_dim,
-            self.dtype,
-            self.device,
-        )
-        # each row's next token, its position, its key
-        self.state = torch.zeros(3, slots, dtype=torch.int64, device=self.device)
-        # [slots] float32, of the token just drawn
-        self.logp = torch.zeros(slots, device=self.device)
+        size = c.num_hidden_layers, slots, c.num_key_value_heads, max_len, c.head_dim
+        self.cache = KVCache(*size, self.dtype, self.device)
+        self.scheduler = Scheduler(self.cache, slots, self.device)
+        self.logp = torch.zeros(slots, device=self.device)  # each row's newest token's
         self.head = logits  # the head operation (model.Head)
         self.packs = (
             self.device.type == "cpu"
             and self.dtype == torch.float32
             and torch.backends.mkldnn.is_available()
         )
-        # decode steps between two looks of the host: each look waits for the GPU
+        # decode steps between two looks of the host: each one waits for the GPU
         self.stride = 8 if on_gpu else 1
-        self.graphs: dict[tuple, torch.cuda.CUDAGraph] | None = (
-            {} if (on_gpu if graphs is None else graphs) else None
-        )
+        self.replays = on_gpu and graphs  # whether decode steps are CUDA graphs
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
 
     @torch.no_grad()
     def load(self, model: nn.Module, version: int) -> None:
-        """Copies the weights of a Decoder with the same configuration, adapters merged; shards are
-        gathered: all ranks call.
+        """Copy the weights of a Decoder with the same configuration, its adapters merged.
+
+        Every rank calls this, because shards are gathered.
         """
         mine = dict(self.model.named_parameters())
         for name, weight in lora.full_parameters(model, self.dtype):
@@ -153,8 +203,8 @@ class LocalEngine:
         return {}
 
     def close(self) -> None:
-        """Frees weights, cache and graphs; the engine cannot be used afterwards."""
-        del self.graphs, self.cache, self.model
+        """Free weights, cache and graphs; the engine cannot be used afterwards."""
+        del self.graphs, self.scheduler, self.cache, self.model
 
     @torch.inference_mode()
     def sample(
@@ -165,170 +215,108 @@ class LocalEngine:
         step: int,
         limits: Sequence[int] | None = None,
     ) -> list[Sample]:
-        """n completions of each prompt, in order. `limits` [len(prompts)]: a max_tokens for each
-        prompt's completions.
-        """
+        """Return n completions of each prompt, in order (see Engine.sample)."""
         if self.version < 0:
             raise RuntimeError("LocalEngine.load must be called before sample.")
-        asked = list(zip(prompts, limits or [params.max_tokens] * len(prompts)))
-        for p, limit in asked:
+        completions = []
+        for p, limit in zip(prompts, limits or [params.max_tokens] * len(prompts)):
             size = len(p.token_ids)
-            if size == 0 or limit < 1:
+            if size == 0 or limit < 1 or size + limit > self.max_len:
                 raise UserError(
-                    f"Prompt {p.id}: {size} tokens and max_tokens {limit} were given; both must be at least 1."
+                    f"Prompt {p.id} has {size} tokens and max_tokens {limit}: both must be at "
+                    f"least 1, and their sum at most {self.max_len}, the engine's context."
                 )
-            if size + limit > self.max_len:
-                raise UserError(
-                    f"Prompt {p.id}: its {size} tokens and max_tokens {limit} exceed the engine's context of {self.max_len}; "
-                    "shorten one of them or raise the context."
+            completions += [
+                Completion(
+                    Sample(p, j, [], [], False, []), limit, stream(params.seed, step, p.id, j)
                 )
-        todo = [
-            _Completion(p, j, limit, stream(params.seed, step, p.id, j))
-            for p, limit in asked
-            for j in range(n)
-        ]
-        waiting, active, prefilled = deque(todo), [], {}
+                for j in range(n)
+            ]
         stops = frozenset() if params.ignore_stop else frozenset(params.stop_token_ids)
-        self.cache.clear()
-        while waiting or active:
-            self._admit(waiting, active, prefilled)
-            self._step(active, params, stops)
-            self._compact(active)
-        return [
-            Sample(
-                c.prompt, c.index, c.token_ids, c.logp, c.stopped, [self.version] * len(c.token_ids)
-            )
-            for c in todo
-        ]
+        self.scheduler.start(completions)
+        while self.scheduler.schedule(self._prefill):
+            tokens, logp = self._decode(self.scheduler.active, params)
+            self.scheduler.postprocess(tokens, logp, self.version, stops)
+        return [c.sample for c in completions]
 
-    # --- who sits where: row r of the cache and of `state` belongs to active[r] ---
-
-    def _admit(
-        self, waiting: deque[_Completion], active: list[_Completion], prefilled: dict
-    ) -> None:
-        """Waiting completions take the free rows, those of one prompt together. `prefilled`: the
-        keys and values at hand.
-        """
-        while waiting and len(active) < self.slots:
-            prompt, first = waiting[0].prompt, len(active)
-            # completions wait in order: the prompts prefilled before all have their rows
-            if id(prompt) not in prefilled:
-                prefilled.clear()
-                prefilled.update(self._prefill(waiting))
-            while waiting and waiting[0].prompt is prompt and len(active) < self.slots:
-                active.append(waiting.popleft())
-            self.cache.fill(first, len(active), *prefilled[id(prompt)])
-            state = [(prompt.token_ids[-1], c.position, c.key) for c in active[first:]]
-            self.state[:, first : len(active)] = torch.tensor(state, device=self.device).T
-
-    def _compact(self, active: list[_Completion]) -> None:
-        """Finished completions leave; the last living rows move into their places, so that the
-        living are rows 0 … b-1.
-        """
-        living = [r for r, c in enumerate(active) if not c.finished]
-        gaps = [r for r in range(len(living)) if active[r].finished]
-        # as many living rows lie beyond the end as gaps before it
-        movers = living[len(living) - len(gaps) :]
-        if gaps:
-            self.cache.move(movers, gaps, max(active[r].position for r in movers))
-            self.state[:, gaps] = self.state[:, movers]
-        for mover, gap in zip(movers, gaps):
-            active[gap] = active[mover]
-        del active[len(living) :]
-
-    def _prefill(self, waiting: Sequence[_Completion]) -> dict[int, tuple[Tensor, Tensor]]:
-        """The first prompts that wait, as many as PREFILL_TOKENS allows: id(prompt) → keys, values
-        [L, K, length - 1, E].
-        """
-        pack, room = {}, PREFILL_TOKENS
-        for prompt in {id(c.prompt): c.prompt for c in waiting}.values():
+    def _prefill(self, prompts: Sequence[Prompt]) -> dict[int, Prefix]:
+        """Compute the keys and values of the first prompts, as many as PREFILL_TOKENS allows."""
+        pack: dict[int, list[int]] = {}
+        room = PREFILL_TOKENS
+        for prompt in {id(p): p for p in prompts}.values():
             room -= len(prompt.token_ids)
             if pack and room < 0:
                 break
-            pack[id(prompt)] = prompt
-        lengths = [len(p.token_ids) - 1 for p in pack.values()]
-        # [T]
-        tokens = torch.tensor(
-            [t for p in pack.values() for t in p.token_ids[:-1]],
-            dtype=torch.int64,
-            device=self.device,
-        )
+            pack[id(prompt)] = prompt.token_ids[:-1]
+        lengths = [len(ids) for ids in pack.values()]
         some = [n for n in lengths if n]  # a prompt of one token leaves nothing to prefill
         if not some:
             nothing = self.cache.k[:, 0, :, :0]  # [L, K, 0, E]
             return dict.fromkeys(pack, (nothing, nothing))
+        tokens = torch.tensor(list(itertools.chain(*pack.values())), device=self.device)  # [T]
         positions = torch.cat([torch.arange(n, device=self.device) for n in some])  # [T]
-        attend = Packed(
-            torch.tensor([0, *some], device=self.device).cumsum(0).int(), max(some), keep=True
-        )
-        self.model.model(tokens, positions, attend)  # the body alone: no row needs the vocabulary
+        cu_seqlens = torch.tensor([0, *some], device=self.device).cumsum(0).int()  # [N+1]
+        attend = Packed(cu_seqlens, max(some), keep=True)
+        self.model.model(tokens, positions, attend)  # without the head: nothing is sampled here
         # [L, K, T, E] each
         keys, values = (torch.stack(kept).transpose(1, 2) for kept in zip(*attend.kept.values()))
         return dict(zip(pack, zip(keys.split(lengths, dim=2), values.split(lengths, dim=2))))
 
-    # --- decoding ---
-
-    def _step(
-        self, active: list[_Completion], params: SamplingParams, stops: frozenset[int]
-    ) -> None:
-        """Up to `stride` tokens for every active row, then one look: what was drawn, who is done."""
+    def _decode(
+        self, active: Sequence[Completion], params: SamplingParams
+    ) -> tuple[Tensor, Tensor]:
+        """Sample up to `stride` tokens for every active row → tokens and log-probs [steps, b]."""
         rows = b = len(active)
-        steps = min(self.stride, min(c.limit - len(c.token_ids) for c in active))
+        steps = min(self.stride, min(c.limit - len(c.sample.token_ids) for c in active))
         span = max(c.position for c in active) + steps
-        # a graph has fixed shapes: rows b … rows-1 idle along, at positions that surely exist
-        if self.graphs is not None:
+        forward = self._forward
+        # A graph has fixed shapes: rows b … rows-1 are computed too, at a position that exists.
+        if self.replays:
             rows, span = _bucket(b, 1, self.slots), _bucket(span, 64, self.max_len)
-            self.state[1, b:rows] = 0
-        drawn = []
+            self.scheduler.state[1, b:rows] = 0
+            forward = self._replay
+        sampled = []
         for _ in range(steps):
-            self._forward(rows, span, params) if self.graphs is None else self._replay(
-                rows, span, params
-            )
-            drawn.append((self.state[0, :b].clone(), self.logp[:b].clone()))
-        # [steps, b] each; here the host waits for the GPU
-        tokens, logps = (torch.stack(x).cpu() for x in zip(*drawn))
-        if not logps.isfinite().all():
-            bad = active[int(logps.isfinite().all(0).int().argmin())].prompt.id
+            forward(rows, span, params)
+            sampled.append((self.scheduler.state[0, :b].clone(), self.logp[:b].clone()))
+        tokens, logp = (torch.stack(x).cpu() for x in zip(*sampled))  # the host waits for the GPU
+        if not logp.isfinite().all():
+            bad = active[int(logp.isfinite().all(0).int().argmin())].sample.prompt.id
             raise FloatingPointError(
-                f"Logits are not finite (prompt {bad}, weights {self.version}): the weights diverged or overflow {self.dtype}."
+                f"Logits are not finite (prompt {bad}, weights {self.version}): the weights "
+                f"diverged or overflow {self.dtype}."
             )
-        for c, ids, logp in zip(active, tokens.T.tolist(), logps.T.tolist()):
-            # what follows a stop token is discarded
-            end = next((i + 1 for i, t in enumerate(ids) if t in stops), steps)
-            c.token_ids += ids[:end]
-            c.logp += logp[:end]
-            c.stopped = c.token_ids[-1] in stops
+        return tokens, logp
 
     def _forward(self, rows: int, span: int, params: SamplingParams) -> None:
-        """One token for each of the first `rows` rows: reads and advances `state`, writes `logp`.
-        No word from the host.
+        """Sample one token for each of the first `rows` rows: advances `state`, writes `logp`.
+
+        Nothing in here depends on the host, so a CUDA graph can replay it.
         """
-        token, position, key = self.state[:, :rows]  # [rows] each
+        token, position, key = self.scheduler.state[:, :rows]  # [rows] each
         self.cache.begin(position, span)
-        scores = self.model(token, position, self.cache, None, self.head)  # [rows, V]
-        drawn, self.logp[:rows] = draw(scores, key, position, params)
-        token.copy_(drawn)
+        logits = self.model(token, position, self.cache, None, self.head)  # [rows, V]
+        sampled, self.logp[:rows] = sampler.sample(logits, key, position, params)
+        token.copy_(sampled)
         position += 1
 
     def _replay(self, rows: int, span: int, params: SamplingParams) -> None:
-        """`_forward` as a CUDA graph, captured when its shape is first met: one launch in place of
+        """Run `_forward` as a CUDA graph, captured when its shape first occurs: one launch, not
         hundreds.
         """
-        # all that a graph bakes in
+        # everything that is constant in a graph
         shape = (rows, span, params.temperature, params.top_k, params.top_p, params.min_p)
         if shape not in self.graphs:
-            before, aside, now = (
-                self.state.clone(),
-                torch.cuda.Stream(),
-                torch.cuda.current_stream(),
-            )
+            state = self.scheduler.state
+            now, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+            before = state.clone()
             aside.wait_stream(now)
-            # a rehearsal, as capturing asks for: libraries allocate their workspaces
+            # Capturing needs a warm-up run, in which libraries allocate their workspaces. The real
+            # step overwrites what it writes to the cache.
             with torch.cuda.stream(aside):
                 self._forward(rows, span, params)
             now.wait_stream(aside)
-            # what the rehearsal wrote to the cache, the real step writes again
-            self.state.copy_(before)
+            state.copy_(before)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=next((g.pool() for g in self.graphs.values()), None)):
                 self._forward(rows, span, params)

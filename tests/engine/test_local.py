@@ -285,11 +285,11 @@ def test_logits_that_are_not_finite_stop_the_run_and_leave_no_trace():
 @pytest.mark.parametrize(
     ("length", "max_tokens", "message"),
     [
-        (41, 24, "Prompt 100: its 41 tokens and max_tokens 24 exceed"),
-        (70, 1, "Prompt 100: its 70"),
-        (0, 4, "Prompt 100: 0 tokens"),
-    ]
-    + [(4, 0, "max_tokens 0")],
+        (41, 24, "Prompt 100 has 41 tokens and max_tokens 24"),
+        (70, 1, "70 tokens and max_tokens 1"),
+        (0, 4, "0 tokens and max_tokens 4"),
+        (4, 0, "4 tokens and max_tokens 0"),
+    ],
 )
 def test_what_does_not_fit_is_refused(length, max_tokens, message):
     with pytest.raises(UserError, match=message):

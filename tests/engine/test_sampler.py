@@ -14,9 +14,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanogrpo.engine import sampler as drawing
+from nanogrpo.engine import sampler
 from nanogrpo.engine.base import SamplingParams, stream
-from nanogrpo.engine.sampler import draw, filtered, uniform
+from nanogrpo.engine.sampler import filter_logits, sample, uniform
 
 
 def test_uniform_is_splitmix64():
@@ -68,10 +68,10 @@ def test_uniform_is_uniform_and_pairs_are_independent():
 def test_draws_follow_the_softmax(changes):
     params = SamplingParams(**changes)
     n, logits = 200_000, torch.randn(40, generator=torch.Generator().manual_seed(3)) * 1.5
-    tokens, logp = draw(
+    tokens, logp = sample(
         logits.expand(n, -1), torch.full((n,), stream(9, 9, 9, 9)), torch.arange(n), params
     )
-    expected = filtered(logits[None] / params.temperature, params).softmax(-1)[0].double()
+    expected = filter_logits(logits[None] / params.temperature, params).softmax(-1)[0].double()
     counts = torch.bincount(tokens, minlength=40).double()
     assert (counts[expected == 0] == 0).all()
     assert abs(chi_square(counts[expected > 0], n * expected[expected > 0])) < 4
@@ -82,7 +82,7 @@ def test_draws_follow_the_softmax(changes):
 @pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-24, 1 - 2.0**-53])
 def test_a_token_of_probability_zero_is_never_drawn(u, monkeypatch):
     monkeypatch.setattr(
-        drawing, "uniform", lambda key, counter: torch.full(key.shape, u, dtype=torch.float64)
+        sampler, "uniform", lambda key, counter: torch.full(key.shape, u, dtype=torch.float64)
     )
     logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0))
     logits[:, :7] = logits[:, 2000:2010] = logits[:, -9:] = float("-inf")
@@ -95,10 +95,10 @@ def test_a_token_of_probability_zero_is_never_drawn(u, monkeypatch):
         SamplingParams(min_p=0.5),
         SamplingParams(top_k=1),
     ):
-        token, logp = draw(logits, key, key, params)
+        token, logp = sample(logits, key, key, params)
         assert token[0] == 2005
         assert logp.isfinite().all()
-        assert filtered(logits, params).gather(1, token[:, None]).isfinite().all()
+        assert filter_logits(logits, params).gather(1, token[:, None]).isfinite().all()
 
 
 FILTERS = [
@@ -125,4 +125,4 @@ def test_filters_are_those_of_transformers(changes):
         expected = TopPLogitsWarper(params.top_p)(None, expected)
     if params.min_p:
         expected = MinPLogitsWarper(params.min_p)(None, expected)
-    assert torch.equal(filtered(logits / params.temperature, params), expected)
+    assert torch.equal(filter_logits(logits / params.temperature, params), expected)

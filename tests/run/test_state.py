@@ -119,7 +119,7 @@ def close(a: list[dict], b: list[dict]) -> bool:
 POINTS = {
     # where → the function whose call is counted; the process dies as it is entered, or, with
     # "after", as it returns
-    "sampling": (local_engine.LocalEngine, "_step", "before"),
+    "sampling": (local_engine.LocalEngine, "_decode", "before"),
     "scoring": (Runner, "score", "before"),
     "packing": (packing, "schedule", "after"),
     "between forward and backward": (metrics.Meter, "add", "before"),
