@@ -1,3 +1,3 @@
-"""The algorithm, as pure functions: advantages, the loss and its menu of objectives, packing,
-entropy. Start with loss.py.
+"""The algorithm as pure functions: advantages, loss, objectives, packing, entropy. Start with
+loss.py.
 """

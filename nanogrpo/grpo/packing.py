@@ -1,16 +1,24 @@
-"""Samples → strips of tokens: which rank trains what, in how many micro-batches, and the tensors of
-each.
+"""Samples → strips of tokens: which rank trains which samples, in which micro-batches, and the
+tensors of each.
 
-In: the samples of a generation; of other ranks' samples only their sizes. Out: for each optimizer
-step, this rank's micro-batches (`PackedBatch`; batch.py shows one in full). Nothing is padded, and
-the completions of a prompt share one copy of its tokens where they lie in one strip:
+In: the samples of a generation; only the sizes of other ranks' samples. Out: this rank's
+micro-batches (`PackedBatch`) of each optimizer step. From the top down:
 
-    a group of three, prompt p q r:     p q r | a b | c | d e f        T = 9 instead of 15
-    sees                                p q r | p q r a b | p q r c | p q r d e f
+    generation ─ schedule ─► updates      one per optimizer step, made of complete groups
+    update ─ plan ─► strips               one per rank and micro-batch, within the token budget
+    strip ─ pack ─► PackedBatch           nothing is padded
 
-`schedule` is a pure function of the sizes, so that all ranks agree on it without a word. The
-gradient does not depend on it. Read next: model.py (what runs over a strip), attention.py (how a
-completion sees its prompt).
+A strip is made of pieces: completions of one prompt, which share its tokens. Here are the prompt
+pqr with completions ab, c and def, and the prompt xy with completion g. The last token of each
+completion is predicted but not computed:
+
+    tokens      p q r     │ a       │ d e       │ x y       T = 8 instead of 14
+    sees        p q r     │ p q r a │ p q r d e │ x y
+    predicts    · · a,c,d │ b       │ e f       │ · g       M = 7
+
+`schedule` is a pure function of the sizes, so all ranks agree on it without communication. The
+gradient does not depend on it. Read next: model/decoder.py (which runs over a strip),
+model/attention.py (how a completion sees its prompt).
 """
 
 from __future__ import annotations
@@ -28,245 +36,216 @@ from nanogrpo.config import Config
 from nanogrpo.grpo.loss import is_trained, token_weight
 from nanogrpo.types import PackedBatch, Sample
 
-Piece = list[int]  # samples of one prompt that lie in one strip, by their index in the generation
-Strip = list[Piece]
-KEY_ROWS = 4  # rows of keys and values that a strip may gather, in token budgets: see `_room`
+KEY_ROWS = 4  # key rows that a strip may have per token of the budget (see Piece.room)
 
 
 class Size(NamedTuple):
-    """What every rank must know of a sample. Example: Size(prompt=7, prompt_tokens=11,
-    completion_tokens=22)
+    """The size of a sample, which every rank knows.
+
+    Example: Size(prompt=7, prompt_tokens=11, completion_tokens=22, trained_tokens=22)
     """
 
     prompt: int  # its id: completions of one prompt can share its tokens
     prompt_tokens: int
-    # up to the last that is trained; 0 where the completion is masked, and then it is not computed
-    completion_tokens: int
-    told_tokens: int = 0  # of these, a tool's answers: computed, and not trained
+    completion_tokens: int  # up to the last trained one; 0: nothing is trained or computed
+    trained_tokens: int  # without a tool's answers, which are only computed
 
 
-def sizes(samples: Sequence[Sample], cfg: Config) -> list[Size]:
-    return [
-        _size(s) if is_trained(s, cfg) else Size(s.prompt.id, len(s.prompt.token_ids), 0)
-        for s in samples
-    ]
+class Piece(NamedTuple):
+    """Completions of one prompt in one strip."""
+
+    samples: list[int]  # by their index in the generation
+    tokens: int  # computed: the prompt once, and each completion without its last token
+    key_rows: int  # that attention reads (Tk of PackedBatch): each completion reads the prompt's
+    cost: float  # tokens, plus query-key pairs in units of tokens
+
+    @property
+    def room(self) -> int:
+        """The part of the token budget that the piece takes.
+
+        A key row costs a few percent of a token (run/memory.py), but there can be many: 64
+        completions of 100 tokens on a prompt of 1,000 are 7,400 tokens and 71,400 key rows. So the
+        budget holds for the tokens, and KEY_ROWS times the budget for the key rows.
+        """
+        return max(self.tokens, math.ceil(self.key_rows / KEY_ROWS))
 
 
-def _size(s: Sample) -> Size:
-    written = s.model_token_indices
-    last = written[-1] + 1 if written else 0
-    return Size(s.prompt.id, len(s.prompt.token_ids), last, last - len(written))
-
-
-def _trained(sizes: Sequence[Size], chosen: Sequence[int]) -> int:
-    return sum(sizes[i].completion_tokens - sizes[i].told_tokens for i in chosen)
-
-
-# --- who computes what ----------------------------------------------------------------------------
+Strip = list[Piece]
 
 
 @dataclass
 class Update:
-    """One optimizer step: its samples over all ranks, and who computes them in how many
-    micro-batches.
-    """
+    """One optimizer step: its samples over all ranks, and their strips."""
 
     samples: list[int]  # by their index in the generation
     n_tokens: int  # trained, over all ranks and micro-batches: the normaliser
     strips: list[list[Strip]]  # [world][micro-batch]
 
 
+def sizes(samples: Sequence[Sample], cfg: Config) -> list[Size]:
+    """Return the sizes of samples; a masked completion has size 0."""
+    out = []
+    for s in samples:
+        trained = s.model_token_indices if is_trained(s, cfg) else []
+        end = trained[-1] + 1 if trained else 0
+        out.append(Size(s.prompt.id, len(s.prompt.token_ids), end, len(trained)))
+    return out
+
+
+# --- who computes what ---
+
+
 def schedule(
     sizes: Sequence[Size], cfg: Config, step: int, world: int = 1, pair_cost: float = 0.0
 ) -> list[Update]:
-    """The optimizer steps of one pass over a generation: `steps_per_generation` parts of whole
-    groups.
+    """Split a generation into `steps_per_generation` updates of complete groups.
 
-    A pure function of (sizes, seed, step): all ranks agree on it without a word. pair_cost:
-    model.ModelConfig.pair_cost.
+    This is a pure function of (sizes, seed, step). pair_cost: see ModelConfig.pair_cost.
     """
-    groups = [
-        list(range(i, i + cfg.num_generations)) for i in range(0, len(sizes), cfg.num_generations)
-    ]
+    groups = [range(i, i + cfg.num_generations) for i in range(0, len(sizes), cfg.num_generations)]
     if cfg.steps_per_generation > 1:
         random.Random(f"{cfg.seed},{step}").shuffle(groups)
-    part = len(groups) // cfg.steps_per_generation
-    parts = [
-        [sample for group in groups[i : i + part] for sample in group]
-        for i in range(0, len(groups), part)
+    each = len(groups) // cfg.steps_per_generation
+    return [
+        plan(list(itertools.chain(*groups[i : i + each])), sizes, cfg, world, pair_cost)
+        for i in range(0, len(groups), each)
     ]
-    return [Update(p, _trained(sizes, p), plan(p, sizes, cfg, world, pair_cost)) for p in parts]
 
 
 def one_update(samples: Sequence[Sample], cfg: Config) -> Update:
-    """All samples in one optimizer step of one process."""
-    known, everything = sizes(samples, cfg), list(range(len(samples)))
-    return Update(everything, _trained(known, everything), plan(everything, known, cfg))
+    """Put all samples into one optimizer step of one process."""
+    return plan(list(range(len(samples))), sizes(samples, cfg), cfg)
 
 
 def wanted(updates: Sequence[Update], world: int) -> list[set[int]]:
-    """The samples that each rank computes."""
+    """Return the samples that each rank computes."""
     return [
-        {i for u in updates for strip in u.strips[rank] for piece in strip for i in piece}
+        {i for u in updates for strip in u.strips[rank] for piece in strip for i in piece.samples}
         for rank in range(world)
     ]
 
 
 def plan(
-    chosen: Sequence[int],
-    sizes: Sequence[Size],
-    cfg: Config,
-    world: int = 1,
-    pair_cost: float = 0.0,
-) -> list[list[Strip]]:
-    """Strips for each rank, [world][micro-batches]: within the token budget, as even as can be, the
-    same number for every rank.
+    samples: list[int], sizes: Sequence[Size], cfg: Config, world: int = 1, pair_cost: float = 0.0
+) -> Update:
+    """Divide the samples of one update into strips.
 
-    Groups are split where that makes the step cheaper: a split group computes its prompt twice, but
-    evens out the load. A rank with nothing to do gets an empty strip; if no sample is trained, no
-    rank has a strip. Which rank takes which strip of a micro-batch is free, so each keeps as much
-    as it can of what it drew: a run of the generation, whose sizes these are.
+    Strips stay within the token budget and cost about the same. Every rank has as many strips as
+    the others: none if no sample is trained, and empty ones if there is less work than ranks. A
+    group is split where that makes the step cheaper: its prompt is then computed twice, but the
+    load is more even.
     """
-    groups: dict[int, Piece] = {}
-    for i in chosen:
+    groups: dict[int, list[int]] = {}
+    for i in samples:
         if sizes[i].completion_tokens:
             groups.setdefault(sizes[i].prompt, []).append(i)
-    best, best_cost = [], float("inf")
-    largest = max(map(len, groups.values()), default=0)
-    # completions in a piece
-    for most in _halvings(largest) if cfg.share_prompts else [1] * (largest > 0):
+    best: list[Strip] = []
+    least = math.inf
+    most = max(map(len, groups.values()), default=0) if cfg.share_prompts else min(len(groups), 1)
+    while most:  # completions in a piece
         pieces = [
-            group[j : j + most] for group in groups.values() for j in range(0, len(group), most)
+            _piece(group[j : j + most], sizes, pair_cost)
+            for group in groups.values()
+            for j in range(0, len(group), most)
         ]
-        if any(len(p) > 1 and _room(p, sizes) > cfg.token_budget for p in pieces):
-            # the budget is the memory: only a single completion may exceed it, which nothing can
-            # split
-            continue
-        bins, costs = _spread(pieces, sizes, cfg.token_budget, world, pair_cost)
-        # Ranks wait for each other at every micro-batch: a step takes as long as the longest of
-        # each.
-        cost = sum(max(costs[slot : slot + world]) for slot in range(0, len(costs), world))
-        if cost < best_cost:
-            best, best_cost = bins, cost
-    slots = [
-        _at_home(best[slot : slot + world], sizes, world) for slot in range(0, len(best), world)
-    ]
-    return [[sorted(slot[rank]) for slot in slots] for rank in range(world)]
+        # Only a single completion may exceed the budget, because nothing can split it.
+        if all(p.room <= cfg.token_budget or len(p.samples) == 1 for p in pieces):
+            strips, cost = _spread(pieces, len(sizes), cfg.token_budget, world)
+            if cost < least:
+                best, least = strips, cost
+        most = math.ceil(most / 2) if most > 1 else 0
+    batches = [_assign(best[i : i + world], sizes) for i in range(0, len(best), world)]
+    ranks = [[sorted(batch[rank]) for batch in batches] for rank in range(world)]
+    return Update(samples, sum(sizes[i].trained_tokens for i in samples), ranks)
 
 
-def home(sample: int, n_samples: int, world: int) -> int:
-    """The rank that drew a sample of a generation."""
+def _piece(samples: list[int], sizes: Sequence[Size], pair_cost: float) -> Piece:
+    p = sizes[samples[0]].prompt_tokens
+    ends = [sizes[i].completion_tokens - 1 for i in samples]  # the last token predicts nothing
+    tokens = p + sum(ends)
+    key_rows = tokens if len(samples) == 1 else p + sum(p + n for n in ends if n)
+    pairs = p * (p + 1) / 2 + sum(n * p + n * (n + 1) / 2 for n in ends)
+    return Piece(samples, tokens, key_rows, tokens + pair_cost * pairs)
+
+
+def _home(sample: int, n_samples: int, world: int) -> int:
+    """Return the rank that sampled it: each rank samples a run of the generation."""
     return sample * world // n_samples
 
 
-def _at_home(slot: list[Strip], sizes: Sequence[Size], world: int) -> list[Strip]:
-    """The strips of one micro-batch, rank by rank, so that few tokens change rank: the fewest up to
-    six ranks, then greedily.
-    """
-    kept = [[0] * world for _ in slot]  # [strip][rank]: tokens that need not be sent
-    for strip, row in zip(slot, kept):
-        for i in itertools.chain(*strip):
-            row[home(i, len(sizes), world)] += sizes[i].completion_tokens
-    if world <= 6:
-        orders = itertools.permutations(range(world))
-        order = max(
-            orders, key=lambda order: sum(kept[strip][rank] for rank, strip in enumerate(order))
-        )
-        return [slot[strip] for strip in order]
-    strip_of: dict[int, Strip] = {}
-    free = set(range(world))  # strips
-    for strip, rank in sorted(
-        itertools.product(range(world), repeat=2), key=lambda pair: -kept[pair[0]][pair[1]]
-    ):
-        if strip in free and rank not in strip_of:
-            strip_of[rank] = slot[strip]
-            free.remove(strip)
-    return [strip_of[rank] for rank in range(world)]
-
-
-def _halvings(n: int) -> list[int]:
-    """8 → [8, 4, 2, 1], 5 → [5, 3, 2, 1], 0 → []."""
-    return [n, *_halvings(math.ceil(n / 2))] if n > 1 else [1] * n
-
-
 def _spread(
-    pieces: list[Piece], sizes: Sequence[Size], budget: int, world: int, pair_cost: float
-) -> tuple[list[Strip], list[float]]:
-    """Few strips, a multiple of `world`, that hold all pieces, costliest strips first; a piece over
-    the budget has its own.
+    pieces: list[Piece], n_samples: int, budget: int, world: int
+) -> tuple[list[Strip], float]:
+    """Fill as few strips as the budget allows, a multiple of `world`.
 
-    Longest processing time first: each piece goes to the cheapest strip with room. At most 4/3 of
-    the optimum where the budget does not bind (Graham 1969). Where costs are equal the ranks'
-    pieces take turns, so that each strip is made of one rank's.
+    Return them with the costliest first, so `world` strips in a row make a micro-batch, and their
+    cost: ranks wait for each other, so a micro-batch costs what its first strip costs. A piece over
+    the budget has a strip of its own.
+
+    Longest processing time first: each piece goes to the cheapest strip with room for it. Where the
+    budget does not bind, this costs at most 4/3 of the optimum (Graham 1969). Among equal pieces
+    the ranks take turns, so each strip tends to hold the samples of one rank.
     """
-    turn = {p[0]: p[0] - home(p[0], len(sizes), world) * len(sizes) // world for p in pieces}
-    weighed = [(_cost(p, sizes, pair_cost), _room(p, sizes), p) for p in pieces]
-    weighed.sort(key=lambda x: (-x[0], turn[x[2][0]], x[2]))
-    by_room, by_pieces = sum(room for _, room, _ in weighed) / (budget * world), len(pieces) / world
-    count = world * math.ceil(min(by_room, by_pieces))
+
+    def order(piece: Piece) -> tuple:
+        first = piece.samples[0]
+        turn = first - _home(first, n_samples, world) * n_samples // world
+        return -piece.cost, turn, piece.samples
+
+    pieces = sorted(pieces, key=order)
+    needed = min(sum(p.room for p in pieces) / budget, len(pieces))  # strips
+    count = world * math.ceil(needed / world)
     while True:
-        bins: list[Strip] = [[] for _ in range(count)]
+        strips: list[Strip] = [[] for _ in range(count)]
         costs, left = [0.0] * count, [budget] * count
-        for cost, room, piece in weighed:
-            fits = [b for b in range(count) if room <= left[b] or not bins[b]]
+        for piece in pieces:
+            fits = [b for b in range(count) if piece.room <= left[b] or not strips[b]]
             if not fits:
                 break
-            b = min(fits, key=lambda b: costs[b])
-            bins[b].append(piece)
-            costs[b] += cost
-            left[b] -= room
+            b = min(fits, key=costs.__getitem__)
+            strips[b].append(piece)
+            costs[b] += piece.cost
+            left[b] -= piece.room
         else:
-            order = sorted(range(count), key=lambda b: -costs[b])
-            return [bins[b] for b in order], [costs[b] for b in order]
+            by_cost = sorted(range(count), key=lambda b: -costs[b])
+            return [strips[b] for b in by_cost], sum(costs[b] for b in by_cost[::world])
         count += world
 
 
-def _tokens(piece: Piece, sizes: Sequence[Size]) -> int:
-    """Tokens a piece computes: its prompt once, and of each completion all but the last, which
-    predicts nothing.
+def _assign(strips: list[Strip], sizes: Sequence[Size]) -> list[Strip]:
+    """Return the strips of a micro-batch in the order of the ranks that compute them.
+
+    Any order costs the same, so few tokens should change rank: the fewest for up to six ranks,
+    above that few by a greedy choice.
     """
-    return sizes[piece[0]].prompt_tokens + sum(sizes[i].completion_tokens - 1 for i in piece)
+    world = len(strips)
+    kept = [[0] * world for _ in strips]  # [strip][rank]: tokens that need not be sent
+    for strip, row in zip(strips, kept):
+        for i in itertools.chain(*(piece.samples for piece in strip)):
+            row[_home(i, len(sizes), world)] += sizes[i].completion_tokens
+    if world <= 6:
+        orders = itertools.permutations(range(world))
+        best = max(orders, key=lambda order: sum(kept[strip][r] for r, strip in enumerate(order)))
+        return [strips[b] for b in best]
+    pairs = itertools.product(range(world), repeat=2)
+    strip_of: dict[int, Strip] = {}
+    free = set(range(world))  # strips
+    for b, rank in sorted(pairs, key=lambda pair: -kept[pair[0]][pair[1]]):
+        if b in free and rank not in strip_of:
+            strip_of[rank] = strips[b]
+            free.remove(b)
+    return [strip_of[rank] for rank in range(world)]
 
 
-def key_rows(piece: Piece, sizes: Sequence[Size]) -> int:
-    """Rows of keys and values that attention reads for a piece, Tk of batch.py: each completion
-    gathers its prompt's again.
-    """
-    if len(piece) == 1:
-        return _tokens(piece, sizes)
-    p = sizes[piece[0]].prompt_tokens
-    return p + sum(
-        p + sizes[i].completion_tokens - 1 for i in piece if sizes[i].completion_tokens > 1
-    )
-
-
-def _room(piece: Piece, sizes: Sequence[Size]) -> int:
-    """What a piece takes of the token budget: its tokens, or a quarter of its key rows where that
-    is more.
-
-    So a strip has at most `token_budget` tokens and KEY_ROWS times as many key rows. A row costs a
-    few percent of a token (memory.py), but a long prompt has one for each of its tokens and
-    completions: 64 completions of 100 tokens on a prompt of 1,000 are 7,400 tokens and 71,400 rows.
-    """
-    return max(_tokens(piece, sizes), -(-key_rows(piece, sizes) // KEY_ROWS))
-
-
-def _cost(piece: Piece, sizes: Sequence[Size], pair_cost: float) -> float:
-    """Tokens, and the query-key pairs between them in units of tokens."""
-    p = sizes[piece[0]].prompt_tokens
-    ends = [sizes[i].completion_tokens - 1 for i in piece]
-    pairs = p * (p + 1) / 2 + sum(n * p + n * (n + 1) / 2 for n in ends)
-    return p + sum(ends) + pair_cost * pairs
-
-
-# --- the tensors ----------------------------------------------------------------------------------
+# --- the tensors ---
 
 
 def pack(
     update: Update, samples: Mapping[int, Sample] | Sequence[Sample], cfg: Config, rank: int = 0
 ) -> list[PackedBatch]:
-    """A rank's micro-batches of an optimizer step. `samples`: at least those that the rank
-    computes, by index.
+    """Return a rank's micro-batches of an optimizer step.
+
+    samples: at least those that the rank computes, by their index in the generation.
     """
     return [
         _pack(strip, samples, len(update.samples), update.n_tokens, cfg)
@@ -281,50 +260,47 @@ def _pack(
     n_tokens: int,
     cfg: Config,
 ) -> PackedBatch:
-    tokens, positions, rows, kv_rows = [], [], [], []  # [T], [T], [M], [Tk]
+    tokens: list[int] = []  # [T]
+    positions: list[int] = []  # [T]
+    kv_rows: list[int] = []  # [Tk]
     starts, kv_starts = [0], [0]  # [N+1]
 
-    def sequence(ids: list[int], position: int, sees: Sequence[int]) -> list[int]:
-        """Lays down a sequence that sees the rows `sees` and then itself; returns its rows."""
+    def sequence(ids: list[int], position: int, sees: list[int]) -> list[int]:
+        """Append a sequence that sees the rows `sees` and then itself; return its own rows."""
         own = list(range(len(tokens), len(tokens) + len(ids)))
         tokens.extend(ids)
         positions.extend(range(position, position + len(ids)))
-        kv_rows.extend([*sees, *own])
+        kv_rows.extend(sees + own)
         starts.append(len(tokens))
         kv_starts.append(len(kv_rows))
         return own
 
-    members = [i for piece in strip for i in piece]
-    # the completion tokens that are trained on
-    written = {i: samples[i].model_token_indices for i in members}
+    rows, targets, sample = [], [], []  # [M]
+    advantage, weight, logp = [], [], []  # [M]
     for piece in strip:
-        prompt = samples[piece[0]].prompt.token_ids
-        if any(samples[i].prompt.token_ids != prompt for i in piece):
-            raise ValueError(
-                f"different prompts share the id {samples[piece[0]].prompt.id}: ids must tell prompts apart"
-            )
-        shared = sequence(prompt, 0, []) if len(piece) > 1 else None
-        for i in piece:
-            # the last token's hidden state would predict what nobody sampled
-            ids = samples[i].token_ids[: written[i][-1]]
-            if shared is None:
-                predicts = sequence(prompt + ids, 0, [])[len(prompt) - 1 :]
-            else:  # the last prompt token predicts the first token of every completion
-                predicts = [shared[-1], *(sequence(ids, len(prompt), shared) if ids else [])]
-            rows += [predicts[j] for j in written[i]]
-    # nothing to do, but the other ranks wait in the same collectives: one token, no row, no
-    # gradient
-    if not tokens:
+        prompt = samples[piece.samples[0]].prompt
+        shared = sequence(prompt.token_ids, 0, []) if len(piece.samples) > 1 else []
+        for i in piece.samples:
+            s, trained = samples[i], samples[i].model_token_indices
+            if s.prompt.token_ids != prompt.token_ids:
+                raise ValueError(f"Different prompts have the id {prompt.id}; ids must be unique.")
+            ids = s.token_ids[: trained[-1]]  # the last one would predict a token nobody sampled
+            if shared:  # the last prompt token predicts the first token of every completion
+                predicts = [shared[-1], *(sequence(ids, len(shared), shared) if ids else [])]
+            else:
+                predicts = sequence(prompt.token_ids + ids, 0, [])[len(prompt.token_ids) - 1 :]
+            n = len(trained)
+            rows += [predicts[j] for j in trained]
+            targets += [s.token_ids[j] for j in trained]
+            sample += [i] * n
+            advantage += [s.advantage] * n
+            weight += [token_weight(n, n_samples, n_tokens, cfg)] * n
+            logp += [s.logp[j] for j in trained]
+    if not tokens:  # nothing to do; one token lets this rank join the others' collectives
         sequence([0], 0, [])
 
-    counts = torch.tensor([len(written[i]) for i in members], dtype=torch.int64)  # [samples]
-
-    def per_token(values: list, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """One value a sample → one a completion token, [M]."""
-        return torch.tensor(values, dtype=dtype).repeat_interleave(counts)
-
     def longest(bounds: list[int]) -> int:
-        return max(b - a for a, b in zip(bounds, bounds[1:]))  # noqa: RUF007
+        return max(end - start for start, end in itertools.pairwise(bounds))
 
     sharing = len(kv_rows) > len(tokens)
     return PackedBatch(
@@ -336,15 +312,9 @@ def _pack(
         kv_cu_seqlens=torch.tensor(kv_starts, dtype=torch.int32) if sharing else None,
         kv_max_len=longest(kv_starts) if sharing else 0,
         rows=torch.tensor(rows, dtype=torch.int64),
-        targets=torch.tensor(
-            [samples[i].token_ids[j] for i in members for j in written[i]], dtype=torch.int64
-        ),
-        sample=per_token(members, torch.int64),
-        advantage=per_token([samples[i].advantage for i in members]),
-        weight=per_token(
-            [token_weight(len(written[i]), n_samples, n_tokens, cfg) for i in members]
-        ),
-        sampling_logp=torch.tensor(
-            [samples[i].logp[j] for i in members for j in written[i]], dtype=torch.float32
-        ),
+        targets=torch.tensor(targets, dtype=torch.int64),
+        sample=torch.tensor(sample, dtype=torch.int64),
+        advantage=torch.tensor(advantage, dtype=torch.float32),
+        weight=torch.tensor(weight, dtype=torch.float32),
+        sampling_logp=torch.tensor(logp, dtype=torch.float32),
     )

@@ -54,6 +54,15 @@ def sample_lists(draw) -> list[Sample]:
     return out
 
 
+def size(prompt: int, prompt_tokens: int, completion_tokens: int) -> packing.Size:
+    """The size of a sample without tool answers."""
+    return packing.Size(prompt, prompt_tokens, completion_tokens, completion_tokens)
+
+
+def pieces(ranks: list[list[packing.Strip]]) -> list[packing.Piece]:
+    return [piece for strips in ranks for strip in strips for piece in strip]
+
+
 WORLDS = st.sampled_from([1, 2, 3, 4])
 
 
@@ -63,12 +72,10 @@ def test_a_plan_takes_each_trained_sample_once_and_gives_every_rank_as_many_stri
 ):
     cfg = config(token_budget=budget, share_prompts=share)
     known = packing.sizes(samples, cfg)
-    ranks = packing.plan(range(len(samples)), known, cfg, world, pair_cost)
+    everything = list(range(len(samples)))
+    ranks = packing.plan(everything, known, cfg, world, pair_cost).strips
     trained = [i for i, s in enumerate(samples) if s.token_ids]
-    assert (
-        sorted(i for strips in ranks for strip in strips for piece in strip for i in piece)
-        == trained
-    )
+    assert sorted(i for p in pieces(ranks) for i in p.samples) == trained
     assert len(ranks) == world
     assert len({len(strips) for strips in ranks}) == 1
     assert bool(ranks[0]) == bool(trained)  # nothing to train: no strip at all
@@ -76,15 +83,14 @@ def test_a_plan_takes_each_trained_sample_once_and_gives_every_rank_as_many_stri
     assert world > 1 or all(strip for strips in ranks for strip in strips)
     for strips in ranks:
         for strip in strips:
-            tokens = [packing._tokens(piece, known) for piece in strip]
             # above the budget: one completion, alone
-            assert sum(tokens) <= budget or len(strip) == len(strip[0]) == 1
-            keys = [packing.key_rows(piece, known) for piece in strip]
-            assert sum(keys) <= packing.KEY_ROWS * budget or len(strip) == len(strip[0]) == 1
+            alone = sum(len(p.samples) for p in strip) == 1
+            assert sum(p.tokens for p in strip) <= budget or alone
+            assert sum(p.key_rows for p in strip) <= packing.KEY_ROWS * budget or alone
             for piece in strip:
-                assert len({samples[i].prompt.id for i in piece}) == 1
-                assert share or len(piece) == 1
-    assert ranks == packing.plan(range(len(samples)), known, cfg, world, pair_cost)  # pure
+                assert len({samples[i].prompt.id for i in piece.samples}) == 1
+                assert share or len(piece.samples) == 1
+    assert ranks == packing.plan(everything, known, cfg, world, pair_cost).strips  # pure
 
 
 @given(
@@ -100,9 +106,8 @@ def test_every_vector_of_a_strip(samples, budget, world, masked, loss_type, shar
     cfg = config(token_budget=budget, max_completion_length=9, **options)
     known = packing.sizes(samples, cfg)
     n_tokens = sum(len(s.token_ids) for s in samples if s.stopped or not masked)
-    update = packing.Update(
-        list(range(len(samples))), n_tokens, packing.plan(range(len(samples)), known, cfg, world)
-    )
+    update = packing.plan(list(range(len(samples))), known, cfg, world)
+    assert update.n_tokens == n_tokens
     seen = []
     for rank in range(world):
         for number, b in enumerate(packing.pack(update, samples, cfg, rank)):
@@ -129,7 +134,7 @@ def test_every_vector_of_a_strip(samples, budget, world, masked, loss_type, shar
             )
             strip = update.strips[rank][number]
             assert len(b.tokens if b.kv_rows is None else b.kv_rows) == (
-                sum(packing.key_rows(p, known) for p in strip) or 1
+                sum(p.key_rows for p in strip) or 1
             )
             views = [list(range(*bound)) for bound in bounds]
             if b.kv_rows is not None:
@@ -191,7 +196,7 @@ def test_the_example_of_the_docstring():
 def test_prompts_that_share_an_id_by_mistake_are_noticed():
     samples = a_group()
     samples[1].prompt = Prompt(0, "", [100, 102])
-    with pytest.raises(ValueError, match="different prompts share the id 0"):
+    with pytest.raises(ValueError, match="Different prompts have the id 0"):
         packed(samples, config())
 
 
@@ -200,7 +205,7 @@ def test_prompts_that_share_an_id_by_mistake_are_noticed():
 )
 def test_a_schedule_partitions_whole_groups(per_part, parts, G, seed, step):
     cfg = config(num_generations=G, steps_per_generation=parts, seed=seed)
-    sizes = [packing.Size(i // G, 3, 1 + i % 5) for i in range(per_part * parts * G)]
+    sizes = [size(i // G, 3, 1 + i % 5) for i in range(per_part * parts * G)]
     updates = packing.schedule(sizes, cfg, step)
     assert len(updates) == parts
     assert sorted(i for u in updates for i in u.samples) == list(range(len(sizes)))
@@ -214,7 +219,7 @@ def test_a_schedule_partitions_whole_groups(per_part, parts, G, seed, step):
 
 
 def test_a_schedule_changes_with_the_step_and_the_seed():
-    sizes = [packing.Size(i // 2, 1, 1) for i in range(32)]
+    sizes = [size(i // 2, 1, 1) for i in range(32)]
     cfg = config(num_generations=2, steps_per_generation=4)
 
     def order(cfg: Config, step: int) -> list[int]:
@@ -236,38 +241,28 @@ def uneven(
     draws = torch.empty(P * G).exponential_(
         3 / longest, generator=torch.Generator().manual_seed(seed)
     )
-    return [
-        packing.Size(i // G, prompt, int(n)) for i, n in enumerate(draws.ceil().clamp(1, longest))
-    ]
+    return [size(i // G, prompt, int(n)) for i, n in enumerate(draws.ceil().clamp(1, longest))]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_uneven_lengths_are_spread_evenly_and_cost_no_extra_tokens(world):
     sizes = uneven(P=8 * world)
     cfg = config(token_budget=2048)
-    ranks = packing.plan(range(len(sizes)), sizes, cfg, world, pair_cost=1e-3)
+    ranks = packing.plan(list(range(len(sizes))), sizes, cfg, world, pair_cost=1e-3).strips
     needed = sum(s.completion_tokens - 1 for s in sizes) + 8 * world * 32  # every prompt once
-    computed = sum(
-        packing._tokens(piece, sizes) for strips in ranks for strip in strips for piece in strip
-    )
-    assert computed <= 1.02 * needed
-    costs = [
-        [sum(packing._cost(piece, sizes, 1e-3) for piece in strip) for strip in strips]
-        for strips in ranks
-    ]
+    assert sum(p.tokens for p in pieces(ranks)) <= 1.02 * needed
+    costs = [[sum(p.cost for p in strip) for strip in strips] for strips in ranks]
     for slot in zip(*costs):  # ranks wait for the slowest of each micro-batch
         assert max(slot) <= 1.15 * sum(slot) / world
 
 
 def test_shared_prompts_save_what_they_should():
     """G = 8, prompt half as long as the completion: (P + G·R) / (G·(P + R)) = 0.71 of the tokens."""
-    sizes = [packing.Size(i // 8, 64, 128) for i in range(64)]
+    sizes = [size(i // 8, 64, 128) for i in range(64)]
 
     def computed(**options) -> int:
-        ranks = packing.plan(range(64), sizes, config(**options))
-        return sum(
-            packing._tokens(piece, sizes) for strips in ranks for strip in strips for piece in strip
-        )
+        ranks = packing.plan(list(range(64)), sizes, config(**options)).strips
+        return sum(p.tokens for p in pieces(ranks))
 
     assert computed() <= 0.75 * computed(share_prompts=False)
 
@@ -304,14 +299,16 @@ def test_a_long_prompt_of_many_completions_is_split_before_its_keys_fill_the_mem
     """64 completions of 100 tokens on a prompt of 1,000: within the budget by tokens, but with ten
     rows of keys a token.
     """
-    sizes = [packing.Size(0, 1000, 101)] * 64
-    (strips,) = packing.plan(range(64), sizes, config(token_budget=8000))
-    assert sum(map(len, strips[0])) < 64
+    sizes = [size(0, 1000, 101)] * 64
+    everything = list(range(64))
+    (strips,) = packing.plan(everything, sizes, config(token_budget=8000)).strips
     for strip in strips:
-        assert sum(packing.key_rows(piece, sizes) for piece in strip) <= packing.KEY_ROWS * 8000
-    assert packing.key_rows(list(range(64)), sizes) == 1000 + 64 * 1100 > packing.KEY_ROWS * 8000
-    # with room it stays whole
-    assert len(packing.plan(range(64), sizes, config(token_budget=20_000))[0]) == 1
+        assert sum(p.key_rows for p in strip) <= packing.KEY_ROWS * 8000
+    # with room for its key rows the group is one piece
+    ((strip,),) = packing.plan(everything, sizes, config(token_budget=20_000)).strips
+    (piece,) = strip
+    assert piece.tokens <= 8000 < piece.key_rows / packing.KEY_ROWS
+    assert piece.key_rows == 1000 + 64 * 1100
 
 
 # ---- who trains what he drew ---------------------------------------------------------------------
@@ -332,7 +329,7 @@ def moved(sizes: list[packing.Size], updates: list[packing.Update], world: int) 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_of_even_lengths_nothing_moves(world, share, budget):
-    sizes = [packing.Size(i // 8, 20, 50) for i in range(8 * 4 * world)]
+    sizes = [size(i // 8, 20, 50) for i in range(8 * 4 * world)]
     cfg = config(token_budget=budget, share_prompts=share)
     assert moved(sizes, packing.schedule(sizes, cfg, 0, world), world) == 0
 
@@ -356,6 +353,6 @@ def test_of_uneven_lengths_each_micro_batch_leaves_most_where_it_is(world):
             if world <= 4
             else away(range(world))
         )
-        cost = [sum(packing._cost(piece, sizes, 1e-3) for piece in strip) for strip in slot]
+        cost = [sum(piece.cost for piece in strip) for strip in slot]
         by_cost += away(sorted(range(world), key=lambda s: -cost[s]))
     assert moved(sizes, [update], world) == least < by_cost
