@@ -40,8 +40,8 @@ from bench.trl_peer import (
 )
 from nanogrpo.config import CHOICES
 from nanogrpo.grpo import mismatch
-from nanogrpo.grpo.mismatch import MODES
 
+MODES = CHOICES["vllm_importance_sampling_mode"]
 BOUNDS = ((3.0, None), (1.5, 0.7))  # clip_max, clip_min of the importance weights
 
 

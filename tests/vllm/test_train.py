@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train
-from nanogrpo.grpo.mismatch import MODES
+from nanogrpo.config import CHOICES
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from tests.conftest import arguments, steps, tiny_config
@@ -63,7 +63,7 @@ def test_a_run_samples_from_the_server_and_brings_it_every_step_of_the_weights(
         assert "sampling/importance_sampling_ratio/mean" not in row
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("mode", CHOICES["vllm_importance_sampling_mode"][1:])
 def test_the_correction_is_applied_and_logged(argv, tmp_path, mode):
     bounds = [
         "--vllm-importance-sampling-clip-min",
