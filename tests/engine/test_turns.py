@@ -5,13 +5,13 @@ the engine does without.
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 import train
 from nanogrpo.config import Config
-from nanogrpo.engine import calculator
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.engine.turns import TurnsEngine
@@ -19,6 +19,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing
 from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.rewards import plugin
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import SOLO, arguments, packed, positions_of, steps, tiny_model, write_base
 
@@ -33,6 +34,7 @@ def tokenizer(base):
     return Tokenizer(base)
 
 
+CALCULATOR = Path(train.__file__).parent / "examples" / "calculator.py"
 PROMPTS = [Prompt(i, f"{i}+1=", [50 + i, 14, 20, 30]) for i in range(3)]
 PARAMS = SamplingParams(max_tokens=16, stop_token_ids=(3,), seed=5)
 
@@ -161,7 +163,7 @@ def test_only_own_tokens_carry_loss_and_all_are_seen(share):
     )
     plain = Sample(prompt, 1, [20, 21], [-5.0, -6.0], True, [0] * 2)
     cfg = Config(num_generations=2, generation_batch_size=2, share_prompts=share)
-    assert packing.sizes([told, plain], cfg) == [packing.Size(0, 2, 4, 1), packing.Size(0, 2, 2, 0)]
+    assert packing.sizes([told, plain], cfg) == [packing.Size(0, 2, 4, 3), packing.Size(0, 2, 2, 2)]
     (batch,) = packed([told, plain], cfg)
     assert batch.targets.tolist() == [10, 11, 13, 20, 21]
     assert batch.sampling_logp.tolist() == [-1.0, -2.0, -4.0, -5.0, -6.0]
@@ -280,17 +282,17 @@ def fails(samples, turns):
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
-        (lambda samples, turns: None, "without a token of the model's own: call turns.generate"),
-        (fails, "fails raised KeyError: 'tool'; mend the function"),
+        (lambda samples, turns: None, "with no token that the model wrote: call turns.generate"),
+        (fails, "fails raised KeyError: 'tool'; fix the function"),
         (
             lambda samples, turns: turns.generate(samples, stop=("no such token",)),
             "choose a text that is one token",
         ),
         (fills(logp=[-1.0]), "of different lengths"),
         (fills(versions=[7, 6]), "with versions other than 7: give turns.engine.version"),
-        (fills(is_model_token=[False, False]), "without a token of the model's own"),
+        (fills(is_model_token=[False, False]), "with no token that the model wrote"),
         (fills(token_ids=[1, 10_000]), "outside the vocabulary"),
-        (fills(logp=[-1.0, float("nan")]), "no log-probability"),
+        (fills(logp=[-1.0, float("nan")]), "not a log-probability"),
         (
             fills(
                 token_ids=[1] * 17, logp=[-1.0] * 17, versions=[7] * 17, is_model_token=[True] * 17
@@ -320,7 +322,7 @@ def test_what_cannot_be_trained_on_is_refused(tokenizer, function, sentence):
     ],
 )
 def test_the_calculator(text, answer):
-    assert calculator.calculate(text) == answer
+    assert plugin.load(f"{CALCULATOR}:calculate", "")(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -332,7 +334,7 @@ def test_a_run_with_the_calculator(base, files, tmp_path, more):
         files,
         tmp_path,
         "--rollout",
-        "nanogrpo.engine.calculator:rollout",
+        f"{CALCULATOR}:rollout",
         "--max-completion-length",
         "16",
         *more,
@@ -351,7 +353,7 @@ def test_a_run_with_the_calculator(base, files, tmp_path, more):
             ["--rollout", "nowhere"],
             "--rollout: 'nowhere' is neither package.module:name nor path/file.py:name",
         ),
-        (["--rollout", "nanogrpo.engine.calculator:no"], "has no function 'no'"),
+        (["--rollout", f"{CALCULATOR}:no"], "has no function 'no'"),
         (
             ["--rollout", "no.such.module:f"],
             "importing 'no.such.module' raised ModuleNotFoundError",
