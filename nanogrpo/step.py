@@ -178,7 +178,7 @@ def add_logps(run: Run, batches: list[PackedBatch]) -> None:
                 batch.old_logp, batch.sampling_logp, batch.sample, mode, *bounds
             )
         if run.reference is not None:
-            with lora.off(run.reference):
+            with lora.disabled(run.reference):
                 batch.ref_logp = logp(run.reference, batch, cfg)
     if top:
         entropy.keep_top(batches, entropies, cfg.top_entropy_quantile, run.world)

@@ -1,11 +1,11 @@
-"""Adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors, in
-and out.
+"""Read and write adapters in PEFT's format: a folder with adapter_config.json and
+adapter_model.safetensors.
 
-In: a model with adapters (lora.py), the options. Out: adapters filled, fresh or from a folder;
+In: a model with adapters (lora.py), and the options. Out: adapters, initialized or loaded, and
 folders that peft loads over the base model:
-`PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)`. PEFT's names are
-ours with a prefix and a suffix. What PEFT can do and we cannot is refused by name. Read before:
-lora.py. Read next: state.py (when they are saved).
+`PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)`. PEFT's tensor names
+are ours with a prefix and a suffix. Features of PEFT that we do not have are rejected by name. Read
+before: lora.py. Read next: run/state.py (when adapters are saved).
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ from nanogrpo.model.decoder import Decoder
 log = logging.getLogger("nanogrpo")
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# The fields of adapter_config.json that describe what we compute too, or nothing that is computed.
-# All others, also those that PEFT does not have yet, must be absent, empty or "none".
-KNOWN = {
-    "peft_type",
-    "r",
-    "lora_alpha",
-    "target_modules",
-    "lora_dropout",
-    "task_type",
-    "inference_mode",
-    "auto_mapping",
-    "revision",
-}
-KNOWN |= {
-    "base_model_name_or_path",
-    "peft_version",
-    "megatron_core",
-    "qalora_group_size",
-    "layers_pattern",
-    "init_lora_weights",
-}
-# of init_lora_weights; others, such as pissa, change the base weights too
+# The fields of adapter_config.json that do not change the computation or that we compute too. Every
+# other field must be absent, empty or "none", including those that PEFT will add in future.
+KNOWN = set(
+    [
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "lora_dropout",
+        "task_type",
+        "inference_mode",
+        "auto_mapping",
+        "revision",
+        "base_model_name_or_path",
+        "peft_version",
+        "megatron_core",
+        "qalora_group_size",
+        "layers_pattern",
+    ]
+)
+# Accepted values of init_lora_weights. Others, such as "pissa", change the base weights too.
 PLAIN_STARTS = (None, True, False, "gaussian")
 
 
@@ -59,12 +58,12 @@ def peft_name(name: str) -> str:
 
 
 @torch.no_grad()
-def begin(model: Decoder, cfg: Config) -> None:
-    """Fills the adapters, of a whole or a sharded model: from --lora-adapter, or B = 0 and A as
-    PEFT draws it, by the seed.
+def initialize(model: Decoder, cfg: Config) -> None:
+    """Fill the adapters of a full or sharded model: from --lora-adapter, or B = 0 and A drawn by
+    the seed as in PEFT.
 
-    A is uniform within ±1/√in (kaiming_uniform with a = √5), the same on any number of ranks: each
-    draws all of it.
+    A is uniform within ±1/√in (kaiming_uniform with a = √5). Every rank draws all of A, so the
+    values do not depend on the number of ranks.
     """
     if cfg.lora_adapter:
         load(model, Path(cfg.lora_adapter), cfg)
@@ -80,70 +79,64 @@ def begin(model: Decoder, cfg: Config) -> None:
 
 @torch.no_grad()
 def load(model: Decoder, folder: Path, cfg: Config) -> None:
-    """Reads a folder in PEFT's format into the adapters; UserError names what does not fit."""
-    if not (folder / CONFIG).exists():
-        raise UserError(
-            f"--lora-adapter {folder} holds no {CONFIG}: give a folder that peft or a run of ours has written."
-        )
-    check(read_json(folder / CONFIG), folder, cfg)
-    wanted = {peft_name(name): p for name, p in model.named_parameters() if lora.is_adapter(name)}
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as f:
-            found = set(f.keys())
-            for name in sorted(found | wanted.keys()):
-                shapes = [tuple(f.get_slice(name).get_shape()) if name in found else None]
-                shapes.append(tuple(wanted[name].shape) if name in wanted else None)
-                if shapes[0] != shapes[1]:
-                    there, here = (shape or "none" for shape in shapes)
-                    raise UserError(
-                        f"--lora-adapter {folder}: {name} has shape {there} there and {here} here; give the model and the "
-                        "--lora-target-modules that it was made with."
-                    )
-                fill(wanted[name], f.get_slice(name))
-    except (SafetensorError, OSError) as e:
-        raise UserError(
-            f"--lora-adapter {folder}: {WEIGHTS} cannot be read ({e}): write it again."
-        ) from e
+    """Read a folder in PEFT's format into the adapters. Raises UserError if something does not
+    match the model or the options.
+    """
 
-
-def check(found: dict, folder: Path, cfg: Config) -> None:
-    """Whether the adapters of an adapter_config.json are those that the options describe."""
-
-    def require(ok: bool, sentence: str) -> None:
+    def require(ok: bool, problem: str) -> None:
         if not ok:
-            raise UserError(f"--lora-adapter {folder}: {sentence}.")
+            raise UserError(f"--lora-adapter {folder}: {problem}.")
 
     require(
-        found.get("peft_type") == "LORA",
-        f"peft_type is {found.get('peft_type')!r}, only LORA can be loaded",
+        (folder / CONFIG).exists(),
+        f"it holds no {CONFIG}: name a folder that peft or a nanogrpo run has written",
     )
+    found = read_json(folder / CONFIG)
+    kind = found.get("peft_type")
+    require(kind == "LORA", f"peft_type is {kind!r}, but only LORA can be loaded")
     for name, value in found.items():
-        fits = (
-            value in PLAIN_STARTS
-            if name == "init_lora_weights"
-            else name in KNOWN or value in (None, False, "none", {}, [])
+        starts = name == "init_lora_weights" and value in PLAIN_STARTS
+        empty = value in (None, False, "none", {}, [])
+        require(
+            name in KNOWN or starts or empty, f"{name} is {value!r}, which is not supported here"
         )
-        require(fits, f"{name} is {value!r}, which is not supported here")
-    for name, flag, ours in (
+    for name, option, ours in (
         ("r", "--lora-r", cfg.lora_r),
         ("lora_alpha", "--lora-alpha", cfg.lora_alpha),
     ):
         require(
             found.get(name) == ours,
-            f"it has {name} = {found.get(name)}, but {flag} is {ours}: give the same",
+            f"it has {name} = {found.get(name)}, but {option} is {ours}: use the same value",
         )
     if found.get("lora_dropout"):
         log.info(
-            "%s was trained with lora_dropout %s; here nothing is dropped (lora.py says why)",
+            "%s was trained with lora_dropout %s; nanogrpo has no dropout (lora.py explains why)",
             folder,
             found["lora_dropout"],
         )
+    wanted = {peft_name(name): p for name, p in model.named_parameters() if lora.is_adapter(name)}
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as f:
+            saved = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (no __iter__)
+            for name in sorted(saved.keys() | wanted.keys()):
+                there = tuple(saved[name].get_shape()) if name in saved else "none"
+                here = tuple(wanted[name].shape) if name in wanted else "none"
+                require(
+                    there == here,
+                    f"{name} has shape {there} there and {here} here; use the model and the "
+                    "--lora-target-modules it was trained with",
+                )
+                fill(wanted[name], saved[name])
+    except (SafetensorError, OSError) as e:
+        raise UserError(
+            f"--lora-adapter {folder}: {WEIGHTS} is missing or damaged ({e}): write it again."
+        ) from e
 
 
 @torch.no_grad()
 def host_adapters(model: Decoder, keep: bool = True) -> dict[str, Tensor]:
-    """Copies of the adapters in host memory, under PEFT's names, float32 as they are trained. Every
-    rank must call.
+    """Return copies of the adapters in host memory, under PEFT's names and in float32. Every rank
+    must call this; a rank with `keep` off gets none.
     """
     out = {}
     for name, p in model.named_parameters():
@@ -155,20 +148,19 @@ def host_adapters(model: Decoder, keep: bool = True) -> dict[str, Tensor]:
 
 
 def write(tensors: dict[str, Tensor], folder: Path, cfg: Config) -> None:
-    """Writes a folder in PEFT's format. tensors: of `host_adapters`."""
-    folder.mkdir()
+    """Write a folder in PEFT's format. tensors: from `host_adapters`."""
+    alpha = cfg.lora_alpha
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": cfg.base,
         "r": cfg.lora_r,
-        "lora_alpha": int(cfg.lora_alpha)
-        if cfg.lora_alpha == int(cfg.lora_alpha)
-        else cfg.lora_alpha,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "target_modules": lora.targets(cfg),
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
     }
+    folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

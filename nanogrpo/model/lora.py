@@ -1,16 +1,17 @@
 """Low-rank adapters (Hu et al. 2021, 2106.09685): y = W x + alpha/r · B A x, where only A [r, in]
 and B [out, r] are trained.
 
-In: a Decoder, whose chosen matrices become `LoRALinear`; the names of its own parameters stay what
-they were. Out: the same model, two of whose views matter elsewhere:
+In: a Decoder. Its chosen matrices become `LoRALinear`; parameter names do not change. Out: the same
+model, which others use in two ways:
 
-    merged          W + alpha/r · B A, a new tensor: what engines sample with and transformers loads; W itself is never written
-    adapters off    the model as it was: the reference of beta > 0, so that no second model is kept
+    merged      W + alpha/r · B A as a new tensor: engines sample with it and transformers loads it.
+                W itself is never overwritten.
+    disabled    the base model: the reference policy when beta > 0, so no second model is kept
 
 B starts at zero, so the first policy is the base. There is no dropout: engines sample with the
-merged weights, and a policy that drops features while it is trained is not the one that sampled: on
-policy, its ratio would not be 1. Read next: adapters.py (PEFT's files), sync.py (the merged weights
-on their way).
+merged weights, so a policy trained with dropout would differ from the one that sampled, and its
+on-policy ratio would not be 1. Read next: adapters.py (PEFT's files), vllm/sync.py (how the merged
+weights reach a server).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from nanogrpo.model.decoder import Decoder
 
 
 class LoRALinear(nn.Module):
-    """A linear layer whose weight and bias are frozen, and its adapters. They hold no numbers yet:
-    adapters.begin fills them.
+    """A linear layer with frozen weight and bias, and its adapters. They are uninitialized until
+    `adapters.initialize`.
     """
 
     def __init__(self, base: nn.Linear, r: int, alpha: float):
@@ -38,21 +39,21 @@ class LoRALinear(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(r, base.in_features, **like))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, r, **like))
         self.scale = alpha / r
-        self.on = True
+        self.enabled = True
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear(x, self.weight, self.bias)  # [T, out]
-        return y + self.scale * linear(linear(x, self.lora_A), self.lora_B) if self.on else y
+        return y + self.scale * linear(linear(x, self.lora_A), self.lora_B) if self.enabled else y
 
 
 def targets(cfg: Config) -> list[str]:
-    """The names of the adapted layers, in the model's order."""
+    """Return the names of the adapted layers, in the model's order."""
     return [name for name in LORA_TARGETS if name in (cfg.lora_target_modules or LORA_TARGETS)]
 
 
 def attach(model: Decoder, cfg: Config) -> None:
-    """Freezes the model and gives the chosen layers adapters; nothing where --lora-r is 0. Before
-    it is sharded.
+    """Freeze the model and add adapters to the chosen layers, unless --lora-r is 0. Call this
+    before the model is sharded.
     """
     if not cfg.lora_r:
         return
@@ -65,16 +66,16 @@ def attach(model: Decoder, cfg: Config) -> None:
 
 
 @contextlib.contextmanager
-def off(model: nn.Module) -> Iterator[None]:
-    """The model without its adapters, if it has any, for the time of a `with`."""
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Disable the model's adapters, if it has any, inside a `with`."""
     adapted = [m for m in model.modules() if isinstance(m, LoRALinear)]
     for m in adapted:
-        m.on = False
+        m.enabled = False
     try:
         yield
     finally:
         for m in adapted:
-            m.on = True
+            m.enabled = True
 
 
 def is_adapter(name: str) -> bool:
@@ -82,12 +83,14 @@ def is_adapter(name: str) -> bool:
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that a checkpoint of the model has, by name, each once."""
+    """Yield (name, parameter) for each parameter that a checkpoint of the model has, once."""
     return ((name, p) for name, p in model.named_parameters() if not is_adapter(name))
 
 
 def gathered(p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a parameter without its gradient. A shard is cast to `dtype` and gathered by a collective."""
+    """Return a parameter without its gradient. A shard is cast to `dtype` and gathered by a
+    collective.
+    """
     p = p.detach()
     return p.to(dtype).full_tensor() if hasattr(p, "full_tensor") else p
 

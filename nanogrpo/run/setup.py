@@ -184,7 +184,7 @@ def load_sharded(model: Decoder, source: Path, world: World, cfg: Config) -> Dec
     model.to_empty(device=fsdp.parameter_device(world, cfg))
     model.tie()
     checkpoint.load_weights(model, source)
-    adapters.begin(model, cfg)
+    adapters.initialize(model, cfg)
     return model
 
 

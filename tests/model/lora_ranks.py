@@ -40,7 +40,7 @@ def adapted(cfg: Config, model: Decoder | None = None, fresh: bool = False) -> D
     """A model with adapters, whose B is not zero any more unless it is to be fresh."""
     model = model or tiny_model()
     lora.attach(model, cfg)
-    adapters.begin(model, cfg)
+    adapters.initialize(model, cfg)
     return model if fresh else nudge(model)
 
 
@@ -101,7 +101,7 @@ def three_steps(base: Path, options: dict, world: World = SOLO) -> tuple[dict, d
     assert all(lora.is_adapter(name) for name in gradient)
     sent = {name: p.clone() for name, p in lora.full_parameters(model)}
     positions, attend = positions_of([13])
-    with torch.no_grad(), lora.off(model):
+    with torch.no_grad(), lora.disabled(model):
         off = model(random_tokens(13, 104), positions, attend)
     return gradient, checkpoint.host_weights(model), sent, off
 

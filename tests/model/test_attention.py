@@ -40,7 +40,7 @@ def test_the_reference_attention_is_the_equation(H, K):
     q, k, v = (3 * torch.randn(15, heads, 8) for heads in (H, K, K))
     _, attend = positions_of(lengths)
     torch.testing.assert_close(
-        reference(q, k, v, attend.cu_seqlens, 9).double(),
+        reference(q, k, v, *attend.bounds).double(),
         by_hand(q, k, v, lengths),
         rtol=0,
         atol=1e-5,
@@ -51,7 +51,7 @@ def test_packed_remembers_the_keys_and_values_when_asked():
     model = tiny_model()
     tokens = random_tokens(9)
     positions, attend = positions_of([4, 5])
-    keeping = Packed(attend.cu_seqlens, attend.max_len, keep=True)
+    keeping = Packed(*attend.bounds[:2], keep=True)
     assert torch.equal(model(tokens, positions, attend), model(tokens, positions, keeping))
     assert attend.kept is None
     assert sorted(keeping.kept) == [0, 1]
@@ -144,7 +144,7 @@ def test_fast_backends_agree_with_the_equation(name, shared):
     lengths = [130, 1, 77, 300]
     attend = shared_prompt() if shared else positions_of(lengths)[1]
     bounds = [x.cuda() if isinstance(x, torch.Tensor) else x for x in attend.bounds]
-    queries, keys = int(bounds[0][-1]), int(bounds[-2 if shared else 0][-1])
+    queries, keys = int(bounds[0][-1]), int(bounds[2][-1])
     q, k, v, g = (
         torch.randn(n, heads, 128, device="cuda")
         for n, heads in ((queries, 8), (keys, 2), (keys, 2), (queries, 8))

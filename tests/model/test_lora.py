@@ -80,16 +80,16 @@ def test_the_gradient_is_that_of_the_dense_formulation(shape):
 def test_the_first_policy_is_the_base_exactly_and_off_is_the_base_at_any_time():
     base, model = tiny_model(), tiny_model()
     lora.attach(model, LORA)
-    adapters.begin(model, LORA)
+    adapters.initialize(model, LORA)
     assert torch.equal(logits(model), logits(base))
     nudge(model)
     assert not torch.allclose(logits(model), logits(base), atol=0.1)
-    with lora.off(model):
+    with lora.disabled(model):
         assert torch.equal(logits(model), logits(base))
     assert not torch.allclose(logits(model), logits(base), atol=0.1)
-    with pytest.raises(ZeroDivisionError), lora.off(model):
+    with pytest.raises(ZeroDivisionError), lora.disabled(model):
         raise ZeroDivisionError
-    assert all(m.on for m in model.modules() if isinstance(m, lora.LoRALinear))
+    assert all(m.enabled for m in model.modules() if isinstance(m, lora.LoRALinear))
 
 
 def test_a_is_as_peft_draws_it_and_depends_on_the_seed_alone():

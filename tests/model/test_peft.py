@@ -121,7 +121,7 @@ WRONG = {
     "no folder": (
         lambda f: None,
         {"lora_adapter": "nowhere"},
-        "nowhere holds no adapter_config.json",
+        "nowhere: it holds no adapter_config.json",
     ),
     "another rank": (lambda f: None, {"lora_r": 8}, "it has r = 3, but --lora-r is 8"),
     "another alpha": (
@@ -170,17 +170,17 @@ WRONG = {
     "no weights": (
         lambda f: (f / "adapter_model.safetensors").unlink(),
         {},
-        "adapter_model.safetensors cannot be read",
+        "adapter_model.safetensors is missing or damaged",
     ),
     "weights cut": (
         lambda f: cut(f / "adapter_model.safetensors"),
         {},
-        "adapter_model.safetensors cannot be read",
+        "adapter_model.safetensors is missing or damaged",
     ),
     "a tensor gone": (
         lambda f: drop(f),
         {},
-        r"lora_A.weight has shape none there and \(3, \d+\) here; give the",
+        r"lora_A.weight has shape none there and \(3, \d+\) here; use the",
     ),
 }
 
