@@ -1,183 +1,196 @@
-"""The command line, made from the options: a flag a field of `Config`, its comment as the help, its
-heading as the group.
+"""The command line of a run, made from the fields of `Config`, and the presets.
 
-    python train.py --profile debug --print-config > debug.json       # all options as one JSON object, validated; nothing is run
-    python train.py --config debug.json --max-steps 8                 # read back, with one changed
+    python train.py --profile debug --print-config > debug.json    # print all options as JSON
+    python train.py --config debug.json --max-steps 8              # load them and change one
 
-In: argv. Out: a `Config`, not yet validated. The command line goes before the file of --config,
-that before the profile, and that before the defaults. Booleans are `--x` or `--no-x`, tuples take
-several values. Read next: config.py, profiles.py.
+In: argv. Out: a `Config`, not yet validated. The command line overrides the file of --config, the
+file overrides the profile, and the profile overrides the defaults. Read next: config.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import inspect
+import difflib
 import json
-import re
-import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any, NoReturn
 
-from nanogrpo.config import Config, dashed
-from nanogrpo.errors import UserError
-from nanogrpo.profiles import PROFILES
+from nanogrpo.config import CHOICES, Config, dashed
+from nanogrpo.errors import UserError, read_json
 
-DESCRIPTION = """GRPO, from prompts to a checkpoint.
+DESCRIPTION = """Train a language model with GRPO, from prompts to a checkpoint.
 
-  train.py --profile debug                         the whole loop in seconds
-  train.py --profile full --model M --data D       a start for your own model
+  train.py --profile debug                         the complete loop in seconds
+  train.py --profile full --model M --data D       a starting point for your own model
   torchrun --nproc-per-node 8 train.py ...         the same on eight GPUs"""
 
+PROFILES: dict[str, dict] = {
+    # Try a change in seconds, on two CPU cores. Every part of the loop runs: making a base model,
+    # sampling, training, evaluation, checkpoints, logs. The run is too short to learn anything;
+    # `make demo` is long enough.
+    "debug": {
+        # it answers in the right format often enough for rewards to differ
+        "model": "warmup:60",
+        "data": ("arithmetic",),
+        "output_dir": "runs/debug",
+        "overwrite_output_dir": True,  # the command is repeated after each change
+        "max_steps": 4,
+        "num_generations": 8,
+        "generation_batch_size": 32,
+        "max_concurrent": 32,
+        "max_completion_length": 32,
+        "learning_rate": 1e-4,  # a tiny model takes large steps
+        "eval_steps": 2,
+        "eval_samples": 32,
+        "save_steps": 2,
+        "log_completions": True,
+        "num_completions_to_print": 2,
+    },
+    # Start a real run: a model of 0.5 to 8 billion parameters, on GPUs, with answers that can be
+    # verified. The values are common to published runs (DAPO, arXiv:2503.14476; TRL's defaults).
+    # They were not tuned here.
+    "full": {
+        "num_generations": 16,  # on hard problems, fewer groups without any correct answer
+        "generation_batch_size": 512,  # 32 prompts per step
+        # four updates of 128 completions for one round of sampling; the clip limits the drift
+        "steps_per_generation": 4,
+        "max_completion_length": 4096,  # room to reason; watch completions/clipped_ratio
+        # DAPO's clip-higher: unlikely tokens can become likelier, so entropy lasts longer
+        "epsilon_high": 0.28,
+        "learning_rate": 1e-6,  # for training all weights
+        "warmup_steps": 20,  # AdamW's moments are unreliable during the first updates
+        "max_grad_norm": 1.0,
+        "max_steps": 500,
+        "token_budget": 32768,  # one strip holds as many completions as fit
+        "gradient_checkpointing": "selective",  # keep matrix products, recompute the rest
+        "max_concurrent": 256,  # for the local engine; a vLLM server decides for itself
+        "eval_steps": 25,
+        "save_steps": 25,
+        "save_total_limit": 3,
+        "log_completions": True,  # the first thing to read when a reward rises too fast
+        "num_completions_to_print": 1,
+    },
+}
 
-def documentation() -> dict[str, tuple[str, str]]:
-    """Field name → (its heading, its comment), read from the source of `Config`."""
-    heading, out = "", {}
-    for line in inspect.getsource(Config).splitlines():
-        if found := re.match(r"    # --- (.*)", line):
-            heading = found[1]
-        elif found := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
-            out[found[1]] = (heading, found[2] or "")
-    return out
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(f"{message[0].upper()}{message[1:]}; see --help for the options.")
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Options to the left, their comments in a column beside them; never wider than can be read."""
-
-    def __init__(self, prog: str):
-        width = min(shutil.get_terminal_size().columns, 130)
-        super().__init__(prog, max_help_position=36 if width >= 110 else 24, width=width - 2)
-
-
-def parser() -> argparse.ArgumentParser:
-    # What is not given is left out: so one place has the defaults, and a profile or a file can come
-    # in between.
-    out = _Parser(
-        usage="train.py [--profile NAME] [--config FILE] [options]",
-        description=DESCRIPTION,
-        formatter_class=_Help,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    command = out.add_argument_group("all options at once")
-    text = "a preset: debug (the whole loop in seconds, from nothing) or full (a real run); what else is given goes before it"
-    command.add_argument("--profile", metavar="NAME", help=text)
-    text = "options from JSON, as --print-config writes it; the command line goes before it"
-    command.add_argument("--config", metavar="FILE", help=text)
-    command.add_argument(
-        "--print-config", action="store_true", help="print the resolved options as JSON, and end"
-    )
-    docs, groups = documentation(), {}
-    for field in dataclasses.fields(Config):
-        heading, text = docs[field.name]
-        if heading not in groups:
-            groups[heading] = out.add_argument_group(heading)
-        kind, default = str(field.type), field.default
-        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-        how: dict = {
-            "help": (text if shown in ("", None) else f"{text} (default: {shown})").replace(
-                "%", "%%"
-            )
-        }
-        if kind == "bool":
-            how["action"] = argparse.BooleanOptionalAction
-        elif kind.startswith("tuple"):
-            how |= {"nargs": "*", "type": float if "float" in kind else str, "metavar": "X"}
-        else:
-            how |= {
-                "type": {"int": int, "str": str}.get(kind.removesuffix(" | None"), float),
-                "metavar": field.name.split("_")[-1].upper(),
-            }
-        groups[heading].add_argument(f"--{dashed(field.name)}", **how)
-    return out
-
-
-def parse(argv: list[str] | None = None) -> Config:
-    """The command line as a Config, not yet validated (its values may also come from elsewhere:
-    `Config.validate`).
-
-    Unknown options, and values of the wrong type, raise UserError. --help and --print-config end
-    the program here.
-    """
-    given = vars(parser().parse_args(argv))
-    profile, file, print_config = (
-        given.pop("profile", None),
-        given.pop("config", None),
-        given.pop("print_config", False),
-    )
-    if profile is not None and profile not in PROFILES:
-        raise UserError(f"--profile is {profile!r}: choose one of {', '.join(PROFILES)}.")
-    values = {
-        **PROFILES.get(profile, {}),
-        **(read(Path(file)) if file is not None else {}),
-        **given,
-    }
-    cfg = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-    if print_config:
-        cfg.validate()
-        print(json.dumps(dataclasses.asdict(cfg), indent=2))
-        raise SystemExit(0)
-    return cfg
-
-
-def read(path: Path) -> dict:
-    """The options in a file of --config, as they are in `Config`."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UserError(
-            f"--config {path} cannot be read ({e.strerror}): name a file of --print-config."
-        ) from e
-    except (ValueError, RecursionError) as e:  # not JSON, or not UTF-8, or brackets without end
-        raise UserError(f"--config {path} is not JSON ({e}): name a file of --print-config.") from e
-    if not isinstance(raw, dict):
-        raise UserError(f"--config {path} holds no JSON object: name a file of --print-config.")
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(Config)}
-    for name, value in raw.items():
-        if name not in kinds:
-            raise UserError(
-                f"--config {path}: there is no option {name!r}; see --help for the options."
-            )
-        raw[name] = _typed(kinds[name], value)
-        if raw[name] is ...:
-            raise UserError(
-                f"--config {path}: {name} is {json.dumps(value)} but must be {wanted(kinds[name])}."
-            )
-    return raw
-
-
+# How to name the types of `Config` in an error message.
 TYPES = {
     "bool": "true or false",
     "int": "a whole number",
     "float": "a number",
-    "str": "a text",
-    "tuple[str, ...]": "a list of texts",
+    "str": "a string",
+    "tuple[str, ...]": "a list of strings",
     "tuple[float, ...]": "a list of numbers",
 }
 
 
-def wanted(kind: str) -> str:
-    """A field's type in words: "float | None" → "a number or null"."""
-    return TYPES[kind.removesuffix(" | None")] + (" or null" if kind.endswith(" | None") else "")
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[0].upper()}{message[1:]}; see --help for the options.")
 
 
-def _typed(kind: str, value):
-    """A value of JSON as a field's type wants it, or ... where it does not fit."""
-    if kind.endswith(" | None"):
-        return None if value is None else _typed(kind.removesuffix(" | None"), value)
-    if kind.startswith("tuple"):
-        items = (
-            [_typed(kind[len("tuple[") : -len(", ...]")], v) for v in value]
-            if isinstance(value, list)
-            else [...]
-        )
-        return ... if ... in items else tuple(items)
-    if kind == "float" and type(value).__name__ == "int":
-        return float(value) if abs(value) < 2**1000 else ...
-    # the type itself: to isinstance, True would be an int
-    return value if type(value).__name__ == kind else ...
+def parser() -> argparse.ArgumentParser:
+    """Return a parser of all options. It leaves out those that were not given."""
+    out = _Parser(
+        usage="train.py [--profile NAME] [--config FILE] [options]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    group = out.add_argument_group("Presets and files")
+    text = "preset: debug (the loop in seconds) or full (a real run); other options override it"
+    group.add_argument("--profile", metavar="NAME", help=text)
+    text = "JSON file of options, as written by --print-config; explicit options override it"
+    group.add_argument("--config", metavar="FILE", help=text)
+    text = "print the resolved options as JSON and exit"
+    group.add_argument("--print-config", action="store_true", help=text)
+    for field in fields(Config):
+        if "group" in field.metadata:
+            group = out.add_argument_group(field.metadata["group"])
+        kind, default, text = str(field.type), field.default, field.metadata["help"]
+        if default not in ("", (), None):
+            shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+            text = f"{text} (default: {shown})"
+        how: dict[str, Any] = {"help": text.replace("%", "%%")}
+        if kind == "bool":
+            how["action"] = argparse.BooleanOptionalAction
+        else:
+            choices = "{" + ",".join(CHOICES.get(field.name, ())) + "}"
+            convert, letter = (
+                (float, "X") if "float" in kind else (int, "N") if kind == "int" else (str, "TEXT")
+            )
+            how |= {"type": convert, "metavar": choices if field.name in CHOICES else letter}
+            if kind.startswith("tuple"):
+                how["nargs"] = "*"
+        group.add_argument(f"--{dashed(field.name)}", **how)
+    return out
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    """Return the command line as a Config that is not yet validated.
+
+    Raises UserError for unknown options and for values of the wrong type. Exits after --help and
+    --print-config.
+    """
+    known, unknown = parser().parse_known_args(argv)
+    given = vars(known)
+    if unknown:
+        names = ["profile", "config", "print-config", *(dashed(f.name) for f in fields(Config))]
+        raise UserError(_unknown(unknown[0].split("=")[0], [f"--{name}" for name in names]))
+    profile, file = given.pop("profile", None), given.pop("config", None)
+    print_config = given.pop("print_config", False)
+    if profile not in (None, *PROFILES):
+        raise UserError(f"--profile is {profile!r}: choose one of {', '.join(PROFILES)}.")
+    options: dict[str, Any] = PROFILES.get(profile, {}) | (_read(Path(file)) if file else {})
+    for name, value in given.items():
+        options[name] = tuple(value) if isinstance(value, list) else value
+    cfg = Config(**options)
+    if print_config:
+        cfg.validate()
+        print(json.dumps(asdict(cfg), indent=2))
+        raise SystemExit(0)
+    return cfg
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    """Return the message for an unknown option, with the most similar known one."""
+    near = difflib.get_close_matches(name, known, n=1)
+    advice = f"use {near[0]}, or see --help" if near else "see --help for the options"
+    return f"{name} is not an option: {advice}."
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the options in a JSON file, with the types of `Config`."""
+    try:
+        raw = read_json(path)
+    except UserError as e:
+        raise UserError(f"--config {e}") from e
+    kinds = {field.name: str(field.type) for field in fields(Config)}
+    for name, value in raw.items():
+        if name not in kinds:
+            raise UserError(f"--config {path}: {_unknown(name, kinds)}")
+        try:
+            raw[name] = _typed(kinds[name], value)
+        except (TypeError, OverflowError):
+            kind, _, null = kinds[name].partition(" | ")
+            wanted = TYPES[kind] + (" or null" if null else "")
+            raise UserError(
+                f"--config {path}: {name} is {json.dumps(value)} but must be {wanted}."
+            ) from None
+    return raw
+
+
+def _typed(kind: str, value: Any) -> Any:
+    """Return a JSON value as a field of this type, or raise TypeError."""
+    if value is None and kind.endswith(" | None"):
+        return None
+    if kind.startswith("tuple") and isinstance(value, list):
+        return tuple(_typed(kind[len("tuple[") : -len(", ...]")], item) for item in value)
+    # compare names because isinstance(True, int) holds
+    if kind.startswith("float") and type(value).__name__ in ("int", "float"):
+        return float(value)
+    if type(value).__name__ != kind:
+        raise TypeError
+    return value

@@ -1,233 +1,523 @@
-"""All options of a run: one frozen dataclass, a comment a field. The command line is made from it
-(cli.py).
+"""Every option of a run, with its default, its help text and its rules.
 
-In: values. Out: a `Config`; `validate` raises UserError with one sentence that names a wrong value
-(rules.py). Names are those of TRL's GRPOConfig wherever the meaning is the same. `python train.py
---help` prints the comments below, under the headings below: they are the documentation. Read next:
-train.py.
+    Config(model="runs/base", data=("arithmetic",)).validate()
+
+In: values, usually from the command line (cli.py). Out: a `Config`, which is frozen; `validate`
+raises a UserError that names the option and says what to do. Options have the names of TRL's
+GRPOConfig wherever the meaning is the same (docs/trl.md). To add one, add a field: `--help`, the
+command line, the JSON file and the checks follow from it. Read next: train.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import operator
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from nanogrpo import rules
-from nanogrpo.rules import CHOICES, CLIPPED, LORA_TARGETS, NOT_NEGATIVE, POSITIVE, dashed
+from nanogrpo.errors import UserError
 
-__all__ = ["CHOICES", "CLIPPED", "LORA_TARGETS", "NOT_NEGATIVE", "POSITIVE", "Config", "dashed"]
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # one clipped term, averaged in five ways
+# the linear layers of a block
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+
+
+def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
+    """Declare a field of `Config`.
+
+    Limits are written as "> 0" or "<= 1". `choices` lists the allowed values. `required` is the
+    advice for a user who leaves the option out. `needs` names another option ("lora_r"), possibly
+    with values ("loss_type=sapo"), without which this one has no effect. `group` starts a new
+    section of `--help`.
+    """
+    return field(default=default, metadata={"help": help, "limits": limits, **rules})
 
 
 @dataclass(frozen=True)
 class Config:
-    # --- model and data
-    # folder or hub id of a Qwen3 or Qwen2 checkpoint; warmup:STEPS: a tiny one, taught arithmetic
-    # on the spot
-    model: str = ""
-    # training prompts: .jsonl, .parquet, folders of save_to_disk, a built-in task (arithmetic)
-    data: tuple[str, ...] = ()
-    # one per source: its share of the prompts drawn; empty: all are one data set
-    data_weights: tuple[float, ...] = ()
-    # held-out prompts for evaluation; empty: those that the training data bring, if any
-    eval_data: tuple[str, ...] = ()
-    dataset_train_split: str = "train"  # of a saved DatasetDict: the split that is trained on
-    dataset_test_split: str = "test"  # of a saved DatasetDict: the split that is evaluated on
-    output_dir: str = "runs/grpo"  # metrics.jsonl and checkpoints are written here
-    enable_thinking: bool = True  # the thinking switch of Qwen3's chat template
-    max_prompt_length: int = 0  # in tokens, after the chat template; 0: what the context leaves
-    # longer prompts: refuse the data, with the line's number, or drop them, counted
-    long_prompts: str = "refuse"
-    # --- rewards
-    # accuracy, format, length:N, module:name, file.py:name, model:FOLDER
-    reward_funcs: tuple[str, ...] = ("accuracy", "format")
-    reward_weights: tuple[float, ...] = ()  # one per reward function; empty: all 1
-    # A minute: far beyond a judge's answer or a run of generated code, and twice that is far below
-    # ddp_timeout.
-    # seconds for one call of a module's or file's function; 0: no limit, no process of its own
-    reward_timeout: float = 60.0
-    # --- sampling
-    num_generations: int = 8  # G, completions per prompt: the group that shares a baseline
-    # completions per step: P*G, so P = generation_batch_size / num_generations prompts
-    generation_batch_size: int = 64
-    max_completion_length: int = 512  # longest completion in tokens, the stop token included
-    temperature: float = 1.0  # of sampling, and so of every log-prob that is trained
-    top_p: float = 1.0  # keep the smallest set of tokens with this probability; 1: all
-    top_k: int = 0  # keep the k likeliest tokens; 0: all
-    min_p: float = 0.0  # drop tokens less likely than this fraction of the likeliest
-    # what samples: local (our own decoder, in this process) or vllm (a server beside it)
-    engine: str = "local"
-    # sequences decoded at once by the embedded engine; a vLLM server decides itself
-    max_concurrent: int = 64
-    # writes completions in several turns, with tools: module:function or file.py:function; empty:
-    # one turn
-    rollout: str = ""
-    # groups whose advantages are all 0 are replaced, up to so many times (DAPO); 0: never
-    max_resample_times: int = 0
-    # --- the vLLM server (--engine vllm)
-    # addresses of running serve.py, such as http://127.0.0.1:8000; none: one is started, and ended
-    server: tuple[str, ...] = ()
-    # the interpreter that has vLLM, for a server started here; empty: $NANOGRPO_VLLM_PYTHON, or
-    # this one
-    vllm_python: str = ""
-    # options for that server, as serve.py takes them, in one string: --vllm-options="--dtype half"
-    vllm_options: str = ""
-    # how weights travel: broadcast (any machines), memory (one machine, or one GPU)
-    weight_transport: str = "broadcast"
-    server_window: int = 64  # groups under way on a server at once
-    # seconds in which a healthy server gives a sign of life, and takes the weights
-    server_timeout: float = 60.0
-    # seconds that a server which was not started here may be away before the run saves and stops
-    server_patience: float = 600.0
-    # steps that sampling may be ahead of training; 0: what is trained was sampled by the same
-    # weights
-    max_staleness: int = 0
-    # log-probs under the ratio: trainer (its own), engine (as sampled), auto (engine's if stale)
-    old_logp_from: str = "auto"
-    # weigh by trainer/engine: off, token_truncate, token_mask, sequence_...
-    vllm_importance_sampling_mode: str = "off"
-    vllm_importance_sampling_clip_max: float = 3.0  # largest importance weight, trainer over engine
-    vllm_importance_sampling_clip_min: float | None = None  # smallest importance weight; default: 0
-    # --- objective
-    # grpo, bnpo, dr_grpo, dapo, luspo (clip), cispo, sapo, vespo, dppo_tv, dppo_kl:
-    # docs/equations.md
-    loss_type: str = "dapo"
-    importance_sampling_level: str = "token"  # one ratio a token, or one a sequence (GSPO)
-    # the ratio is clipped below at 1 - epsilon; dppo: the divergence that a bad token may gain
-    epsilon: float = 0.2
-    # the ratio is clipped above at 1 + this (cispo: at this, 5 in its paper); default: epsilon
-    epsilon_high: float | None = None
-    # upper bound of the ratio, where the clip leaves it free (A < 0); default: none
-    delta: float | None = None
-    # sapo: how soon the gradient of a good token fades as its ratio leaves 1
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05  # sapo: the same of a bad one
-    vespo_k_pos: float = 2.0  # vespo: power of the sequence's ratio in its weight, where A >= 0
-    vespo_lambda_pos: float = 3.0  # vespo: decay of that weight, where A >= 0
-    vespo_k_neg: float = 3.0  # vespo: the power where A < 0
-    vespo_lambda_neg: float = 2.0  # vespo: the decay where A < 0
-    # dppo: factor of the squared log-ratio that is added to each token's loss; prime-rl takes 1e-3
-    dppo_penalty: float = 0.0
-    # weight of the KL penalty to the reference model; 0: no reference model is kept
-    beta: float = 0.0
-    # let the reference follow: now and then ref = alpha*policy + (1 - alpha)*ref
-    sync_ref_model: bool = False
-    # that alpha, the policy's part; 1: the reference becomes a copy of the policy
-    ref_model_mixup_alpha: float = 0.6
-    # steps between two such moves of the reference; beyond max_steps: none
-    ref_model_sync_steps: int = 512
-    # multiply the k3 estimate by the ratio, which makes its gradient exact
-    use_bias_correction_kl: bool = True
-    # leave completions that were cut at the length limit out of the loss
-    mask_truncated_completions: bool = False
-    # leave completions with A < 0 out whose mean log(engine/policy) is above this
-    off_policy_mask_threshold: float | None = None
-    # train only this share of the tokens, those where the policy was least certain; 1: all
-    top_entropy_quantile: float = 1.0
-    # weight of the entropy bonus, the mean over the trained tokens of an optimizer step; 0: none
-    entropy_coef: float = 0.0
-    # move entropy_coef after each optimizer step, to hold the entropy at entropy_target
-    use_adaptive_entropy: bool = False
-    entropy_coef_min: float = 0.0  # adaptive: the coefficient goes no lower
-    entropy_coef_max: float = 1.0  # adaptive: the coefficient goes no higher
-    # adaptive: it goes up by this when the entropy was at or below the target, else down
-    entropy_coef_delta: float = 0.005
-    # adaptive: nats per token; there is no bonus while the entropy is above it
-    entropy_target: float = 0.2
-    # --- advantage
-    # against the group's mean (grpo), the mean of the others (rloo), relative to it (maxrl)
-    advantage_estimator: str = "grpo"
-    # grpo: divide by the standard deviation of the group, the batch, or none
-    scale_rewards: str = "group"
-    # several rewards; normalize_then_sum: each is scaled alone (GDPO)
-    multi_objective_aggregation: str = "sum_then_normalize"
-    # --- optimisation
-    max_steps: int = 100  # generations: each samples, scores and trains once
-    num_iterations: int = 1  # passes over a generation
-    # optimizer steps per pass: the generation is split into so many minibatches
-    steps_per_generation: int = 1
-    # completions of a prompt share one copy of its tokens; same gradient, fewer tokens
-    share_prompts: bool = True
-    # tokens per micro-batch: gradients accumulate over as many as a minibatch needs
-    token_budget: int = 16384
-    learning_rate: float = 1e-6  # at its peak, after the warm-up
-    lr_scheduler_type: str = "constant"  # after the warm-up: constant, linear or cosine to zero
-    warmup_steps: int = 0  # optimizer steps of linear warm-up
-    adam_beta1: float = 0.9  # decay of the mean of the gradients (AdamW)
-    adam_beta2: float = 0.999  # decay of the mean of their squares (AdamW)
-    adam_epsilon: float = 1e-8  # added to the root of the mean of squares (AdamW)
-    weight_decay: float = 0.0  # decoupled (AdamW), on matrices only
-    max_grad_norm: float = 1.0  # gradients are scaled down to this global norm; 0: never
-    # --- adapters (LoRA)
-    # rank of the adapters, which alone are trained: W + alpha/r*B*A; 0: none, all weights are
-    # trained
-    lora_r: int = 0
-    lora_alpha: float = 32.0  # alpha, as in alpha/r
-    # the layers that get adapters, such as q_proj v_proj; none named: all seven
-    lora_target_modules: tuple[str, ...] = ()
-    # adapters to begin with: a folder in PEFT's format; the reference of beta > 0 stays the base
-    lora_adapter: str = ""
-    # --- evaluation, logging, checkpoints
-    # steps between two greedy evaluations of the held-out prompts, and before and after; 0: never
-    eval_steps: int = 0
-    eval_samples: int = 256  # held-out prompts evaluated, the first ones; 0: all
-    # steps between two checkpoints, written beside training: what a crash can cost; 0: only the
-    # last
-    save_steps: int = 50
-    save_total_limit: int = 2  # checkpoints kept, the newest ones; 0: all
-    # take away what an earlier run left in output_dir, unless --resume goes on with it
-    overwrite_output_dir: bool = False
-    # beside metrics.jsonl: tensorboard (files in output_dir), wandb, or both
-    report_to: tuple[str, ...] = ("none",)
-    # write every completion with its rewards to output_dir/completions, one file a step
-    log_completions: bool = False
-    num_completions_to_print: int = 0  # completions shown in a table after each step; 0: none
-    # the step (1: the first) that torch.profiler records in output_dir/trace-N.json; 0: none
-    trace_step: int = 0
-    # --- machine
-    # computed again in the backward: none, full, selective (what is cheap)
-    gradient_checkpointing: str = "none"
-    torch_compile: bool = False  # compile each block; the first steps take minutes longer
-    # or another that torch knows, such as aot_eager, which needs no C compiler
-    torch_compile_backend: str = "inductor"
-    # masters, gradients and moments in host memory; each block is sent when it computes
-    cpu_offload: bool = False
-    # give gathered blocks back after the forward (ZeRO-3); no: keep them (ZeRO-2)
-    reshard_after_forward: bool = True
-    # seconds that ranks wait for each other: at the start, and in each collective
-    ddp_timeout: int = 600
-    # seconds without a sign of life after which a rank counts as dead, and the others end
-    heartbeat_timeout: int = 10
-    seed: int = 0  # of everything: a run is a pure function of its seed on a CPU
-    device: str = "auto"  # auto, cpu, cuda
-    resume: bool = False  # continue from the last checkpoint of output_dir
+    model: str = option(
+        "",
+        "folder or hub id of a Qwen3 or Qwen2 checkpoint; warmup:STEPS first teaches a tiny model"
+        " some arithmetic",
+        group="Model, data and output",
+        required="give the folder or hub id of a checkpoint, or try --profile debug",
+    )
+    data: tuple[str, ...] = option(
+        (),
+        "training prompts: .jsonl or .parquet files, folders written by save_to_disk, or the"
+        " built-in task arithmetic",
+        required="give a .jsonl or .parquet file of prompts, or the built-in task arithmetic",
+    )
+    data_weights: tuple[float, ...] = option(
+        (), "share of the prompts drawn from each source; empty: treat all sources as one", "> 0"
+    )
+    eval_data: tuple[str, ...] = option(
+        (),
+        "held-out prompts for evaluation; empty: use the test split of the training data, if any",
+        needs="eval_steps",
+    )
+    dataset_train_split: str = option("train", "split of a saved DatasetDict to train on")
+    dataset_test_split: str = option("test", "split of a saved DatasetDict to evaluate on")
+    output_dir: str = option(
+        "runs/grpo",
+        "folder for metrics.jsonl and checkpoints",
+        required="name the folder to write the run to",
+    )
+    enable_thinking: bool = option(True, "turn on thinking in Qwen3's chat template")
+    max_prompt_length: int = option(
+        0,
+        "longest prompt in tokens, after the chat template; 0: whatever the context leaves",
+        ">= 0",
+    )
+    long_prompts: str = option(
+        "refuse",
+        "what to do about longer prompts: stop with the line number, or drop and count them",
+        choices=("refuse", "drop"),
+    )
+
+    reward_funcs: tuple[str, ...] = option(
+        ("accuracy", "format"),
+        "accuracy, format, length:N, module:name, file.py:name, model:FOLDER",
+        group="Rewards",
+        required="name at least one reward function",
+    )
+    reward_weights: tuple[float, ...] = option(
+        (), "weight of each reward function; empty: 1 for all"
+    )
+    # The default is far longer than a judge model or a run of generated code needs, and twice that
+    # is far below ddp_timeout.
+    reward_timeout: float = option(
+        60.0,
+        "seconds allowed for one call of a reward function from a module or file; 0: no limit, and"
+        " the call runs in the trainer's own process",
+        ">= 0",
+        "<= 1e7",
+    )
+
+    num_generations: int = option(
+        8,
+        "completions per prompt (G); they form the group that shares a baseline",
+        ">= 2",
+        group="Sampling",
+    )
+    generation_batch_size: int = option(
+        64,
+        "completions per step (P*G), which makes generation_batch_size / num_generations prompts",
+        "> 0",
+    )
+    max_completion_length: int = option(
+        512, "longest completion in tokens, including the stop token", "> 0"
+    )
+    temperature: float = option(
+        1.0, "sampling temperature, also used for every log-prob in the loss", "> 0"
+    )
+    top_p: float = option(
+        1.0,
+        "sample from the smallest set of tokens with this total probability; 1: from all",
+        "> 0",
+        "<= 1",
+    )
+    top_k: int = option(0, "sample from the k most likely tokens; 0: from all", ">= 0")
+    min_p: float = option(
+        0.0, "drop tokens less likely than this fraction of the most likely token", ">= 0", "<= 1"
+    )
+    engine: str = option(
+        "local",
+        "what generates the completions: our own decoder in the training process, or vLLM servers",
+        choices=("local", "vllm"),
+    )
+    max_concurrent: int = option(
+        64, "sequences the local engine decodes at once; a vLLM server decides for itself", "> 0"
+    )
+    rollout: str = option(
+        "",
+        "function for completions of several turns, with tools: module:function or"
+        " file.py:function; empty: one turn",
+    )
+    max_resample_times: int = option(
+        0,
+        "how often to replace groups in which every advantage is 0 (DAPO's dynamic sampling);"
+        " 0: never",
+        ">= 0",
+    )
+
+    server: tuple[str, ...] = option(
+        (),
+        "addresses of running serve.py processes, such as http://127.0.0.1:8000; empty: start one"
+        " for this run",
+        group="vLLM",
+        needs="engine=vllm",
+    )
+    vllm_python: str = option(
+        "",
+        "Python interpreter with vLLM, to start a server with; empty: $NANOGRPO_VLLM_PYTHON, or"
+        " the trainer's own",
+        needs="engine=vllm",
+    )
+    vllm_options: str = option(
+        "",
+        'serve.py options for that server, as one string: --vllm-options="--dtype half"',
+        needs="engine=vllm",
+    )
+    weight_transport: str = option(
+        "broadcast",
+        "how weights reach the servers: by torch.distributed from any machine, or through memory on"
+        " the same one",
+        choices=("broadcast", "memory"),
+        needs="engine=vllm",
+    )
+    server_window: int = option(
+        64, "groups in progress on one server at a time", "> 0", needs="engine=vllm"
+    )
+    server_timeout: float = option(
+        60.0,
+        "seconds within which a healthy server answers a request, or accepts the weights",
+        "> 0",
+        "<= 1e7",
+        needs="engine=vllm",
+    )
+    server_patience: float = option(
+        600.0,
+        "seconds to wait for a lost server that we did not start, before saving and stopping",
+        ">= 0",
+        "<= 1e7",
+        needs="engine=vllm",
+    )
+    max_staleness: int = option(
+        0,
+        "steps that sampling may run ahead of training; 0: train only on samples of the current"
+        " weights",
+        ">= 0",
+        needs="engine=vllm",
+    )
+    old_logp_from: str = option(
+        "auto",
+        "old log-probs in the ratio: the trainer's, the engine's, or the engine's only for stale"
+        " samples (auto)",
+        choices=("auto", "trainer", "engine"),
+    )
+    vllm_importance_sampling_mode: str = option(
+        "off",
+        "correct the gap between trainer and engine with importance weights, per token or sequence",
+        choices=("off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    )
+    vllm_importance_sampling_clip_max: float = option(
+        3.0,
+        "largest importance weight (trainer over engine)",
+        "> 0",
+        needs="vllm_importance_sampling_mode",
+    )
+    vllm_importance_sampling_clip_min: float | None = option(
+        None,
+        "smallest importance weight; default: 0",
+        ">= 0",
+        needs="vllm_importance_sampling_mode",
+    )
+
+    loss_type: str = option(
+        "dapo",
+        "the loss; docs/equations.md has the formulas",
+        group="Loss",
+        choices=(*CLIPPED, "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl"),
+    )
+    importance_sampling_level: str = option(
+        "token", "one ratio per token, or one per sequence (GSPO)", choices=("token", "sequence")
+    )
+    epsilon: float = option(
+        0.2,
+        "clip the ratio below at 1 - epsilon; dppo: largest divergence for a token with A < 0",
+        ">= 0",
+        "< 1",
+    )
+    epsilon_high: float | None = option(
+        None,
+        "clip the ratio above at 1 + epsilon_high (cispo: at epsilon_high, 5 in the paper);"
+        " default: epsilon",
+        ">= 0",
+    )
+    delta: float | None = option(
+        None,
+        "upper bound on the ratio where the clip does not bound it (A < 0); default: none",
+        "> 1",
+    )
+    sapo_temperature_pos: float = option(
+        1.0,
+        "sapo: temperature for A > 0; higher means gradients fade faster away from ratio 1",
+        "> 0",
+        needs="loss_type=sapo",
+    )
+    sapo_temperature_neg: float = option(
+        1.05, "sapo: temperature for A <= 0", "> 0", needs="loss_type=sapo"
+    )
+    vespo_k_pos: float = option(
+        2.0,
+        "vespo: power of the sequence ratio in the weight, for A >= 0",
+        "> 0",
+        needs="loss_type=vespo",
+    )
+    vespo_lambda_pos: float = option(
+        3.0, "vespo: decay of the weight, for A >= 0", "> 0", needs="loss_type=vespo"
+    )
+    vespo_k_neg: float = option(
+        3.0,
+        "vespo: power of the sequence ratio in the weight, for A < 0",
+        "> 0",
+        needs="loss_type=vespo",
+    )
+    vespo_lambda_neg: float = option(
+        2.0, "vespo: decay of the weight, for A < 0", "> 0", needs="loss_type=vespo"
+    )
+    dppo_penalty: float = option(
+        0.0,
+        "dppo: coefficient of the squared log-ratio added to each token's loss; prime-rl uses 1e-3",
+        ">= 0",
+        needs="loss_type=dppo_tv|dppo_kl",
+    )
+    beta: float = option(
+        0.0,
+        "coefficient of the KL penalty to the reference model; 0: keep no reference model",
+        ">= 0",
+    )
+    sync_ref_model: bool = option(
+        False,
+        "move the reference toward the policy now and then: ref = alpha*policy + (1 - alpha)*ref",
+        needs="beta",
+    )
+    ref_model_mixup_alpha: float = option(
+        0.6,
+        "alpha, the policy's share; 1: the reference becomes a copy of the policy",
+        "> 0",
+        "<= 1",
+        needs="sync_ref_model",
+    )
+    ref_model_sync_steps: int = option(
+        512, "steps between two such moves of the reference", "> 0", needs="sync_ref_model"
+    )
+    use_bias_correction_kl: bool = option(
+        True,
+        "multiply the k3 estimate of the KL by the ratio, which makes its gradient exact",
+        needs="beta",
+    )
+    mask_truncated_completions: bool = option(
+        False, "leave completions that reached the length limit out of the loss"
+    )
+    off_policy_mask_threshold: float | None = option(
+        None,
+        "leave a completion with A < 0 out of the loss if its mean log(engine/policy) exceeds this",
+        ">= 0",
+    )
+    top_entropy_quantile: float = option(
+        1.0,
+        "train on this share of the tokens only, those with the highest entropy; 1: on all",
+        ">= 0",
+        "<= 1",
+    )
+    entropy_coef: float = option(
+        0.0, "coefficient of the entropy bonus, a mean over the trained tokens; 0: none", ">= 0"
+    )
+    use_adaptive_entropy: bool = option(
+        False,
+        "adjust entropy_coef after each optimizer step, to keep the entropy near entropy_target",
+    )
+    entropy_coef_min: float = option(
+        0.0, "adaptive: smallest coefficient", ">= 0", needs="use_adaptive_entropy"
+    )
+    entropy_coef_max: float = option(
+        1.0, "adaptive: largest coefficient", ">= 0", needs="use_adaptive_entropy"
+    )
+    entropy_coef_delta: float = option(
+        0.005,
+        "adaptive: raise the coefficient by this if the entropy is at or below the target,"
+        " otherwise lower it",
+        "> 0",
+        needs="use_adaptive_entropy",
+    )
+    entropy_target: float = option(
+        0.2,
+        "adaptive: target in nats per token; no bonus is applied while the entropy is above it",
+        ">= 0",
+        needs="use_adaptive_entropy",
+    )
+
+    advantage_estimator: str = option(
+        "grpo",
+        "baseline of a reward: the group's mean (grpo), the mean of the others (rloo), or the"
+        " group's mean, which also divides the difference (maxrl)",
+        group="Advantages",
+        choices=("grpo", "rloo", "maxrl"),
+    )
+    scale_rewards: str = option(
+        "group",
+        "grpo: divide by the standard deviation of the group, of the batch, or do not divide",
+        choices=("group", "batch", "none"),
+    )
+    multi_objective_aggregation: str = option(
+        "sum_then_normalize",
+        "several rewards: add them first, or normalize each one first (GDPO)",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )
+
+    max_steps: int = option(
+        100, "steps of the run; each one samples, scores and trains once", "> 0", group="Optimizer"
+    )
+    num_iterations: int = option(1, "training passes over each generation", "> 0")
+    steps_per_generation: int = option(
+        1, "number of minibatches (optimizer steps) each generation is split into", "> 0"
+    )
+    share_prompts: bool = option(
+        True, "pack a prompt's tokens once for all its completions: same gradient, fewer tokens"
+    )
+    token_budget: int = option(
+        16384,
+        "tokens per micro-batch; gradients accumulate over as many as a minibatch needs",
+        "> 0",
+    )
+    learning_rate: float = option(1e-6, "peak learning rate, after the warmup", "> 0")
+    lr_scheduler_type: str = option(
+        "constant",
+        "learning rate after the warmup: constant, or decayed to 0",
+        choices=("constant", "linear", "cosine"),
+    )
+    warmup_steps: int = option(0, "optimizer steps of linear warmup", ">= 0")
+    adam_beta1: float = option(0.9, "AdamW: decay of the mean of the gradients", ">= 0", "< 1")
+    adam_beta2: float = option(
+        0.999, "AdamW: decay of the mean of the squared gradients", ">= 0", "< 1"
+    )
+    adam_epsilon: float = option(
+        1e-8, "AdamW: constant added to the denominator, for stability", "> 0"
+    )
+    weight_decay: float = option(
+        0.0, "AdamW: decoupled weight decay, applied to matrices only", ">= 0"
+    )
+    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: do not clip", ">= 0")
+
+    lora_r: int = option(
+        0,
+        "rank of the adapters, W + alpha/r*B*A; only they are trained; 0: train all weights",
+        ">= 0",
+        group="LoRA",
+    )
+    lora_alpha: float = option(32.0, "alpha in alpha/r", "> 0", needs="lora_r")
+    lora_target_modules: tuple[str, ...] = option(
+        (),
+        "layers that get adapters, such as q_proj v_proj; empty: all seven",
+        choices=LORA_TARGETS,
+        needs="lora_r",
+    )
+    lora_adapter: str = option(
+        "",
+        "folder of adapters in PEFT's format to start from; the reference model stays the base",
+        needs="lora_r",
+    )
+
+    eval_steps: int = option(
+        0,
+        "steps between greedy evaluations on the held-out prompts, also run before the first step"
+        " and after the last; 0: never",
+        ">= 0",
+        group="Evaluation, checkpoints and logging",
+    )
+    eval_samples: int = option(256, "evaluate the first N held-out prompts; 0: all", ">= 0")
+    save_steps: int = option(
+        50,
+        "steps between checkpoints, which are written in the background; 0: only the last",
+        ">= 0",
+    )
+    save_total_limit: int = option(2, "keep this many of the newest checkpoints; 0: all", ">= 0")
+    overwrite_output_dir: bool = option(
+        False, "delete what an earlier run left in output_dir, unless --resume continues it"
+    )
+    report_to: tuple[str, ...] = option(
+        ("none",),
+        "log to TensorBoard (files in output_dir) or Weights & Biases, as well as to metrics.jsonl",
+        choices=("none", "tensorboard", "wandb"),
+    )
+    log_completions: bool = option(
+        False, "write every completion and its rewards to output_dir/completions, one file per step"
+    )
+    num_completions_to_print: int = option(
+        0, "print this many completions after each step; 0: none", ">= 0"
+    )
+    trace_step: int = option(
+        0,
+        "step to record with torch.profiler, into output_dir/trace-N.json; the first is 1, 0: none",
+        ">= 0",
+    )
+
+    gradient_checkpointing: str = option(
+        "none",
+        "recompute activations in the backward pass: none, all, or only the cheap ones",
+        group="Hardware",
+        choices=("none", "full", "selective"),
+    )
+    torch_compile: bool = option(
+        False, "compile each block of the model; the first steps take minutes longer"
+    )
+    torch_compile_backend: str = option(
+        "inductor",
+        "a backend that torch knows; aot_eager, for example, needs no C compiler",
+        needs="torch_compile",
+    )
+    cpu_offload: bool = option(
+        False,
+        "keep weights, gradients and optimizer state in host memory; copy each block to the GPU"
+        " when it runs",
+    )
+    reshard_after_forward: bool = option(
+        True,
+        "free gathered weights after the forward pass (ZeRO-3) instead of keeping them (ZeRO-2)",
+    )
+    ddp_timeout: int = option(
+        600,
+        "seconds that ranks wait for each other, at the start and in each collective",
+        "> 0",
+        "<= 1e7",
+    )
+    heartbeat_timeout: int = option(
+        10,
+        "seconds without a heartbeat before a rank counts as dead and the others exit; ranks send"
+        " two per second",
+        ">= 3",
+        "<= 1e7",
+    )
+    seed: int = option(
+        0,
+        "seed of everything random; on a CPU the same seed gives the same run, bit for bit",
+        ">= 0",
+        "< 9223372036854775808",
+    )
+    device: str = option("auto", "device to train on", choices=("auto", "cpu", "cuda"))
+    resume: bool = option(False, "continue from the last checkpoint in output_dir")
 
     @property
     def base(self) -> str:
-        """Folder or hub id of the weights that training starts from: of warmup:STEPS, where
-        run.find_model makes them.
-        """
+        """Folder or hub id of the initial weights. A warmup:STEPS run creates them there first."""
         return f"{self.output_dir}/base" if self.model.startswith("warmup:") else self.model
 
     @property
     def prompts_per_step(self) -> int:
-        """P."""
+        """P, the number of prompts per step."""
         return self.generation_batch_size // self.num_generations
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps a generation."""
+        """Optimizer steps per generation."""
         return self.num_iterations * self.steps_per_generation
 
     @property
     def on_policy(self) -> bool:
-        """Whether the policy that is trained is the one that sampled: then the ratio is 1 and no
-        old log-probs are needed.
+        """Whether the trained policy is the one that sampled: the ratio is then 1 and needs no old
+        log-probs.
         """
         return self.updates_per_step == 1 and not self.old_from_engine
 
     @property
     def old_from_engine(self) -> bool:
-        """Whether the ratio is taken against the log-probs of the engine, whose weights may be
-        older than the trainer's.
+        """Whether the ratio divides by the engine's log-probs, which may come from older weights
+        than the trainer's.
         """
         return self.old_logp_from == "engine" or (
             self.old_logp_from == "auto"
@@ -237,9 +527,201 @@ class Config:
 
     @property
     def high(self) -> float:
-        """epsilon_high, which is epsilon where it is not given."""
+        """epsilon_high, or epsilon if it is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def validate(self) -> None:
-        """Raises UserError on the first value that cannot work, naming the option."""
-        rules.check(self)
+        """Raise a UserError for the first value that cannot work."""
+        for check in (_values, _sizes, _loss, _engine, _ignored):
+            for problem in check(self):
+                raise UserError(problem)
+
+
+# The allowed values of each option that has choices; a fork may add to them (docs/fork.md).
+CHOICES: dict[str, tuple[str, ...]] = {
+    f.name: f.metadata["choices"] for f in fields(Config) if "choices" in f.metadata
+}
+
+
+def dashed(name: str) -> str:
+    """Return an option's name as the command line spells it, without the leading dashes."""
+    return name.replace("_", "-")
+
+
+# Each function below yields one sentence per problem. Those that combine options come after
+# `_values`, so they can rely on the range of each value.
+
+
+def _values(c: Config) -> Iterator[str]:
+    """Check each value against the rules of its own field."""
+    for f in fields(c):
+        name, value, rules = f"--{dashed(f.name)}", getattr(c, f.name), f.metadata
+        if isinstance(f.default, tuple) and isinstance(value, str):
+            yield f"{name} is {value!r}: give a list instead of one text."
+        items = value if isinstance(value, tuple) else (value,)
+        if "required" in rules and not (items and all(items)):
+            yield f"{name} is missing: {rules['required']}."
+        for item in items:
+            if isinstance(item, float) and not math.isfinite(item):
+                yield f"{name} is {item}: give a finite number."
+            if item not in CHOICES.get(f.name, (item,)):
+                yield f"{name} is {item!r}: choose one of {', '.join(CHOICES[f.name])}."
+            for limit in rules["limits"]:
+                sign, bound = limit.split()
+                if item is not None and not COMPARE[sign](item, float(bound)):
+                    yield f"{name} is {item}: it must be {limit}."
+
+
+def _sizes(c: Config) -> Iterator[str]:
+    """Check the model, the sources, the sizes of a step, and what the hardware runs."""
+    kind, _, count = c.model.partition(":")
+    if kind == "warmup" and not (count.isdecimal() and int(count)):
+        yield f"--model {c.model!r} has no number of steps: write, for example, warmup:60."
+    for values, sources in (("data_weights", "data"), ("reward_weights", "reward_funcs")):
+        given, expected = len(getattr(c, values)), len(getattr(c, sources))
+        if given not in (0, expected):
+            yield (
+                f"--{dashed(values)} has {given} values but --{dashed(sources)} has {expected}:"
+                " give one value for each."
+            )
+    if c.generation_batch_size % c.num_generations:
+        yield (
+            f"--generation-batch-size {c.generation_batch_size} is not a multiple of"
+            f" --num-generations {c.num_generations}: choose a multiple, because a step samples"
+            " complete groups."
+        )
+    if c.prompts_per_step % c.steps_per_generation:
+        yield (
+            f"--steps-per-generation {c.steps_per_generation} does not divide the"
+            f" {c.prompts_per_step} prompts of a step (generation_batch_size / num_generations):"
+            " choose a divisor, because a minibatch holds complete groups."
+        )
+    if c.trace_step > c.max_steps:
+        yield (
+            f"--trace-step {c.trace_step} is beyond --max-steps {c.max_steps}: name a step of the"
+            " run."
+        )
+    if c.torch_compile and c.gradient_checkpointing == "selective":
+        yield (
+            "--gradient-checkpointing selective cannot be used with --torch-compile, which chooses"
+            " itself what to recompute: use full or none."
+        )
+    if "none" in c.report_to and len(c.report_to) > 1:
+        yield "--report-to lists none together with others: leave none out."
+
+
+def _loss(c: Config) -> Iterator[str]:
+    """Check the loss, the advantages and the reference."""
+    if c.delta is not None and c.loss_type not in CLIPPED:
+        yield (
+            f"--delta {c.delta} cannot be used with --loss-type {c.loss_type}, which bounds the"
+            " ratio in its own way: leave it out."
+        )
+    if c.importance_sampling_level == "sequence" and c.loss_type.startswith(("dppo", "vespo")):
+        yield (
+            f"--importance-sampling-level sequence cannot be used with --loss-type {c.loss_type},"
+            " which defines its own ratios: use token."
+        )
+    mode = c.vllm_importance_sampling_mode
+    if c.loss_type == "vespo" and mode.startswith("sequence"):
+        yield (
+            f"--vllm-importance-sampling-mode {mode} cannot be used with --loss-type vespo, which"
+            " multiplies the weights of the tokens: use token_truncate, token_mask or off."
+        )
+    low, high = c.entropy_coef_min, c.entropy_coef_max
+    if c.use_adaptive_entropy and not low <= c.entropy_coef <= high:
+        yield (
+            f"--entropy-coef {c.entropy_coef} is not between --entropy-coef-min {low} and"
+            f" --entropy-coef-max {high}, as --use-adaptive-entropy requires: start inside."
+        )
+    together = c.multi_objective_aggregation == "sum_then_normalize"
+    if c.scale_rewards != "group" and not together:
+        yield (
+            f"--scale-rewards {c.scale_rewards} cannot be used with --multi-objective-aggregation"
+            " normalize_then_sum, which scales by the group and then by the batch: leave it out."
+        )
+    scales = {"grpo": CHOICES["scale_rewards"], "rloo": ("group", "none"), "maxrl": ("group",)}
+    estimator = c.advantage_estimator
+    if c.scale_rewards not in scales[estimator] or not (together or estimator == "grpo"):
+        yield (
+            f"--advantage-estimator {estimator} defines its own scale: leave --scale-rewards and"
+            " --multi-objective-aggregation out."
+        )
+    if c.sync_ref_model and c.lora_r:
+        yield (
+            "--sync-ref-model cannot be used with --lora-r, because the reference is then the base"
+            " without adapters: leave one of them out."
+        )
+
+
+def _engine(c: Config) -> Iterator[str]:
+    """Check the engine and the log-probs it reports."""
+    corrected = c.vllm_importance_sampling_mode != "off"
+    low, high = c.vllm_importance_sampling_clip_min or 0.0, c.vllm_importance_sampling_clip_max
+    if not low <= 1 <= high:
+        yield (
+            f"--vllm-importance-sampling-clip-min {low} and --vllm-importance-sampling-clip-max"
+            f" {high} do not enclose 1, the weight where both agree: choose values around it."
+        )
+    if c.old_from_engine and corrected:
+        yield (
+            "--old-logp-from engine already includes the correction in the ratio: set"
+            " --vllm-importance-sampling-mode off."
+        )
+    if c.max_staleness and not (c.old_from_engine or corrected):
+        yield (
+            "--max-staleness trains on samples of older weights, which needs a correction: leave"
+            " --old-logp-from at auto, or choose a --vllm-importance-sampling-mode."
+        )
+    if c.rollout and c.max_staleness:
+        yield (
+            "--rollout cannot be used with --max-staleness, because its turns are sampled with the"
+            " current weights: use --max-staleness 0."
+        )
+    if c.engine == "local":
+        return
+    for name in ("top_p", "top_k", "min_p"):
+        if getattr(c, name) != getattr(Config, name):
+            yield (
+                f"--{dashed(name)} {getattr(c, name)} cannot be used with --engine vllm, because"
+                " its log-probs would include the filter, which training does not repeat: use"
+                f" {getattr(Config, name)}."
+            )
+    if not 0.01 <= c.temperature <= 2:
+        yield (
+            f"--temperature {c.temperature} is outside the range of vLLM: give a value between 0.01"
+            " and 2."
+        )
+    for name in ("vllm_python", "vllm_options"):
+        if c.server and getattr(c, name):
+            yield (
+                f"--{dashed(name)} configures a server that the trainer starts: give it to serve.py"
+                " instead, or leave --server out."
+            )
+    try:
+        words = shlex.split(c.vllm_options)
+    except ValueError as e:
+        yield f"--vllm-options {c.vllm_options!r} cannot be split ({e}): close the quotes."
+        return
+    for name in ("--model", "--host", "--port", "--secret-file", "--owner"):
+        if name in (word.split("=")[0] for word in words):
+            yield (
+                f"--vllm-options sets {name}, which the trainer chooses for its own server: leave"
+                " it out."
+            )
+
+
+def _ignored(c: Config) -> Iterator[str]:
+    """Find options that are set but have no effect, because of the value of another option."""
+    for f in fields(c):
+        value = getattr(c, f.name)
+        if "needs" not in f.metadata or value == f.default:
+            continue
+        other, _, wanted = f.metadata["needs"].partition("=")
+        value = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        current, problem = getattr(c, other), f"--{dashed(f.name)} is {value}, which has no effect"
+        if not wanted and current == getattr(Config, other):
+            yield f"{problem} without --{dashed(other)}: set that too."
+        if wanted and current not in wanted.split("|"):
+            choice = wanted.replace("|", " or ")
+            yield f"{problem} with --{dashed(other)} {current}: choose {choice}, or leave it out."

@@ -328,13 +328,13 @@ def test_config_json_from_elsewhere_is_named():
 # ---- the options ---------------------------------------------------------------------------------
 
 OPTIONS = {
-    "--learning_rat 1": "--learning_rat",
-    "--num-generations 1": "--num-generations is 1",
+    "--learning_rat 1": "--learning_rat is not an option: use --learning-rate, or see --help.",
+    "--num-generations 1": "--num-generations is 1: it must be >= 2",
     "--num-generations 6": "--generation-batch-size 64 is not a multiple of --num-generations 6",
     "--steps-per-generation 3": "--steps-per-generation 3 does not divide the 8 prompts",
     "--learning-rate nan": "--learning-rate is nan: give a finite number",
     "--temperature inf": "--temperature is inf: give a finite number",
-    "--temperature 0": "--temperature is 0.0: it must be above 0",
+    "--temperature 0": "--temperature is 0.0: it must be > 0",
     "--beta nan": "--beta is nan",
     "--reward-weights nan 1": "--reward-weights is nan",
     "--max-grad-norm -inf": "--max-grad-norm",
@@ -343,7 +343,7 @@ OPTIONS = {
     "--max-completion-length 256": "--max-completion-length 256 leaves no room for a prompt in a context of 256",
     "--generation-batch-size 800000000": "--data arithmetic holds",
     "--gradient-checkpointing half": "--gradient-checkpointing is 'half': choose one of none, full, selective",
-    "--torch-compile --gradient-checkpointing selective": "--gradient-checkpointing selective does not go with --torch-compile",
+    "--torch-compile --gradient-checkpointing selective": "--gradient-checkpointing selective cannot be used with --torch-compile",
     "--torch-compile --torch-compile-backend gcc": "--torch-compile-backend gcc is not known to torch: choose one of",
     "--max-concurrent 100000000": "lower --token-budget or --max-concurrent",
 }

@@ -32,7 +32,7 @@ SOURCES = {str(p.relative_to(ROOT)): p for pattern in PATTERNS for p in sorted(R
 # Each folder (or file) may import what stands before it, and itself.
 ORDER = [
     "errors kernels __init__",
-    "types config cli profiles rules",
+    "types config cli",
     "model",
     "data",
     "distributed",

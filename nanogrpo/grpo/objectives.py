@@ -4,7 +4,7 @@ of vectors, no model.
 In: `Tokens`, the M completion tokens of a strip. Out: their terms [M], which grpo.loss multiplies
 by masks and weights, adds the KL to, and sums; and what the log shows of them. The gradient flows
 through `logp` and what is made of it (`ratio`, `log_ratio`). A new one: a function like these, its
-name in TERMS and in `CHOICES` of rules.py (docs/fork.md); grpo.token_weight says how it is
+name in TERMS and in `CHOICES` of config.py (docs/fork.md); grpo.token_weight says how it is
 averaged. Names and formulas are TRL 1.16.0's, where it has them. Read before: grpo.py. Read next:
 docs/equations.md.
 """

@@ -360,7 +360,7 @@ def test_a_run_with_the_calculator(base, files, tmp_path, more):
         ),
         (
             ["--rollout", "a:b", "--engine", "vllm", "--max-staleness", "1"],
-            "--rollout does not go with --max-staleness",
+            "--rollout cannot be used with --max-staleness",
         ),
     ],
 )

@@ -181,10 +181,13 @@ def test_the_reference_is_the_base_and_no_second_model_is_kept(bases, files, tmp
     [
         (
             ["--lora-target-modules", "lm_head"],
-            "--lora-target-modules is lm_head: choose among q_proj",
+            "--lora-target-modules is 'lm_head': choose one of q_proj",
         ),
-        (["--lora-r", "0", "--lora-adapter", "x"], "--lora-adapter x has no adapters to fill"),
-        (["--sync-ref-model"], "--sync-ref-model does not go with --lora-r"),
+        (
+            ["--lora-r", "0", "--lora-adapter", "x"],
+            "--lora-alpha is 8.0, which has no effect without --lora-r",
+        ),
+        (["--sync-ref-model"], "--sync-ref-model cannot be used with --lora-r"),
         (["--lora-r", "-1"], "--lora-r is -1"),
         (["--lora-alpha", "0"], "--lora-alpha is 0.0"),
     ],

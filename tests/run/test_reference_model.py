@@ -191,18 +191,18 @@ def test_a_reference_that_stays_is_not_saved_and_none_is_kept_without_beta(base,
     [
         (
             ["--beta", "0"],
-            "--sync-ref-model is True, but while --beta is 0.0 no reference is kept: give a --beta above 0.",
+            "--sync-ref-model is True, which has no effect without --beta: set that too.",
         ),
         (
             ["--lora-r", "4"],
-            "--sync-ref-model does not go with --lora-r, whose reference is the base without adapters: ",
+            "--sync-ref-model cannot be used with --lora-r, because the reference is then the base",
         ),
         (
             ["--ref-model-mixup-alpha", "1.5"],
-            "--ref-model-mixup-alpha is 1.5: it is the policy's part of the mix, at most 1.",
+            "--ref-model-mixup-alpha is 1.5: it must be <= 1.",
         ),
-        (["--ref-model-mixup-alpha", "0"], "--ref-model-mixup-alpha is 0.0: it must be above 0."),
-        (["--ref-model-sync-steps", "0"], "--ref-model-sync-steps is 0: it must be above 0."),
+        (["--ref-model-mixup-alpha", "0"], "--ref-model-mixup-alpha is 0.0: it must be > 0."),
+        (["--ref-model-sync-steps", "0"], "--ref-model-sync-steps is 0: it must be > 0."),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(base, files, tmp_path, capsys, options, sentence):

@@ -180,15 +180,15 @@ def test_a_server_that_comes_back_costs_nothing(argv, tmp_path, fake, tiny_base,
         (["--server", "nowhere"], "--server nowhere is not an address"),
         (["--max-completion-length", "200"], "start serve.py with --max-model-len"),
         (["--top-p", "0.9"], "--top-p 0.9 cannot be used with --engine vllm"),
-        (["--vllm-options", "x"], "leave out --server"),
-        (["--vllm-importance-sampling-clip-min", "2"], "must enclose 1"),
+        (["--vllm-options", "x"], "leave --server out"),
+        (["--vllm-importance-sampling-clip-min", "2"], "do not enclose 1"),
         (
             ["--old-logp-from", "engine", "--vllm-importance-sampling-mode", "token_mask"],
-            "already holds the correction",
+            "already includes the correction",
         ),
-        (["--max-staleness", "1", "--old-logp-from", "trainer"], "leave --old-logp-from to auto"),
+        (["--max-staleness", "1", "--old-logp-from", "trainer"], "leave --old-logp-from at auto"),
         (["--max-staleness", "-1"], "--max-staleness is -1"),
-        (["--engine", "local"], "add --engine vllm"),
+        (["--engine", "local"], "which has no effect with --engine local: choose vllm"),
         (["--engine", "sglang"], "choose one of local, vllm"),
     ],
 )
@@ -236,8 +236,11 @@ def test_a_server_of_another_model(tiny_base, files, tmp_path, capsys):
         ),
         (["--vllm-options=--host=0.0.0.0"], "--vllm-options sets --host"),
         # it would sample at 0.01
-        (["--temperature", "0.001"], "--temperature 0.001 is beyond vLLM's limits: give 0.01 to 2"),
-        (["--temperature", "3"], "--temperature 3.0 is beyond vLLM's limits"),
+        (
+            ["--temperature", "0.001"],
+            "--temperature 0.001 is outside the range of vLLM: give a value between 0.01 and 2",
+        ),
+        (["--temperature", "3"], "--temperature 3.0 is outside the range of vLLM"),
     ],
 )
 def test_options_that_no_server_can_take_are_told_before_one_starts(
