@@ -526,7 +526,7 @@ class Config:
         )
 
     @property
-    def high(self) -> float:
+    def upper_epsilon(self) -> float:
         """epsilon_high, or epsilon if it is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 

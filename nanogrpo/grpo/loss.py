@@ -178,7 +178,7 @@ def objective(batch: PackedBatch, cfg: Config) -> HeadOp:
             weight=batch.weight,
             temperature=cfg.temperature,
             epsilon=cfg.epsilon,
-            epsilon_high=cfg.high,
+            epsilon_high=cfg.upper_epsilon,
             delta=cfg.delta,
             ref_logp=batch.ref_logp,
             beta=cfg.beta,

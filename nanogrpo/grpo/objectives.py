@@ -78,7 +78,7 @@ def clipped(t: Tokens, cfg: Config) -> SEEN:
     (2602.05261). Per token it runs in the fused kernel, whose specification is `policy_terms` of
     kernels/reference.py.
     """
-    low, high = 1 - cfg.epsilon, 1 + cfg.high
+    low, high = 1 - cfg.epsilon, 1 + cfg.upper_epsilon
     held = t.ratio.clamp(low, high)
     w = t.ratio if cfg.delta is None else t.ratio.clamp(max=cfg.delta)
     clip = ((w > high) & (t.advantage > 0)).to(torch.int8) - ((w < low) & (t.advantage < 0)).to(
@@ -91,8 +91,10 @@ def cispo(t: Tokens, cfg: Config) -> SEEN:
     """l = -sg(min(w, ε_high))·A·logp: the weight is cut, not the gradient. MiniMax-M1 2025
     (2506.13585), equation 4.
     """
-    cut = (t.ratio > cfg.high) & (t.advantage > 0)
-    return -t.ratio.detach().clamp(max=cfg.high) * t.advantage * t.logp, {"cispo_clip_ratio": cut}
+    cut = (t.ratio > cfg.upper_epsilon) & (t.advantage > 0)
+    return -t.ratio.detach().clamp(max=cfg.upper_epsilon) * t.advantage * t.logp, {
+        "cispo_clip_ratio": cut
+    }
 
 
 def sapo(t: Tokens, cfg: Config) -> SEEN:
@@ -142,7 +144,7 @@ def dppo(t: Tokens, cfg: Config) -> SEEN:
         divergence = mu * (t.sampling_logp - t.logp.detach()) + (1 - mu) * (
             torch.log1p(-mu) - torch.log1p(-p)
         )
-    high = (t.advantage > 0) & (p > mu) & (divergence > cfg.high)
+    high = (t.advantage > 0) & (p > mu) & (divergence > cfg.upper_epsilon)
     low = (t.advantage < 0) & (p < mu) & (divergence > cfg.epsilon)
     l = (
         torch.where(high | low, 0.0, -t.ratio * t.advantage)

@@ -114,7 +114,7 @@ def test_the_kernels_specification_has_the_same_loss(objective, off_policy):
     batch, index = our_batch(samples, logp, cfg, off_policy)
     how = {
         "epsilon": cfg.epsilon,
-        "epsilon_high": cfg.high,
+        "epsilon_high": cfg.upper_epsilon,
         "delta": cfg.delta,
         "ref_logp": batch.ref_logp,
         "beta": cfg.beta,
