@@ -13,6 +13,7 @@ Read next: learning.py and end_to_end.py, which compare such runs; trl_run.py, T
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import gc
@@ -281,9 +282,16 @@ def replayed(cfg: Config) -> dict:
     return found | {"ours": our_accuracies, "weights_apart": apart.item()}
 
 
+SIDES = {"nanogrpo": ours, "TRL": theirs, common.REPLAYED: replayed}
+
+
 def main(argv: list[str]) -> int:
-    """Run one side: `python -m bench.runs SIDE FOLDER`, as `run` starts it."""
-    side, folder = argv[0], Path(argv[1])
+    """Run one side in this process; the benches start it by `run`."""
+    parser = argparse.ArgumentParser(prog="python -m bench.runs", description=main.__doc__)
+    parser.add_argument("side", choices=SIDES)
+    parser.add_argument("folder", type=Path, help="has options.json, gets found.json")
+    args = parser.parse_args(argv)
+    side, folder = args.side, args.folder
     options = json.loads((folder / "options.json").read_text())
     cfg = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
     cfg = dataclasses.replace(cfg, output_dir=str(folder / "output"))
@@ -296,7 +304,7 @@ def main(argv: list[str]) -> int:
     reset_peak()
     before = memory()["now"]
     try:
-        found = {"nanogrpo": ours, "TRL": theirs, common.REPLAYED: replayed}[side](cfg)
+        found = SIDES[side](cfg)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

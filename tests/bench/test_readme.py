@@ -3,8 +3,6 @@
 Read next: bench/tables.py, bench/readme.py.
 """
 
-import json
-
 import pytest
 
 from bench import common, readme, tables, tables_learning
@@ -119,28 +117,6 @@ def test_the_distance_of_two_curves():
     assert most == pytest.approx(0.05 / (0.01 / 2**0.5))
     assert tables_learning.seconds_to(same[0], 0.9) == 4.0
     assert tables_learning.seconds_to(same[0], 0.99) is None
-
-
-def test_records_of_cases_that_are_not_run_again_are_kept(tmp_path):
-    records = [
-        {"case": case, "side": side, "x": 1} for case in ("a", "b") for side in ("ours", "theirs")
-    ]
-    common.write("some", records, tmp_path)
-    common.merge(
-        "some",
-        [{"case": "b", "side": "ours", "x": 2}, {"case": "c", "side": "ours", "x": 3}],
-        tmp_path,
-    )
-    found = json.loads((tmp_path / "some.json").read_text())
-    assert [(r["case"], r["side"], r["x"]) for r in found] == [
-        *[
-            ("a", "ours", 1),
-            ("a", "theirs", 1),
-            ("b", "ours", 2),
-            ("b", "theirs", 1),
-            ("c", "ours", 3),
-        ]
-    ]
 
 
 @pytest.mark.parametrize(

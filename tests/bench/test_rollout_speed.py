@@ -63,12 +63,6 @@ def test_an_installed_vllm_is_a_side(tmp_path, threads):
     assert asked["even", "vLLM"] == 8 * 6
 
 
-def test_commands_in_records_name_no_places():
-    argv = ["--repeats", "3", "--vllm-python", "/x/python", "--out", "/y", "--cases", "even"]
-    record = common.record("rollout_speed", "", "", argv)
-    assert record["command"] == "python -m bench.rollout_speed --repeats 3 --cases even"
-
-
 def test_uneven_lengths_have_a_third_of_the_maximum_as_their_mean():
     lengths = rollout_speed.uneven_lengths(256, 192)
     assert min(lengths) >= 1
@@ -101,14 +95,3 @@ def test_generate_ends_a_batch_with_its_longest_row():
     prompts = [Prompt(i, "", random_tokens(4, seed=i).tolist()) for i in range(4)]
     assert rollout_speed.generate(theirs, prompts, [2, 5, 1, 3], batch=2) == [2, 5, 1, 3]
     assert len(steps) == 5 + 3
-
-
-def test_interleaving_takes_turns():
-    order = []
-    timings = common.interleave(
-        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3, warmup=1
-    )
-    assert "".join(order) == "ba" + "ab" + "ba" + "ab"  # the untimed round first
-    assert [len(t.seconds) for t in timings.values()] == [3, 3]
-    t = common.Timing([3.0, 1.0, 2.0])
-    assert (t.median, t.spread) == (2.0, [1.0, 3.0])

@@ -1,14 +1,16 @@
-"""The step bench of real sizes, run small on a CPU: the same code, FSDP2 included, in a world of
-one.
+"""Tests of the step bench for real sizes, run small on a CPU: the same code, FSDP2 included, in a
+world of one.
 
-What only a GPU has is faked: its name, its group's backend, its allocator's counts, and memory that
-runs out. Read next: bench/step_large.py.
+Only what a GPU would provide is faked: its name, its process group, its allocator's counts, and
+running out of memory. Read next: bench/step_large.py.
 """
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ from nanogrpo.model.decoder import Decoder, logits
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of TRL to transformers
+    # TRL uses deprecated parts of transformers
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 TINY = common.small_qwen3(32, 2, 104, 32)
 CASE = step_sides.Case(P=2, G=4, prompt=8, longest=24)
@@ -31,7 +34,7 @@ CASE = step_sides.Case(P=2, G=4, prompt=8, longest=24)
 
 @pytest.fixture(autouse=True)
 def group_of_one(monkeypatch):
-    """What `join` does on one GPU: a process group, so that the parameters are shards; here gloo's."""
+    """Give `join` a gloo group of one, so the parameters are sharded as on a GPU."""
 
     def connect(cfg, world):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -43,9 +46,7 @@ def group_of_one(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def allocator(monkeypatch):
-    """The counts of a GPU's allocator, another peak each time; of this process, the peak may be
-    over before a step begins.
-    """
+    """Fake the counts of a GPU's allocator, with another peak for each side."""
     peaks = []
     monkeypatch.setattr(runs, "reset_peak", lambda: peaks.append(1000 + 300 * (len(peaks) + 1)))
     monkeypatch.setattr(runs, "memory", lambda: {"now": 1000, "peak": peaks[-1] if peaks else 0})
@@ -69,14 +70,14 @@ def test_both_sides_are_measured_and_find_the_same_gradient(tmp_path, monkeypatc
         return step(self, samples)
 
     monkeypatch.setattr(step_sides.Ours, "step", watched)
-    # raises unless the gradients' norms are equal
+    # raises if the gradient norms differ
     ours, theirs, recomputed = measure(tmp_path, step_large.SETTINGS)
-    assert set(kinds) == {DTensor}  # it went through FSDP
+    assert set(kinds) == {DTensor}  # FSDP sharded them
     assert common.read("step_large", tmp_path) == [ours, theirs, recomputed]
     assert ours["command"] == "python -m bench.step_time --shape 0.6B"
     _, samples = step_sides.options_of(CASE)
     padded = CASE.prompt + max(len(s.token_ids) for s in samples)
-    assert theirs["micro_batches"] == 4  # of two rows, so that they have 48 tokens or more
+    assert theirs["micro_batches"] == 4  # two completions each, so at least 48 tokens
     assert (
         8 * padded
         == theirs["computed_tokens"]
@@ -85,19 +86,21 @@ def test_both_sides_are_measured_and_find_the_same_gradient(tmp_path, monkeypatc
     )
     assert ours["micro_batches"] == 2
     assert len(ours["seconds"]) == len(theirs["seconds"]) == 2
-    for row in (ours, theirs):
-        assert row["gradient_checkpointing"] == "none"
-        assert row["needed_flops"] == ours["needed_flops"]
-        assert row["mfu"] == pytest.approx(row["needed_flops"] / row["seconds_median"] / 1e9)
-        assert row["tokens_per_second"] == pytest.approx(
-            row["completion_tokens"] / row["seconds_median"]
+    for record in (ours, theirs):
+        assert record["gradient_checkpointing"] == "none"
+        assert record["needed_flops"] == ours["needed_flops"]
+        assert record["mfu"] == pytest.approx(
+            record["needed_flops"] / record["seconds_median"] / 1e9
+        )
+        assert record["tokens_per_second"] == pytest.approx(
+            record["completion_tokens"] / record["seconds_median"]
         )
     assert ours["speedup_over_trl"] == pytest.approx(
         theirs["seconds_median"] / ours["seconds_median"]
     )
-    # above what the process held before
-    assert [row["peak_bytes"] for row in (ours, theirs, recomputed)] == [300, 600, 900]
-    assert [row["memory_over_trl"] for row in (ours, theirs, recomputed)] == [0.5, 1, 1.5]
+    # above the memory in use before
+    assert [record["peak_bytes"] for record in (ours, theirs, recomputed)] == [300, 600, 900]
+    assert [record["memory_over_trl"] for record in (ours, theirs, recomputed)] == [0.5, 1, 1.5]
     assert (recomputed["side"], recomputed["gradient_checkpointing"]) == (
         "TRL, checkpointing",
         "full",
@@ -110,9 +113,9 @@ def test_both_sides_are_measured_and_find_the_same_gradient(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["nanogrpo", "TRL"])
-def test_what_does_not_fit_is_tried_with_less_memory(name, tmp_path, monkeypatch):
-    """Memory runs out in the backward, where a whole graph is alive; the next attempt finds nothing
-    left of it.
+def test_a_setting_that_does_not_fit_is_followed_by_the_next(name, tmp_path, monkeypatch):
+    """Memory runs out in the backward pass, where the full graph is alive. The next attempt must
+    find that memory freed.
     """
     side = {"nanogrpo": step_sides.Ours, "TRL": step_sides.Trl}[name]
     built, backward = side.__init__, torch.Tensor.backward
@@ -136,25 +139,39 @@ def test_what_does_not_fit_is_tried_with_less_memory(name, tmp_path, monkeypatch
 
     monkeypatch.setattr(side, "__init__", begun)
     monkeypatch.setattr(torch.Tensor, "backward", full)
-    (row,) = measure(tmp_path, [name])
+    (record,) = measure(tmp_path, [name])
     assert (
         tried
         == {"nanogrpo": ["none", "selective", "full"], "TRL": [(False, 4), (False, 8), (True, 4)]}[
             name
         ]
     )
-    # a whole model held would be a third; a thread that loaded one may hold its last tensor
+    # A third would be a full model; a thread that loaded one may still hold its last tensor.
     assert len(held) < len(weights) / 4
-    # no peak is known of this device
-    assert (row["gradient_checkpointing"], row["mfu"]) == ("full", None)
-    assert row["gradient_norm"] > 0
+    # the peak of this device is unknown
+    assert (record["gradient_checkpointing"], record["mfu"]) == ("full", None)
+    assert record["gradient_norm"] > 0
 
 
-def test_a_side_that_never_fits_says_so(tmp_path, monkeypatch, capsys):
-    def full(self, samples):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+def fake_side(norm: float = 1.0, fits: bool = True):
+    """Return a side that computes nothing, for SETTINGS."""
 
-    monkeypatch.setattr(step_sides.Trl, "step", full)
+    def step(samples):
+        if not fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return norm
+
+    @contextlib.contextmanager
+    def build(folder, cfg, samples, setting):
+        yield SimpleNamespace(step=step, computed=len, micro=1)
+
+    return build, [("none", 1.0), ("none", 0.5), ("full", 1.0)]
+
+
+def test_the_record_of_a_side_that_never_fits_has_the_reason(tmp_path, monkeypatch, capsys):
+    fakes = {"nanogrpo": fake_side(), "TRL": fake_side(fits=False)}
+    monkeypatch.setattr(step_large, "SETTINGS", fakes)
+    monkeypatch.setattr(step_large.gc, "collect", lambda: None)  # slow, and nothing to free here
     ours, theirs = measure(tmp_path)
     assert theirs["why_not"] == "out of memory with every setting"
     assert ours["speedup_over_trl"] is None
@@ -164,21 +181,22 @@ def test_a_side_that_never_fits_says_so(tmp_path, monkeypatch, capsys):
     assert second[2] == theirs["why_not"]
 
 
-def test_sides_that_compute_different_things_are_refused(tmp_path, monkeypatch):
-    step = step_sides.Trl.step
-    monkeypatch.setattr(step_sides.Trl, "step", lambda self, samples: 1.01 * step(self, samples))
+def test_different_gradient_norms_are_an_error(tmp_path, monkeypatch):
+    fakes = {"nanogrpo": fake_side(), "TRL": fake_side(norm=1.01)}
+    monkeypatch.setattr(step_large, "SETTINGS", fakes)
+    monkeypatch.setattr(step_large.gc, "collect", lambda: None)  # slow, and nothing to free here
     with pytest.raises(RuntimeError, match="norms differ"):
         measure(tmp_path)
     (ours,) = common.read("step_large", tmp_path)  # what was measured before is kept
     assert ours["side"] == "nanogrpo"
 
 
-# ---- the figures ---------------------------------------------------------------------------------
+# --- the figures ---
 
 
-def test_flops_are_those_of_the_matrix_products():
-    """Counted by torch with a plain head (ours hides in an operator); a pair by its definition: two
-    forward, four back.
+def test_flops_equal_those_of_the_matrix_products():
+    """torch counts the matrix products, with a plain head. Pairs are counted by their definition:
+    two products forward, four backward.
     """
     cfg, samples = step_sides.options_of(CASE, token_budget=64)
     batches = step_sides.strips(samples, cfg, TINY.pair_cost)
@@ -199,7 +217,7 @@ def test_flops_are_those_of_the_matrix_products():
     assert step_large.needed_flops(TINY, batches) == counted + attention
 
 
-def test_the_peak_of_a_device_is_known_by_its_name():
+def test_peak_flops_are_looked_up_by_device_name():
     for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
         assert step_large.peak_flops(name) == 989e12
     for name in (
@@ -215,12 +233,12 @@ def test_the_peak_of_a_device_is_known_by_its_name():
 @pytest.mark.parametrize(
     ("tokens", "expected"), [(1, 8), (32, 8), (33, 4), (64, 4), (129, 1), (1000, 1)]
 )
-def test_micro_batches_are_as_large_as_our_strips(tokens, expected):
+def test_micro_batches_are_at_least_as_large_as_our_strips(tokens, expected):
     _, samples = step_sides.options_of(dataclasses.replace(CASE, even=True))  # 8 rows of 32
     assert step_large.micro_batches(samples, tokens) == expected
 
 
-def test_the_shapes_are_qwens():
+def test_the_shapes_are_those_of_qwen3():
     for name, parameters in (("0.6B", 596_049_920), ("1.7B", 1_720_574_976)):
         with torch.device("meta"):
             assert (
@@ -243,10 +261,10 @@ def test_both_sides_start_from_the_same_weights(tmp_path):
     assert torch.equal(model.lm_head.weight, model.lm_head.weight.bfloat16().float())
 
 
-# ---- the commands --------------------------------------------------------------------------------
+# --- the commands ---
 
 
-def test_without_a_gpu_there_is_a_sentence(monkeypatch, capsys):
+def test_the_shape_option_without_a_gpu_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as e:
         step_time.main(["--shape", "0.6B"])
@@ -255,7 +273,7 @@ def test_without_a_gpu_there_is_a_sentence(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
-def test_the_script_without_a_gpu_has_a_sentence(tmp_path):
+def test_the_script_without_a_gpu_ends_with_an_error(tmp_path):
     argv, env = (
         [common.ROOT / "bench/gpu_train.sh", tmp_path / "out"],
         {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
@@ -266,7 +284,7 @@ def test_the_script_without_a_gpu_has_a_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("more", [[], ["--no-trl"]])
-def test_with_a_gpu_the_shape_is_measured(more, tmp_path, monkeypatch, capsys):
+def test_the_shape_option_with_a_gpu_measures_that_shape(more, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     called = {}
 
@@ -274,8 +292,8 @@ def test_with_a_gpu_the_shape_is_measured(more, tmp_path, monkeypatch, capsys):
         called.update(
             label=label, shape=shape, case=case, repeats=repeats, sides=sides, argv=argv, **options
         )
-        row = {"why_not": "no GPU", "case": label, "side": "TRL"}
-        common.write("step_large", [row], out)
+        record = {"why_not": "no GPU", "case": label, "side": "TRL"}
+        common.write("step_large", [record], out)
 
     monkeypatch.setattr(step_large, "measure", measured)
     argv = ["--shape", "1.7B", "--repeats", "3", *more, "--out", str(tmp_path)]

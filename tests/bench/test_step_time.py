@@ -56,7 +56,7 @@ def test_our_head_needs_less_memory_for_a_large_vocabulary(tmp_path, monkeypatch
         return found[0]
 
     monkeypatch.setattr(step_memory, "child", counted)
-    case = step_sides.Case(4, 8, 8, 32, vocab=16_384)
+    case = step_sides.Case(2, 8, 8, 32, vocab=16_384)
     monkeypatch.setattr(step_memory, "CASES", {"large": case})
     argv = ["--threads", "1", "--hidden", "32", "--layers", "1", "--out", str(tmp_path)]
     records = step_memory.main(argv)  # raises if the gradient norms differ
