@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> list[dict]:
             seconds: dict[str, list[float]] = {name: [] for name in engines}
             for _ in range(2):
                 for name, engine in engines.items():
-                    engine.sync.disconnect(engine.servers[0])
+                    engine.servers[0].alive = False
                     sync = functools.partial(engine.load, model, 1)
                     for i in range(-2, repeats // 2):
                         with torch.no_grad():
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> list[dict]:
                         seconds[name] += timing.seconds if i >= 0 else []
                     gap = largest_gap(model, engine)
                     assert gap < 1e-4, f"the server's log-probs are off by {gap}: the sync failed"
-            nbytes = first.sync.layout.nbytes
+            nbytes = sum(slot.nbytes for slot in first.sync.layout.slots)
             for name in engines:
                 timing = common.Timing(seconds[name])
                 records.append(

@@ -45,8 +45,10 @@ def on_end(pid: int, then: Callable[[], object], pipe: int | None = None) -> Non
             raise
 
     def wait() -> None:
-        while watched and select.select(watched, [], [])[0] == [pipe] and os.read(pipe, 4096):
-            pass
+        while watched:
+            readable, _, _ = select.select(watched, [], [])
+            if pipe is None or readable != [pipe] or not os.read(pipe, 4096):
+                break
         then()
 
     threading.Thread(target=wait, daemon=True).start()

@@ -1,9 +1,9 @@
-"""The processes of a run: who is here, and what they tell each other.
+"""The processes of a run, and the values that they exchange.
 
 In: the environment that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
-Out: a `World`. One process without torchrun is a world of one and needs none of it, so the loop is
-written once. Read next: ends.py (how they end, together), fsdp.py (the model cut into shards),
-train.py.
+Out: a `World`. Without torchrun it has one process and needs none of these variables, so the loop
+is the same for one process and for many. Read next: failure.py (how all ranks end together),
+fsdp.py (the sharded model), train.py.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class World:
         return {i: own[i] for i in sorted(wanted[self.rank])}
 
     def _deliver(self, parcels: Sequence[Any]) -> list:
-        """Send parcels[r] to rank r. Return the parcels sent to this rank, in the order of ranks."""
+        """Send parcels[r] to rank r. Return the parcels for this rank, in the order of ranks."""
         pickled = [pickle.dumps(parcel) for parcel in parcels]
         sizes = self.gather([len(p) for p in pickled])  # [from][to]
         outgoing = torch.frombuffer(bytearray(b"".join(pickled)), dtype=torch.uint8)
@@ -133,14 +133,12 @@ class World:
 ALONE = World(0, 1, torch.device("cpu"))
 
 
-# --- together into the run, and out of it ---------------------------------------------------------
+# --- joining and leaving a run ---
 
 
 @contextlib.contextmanager
 def join(cfg: Config) -> Iterator[World]:
-    """The world, for the time of a run. With several ranks, an exception inside ends this process
-    and all others.
-    """
+    """Yield the world of a run. With several ranks, an exception inside ends all processes."""
     cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
     rank, size, local = (
         int(os.environ.get(name, default))
@@ -148,8 +146,8 @@ def join(cfg: Config) -> Iterator[World]:
     )
     if cuda and local >= torch.cuda.device_count():
         raise UserError(
-            f"--device {cfg.device}: rank {rank} needs a GPU of its own but torch sees {torch.cuda.device_count()} on this "
-            "machine: use --device cpu or fewer processes."
+            f"--device {cfg.device}: rank {rank} needs a GPU of its own, but torch sees "
+            f"{torch.cuda.device_count()} on this machine; use --device cpu or fewer processes."
         )
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
@@ -167,10 +165,10 @@ def join(cfg: Config) -> Iterator[World]:
         if dist.is_initialized():
             dist.destroy_process_group()
         raise
-    # Behind this barrier every rank has done its work. The watches stop before the second one:
-    # behind it the store may be gone, which lives in rank 0, and that would look like a failure.
-    # And connections come down only behind it: gloo aborts a process whose peer has already taken
-    # down its own.
+    # After the barrier above, every rank has done its work. The watches stop before the second
+    # barrier, because after it the store, which lives in rank 0, may be gone, which would look like
+    # a failure. Connections are closed only after it, because gloo aborts a process whose peer has
+    # already closed its own.
     if watch is not None:
         watch.stop()
         dist.barrier()
@@ -179,13 +177,12 @@ def join(cfg: Config) -> Iterator[World]:
 
 
 def _connect(cfg: Config, world: World) -> Watch | None:
-    """Joins the process group that torchrun describes; within the timeout, or with a sentence."""
-    # NCCL for the tensors on GPUs, gloo for what lies on the host: the small Python objects, and
-    # offloaded shards.
+    """Join the process group that torchrun describes. Raise UserError after --ddp-timeout."""
+    # NCCL for tensors on GPUs, gloo for small Python objects and offloaded shards on the host.
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
     if "WORLD_SIZE" not in os.environ:
-        # FSDP2 also computes in bfloat16 from float32 masters: one GPU wants it as much as eight
+        # FSDP2 also lets one GPU compute in bfloat16 from float32 master weights.
         if world.device.type == "cuda":
             dist.init_process_group(
                 backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
@@ -193,8 +190,7 @@ def _connect(cfg: Config, world: World) -> Watch | None:
         return None
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        # A store keeps the keys of whoever used it before: under torchrun, a restarted run must not
-        # read its ancestor's.
+        # A store keeps its keys when torchrun restarts a run, and the new run must not read them.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         group = dist.PrefixStore(f"group {attempt}", store)
         dist.init_process_group(
@@ -202,17 +198,17 @@ def _connect(cfg: Config, world: World) -> Watch | None:
         )
     except (dist.DistError, RuntimeError, ValueError) as e:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        taken = "EADDRINUSE" in str(e) or "address already in use" in str(e).lower()
-        advice = (
-            "choose another port (torchrun --master-port)"
-            if taken
-            else "see that all are started and reach that address"
-        )
-        reason = "the port is in use" if taken else first_sentence(e)
+        if "EADDRINUSE" in str(e) or "address already in use" in str(e).lower():
+            reason = "the port is in use"
+            advice = "choose another port (torchrun --master-port)"
+        else:
+            reason = first_sentence(e)
+            advice = "check that all processes are started and can reach that address"
         raise UserError(
-            f"rank {world.rank} could not join the {world.size} processes at {where} within {cfg.ddp_timeout} s ({reason}): "
-            f"{advice}."
+            f"rank {world.rank} could not join the {world.size} processes at {where} within "
+            f"{cfg.ddp_timeout} s ({reason}): {advice}."
         ) from e
-    # The watch has a connection of its own: a rank may wait in the other for the one that failed.
+    # The watch has a connection of its own, because a rank may wait in the other one for the rank
+    # that failed.
     watched = dist.PrefixStore(f"watch {attempt}", store.clone())
     return Watch(watched, world.rank, world.size, cfg.heartbeat_timeout) if world.size > 1 else None

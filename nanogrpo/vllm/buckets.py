@@ -1,20 +1,20 @@
-"""What the two ends of the weight sync agree on: how weights lie in buckets, and how the buckets
-cross.
+"""The format of a weight sync, shared by its two ends: the layout of weights in buckets, and the
+two ways in which buckets travel.
 
-In: the names, dtypes and shapes of a checkpoint. Out: a `Layout` (which bytes of which bucket are
-which tensor), and two ways to bring buckets from the trainer to the workers of a server:
+In: the names, dtypes and shapes of a checkpoint. Out: a `Layout`, which maps each tensor to bytes
+of a bucket, and two transports from the trainer to the workers of a server:
 
-    broadcast  a process group of one trainer and all workers: NCCL between GPUs, gloo between CPUs (`Group`)
-    memory     the workers map the trainer's own buckets: shared memory on a CPU, CUDA IPC on one GPU (`share`, `attach`)
+    broadcast  a process group of the trainer and all workers: NCCL on GPUs, gloo on CPUs
+    memory     the workers map the trainer's own buckets: shared memory on a CPU, CUDA IPC on a GPU
 
-Everything that a peer says is JSON and is checked here, before anything is allocated, mapped or
-joined; nothing is pickled. Imported by both ends, so that it may import neither vLLM nor our model.
-Read next: sync.py (the trainer's end), then engine_worker.py (the server's).
+Everything that a peer sends is JSON and is checked here before anything is allocated, mapped or
+joined. Nothing is pickled. vLLM's workers import this file too, so it imports neither vLLM nor our
+model. Read next: sync.py (the trainer's end), then worker.py (the server's end).
 """
 
 from __future__ import annotations
 
-import base64
+import math
 import mmap
 import os
 import re
@@ -22,6 +22,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,160 +31,137 @@ from torch import Tensor
 from nanogrpo.vllm.auth import loopback
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# one broadcast carries so much: large enough for full bandwidth, small beside a model
+# Large enough for full bandwidth, small compared to a model.
 BUCKET_BYTES = 256 << 20
-ALIGN = 64  # bytes: tensors start on cache lines, and on multiples of every dtype's size
-# bytes before the first tensor of bucket 0: the sequence number of the update, in 8 of them
+ALIGN = 64  # bytes; tensors start on cache lines, and on multiples of every dtype's size
+# Bytes before the first tensor of bucket 0. The first 8 hold the number of the update.
 HEADER = 64
-LARGEST = 1 << 44  # bytes of a model: 16 TiB, far above any, far below where sizes overflow
+LARGEST = 1 << 44  # bytes of a model: 16 TiB, far above any model and far below integer overflow
 
 
-# --- the layout -----------------------------------------------------------------------------------
+# --- the layout ---
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies."""
+    """The place of one tensor."""
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: list[int]
     bucket: int
     offset: int  # bytes from the start of the bucket
     nbytes: int
 
 
 class Layout:
-    """Tensors in their order, laid one after the other into buckets of at most `bucket_bytes` (a
-    larger tensor gets its own).
+    """Tensors laid end to end in buckets of at most `bucket_bytes`. A larger tensor gets its own.
 
-    entries: (name, dtype name, shape) of each tensor, in the order of the model's layers: vLLM then
-    finishes one layer after the other and keeps no more than one waiting. Raises ValueError on
-    anything that no model could be.
+    entries: [name, dtype name, shape] of each tensor, in the order of the model's layers. vLLM then
+    finishes one layer after the other, and never holds back more than one. Raises ValueError for
+    anything that cannot be a model.
 
-    >>> Layout([("a", "float32", [2, 3]), ("b", "float32", [1])]).sizes      # 64 (header) + 24, aligned to 128, + 4
+    >>> Layout([("a", "float32", [2, 3]), ("b", "float32", [1])]).sizes  # 64 + 24 → 128, + 4
     [132]
     """
 
     def __init__(self, entries: Sequence[Sequence], bucket_bytes: int = BUCKET_BYTES):
-        _whole("bucket_bytes", bucket_bytes, 1, LARGEST)
+        _integer("bucket_bytes", bucket_bytes, 1, LARGEST)
         if not isinstance(entries, (list, tuple)) or not entries:
-            raise ValueError(
-                "the layout must be a list of [name, dtype, shape] with at least one entry"
-            )
+            raise ValueError("the layout must be a list with at least one [name, dtype, shape]")
         self.entries = [_entry(e) for e in entries]
         self.bucket_bytes = bucket_bytes
         self.slots: list[Slot] = []
         self.sizes = [HEADER]  # bytes of each bucket
         for name, dtype, shape in self.entries:
-            nbytes = DTYPES[dtype].itemsize
-            for n in shape:
-                nbytes *= n
+            nbytes = DTYPES[dtype].itemsize * math.prod(shape)
             start = -(-self.sizes[-1] // ALIGN) * ALIGN
-            # the first tensor joins the header whatever its size
+            # the first tensor follows the header, whatever its size
             if self.slots and start + nbytes > bucket_bytes:
                 self.sizes.append(0)
                 start = 0
-            self.slots.append(
-                Slot(name, DTYPES[dtype], tuple(shape), len(self.sizes) - 1, start, nbytes)
-            )
+            bucket = len(self.sizes) - 1
+            self.slots.append(Slot(name, DTYPES[dtype], shape, bucket, start, nbytes))
             self.sizes[-1] = start + nbytes
         if sum(self.sizes) > LARGEST:
-            raise ValueError(f"the layout holds {sum(self.sizes)} bytes, more than any model")
+            raise ValueError(f"the layout has {sum(self.sizes)} bytes, more than any model")
         if len({s.name for s in self.slots}) < len(self.slots):
             raise ValueError("the layout names a tensor twice")
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, without header and padding."""
-        return sum(s.nbytes for s in self.slots)
-
     def views(self, bucket: Tensor, index: int) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of one bucket, [size] uint8, as views into it."""
+        """Yield the tensors of one bucket, [size] uint8, as views of it."""
         for s in self.slots:
             if s.bucket == index:
                 yield s.name, bucket[s.offset : s.offset + s.nbytes].view(s.dtype).view(s.shape)
 
 
 def sequence_of(bucket: Tensor) -> Tensor:
-    """[1] int64: the view of bucket 0 that numbers the update it holds."""
+    """Return a view of bucket 0, [1] int64: the number of the update that it holds."""
     return bucket[:8].view(torch.int64)
 
 
-def _whole(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name} is {value!r} but must be a whole number from {low} to {high}")
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{name} is {value!r} but must be an integer from {low} to {high}")
     return value
 
 
-def _entry(entry: object) -> tuple[str, str, list[int]]:
+def _entry(entry: Any) -> tuple[str, str, list[int]]:
     if not isinstance(entry, (list, tuple)) or len(entry) != 3:
         raise ValueError(f"the layout's entry {entry!r} is not [name, dtype, shape]")
     name, dtype, shape = entry
     if not isinstance(name, str) or not re.fullmatch(r"[\w.]{1,300}", name):
-        raise ValueError(f"the layout's name {str(name)[:80]!r} is not that of a parameter")
+        raise ValueError(f"the layout's name {str(name)[:80]!r} is not a parameter's name")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"the dtype {dtype!r} of {name} is none of {', '.join(DTYPES)}")
+        raise ValueError(f"{name} has dtype {dtype!r} but must have one of {', '.join(DTYPES)}")
     if not isinstance(shape, (list, tuple)) or len(shape) > 4:
         raise ValueError(f"the shape of {name} is not a list of at most 4 sizes")
-    return name, dtype, [_whole(f"a size of {name}", n, 1, 1 << 32) for n in shape]
+    return name, dtype, [_integer(f"a size of {name}", n, 1, 1 << 32) for n in shape]
 
 
-# --- what the trainer tells the workers -----------------------------------------------------------
+# --- the connection ---
 
 
 @dataclass
-class Greeting:
-    """`init_info` of the route /init_weight_transfer_engine: what stays the same between updates.
-    All of it is JSON.
-    """
+class InitInfo:
+    """The body of /init_weight_transfer_engine: everything that stays the same between updates."""
 
     transport: str  # broadcast or memory
     layout: list  # [[name, dtype, shape], …]
     bucket_bytes: int
-    timeout: float  # seconds that a worker waits for the trainer before it gives up
-    address: str = ""  # broadcast: where the trainer's store listens,
+    timeout: float  # seconds that a worker waits for the trainer
+    address: str = ""  # broadcast: the address of the trainer's store
     port: int = 0
-    # the name of this group in it: a random word, so that two groups never mix,
-    room: str = ""
-    world: int = 0  #        and how many take part: the trainer is rank 0, the workers 1 …
-    handles: tuple = ()  # memory: one a bucket, as `share` made them
+    group: str = ""  # a random name, so two groups never mix
+    size: int = 0  # of the group: the trainer is rank 0, the workers are 1, 2, …
+    handles: Sequence = ()  # memory: one per bucket, from `SharedBuckets.handles`
 
     def __post_init__(self):
         self.plan = Layout(self.layout, self.bucket_bytes)
-        if (
-            isinstance(self.timeout, bool)
-            or not isinstance(self.timeout, (int, float))
-            or not 0 < self.timeout <= 86400
-        ):
-            raise ValueError(
-                f"timeout is {self.timeout!r} but must be seconds, above 0 and at most a day"
-            )
+        if type(self.timeout) not in (int, float) or not 0 < self.timeout <= 86400:
+            raise ValueError(f"timeout is {self.timeout!r} but must be seconds, at most a day")
         if self.transport == "broadcast":
-            _whole("port", self.port, 1, 65535)
-            _whole("world", self.world, 2, 65536)
-            for name in ("address", "room"):
-                if not isinstance(getattr(self, name), str) or not re.fullmatch(
-                    r"[\w.:%-]{1,255}", getattr(self, name)
-                ):
-                    raise ValueError(f"{name} is missing or holds characters that it cannot have")
+            _integer("port", self.port, 1, 65535)
+            _integer("size", self.size, 2, 65536)
+            for name in ("address", "group"):
+                value = getattr(self, name)
+                if not isinstance(value, str) or not re.fullmatch(r"[\w.:%-]{1,255}", value):
+                    raise ValueError(f"{name} is missing or has characters that are not allowed")
         elif self.transport == "memory":
-            if not isinstance(self.handles, (list, tuple)) or len(self.handles) != len(
-                self.plan.sizes
-            ):
-                raise ValueError(
-                    f"the layout has {len(self.plan.sizes)} buckets, each of which needs one handle"
-                )
+            buckets = len(self.plan.sizes)
+            if not isinstance(self.handles, (list, tuple)) or len(self.handles) != buckets:
+                raise ValueError(f"the layout has {buckets} buckets and needs one handle for each")
         else:
             raise ValueError(f"transport is {self.transport!r} but must be broadcast or memory")
 
 
-# --- broadcast ------------------------------------------------------------------------------------
+# --- broadcast ---
 
 
 def listen(address: str) -> socket.socket:
-    """A socket for the store on a free port of one address. torch alone would listen on every
-    interface of the machine.
+    """Return a socket that listens on a free port of one address.
+
+    torch's store by itself would listen on every interface of the machine.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -192,63 +170,67 @@ def listen(address: str) -> socket.socket:
     return sock
 
 
-class Group:
-    """A process group of one trainer (rank 0) and the workers (1 …), beside whatever groups either
-    side has already.
+class BroadcastGroup:
+    """A process group of the trainer (rank 0) and the workers, next to any other groups they have.
 
-    The store that the ranks meet in also says which update the trainer is about to send: so a
-    worker that is told to receive by someone else refuses at once, instead of waiting for a
-    broadcast that never comes.
+    The store through which the ranks meet also holds the number of the update that the trainer is
+    about to send. So a worker that anyone else asks to receive refuses at once, and does not wait
+    for a broadcast that never comes.
     """
 
     def __init__(
         self,
-        address: str,
-        port: int,
-        room: str,
+        info: InitInfo,
         rank: int,
-        world: int,
-        timeout: float,
         device: torch.device,
-        sock: socket.socket | None = None,  # the trainer's, which then serves the store
+        sock: socket.socket | None = None,  # the trainer's, which serves the store
     ):
-        wait = timedelta(seconds=timeout)
-        fd = {"master_listen_fd": sock.detach()} if sock else {}  # the store closes it
-        host = dist.TCPStore(
-            address, port, None, is_master=bool(fd), timeout=wait, wait_for_workers=False, **fd
+        wait = timedelta(seconds=info.timeout)
+        # the store closes the socket
+        serve: dict[str, Any] = (
+            {"is_master": True, "master_listen_fd": sock.detach()} if sock else {}
         )
-        self.store = dist.PrefixStore(room, host)
-        if device.type == "cuda":
-            self.group = dist.ProcessGroupNCCL(self.store, rank, world, wait)
-        else:
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout = wait
-            # the default is the interface that the machine's name resolves to
-            if loopback(address):
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            else:
-                options._devices = [dist.ProcessGroupGloo.create_default_device()]
-            self.group = dist.ProcessGroupGloo(self.store, rank, world, options)
+        store = dist.TCPStore(
+            info.address, info.port, None, timeout=wait, wait_for_workers=False, **serve
+        )
+        self.store = dist.PrefixStore(info.group, store)
         self.device = device
+        self.group: Any
+        if device.type == "cuda":
+            nccl: Any = dist.ProcessGroupNCCL  # its type stub lacks this overload
+            self.group = nccl(self.store, rank, info.size, wait)
+        else:
+            gloo: Any = dist.ProcessGroupGloo  # its type stub lacks _Options
+            options = gloo._Options()
+            options._timeout = wait
+            # by default gloo uses the interface that the machine's name resolves to
+            options._devices = [
+                gloo.create_device(hostname="127.0.0.1")
+                if loopback(info.address)
+                else gloo.create_default_device()
+            ]
+            self.group = gloo(self.store, rank, info.size, options)
 
     def announce(self, sequence: int) -> None:
-        """Returns when the workers can see it."""
+        """Publish the number of the next update. Return when the workers can see it."""
         self.store.set("update", str(sequence))
-        # `set` only sends; an answer means that the store has taken what was sent before
+        # `set` only sends. An answer to `get` means that the store has processed it.
         self.store.get("update")
 
     def announced(self, sequence: int) -> bool:
         return self.store.check(["update"]) and self.store.get("update") == str(sequence).encode()
 
     def broadcast(self, bucket: Tensor) -> None:
-        """bucket: [size] uint8, on the group's device; the trainer's content arrives everywhere.
-        Returns when it has.
-        """
+        """Copy the trainer's bucket, [size] uint8 on the group's device, into everyone's."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self.group.broadcast([bucket], options).wait()
         if self.device.type == "cuda":  # NCCL's wait only orders streams
             torch.cuda.current_stream(self.device).synchronize()
+
+    def send(self, buckets: Sequence[Tensor]) -> None:
+        for bucket in buckets:
+            self.broadcast(bucket)
 
     def close(self) -> None:
         if hasattr(self.group, "abort"):
@@ -256,13 +238,11 @@ class Group:
         del self.group, self.store
 
 
-# --- memory ---------------------------------------------------------------------------------------
+# --- memory ---
 
 
 class SharedBuckets:
-    """The trainer's buckets, which processes of the same user on this machine (CPU), or on this
-    GPU, can map.
-    """
+    """Buckets that other processes of the same user can map, on this machine or this GPU."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device):
         self.device = device
@@ -272,70 +252,55 @@ class SharedBuckets:
             if device.type == "cuda":
                 self.buckets.append(torch.zeros(size, dtype=torch.uint8, device=device))
             else:
-                # Memory behind a file descriptor, without a name: nothing is left behind, however
-                # this process ends.
+                # Memory with a file descriptor but no name: nothing is left behind, however this
+                # process ends.
                 fd = os.memfd_create("nanogrpo")
                 os.ftruncate(fd, size)
                 self.files.append(fd)
                 self.buckets.append(torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8))
 
     def handles(self) -> list[dict]:
-        """One a bucket, of JSON types."""
+        """Return one handle per bucket, made of JSON types, for `attach`."""
         if self.device.type != "cuda":
             return [{"path": f"/proc/{os.getpid()}/fd/{fd}"} for fd in self.files]
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
-        out = []
-        for b in self.buckets:
-            parts = b.untyped_storage()._share_cuda_()
-            coded = [
-                {"base64": base64.b64encode(p).decode()} if isinstance(p, bytes) else p
-                for p in parts[1:]
-            ]
-            out.append({"gpu": uuid, "offset": b.storage_offset(), "parts": coded})
-        return out
+        shared = [b.untyped_storage()._share_cuda_()[1:] for b in self.buckets]
+        return [
+            {"gpu": uuid, "parts": [p.hex() if isinstance(p, bytes) else p for p in parts]}
+            for parts in shared
+        ]
 
     def close(self) -> None:
-        for fd in self.files:
-            os.close(fd)
-        self.files = []
+        while self.files:
+            os.close(self.files.pop())
 
 
-def attach(handle: object, size: int, device: torch.device) -> Tensor:
-    """The other side of `SharedBuckets.handles`: [size] uint8, the very bytes of the trainer.
-    ValueError on any other handle.
-    """
+def attach(handle: Any, size: int, device: torch.device) -> Tensor:
+    """Map a bucket of another process: [size] uint8. Raises ValueError for a bad handle."""
     if not isinstance(handle, dict):
         raise ValueError("a handle must be an object")
     if device.type != "cuda":
         path = handle.get("path")
-        # Only this form: the worker may be asked to open an anonymous file of a process, and
-        # nothing else of the machine.
+        # A worker may be asked to open an anonymous file of a trainer, and no other file.
         if not isinstance(path, str) or not re.fullmatch(r"/proc/\d{1,10}/fd/\d{1,7}", path):
-            raise ValueError("the handle's path is not that of a shared bucket")
+            raise ValueError("the handle's path is not a shared bucket")
         try:
             if not os.readlink(path).startswith("/memfd:nanogrpo"):
-                raise ValueError("the handle's path is not that of a shared bucket")
+                raise ValueError("the handle's path is not a shared bucket")
             with open(path, "r+b") as file:
                 return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
         except OSError as e:
             raise ValueError(
-                f"the shared bucket cannot be opened ({e.strerror}): are trainer and server on one machine?"
+                f"the shared bucket cannot be opened ({e.strerror}): are trainer and server on one "
+                "machine?"
             ) from e
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    if handle.get("gpu") != uuid:
+    if handle.get("gpu") != str(torch.cuda.get_device_properties(device).uuid):
         raise ValueError("the shared bucket is on another GPU: use the broadcast transport")
     parts = handle.get("parts")
     if not isinstance(parts, list) or len(parts) != 7:
-        raise ValueError("the handle's parts are not those of a CUDA allocation")
-    try:
-        raw = [
-            base64.b64decode(p["base64"], validate=True) if isinstance(p, dict) else p
-            for p in parts
-        ]
-    except (KeyError, TypeError, ValueError) as e:
-        raise ValueError("the handle's parts are not those of a CUDA allocation") from e
+        raise ValueError("the handle's parts are not a CUDA allocation")
+    raw = [bytes.fromhex(p) if isinstance(p, str) else p for p in parts]
     storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *raw)
-    offset = _whole("offset", handle.get("offset"), 0, storage.nbytes())
-    if storage.nbytes() - offset < size:
+    if storage.nbytes() < size:
         raise ValueError("the shared bucket is smaller than its layout")
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, offset, (size,))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))

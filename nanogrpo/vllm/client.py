@@ -1,25 +1,26 @@
-"""The client of the vLLM sidecar: the training loop's engine (rollout.Engine), whose samples come
-from a server over HTTP.
+"""The client of the vLLM sidecar: an engine (engine/base.py) that samples from servers over HTTP.
 
-In: prompts (token ids). Out: `Sample`s: ids, their log-probs at the sampling temperature, stopped
-or cut, the version that wrote each token. One request a group (n = G), as many under way as
-`window` allows, on as many servers as there are:
+In: prompts (token ids). Out: `Sample`s: token ids, their log-probs at the sampling temperature,
+whether the completion stopped, and the weight version that wrote each token. One request per group
+(n = G), with up to `window` under way on each server:
 
-    groups that wait ──► whichever server has room ──► checked ──► samples, in the order asked
-          ▲                        │ it dies, hangs, or answers 5xx
-          └── the whole group ◄────┘ again, with the same seeds: nothing is counted twice, nothing half done is kept
+    waiting groups ──► any server with room ──► checked ──► samples, in the order of the prompts
+          ▲                     │ it dies, hangs, or answers 5xx
+          └──── the group ◄─────┘ is requested again with the same seeds
 
-Three rules make an answer trustworthy. Every sampling field is sent, so that no default of the
-server's leaks in. Each token carries the label of the weights that wrote it, and a label that is
-not ours (a server that was restarted, another trainer's) is treated as a lost server. The prefix
-cache is salted with the label, so that no prompt meets keys of older weights. With several trainer
-processes rank 0 talks to the servers and shares what it gets, errors too. Read next: sync.py,
-staleness.py.
+Three rules make a reply trustworthy. Every sampling field is sent, so no default of the server
+applies. Each token carries the label of the weights that wrote it, and a server with labels that
+are not ours (it was restarted, or another trainer uses it) counts as lost. The prefix cache is
+salted with the label, so no prompt meets keys of older weights.
+
+With several trainer processes, rank 0 talks to the servers and shares the results and errors. Read
+next: sync.py, engine/ahead.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -32,72 +33,79 @@ from nanogrpo.distributed.failure import asked
 from nanogrpo.distributed.world import ALONE, World
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.errors import UserError
+from nanogrpo.model.decoder import Decoder
 from nanogrpo.types import Prompt, Sample
-from nanogrpo.vllm.auth import FACTS
-from nanogrpo.vllm.protocol import Group, ask, check, fits, read
-from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar, until
+from nanogrpo.vllm import protocol
+from nanogrpo.vllm.auth import INFO
+from nanogrpo.vllm.protocol import GroupRequest
+from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar, retry
 from nanogrpo.vllm.sync import WeightSync
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # of one request on one server that answers 5xx, before the server counts as lost
+HEARTBEAT = 5.0  # seconds between two checks that a server answers
+ATTEMPTS = 3  # for a request that is answered with 5xx, before the server counts as lost
 
 
 class VLLMEngine:
-    """Samples from vLLM servers, and keeps their weights those of the trainer (rollout.Served)."""
+    """Samples from vLLM servers, and sends them the trainer's weights (an engine/base.Served)."""
 
     def __init__(
         self,
-        # a Decoder, whole or sharded: its configuration must be the servers', its parameters are
-        # what is sent
-        model: nn.Module,
+        # Full or sharded. The servers must have the same configuration.
+        model: Decoder,
         *,
-        max_len: int,  # of the context: prompt and completion
-        servers: Sequence[str] = (),  # addresses; or
-        sidecar: Sidecar | None = None,  # the process to start
+        max_len: int,  # the context: prompt and completion
+        servers: Sequence[str] = (),  # addresses, or
+        sidecar: Sidecar | None = None,  # a process to start
         secret: str = "",
-        transport: str = "broadcast",  # how weights travel: see wire.py
+        transport: str = "broadcast",  # of weights: see buckets.py
         window: int = 64,  # groups under way on one server
-        # seconds in which a healthy server gives a sign of life, and takes the weights
+        # seconds within which a healthy server answers a heartbeat and takes the weights
         timeout: float = 60.0,
-        patience: float = 600.0,  # seconds that a server which is not ours may be away
+        patience: float = 600.0,  # seconds to wait for a server that we cannot restart
         world: World = ALONE,
     ):
         if bool(servers) == bool(sidecar):
-            raise ValueError("give the addresses of servers, or a sidecar to start, and not both")
+            raise ValueError("give either the addresses of servers or a sidecar to start")
         self.world = world.patient()
         self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, patience
-        self.window, self.timeout, self.transport = window, timeout, transport
-        self.version, self.dtype = -1, ""  # of the weights; the dtype is the servers'
-        self.over = threading.Event()  # set by `close`
-        self.restarts = 0  # of our sidecar, and reconnections, for the log
-        # seconds between two looks whether a server that works still answers
-        self.beat = timeout / 4
+        self.window, self.timeout = window, timeout
+        self.interval = min(HEARTBEAT, timeout / 4)
+        self.version = -1  # of the weights
+        self.dtype = ""  # of the servers
+        self.restarts = 0  # how often no server was left and one had to be restarted or reconnected
         self.problem: Exception | None = None  # why the last server was lost
-        # of weights to a server: counted at the start and at the end, so that it is odd in between
-        self.sends = 0
-        # held while weights are gathered or sent: by the loop, or by a recovery
+        self.over = threading.Event()  # set by `close`
+        # held while weights are gathered or sent, by the loop or by a recovery in another thread
         self.lock = threading.RLock()
-        self.workers: dict[Server, int] = {}
-        self.sync: WeightSync | None = None
-        self.servers = (
-            [Server(url, secret, timeout, self.over) for url in servers] if world.main else []
-        )
+        self.servers: list[Server] = []  # on rank 0
         try:
+            if world.main:
+                self.servers = [Server(url, secret, timeout, self.over) for url in servers]
             self.world.once(self._start)
         except BaseException:
-            self.over.set()  # nobody will close what was refused: its threads end now
+            self.over.set()  # nobody will call `close`, so end the threads here
             raise
+        dtype = self.world.once(lambda: self.dtype)
         self.sync = WeightSync(
-            model,
-            self.world.once(lambda: self.dtype),
-            world.device,
-            transport,
-            timeout=timeout,
-            first=world.main,
+            model, dtype, world.device, transport, timeout=timeout, main=world.main
         )
 
-    # --- the interface of rollout.Served ---
+    # --- the engine's interface ---
+
+    def load(self, model: nn.Module, version: int) -> None:
+        """Gather the model's weights and send them to every server. Every rank must call.
+
+        Raises ServerLost if no server could take them.
+        """
+        with self.lock:
+            # Rank 0 may wait for the lock. The others wait for it here, because the collectives
+            # that gather have a time limit.
+            self.world.once(lambda: None)
+            self.sync.gather(model)
+            self.version = version
+            self.world.once(self._send_to_all)
 
     def sample(
         self,
@@ -107,45 +115,34 @@ class VLLMEngine:
         step: int,
         limits: Sequence[int] | None = None,
     ) -> list[Sample]:
-        """n completions of each prompt, ordered prompt by prompt. UserError, ServerLost,
-        FloatingPointError: on every rank. Every rank calls, each with its own prompts; rank 0 asks
-        for all of them.
+        """Return n completions of each of this rank's prompts, in order. Every rank must call.
+
+        Raises UserError, ServerLost or FloatingPointError, on every rank.
         """
         limits = limits or [params.max_tokens] * len(prompts)
-        parts = self.world.gather([[p.id, p.token_ids, most] for p, most in zip(prompts, limits)])
-        everyone = [Prompt(i, "", ids) for part in parts for i, ids, _ in part]
-        limits = [most for part in parts for _, _, most in part]
-        return self.scatter(lambda: self.request(everyone, n, params, step, limits), prompts, n)
-
-    def load(self, model: nn.Module, version: int) -> None:
-        """Gathers the weights (every rank calls) and has every server take them. ServerLost when
-        none could be brought to.
-        """
-        with self.lock:
-            # While rank 0 waits for the lock, the others wait here, and not in a collective that
-            # has a limit.
-            self.world.once(lambda: None)
-            self.sync.gather(model)
-            self.version = version
-            self.world.once(self._send)
+        everyone = self.world.concat([(p.id, p.token_ids, m) for p, m in zip(prompts, limits)])
+        all_prompts = [Prompt(i, "", ids) for i, ids, _ in everyone]
+        all_limits = [limit for _, _, limit in everyone]
+        return self.scatter(
+            lambda: self.request(all_prompts, n, params, step, all_limits), prompts, n
+        )
 
     def metrics(self) -> dict[str, float]:
         return {"vllm/restarts": self.restarts}
 
     def close(self) -> None:
-        """Releases the servers; ends the one that we started. What a thread still asks for raises
-        ServerLost there.
+        """Release the servers, and end the one that we started.
+
+        Requests of other threads raise ServerLost.
         """
         self.over.set()
-        for server in self.servers:  # of rank 0: the others have none
+        connected = [server for server in self.servers if server.alive]
+        for server in self.servers:
             server.alive = False
             server.abort()
-        if self.world.main and self.sync is not None:
-            self.sync.close()
+        self.sync.close(connected)
         if self.world.main and self.sidecar is not None:
             self.sidecar.stop()
-
-    # --- sampling: on rank 0 ---
 
     def request(
         self,
@@ -155,230 +152,230 @@ class VLLMEngine:
         step: int,
         limits: Sequence[int] | None = None,
     ) -> list[Sample]:
-        """`sample` without telling the other ranks: what a thread may call while the loop trains
-        (staleness.py).
+        """Sample for the prompts of all ranks, on rank 0 alone, without a word to the others.
+
+        A thread may call this while the loop trains (engine/ahead.py).
         """
         if self.version < 0:
             raise RuntimeError("VLLMEngine.load must be called before sample.")
-        each = [
-            dataclasses.replace(params, max_tokens=most)
-            for most in limits or [params.max_tokens] * len(prompts)
+        limits = limits or [params.max_tokens] * len(prompts)
+        each = [dataclasses.replace(params, max_tokens=limit) for limit in limits]
+        protocol.check(prompts, each, self.max_len)
+        groups = [
+            GroupRequest(p, n, protocol.body(p, n, own, step)) for p, own in zip(prompts, each)
         ]
-        check(prompts, each, self.max_len)
-        groups = [Group(p, n, ask(p, n, own, step)) for p, own in zip(prompts, each)]
-        idle = 0  # rounds in which no group was finished, although a server could be brought up
+        idle = 0  # rounds in which a server was alive, but no group was finished
         while waiting := [g for g in groups if g.samples is None]:
             self._recover()
             self._run(waiting)
             idle = idle + 1 if all(g.samples is None for g in waiting) else 0
             if idle == ATTEMPTS:
                 raise ServerLost(
-                    f"No vLLM server gives completions ({self.problem}); the run stops; go on with --resume."
+                    f"No vLLM server returns completions ({self.problem}); the run stops; continue "
+                    "with --resume."
                 )
-        return [s for g in groups for s in g.samples]
-
-    def _run(self, groups: list[Group]) -> None:
-        """Works on the groups with every living server until all are done, or no server lives.
-        Other errors are raised.
-        """
-        waiting, errors, changed = deque(groups), [], threading.Condition()
-
-        def work(server: Server) -> None:
-            while server.alive and not errors:
-                with changed:
-                    if not waiting:
-                        return
-                    group = waiting.popleft()
-                try:
-                    group.samples = self._ask(server, group)
-                # what it refuses now it did not before: it was started anew, otherwise
-                except (ServerError, UserError) as e:
-                    if not errors:  # else we ended the request ourselves
-                        self._lose(server, e)
-                    with changed:
-                        waiting.append(group)
-                except Exception as e:  # carried to the caller's thread, which raises it
-                    errors.append(e)
-                finally:
-                    with changed:
-                        changed.notify()
-
-        threads = {
-            threading.Thread(target=work, args=(s,), daemon=True): s
-            for s in self.servers
-            for _ in range(min(self.window, len(groups)) if s.alive else 0)
-        }
-        for t in threads:
-            t.start()
-        beat = time.monotonic()
-        while any(t.is_alive() for t in threads):
-            with changed:
-                changed.wait(timeout=0.05 if errors or not waiting else 0.25)
-            if errors:
-                for s in self.servers:
-                    s.abort()
-            if time.monotonic() - beat > self.beat:
-                for s in {s for t, s in threads.items() if t.is_alive() and s.alive}:
-                    self._beat(s)
-                beat = time.monotonic()
-        if errors:
-            raise errors[0]
-
-    def _beat(self, server: Server) -> None:
-        """The heart beat: a question that the server's engine, not only its front, must answer. So
-        one that is stopped is noticed although its connections stay open; and one that another
-        trainer paused and then died, although it is healthy.
-        """
-        before = self.sends
-        try:
-            if server.get("/is_paused")["is_paused"] and before % 2 == 0 and before == self.sends:
-                raise ServerError(f"{server} is paused, and not by this trainer")
-        except (ServerError, UserError) as e:
-            self._lose(server, e)
-
-    def _ask(self, server: Server, group: Group) -> list[Sample]:
-        for attempt in range(ATTEMPTS):
-            # not ours: while `load` is under way in another thread, the server is still behind
-            oldest = server.version
-            try:
-                # No limit of its own: a long group takes long. The heart beat ends the connection
-                # of a server that hangs.
-                reply = server.work(
-                    "/inference/v1/generate", group.body | {"cache_salt": self.sync.label(oldest)}
-                )
-                return read(reply, group, self.sync.version_of, oldest, self.version, str(server))
-            except ServerError as e:
-                if attempt + 1 == ATTEMPTS or e.status < 500 or not server.alive:
-                    raise
-                log.warning("%s; asking again", e)
-                time.sleep(0.2 * 2**attempt)
-
-    # --- servers that come and go: on rank 0 ---
-
-    def _start(self) -> None:
-        if len({s.url for s in self.servers}) < len(self.servers):
-            raise UserError(
-                "--server names an address twice; name each server once: it takes weights over one connection."
-            )
-        if self.sidecar is not None:
-            self.servers = [self.sidecar.start(self.timeout)]
-        deadline = time.monotonic() + (self.timeout if self.sidecar else min(self.patience, 30.0))
-        for server in self.servers:
-            if problem := until(deadline, lambda s=server: self._meet(s), self.over):
-                advice = "; start serve.py there first, or leave the option out to have it started"
-                # 409 says itself what to do
-                raise UserError(f"--server: {problem}{'' if problem.status == 409 else advice}.")
-
-    def _meet(self, server: Server) -> None:
-        """Learns what the server is, and refuses one that cannot serve this trainer. UserError,
-        ServerError.
-        """
-        facts = server.get(FACTS, timeout=min(self.timeout, 10.0))
-        fits(str(server), facts, self.cfg, self.max_len, self.dtype)
-        self.dtype, self.workers[server] = facts["dtype"], facts["workers"]
-
-    def _bring_up(self, server: Server) -> None:
-        """Connects a server and gives it the current weights; it is alive afterwards. UserError,
-        ServerError.
-        """
-        self.sends += 1
-        try:
-            if server not in self.sync.groups:
-                self._meet(server)
-                self.sync.connect(server, self.workers[server])
-            self.sync.send(server, self.version)
-        except UserError as e:
-            if server.version < 0:
-                raise
-            # it has had our weights before: another took its place, and may leave it again
-            raise ServerError(str(e)) from e
-        finally:
-            self.sends += 1
-        server.alive, server.version, server.told = not self.over.is_set(), self.version, False
-
-    def _lose(self, server: Server, error: Exception) -> None:
-        # one that was never alive is told of too, once
-        if server.alive or not (server.told or self.over.is_set()):
-            log.warning("lost a server: %s" if server.alive else "goes without a server: %s", error)
-            self.problem = error
-        server.alive, server.told = False, True
-        server.abort()
-
-    def _send(self) -> None:
-        """The current weights to every server: those that are alive, and those whose engine, not
-        only the front, is back.
-        """
-        for server in self.servers:
-            try:
-                if (
-                    server.alive
-                    or len(self.servers) == 1
-                    or server.answers("/is_paused", self.over)
-                ):
-                    self._bring_up(server)
-                elif not server.told:
-                    self._lose(server, server.silence)
-            except ServerError as e:
-                self._lose(server, e)
-                self.sync.disconnect(server)
-        self._recover()
-
-    def _recover(self) -> None:
-        """Returns when at least one server lives and has the current weights. ServerLost when
-        patience is over.
-        """
-        with self.lock:
-            if self.over.is_set():
-                raise ServerLost("the run has ended")
-            if any(s.alive for s in self.servers):
-                return
-            for s in self.servers:
-                self.sync.disconnect(s)
-            self.restarts += 1
-            # Ours is tried once as it is: it may have lost no more than a connection. Then it is
-            # started again.
-            problem = until(
-                time.monotonic() + (0.0 if self.sidecar else self.patience),
-                self._bring_up_any,
-                self.over,
-            )
-            for _ in range(ATTEMPTS if self.sidecar is not None else 0):
-                if problem is None or self.over.is_set() or asked.is_set():
-                    break
-                log.warning("%s; starting the sidecar again", problem)
-                try:
-                    self.servers = [self.sidecar.start(self.timeout)]
-                except UserError as e:  # the memory of the one before may not be free yet
-                    problem = e
-                else:
-                    problem = until(time.monotonic() + self.timeout, self._bring_up_any, self.over)
-            if problem is not None:
-                raise ServerLost(
-                    f"No vLLM server is left ({problem}); the run stops; start the server and go on with --resume."
-                )
-
-    def _bring_up_any(self) -> None:
-        for i, server in enumerate(self.servers):
-            try:
-                return self._bring_up(server)
-            except ServerError:
-                self.sync.disconnect(server)
-                if i + 1 == len(self.servers):
-                    raise
-
-    # --- several ranks ---
+        return [sample for g in groups for sample in g.samples or ()]
 
     def scatter(
         self, requested: Callable[[], list[Sample]], prompts: Sequence[Prompt], n: int
     ) -> list[Sample]:
-        """Of what `requested` returns on rank 0, this rank's: those after the prompts of the ranks
-        before. Errors reach all.
+        """Return this rank's part of the samples that `requested` returns on rank 0.
+
+        Every rank must call, with its own prompts. An error on rank 0 is raised on every rank.
         """
 
         def fields() -> list[tuple]:
-            """All samples, without their prompts: every rank has its own."""
+            """All samples, without their prompts, because every rank has its own."""
             return [(s.index, s.token_ids, s.logp, s.stopped, s.versions) for s in requested()]
 
         skip = sum(self.world.gather(len(prompts))[: self.world.rank])
         mine = self.world.once(fields)[skip * n : (skip + len(prompts)) * n]
         return [Sample(prompts[i // n], *sample) for i, sample in enumerate(mine)]
+
+    # --- sampling, on rank 0 ---
+
+    def _run(self, groups: list[GroupRequest]) -> None:
+        """Request the groups from all servers that are alive, until all are done or no server is
+        alive. Raise every error that is not a server's.
+        """
+        waiting = deque(groups)
+        errors: list[Exception] = []
+
+        def work(server: Server) -> None:
+            while server.alive and not errors:
+                try:
+                    group = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    group.samples = self._request(server, group)
+                except (ServerError, UserError) as e:  # UserError: it was restarted differently
+                    waiting.append(group)
+                    if not errors:  # otherwise we ended the request ourselves
+                        self._lose(server, e)
+                except Exception as e:  # raised below, in the caller's thread
+                    errors.append(e)
+
+        threads = [
+            threading.Thread(target=work, args=(server,), daemon=True)
+            for server in self.servers
+            for _ in range(min(self.window, len(groups)) if server.alive else 0)
+        ]
+        for t in threads:
+            t.start()
+        for t in threads:
+            while t.is_alive():
+                t.join(0.05 if errors else 0.25)
+                for server in self.servers if errors else ():
+                    server.abort()
+        if errors:
+            raise errors[0]
+
+    def _request(self, server: Server, group: GroupRequest) -> list[Sample]:
+        for attempt in range(1, ATTEMPTS + 1):
+            # While `load` runs in another thread, the server may still have older weights.
+            oldest = server.version
+            try:
+                reply = server.generate(group.body | {"cache_salt": self.sync.label(oldest)})
+                return protocol.read(
+                    reply, group, self.sync.version_of, oldest, self.version, str(server)
+                )
+            except ServerError as e:
+                if attempt == ATTEMPTS or e.status < 500 or not server.alive:
+                    raise
+                log.warning("%s; retrying", e)
+                time.sleep(0.1 * 2**attempt)
+        raise AssertionError("unreachable")
+
+    # --- sending weights, on rank 0 ---
+
+    def _send_to_all(self) -> None:
+        """Send the weights to all servers, except lost ones that do not answer heartbeats."""
+        for server in self.servers:
+            try:
+                if server.error is not None and not server.alive:
+                    raise server.error
+                self._send(server)
+            except ServerError as e:
+                self._lose(server, e)
+        self._recover()
+
+    def _send(self, server: Server) -> None:
+        """Connect a server, if it is not alive, and send it the weights. It is alive afterwards."""
+        try:
+            if not server.alive:
+                self.sync.connect(server, self._workers(server))
+            self.sync.send(server, self.version)
+        except UserError as e:
+            if server.version < 0:
+                raise
+            # It had our weights before. Another server took its address, perhaps not for long.
+            raise ServerError(str(e)) from e
+        server.alive, server.version = not self.over.is_set(), self.version
+        server.error, server.reported = None, False
+
+    def _workers(self, server: Server) -> int:
+        """Check that the server can serve this trainer. Return its number of workers."""
+        info = server.get(INFO, timeout=min(self.timeout, 10.0))
+        protocol.check_server(str(server), info, self.cfg, self.max_len, self.dtype)
+        self.dtype = info["dtype"]
+        return info["workers"]
+
+    # --- servers that come and go, on rank 0 ---
+
+    def _start(self) -> None:
+        if len({s.url for s in self.servers}) < len(self.servers):
+            raise UserError(
+                "--server names an address twice; name each server once, because it takes weights "
+                "over one connection."
+            )
+        if self.sidecar is not None:
+            self.servers = [self.sidecar.start(self.timeout)]
+        seconds = self.timeout if self.sidecar else min(self.patience, 30.0)
+        for server in self.servers:
+            if problem := retry(seconds, functools.partial(self._workers, server), self.over):
+                advice = "; start serve.py there first, or leave the option out to have it started"
+                # the message of status 409 already contains advice
+                raise UserError(f"--server: {problem}{'' if problem.status == 409 else advice}.")
+            self._watch(server)
+
+    def _watch(self, server: Server) -> None:
+        """Start a thread that checks regularly whether the server's engine answers.
+
+        The engine, not only its HTTP front end, must answer. So a server that is suspended is
+        noticed although its connections stay open. So is one that is paused, which would never
+        finish a request: another trainer may have died while it sent weights.
+        """
+
+        def heartbeat() -> None:
+            try:
+                paused = server.get("/is_paused")["is_paused"]
+                if paused and server.alive:
+                    with self.lock:  # unless one of our own syncs has paused it
+                        if server.alive and server.get("/is_paused")["is_paused"]:
+                            raise ServerError(f"{server} is paused, but not by this trainer")
+                if not server.alive:
+                    server.error = None  # it can be sent weights again
+            except (ServerError, UserError) as e:
+                if server.alive:
+                    self._lose(server, e)
+                server.error = ServerError(str(e))
+
+        def loop() -> None:
+            while not self.over.wait(self.interval) and server in self.servers:
+                heartbeat()
+
+        threading.Thread(target=loop, daemon=True).start()
+
+    def _lose(self, server: Server, error: Exception) -> None:
+        """Stop using a server and end its requests. Log the reason once."""
+        if not (server.reported or self.over.is_set()):
+            what = "lost a server" if server.alive else "continuing without this server"
+            log.warning("%s: %s", what, error)
+            self.problem = error
+        server.alive, server.reported, server.error = False, True, ServerError(str(error))
+        server.abort()
+
+    def _recover(self) -> None:
+        """Return once at least one server is alive. Raise ServerLost if that takes too long."""
+        with self.lock:
+            if self.over.is_set():
+                raise ServerLost("the run has ended")
+            if any(server.alive for server in self.servers):
+                return
+            self.restarts += 1
+            if self.sidecar is None:
+                problem: Exception | None = retry(self.patience, self._send_to_any, self.over)
+            else:
+                problem = self._restart(self.sidecar)
+            if problem is not None:
+                raise ServerLost(
+                    f"No vLLM server is left ({problem}); the run stops; start the server and "
+                    "continue with --resume."
+                )
+
+    def _restart(self, sidecar: Sidecar) -> Exception | None:
+        """Reconnect to our own server, or restart it. Return the last error, or None."""
+        # It may only have lost a connection, so try it once as it is.
+        problem: Exception | None = retry(0.0, self._send_to_any, self.over)
+        for _ in range(ATTEMPTS):
+            if problem is None or self.over.is_set() or asked.is_set():
+                break
+            log.warning("%s; restarting the sidecar", problem)
+            try:
+                self.servers = [sidecar.start(self.timeout)]
+            except UserError as e:  # the memory of the old process may not be free yet
+                problem = e
+            else:
+                self._watch(self.servers[0])
+                problem = retry(self.timeout, self._send_to_any, self.over)
+        return problem
+
+    def _send_to_any(self) -> None:
+        """Send the weights to the first server that takes them. Raise the last one's error."""
+        for i, server in enumerate(self.servers):
+            try:
+                return self._send(server)
+            except ServerError:
+                if i + 1 == len(self.servers):
+                    raise

@@ -1,11 +1,11 @@
-"""One vLLM sidecar as the trainer sees it: an address that answers JSON (`Server`), or a process
-that we started (`Sidecar`).
+"""One vLLM sidecar as the trainer sees it: an HTTP client with the server's state (`Server`), and
+the process if we start it ourselves (`Sidecar`).
 
-In: a URL and a secret. Out: `get` and `post`, whose failures are of two kinds: `ServerError`, which
-another attempt or another server may cure (no answer in time, connection lost, status 5xx), and
-UserError, which only the user can (the wrong address, secret or model). HTTP is the standard
-library's: one connection a request, so that no retry can meet a stale one. Read before: rollout.py.
-Read next: sync.py, vllm_engine.py.
+In: a URL and a secret. Out: `get` and `post`, which fail in two ways. A `ServerError` may go away
+with another attempt or another server: no answer in time, a lost connection, a status 5xx. A
+UserError needs the user: a wrong address, secret or model. HTTP is the standard library's, with one
+connection per request, so a retry never uses a stale connection. Read before: engine/base.py. Read
+next: sync.py, client.py.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ import time
 import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from nanogrpo.distributed.failure import asked
 from nanogrpo.errors import UserError
-from nanogrpo.vllm.auth import FACTS, QUIET, SECRET, TRAINER
+from nanogrpo.vllm.auth import INFO, LEASE, SECRET, TRAINER
+from nanogrpo.vllm.buckets import BroadcastGroup
 
 log = logging.getLogger(__name__)
 
-RENEW = QUIET / 4  # seconds between two words to a server that is ours
+RENEW = LEASE / 4  # seconds between two requests that renew the lease of a server
+DAY = 86400.0  # seconds: the limit of a request for completions, which may take long
 
 
 class ServerError(Exception):
-    """A server that does not answer as it should: dead, hung, or in trouble. `status` is that of
-    HTTP, 0 without an answer.
-    """
+    """A server fails: it is dead, hangs or reports an error. `status` is 0 without an answer."""
 
     def __init__(self, message: str, status: int = 0):
         super().__init__(message)
@@ -46,12 +47,13 @@ class ServerError(Exception):
 
 
 class ServerLost(UserError):
-    """No server answers any more, and patience is over. The loop saves a checkpoint and stops."""
+    """No server is left, after all attempts. The loop saves a checkpoint and stops."""
 
 
 class Server:
-    """HTTP to one server. `alive` says whether it is given work; the engine sets it. Safe to use
-    from several threads.
+    """An HTTP client of one server, and what is known about it. Its requests are thread-safe.
+
+    lease: keep the server for this trainer alone, with regular requests until the event is set.
     """
 
     def __init__(
@@ -59,181 +61,143 @@ class Server:
         url: str,
         secret: str = "",
         timeout: float = 60.0,
-        until: threading.Event | None = None,
+        lease: threading.Event | None = None,
     ):
-        """until: keeps the server for this trainer (guard.py), which renews its claim all the time
-        until the event is set.
-        """
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port
-        except ValueError:  # not a number, or too large a one
+        except ValueError:  # not a number, or too large
             port = None
-        if (
-            parts.scheme not in ("http", "https")
-            or not parts.hostname
-            or port is None
-            or parts.path.strip("/")
-        ):
+        known = parts.scheme in ("http", "https") and parts.hostname and port is not None
+        if not known or parts.path.strip("/"):
             raise UserError(f"--server {url} is not an address; write it as http://127.0.0.1:8000.")
         if not secret.isascii() or not secret.isprintable():
             raise UserError(
-                f"{SECRET} must be printable ASCII characters; use the secret that serve.py was started with."
+                f"{SECRET} must be printable ASCII characters; use the secret that serve.py was "
+                "started with."
             )
-        self.url, self.host, self.port = f"{parts.scheme}://{parts.netloc}", parts.hostname, port
-        self.kind = (
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self.host, self.port = parts.hostname or "", port or 0
+        self.kind: type[http.client.HTTPConnection] = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         )
-        self.timeout = timeout  # seconds for everything but sampling
-        self.headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {secret}"} if secret else {}
+        self.timeout = timeout  # seconds for every request except sampling
+        self.headers = {"Content-Type": "application/json"}
+        if secret:
+            self.headers["Authorization"] = f"Bearer {secret}"
+        # State, set by client.py and sync.py:
+        self.alive = False  # it is connected, has the current weights, and is given work
+        self.version = -1  # of the weights that it received last
+        self.error: Exception | None = None  # of the last heartbeat, or why it was lost
+        self.reported = False  # whether the log already says that it is not in use
+        self.group: BroadcastGroup | None = (
+            None  # the connection for weights, if they are broadcast
         )
-        # seconds in which one that was lost, and is well again, answers: on a busy machine too
-        self.moment = 2.0
-        self.alive = False
-        self.version = -1  # of the weights that it was given last
-        self.told = False  # whether the user knows that it is not in use
-        # why it does not `answer`: the last reason
-        self.silence = ServerError(f"{self.url} has not answered yet")
         self.open: set[http.client.HTTPConnection] = set()
         self.lock = threading.Lock()
-        self.knocking: threading.Thread | None = None  # at its door, while it is lost
-        if until is not None:
+        if lease is not None:
             self.headers[TRAINER] = secrets.token_hex(8)
-            threading.Thread(target=self._renew, args=(until,), daemon=True).start()
+            threading.Thread(target=self._renew, args=(lease,), daemon=True).start()
 
     def __repr__(self) -> str:
         return self.url
 
     def get(self, path: str, timeout: float | None = None) -> dict:
-        return self._request("GET", path, None, timeout)
+        return self._request("GET", path, None, timeout or self.timeout)
 
     def post(self, path: str, body: dict | None = None, timeout: float | None = None) -> dict:
-        return self._request("POST", path, body or {}, timeout)
+        return self._request("POST", path, body or {}, timeout or self.timeout)
 
-    def work(self, path: str, body: dict) -> dict:
-        """A `post` that takes as long as it takes, if the server is alive; `alive = False` and then
-        `abort` end it for sure.
-        """
-        return self._request("POST", path, body, 86400.0, work=True)
+    def generate(self, body: dict) -> dict:
+        """Request completions. This may take long, and ends early if the server is lost."""
+        return self._request("POST", "/inference/v1/generate", body, DAY, only_if_alive=True)
 
     def _request(
-        self, method: str, path: str, body: dict | None, timeout: float | None, work: bool = False
+        self, method: str, path: str, body: Any, timeout: float, only_if_alive: bool = False
     ) -> dict:
-        timeout = timeout or self.timeout
-        # to connect: never as long as sampling
-        connection = self.kind(self.host, self.port, timeout=min(timeout, self.timeout))
+        limit = min(timeout, self.timeout)  # to connect
+        connection = self.kind(self.host, self.port, timeout=limit)
         with self.lock:
             self.open.add(connection)
         try:
             connection.connect()
-            connection.sock.settimeout(timeout)
-            if connection not in self.open or (work and not self.alive):
-                raise ServerError(f"{self.url} was given up before {path} was sent")
-            connection.request(
-                method, path, None if body is None else json.dumps(body), self.headers
-            )
+            limit = timeout
+            connection.sock.settimeout(limit)
+            if connection not in self.open or (only_if_alive and not self.alive):
+                raise ServerError(f"{self.url} was lost before {path} was sent")
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, self.headers)
             reply = connection.getresponse()
             raw = reply.read()
         except TimeoutError as e:
-            waited = connection.timeout if connection.sock is None else timeout
-            raise ServerError(f"{self.url} did not answer {path} within {waited:g} s") from e
+            raise ServerError(f"{self.url} did not answer {path} within {limit:g} s") from e
         except (OSError, http.client.HTTPException) as e:
-            raise ServerError(
-                f"{self.url} did not answer {path} ({str(e) or type(e).__name__})"
-            ) from e
+            reason = str(e) or type(e).__name__
+            raise ServerError(f"{self.url} did not answer {path} ({reason})") from e
         finally:
             with self.lock:
                 self.open.discard(connection)
             connection.close()
         try:
-            content = json.loads(raw) if raw.strip() else {}
-        # /health answers nothing; what is not JSON is no server of ours, or one in trouble
-        except ValueError:
+            content = json.loads(raw) if raw.strip() else {}  # /health has no body
+        except ValueError:  # another kind of server, or one in trouble
             content = {"error": raw[:200].decode(errors="replace")}
         if reply.status == 200 and isinstance(content, dict):
             return content
+        raise self._error(path, reply.status, content)
+
+    def _error(self, path: str, status: int, content: Any) -> ServerError | UserError:
         message = content.get("error") if isinstance(content, dict) else content
-        message = (
-            str(message.get("message", message) if isinstance(message, dict) else message)
-            .strip()
-            .splitlines()
-        )
-        message = message[-1][:300] if message else ""
-        if reply.status == 409 and TRAINER in self.headers:
-            raise ServerError(
+        message = message.get("message", message) if isinstance(message, dict) else message
+        message = (str(message).strip().splitlines() or [""])[-1][:300]
+        if status == 409 and TRAINER in self.headers:
+            return ServerError(
                 f"{self.url} is taken ({message}); give each trainer a server of its own", 409
             )
-        if reply.status == 401:
-            raise UserError(
-                f"{self.url} refuses the secret; set {SECRET} to the one that the server was started with."
+        if status == 401:
+            return UserError(
+                f"{self.url} refuses the secret; set {SECRET} to the one that the server was "
+                "started with."
             )
-        if reply.status == 404 and path == FACTS:
-            raise UserError(
-                f"{self.url} is a server, but not a sidecar of this project; start it by serve.py."
+        if status == 404 and path == INFO:
+            return UserError(
+                f"{self.url} is not a sidecar of this project; start it with serve.py."
             )
-        if 400 <= reply.status < 500 and reply.status not in (408, 425, 429):
-            raise UserError(
-                f"{self.url} refuses {path} ({reply.status}: {message}); trainer and server do not fit together."
+        if 400 <= status < 500 and status not in (408, 425, 429):
+            return UserError(
+                f"{self.url} refuses {path} ({status}: {message}); trainer and server are not of "
+                "the same version."
             )
-        raise ServerError(
-            f"{self.url} answered {path} with status {reply.status}: {message}", reply.status
-        )
+        return ServerError(f"{self.url} answered {path} with status {status}: {message}", status)
 
     def _renew(self, over: threading.Event) -> None:
-        """A word now and then, for a trainer may be silent for long while it trains, and while it
-        brings a server up. From who is not its trainer the word changes nothing.
+        """Keep the lease: the trainer may send no requests for a long time.
+
+        Requests from another trainer than the holder change nothing.
         """
         while not over.wait(RENEW):
-            # if it matters, who tries to use the server is told
+            # errors are reported by whoever needs the server
             with contextlib.suppress(ServerError, UserError):
                 self.get("/health", timeout=RENEW)
 
-    def answers(self, path: str, over: threading.Event) -> bool:
-        """Whether a lost server has answered since it was lost. A thread asks until it does, or
-        until `over`: a server that hangs costs the first call a moment, and the others nothing.
-        """
-
-        def knock() -> None:
-            while not over.is_set():
-                try:
-                    self.get(path, timeout=min(self.timeout, 10.0))
-                except ServerError as e:
-                    self.silence = e
-                    over.wait(1.0)
-                    continue
-                except UserError:  # a refusal is an answer: who tries to use the server is told
-                    pass
-                return
-
-        if (thread := self.knocking) is None:
-            thread = self.knocking = threading.Thread(target=knock, daemon=True)
-            thread.start()
-            thread.join(self.moment)
-        if thread.is_alive():
-            return False
-        self.knocking = None
-        return True
-
     def abort(self) -> None:
-        """Ends the requests under way in other threads: they raise ServerError, also those that are
-        still connecting.
-        """
+        """End all requests under way in other threads. They raise ServerError."""
         with self.lock:
             for connection in self.open:
                 if connection.sock is not None:
-                    with contextlib.suppress(OSError):  # it may have ended by itself meanwhile
+                    with contextlib.suppress(OSError):  # it may have ended by itself
                         connection.sock.shutdown(socket.SHUT_RDWR)
-            self.open.clear()
+            self.open.clear()  # requests that are still connecting check this
 
 
-def until(
-    deadline: float, attempt: Callable[[], object], over: threading.Event
+def retry(
+    seconds: float, attempt: Callable[[], object], over: threading.Event
 ) -> ServerError | None:
-    """Calls `attempt` until it works (None), or the deadline, the end, or a signal to stop (its
-    last error). Tells failures.
+    """Call `attempt` until it succeeds, with exponential back-off. Return None, or its last error.
+
+    Give up after `seconds`, at the end of the run, or when a signal asks the run to stop.
     """
-    pause = 0.5
+    deadline, pause = time.monotonic() + seconds, 0.5
     while True:
         try:
             attempt()
@@ -242,49 +206,45 @@ def until(
             left = deadline - time.monotonic()
             if left <= 0 or over.is_set() or asked.is_set():
                 return e
-            log.warning("%s; trying for another %.0f s", e, left)
+            log.warning("%s; retrying for another %.0f s", e, left)
             over.wait(min(pause, left))
             pause = min(2 * pause, 10.0)
 
 
 class Sidecar:
-    """A server process of ours: `python serve.py`, started, killed, and started again, always with
-    the same options.
+    """A server process of our own, which can be restarted with the same options.
 
     It listens on loopback only, with a random secret that the environment carries. It ends when
-    this process does, however that ends: it holds the reading end of a pipe whose writing end we
-    have, and watches our process id.
+    this process ends, no matter how: it reads a pipe that we hold, and watches our process id.
     """
 
     def __init__(
         self,
         model: str | Path,
-        options: Sequence[str],
-        python: str,
-        output: Path,
+        options: Sequence[str],  # for serve.py and vLLM
+        python: str,  # the interpreter that has vLLM
+        output: Path,  # the file for the server's messages
         startup_timeout: float = 900.0,
     ):
-        """options: for serve.py and vLLM. python: the interpreter that has vLLM. output: the file
-        that its messages go to.
-        """
         self.model, self.options, self.output = str(model), list(options), Path(output)
         self.python, self.startup_timeout = python or sys.executable, startup_timeout
         self.secret = secrets.token_urlsafe(32)
         self.process: subprocess.Popen | None = None
-        self.over = threading.Event()  # set by `stop`: nothing is started any more
+        self.over = threading.Event()  # set by `stop`: nothing is started after it
 
     def start(self, timeout: float) -> Server:
-        """Starts the process and waits until it is healthy. UserError when it ends before, is late,
-        or `stop` is called in another thread. timeout: the Server's.
+        """Start the process and wait until it is healthy. timeout: for the Server's requests.
+
+        Raises UserError if the process ends, is not healthy in time, or `stop` is called meanwhile.
         """
         self.kill()
-        # a free port: another process could take it in between, and serve.py would say so
         with socket.socket() as sock:
+            # If another process takes this port in between, serve.py reports it.
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
         script = Path(__file__).resolve().parents[2] / "serve.py"
-        who = ["--model", self.model, "--port", str(port), "--owner", str(os.getpid())]
-        command = [self.python, str(script), *who, *self.options]
+        command = [self.python, str(script), "--model", self.model, "--port", str(port)]
+        command += ["--owner", str(os.getpid()), *self.options]
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             output = self.output.open("ab")
@@ -300,24 +260,24 @@ class Sidecar:
                     stdout=output,
                     stderr=output,
                     env=os.environ | {SECRET: self.secret},
-                    # a process group of its own: its workers can be killed with it
-                    start_new_session=True,
+                    start_new_session=True,  # a process group, so its workers can be killed too
                 )
         except OSError as e:
             raise UserError(
-                f"--vllm-python {self.python} cannot be run ({e.strerror}); name the interpreter that has vLLM."
+                f"--vllm-python {self.python} cannot be run ({e.strerror}); name the interpreter "
+                "that has vLLM."
             ) from e
         server = Server(f"http://127.0.0.1:{port}", self.secret, timeout)
-        begin = time.monotonic()
+        begin, seconds = time.monotonic(), 0.0
         log.info("starting the vLLM sidecar; its messages go to %s", self.output)
-        while (
-            seconds := time.monotonic() - begin
-        ) < self.startup_timeout and not self.over.is_set():
+        while seconds < self.startup_timeout and not self.over.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(timeout=0.25)
                 raise UserError(
-                    f"The vLLM sidecar ended with status {status} ({self._last_words()}); see {self.output}."
+                    f"The vLLM sidecar ended with status {status} ({self._last_message()}); see "
+                    f"{self.output}."
                 )
+            seconds = time.monotonic() - begin
             with contextlib.suppress(ServerError):
                 server.get("/health", timeout=5)
                 log.info("the vLLM sidecar is ready after %.0f s", seconds)
@@ -327,33 +287,27 @@ class Sidecar:
             f"The vLLM sidecar was not healthy within {seconds:.0f} s; see {self.output}."
         )
 
-    def _last_words(self) -> str:
-        lines = [x for x in self.output.read_text(errors="replace").splitlines() if x.strip()]
+    def _last_message(self) -> str:
+        text = self.output.read_text(errors="replace").splitlines()
+        lines = [x.strip() for x in text if x.strip()] or ["it wrote no message"]
         errors = [x for x in lines if x.startswith("error: ")]
-        return (
-            (errors or lines or ["it said nothing"])[-1]
-            .removeprefix("error: ")
-            .strip()
-            .rstrip(".")[:300]
-        )
+        return (errors or lines)[-1].removeprefix("error: ").rstrip(".")[:300]
 
     def stop(self, timeout: float = 15.0) -> None:
-        """Ends the process in good order, by closing the pipe; kills it when that takes longer than
-        `timeout` seconds.
-        """
+        """End the process by closing its pipe. Kill it after `timeout` seconds."""
         self.over.set()
         if (process := self.process) is not None and process.poll() is None:
-            process.stdin.close()
+            process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout)
         self.kill()
 
     def kill(self) -> None:
-        """Kills the process and all its workers, also when it hangs or has left them behind."""
+        """Kill the process and all its workers, even if it hangs or left them behind."""
         process, self.process = self.process, None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):  # the group is empty: everyone has ended
+        with contextlib.suppress(ProcessLookupError):  # all of the group have ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        process.stdin.close()
+        process.stdin.close()  # type: ignore[union-attr]  # it is a pipe

@@ -1,18 +1,18 @@
-"""The server's end of the weight sync: a weight-transfer engine for vLLM. The only file that
-touches vLLM's insides.
+"""The server's end of the weight sync: a weight-transfer engine for vLLM. No other file uses vLLM's
+internals.
 
-In: buckets of checkpoint tensors (wire.py), by broadcast or by shared memory. Out: vLLM's model
-holds them, in whatever fused, sharded or packed form its kernels want. vLLM imports this file in
-every worker (`--worker-extension-cls`, see serve.py) before it loads the model; the trainer never
-does. The order of calls, made by vLLM for the routes of the same names:
+In: buckets of checkpoint tensors (buckets.py), by broadcast or by shared memory. Out: vLLM's model
+holds them, fused, sharded or packed as its kernels need them. vLLM imports this file in every
+worker before it loads the model (`--worker-extension-cls`, see serve.py). The trainer never imports
+it. vLLM calls these methods for the routes of the same names:
 
-    parse_init_info, init_transfer_engine    once a trainer: the layout is checked, the group joined or the memory mapped
-    start_weight_update                      nothing yet: weights stay usable until the first bucket is here
-    update_weights                           one bucket after the other, loaded as it arrives
-    finish_weight_update                     nothing left to do
-    shutdown                                 the trainer is gone
+    init_transfer_engine     once per trainer: join the group, or map the memory
+    start_weight_update      does nothing: weights stay usable until the first bucket arrives
+    update_weights           receives and loads one bucket after the other
+    finish_weight_update     does nothing
+    shutdown                 the trainer is gone
 
-Read before: wire.py, sync.py. Read next: serve.py.
+Read before: buckets.py, sync.py. Read next: serve.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -31,129 +32,117 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from nanogrpo.distributed.parent import on_end
-from nanogrpo.vllm.buckets import Greeting, Group, attach, sequence_of
+from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, attach, sequence_of
 
 NAME = "nanogrpo"  # of the engine, in --weight-transfer-config
 
 
 class Transfer(WeightTransferEngine):
-    """Receives a trainer's weights. Every error is raised, becomes status 500 of the route, and
-    leaves the server alive.
-    """
+    """Receives a trainer's weights. Errors become status 500 and leave the server alive."""
 
-    init_info_cls = Greeting
+    init_info_cls = InitInfo
     supports_draft_weight_update = False
-    group: Group | None = None  # broadcast
+    info: InitInfo | None = None
+    group: Any = None  # broadcast: a BroadcastGroup
     mapped: list[torch.Tensor] | None = None  # memory: the trainer's buckets
-    greeting: Greeting | None = None
 
-    def init_transfer_engine(self, greeting: Greeting) -> None:
-        self.shutdown()  # a trainer that comes back replaces the one that was
-        sizes = greeting.plan.sizes
-        if greeting.transport == "memory":
-            self.mapped = [attach(h, n, self.device) for h, n in zip(greeting.handles, sizes)]
+    def init_transfer_engine(self, info: InitInfo) -> None:
+        self.shutdown()  # a trainer that reconnects replaces its earlier connection
+        device = torch.device(self.device)
+        if info.transport == "memory":
+            self.mapped = [attach(h, n, device) for h, n in zip(info.handles, info.plan.sizes)]
         else:
             p = self.parallel_config
             rank = 1 + p.data_parallel_index * p.world_size + p.rank  # the trainer is rank 0
-            where = (greeting.address, greeting.port, greeting.room)
-            self.group = Group(
-                *where, rank, greeting.world, greeting.timeout, torch.device(self.device)
-            )
-        self.greeting = greeting
+            self.group = BroadcastGroup(info, rank, device)
+        self.info = info
 
     def start_weight_update(self) -> None:
-        """Nothing. vLLM's own engines prepare the model here, which takes its weights away until
-        new ones arrive; that waits for `update_weights`, so that a start which nothing follows
-        harms nobody.
+        """Do nothing. vLLM's own engines take the old weights away here. We do it in
+        `update_weights`, so a start without an update does no harm.
         """
 
     def update_weights(self, update_info: dict) -> None:
-        """update_info: {"sequence": n}, the number that the trainer put into the store, or into the
-        header of bucket 0.
-        """
-        sequence = (
-            update_info.get("sequence")
-            if isinstance(update_info, dict) and len(update_info) == 1
-            else None
-        )
-        if isinstance(sequence, bool) or not isinstance(sequence, int):
+        """update_info: {"sequence": n}, the number in the trainer's store, or in bucket 0."""
+        sequence = update_info.get("sequence") if isinstance(update_info, dict) else None
+        if type(sequence) is not int or len(update_info) != 1:
             raise ValueError('update_info must be {"sequence": number}')
         self.receive_weights(sequence)
 
     def receive_weights(self, sequence: int) -> None:
-        if self.greeting is None:
-            raise RuntimeError(
-                "no trainer has introduced itself: call /init_weight_transfer_engine first"
-            )
-        if not self._announced(sequence):
-            raise RuntimeError(f"the trainer announces no update {sequence}")
-        plan, loaded = self.greeting.plan, set()
+        if self.info is None:
+            raise RuntimeError("no trainer is connected: call /init_weight_transfer_engine first")
+        if self.mapped is not None:
+            announced = int(sequence_of(self.mapped[0])) == sequence
+        else:
+            announced = self.group.announced(sequence)
+        if not announced:
+            raise RuntimeError(f"the trainer has not announced update {sequence}")
+        loaded: set[str] = set()
         initialize_layerwise_reload(self.model)
         try:
-            for i, size in enumerate(plan.sizes):
+            for i, size in enumerate(self.info.plan.sizes):
                 if self.mapped is not None:
                     bucket = self.mapped[i]
                 else:
-                    # A new one each time: vLLM keeps the tensors of a layer until the layer is
-                    # complete.
+                    # A new buffer each time, because vLLM keeps a layer's tensors until the layer
+                    # is complete.
                     bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
                     self.group.broadcast(bucket)
-                loaded |= self.model.load_weights(plan.views(bucket, i))
-        finally:  # also puts the weights back whose turn had not come, when a broadcast fails
+                loaded |= self.model.load_weights(self.info.plan.views(bucket, i))
+        finally:  # after a failed broadcast, this restores the weights that were not reached
             finalize_layerwise_reload(self.model, self.model_config)
             self._repack_tied_head()
-        wanted = {name for name, _ in self.model.named_parameters()}
-        if missing := sorted(wanted - loaded):
-            raise RuntimeError(f"{len(missing)} parameters did not arrive, {missing[0]} among them")
+        expected = {name for name, _ in self.model.named_parameters()}
+        if missing := sorted(expected - loaded):
+            raise RuntimeError(f"{len(missing)} parameters did not arrive, such as {missing[0]}")
         if torch.device(self.device).type == "cuda":
             # the trainer may overwrite shared buckets as soon as this returns
             torch.cuda.synchronize(self.device)
 
-    def _announced(self, sequence: int) -> bool:
-        if self.mapped is not None:
-            return int(sequence_of(self.mapped[0])) == sequence
-        return self.group.announced(sequence)
-
     def _repack_tied_head(self) -> None:
-        """On a CPU vLLM multiplies with a packed copy of the head. Reloading refreshes a head's
-        copy, not that of a tied one.
+        """Refresh the packed copy of the head that vLLM multiplies with on a CPU.
+
+        A reload refreshes it too, except when the head is tied to the embedding.
         """
         head = getattr(self.model, "lm_head", None)
         if torch.device(self.device).type == "cpu" and getattr(head, "weight", None) is not None:
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
     def finish_weight_update(self) -> None:
-        """Nothing: `update_weights` finishes what it starts, also when it fails."""
+        """Do nothing. `update_weights` cleans up after itself, even when it fails."""
 
     def shutdown(self) -> None:
         if self.group is not None:
             self.group.close()
-        self.group = self.mapped = self.greeting = None
+        self.group = self.mapped = self.info = None
 
 
 class Extension:
-    """What --worker-extension-cls names: importing this file is all it is for."""
+    """The class that --worker-extension-cls names. Its only purpose is to import this file."""
 
 
-def die_with(server: int) -> None:
-    """Kills this worker, and the engine process above it, when the process `server` ends: vLLM
-    leaves both behind, and the memory that they hold, when its HTTP server is killed (0.32.0).
+def end_with(server: int) -> None:
+    """Kill this worker and the engine process above it when process `server` ends.
+
+    vLLM 0.32.0 leaves both running, with all their memory, when its HTTP server is killed.
     """
     chain = [os.getpid()]
-    while (
-        parent := int(Path(f"/proc/{chain[-1]}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    ) != server:
+    while True:
+        parent = int(Path(f"/proc/{chain[-1]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        if parent == server:
+            break
         if parent <= 1:
-            raise RuntimeError(f"worker {os.getpid()} does not descend from the server {server}")
+            raise RuntimeError(f"worker {os.getpid()} is not a descendant of server {server}")
         chain.append(parent)
 
     def kill() -> None:
-        for pid in reversed(chain):  # the engine first, ourselves last
+        for pid in reversed(chain):  # the engine first, this process last
             os.kill(pid, signal.SIGKILL)
 
     on_end(server, kill)
 
 
-die_with(int(os.environ["NANOGRPO_SERVER"]))  # set by serve.py
+end_with(int(os.environ["NANOGRPO_SERVER"]))  # set by serve.py
 if NAME not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(NAME, Transfer)

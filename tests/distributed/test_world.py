@@ -45,7 +45,7 @@ def test_a_rank_that_is_alone_says_so_within_the_timeout(base, tmp_path):
     ranks = start(1, train.main, argv(base, tmp_path, "--ddp-timeout", "2"), WORLD_SIZE="2")
     said = refused(ranks)
     assert re.match(
-        r"error: rank 0 could not join the 2 processes at 127\.0\.0\.1:\d+ within 2 s \(.+\): see that all",
+        r"error: rank 0 could not join the 2 processes at 127\.0\.0\.1:\d+ within 2 s \(.+\): check that all",
         said,
     )
 

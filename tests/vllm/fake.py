@@ -1,11 +1,11 @@
-"""A server that speaks the sidecar's routes and samples nonsense: for tests of the client.
+"""A fake sidecar that samples nonsense, for tests of the client.
 
     with FakeVLLM(tiny_config()) as server:                 # on a free port of this machine
         engine = engine_of(server)                          # a client that has given it MODEL's weights
 
-Completions are a hash of their seed, so that equal requests get equal answers. Weights come by the
-memory transport, for real: `server.weights` holds what the last sync brought. `server.disturb`
-(method, path, body) → None to go on, a status, or a reply.
+Completions are a hash of their seed, so equal requests get equal replies. Weights really arrive, by
+the memory transport: `server.weights` holds those of the last sync. `server.disturb` may replace any
+reply: (method, path, body) → None for the usual one, a status, or a reply.
 """
 
 from __future__ import annotations
@@ -13,16 +13,23 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest import mock
 
 import torch
 
+from nanogrpo.engine.base import SamplingParams
+from nanogrpo.types import Prompt, Sample
+from nanogrpo.vllm import client
 from nanogrpo.vllm.auth import FIELDS
-from nanogrpo.vllm.buckets import Greeting, attach, sequence_of
+from nanogrpo.vllm.buckets import InitInfo, attach, sequence_of
 from nanogrpo.vllm.client import VLLMEngine
 from tests.conftest import tiny_model
 
 MODEL = tiny_model()
+PROMPTS = [Prompt(i, "", [1 + i, 2, 3]) for i in range(6)]
+PARAMS = SamplingParams(max_tokens=8, stop_token_ids=(7, 9), seed=3)
 
 
 class FakeVLLM:
@@ -79,7 +86,7 @@ class FakeVLLM:
     def __exit__(self, *_):
         self.stop()
         for engine in self.engines:
-            engine.over.set()  # its threads would knock at whoever has this port next
+            engine.over.set()  # or its threads would send requests to the next user of the port
 
     def stop(self) -> None:
         self.http.shutdown()
@@ -97,17 +104,17 @@ class FakeVLLM:
                 ]
             }
         if path == "/init_weight_transfer_engine":
-            self.greeting = Greeting(**body["init_info"])
+            self.init_info = InitInfo(**body["init_info"])
             self.mapped = [
                 attach(h, n, torch.device("cpu"))
-                for h, n in zip(self.greeting.handles, self.greeting.plan.sizes)
+                for h, n in zip(self.init_info.handles, self.init_info.plan.sizes)
             ]
         if path == "/update_weights":
             assert int(sequence_of(self.mapped[0])) == body["update_info"]["sequence"]
             self.weights = {
                 n: t.clone()
                 for i, b in enumerate(self.mapped)
-                for n, t in self.greeting.plan.views(b, i)
+                for n, t in self.init_info.plan.views(b, i)
             }
         self.label = body.get("weight_version") or body.get("new_version") or self.label
         return (
@@ -138,25 +145,35 @@ class FakeVLLM:
         return [body for _, path, body in self.requests if path == "/inference/v1/generate"]
 
 
+def content(samples: list[Sample]) -> list[tuple]:
+    """Return everything that a repeated request must return again."""
+    return [(s.prompt.id, s.index, s.token_ids, s.logp, s.stopped) for s in samples]
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def engine_of(
     *servers: FakeVLLM | str,
     model=MODEL,
     load: bool = True,
-    beat: float = 15.0,
+    interval: float = 15.0,
     patience: float = 0.0,
     **options,
 ) -> VLLMEngine:
-    """Servers have a minute to answer: none that is only slow, on a busy machine, counts as lost.
-    beat: seconds between beats.
+    """Return an engine that has sent version 0, unless `load` is off.
+
+    Servers have a minute to answer, so none is lost because the machine is busy. interval: seconds
+    between heartbeats.
     """
     options = {"max_len": 32, "transport": "memory", "timeout": 60.0} | options
-    engine = VLLMEngine(
-        model,
-        servers=[s if isinstance(s, str) else s.url for s in servers],
-        patience=patience,
-        **options,
-    )
-    engine.beat = beat
+    urls = [s if isinstance(s, str) else s.url for s in servers]
+    with mock.patch.object(client, "HEARTBEAT", interval):
+        engine = VLLMEngine(model, servers=urls, patience=patience, **options)
     for s in servers:
         if isinstance(s, FakeVLLM):
             s.engines.append(engine)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -122,3 +123,31 @@ def raw(server: Server, path: str, body: bytes) -> int:
     status = connection.getresponse().status
     connection.close()
     return status
+
+
+def processes(server: int) -> list[int]:
+    """The pids of the process `server` and all its descendants."""
+    table = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, rest = int(stat.parent.name), stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it ended meanwhile
+            continue
+        table[pid] = int(rest[1])
+    pids = [server]
+    for pid in pids:
+        pids += [p for p, parent in table.items() if parent == pid]
+    return pids
+
+
+def ended(pids: list[int], within: float) -> bool:
+    deadline = time.monotonic() + within
+    for pid in pids:
+        while (
+            Path(f"/proc/{pid}/stat").exists()
+            and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        ):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+    return True

@@ -12,25 +12,10 @@ import torch
 
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.errors import UserError
-from nanogrpo.types import Prompt
 from nanogrpo.vllm.server import Server, ServerError, ServerLost
 from tests.conftest import tiny_config
 from tests.ranks import free_port
-from tests.vllm.fake import MODEL, FakeVLLM, engine_of
-
-PROMPTS = [Prompt(i, "", [1 + i, 2, 3]) for i in range(6)]
-PARAMS = SamplingParams(max_tokens=8, stop_token_ids=(7, 9), seed=3)
-
-
-@pytest.fixture
-def fake():
-    with FakeVLLM(tiny_config()) as server:
-        yield server
-
-
-def shown(samples):
-    return [(s.prompt.id, s.index, s.token_ids, s.logp, s.stopped) for s in samples]
-
+from tests.vllm.fake import MODEL, PARAMS, PROMPTS, FakeVLLM, content, engine_of, wait_until
 
 # --- what is sent, and what becomes of it ---------------------------------------------------------
 
@@ -62,12 +47,12 @@ def test_every_sampling_field_is_sent(fake):
 
 def test_seeds_are_a_function_of_seed_step_prompt_and_sample(fake):
     engine = engine_of(fake)
-    first = shown(engine.sample(PROMPTS, 4, PARAMS, step=1))
-    assert shown(engine.sample(PROMPTS[::-1], 4, PARAMS, step=1)) == sorted(
+    first = content(engine.sample(PROMPTS, 4, PARAMS, step=1))
+    assert content(engine.sample(PROMPTS[::-1], 4, PARAMS, step=1)) == sorted(
         first, key=lambda s: (-s[0], s[1])
     )
-    assert shown(engine.sample(PROMPTS, 4, PARAMS, step=2)) != first
-    assert shown(engine.sample(PROMPTS, 4, SamplingParams(max_tokens=8, seed=4), step=1)) != first
+    assert content(engine.sample(PROMPTS, 4, PARAMS, step=2)) != first
+    assert content(engine.sample(PROMPTS, 4, SamplingParams(max_tokens=8, seed=4), step=1)) != first
     seeds = [b["sampling_params"]["seed"] + i for b in fake.generated() for i in range(4)]
     # the repeated step repeated its own, and no other seed occurs twice
     assert len(set(seeds)) == 3 * 6 * 4
@@ -172,9 +157,9 @@ def test_a_log_prob_that_is_not_finite_raises(fake, value):
 )
 def test_a_reply_that_is_not_whole_costs_the_whole_group_and_is_asked_for_again(fake, spoil):
     engine = engine_of(fake)
-    whole = shown(engine.sample(PROMPTS, 2, PARAMS, step=0))
+    whole = content(engine.sample(PROMPTS, 2, PARAMS, step=0))
     spoiled(fake, spoil, times=1)
-    assert shown(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
+    assert content(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
     assert engine.restarts == 1  # the server was taken for lost, and given the weights again
 
 
@@ -183,16 +168,16 @@ def test_a_server_that_never_gives_a_whole_reply_stops_the_run(fake):
     spoiled(fake, lambda c: c.update(finish_reason="abort"))
     with pytest.raises(
         ServerLost,
-        match=r"No vLLM server gives completions \(.* ended a completion of prompt . by 'abort'\)",
+        match=r"No vLLM server returns completions \(.* ended a completion of prompt . by 'abort'\)",
     ):
         engine.sample(PROMPTS, 2, PARAMS, step=0)
 
 
 def test_a_server_that_forgot_the_weights_is_given_them_again(fake):
     engine = engine_of(fake)
-    whole = shown(engine.sample(PROMPTS, 2, PARAMS, step=0))
+    whole = content(engine.sample(PROMPTS, 2, PARAMS, step=0))
     fake.label, fake.weights = "default", {}  # as after a restart at the same address
-    assert shown(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
+    assert content(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
     assert fake.weights.keys() == dict(MODEL.named_parameters()).keys()
 
 
@@ -201,19 +186,19 @@ def test_a_server_that_forgot_the_weights_is_given_them_again(fake):
 
 def test_a_status_5xx_is_asked_again_and_gives_the_same(fake):
     engine = engine_of(fake)
-    whole = shown(engine.sample(PROMPTS, 2, PARAMS, step=0))
+    whole = content(engine.sample(PROMPTS, 2, PARAMS, step=0))
     calls = []
     fake.disturb = lambda m, path, b: (
         503 if "generate" in path and not calls.append(1) and len(calls) < 3 else None
     )
-    assert shown(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
+    assert content(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
     assert engine.restarts == 0
 
 
 def test_one_of_two_servers_dies_and_the_other_does_the_work(fake):
     with FakeVLLM(tiny_config()) as other:
         engine = engine_of(fake, other, window=1)
-        whole = shown(engine.sample(PROMPTS, 2, PARAMS, step=0))
+        whole = content(engine.sample(PROMPTS, 2, PARAMS, step=0))
         dead = threading.Event()
 
         def die(method, path, body):
@@ -224,7 +209,7 @@ def test_one_of_two_servers_dies_and_the_other_does_the_work(fake):
         other.disturb = die
         # so that the other is given a group before all are done
         fake.disturb = lambda m, path, b: dead.wait(60) and None
-        assert shown(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
+        assert content(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
         assert [s.alive for s in engine.servers] == [True, False]
         engine.load(MODEL, 1)  # the sync goes on without it
         assert [s.versions[0] for s in engine.sample(PROMPTS[:2], 1, PARAMS, step=1)] == [1, 1]
@@ -232,9 +217,9 @@ def test_one_of_two_servers_dies_and_the_other_does_the_work(fake):
 
 def test_a_server_that_comes_back_is_given_the_weights_with_the_next_sync(fake):
     with FakeVLLM(tiny_config()) as other:
-        engine = engine_of(fake, other)
-        engine.servers[1].moment = 60.0
+        engine = engine_of(fake, other, interval=0.02)
         engine._lose(engine.servers[1], ServerError("for the test"))
+        wait_until(lambda: engine.servers[1].error is None)  # a heartbeat was answered
         engine.load(MODEL, 1)
         assert [s.alive for s in engine.servers] == [True, True]
         assert other.label == fake.label == engine.sync.label(1)
@@ -242,7 +227,7 @@ def test_a_server_that_comes_back_is_given_the_weights_with_the_next_sync(fake):
 
 def test_a_hanging_server_is_noticed_by_its_heart_beat(fake):
     with FakeVLLM(tiny_config()) as other:
-        engine = engine_of(fake, other, beat=0.1, window=2)
+        engine = engine_of(fake, other, interval=0.1, window=2)
         engine.servers[1].timeout = 0.4
         held, given, waited = threading.Event(), threading.Event(), []
         # it accepts, and never answers
@@ -257,10 +242,10 @@ def test_a_hanging_server_is_noticed_by_its_heart_beat(fake):
 
 
 def test_a_server_that_a_dead_trainer_left_paused_is_taken_over(fake):
-    engine = engine_of(fake, beat=0.1)
-    whole = shown(engine.sample(PROMPTS, 2, PARAMS, step=0))
+    engine = engine_of(fake, interval=0.1)
+    whole = content(engine.sample(PROMPTS, 2, PARAMS, step=0))
     fake.running.clear()  # as /pause does
-    assert shown(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
+    assert content(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
     assert engine.restarts == 1
 
 
@@ -272,7 +257,7 @@ def test_without_any_server_the_run_stops_when_patience_is_over():
         begin = time.monotonic()
         with pytest.raises(
             ServerLost,
-            match=r"No vLLM server is left \(.*\); the run stops; start the server and go on with --resume",
+            match=r"No vLLM server is left \(.*\); the run stops; start the server and continue with --resume",
         ):
             engine.sample(PROMPTS, 2, PARAMS, step=0)
         assert 0.6 <= time.monotonic() - begin < 60
@@ -306,7 +291,7 @@ def test_an_address_that_is_none(url):
 def test_a_server_of_another_model(fake, field):
     fake.facts["model"][field] = 77
     with pytest.raises(
-        UserError, match=rf"serves another model: its {field} is 77, that of --model is"
+        UserError, match=rf"serves another model: its {field} is 77, but --model has"
     ):
         engine_of(fake, load=False)
 
@@ -314,7 +299,7 @@ def test_a_server_of_another_model(fake, field):
 def test_a_context_too_short(fake):
     with pytest.raises(
         UserError,
-        match=r"has a context of 256 tokens but prompt and completion need 300; start serve.py with",
+        match=r"has a context of 256 tokens, but prompt and completion need 300; start serve.py with",
     ):
         engine_of(fake, max_len=300, load=False)
     engine = engine_of(fake)
@@ -328,7 +313,7 @@ def test_a_context_too_short(fake):
 def test_a_server_that_is_something_else(fake):
     fake.disturb = lambda m, path, b: 404
     with pytest.raises(
-        UserError, match=r"is a server, but not a sidecar of this project; start it by serve.py"
+        UserError, match=r"is not a sidecar of this project; start it with serve.py"
     ):
         engine_of(fake, load=False)
 
@@ -343,7 +328,7 @@ def test_a_wrong_secret(fake):
 def test_filters_that_training_cannot_repeat(fake, filters):
     engine = engine_of(fake)
     with pytest.raises(
-        UserError, match=f"--{next(iter(filters)).replace('_', '-')} .* is for the embedded engine"
+        UserError, match=f"--{next(iter(filters)).replace('_', '-')} .* needs the embedded engine"
     ):
         engine.sample(PROMPTS, 2, SamplingParams(max_tokens=4, **filters), step=0)
 

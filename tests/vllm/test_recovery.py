@@ -14,14 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from nanogrpo.model import checkpoint
 from nanogrpo.vllm.client import VLLMEngine
 from tests.conftest import write_base
-from tests.vllm.real import ROOT, gap, sidecar, train_a_little
+from tests.vllm.real import ROOT, ended, gap, processes, sidecar, train_a_little
 from tests.vllm.test_real import PROMPTS, SIZES, params
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -62,34 +61,6 @@ def warm_up(engine: VLLMEngine) -> None:
 
 def shown(samples):
     return [(s.prompt.id, s.index, s.token_ids, s.stopped) for s in samples]
-
-
-def processes(server: int) -> list[int]:
-    """The pids of the process `server` and all its descendants."""
-    table = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            pid, rest = int(stat.parent.name), stat.read_text().rsplit(")", 1)[1].split()
-        except OSError:  # it ended meanwhile
-            continue
-        table[pid] = int(rest[1])
-    pids = [server]
-    for pid in pids:
-        pids += [p for p, parent in table.items() if parent == pid]
-    return pids
-
-
-def ended(pids: list[int], within: float) -> bool:
-    deadline = time.monotonic() + within
-    for pid in pids:
-        while (
-            Path(f"/proc/{pid}/stat").exists()
-            and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-        ):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
-    return True
 
 
 def kill(engine: VLLMEngine, how: int = signal.SIGKILL) -> None:

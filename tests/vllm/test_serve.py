@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import http.server
-import json
 import os
 import signal
 import socket
@@ -19,10 +18,9 @@ import pytest
 
 import serve
 from nanogrpo.errors import UserError
-from nanogrpo.vllm.auth import FACTS, QUIET, ROUTES, SECRET, TRAINER, Guard
+from nanogrpo.vllm.auth import INFO, LEASE, ROUTES, SECRET, TRAINER, AccessControl
 from nanogrpo.vllm.server import Sidecar
-from tests.vllm.real import ROOT
-from tests.vllm.test_recovery import ended
+from tests.vllm.real import ROOT, ended
 
 LONG = "0123456789abcdef"
 
@@ -93,7 +91,7 @@ def test_the_watch_asks_no_proxy_and_knows_an_address_of_ipv6(monkeypatch, capsy
     for kind, host in ((http.server.HTTPServer, "127.0.0.1"), (Server6, "::1")):
         with kind((host, 0), Health) as server:
             threading.Thread(target=server.handle_request, daemon=True).start()
-            serve.watch(host, server.server_port, LONG, deadline=5.0)
+            serve.wait_until_healthy(host, server.server_port, LONG, seconds=5.0)
         where = f"[{host}]" if ":" in host else host
         assert f"ready at http://{where}:{server.server_port} after" in capsys.readouterr().err
     assert seen == [("/health", f"Bearer {LONG}")] * 2
@@ -123,11 +121,11 @@ def test_an_occupied_port():
         port = taken.getsockname()[1]
         with pytest.raises(
             UserError,
-            match=rf"--port {port} of 127.0.0.1 cannot be listened on .*; choose another --port",
+            match=rf"--port {port} of 127.0.0.1 cannot be used .*; choose another --port",
         ):
             serve.check_port("127.0.0.1", port)
     serve.check_port("127.0.0.1", port)
-    with pytest.raises(UserError, match="cannot be listened on"):
+    with pytest.raises(UserError, match="cannot be used"):
         serve.check_port("127.0.0.1", 70000)
 
 
@@ -145,7 +143,7 @@ def test_vllm_of_another_version_or_none(monkeypatch):
     versions["vllm"] = "0.33.0"
     with pytest.raises(
         UserError,
-        match=r"vllm 0.33.0 is installed but this sidecar was tested with 0.32.0; install that",
+        match=r"vllm 0.33.0 is installed, but the sidecar was tested with 0.32.0; install that",
     ):
         serve.check_vllm()
     versions["vllm"] = "0.32.0+cpu"
@@ -192,9 +190,9 @@ def test_the_secret_comes_by_file_or_environment(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, r"cannot be read \(.*\); give a text file whose first line is the secret"),
+        (None, r"cannot be read \(.*\); name a text file with the secret in"),
         ("", "has an empty first line; write the secret there"),
-        ("short", "must be 16 or more printable ASCII characters; use a longer one"),
+        ("short", "must have at least 16 printable ASCII characters; use a longer one"),
         ("ünïcödé-ünïcödé-ünïcödé", "printable ASCII"),
     ],
 )
@@ -210,27 +208,17 @@ def test_secrets_that_are_none(monkeypatch, tmp_path, content, sentence):
 
 
 def ask(
-    guard: Guard,
+    guard: AccessControl,
     path: str,
     method="POST",
     secret: str | None = LONG,
-    body=b"",
     kind="http",
     trainer="",
 ):
     """(status, body) of the guard's or the application's answer."""
     headers = [] if secret is None else [(b"authorization", b"Bearer " + secret.encode())]
     headers += [(TRAINER.lower().encode(), trainer.encode())] if trainer else []
-    sent, given = (
-        [],
-        [
-            {"type": "http.request", "body": body[:5], "more_body": True},
-            {"type": "http.request", "body": body[5:]},
-        ],
-    )
-
-    async def receive():
-        return given.pop(0)
+    sent = []
 
     async def send(message):
         sent.append(message)
@@ -239,7 +227,7 @@ def ask(
     asyncio.run(
         guard(
             {"type": kind, "path": path, "method": method, "headers": headers, "app": app},
-            receive,
+            None,
             send,
         )
     )
@@ -249,16 +237,15 @@ def ask(
 @pytest.fixture
 def guard(monkeypatch):
     async def app(scope, receive, send):
-        seen = await receive() if scope["path"] == "/weight_checker" else {"body": b""}
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": seen["body"]})
+        await send({"type": "http.response.body", "body": b""})
 
     monkeypatch.setenv(SECRET, LONG)
-    return Guard(app)
+    return AccessControl(app)
 
 
 def test_the_guard_lets_in_who_knows_the_secret(guard):
-    for path in ROUTES - {"/weight_checker"}:
+    for path in ROUTES:
         assert ask(guard, path) == (200, b"")
         for wrong in (None, "", LONG[:-1], LONG + "0", LONG.upper()):
             assert ask(guard, path, secret=wrong)[0] == 401
@@ -266,12 +253,13 @@ def test_the_guard_lets_in_who_knows_the_secret(guard):
 
 def test_without_a_secret_the_guard_lets_everyone_in(monkeypatch, guard):
     monkeypatch.delenv(SECRET)
-    assert ask(Guard(guard.app), "/health", secret=None) == (200, b"")
+    assert ask(AccessControl(guard.app), "/health", secret=None) == (200, b"")
 
 
 def test_the_guard_shuts_what_sampling_does_not_need(guard):
     for path in (
         "/collective_rpc",
+        "/weight_checker",
         "/",
         "/docs",
         "/HEALTH",
@@ -284,26 +272,10 @@ def test_the_guard_shuts_what_sampling_does_not_need(guard):
     assert ask(guard, "/v1/realtime", kind="websocket")[0] == "websocket.close"
 
 
-def test_of_the_weight_checker_only_checksums_are_left(guard):
-    whole = b'{"action":"checksum"}'
-    assert ask(guard, "/weight_checker", body=json.dumps({"action": "checksum"}).encode()) == (
-        200,
-        whole,
-    )
-    for body in (
-        b'{"action":"reset"}',
-        b'{"action":"checksum","action":"reset"}',
-        b"",
-        b"{",
-        b"[]",
-    ):
-        assert ask(guard, "/weight_checker", body=body)[0] == 404
-
-
 def test_the_guard_tells_whose_weights_these_are(monkeypatch, guard):
-    monkeypatch.setattr("nanogrpo.vllm.auth.facts", lambda state: {"dtype": "float32"})
-    assert ask(guard, FACTS, method="GET") == (200, b'{"dtype": "float32"}')
-    assert ask(guard, FACTS, method="GET", secret=None)[0] == 401
+    monkeypatch.setattr("nanogrpo.vllm.auth.describe", lambda state: {"dtype": "float32"})
+    assert ask(guard, INFO, method="GET") == (200, b'{"dtype": "float32"}')
+    assert ask(guard, INFO, method="GET", secret=None)[0] == 401
 
 
 def test_one_trainer_at_a_time(monkeypatch, guard):
@@ -318,17 +290,17 @@ def test_one_trainer_at_a_time(monkeypatch, guard):
 
     assert status("b") == 200  # nobody is there yet
     assert status("a", "/init_weight_transfer_engine") == 200
-    assert (status("b"), status("b", FACTS), status("b", "/init_weight_transfer_engine")) == (
+    assert (status("b"), status("b", INFO), status("b", "/init_weight_transfer_engine")) == (
         409,
         409,
         409,
     )
     assert (status("a", "/pause"), status("", "/pause")) == (200, 200)
-    now[0] += 0.9 * QUIET
+    now[0] += 0.9 * LEASE
     assert status("a") == 200
-    now[0] += 0.9 * QUIET
+    now[0] += 0.9 * LEASE
     assert status("b") == 409
-    now[0] += 0.2 * QUIET
+    now[0] += 0.2 * LEASE
     assert status("b", "/init_weight_transfer_engine") == 200
     assert status("a") == 409
     assert status("b", "/shutdown_weight_transfer_engine") == 200

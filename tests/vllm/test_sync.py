@@ -23,8 +23,8 @@ from nanogrpo.vllm.buckets import (
     ALIGN,
     DTYPES,
     HEADER,
-    Greeting,
-    Group,
+    BroadcastGroup,
+    InitInfo,
     Layout,
     SharedBuckets,
     attach,
@@ -76,12 +76,12 @@ def test_tensors_lie_in_order_apart_and_aligned(tensors, bucket_bytes):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([], "at least one entry"),
-        ("abc", "at least one entry"),
+        ([], "at least one"),
+        ("abc", "at least one"),
         ([["a", "float32"]], "is not \\[name, dtype, shape\\]"),
-        ([["a b", "float32", [1]]], "is not that of a parameter"),
-        ([["a", "int8", [1]]], "the dtype 'int8' of a is none of"),
-        ([["a", ["float32"], [1]]], "is none of"),
+        ([["a b", "float32", [1]]], "is not a parameter's name"),
+        ([["a", "int8", [1]]], "a has dtype 'int8' but must have one of"),
+        ([["a", ["float32"], [1]]], "but must have one of"),
         ([["a", "float32", [0]]], "a size of a is 0 but must be"),
         ([["a", "float32", [True]]], "a size of a is True but must be"),
         ([["a", "float32", [1] * 5]], "at most 4 sizes"),
@@ -97,28 +97,28 @@ def test_layouts_that_no_model_has(entries, message):
 # --- greetings ------------------------------------------------------------------------------------
 
 GOOD = {"transport": "broadcast", "layout": ENTRIES, "bucket_bytes": 4096, "timeout": 5.0}
-GOOD |= {"address": "127.0.0.1", "port": 1234, "room": "abc", "world": 2}
+GOOD |= {"address": "127.0.0.1", "port": 1234, "group": "abc", "size": 2}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"transport": "pickle"}, "must be broadcast or memory"),
-        ({"port": 0}, "port is 0 but must be a whole number"),
-        ({"port": "1234"}, "port is '1234' but must be a whole number"),
-        ({"world": 1}, "world is 1 but must be"),
-        ({"room": "a/b"}, "room is missing or holds characters"),
-        ({"address": "x\ny"}, "address is missing or holds"),
+        ({"port": 0}, "port is 0 but must be an integer"),
+        ({"port": "1234"}, "port is '1234' but must be an integer"),
+        ({"size": 1}, "size is 1 but must be"),
+        ({"group": "a/b"}, "group is missing or has characters"),
+        ({"address": "x\ny"}, "address is missing or has"),
         ({"timeout": math.inf}, "timeout is inf but must be seconds"),
         ({"timeout": "5"}, "timeout is '5' but must be seconds"),
         ({"bucket_bytes": -1}, "bucket_bytes is -1 but must be"),
-        ({"transport": "memory", "handles": []}, "each of which needs one handle"),
+        ({"transport": "memory", "handles": []}, "needs one handle for each"),
     ],
 )
 def test_greetings_that_are_refused(change, message):
-    Greeting(**GOOD)
+    InitInfo(**GOOD)
     with pytest.raises(ValueError, match=message):
-        Greeting(**GOOD | change)
+        InitInfo(**GOOD | change)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,14 @@ def test_greetings_that_are_refused(change, message):
     ["/etc/passwd", "/proc/self/mem", "/proc/1/fd/../../self/environ", "/dev/shm/x", "", None, 3],
 )
 def test_handles_open_nothing_but_shared_buckets(path):
-    with pytest.raises(ValueError, match=r"is not that of a shared bucket|cannot be opened"):
+    with pytest.raises(ValueError, match=r"is not a shared bucket|cannot be opened"):
         attach({"path": path}, 64, torch.device("cpu"))
 
 
 def test_an_ordinary_file_behind_a_descriptor_is_refused_and_a_bucket_too_small_as_well(tmp_path):
     with (tmp_path / "file").open("w+b") as file:
         file.truncate(64)
-        with pytest.raises(ValueError, match="is not that of a shared bucket"):
+        with pytest.raises(ValueError, match="is not a shared bucket"):
             attach({"path": f"/proc/{os.getpid()}/fd/{file.fileno()}"}, 64, torch.device("cpu"))
     shared = SharedBuckets([64], torch.device("cpu"))
     with pytest.raises(ValueError, match="length"):
@@ -222,7 +222,7 @@ for tied in (True, False):
         for block in model.model.layers:
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
-        sync = WeightSync(model, dtype, torch.device("cpu"), bucket_bytes=4096, first=rank == 0)
+        sync = WeightSync(model, dtype, torch.device("cpu"), bucket_bytes=4096, main=rank == 0)
         sync.gather(model)
         expected = {n: p.detach().to(getattr(torch, dtype)) for n, p in whole.named_parameters()}
         if rank == 0:
@@ -261,7 +261,7 @@ def test_an_update_is_announced_once_the_store_has_it():
     could be answered before it.
     """
     sent, arrived = {}, {}
-    group = Group.__new__(Group)
+    group = BroadcastGroup.__new__(BroadcastGroup)
     group.store = SimpleNamespace(
         set=sent.__setitem__, get=lambda key: arrived.update(sent) or arrived[key]
     )
@@ -271,15 +271,15 @@ def test_an_update_is_announced_once_the_store_has_it():
 
 RECEIVER = """
 import json, sys, torch
-from nanogrpo.vllm.buckets import Greeting, Group, attach, sequence_of
+from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, attach, sequence_of
 
-greeting = Greeting(**json.loads(sys.argv[1]))
+info = InitInfo(**json.loads(sys.argv[1]))
 cpu = torch.device("cpu")
-plan = greeting.plan
-if greeting.transport == "memory":
-    buckets = [attach(h, n, cpu) for h, n in zip(greeting.handles, plan.sizes)]
+plan = info.plan
+if info.transport == "memory":
+    buckets = [attach(h, n, cpu) for h, n in zip(info.handles, plan.sizes)]
 else:
-    group = Group(greeting.address, greeting.port, greeting.room, 1, greeting.world, greeting.timeout, cpu)
+    group = BroadcastGroup(info, 1, cpu)
     print("joined", flush=True)
     sys.stdin.readline()
     assert group.announced(1) and not group.announced(2)
@@ -299,6 +299,7 @@ class Peer:
 
     host: str = "127.0.0.1"
     process: subprocess.Popen | None = None
+    group: BroadcastGroup | None = None
 
     def post(self, path, body=None, timeout=None):
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -318,7 +319,7 @@ def test_buckets_reach_another_process(transport):
     )
     sync.gather(model)
     sync.connect(peer, workers=1)
-    if (group := sync.groups[peer]) is not None:
+    if (group := peer.group) is not None:
         group.announce(sync.sequence)
         peer.process.stdin.write("go\n")
         peer.process.stdin.flush()

@@ -118,7 +118,7 @@ def test_a_server_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
 ):
     fake.disturb = generation(fake, 5)  # in the second step
     assert train.main(argv("--server-patience", "0.3")) == 2
-    assert "go on with --resume" in capsys.readouterr().err
+    assert "continue with --resume" in capsys.readouterr().err
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["checkpoint-1"]
     assert [row["step"] for row in steps(tmp_path)] == [0]
     fake.disturb = lambda *call: None

@@ -22,9 +22,8 @@ from nanogrpo.model.checkpoint import load_model
 from nanogrpo.vllm.auth import SECRET
 from nanogrpo.vllm.client import VLLMEngine
 from tests.conftest import arguments, steps, write_base
-from tests.vllm.real import CPU, PYTHON, ROOT, sidecar
+from tests.vllm.real import CPU, PYTHON, ROOT, ended, processes, sidecar
 from tests.vllm.test_real import SIZES
-from tests.vllm.test_recovery import ended, processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -247,7 +246,7 @@ def test_a_server_that_hangs_for_good_stops_the_run_with_its_checkpoint(base, fi
         os.killpg(process.process.pid, signal.SIGSTOP)
         said, _ = run.communicate(timeout=40)
         assert run.returncode == 2, said[-3000:]
-        assert "go on with --resume" in said.strip().splitlines()[-1]
+        assert "continue with --resume" in said.strip().splitlines()[-1]
         done = len(steps(tmp_path / "run"))
         assert (tmp_path / "run" / f"checkpoint-{done}").exists()
     finally:

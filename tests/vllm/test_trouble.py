@@ -28,24 +28,15 @@ from nanogrpo.vllm import sync
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar
 from tests.conftest import arguments, steps, tiny_config, tiny_model
-from tests.distributed.test_signals import until
 from tests.ranks import run
-from tests.vllm.fake import MODEL, FakeVLLM, engine_of
-from tests.vllm.test_client import PARAMS, PROMPTS, shown
-
-
-@pytest.fixture
-def fake():
-    with FakeVLLM(tiny_config()) as server:
-        yield server
-
+from tests.vllm.fake import MODEL, PARAMS, PROMPTS, FakeVLLM, content, engine_of, wait_until
 
 # --- servers that come back as other ones ---------------------------------------------------------
 
 
 def test_fewer_completions_than_asked_for_are_not_taken_for_the_greedy_one(fake):
     engine = engine_of(fake)
-    whole = shown(engine.sample(PROMPTS[:1], 4, PARAMS, step=0))
+    whole = content(engine.sample(PROMPTS[:1], 4, PARAMS, step=0))
     left = [1]
 
     def cut(method, path, body):
@@ -53,7 +44,7 @@ def test_fewer_completions_than_asked_for_are_not_taken_for_the_greedy_one(fake)
             return {"choices": fake.answer(path, body)["choices"][:1]}
 
     fake.disturb = cut
-    assert shown(engine.sample(PROMPTS[:1], 4, PARAMS, step=0)) == whole
+    assert content(engine.sample(PROMPTS[:1], 4, PARAMS, step=0)) == whole
 
 
 def test_one_address_twice(fake):
@@ -65,28 +56,28 @@ def test_servers_of_different_dtypes(fake):
     with FakeVLLM(tiny_config()) as other:
         other.facts["dtype"] = "bfloat16"
         with pytest.raises(
-            UserError, match=r"runs in bfloat16, not in float32; start all with one --dtype"
+            UserError, match=r"runs in bfloat16, but another server runs in float32; start all"
         ):
             engine_of(fake, other, load=False)
 
 
 def test_something_that_answers_everything(fake):
     fake.disturb = lambda m, path, b: {"hello": "world"}
-    with pytest.raises(UserError, match="is a server, but not a sidecar of this project"):
+    with pytest.raises(UserError, match="is not a sidecar of this project"):
         engine_of(fake, load=False)
 
 
 def test_the_others_go_on_without_a_server_that_came_back_with_another_model(fake):
     with FakeVLLM(tiny_config()) as other:
-        engine = engine_of(fake, other)
-        engine.servers[1].moment = 60.0
+        engine = engine_of(fake, other, interval=0.02)
         engine._lose(engine.servers[1], ServerError("for the test"))
-        engine.sync.disconnect(engine.servers[1])
+        wait_until(lambda: engine.servers[1].error is None)
         other.facts["model"]["vocab_size"] = 77
         engine.load(MODEL, 1)
         assert [s.alive for s in engine.servers] == [True, False]
         assert len(engine.sample(PROMPTS, 2, PARAMS, step=1)) == 12
         other.facts["model"]["vocab_size"] = MODEL.cfg.vocab_size
+        wait_until(lambda: engine.servers[1].error is None)
         engine.load(MODEL, 2)
         assert [s.alive for s in engine.servers] == [True, True]
 
@@ -96,7 +87,7 @@ def test_a_server_that_refuses_in_mid_run_is_lost_and_the_checkpoint_can_be_save
     """As one started anew with another secret. A UserError would end the run at once and without
     its checkpoint.
     """
-    engine = engine_of(fake, beat=0.05)
+    engine = engine_of(fake, interval=0.05)
     held = threading.Event()
 
     def disturb(method, path, body):
@@ -105,7 +96,7 @@ def test_a_server_that_refuses_in_mid_run_is_lost_and_the_checkpoint_can_be_save
         return 401 if where in path else None
 
     fake.disturb = disturb
-    with pytest.raises(ServerLost, match=r"refuses the secret|given up|did not answer"):
+    with pytest.raises(ServerLost, match=r"refuses the secret|was lost|did not answer"):
         engine.sample(PROMPTS, 2, PARAMS, step=0) if where != "/pause" else engine.load(MODEL, 1)
     held.set()
 
@@ -139,9 +130,9 @@ def owner(fake: FakeVLLM, *goes: bool) -> VLLMEngine:
 def test_a_restart_that_fails_is_tried_again(fake):
     """What the dead server held (a GPU's memory) may not be free at once."""
     engine = owner(fake, True, False, False, True)
-    whole = shown(engine.sample(PROMPTS, 2, PARAMS, step=0))
+    whole = content(engine.sample(PROMPTS, 2, PARAMS, step=0))
     fake.disturb = lambda *call: 500
-    assert shown(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
+    assert content(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
 
 
 def test_restarts_that_all_fail_lose_the_server_and_not_the_checkpoint(fake):
@@ -167,7 +158,7 @@ def test_a_start_that_is_stopped_from_another_thread_ends(tmp_path):
     slow.chmod(0o755)
     sidecar = Sidecar(tmp_path, [], str(slow), tmp_path / "serve.log")
     stopper = threading.Thread(
-        target=lambda: (until(lambda: sidecar.process), sidecar.stop(timeout=0.1))
+        target=lambda: (wait_until(lambda: sidecar.process), sidecar.stop(timeout=0.1))
     )
     stopper.start()
     begin = time.monotonic()
@@ -203,8 +194,10 @@ def test_a_connection_has_a_limit_also_where_the_answer_has_none():
         server = Server(f"http://127.0.0.1:{port}", timeout=0.3)
         server.alive = True
         begin = time.monotonic()
-        with pytest.raises(ServerError, match=r"did not answer /x within 0.3 s"):
-            server.work("/x", {})
+        with pytest.raises(
+            ServerError, match=r"did not answer /inference/v1/generate within 0.3 s"
+        ):
+            server.generate({})
         assert time.monotonic() - begin < 60
 
 
@@ -217,8 +210,8 @@ def test_what_was_connecting_when_a_server_was_given_up_is_not_sent(fake):
             server.abort()  # in another thread, at this moment
 
     server.kind, server.alive = Slow, True
-    with pytest.raises(ServerError, match="was given up"):
-        server.work("/inference/v1/generate", {})
+    with pytest.raises(ServerError, match="was lost before"):
+        server.generate({})
     assert fake.requests == []
 
 
@@ -226,8 +219,8 @@ def test_no_work_is_sent_to_a_server_that_was_given_up(fake):
     """A thread that comes back from its pause to a server that hangs would wait for a day: nobody
     watches it any more.
     """
-    with pytest.raises(ServerError, match="was given up"):
-        Server(fake.url).work("/inference/v1/generate", {})
+    with pytest.raises(ServerError, match="was lost before"):
+        Server(fake.url).generate({})
     assert fake.requests == []
 
 
@@ -306,7 +299,7 @@ def test_who_is_asked_to_stop_waits_for_no_server_and_saves(
         status = train.main(arguments(tiny_base, files, tmp_path, *options, "--max-steps", "5"))
     assert time.monotonic() - told[0] < 60
     # 0: the step in hand was finished
-    assert "go on with --resume" in capsys.readouterr().err if status == 2 else ahead == "1"
+    assert "continue with --resume" in capsys.readouterr().err if status == 2 else ahead == "1"
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == [
         f"checkpoint-{len(steps(tmp_path))}"
     ]
