@@ -1,20 +1,21 @@
-"""Prompts from rows, and which of them a step draws.
+"""Prompts from data sources, and the choice of the prompts of each step.
 
-In: the rows of files or tasks (rows.py). Out: `Prompt`s with token ids; `draw` and `draw_mixed`
-pick those of a step. Read next: rows.py (where rows come from), reward_runner.py (where every other
-column ends up).
+In: the records of files or built-in tasks (sources.py). Out: `Prompt`s with token ids; `draw` and
+`draw_mixed` choose those of a step. Read next: sources.py (where records come from),
+rewards/runner.py (what receives the other columns).
 
-A row is one of
-    {"prompt": "3+4=", ...}                                          plain: tokenized as it is
-    {"prompt": [{"role": "user", "content": "3+4="}], ...}           conversational: through the chat template
-    {"question": "What is 3+4?", "answer": "It is 7.\\n#### 7"}       GSM8K: becomes a prompt and the column `solution`
+A record is one of
+    {"prompt": "3+4=", ...}                                      a text, tokenized as it is
+    {"prompt": [{"role": "user", "content": "3+4="}], ...}       messages, for the chat template
+    {"question": "What is 3+4?", "answer": "It is 7.\\n#### 7"}   GSM8K: a prompt and the column
+                                                                 `solution`
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -27,13 +28,8 @@ from nanogrpo.types import Prompt
 
 log = logging.getLogger("nanogrpo")
 
-# The runner's own arguments to a reward function.
+# Arguments that reward functions receive from the runner, so no column may have these names.
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-
-
-def load(source: str, tokenizer: Tokenizer, **options) -> list[Prompt]:
-    """Every row of one source as a `Prompt`; the options are those of `load_all`."""
-    return load_all([source], tokenizer, **options)[0]
 
 
 def load_all(
@@ -42,200 +38,199 @@ def load_all(
     *,
     split: str = "train",
     held_out: bool = False,
-    **options,
-) -> list[list[Prompt]]:
-    """The prompts of each source, in its order. The options are those of `from_rows`; split,
-    held_out: see rows.py.
-
-    `Prompt.id` is the row's position in all sources laid end to end. It is part of the random key:
-    a source that is added at the end, or a long prompt that is dropped, changes no other prompt's
-    id.
-    """
-    parts, first = [], 0
-    for name in names:
-        found = sources.read(name, split, held_out)
-        places = [place for place, _ in found]
-        parts.append(
-            from_rows(
-                [row for _, row in found],
-                tokenizer,
-                places=places,
-                first_id=first,
-                name=name,
-                **options,
-            )
-        )
-        first += len(found)
-    return parts
-
-
-def from_rows(
-    rows: Iterable[dict],
-    tokenizer: Tokenizer,
-    *,
     enable_thinking: bool | None = None,
     max_prompt_length: int | None = None,
     long_prompts: str = "refuse",
-    places: Sequence[str] | None = None,
-    first_id: int = 0,
-    name: str = "the data set",
-) -> list[Prompt]:
-    """Rows (see the top of the file) → prompts. `places[i]` is how errors name row i; the default
-    is "row i".
+) -> list[list[Prompt]]:
+    """Return the prompts of each source. `split` and `held_out` are explained in sources.py.
 
-    `max_prompt_length` in tokens, after the chat template. A longer prompt is never cut: a question
-    without its beginning has another answer. It is an error, for without it the data set would not
-    be the one that was named; or, with `long_prompts` "drop", it is left out, and how many were is
-    logged.
+    `Prompt.id` is the position of the record in all sources laid end to end. It is part of the
+    random key: adding a source at the end, or dropping a long prompt, changes no other prompt's id.
+
+    `max_prompt_length` is in tokens, after the chat template. A longer prompt is never truncated,
+    because a question without its beginning has another answer. With `long_prompts` "drop" it is
+    left out; otherwise it raises UserError.
     """
-    prompts: list[Prompt] = []
-    dropped = 0
-    for i, row in enumerate(rows):
-        place = places[i] if places else f"row {i}"
-        text, columns = _split(row, place, tokenizer.has_chat_template)
-        try:
-            token_ids = tokenizer.encode_prompt(text, enable_thinking=enable_thinking)
-        except UserError as error:  # the template refused the messages: say whose
-            raise UserError(f"{place}: {error}") from error
-        if not token_ids:
+    parts: list[list[Prompt]] = []
+    first_id = 0
+    for name in names:
+        records = sources.read(name, split, held_out)
+        kept = []
+        for id, (place, record) in enumerate(records, first_id):
+            prompt = from_record(record, tokenizer, id, place, enable_thinking)
+            length = len(prompt.token_ids)
+            if max_prompt_length is None or length <= max_prompt_length:
+                kept.append(prompt)
+            elif long_prompts != "drop":
+                raise UserError(
+                    f"{place}: the prompt has {length} tokens but the limit is "
+                    f"{max_prompt_length}; raise --max-prompt-length, remove the record, or use "
+                    "--long-prompts drop."
+                )
+        if not kept:
             raise UserError(
-                f"{place}: the prompt is empty; a completion needs at least one token to continue"
+                f"{name}: all {len(records)} prompts have more than {max_prompt_length} tokens; "
+                "raise --max-prompt-length."
             )
-        if max_prompt_length is not None and len(token_ids) > max_prompt_length:
-            if long_prompts == "drop":
-                dropped += 1
-                continue
-            raise UserError(
-                f"{place}: the prompt has {len(token_ids)} tokens and max_prompt_length is {max_prompt_length}; "
-                "raise max_prompt_length, remove the row, or choose --long-prompts drop"
+        if len(kept) < len(records):
+            log.info(
+                "%s: %d of %d prompts have more than %d tokens and are dropped.",
+                *(name, len(records) - len(kept), len(records), max_prompt_length),
             )
-        prompts.append(Prompt(id=first_id + i, text=text, token_ids=token_ids, columns=columns))
-    if dropped and prompts:
-        count = f"{dropped} of {dropped + len(prompts)}"
-        log.info(
-            "%s: %s prompts have more than %d tokens and are dropped.",
-            name,
-            count,
-            max_prompt_length,
-        )
-    if not prompts:
-        raise UserError(
-            f"{name}: all {dropped} prompts have more than {max_prompt_length} tokens: raise max_prompt_length"
-            if dropped
-            else f"{name} holds no prompts: give it at least one row"
-        )
-    return prompts
+        parts.append(kept)
+        first_id += len(records)
+    return parts
 
 
-# ---- which prompts a step draws ------------------------------------------------------------------
+def from_record(
+    record: dict,
+    tokenizer: Tokenizer,
+    id: int = 0,
+    place: str = "record",
+    enable_thinking: bool | None = None,
+) -> Prompt:
+    """Turn a record (see the top of this file) into a prompt. `place` names it in errors."""
+
+    def require(ok: bool, problem: str) -> None:
+        if not ok:
+            raise UserError(f"{place}: {problem}.")
+
+    require(
+        isinstance(record, dict),
+        f'a record must be an object like {{"prompt": ...}}, not a {type(record).__name__}',
+    )
+    for name in RESERVED:
+        require(
+            name not in record,
+            f"reward functions already receive an argument {name!r}; rename the column",
+        )
+    columns = dict(record)
+    question, answer = record.get("question"), record.get("answer")
+    if "prompt" in record:
+        text = columns.pop("prompt")
+    else:
+        require(
+            isinstance(question, str) and isinstance(answer, str) and "####" in answer,
+            "it has no `prompt`; add one, or GSM8K's `question` and `answer` with `#### result`",
+        )
+        del columns["question"]
+        chat = tokenizer.has_chat_template
+        text = [{"role": "user", "content": question}] if chat else question
+        columns.setdefault("solution", str(answer).rpartition("####")[2].strip())
+    is_chat = isinstance(text, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in text
+    )
+    require(
+        isinstance(text, str) or (is_chat and text),
+        '`prompt` must be a text or a list of {"role": text, "content": text}; correct the record',
+    )
+    try:
+        token_ids = tokenizer.encode_prompt(text, enable_thinking=enable_thinking)
+    except UserError as e:  # the template rejected the messages
+        raise UserError(f"{place}: {e}") from e
+    require(token_ids, "the prompt is empty; a completion needs at least one token to continue")
+    return Prompt(id=id, text=text, token_ids=token_ids, columns=columns)
+
+
+# --- the prompts of a step ---
 
 
 def draw(prompts: list[Prompt], n: int, seed: int, step: int) -> list[Prompt]:
-    """The n prompts of a step: a pure function of its arguments, so that a resumed run draws what
-    the interrupted one would have.
+    """Choose the n prompts of a step. This is a pure function, so a resumed run draws the same
+    prompts as an uninterrupted one.
 
-    Think of the epochs' orders laid end to end, an endless sequence; step s takes its positions s·n
-    … s·n+n-1. So each prompt comes once an epoch, also when n does not divide the data set, and
-    none comes twice in a step while n ≤ len(prompts).
+    Lay the epochs, each in its own order, end to end: step s takes the positions s·n … s·n+n-1.
+    Each prompt comes once per epoch, even if n does not divide the data set, and none comes twice
+    in a step while n ≤ len(prompts).
     """
     if n < 1 or not prompts:
         raise ValueError(f"cannot draw {n} of {len(prompts)} prompts")
-    positions = (divmod(i, len(prompts)) for i in range(step * n, step * n + n))  # (epoch, offset)
-    return [prompts[_order(len(prompts), n, seed, epoch)[offset]] for epoch, offset in positions]
+    places = (divmod(i, len(prompts)) for i in range(step * n, step * n + n))
+    return [prompts[_order(len(prompts), n, seed, epoch)[offset]] for epoch, offset in places]
 
 
-# a step needs one epoch's order, or two at a boundary; the cache changes the time, never the value
+# A step needs the order of one epoch, or of two at a boundary. The cache only saves time.
 @lru_cache(maxsize=4)
 def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of the data set in an epoch → [count] int64, a permutation.
+    """Return the order of the data set in an epoch: [count] int64, a permutation.
 
-    A step that straddles the boundary takes `tail` prompts from the end of one epoch and `head = n
-    - tail` from the start of the next. Two independent permutations would repeat some prompt in it,
-    whose group would then count double. So the new epoch's first `head` are chosen among those that
-    are not in that tail: the rest keep their random order behind. Each epoch thus depends on the
-    one before, back to one whose start is also the start of a step: at most n epochs.
+    A step that crosses the boundary of two epochs takes `tail` prompts from the old one and
+    n - tail from the new one. With independent permutations it could contain a prompt twice, whose
+    group would then count double. So the first n - tail prompts of the new epoch are chosen among
+    those outside that tail; the others keep their random order behind them. Each epoch thus depends
+    on the one before it, back to one that begins together with a step: at most n epochs.
     """
-    if n > count:  # a step repeats prompts anyway
-        return _permutation(count, seed, epoch)
     first = epoch
-    while first * count % n:
+    while n <= count and first * count % n:  # with n > count, a step repeats prompts anyway
         first -= 1
     order = _permutation(count, seed, first)
     for e in range(first + 1, epoch + 1):
-        tail = e * count % n
-        head, last, order = n - tail, order[count - tail :], _permutation(count, seed, e)
-        # Positions in the new order of its first `head` members that are not in the old tail; n ≤
-        # count leaves enough.
-        chosen = np.flatnonzero(~np.isin(order, last))[:head]
-        order = np.concatenate([order[chosen], np.delete(order, chosen)])
+        tail, new = e * count % n, _permutation(count, seed, e)
+        # positions in `new`; there are enough because n ≤ count
+        chosen = np.flatnonzero(~np.isin(new, order[count - tail :]))[: n - tail]
+        order = np.concatenate([new[chosen], np.delete(new, chosen)])
     return order
 
 
 def draw_mixed(
     parts: Sequence[list[Prompt]], weights: Sequence[float], n: int, seed: int, step: int
 ) -> list[Prompt]:
-    """As `draw`, from several sources: of any k prompts in a row, source i gives weights[i] /
-    sum(weights) · k, up to rounding.
+    """Choose the n prompts of a step from several sources, like `draw`. Of any k prompts in a row,
+    source i provides k · weights[i] / sum(weights), up to rounding.
 
-    The weights are shares of the prompts that are drawn, whatever the sizes of the sources: each is
-    shuffled and repeated by itself, epoch after epoch of its own, so that a small one with a large
-    weight comes round often. Nothing is left to chance but the order within a source. No prompt
-    comes twice in a step (see `smallest`).
+    The weights are shares of the prompts drawn, whatever the sizes of the sources. Each source is
+    shuffled and repeated in epochs of its own, so a small one with a large weight repeats often. No
+    prompt comes twice in a step (see `smallest`).
+
+    The sources take turns by Sainte-Laguë's rule for sharing seats: the j-th prompt of source i is
+    due at (j + 1/2) / share_i, and prompts come in the order in which they are due (a tie: by
+    source). Fractions make this exact. With float rounding, a resumed run could differ from an
+    uninterrupted one.
     """
+    shares = _shares(weights)
+    start = step * n
+    # The prompts due by start - len(shares): at most `start`, so the count can begin with them.
+    taken = [math.floor(share * max(start - len(shares), 0)) for share in shares]
     chosen = []
-    for i, position in _places(tuple(weights), step * n, n):
-        epoch, offset = divmod(position, len(parts[i]))
-        chosen.append(
-            parts[i][_mixed_order(len(parts[i]), _most(weights, i, n) - 1, seed, epoch, i)[offset]]
-        )
+    for position in range(sum(taken), start + n):
+        i = min(range(len(shares)), key=lambda i: (2 * taken[i] + 1) / shares[i])
+        if position >= start:
+            part, most = parts[i], _most(shares[i], len(shares), n)
+            epoch, offset = divmod(taken[i], len(part))
+            chosen.append(part[_mixed_order(len(part), most - 1, seed, epoch, i)[offset]])
+        taken[i] += 1
     return chosen
 
 
 def smallest(weights: Sequence[float], i: int, n: int) -> int:
-    """The prompts that source i must hold at least, for steps of n of a mixture: then none comes
-    twice in a step.
+    """Return the number of prompts that source i of a mixture needs, so that no prompt comes twice
+    in a step of n.
     """
-    return max(3 * (_most(weights, i, n) - 1), 1)
+    return max(3 * (_most(_shares(weights)[i], len(weights), n) - 1), 1)
 
 
-def _most(weights: Sequence[float], i: int, n: int) -> int:
-    """The most prompts that a step of n can take from source i. A source's c prompts in a row leave
-    room for (c-1)·w_j/w_i - 1 or more of each other source j between the first and the last, and
-    all of them are at most n.
-    """
-    share = Fraction(weights[i]) / sum(map(Fraction, weights))
-    return min(n, math.floor(share * (n + len(weights) - 2)) + 1)
-
-
-def _places(weights: tuple[float, ...], start: int, n: int) -> list[tuple[int, int]]:
-    """The places start … start+n-1 of the endless mixture → (source, position in the source's own
-    endless sequence) each.
-
-    The j-th prompt of source i is due at (j + 1/2) / share_i, and places are taken in the order of
-    what is due (a tie: by source). This is Sainte-Laguë's rule for sharing seats, in exact
-    fractions: float rounding would part a resumed run from the one that it continues. What is due
-    by start - (number of sources) has at most `start` members: the count begins there.
-    """
+def _shares(weights: Sequence[float]) -> list[Fraction]:
     total = sum(map(Fraction, weights))
-    shares = [Fraction(w) / total for w in weights]
-    taken = [math.floor(share * max(start - len(shares), 0)) for share in shares]
-    found: list[tuple[int, int]] = []
-    for place in range(sum(taken), start + n):
-        i = min(range(len(shares)), key=lambda i: (2 * taken[i] + 1) / shares[i])
-        if place >= start:
-            found.append((i, taken[i]))
-        taken[i] += 1
-    return found
+    return [Fraction(weight) / total for weight in weights]
+
+
+def _most(share: Fraction, sources: int, n: int) -> int:
+    """Return the most prompts that a step of n can take from a source with this share.
+
+    Between the first and the last of c prompts in a row of source i lie at least
+    (c-1)·share_j/share_i - 1 prompts of each other source j, and all of them together are at most n.
+    """
+    return min(n, math.floor(share * (n + sources - 2)) + 1)
 
 
 @lru_cache(maxsize=64)
 def _mixed_order(count: int, most: int, seed: int, epoch: int, source: int) -> np.ndarray:
-    """The order of a source of a mixture in an epoch → [count] int64, a permutation.
+    """Return the order of a mixture's source in an epoch: [count] int64, a permutation.
 
-    A step may straddle two epochs with up to `most` prompts on either side. So the first `most` are
-    chosen among the first 2 · most of a random permutation, such that none is one of the last
-    `most` of the epoch before; with count ≥ 3 · most (see `smallest`) the end of an order is as
-    random as it was.
+    A step can cross the boundary of two epochs, with up to `most` prompts on either side. So the
+    first 2·most of a random permutation are rearranged: those among the last `most` of the epoch
+    before come last. Since count ≥ 3·most (see `smallest`), the end of the order is not touched.
     """
     order = _permutation(count, seed, epoch, source)
     if not epoch or not most:
@@ -247,55 +242,8 @@ def _mixed_order(count: int, most: int, seed: int, epoch: int, source: int) -> n
 
 
 def _permutation(count: int, seed: int, *where: int) -> np.ndarray:
-    """[count] int64. `RandomState` and not `default_rng`: numpy promises that its stream never
-    changes between versions.
+    """Return a random permutation: [count] int64. numpy guarantees that the stream of RandomState,
+    unlike that of default_rng, never changes between versions.
     """
     words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *where]
     return np.random.RandomState(words).permutation(count)
-
-
-# ---- rows ----------------------------------------------------------------------------------------
-
-
-def _split(row: dict, place: str, conversational: bool) -> tuple[str | list[dict], dict]:
-    """A row → (its prompt, checked; the other columns)."""
-    if not isinstance(row, dict):
-        raise UserError(
-            f'{place}: a row must be an object like {{"prompt": ...}}, but this is a {type(row).__name__}'
-        )
-    if clash := [name for name in RESERVED if name in row]:
-        raise UserError(
-            f"{place}: the column {clash[0]!r} is a name that reward functions receive already; rename the column"
-        )
-    columns = dict(row)
-    if "prompt" in row:
-        prompt = columns.pop("prompt")
-    elif _is_gsm8k(row):
-        question = columns.pop("question")
-        prompt = [{"role": "user", "content": question}] if conversational else question
-        columns.setdefault("solution", row["answer"].rpartition("####")[2].strip())
-    else:
-        raise UserError(
-            f"{place}: no `prompt`; give each row one (or GSM8K's `question` and `answer` with `#### result`)"
-        )
-    if not isinstance(prompt, str):
-        is_chat = (
-            isinstance(prompt, list)
-            and prompt
-            and all(isinstance(message, dict) for message in prompt)
-        )
-        if not is_chat or any(
-            not isinstance(m.get(key), str) for m in prompt for key in ("role", "content")
-        ):
-            raise UserError(
-                f'{place}: `prompt` must be a text or a list of {{"role": text, "content": text}}; mend the row'
-            )
-    return prompt, columns
-
-
-def _is_gsm8k(row: dict) -> bool:
-    return (
-        isinstance(row.get("question"), str)
-        and isinstance(row.get("answer"), str)
-        and "####" in row["answer"]
-    )

@@ -1,9 +1,9 @@
-"""The built-in task: `arithmetic`, sums of two to four terms, answered as
+"""The built-in task `arithmetic`: sums of two to four terms, answered as
 `<think>…</think><answer>…</answer>`.
 
-In: a split's name. Out: rows for data.py. Problems are split by a hash of their text, so that a
-held-out problem is in no training prompt and in no warm-up text. Read next: warmup.py (the base
-model that has something to learn here), rewards.py.
+In: the name of a split. Out: records for data/prompts.py. A hash of its text decides the split of a
+problem, so no held-out problem occurs in a training prompt or a warm-up text. Read next:
+run/warmup.py (a base model that still has something to learn here), rewards/builtin.py.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import hashlib
 import random
 import re
 
-from nanogrpo.errors import UserError
-
 TASKS = ("arithmetic",)
 SIZE = {"train": 8192, "eval": 256}
 
 
 def problem(rng: random.Random) -> str:
-    """A sum of two to four terms whose running total stays between 0 and 99: "34+5-7"."""
+    """Return a sum of two to four terms whose running total stays within 0 … 99: "34+5-7"."""
     while True:
         total = rng.randint(10, 89)
         text = str(total)
@@ -34,13 +32,14 @@ def problem(rng: random.Random) -> str:
 
 
 def held_out(text: str) -> bool:
-    """Which split a problem is in, by its text alone: one in eight is held out."""
+    """Return whether a problem is held out, as one in eight is. Only its text decides."""
     return hashlib.blake2b(text.encode()).digest()[0] % 8 == 0
 
 
 def problems(split: str, count: int, seed: int) -> list[str]:
-    """`count` different problems of the split "train" or "eval"."""
-    rng, found = random.Random(f"arithmetic,{split},{seed}"), {}
+    """Return `count` different problems of the split "train" or "eval"."""
+    rng = random.Random(f"arithmetic,{split},{seed}")
+    found: dict[str, None] = {}  # an ordered set
     while len(found) < count:
         text = problem(rng)
         if held_out(text) == (split == "eval"):
@@ -48,18 +47,14 @@ def problems(split: str, count: int, seed: int) -> list[str]:
     return list(found)
 
 
-def rows(task: str, split: str) -> list[dict]:
-    """A built-in data set: {"prompt": [one user message], "answer": "32"}. The same for every run."""
-    if task not in TASKS:
-        raise UserError(
-            f"{task!r} is not a built-in task; use {', '.join(TASKS)}, or a .jsonl or .parquet file."
-        )
-    found = problems(split, SIZE[split], seed=0)
+def records(split: str) -> list[dict]:
+    """Return the data set, the same for every run: {"prompt": [one message], "answer": "32"}."""
     return [
         {"prompt": [{"role": "user", "content": f"{text}="}], "answer": str(value(text))}
-        for text in found
+        for text in problems(split, SIZE[split], seed=0)
     ]
 
 
 def value(text: str) -> int:
+    """Return the result of a problem."""
     return sum(int(term) for term in re.findall(r"[+-]?\d+", text))

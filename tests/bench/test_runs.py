@@ -19,7 +19,6 @@ from bench.rewards import share_of_even
 from nanogrpo import cli
 from nanogrpo.config import Config
 from nanogrpo.data import prompts as data
-from nanogrpo.data import tasks
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import warmup
 from nanogrpo.types import Prompt, Sample
@@ -49,7 +48,7 @@ def test_trl_sees_the_prompts_that_our_steps_draw(base, tmp_path):
         max_steps=3,
         seed=5,
     )
-    prompts = data.from_rows(tasks.rows("arithmetic", "train"), Tokenizer(base))
+    (prompts,) = data.load_all(["arithmetic"], Tokenizer(base))
     trainer = trl_run.trainer(cfg, prompts, [share_of_even], tmp_path)
     batches = list(itertools.islice(trainer.get_train_dataloader(), 3))
     for step, batch in enumerate(batches):

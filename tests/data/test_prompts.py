@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanogrpo.data.prompts import from_rows, load, load_all
+from nanogrpo.data.prompts import from_record, load_all
 from nanogrpo.data.sources import holds_out
 from nanogrpo.errors import UserError
 from nanogrpo.model.tokenizer import Tokenizer
@@ -27,6 +27,15 @@ def chat(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     return Tokenizer(make_folder(tmp_path_factory.mktemp("plain"), None))
+
+
+def load(source, tokenizer, **options):
+    return load_all([source], tokenizer, **options)[0]
+
+
+def fields(prompts):
+    """Everything but the ids."""
+    return [(p.text, p.token_ids, p.columns) for p in prompts]
 
 
 def write(path, *lines):
@@ -59,11 +68,9 @@ def test_plain_and_conversational_rows_keep_every_other_column(tmp_path, chat):
     assert (second.id, second.text, second.columns) == (1, messages, {"tags": ["a", {"b": 1}]})
     assert second.token_ids == chat.encode(chat.render(messages, enable_thinking=False))
     assert chat.decode(second.token_ids).endswith("</think>\n\n")
-    assert [vars(p) for p in from_rows(rows, chat, enable_thinking=False)] == [
-        vars(first),
-        vars(second),
-    ]
-    # the caller's rows are left alone
+    again = [from_record(row, chat, enable_thinking=False) for row in rows]
+    assert fields(again) == fields([first, second])
+    # the caller's records are not changed
     assert rows[0] == {"prompt": "3+4=", "solution": 7, "level": None}
 
 
@@ -117,7 +124,7 @@ def test_a_solution_column_is_not_overwritten_and_a_prompt_comes_before_a_questi
         {"question": "q", "answer": "#### 1", "solution": "one"},
         {"prompt": "p", "question": "q", "answer": "#### 1"},
     ]
-    first, second = from_rows(rows, plain)
+    first, second = (from_record(row, plain) for row in rows)
     assert first.columns == {"answer": "#### 1", "solution": "one"}
     assert (second.text, second.columns) == ("p", {"question": "q", "answer": "#### 1"})
 
@@ -155,9 +162,9 @@ GOOD = '{"prompt": "a"}'
         ('{"prompt": "a"', "not JSON"),
         (b'{"prompt": "\xff"}', "not JSON .*utf-8"),
         ('{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "not JSON .*recursion"),
-        ('["a"]', "a row must be an object .* this is a list"),
-        ("{}", "no `prompt`"),
-        ('{"question": "q", "answer": "42"}', "no `prompt`"),
+        ('["a"]', "a record must be an object .* not a list"),
+        ("{}", "it has no `prompt`"),
+        ('{"question": "q", "answer": "42"}', "it has no `prompt`"),
         ('{"prompt": 3}', "`prompt` must be"),
         ('{"prompt": null}', "`prompt` must be"),
         ('{"prompt": []}', "`prompt` must be"),
@@ -166,7 +173,7 @@ GOOD = '{"prompt": "a"}'
         ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}', "`prompt` must be"),
         ('{"prompt": ""}', "the prompt is empty"),
         ('{"prompt": "a\\ud800b"}', "cannot be encoded"),
-        ('{"prompt": "a", "completions": 1}', "column 'completions'"),
+        ('{"prompt": "a", "completions": 1}', "argument 'completions'"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number(tmp_path, chat, line, message):
@@ -183,8 +190,8 @@ def test_a_long_prompt_is_refused_with_its_line_its_length_and_the_limit(tmp_pat
     with pytest.raises(UserError) as caught:
         load(path, plain, max_prompt_length=5)
     assert str(caught.value) == (
-        f"{path}:2: the prompt has 6 tokens and max_prompt_length is 5; raise max_prompt_length, remove the "
-        "row, or choose --long-prompts drop"
+        f"{path}:2: the prompt has 6 tokens but the limit is 5; raise --max-prompt-length, remove "
+        "the record, or use --long-prompts drop."
     )
 
 
@@ -192,18 +199,14 @@ def test_files_that_are_no_data_set(tmp_path, chat, plain):
     for path, message in [
         (str(tmp_path / "none.jsonl"), r"none\.jsonl is not a file"),
         (str(tmp_path), r"state\.json is missing"),
-        (write(tmp_path / "d.csv", "a,b"), "cannot tell the format from '.csv'"),
+        (write(tmp_path / "d.csv", "a,b"), "the format '.csv' is unknown"),
         (write(tmp_path / "empty.jsonl"), r"empty\.jsonl holds no prompts"),
         (write(tmp_path / "blank.jsonl", "", "  "), r"blank\.jsonl holds no prompts"),
     ]:
         with pytest.raises(UserError, match=message):
             load(path, chat)
-    with pytest.raises(UserError, match="holds no prompts"):
-        from_rows([], plain)
     with pytest.raises(UserError, match=r"d\.jsonl:1: .* no chat template"):
         load(write(tmp_path / "d.jsonl", '{"prompt": [{"role": "user", "content": "a"}]}'), plain)
-    with pytest.raises(UserError, match="row 1: no `prompt`"):
-        from_rows([{"prompt": "a"}, {}], plain)
 
 
 def test_long_prompts_are_dropped_on_request_and_counted(tmp_path, plain, caplog):
@@ -214,7 +217,8 @@ def test_long_prompts_are_dropped_on_request_and_counted(tmp_path, plain, caplog
     assert [(p.id, p.text) for p in kept] == [(0, "a"), (2, "b")]
     assert caplog.messages == [f"{path}: 1 of 3 prompts have more than 5 tokens and are dropped."]
     with pytest.raises(
-        UserError, match=r"d\.jsonl: all 3 prompts have more than 0 tokens: raise max_prompt_length"
+        UserError,
+        match=r"d\.jsonl: all 3 prompts have more than 0 tokens; raise --max-prompt-length",
     ):
         load(path, plain, max_prompt_length=0, long_prompts="drop")
 
@@ -255,16 +259,15 @@ def test_a_saved_data_set_gives_what_datasets_reads(tmp_path, chat):
     ]
     whole = datasets.Dataset.from_list(rows)
     whole.shuffle(seed=3).select(range(5)).save_to_disk(tmp_path / "some", num_shards=2)
-    theirs = [
-        vars(p) for p in from_rows(datasets.load_from_disk(tmp_path / "some").to_list(), chat)
-    ]
-    assert [vars(p) for p in load(str(tmp_path / "some"), chat)] == theirs
-    assert len(theirs) == 5
-    assert [p["columns"]["solution"] for p in theirs] != [str(i + 1) for i in range(5)]  # shuffled
+    theirs = datasets.load_from_disk(tmp_path / "some").to_list()
+    ours = load(str(tmp_path / "some"), chat)
+    assert fields(ours) == fields(from_record(row, chat) for row in theirs)
+    assert [p.id for p in ours] == list(range(5))
+    assert [row["solution"] for row in theirs] != [str(i + 1) for i in range(5)]  # shuffled
     datasets.DatasetDict(train=whole, test=whole.select([2, 4])).save_to_disk(tmp_path / "both")
     both = str(tmp_path / "both")
     assert [p.columns["solution"] for p in load(both, chat, split="test")] == ["3", "5"]
-    assert [vars(p) for p in load(both, chat)] == [vars(p) for p in from_rows(rows, chat)]
+    assert fields(load(both, chat)) == fields(from_record(row, chat) for row in rows)
     assert [holds_out(both, split) for split in ("test", "train", "eval")] == [True, True, False]
     assert not holds_out(str(tmp_path / "some"), "test")
     assert holds_out("arithmetic", "any")

@@ -13,7 +13,6 @@ import re
 import pytest
 
 from nanogrpo.data import tasks
-from nanogrpo.errors import UserError
 from nanogrpo.rewards import builtin as rewards
 from nanogrpo.run import warmup
 
@@ -21,7 +20,7 @@ from nanogrpo.run import warmup
 
 
 def questions(split: str) -> list[str]:
-    return [row["prompt"][0]["content"] for row in tasks.rows("arithmetic", split)]
+    return [row["prompt"][0]["content"] for row in tasks.records(split)]
 
 
 def totals(text: str) -> list[int]:
@@ -48,16 +47,14 @@ def test_rows_are_the_same_at_every_call_and_on_every_machine():
     # Written down: with another stream, the runs of today and tomorrow could not be compared.
     for split, digest in (("train", "1a1aa4ac50c71b02"), ("eval", "aa01c116367c052a")):
         for _ in range(2):
-            text = json.dumps(tasks.rows("arithmetic", split))
+            text = json.dumps(tasks.records(split))
             assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
-    with pytest.raises(UserError, match="'algebra' is not a built-in task; use arithmetic"):
-        tasks.rows("algebra", "train")
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_running_totals_have_two_digits_and_answers_are_right(split):
     lengths = set()
-    for row in tasks.rows("arithmetic", split):
+    for row in tasks.records(split):
         running = totals(row["prompt"][0]["content"].removesuffix("="))
         assert all(0 <= total <= 99 for total in running)
         assert row["answer"] == str(running[-1])
@@ -118,7 +115,7 @@ def test_the_base_loads_in_transformers(base):
     messages = [{"role": "user", "content": "34+5-7="}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ids == ours.encode_prompt(messages)
-    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == ours.eos_token_id
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == ours.stop_token_ids[0]
     completion = warmup.solution("34+5-7", random.Random(0), lazy=False)
     assert ours.decode(ours.encode(completion)) == completion
 
