@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from nanogrpo.kernels.reference import LossInputs
 from torch import Tensor
 
 from bench import kernel_decoder, kernel_peers
@@ -60,7 +61,7 @@ def log_softmax_case(count: int, vocab: int, device: str, dtype: torch.dtype) ->
     targets = torch.randint(vocab, (count,), generator=g, device=device)
 
     def ours(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        logp, entropy = ops.selective_log_softmax(logits, targets, TEMPERATURE, entropy=True)
+        logp, entropy = ops.selective_log_softmax(logits, targets, TEMPERATURE)
         return {"logp": logp, "entropy": entropy}
 
     def truth(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -95,25 +96,17 @@ def rows_case(count: int, vocab: int, device: str, dtype: torch.dtype) -> Case:
     def ours(
         logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor
     ) -> dict[str, Tensor]:
-        module = ops.rows_for(logits.device)
-        logp, _, _ = module.policy_rows_(
-            logits, targets, TEMPERATURE, old, advantage, weight, None, None, None, OBJECTIVE
-        )
+        module = ops.row_functions(logits.device)
+        inputs = LossInputs(advantage, weight, old)
+        logp, _ = module.policy_rows_(logits, targets, TEMPERATURE, inputs, OBJECTIVE)
         return {"logp": logp, "grad": logits}
 
     def truth(
         logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor
     ) -> dict[str, Tensor]:
-        vectors = (
-            old[:ROWS].double(),
-            advantage[:ROWS].double(),
-            weight[:ROWS].double(),
-            None,
-            None,
-            None,
-        )
+        inputs = LossInputs(advantage, weight, old).map(lambda v: v[:ROWS].double())
         grad = logits[:ROWS].double()
-        logp, _, _ = reference.policy_rows_(grad, targets[:ROWS], TEMPERATURE, *vectors, OBJECTIVE)
+        logp, _ = reference.policy_rows_(grad, targets[:ROWS], TEMPERATURE, inputs, OBJECTIVE)
         return {"logp": logp, "grad": grad}
 
     sides = {"nanogrpo": ours, **kernel_peers.rows(device, TEMPERATURE, EPSILON)}
@@ -140,8 +133,10 @@ def head_case(count: int, vocab: int, width: int, device: str, dtype: torch.dtyp
     inputs |= {"advantage": tokens["advantage"], "weight": tokens["weight"]}
 
     def ours(hidden, lm_head, targets, old, advantage, weight) -> dict[str, Tensor]:
-        settings = dict(temperature=TEMPERATURE, epsilon=EPSILON, epsilon_high=EPSILON)
-        out = ops.head_policy_loss(hidden, lm_head, targets, old, advantage, weight, **settings)
+        inputs = LossInputs(advantage, weight, old)
+        out = ops.head_policy_loss(
+            hidden, lm_head, targets, inputs, OBJECTIVE, temperature=TEMPERATURE
+        )
         dhidden, dhead = torch.autograd.grad(out.loss, (hidden, lm_head))
         return {"logp": out.logp, "dhidden": dhidden, "dhead": dhead}
 
@@ -149,17 +144,8 @@ def head_case(count: int, vocab: int, width: int, device: str, dtype: torch.dtyp
         h = hidden[:ROWS].detach().double()
         wide = lm_head.detach().double()
         logits = h @ wide.T
-        vectors = (
-            old[:ROWS].double(),
-            advantage[:ROWS].double(),
-            weight[:ROWS].double(),
-            None,
-            None,
-            None,
-        )
-        logp, _, _ = reference.policy_rows_(
-            logits, targets[:ROWS], TEMPERATURE, *vectors, OBJECTIVE
-        )
+        inputs = LossInputs(advantage, weight, old).map(lambda v: v[:ROWS].double())
+        logp, _ = reference.policy_rows_(logits, targets[:ROWS], TEMPERATURE, inputs, OBJECTIVE)
         return {"logp": logp, "dhidden": logits @ wide}
 
     sides = {"nanogrpo": ours, **kernel_peers.head(device, TEMPERATURE, EPSILON)}
@@ -188,13 +174,13 @@ def loss_case(count: int, device: str) -> Case:
     }
 
     def ours(logp, old, advantage, weight) -> dict[str, Tensor]:
-        out = ops.policy_loss(logp, old, advantage, weight, epsilon=EPSILON, epsilon_high=EPSILON)
-        return {"grad": torch.autograd.grad(out.loss, logp)[0], "stats": out.stats}
+        out = ops.policy_loss(logp, LossInputs(advantage, weight, old), OBJECTIVE)
+        return {"grad": torch.autograd.grad(out.loss, logp)[0], "clip": out.metrics["clip"]}
 
     def truth(logp, old, advantage, weight) -> dict[str, Tensor]:
-        args = (v.detach().double() for v in (logp, old, advantage, weight))
-        _, grad, _, _, stats = reference.policy_forward(*args, None, None, OBJECTIVE)
-        return {"grad": grad, "stats": stats}
+        inputs = LossInputs(advantage, weight, old).map(Tensor.double)
+        _, grad, clip, _ = reference.policy_forward(logp.detach().double(), inputs, OBJECTIVE)
+        return {"grad": grad, "clip": clip}
 
     sides = {"nanogrpo": ours, **kernel_peers.loss(device, EPSILON)}
     return Case("loss and gradient on [T]", inputs, sides, truth, None, shape={"T": count})

@@ -45,21 +45,16 @@ def eager_log_softmax(logits: Tensor, targets: Tensor, temperature: float) -> tu
 def eager_loss(
     logp: Tensor, old: Tensor, advantage: Tensor, weight: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate and the step's statistics, operation by operation as TRL's trainer
-    computes them.
+    """The clipped surrogate and the clip flags, operation by operation as TRL's trainer computes
+    them.
     """
     ratio = torch.exp(logp - old)
     held = torch.clamp(ratio, 1 - epsilon, 1 + epsilon)
     loss = (-torch.min(ratio * advantage, held * advantage) * weight).sum()
     with torch.no_grad():
-        on = weight != 0
-        low = ((ratio < 1 - epsilon) & (advantage < 0) & on).sum()
-        high = ((ratio > 1 + epsilon) & (advantage > 0) & on).sum()
-        zero = torch.zeros((), device=logp.device)
-        stats = torch.stack(
-            [on.sum(), (ratio * on).sum(), low, high, zero, ((old - logp) * on).sum()]
-        )
-    return loss, stats
+        low = (ratio < 1 - epsilon) & (advantage < 0)
+        high = (ratio > 1 + epsilon) & (advantage > 0)
+    return loss, high.to(torch.int8) - low.to(torch.int8)
 
 
 def log_softmax(device: str, temperature: float) -> Sides:
@@ -228,7 +223,7 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
 
 def loss(device: str, epsilon: float) -> Sides:
     def eager(logp, old, advantage, weight) -> dict[str, Tensor]:
-        value, stats = eager_loss(logp, old, advantage, weight, epsilon)
-        return {"grad": torch.autograd.grad(value, logp)[0], "stats": stats}
+        value, clip = eager_loss(logp, old, advantage, weight, epsilon)
+        return {"grad": torch.autograd.grad(value, logp)[0], "clip": clip}
 
     return {"torch eager, as TRL": eager}

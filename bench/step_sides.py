@@ -22,6 +22,7 @@ from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing
+from nanogrpo.grpo.advantages import step_advantages
 from nanogrpo.logs import metrics
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim
@@ -73,7 +74,7 @@ def options_of(
         device=device,
         **options,
     )
-    for s, a in zip(samples, grpo.step_advantages([s.reward for s in samples], cfg)[0]):
+    for s, a in zip(samples, step_advantages([s.reward for s in samples], cfg)[0]):
         s.advantage = a
     return cfg, samples
 

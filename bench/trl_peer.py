@@ -23,8 +23,9 @@ from nanogrpo.config import CHOICES, Config
 from nanogrpo.distributed.world import World
 from nanogrpo.grpo import entropy, packing
 from nanogrpo.grpo import loss as grpo
+from nanogrpo.grpo.advantages import step_advantages
 from nanogrpo.logs import metrics
-from nanogrpo.model import head as ops
+from nanogrpo.model.head import PolicyOut
 from nanogrpo.types import Prompt, Sample
 
 EOS, PAD = 5, 0
@@ -337,7 +338,7 @@ def give_rewards(samples: list[Sample], rewards: list, cfg: Config) -> torch.Ten
             sum(given) if given else None,
             dict(zip(("given", "given 1"), row)),
         )
-    advantages, std = grpo.step_advantages([s.reward for s in samples], cfg, rows)
+    advantages, std = step_advantages([s.reward for s in samples], cfg, rows)
     for sample, advantage in zip(samples, advantages):
         sample.advantage = advantage
     return std
@@ -401,7 +402,7 @@ def our_batch(
 
 def our_loss(
     samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool
-) -> ops.PolicyOut:
+) -> PolicyOut:
     """By `grpo.loss`, which has every option. The fused head has the clip's: tests hold the two to
     each other.
     """

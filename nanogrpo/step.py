@@ -19,6 +19,7 @@ from nanogrpo.distributed.failure import Stop
 from nanogrpo.engine.base import stream
 from nanogrpo.grpo import entropy, mismatch, packing
 from nanogrpo.grpo import loss as grpo
+from nanogrpo.grpo.advantages import step_advantages
 from nanogrpo.logs import metrics
 from nanogrpo.model import lora
 from nanogrpo.model.decoder import Decoder
@@ -67,7 +68,7 @@ def assign_advantages(run: Run, samples: list[Sample]) -> None:
 def advantages(run: Run, samples: list[Sample]) -> list[float]:
     """Return the advantages of the samples of all ranks. Every rank must call."""
     scored = run.world.concat([(s.reward, [*s.rewards.values()]) for s in samples])
-    return grpo.step_advantages([r for r, _ in scored], run.cfg, [each for _, each in scored])[0]
+    return step_advantages([r for r, _ in scored], run.cfg, [each for _, each in scored])[0]
 
 
 def resample(run: Run, samples: list[Sample], step: int) -> int:
@@ -169,7 +170,7 @@ def add_logps(run: Run, batches: list[PackedBatch]) -> None:
         if cfg.old_from_engine:
             batch.old_logp = batch.sampling_logp
         if recompute or top:
-            before, h = run.model.forward_packed(batch, grpo.logp_of(batch, cfg, entropy=True))
+            before, h = run.model.forward_packed(batch, grpo.logp_of(batch, cfg))
             batch.old_logp = before if recompute else batch.old_logp
             entropies.append(h)
         if mode != "off":
@@ -194,7 +195,7 @@ def log_step(
     world, cfg = run.world, run.cfg
     facts = metrics.facts(samples, world)
     by_function = [[*f.rewards.values()] for f in facts]
-    _, std = grpo.step_advantages([f.reward for f in facts], cfg, by_function)
+    _, std = step_advantages([f.reward for f in facts], cfg, by_function)
     record = {**metrics.of_samples(facts, std), **meter.summary(world)}
     record |= {**memory.measured(world, run.estimate), **run.engine.metrics()}
     record["learning_rate"] = run.optimizer.param_groups[0]["lr"]

@@ -18,7 +18,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 # a test that needs a download would pass here and fail elsewhere
@@ -37,10 +37,9 @@ if not CUDA:
 from nanogrpo import step as experience
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
-from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing
+from nanogrpo.grpo.advantages import step_advantages
 from nanogrpo.model import checkpoint
-from nanogrpo.model import head as ops
 from nanogrpo.model.attention import Packed
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
@@ -200,7 +199,7 @@ def set_logp(model: Decoder, samples: Sequence[Sample], name: str, cfg: Config) 
 
 def assign_advantages(samples: Sequence[Sample], cfg: Config) -> torch.Tensor:
     """Fills `advantage` from `reward`; returns the standard deviations."""
-    values, std = grpo.step_advantages([s.reward for s in samples], cfg)
+    values, std = step_advantages([s.reward for s in samples], cfg)
     for sample, value in zip(samples, values):
         sample.advantage = value
     return std
@@ -210,11 +209,9 @@ def assign_advantages(samples: Sequence[Sample], cfg: Config) -> torch.Tensor:
 
 
 @pytest.fixture
-def reference_ops() -> Iterator[None]:
-    """The equations of kernels/reference.py run, whatever the device and the environment say."""
-    ops.use("torch")
-    yield
-    ops.use(None)
+def reference_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the equations of kernels/reference.py on every device."""
+    monkeypatch.setenv("NANOGRPO_OPS", "torch")
 
 
 # ---- folders -------------------------------------------------------------------------------------

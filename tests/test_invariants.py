@@ -18,6 +18,7 @@ import train
 from nanogrpo.config import Config
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
+from nanogrpo.grpo import advantages
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
@@ -280,9 +281,9 @@ def test_with_the_advantages_negated_the_accuracy_falls(
     """The same run with one sign turned: were the rise mere luck, or a drift of the sampler, it
     would rise here too.
     """
-    right_way = grpo.advantages
+    right_way = advantages.group_relative
     monkeypatch.setattr(
-        grpo, "advantages", lambda *args: (-right_way(*args)[0], right_way(*args)[1])
+        advantages, "group_relative", lambda *args: (-right_way(*args)[0], right_way(*args)[1])
     )
     rewards = [
         line["reward"] for line in run(digit_base, digit_data, tmp_path, "--max-steps", "16")

@@ -1,263 +1,161 @@
-"""GRPO itself: advantages of a group, the weight of a token, the objective of a batch. Pure
-functions, no model, no processes.
+"""The GRPO objective of a batch, and the weight of each token. Pure functions: no model, no
+processes.
 
-In: rewards `[P, G]` and the per-token vectors `[M]` of a PackedBatch. Out: advantages `[P, G]`, and
-an operation that turns hidden states into a loss. The formulas are those of TRL 1.16.0 (tests hold
-them against its code); docs/equations.md lists them beside their papers. Another algorithm is a few
-lines: docs/fork.md. Read next: objectives.py (what each loss type is), ops.py (what the fused loss
-computes), packing.py (where weights meet tokens).
+In: the per-token vectors [M] of a `PackedBatch`. Out: an operation that turns hidden states into a
+loss. The loss itself is `policy_terms` in kernels/reference.py, about 25 lines:
+
+    r = exp(logp - old_logp)                                    the ratio to the policy that sampled
+    l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A)        the clipped surrogate
+    loss = Σ weight·(l·importance + β·KL) - Σ entropy_weight·H
+
+`objective` runs it through `head_policy_loss`, which also computes the gradient in the same visit of
+the logits. That works for the default run and whenever the loss of a token depends on its own
+log-prob alone. All other objectives (ratios and masks of sequences, and the loss types besides the
+clip) go through `loss` below: it computes the same formula from log-probs that carry a gradient,
+and leaves derivatives to autograd.
+
+The formulas are those of TRL 1.16.0, and tests compare them with TRL's code; docs/equations.md lists
+the papers. Another algorithm takes a few lines (docs/fork.md). Read next: kernels/reference.py (the
+loss of a token), objectives.py (the other loss types), packing.py (who sets the weights).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from nanogrpo.config import CLIPPED, Config
 from nanogrpo.grpo import objectives
-from nanogrpo.model import head as ops
-from nanogrpo.model.head import HeadOp
+from nanogrpo.kernels import reference
+from nanogrpo.kernels.reference import LossInputs
+from nanogrpo.model import head
+from nanogrpo.model.head import HeadOp, PolicyOut
 from nanogrpo.types import PackedBatch, Sample
-
-STD_EPS = 1e-4  # added to every standard deviation, as TRL does
-
-
-def nanstd(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Standard deviation with Bessel's correction over the values that are not NaN; NaN where fewer
-    than two are.
-    """
-    n = x.isfinite().sum(dim, keepdim=True)
-    squares = (x - x.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
-    return torch.where(n > 1, squares / (n - 1).clamp(min=1), torch.nan).sqrt()
-
-
-def centred(rewards: Tensor) -> Tensor:
-    """r - mean over dim 1, NaN left out; equal rewards give exactly 0, whatever their mean's
-    rounding.
-    """
-    lowest = torch.where(rewards.isnan(), torch.inf, rewards).amin(dim=1, keepdim=True)
-    return (rewards - lowest) - (rewards - lowest).nanmean(dim=1, keepdim=True)
-
-
-def advantages(rewards: Tensor, scale_rewards: str = "group") -> tuple[Tensor, Tensor]:
-    """How much better than its group each completion did: A = (r - mean_group) / (std + 1e-4). Shao
-    et al. 2024, section 4.1.2.
-
-    rewards: [P, G] float, NaN where no reward function applied; those are left out of the baseline
-    and get advantage 0. scale_rewards: "group" divides by the group's standard deviation, "batch"
-    by that of all P·G rewards (the mean stays the group's), "none" does not divide (Liu et al.
-    2025, Dr. GRPO). Returns the advantages [P, G], and the standard deviations [P, 1] or [1, 1]
-    that tell which groups carry no signal.
-    """
-    std = (
-        nanstd(rewards, dim=(0, 1)) if scale_rewards == "batch" else nanstd(centred(rewards), dim=1)
-    )
-    scaled = centred(rewards) if scale_rewards == "none" else centred(rewards) / (std + STD_EPS)
-    return scaled.nan_to_num(0.0), std
-
-
-def leave_one_out(rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """A = r - mean of the other completions = n/(n-1)·(r - mean_group). RLOO: Ahmadian et al. 2024
-    (2402.14740).
-    """
-    n = rewards.isfinite().sum(1, keepdim=True)  # [P, 1]
-    return (centred(rewards) * n / (n - 1).clamp(min=1)).nan_to_num(0.0), nanstd(
-        centred(rewards), dim=1
-    )
-
-
-def maxrl(rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """A = (r - mean_group) / mean_group, 0 where the mean is not above 0 by more than rounding: the
-    fewer succeed, the more a success weighs.
-
-    With rewards 0 and 1, the gradient of the log of the success rate instead of the rate itself:
-    MaxRL 2026 (2602.02710).
-    """
-    mean = rewards.nanmean(1, keepdim=True)  # [P, 1]
-    # 0.1 + 0.2 - 0.3 is above 0, too
-    least = 1e-9 * rewards.abs().nan_to_num(0.0).amax(1, keepdim=True)
-    return torch.where(mean > least, centred(rewards) / mean, 0.0).nan_to_num(0.0), nanstd(
-        centred(rewards), dim=1
-    )
-
-
-def decoupled(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Each reward is normalised within its group, then weighted and summed, then normalised over
-    the batch: GDPO (2601.05242).
-
-    rewards: [P, G, F], weights: [F] → advantages [P, G], and the standard deviation [1, 1] of the
-    sums.
-    """
-    none = rewards.isnan().all(2)  # [P, G]
-    scaled = centred(rewards) / (nanstd(centred(rewards), dim=1) + STD_EPS)
-    total = (scaled.nan_to_num(0.0) @ weights).masked_fill(none, torch.nan).view(1, -1)  # [1, P·G]
-    std = nanstd(total, dim=1)
-    # Their mean is 0 but for rounding, as each group's is: so it is not subtracted, and what has no
-    # signal is 0 to the last bit.
-    return (total / (std + STD_EPS)).nan_to_num(0.0).view(none.shape), std
-
-
-def step_advantages(
-    rewards: Sequence[float | None], cfg: Config, by_function: Sequence[Sequence[float | None]] = ()
-) -> tuple[list[float], Tensor]:
-    """The advantage of each completion of a step, groups being G completions in a row; None: no
-    reward function applied.
-
-    rewards: the weighted sums; by_function: what they were summed from, for normalize_then_sum.
-    With many ranks, those of all. Also returns the standard deviations of `advantages`.
-    """
-
-    def tensor(values: Sequence) -> Tensor:
-        return torch.tensor([torch.nan if r is None else r for r in values], dtype=torch.float64)
-
-    groups = tensor(rewards).view(-1, cfg.num_generations)  # [P, G]
-    if cfg.multi_objective_aggregation == "normalize_then_sum":
-        table = torch.stack([tensor(row) for row in by_function])  # [P·G, F]
-        weights = tensor(cfg.reward_weights or [1.0] * table.shape[1])
-        values, std = decoupled(table.view(*groups.shape, -1), weights)
-    elif cfg.advantage_estimator == "rloo":
-        values, std = leave_one_out(groups)
-    elif cfg.advantage_estimator == "maxrl":
-        values, std = maxrl(groups)
-    else:
-        values, std = advantages(groups, cfg.scale_rewards)
-    return values.flatten().tolist(), std
 
 
 def is_trained(sample: Sample, cfg: Config) -> bool:
-    """Whether the tokens of a completion carry loss. One cut at the length limit tells nothing
-    about its end: DAPO masks it.
+    """Whether the tokens of a completion carry loss.
+
+    A completion truncated at the length limit says nothing about its end: DAPO masks it.
     """
     return sample.stopped or not cfg.mask_truncated_completions
 
 
 def token_weight(length: int, n_samples: int, n_tokens: int, cfg: Config) -> float:
-    """The factor of each token of a completion, fixed before the forward so that every split of a
-    step has the same gradient.
+    """Return the factor of each token of a completion.
 
-    length: trained tokens of this completion; n_samples, n_tokens: completions and trained tokens
-    of the whole optimizer step, over all micro-batches and ranks.
+    It is fixed before the forward, so every split of a step has the same gradient. length: trained
+    tokens of this completion; n_samples, n_tokens: completions and trained tokens of the optimizer
+    step, over all micro-batches and ranks.
     """
     match cfg.loss_type:
         # mean over completions of the mean over tokens: Shao et al. 2024, equation 3
         case "grpo" | "sapo":
             return 1.0 / (n_samples * max(length, 1))
-        case "dr_grpo":  # a constant, so that length earns nothing: Liu et al. 2025
+        # a constant instead of the length, so length earns nothing: Liu et al. 2025
+        case "dr_grpo":
             return 1.0 / (n_samples * cfg.max_completion_length)
-        case "luspo":  # mean over completions of the sum over tokens: LUSPO 2026 (2602.05261)
+        # mean over completions of the sum over tokens: LUSPO 2026 (2602.05261)
+        case "luspo":
             return 1.0 / n_samples
-        # dapo and the others: each token of the step counts the same (Yu et al. 2025, equation 8)
+        # dapo and the others: each token of the step counts the same (Yu et al. 2025, equation 8).
+        # bnpo is this mean over one micro-batch; we do not want a gradient that depends on the
+        # split into micro-batches, so here it equals dapo.
         case _:
-            # bnpo is this mean over one micro-batch. Its dependence on the split is what we do not
-            # want: here the two are one.
             return 1.0 / max(n_tokens, 1)
 
 
 def objective(batch: PackedBatch, cfg: Config) -> HeadOp:
-    """The loss of a batch as a head operation: (hidden [M, D], lm_head [V, D]) → ops.PolicyOut. Its
-    value is that of `loss`.
+    """Return the loss of a batch as a head operation: (hidden [M, D], lm_head [V, D]) → PolicyOut.
 
-    Terms that each token knows of itself are computed by the fused head, in three matrix products;
-    a ratio or a mask of whole sequences needs the log-probs first, and the objectives beside the
-    clip are not in the kernel: two phases, four products.
+    If each token's loss depends on its own log-prob alone, the fused head computes it in three
+    matrix products. Otherwise the log-probs come first and the loss second: two phases, four
+    products. Both give the same value.
     """
-    fused = (
-        cfg.loss_type in CLIPPED
-        and cfg.importance_sampling_level == "token"
-        and cfg.off_policy_mask_threshold is None
-    )
-    if fused:
+    per_token = cfg.importance_sampling_level == "token" and cfg.off_policy_mask_threshold is None
+    if cfg.loss_type in CLIPPED and per_token:
         return functools.partial(
-            ops.head_policy_loss,
+            head.head_policy_loss,
             targets=batch.targets,
-            old_logp=batch.old_logp,
-            advantage=batch.advantage,
-            weight=batch.weight,
+            inputs=loss_inputs(batch),
+            objective=objectives.constants(cfg),
             temperature=cfg.temperature,
-            epsilon=cfg.epsilon,
-            epsilon_high=cfg.upper_epsilon,
-            delta=cfg.delta,
-            ref_logp=batch.ref_logp,
-            beta=cfg.beta,
-            use_bias_correction_kl=cfg.use_bias_correction_kl,
-            importance=factor(batch),
-            entropy_weight=batch.entropy_weight,
         )
 
-    def two_phases(hidden: Tensor, lm_head: Tensor) -> ops.PolicyOut:
-        # [M], [M]
-        logp, entropy = ops.head_logp(hidden, lm_head, batch.targets, cfg.temperature, entropy=True)
+    def two_phases(hidden: Tensor, lm_head: Tensor) -> PolicyOut:
+        logp, entropy = logp_of(batch, cfg)(hidden, lm_head)  # [M], [M]
         return loss(logp, entropy, batch, cfg)
 
     return two_phases
 
 
-def factor(batch: PackedBatch, importance: bool = True) -> Tensor | None:
-    """What multiplies the policy's term of each token, [M]: the correction for the engine's
-    log-probs, the entropy mask.
+def loss_inputs(batch: PackedBatch, importance: bool = True) -> LossInputs:
+    """Return the vectors of the loss; the entropy mask is part of the importance."""
+    factor = batch.importance if importance else None  # [M]
+    if batch.entropy_mask is not None:
+        mask = batch.entropy_mask.to(batch.weight.dtype)
+        factor = mask if factor is None else factor * mask
+    vectors = batch.advantage, batch.weight, batch.old_logp, batch.ref_logp
+    return LossInputs(*vectors, factor, batch.entropy_weight)
+
+
+def loss(logp: Tensor, entropy: Tensor, batch: PackedBatch, cfg: Config) -> PolicyOut:
+    """Compute the loss of any objective from log-probs and entropies [M] that carry a gradient.
+
+        loss = Σ weight·(l·importance + β·KL) - Σ entropy_weight·H
+
+    l is one of objectives.TERMS. Its ratio is exp(logp - old_logp), or exp of the mean over the
+    sequence; on policy (old_logp None) it is 1 and still carries the gradient. No mask multiplies
+    the KL, as in TRL.
     """
-    known = [
-        x for x in (batch.importance if importance else None, batch.entropy_mask) if x is not None
-    ]
-    return functools.reduce(torch.mul, (x.to(batch.weight.dtype) for x in known)) if known else None
+    on = batch.weight != 0  # [M]
 
+    def trained(x: Tensor) -> Tensor:
+        """Zero the other tokens: first the inputs, because NaN · 0 is NaN in a gradient too."""
+        return torch.where(on, x, 0.0)
 
-def loss(logp: Tensor, entropy: Tensor, batch: PackedBatch, cfg: Config) -> ops.PolicyOut:
-    """The whole loss from log-probs and entropies [M] that carry a gradient: what `objective`
-    computes, in plain PyTorch.
-
-        loss = Σ weight·(l·factor + β·k3·w) - Σ entropy_weight·H
-
-    l: of objectives.TERMS; w = exp(logp - old_logp), 1 in value on policy (old_logp None), its
-    mean's exp for a sequence. The KL is added last and multiplied by none of the masks, as in TRL.
-    Tokens of weight 0 count for nothing, whatever they hold.
-    """
-    trained = batch.weight != 0  # [M]
-    masked = lambda x: torch.where(trained, x, 0.0)  # noqa: E731 (before the maths, so that no nan of theirs has a gradient)
-    logp, sequences = masked(logp), objectives.Sequences(batch.sample, trained)
-    old_logp = logp.detach() if batch.old_logp is None else masked(batch.old_logp)
-    log_ratio = logp - old_logp
     by_sequence = cfg.importance_sampling_level == "sequence"
-    ratio = objectives.exp(sequences.mean(log_ratio) if by_sequence else log_ratio)
-    vectors = (
-        old_logp,
-        masked(batch.sampling_logp),
-        batch.advantage,
-        log_ratio,
-        ratio,
-        batch.importance,
+    inputs = loss_inputs(batch, importance=cfg.loss_type != "vespo")  # vespo uses it inside l
+    sequences, logp = objectives.Sequences(batch.sample, on), trained(logp)
+    log_ratio = logp - (logp.detach() if batch.old_logp is None else trained(batch.old_logp))
+    tokens = objectives.Tokens(
+        logp=logp,
+        sampling_logp=trained(batch.sampling_logp),
+        advantage=batch.advantage,
+        log_ratio=log_ratio,
+        ratio=reference.exp(sequences.mean(log_ratio) if by_sequence else log_ratio),
+        importance=batch.importance,
+        sequences=sequences,
     )
-    tokens = objectives.Tokens(logp, *vectors, sequences)
-    l, seen = objectives.TERMS[cfg.loss_type](tokens, cfg)  # [M]
+    l, metrics = objectives.TERMS[cfg.loss_type](tokens, cfg)  # [M]
     if cfg.off_policy_mask_threshold is not None:
         l = l * objectives.on_policy_enough(tokens, cfg.off_policy_mask_threshold)
-    multiplier = factor(batch, importance=cfg.loss_type != "vespo")  # vespo has it inside
-    l = l if multiplier is None else l * multiplier
+    if inputs.importance is not None:
+        l = l * inputs.importance
     kl = None
     if batch.ref_logp is not None:
-        kl = objectives.k3(logp, masked(batch.ref_logp)) * (
-            ratio if cfg.use_bias_correction_kl else 1.0
-        )
+        kl = reference.k3(trained(batch.ref_logp) - logp)
+        kl = kl * tokens.ratio if cfg.use_bias_correction_kl else kl
         l = l + cfg.beta * kl
-    total = (batch.weight * masked(l)).sum()
+        kl = kl.detach()
+    total = (batch.weight * trained(l)).sum()
     if batch.entropy_weight is not None:
-        total = total - (batch.entropy_weight * masked(entropy)).sum()
-    clip = seen.pop("clip", None)
-    seen = {name: x.detach().to(logp.dtype) for name, x in seen.items()}
-    kl = None if kl is None else kl.detach()
-    by_sequence |= cfg.loss_type == "vespo"
-    return ops.PolicyOut(
-        total, logp.detach(), entropy.detach(), clip, kl, seen=seen, by_sequence=by_sequence
+        total = total - (batch.entropy_weight * trained(entropy)).sum()
+    return PolicyOut(
+        total,
+        logp.detach(),
+        entropy.detach(),
+        kl,
+        metrics={name: x.detach() for name, x in metrics.items()},
+        by_sequence=by_sequence or cfg.loss_type == "vespo",
     )
 
 
-def logp_of(batch: PackedBatch, cfg: Config, entropy: bool = False) -> HeadOp:
-    """The log-probs of a batch's targets at the sampling temperature, as a head operation: → (logp
-    [M], entropy [M] or None).
+def logp_of(batch: PackedBatch, cfg: Config) -> HeadOp:
+    """Return a head operation for the log-probs of the targets at the sampling temperature.
+
+    It gives logp [M] and entropy [M].
     """
-    return functools.partial(
-        ops.head_logp, targets=batch.targets, temperature=cfg.temperature, entropy=entropy
-    )
+    return functools.partial(head.head_logp, targets=batch.targets, temperature=cfg.temperature)

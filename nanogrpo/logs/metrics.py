@@ -65,11 +65,7 @@ class Meter:
             self.entropy_bonus.add(batch, out)
         part = {"sample": batch.sample, "entropy": out.entropy}
         level = "sequence" if out.by_sequence else "token"
-        part |= {
-            f"{level}:{name}": x
-            for name, x in {"clip": out.clip, **(out.seen or {})}.items()
-            if x is not None
-        }
+        part |= {f"{level}:{name}": x for name, x in out.metrics.items()}
         if out.kl is not None:
             part["kl"] = out.kl
         self.first = self.updates if self.first is None else self.first

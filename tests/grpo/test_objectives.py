@@ -282,7 +282,7 @@ def gradient_of(
         )
         batch.ref_logp = batch.ref_logp if cfg.beta else None
         with torch.no_grad():
-            entropies.append(model.forward_packed(batch, grpo.logp_of(batch, cfg, entropy=True))[1])
+            entropies.append(model.forward_packed(batch, grpo.logp_of(batch, cfg))[1])
     if cfg.top_entropy_quantile < 1:
         keep_top(batches, entropies, cfg.top_entropy_quantile, world)
     Bonus(cfg, world).weigh(batches)

@@ -162,7 +162,7 @@ def contracts() -> dict[str, Contract]:
     import triton
     import triton.language as tl
 
-    from nanogrpo.kernels import log_softmax, norm, policy, rope, rows, swiglu, textbook
+    from nanogrpo.kernels import fused_rows, log_softmax, norm, policy, rope, swiglu, textbook
 
     acc = dict(ACC=tl.float32)
     plain = dict(OLD=None, REF=None, IMP=None)
@@ -171,7 +171,7 @@ def contracts() -> dict[str, Contract]:
         end = "" if name == "bf16" else f", {name}"
         R, C, warps = log_softmax.shape_of_block(QWEN3, dtype)
         (VR, VC, visit_warps), (_, narrow_c, _) = (
-            rows.shape_of_visit(QWEN3, dtype, wide) for wide in (True, False)
+            fused_rows.shape_of_visit(QWEN3, dtype, wide) for wide in (True, False)
         )
         lanes, visit = (
             dict(WIDE=True, R=R, C=C, **acc),
@@ -203,12 +203,12 @@ def contracts() -> dict[str, Contract]:
             "log_softmax.backward, odd stride": Contract(
                 log_softmax.backward_kernel, backward, block_warps, aligned=odd
             ),
-            "rows": Contract(rows.row_kernel, visit, visit_warps),
+            "rows": Contract(fused_rows.row_kernel, visit, visit_warps),
             "rows, on policy": Contract(
-                rows.row_kernel, dict(ENTROPY_WEIGHT=None, **plain, **visit), visit_warps
+                fused_rows.row_kernel, dict(ENTROPY_WEIGHT=None, **plain, **visit), visit_warps
             ),
             "rows, odd stride": Contract(
-                rows.row_kernel, visit | narrow | dict(C=narrow_c), visit_warps, aligned=odd
+                fused_rows.row_kernel, visit | narrow | dict(C=narrow_c), visit_warps, aligned=odd
             ),
         }
         if end:  # what differs from bfloat16 in nothing but its loads is compiled once

@@ -1,135 +1,111 @@
-"""What must hold of the kernels to the last bit, whatever the size of the numbers: the same run
-twice, rows in another order, a gradient written in place, results in float32; and how many kernels
-a loss launches.
+"""Properties of the kernels that hold to the last bit: repeated runs, permuted rows, gradients in
+place, float32 results; and the number of launches of a loss.
 
-In Triton's interpreter where there is no GPU, on the GPU where there is. Read next:
-test_kernels_contracts.py.
+They run in Triton's interpreter where there is no GPU, and on the GPU where there is one. Read
+next: test_contracts.py.
 """
 
 import pytest
 import torch
-from nanogrpo.kernels.reference import Objective
+from nanogrpo.kernels.reference import LossInputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanogrpo.kernels import head, log_softmax, policy, rows
+from nanogrpo.kernels import fused_rows, log_softmax, policy
 from nanogrpo.model import head as ops
 from tests.conftest import DEVICE
-from tests.kernels.inputs import placed, rows_of_logits, token_vectors
+from tests.kernels.inputs import CLIP, DTYPES, placed, rows_of_logits, token_vectors
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-KL = Objective(0.2, 0.28, beta=0.1)
+KL = CLIP._replace(beta=0.1)
 ORDER = torch.tensor([3, 1, 5, 0, 2, 4])
+FIRST = torch.arange(6)
 
 
 def _same(a, b):
     return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _rows(dtype, wide, order=None, few_rows=0, in_place=False):
-    """Log-softmax of six rows, forward and backward, in the order given: log-prob, entropy, norm,
-    dlogits.
-    """
-    order = torch.arange(6) if order is None else order
+def _log_softmax(dtype, wide, few_rows, order=FIRST, in_place=False):
+    """Log-softmax of six rows in the order given: log-prob, entropy, norm, dlogits."""
     z, targets = rows_of_logits(6, 150, "normal", dtype, 7)
     z, targets = placed(z[order], wide), targets[order]
-    dlogp, dentropy = torch.randn(2, 6, generator=torch.Generator().manual_seed(5))[:, order].to(
-        DEVICE
-    )
+    upstream = torch.randn(2, 6, generator=torch.Generator().manual_seed(5))[:, order].to(DEVICE)
     logp, entropy, norm = log_softmax.log_softmax_forward(
         z, targets, 0.7, lanes=4, few_rows=few_rows
     )
-    args = targets, 0.7, norm, entropy, dlogp, dentropy
+    args = targets, 0.7, norm, entropy, *upstream
     dz = log_softmax.log_softmax_backward(z, *args, in_place=in_place, block=32)
     assert (dz is z) == in_place
     return logp, entropy, norm.T, dz
 
 
-# whole rows, and rows in parts
+def _visit(dtype, wide, order=FIRST):
+    """One visit of the same rows: log-prob, entropy, gradient of the logits."""
+    z, targets = rows_of_logits(6, 150, "normal", dtype, 7)
+    mine, (_, inputs) = placed(z[order], wide), token_vectors(6, 4)
+    out = fused_rows.policy_rows_(mine, targets[order], 0.7, inputs.at(order), KL, lanes=4)
+    return *out, mine
+
+
+# full rows, and rows in parts
 @pytest.mark.parametrize(("few_rows", "wide"), [(0, True), (9, True), (9, False)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_log_softmax_in_place_repeated_and_permuted(dtype, few_rows, wide):
-    first = _rows(dtype, wide, few_rows=few_rows)
-    assert [v.dtype for v in first] == [torch.float32, torch.float32, torch.float32, dtype]
-    assert _same(first, _rows(dtype, wide, few_rows=few_rows))
-    assert _same(first, _rows(dtype, wide, few_rows=few_rows, in_place=True))
-    assert _same([v[ORDER] for v in first], _rows(dtype, wide, ORDER, few_rows))
-
-
-@pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_repeated_and_permuted(dtype, wide):
-    z, targets = rows_of_logits(6, 150, "normal", dtype, 7)
-    _, old, ref, advantage, weight, importance, entropy_weight = token_vectors(6, 4)
-    vectors = old, advantage, weight, ref, importance, entropy_weight
-
-    def run(order):
-        mine = placed(z[order], wide)
-        out = rows.policy_rows_(
-            mine, targets[order], 0.7, *(v[order] for v in vectors), KL, lanes=4
-        )
-        assert [v.dtype for v in out] == [torch.float32] * 3
-        return *out, mine
-
-    first = run(torch.arange(6))
-    assert _same(first, run(torch.arange(6)))
-    assert _same([v[ORDER] for v in first], run(ORDER))
+def test_rows_repeated_permuted_and_in_place(dtype, few_rows, wide):
+    f32, args = torch.float32, (dtype, wide, few_rows)
+    first = _log_softmax(*args)
+    assert [v.dtype for v in first] == [f32, f32, f32, dtype]
+    assert _same(first, _log_softmax(*args, in_place=True))  # the same run twice, and in place
+    assert _same([v[ORDER] for v in first], _log_softmax(*args, order=ORDER))
+    if few_rows:
+        first = _visit(dtype, wide)
+        assert [v.dtype for v in first] == [f32, f32, dtype]
+        assert _same(first, _visit(dtype, wide))
+        assert _same([v[ORDER] for v in first], _visit(dtype, wide, ORDER))
 
 
 def test_policy_repeated_and_permuted():
-    vectors = token_vectors(100, 4)[:6]
+    logp, inputs = token_vectors(100, 4)
     order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
-
-    def run(order):
-        logp, old, ref, advantage, weight, importance = (v[order] for v in vectors)
-        return policy.policy_forward(logp, old, advantage, weight, ref, importance, KL, block=32)
-
-    first = run(torch.arange(100))
-    assert [v.dtype for v in first] == [
-        torch.float32,
-        torch.float32,
-        torch.int8,
-        torch.float32,
-        torch.float32,
-    ]
-    assert _same(first, run(torch.arange(100)))  # the loss and the sums too: no atomics
-    # sums in another order are other sums
-    assert _same([v[order] for v in first[1:4]], run(order)[1:4])
+    first = policy.policy_forward(logp, inputs, KL, block=32)
+    f32 = torch.float32
+    assert [v.dtype for v in first] == [f32, f32, torch.int8, f32]
+    # the loss too: no atomics
+    assert _same(first, policy.policy_forward(logp, inputs, KL, block=32))
+    permuted = policy.policy_forward(logp[order], inputs.at(order), KL, block=32)
+    # the loss is not compared: a sum in another order is another sum
+    assert _same([v[order] for v in first[1:]], permuted[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_head_repeated(dtype):
+def test_head_repeated_and_results_in_float32(dtype, monkeypatch):
+    monkeypatch.setenv("NANOGRPO_OPS", "triton")
     g = torch.Generator().manual_seed(1)
     hidden, lm_head = (
-        torch.randn(9, 5, generator=g).to(dtype).to(DEVICE),
-        torch.randn(33, 5, generator=g).to(dtype).to(DEVICE),
+        torch.randn(n, 5, generator=g).to(dtype).to(DEVICE).requires_grad_() for n in (9, 33)
     )
     targets = torch.randint(33, (9,), generator=g).to(DEVICE)
-    _, old, ref, advantage, weight, importance, entropy_weight = token_vectors(9, 4)
-    vectors = old, advantage, weight, ref, importance, entropy_weight
+    _, inputs = token_vectors(9, 4)
 
     def run():
-        out = head.policy_forward(rows, hidden, lm_head, targets, 0.7, *vectors, KL, 4, True, True)
-        logp, entropy, norm = head.logp_forward(rows, hidden, lm_head, targets, 0.7, 4)
-        return (
-            *out,
-            logp,
-            entropy,
-            norm,
-            *head.logp_backward(rows, hidden, lm_head, targets, 0.7, 4, norm, entropy, old, ref),
-        )
+        out = ops.head_policy_loss(hidden, lm_head, targets, inputs, KL, temperature=0.7, chunk=4)
+        logp, entropy = ops.head_logp(hidden, lm_head, targets, 0.7, chunk=4)
+        values = [out.loss, out.logp, out.entropy, out.kl, logp, entropy]
+        values += ops.selective_log_softmax(hidden @ lm_head.T, targets)
+        assert {v.dtype for v in values} == {torch.float32}
+        return values + [
+            gradient
+            for root in (out.loss, (logp + entropy).sum())
+            for gradient in torch.autograd.grad(root, (hidden, lm_head))
+        ]
 
     first = run()
-    f32 = torch.float32
-    assert [v.dtype for v in first] == [f32, f32, dtype, f32, f32, f32, f32, dtype, dtype]
+    assert {v.dtype for v in first[-4:]} == {dtype}
     assert _same(first, run())
 
 
-# ---- launches ------------------------------------------------------------------------------------
-
-
 class _Calls(TorchDispatchMode):
-    """Names of torch's own operations, but for those with which Triton's interpreter runs a kernel;
-    and the kernels launched.
+    """Names of torch's own operations, and the kernels launched.
+
+    Operations with which Triton's interpreter runs a kernel do not count.
     """
 
     def __init__(self, monkeypatch):
@@ -154,50 +130,29 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_loss_takes_two_launches(monkeypatch):
-    logp, old, ref, advantage, weight, importance, _ = token_vectors(5000, 4)
+def test_a_loss_takes_two_launches(monkeypatch):
+    logp, inputs = token_vectors(2000, 4)
     with _Calls(monkeypatch) as calls:
-        policy.policy_forward(logp, old, advantage, weight, ref, importance, KL)
+        policy.policy_forward(logp, inputs, KL)
     assert calls.kernels == [policy.policy_kernel, policy.sum_kernel]
-    assert calls.names <= {"empty", "new_empty", "empty_like"}  # memory only: nothing that launches
+    assert calls.names <= {"empty", "new_empty", "empty_like"}  # memory only: no launch
 
 
-def test_offsets_of_split_rows_and_of_one_visit_pass_two_to_the_31():
-    # row 2 begins where a 32-bit offset ends; only the pages that are touched take memory
+def test_offsets_pass_two_to_the_31():
+    # Row 2 starts where a 32-bit offset ends. Only the pages that are touched take memory.
     stride = 2**30
-    z = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=DEVICE).as_strided(
-        (3, 40), (stride, 1)
-    )
-    z.copy_(torch.randn(3, 40))
+    memory = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=DEVICE)
+    far = memory.as_strided((3, 40), (stride, 1))
+    far.copy_(torch.randn(3, 40))
+    near = placed(far, wide=True)  # the same rows, adjacent
     targets, ones = torch.tensor([1, 2, 39]).to(DEVICE), torch.ones(3, device=DEVICE)
-    near = placed(z, wide=True)  # the same rows, side by side
-    split = [
-        log_softmax.log_softmax_forward(v, targets, 1.0, lanes=2, few_rows=9) for v in (z, near)
-    ]
-    assert _same(*split)
-    vectors = None, ones, ones, None, None, None, Objective(0.2, 0.2)
-    assert _same(*(rows.policy_rows_(v, targets, 1.0, *vectors, lanes=2) for v in (z, near)))
-    assert torch.equal(z, near)
-
-
-def test_ops_give_float32_for_every_type_of_logits(monkeypatch):
-    # undone at the end, so that other tests choose by device again
-    monkeypatch.setattr(ops, "_chosen", "triton")
-    targets, ones = torch.tensor([0, 6, 1]).to(DEVICE), torch.ones(3, device=DEVICE)
-    for dtype in DTYPES:
-        hidden, lm_head = (
-            torch.randn(3, 4).to(dtype).to(DEVICE),
-            torch.randn(7, 4).to(dtype).to(DEVICE),
-        )
-        out = ops.head_policy_loss(
-            hidden, lm_head, targets, None, ones, ones, epsilon=0.2, epsilon_high=0.2
-        )
-        results = (
-            out.loss,
-            out.logp,
-            out.entropy,
-            out.stats,
-            *ops.head_logp(hidden, lm_head, targets, entropy=True),
-        )
-        results += ops.selective_log_softmax(hidden @ lm_head.T, targets, entropy=True)
-        assert {v.dtype for v in results} == {torch.float32}
+    results = []
+    for z in (far, near):
+        out = []
+        for few_rows in (0, 9):  # full rows, and rows in parts
+            out += log_softmax.log_softmax_forward(z, targets, 1.0, lanes=2, few_rows=few_rows)
+        args = targets, 1.0, out[2], out[1], ones, None
+        out.append(log_softmax.log_softmax_backward(z, *args))
+        out += fused_rows.policy_rows_(z, targets, 1.0, LossInputs(ones, ones), CLIP, lanes=2)
+        results.append([*out, z])
+    assert _same(*results)

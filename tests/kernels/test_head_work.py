@@ -1,15 +1,14 @@
-"""What the loop over chunks of kernels/head.py costs and keeps: matrix products, the largest
-tensor, the type that it sums in.
+"""The cost of the loop over chunks in kernels/head.py: matrix products, the largest tensor, and the
+type of its sums.
 
-Read next: test_custom_ops.py.
+Read next: tests/model/test_head_autograd.py.
 """
 
 import pytest
 import torch
+from nanogrpo.kernels.reference import LossInputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanogrpo.kernels import head as head_loop
-from nanogrpo.kernels import reference
 from nanogrpo.model import head as ops
 from tests.conftest import random_batch, tiny_model
 from tests.model.head_inputs import CLIP, D, M, V, draw
@@ -18,16 +17,13 @@ pytestmark = pytest.mark.usefixtures("reference_ops")
 
 
 def _products(function) -> float:
-    """Matrix products of M·V·D multiply-adds that a call and its backward take, as the profiler
-    sees them inside the ops.
-    """
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-    ) as profile:
+    """Matrix products of M·V·D multiply-adds that a call and its backward take."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
         loss = function()
         if loss.requires_grad:
             loss.backward()
-    first = {"aten::mm": 0, "aten::addmm": 1}  # where the two factors begin among the arguments
+    first = {"aten::mm": 0, "aten::addmm": 1}  # where the two factors start among the arguments
     pairs = [
         e.input_shapes[first[e.name] : first[e.name] + 2]
         for e in profile.events()
@@ -37,108 +33,85 @@ def _products(function) -> float:
 
 
 def test_three_products_with_gradient_one_without_and_four_in_two_phases():
-    hidden, head, targets, v = draw(torch.float32)
+    hidden, head, targets, inputs = draw(torch.float32)
     ones = torch.ones(M)
+    no_5 = torch.where(torch.arange(M) < 5, 0.0, 1.0)
 
-    def fused(advantage=ones, weight=ones, **more):
-        return ops.head_policy_loss(
-            hidden, head, targets, None, advantage, weight, **CLIP, **more
-        ).loss
+    def fused(advantage=ones, weight=ones, head=head, o=CLIP, **more):
+        inputs = LossInputs(advantage, weight, **more)
+        return ops.head_policy_loss(hidden, head, targets, inputs, o).loss
 
-    assert _products(fused) == pytest.approx(3)
+    def two_phases(factor=ones, head=head):
+        return (ops.head_logp(hidden, head, targets)[0] * factor).sum()
+
+    kl = dict(ref_logp=inputs.ref_logp, o=CLIP._replace(beta=0.1))
+    frozen = head.detach()
+    for function, products in [
+        (fused, 3),
+        (lambda: fused(head=frozen), 2),
+        (lambda: fused(advantage=no_5), 3 - 2 * 5 / M),  # no backward for 5 tokens
+        (lambda: fused(advantage=no_5, **kl), 3),  # the KL needs them
+        (lambda: fused(weight=no_5), 3 - 3 * 5 / M),  # nothing for them
+        (two_phases, 4),
+        (lambda: two_phases(head=frozen), 3),
+        (lambda: two_phases(no_5), 4 - 3 * 5 / M),
+    ]:
+        assert _products(function) == pytest.approx(products)
     with torch.no_grad():
         assert _products(fused) == pytest.approx(1)
-    assert _products(lambda: ops.head_logp(hidden, head, targets)[0].sum()) == pytest.approx(4)
-    no_advantage = torch.where(torch.arange(M) < 5, 0.0, 1.0)
-    # no backward product for 5 tokens
-    assert _products(lambda: fused(advantage=no_advantage)) == pytest.approx(3 - 2 * 5 / M)
-    # the KL needs them
-    assert _products(
-        lambda: fused(advantage=no_advantage, ref_logp=v["ref"], beta=0.1)
-    ) == pytest.approx(3)
-    # nothing for them
-    assert _products(lambda: fused(weight=no_advantage)) == pytest.approx(3 - 3 * 5 / M)
-    assert _products(
-        lambda: (ops.head_logp(hidden, head, targets)[0] * no_advantage).sum()
-    ) == pytest.approx(4 - 3 * 5 / M)
 
 
-class _Largest(TorchDispatchMode):
-    """The largest result of any operation, in numbers."""
+class _Results(TorchDispatchMode):
+    """The sizes and types of all results of torch's operations."""
 
-    numbers = 0
+    def __init__(self):
+        super().__init__()
+        self.made: list[tuple[int, torch.dtype]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
-            self.numbers = max(self.numbers, out.numel())
+            self.made.append((out.numel(), out.dtype))
         return out
 
 
 def test_logits_are_never_more_than_a_chunk():
-    hidden, lm_head = torch.randn(64, 4), torch.randn(512, 4)
+    hidden, lm_head = torch.randn(64, 4, requires_grad=True), torch.randn(512, 4)
     targets, ones = torch.randint(512, (64,)), torch.ones(64)
-    o = reference.Objective(0.2, 0.2)
-    with _Largest() as largest:
-        head_loop.policy_forward(
-            reference,
-            hidden,
-            lm_head,
-            targets,
-            1.0,
-            None,
-            ones,
-            ones,
-            None,
-            None,
-            ones,
-            o,
-            8,
-            True,
-            True,
+    inputs = LossInputs(ones, ones, entropy_weight=ones)
+    with _Results() as results:
+        loss = ops.head_policy_loss(
+            hidden, lm_head.requires_grad_(), targets, inputs, CLIP, chunk=8
         )
-        _, entropy, norm = head_loop.logp_forward(reference, hidden, lm_head, targets, 1.0, 8)
-        head_loop.logp_backward(
-            reference, hidden, lm_head, targets, 1.0, 8, norm, entropy, ones, ones
-        )
-    assert largest.numbers == 8 * 512
+        logp, entropy = ops.head_logp(hidden, lm_head, targets, chunk=8)
+        (loss.loss + (logp + entropy).sum()).backward()
+    assert max(numel for numel, _ in results.made) == 8 * 512
 
 
 def _largest_allocation(function) -> int:
-    """Bytes of the largest piece of memory that a call asks for: the allocator sees inside the ops,
-    and the backward.
-    """
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    """Bytes of the largest allocation of a call, including its backward."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         function()
     return max(e.self_cpu_memory_usage for e in profile.events())
 
 
-def test_a_whole_step_never_makes_a_tensor_of_all_logits():
+def test_a_training_step_never_makes_a_tensor_of_all_logits():
     words, batch = 2000, random_batch([(3, 103)] * 2, vocab_size=2000)
     model = tiny_model(vocab_size=words)
-    tokens = len(batch.rows)
+    inputs = LossInputs(batch.advantage, batch.weight, batch.old_logp)
 
     def chunked(hidden, weight):
-        args = hidden, weight, batch.targets, batch.old_logp, batch.advantage, batch.weight
-        return (
-            ops.head_policy_loss(*args, chunk=8, **CLIP).loss
-            + ops.head_logp(hidden, weight, batch.targets, chunk=8)[0].sum()
-        )
+        fused = ops.head_policy_loss(hidden, weight, batch.targets, inputs, CLIP, chunk=8)
+        return fused.loss + ops.head_logp(hidden, weight, batch.targets, chunk=8)[0].sum()
 
-    def whole(hidden, weight):
+    def at_once(hidden, weight):
         return ops.selective_log_softmax(hidden @ weight.T, batch.targets)[0].sum()
 
-    one_byte_each = tokens * words  # less than all logits in any type
-    assert (
-        _largest_allocation(lambda: model.forward_packed(batch, chunked).backward()) < one_byte_each
-    )
-    # the measure sees it
-    assert (
-        _largest_allocation(lambda: model.forward_packed(batch, whole).backward())
-        >= 4 * one_byte_each
-    )
+    one_byte_each = len(batch.rows) * words  # less than all logits in any type
+    step = lambda op: lambda: model.forward_packed(batch, op).backward()  # noqa: E731
+    assert _largest_allocation(step(chunked)) < one_byte_each
+    assert _largest_allocation(step(at_once)) >= 4 * one_byte_each  # the measure works
 
 
 def test_gradient_of_a_bfloat16_head_is_summed_in_float32():
@@ -146,21 +119,35 @@ def test_gradient_of_a_bfloat16_head_is_summed_in_float32():
     hidden = torch.randn(256, 16, generator=g).bfloat16()
     head = torch.randn(64, 16, generator=g).bfloat16().requires_grad_()
     targets, advantage = torch.randint(64, (256,), generator=g), torch.randn(256, generator=g)
+    inputs = LossInputs(advantage, torch.ones(256))
 
     def gradient(chunk):
-        args = hidden, head, targets, None, advantage, torch.ones(256)
-        return torch.autograd.grad(ops.head_policy_loss(*args, chunk=chunk, **CLIP).loss, head)[0]
+        loss = ops.head_policy_loss(hidden, head, targets, inputs, CLIP, chunk=chunk).loss
+        return torch.autograd.grad(loss, head)[0]
 
-    whole, parts = gradient(256).float(), gradient(8).float()
+    one, many = gradient(256).float(), gradient(8).float()
     # One rounding to bfloat16 at the end, whatever the number of chunks: at most one unit in the
     # last place apart.
-    assert ((whole - parts).abs() <= whole.abs() * 2**-7).all()
+    assert ((one - many).abs() <= one.abs() * 2**-7).all()
+
+
+def test_the_backward_holds_one_copy_of_a_bfloat16_heads_gradient():
+    """The float32 sum lives from the forward to the backward, which adds the bfloat16 result."""
+    hidden, head = torch.randn(8, 64).bfloat16(), torch.randn(4096, 64).bfloat16().requires_grad_()
+    ones = torch.ones(8)
+    loss = ops.head_policy_loss(hidden, head, torch.arange(8), LossInputs(ones, ones), CLIP).loss
+    with _Results() as results:
+        loss.backward()
+    types = [dtype for numel, dtype in results.made if numel == head.numel()]
+    assert set(types) == {torch.bfloat16}
 
 
 def test_chunks_do_not_change_the_loss():
-    hidden, head, targets, v = draw(torch.float32)
-    args = hidden, head, targets, v["old"], v["advantage"], v["weight"]
-    outs = [ops.head_policy_loss(*args, chunk=chunk, **CLIP) for chunk in (1, 4, None)]
+    hidden, head, targets, inputs = draw(torch.float32)
+    outs = [
+        ops.head_policy_loss(hidden, head, targets, inputs, CLIP, chunk=chunk)
+        for chunk in (1, 4, None)
+    ]
     for out in outs[1:]:
         torch.testing.assert_close(out.loss, outs[0].loss, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(out.logp, outs[0].logp, rtol=1e-6, atol=1e-6)

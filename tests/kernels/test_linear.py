@@ -7,6 +7,7 @@ Read next: test_head_work.py (the head's products), test_fsdp.py.
 import pytest
 import torch
 import torch.nn.functional as F
+from nanogrpo.kernels.reference import LossInputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -135,8 +136,8 @@ def test_the_head_takes_the_same_products():
 
     def step(dtype):
         h, w = (t.to(dtype).requires_grad_() for t in (hidden, head))
-        vectors = None, advantage.to(dtype), torch.full((600,), 1 / 600, dtype=dtype)
-        loss = ops.head_policy_loss(h, w, targets, *vectors, chunk=100, **CLIP).loss
+        inputs = LossInputs(advantage.to(dtype), torch.full((600,), 1 / 600, dtype=dtype))
+        loss = ops.head_policy_loss(h, w, targets, inputs, CLIP, chunk=100).loss
         logp, _ = ops.head_logp(h, w, targets, chunk=100)
         return [loss, logp, *torch.autograd.grad(loss + logp.mean(), (h, w))]
 

@@ -16,7 +16,7 @@ import torch
 import train
 from nanogrpo.config import Config
 from nanogrpo.logs import metrics
-from nanogrpo.model.head import STATS, PolicyOut
+from nanogrpo.model.head import PolicyOut
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import SOLO, arguments, lines
 
@@ -84,8 +84,8 @@ def add(meter: metrics.Meter, sample: list, clip: list, loss: float, **values: l
     }
     batch = SimpleNamespace(sample=torch.tensor(sample), **taken)
     clip = torch.tensor(clip, dtype=torch.int8)
-    results = (vectors["logp"], vectors["entropy"], clip, vectors.get("kl"))
-    meter.add(batch, PolicyOut(torch.tensor(loss), *results, torch.zeros(len(STATS))))
+    results = (vectors["logp"], vectors["entropy"], vectors.get("kl"), {"clip": clip})
+    meter.add(batch, PolicyOut(torch.tensor(loss), *results))
 
 
 def test_means_are_over_the_tokens_of_the_step_and_extremes_over_completions():

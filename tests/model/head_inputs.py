@@ -1,19 +1,19 @@
-"""What the tests of ops.py are fed: hidden states, an output head and the vectors of a batch with
-every kind of token.
+"""Inputs for the tests of the head: hidden states, an output head, and the vectors of a batch.
 
-    from tests.model.head_inputs import CLIP, draw, D, M, V        # M tokens, of width D, V words; CLIP: the two bounds, as settings
+    from tests.model.head_inputs import CLIP, D, M, T, V, draw    # M tokens, width D, V words
 
-Read next: test_ops.py.
+Read next: test_head.py.
 """
 
 import torch
+from nanogrpo.kernels.reference import LossInputs, Objective
 
 M, D, V, T = 13, 7, 29, 0.7
-CLIP = dict(epsilon=0.2, epsilon_high=0.28)
+CLIP = Objective(epsilon=0.2, epsilon_high=0.28)
 
 
 def draw(dtype=torch.float64, seed=0):
-    """hidden, head, targets and the vectors of a batch in which every kind of token occurs."""
+    """Return hidden, head, targets and LossInputs in which every kind of token occurs."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -21,26 +21,13 @@ def draw(dtype=torch.float64, seed=0):
 
     hidden, head = normal(M, D).requires_grad_(), normal(V, D).requires_grad_()
     targets = torch.randint(V, (M,), generator=g)
-    logp = (
-        torch.log_softmax(hidden.detach() @ head.detach().T / T, -1)
-        .gather(1, targets[:, None])
-        .squeeze(1)
-    )
-    acc = torch.float64 if dtype == torch.float64 else torch.float32
-    old, ref = (logp + 0.3 * normal(M)).to(acc), (logp + 0.2 * normal(M)).to(acc)
-    advantage, weight, importance = (
-        normal(M).to(acc),
-        normal(M).abs().to(acc),
-        normal(M).abs().to(acc),
-    )
+    logp_all = torch.log_softmax(hidden.detach() @ head.detach().T / T, -1)
+    logp = logp_all.gather(1, targets[:, None]).squeeze(1)
+    old, ref = logp + 0.3 * normal(M), logp + 0.2 * normal(M)
+    advantage, weight, importance = normal(M), normal(M).abs(), normal(M).abs()
     advantage[3], weight[5], importance[7] = 0.0, 0.0, 0.0
-    entropy_weight = 0.1 * normal(M).abs().to(acc)
+    entropy_weight = 0.1 * normal(M).abs()
     entropy_weight[2] = 0.0
-    return (
-        hidden,
-        head,
-        targets,
-        dict(
-            old=old, ref=ref, advantage=advantage, weight=weight, imp=importance, ew=entropy_weight
-        ),
-    )
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    inputs = LossInputs(advantage, weight, old, ref, importance, entropy_weight)
+    return hidden, head, targets, inputs.map(lambda v: v.to(acc))

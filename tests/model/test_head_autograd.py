@@ -1,15 +1,18 @@
-"""The operations as torch takes them: differentiated twice, compiled, sharded, and which
-implementation runs where.
+"""The head operations and torch: differentiated twice, compiled, sharded, and the choice of the
+implementation.
 
-Read next: test_kernels_log_softmax.py, where the other implementation is held to the equations.
+Read next: tests/kernels/test_log_softmax.py, which compares the other implementation with the
+equations.
 """
 
 import logging
 
 import pytest
 import torch
+from nanogrpo.kernels.reference import LossInputs
 
 from nanogrpo.errors import UserError
+from nanogrpo.kernels import reference
 from nanogrpo.model import head as ops
 from nanogrpo.model.decoder import Head
 from tests.conftest import tiny_config
@@ -19,25 +22,19 @@ pytestmark = pytest.mark.usefixtures("reference_ops")
 
 
 def test_backward_twice_is_right_and_differentiating_twice_raises():
-    hidden, head, targets, v = draw()
-    loss = ops.head_policy_loss(
-        hidden, head, targets, v["old"], v["advantage"], v["weight"], **CLIP
-    ).loss
+    hidden, head, targets, inputs = draw()
+    loss = ops.head_policy_loss(hidden, head, targets, inputs, CLIP).loss
     loss.backward(retain_graph=True)
     once = hidden.grad.clone()
     (2 * loss).backward()
     torch.testing.assert_close(hidden.grad, 3 * once)
     logp = torch.zeros(M, dtype=torch.float64, requires_grad=True)
     logits = torch.randn(M, V, dtype=torch.float64, requires_grad=True)
+    on_policy = LossInputs(inputs.advantage, inputs.weight)
     for loss, x in [
-        (
-            ops.head_policy_loss(
-                hidden, head, targets, None, v["advantage"], v["weight"], **CLIP
-            ).loss,
-            hidden,
-        ),
+        (ops.head_policy_loss(hidden, head, targets, on_policy, CLIP).loss, hidden),
         (ops.head_logp(hidden, head, targets)[0].sum(), hidden),
-        (ops.policy_loss(logp, None, v["advantage"], v["weight"], **CLIP).loss, logp),
+        (ops.policy_loss(logp, on_policy, CLIP).loss, logp),
         (ops.selective_log_softmax(logits, targets)[0].sum(), logits),
     ]:
         (grad,) = torch.autograd.grad(loss**2, x, create_graph=True)
@@ -45,32 +42,39 @@ def test_backward_twice_is_right_and_differentiating_twice_raises():
             grad.pow(2).sum().backward()
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_frozen_inputs_get_no_gradient_and_upstream_gradients_may_be_strided(frozen):
+    hidden, head, targets, inputs = draw()
+    upstream = torch.randn(M, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).T
+
+    def gradients(pair):
+        loss = ops.head_policy_loss(*pair, targets, inputs, CLIP, temperature=T).loss
+        logp, entropy = ops.head_logp(*pair, targets, T)
+        torch.autograd.backward((loss, logp, entropy), (torch.ones_like(loss), *upstream))
+        return [x.grad for x in pair]
+
+    pair = [x.detach().clone().requires_grad_() for x in (hidden, head)]
+    expected = gradients(pair)
+    pair = [x.detach().clone().requires_grad_(i != frozen) for i, x in enumerate((hidden, head))]
+    got = gradients(pair)
+    assert got[frozen] is None
+    assert torch.equal(got[1 - frozen], expected[1 - frozen])
+
+
 def test_torch_compile_gives_the_same_numbers():
-    hidden, head, targets, v = draw(torch.float32)
-    more = dict(
-        ref_logp=v["ref"],
-        beta=0.1,
-        entropy_weight=v["ew"],
-        importance=v["imp"],
-        temperature=T,
-        **CLIP,
-    )
+    hidden, head, targets, inputs = draw(torch.float32)
+    o = CLIP._replace(beta=0.1)
 
     def step(hidden, head):
-        out = ops.head_policy_loss(
-            2 * hidden, head, targets, v["old"], v["advantage"], v["weight"], **more
-        )
-        logp, entropy = ops.head_logp(hidden, head, targets, entropy=True)
-        other = ops.policy_loss(logp, v["old"], v["advantage"], v["weight"], **CLIP)
-        selected, _ = ops.selective_log_softmax(hidden @ head.T, targets)
-        return out.loss + other.loss + entropy.mean() + selected.mean()
+        out = ops.head_policy_loss(2 * hidden, head, targets, inputs, o, temperature=T)
+        logp, entropy = ops.head_logp(3 * hidden, head, targets)
+        return out.loss + logp.mean() + entropy.mean()
 
     gradients = torch.autograd.grad(step(hidden, head), (hidden, head))
     compiled = torch.compile(step, backend="aot_eager")
-    torch.testing.assert_close(compiled(hidden, head), step(hidden, head))
-    torch.testing.assert_close(
-        torch.autograd.grad(compiled(hidden, head), (hidden, head)), gradients
-    )
+    loss = compiled(hidden, head)
+    torch.testing.assert_close(loss, step(hidden, head))
+    torch.testing.assert_close(torch.autograd.grad(loss, (hidden, head)), gradients)
     with torch.no_grad():
         assert not compiled(hidden, head).requires_grad
 
@@ -79,42 +83,38 @@ def test_the_head_is_a_unit_for_fsdp():
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    hidden, weight, targets, v = draw(torch.float32)
-    args = targets, v["old"], v["advantage"], v["weight"]
-    expected = torch.autograd.grad(
-        ops.head_policy_loss(hidden, weight, *args, **CLIP).loss, (hidden, weight)
-    )
+    hidden, weight, targets, inputs = draw(torch.float32)
+
+    def loss(hidden, weight):
+        return ops.head_policy_loss(hidden, weight, targets, inputs, CLIP)
+
+    expected = torch.autograd.grad(loss(hidden, weight).loss, (hidden, weight))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = dist.init_device_mesh("cpu", (1,))
         head = Head(tiny_config(vocab_size=V, hidden_size=D))
         head.weight.data.copy_(weight.detach())
         fully_shard(head, mesh=mesh)
-        head(
-            hidden, lambda hidden, weight: ops.head_policy_loss(hidden, weight, *args, **CLIP)
-        ).loss.backward()
+        head(hidden, loss).loss.backward()
         torch.testing.assert_close(hidden.grad, expected[0])
         torch.testing.assert_close(head.weight.grad.full_tensor(), expected[1])
     finally:
         dist.destroy_process_group()
 
 
-def test_implementation_is_chosen_by_device_told_once_and_can_be_forced(caplog, monkeypatch):
-    ops.use(None)
+def test_the_implementation_follows_the_device_unless_forced(caplog, monkeypatch):
+    def names():
+        devices = ("cuda", "cpu", "cuda:1")
+        return [ops.row_functions(torch.device(d)).__name__.split(".")[-1] for d in devices]
+
+    ops._module.cache_clear()
+    monkeypatch.delenv("NANOGRPO_OPS")
     with caplog.at_level(logging.INFO, logger="nanogrpo"):
-        assert [
-            ops.implementation("cuda"),
-            ops.implementation("cpu"),
-            ops.implementation("cuda:1"),
-        ] == [
-            "triton",
-            "torch",
-            "triton",
-        ]
-        assert len(caplog.records) == 2
-        ops.use("torch")
-        assert ops.implementation("cuda") == "torch"
+        assert names() == ["fused_rows", "reference", "fused_rows"]
+        assert len(caplog.records) == 2  # once per kind of device
+        monkeypatch.setenv("NANOGRPO_OPS", "torch")
+        assert ops.row_functions(torch.device("cuda")) is reference
         assert "forced" in caplog.text
-    ops.use("fast")
+    monkeypatch.setenv("NANOGRPO_OPS", "fast")
     with pytest.raises(UserError, match="NANOGRPO_OPS"):
-        ops.implementation("cpu")
+        names()

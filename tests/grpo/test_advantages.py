@@ -1,0 +1,134 @@
+"""Advantages by hand: each estimator against its definition, and its behavior without evidence
+(invariant 4).
+
+test_trl_parity.py compares the same functions with TRL's code. Read next: test_loss.py.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanogrpo.config import Config
+from nanogrpo.grpo import advantages
+from nanogrpo.types import Prompt, Sample
+from tests.conftest import assign_advantages
+
+SCALES = ["group", "batch", "none"]
+REWARD = st.floats(-1e3, 1e3, allow_nan=False) | st.sampled_from([0.0, 0.1, 1.0, 1 / 3, None])
+ESTIMATORS = [
+    {"advantage_estimator": "rloo"},
+    {"advantage_estimator": "maxrl"},
+    {"multi_objective_aggregation": "normalize_then_sum"},
+    *({"scale_rewards": scale} for scale in SCALES),
+]
+
+
+def of(rewards: list, **options) -> list[float]:
+    """The advantages of a step in which each reward comes from one function."""
+    return advantages.step_advantages(rewards, Config(**options), [[r] for r in rewards])[0]
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(1, 5).flatmap(
+        lambda g: st.lists(st.lists(REWARD, min_size=g, max_size=g), min_size=1, max_size=4)
+    ),
+    st.sampled_from(ESTIMATORS),
+)
+def test_every_estimator_is_finite_centered_and_zero_without_evidence(groups, options):
+    size, flat = len(groups[0]), [r for group in groups for r in group]
+    found = of(flat, num_generations=size, **options)
+    values = torch.tensor(found, dtype=torch.float64).view(-1, size)
+    assert values.isfinite().all()
+    assert all(a == 0 for a, r in zip(values.flatten(), flat) if r is None)
+    assert values.sum(1).abs().max() < 1e-9 * max(1.0, values.abs().max().item())
+
+
+@given(st.floats(-1e6, 1e6, allow_nan=False), st.integers(1, 16), st.sampled_from(ESTIMATORS))
+def test_equal_rewards_give_exactly_zero(reward, size, options):
+    """A rounding residue of 1e-17 divided by a standard deviation near zero would be an update in a
+    random direction.
+    """
+    assert set(of([reward] * (2 * size), num_generations=size, **options)) == {0.0}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_missing_rewards_are_left_out_of_the_baseline(scale):
+    cfg = Config(num_generations=3, scale_rewards=scale)
+    rewards = [None, None, None, None, 2.0, None, 1.0, None, 0.0]
+    values, std = advantages.step_advantages(rewards, cfg)
+    assert values[:6] == [0.0] * 6  # no reward, or nothing to compare with
+    assert values[7] == 0
+    assert values[6] == -values[8] > 0  # the baseline stays 1/2
+    assert std.shape == ((1, 1) if scale == "batch" else (3, 1))
+
+
+def test_a_worked_example():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
+    centered = torch.tensor([[0.5, -0.5, -0.5, 0.5], [1.5, -0.5, -0.5, -0.5]], dtype=torch.float64)
+    # with Bessel's correction: sqrt(1/3), sqrt(3/3); the mean of all eight is 1
+    group = torch.tensor([[math.sqrt(1 / 3)], [1.0]], dtype=torch.float64)
+    batch = ((rewards - 1).square().sum() / 7).sqrt().view(1, 1)
+    for scale, std in (("group", group), ("batch", batch)):
+        values, found = advantages.group_relative(rewards, scale)
+        torch.testing.assert_close(values, centered / (std + 1e-4))
+        torch.testing.assert_close(found, std, rtol=1e-7, atol=0)
+    torch.testing.assert_close(advantages.group_relative(rewards, "none")[0], centered)
+
+
+def test_a_group_is_g_consecutive_samples():
+    prompt, rewards = Prompt(0, "", [1]), (1.0, 0.0, 5.0, None)
+    samples = [Sample(prompt, 0, [2], [0.0], True, [0], reward=r) for r in rewards]
+    assign_advantages(samples, Config(num_generations=2, scale_rewards="none"))
+    assert [s.advantage for s in samples] == [0.5, -0.5, 0.0, 0.0]
+
+
+def test_leave_one_out_compares_with_the_others():
+    options = dict(advantage_estimator="rloo", num_generations=4)
+    expected = [0.0, -4 / 3, -4 / 3, 8 / 3]
+    assert of([1.0, 0.0, 0.0, 3.0], **options) == pytest.approx(expected)
+    assert of([None, 2.0, 0.0, None], **options) == [0.0, 2.0, -2.0, 0.0]
+    assert of([None, 5.0, None, None], **options) == [0.0] * 4  # nothing to compare with
+
+
+def test_maxrl_weighs_a_success_by_its_rarity():
+    options = dict(advantage_estimator="maxrl", num_generations=4)
+    # with a success rate p: 1/p - 1, and -1
+    assert of([1.0, 0.0, 0.0, 0.0], **options) == [3.0, -1.0, -1.0, -1.0]
+    assert of([1.0, 1.0, 1.0, 0.0], **options) == pytest.approx([1 / 3, 1 / 3, 1 / 3, -1.0])
+    assert of([None, 1.0, 0.0, 0.0], **options) == pytest.approx([0.0, 2.0, -1.0, -1.0])
+    # a mean that is not above 0 is no scale; the last one is 0 up to some 1e-17
+    for rewards in ([0.0] * 4, [-1.0, 0.0, -1.0, -2.0], [0.1, 0.2, -0.3, None]):
+        assert of(rewards, **options) == [0.0] * 4
+    assert 0.1 + 0.2 - 0.3 != 0
+
+
+def test_normalize_then_sum_scales_each_reward_alone():
+    """Of two rewards one is a thousand times larger. In their plain sum it would be everything;
+    normalized first, both count the same.
+    """
+    small, large = torch.tensor([[0.0, 1.0, 0.0, 1.0]]), torch.tensor([[0.0, 0.0, 1000.0, 1000.0]])
+    table = torch.stack([small, large], dim=2).double()  # [1, 4, 2]
+    values, std = advantages.decoupled(table, torch.tensor([1.0, 1.0], dtype=torch.float64))
+    top = values[0, 3].item()
+    assert values[0].tolist() == pytest.approx([-top, 0, 0, top], abs=1e-3)
+    summed, _ = advantages.group_relative((small + large).double())
+    assert summed[0, 2] - summed[0, 1] > 1.7
+    assert std.shape == (1, 1)
+    cfg = Config(num_generations=4, multi_objective_aggregation="normalize_then_sum")
+    found, _ = advantages.step_advantages([0.0, 1.0, 1000.0, 1001.0], cfg, table[0].tolist())
+    assert found == pytest.approx(values[0].tolist())
+    negative, _ = advantages.decoupled(table, torch.tensor([1.0, -1.0], dtype=torch.float64))
+    assert negative[0, 1] > 0 > negative[0, 2]
+    # Subtracting the mean of the sums would leave 1e-17 in groups without signal, and
+    # --max-resample-times asks for exact zeros.
+    weights = torch.tensor([1.0, 0.3], dtype=torch.float64)
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        some = torch.rand(5, 4, 2, dtype=torch.float64, generator=g)
+        values, _ = advantages.decoupled(torch.cat([some, torch.full((1, 4, 2), 0.1)]), weights)
+        assert (values[:-1] != 0).all()
+        assert (values[-1] == 0).all()
