@@ -72,7 +72,7 @@ def advantages(run: Run, samples: list[Sample]) -> list[float]:
 
 
 def resample(run: Run, samples: list[Sample], step: int) -> int:
-    """Replace groups without a signal by groups of other prompts: DAPO, Yu et al. 2025, section 3.2.
+    """Replace groups without a signal by groups of other prompts (DAPO, Yu et al. 2025, 3.2).
 
     A group carries no signal if all its advantages are 0. (Equal rewards are not the criterion:
     maxrl also gives 0 if the mean is not positive, and under normalize_then_sum the rewards of
@@ -175,6 +175,7 @@ def add_logps(run: Run, batches: list[PackedBatch]) -> None:
             entropies.append(h)
         if mode != "off":
             bounds = cfg.vllm_importance_sampling_clip_max, cfg.vllm_importance_sampling_clip_min
+            assert batch.old_logp is not None  # recomputed above, or the engine's
             batch.importance = mismatch.correction(
                 batch.old_logp, batch.sampling_logp, batch.sample, mode, *bounds
             )

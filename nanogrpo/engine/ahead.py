@@ -3,16 +3,17 @@
 In: the engine, the prompts of each step, a bound S (--max-staleness). Out: the samples of each
 step, in order. With S = 0 it only checks versions and reports staleness.
 
-    S = 0    sample 0 │ train 0 │ sync │ sample 1 │ train 1 │ sync │ …      always the newest weights
+    S = 0    sample 0 │ train 0 │ sync │ sample 1 │ train 1 │ sync │ …   always the newest weights
     S = 1    sample 0 │ train 0 ────────── sync │ train 1 ───────── sync │ …
-                      │ sample 1 ──────────┼────│ sample 2 ──── …           the server never waits
+                      │ sample 1 ──────────┼────│ sample 2 ──── …        the server never waits
 
 The bound holds by admission, so finished work is never thrown away: the samples of step t are
 requested only once step t − S begins to train. They therefore start from the weights after t − S
-steps, or newer ones. This is AReaL's admission rule (arXiv:2505.24298), counted in steps. Weights may
-change in the middle of a completion. It then continues with the keys and values that it has cached,
-some of which older weights computed. Every token carries the version of the weights that wrote it,
-and `sample` checks the bound on each of them. Read before: base.py, vllm/client.py.
+steps, or newer ones. This is AReaL's admission rule (arXiv:2505.24298), counted in steps.
+
+Weights may change in the middle of a completion. It then continues with the keys and values that it
+has cached, some of which older weights computed. Every token carries the version of the weights
+that wrote it, and `sample` checks the bound on each. Read before: base.py, vllm/client.py.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class AheadEngine:
         self.stop, self.bound, self.world = stop, bound, world
         self.step = 0  # the step whose samples were returned last
         self.versions: list[Counter[int]] = []  # for each of its completions: tokens per version
-        self.requested: deque[tuple[int, Future | None]] = deque()  # steps under way, oldest first
+        # Steps under way, oldest first, each with the samples to come (None except on rank 0).
+        self.requested: deque[tuple[int, Future | None]] = deque()
         # One thread, so steps are requested in their order. Rank 0 requests for all ranks.
         self.pool = ThreadPoolExecutor(1, "sample") if bound and world.main else None
 
@@ -92,7 +94,7 @@ class AheadEngine:
         first, future = self.requested.popleft()
         if first != step:
             raise RuntimeError(f"the samples of step {first} are next, not those of step {step}")
-        return self.engine.scatter(lambda: future.result(), prompts, self.n)
+        return self.engine.scatter(lambda: future.result() if future else [], prompts, self.n)
 
     def _request(self, step: int) -> Future | None:
         if self.pool is None:

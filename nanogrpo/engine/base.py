@@ -96,7 +96,7 @@ class Served(Engine, Protocol):
     def request(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> list[Sample]:
-        """Sample for the prompts of all ranks. Rank 0 calls this from a thread, the others do not."""
+        """Sample for the prompts of all ranks. Only rank 0 calls this, from a thread."""
         ...
 
     def scatter(

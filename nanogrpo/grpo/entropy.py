@@ -51,7 +51,7 @@ def keep_top(
 
 
 class Bonus:
-    """The entropy bonus: the loss gets the term -coef · (mean entropy of the step's trained tokens).
+    """The entropy bonus: a term -coef · H of the loss, H the mean over the step's trained tokens.
 
     The coefficient may adapt, as in Skywork-OR1 (2505.22312): after each optimizer step it rises by
     `entropy_coef_delta` if the entropy is at or below the target, and falls otherwise. The bonus

@@ -186,7 +186,7 @@ def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
 
 
 def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
-    """Return the seconds of each phase, and completion tokens per second of the step and its phases."""
+    """Return the seconds of each phase, and the speed of the step in completion tokens per second."""
     tokens, total = sum(s.length for s in samples), sum(clock.seconds.values())
     fast = {
         f"throughput/{name}": tokens / clock.seconds[name]
@@ -198,7 +198,7 @@ def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
 
 
 def of_evaluation(samples: Sequence[Facts]) -> dict[str, float]:
-    """Return the metrics of an evaluation. A reward that does not apply is left out, not counted as 0."""
+    """Return the metrics of an evaluation. A reward that does not apply is left out, not 0."""
     out: dict[str, float] = {}
     for name in samples[0].rewards:
         given = [r for s in samples if (r := s.rewards[name]) is not None]

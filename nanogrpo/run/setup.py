@@ -1,7 +1,7 @@
 """Build and check the parts of a run before its first expensive step.
 
-In: the options and the world. Out: a `Run`, which train.py and step.py use. A user's mistake that can
-be found before training is reported here, in one sentence. Read next: state.py (checkpoints),
+In: the options and the world. Out: a `Run`, which train.py and step.py use. A user's mistake that
+can be found before training is reported here, in one sentence. Read next: state.py (checkpoints),
 engine/local.py and vllm/client.py (the engines).
 """
 
@@ -69,7 +69,7 @@ class Run:
 
     def draw(self, step: int) -> list[Prompt]:
         """Return this rank's share of the prompts of a step: a pure function of (seed, step)."""
-        return self.world.part(self.draw_all(self.cfg.seed, step))
+        return list(self.world.part(self.draw_all(self.cfg.seed, step)))
 
     def evaluates(self, stopping: bool) -> bool:
         """Return whether to evaluate now: every `eval_steps` steps and after the last step.
@@ -128,8 +128,9 @@ def setup(cfg: Config, world: World) -> Run:
         stop_token_ids=tokenizer.stop_token_ids,
         seed=cfg.seed,
     )
-    how = (data.draw_mixed, parts, cfg.data_weights) if cfg.data_weights else (data.draw, prompts)
-    draw_all = functools.partial(*how, cfg.prompts_per_step)
+    draw_all = functools.partial(data.draw, prompts, cfg.prompts_per_step)
+    if cfg.data_weights:
+        draw_all = functools.partial(data.draw_mixed, parts, cfg.data_weights, cfg.prompts_per_step)
     max_len = longest + cfg.max_completion_length
     engine = make_engine(cfg, world, model, source, max_len)
     if rollout:
@@ -244,8 +245,8 @@ def make_rewards(cfg: Config, world: World) -> Runner:
     if world.size > 1 and longest > cfg.ddp_timeout:
         raise UserError(
             f"--reward-timeout {cfg.reward_timeout:g}: scoring may take up to {longest:g} s, but "
-            f"the ranks wait only --ddp-timeout {cfg.ddp_timeout} s for each other: lower the first "
-            "or raise the second."
+            f"the ranks wait only --ddp-timeout {cfg.ddp_timeout} s for each other: lower the "
+            "first or raise the second."
         )
     return rewards
 
@@ -320,8 +321,8 @@ def check_enough(cfg: Config, sizes: list[int]) -> None:
     P = cfg.prompts_per_step
     if not cfg.data_weights and sum(sizes) < P:
         raise UserError(
-            f"--data {' '.join(cfg.data)} holds {sum(sizes)} prompts but a step draws {P} different "
-            "ones: add prompts, or lower --generation-batch-size."
+            f"--data {' '.join(cfg.data)} holds {sum(sizes)} prompts but a step draws {P} "
+            "different ones: add prompts, or lower --generation-batch-size."
         )
     for i, (name, size) in enumerate(zip(cfg.data, sizes)):
         if cfg.data_weights and size < (wanted := data.smallest(cfg.data_weights, i, P)):
