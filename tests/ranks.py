@@ -1,28 +1,32 @@
-"""Real processes for tests: a function on n ranks that speak gloo, and what each returns, or how
-each ended.
+"""Real processes for tests: run a function on n gloo ranks; get what each returns, or how it ended.
 
     from tests.ranks import run, start
-    run(2, work, path)              # [work(path) of rank 0, of rank 1]; fails if a rank does
-    start(2, work, path).ends()     # [0, -9]: exit statuses; what they wrote to stderr is in .errors()
+    run(2, work, path)              # [work(path) on rank 0, on rank 1]; fails if a rank fails
+    start(2, work, path).ends()     # [0, -9]: exit statuses; .errors() is what they wrote to stderr
 
-Processes are forked from one server that has imported torch and our code already, so that a rank
-starts in a tenth of a second. But each imports the test module that it runs a function of: such a
-module must not import transformers, which takes seconds. They find each other through the variables
-that torchrun sets. Read next: test_fsdp.py.
+Processes are forked from one server that has already imported torch and our code, so a rank starts
+in a tenth of a second. But each imports the test module that defines its function, so such a module
+must not import transformers, which takes seconds. The ranks find each other through the variables
+that torchrun sets. Read next: distributed/test_fsdp.py.
 """
 
+from __future__ import annotations
+
+import json
 import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-REWARD = Path(__file__)  # as --reward-funcs wants it: f"{REWARD}:even"
+REWARD = Path(__file__)  # use as --reward-funcs f"{REWARD}:even"
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
@@ -35,19 +39,19 @@ SERVER.set_forkserver_preload(
 )
 
 
-# seconds within which a rank that does not hang has ended, on one busy core too; a hang is longer
+# seconds within which a rank ends unless it hangs, even on one busy core
 PATIENCE = 120
 RESERVED: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port that nobody else is given while this process lives: it is bound, and who means it may
-    still listen there.
+    """Return a port that nobody else gets while this process lives.
 
-    A port that is only looked up and let go may be another process's before the rank listens.
+    We keep it bound: a port that is only looked up could go to another process before the rank
+    listens on it.
     """
     RESERVED.append(s := socket.socket())
-    # as torch's store does: two may bind, and one listens
+    # as torch's store does: two sockets may bind, and one listens
     s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     s.bind(("127.0.0.1", 0))
     return s.getsockname()[1]
@@ -57,7 +61,7 @@ def _rank(rank: int, env: dict[str, str], folder: str, work: Callable, args: tup
     os.environ.update(env)
     os.chdir(ROOT)
     name = Path(folder) / str(rank)
-    with open(f"{name}.err", "w") as err:  # file descriptors too: gloo and torch write past Python
+    with open(f"{name}.err", "w") as err:  # gloo and torch bypass sys.stderr
         os.dup2(err.fileno(), 2)
         os.dup2(err.fileno(), 1)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(2), "w", buffering=1) for _ in range(2))
@@ -68,7 +72,7 @@ def _rank(rank: int, env: dict[str, str], folder: str, work: Callable, args: tup
 
 
 class Ranks:
-    """Processes under way."""
+    """Running processes."""
 
     def __init__(self, size: int, work: Callable, args: tuple, env: dict[str, str]):
         self.folder = tempfile.TemporaryDirectory()
@@ -88,9 +92,7 @@ class Ranks:
             self.processes.append(process)
 
     def ends(self, timeout: float = PATIENCE) -> list[int]:
-        """Exit statuses, negative for signals; whoever has not ended in time is killed, and the
-        test fails.
-        """
+        """Return exit statuses, negative for signals. Kills processes that are late, and fails."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(0, deadline - time.monotonic()))
@@ -102,7 +104,7 @@ class Ranks:
         return [process.exitcode for process in self.processes]
 
     def errors(self) -> list[str]:
-        """What each rank wrote."""
+        """Return what each rank wrote."""
         return [
             path.read_text() if (path := Path(self.folder.name) / f"{r}.err").exists() else ""
             for r in self.all
@@ -117,8 +119,8 @@ class Ranks:
 
 
 def start(size: int, work: Callable, *args, **env: str) -> Ranks:
-    """Starts `work(*args)` on each rank: a function of a test module, with picklable arguments."""
-    # the server is started with the first process, and imports what is preloaded
+    """Start `work(*args)` on each rank: a function of a test module, with picklable arguments."""
+    # the server starts with the first process and imports the preloaded modules
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), str(ROOT / "tests"), *([before] if before else [])]
@@ -133,13 +135,67 @@ def start(size: int, work: Callable, *args, **env: str) -> Ranks:
 
 
 def run(size: int, work: Callable, *args, **env: str) -> list:
-    """What `work(*args)` returns on each rank."""
+    """Return the results of `work(*args)` on each rank."""
     ranks = start(size, work, *args, **env)
     ends = ranks.ends()
     assert ends == [0] * size, f"{ends}: {ranks.errors()}"
     return ranks.results()
 
 
+def torchrun(*script: str) -> subprocess.Popen:
+    """Start a script on two ranks under torchrun."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*launcher, "--master-port", str(free_port()), *script]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def until(true: Callable[[], object], seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
+        threading.Event().wait(0.02)
+
+
+# --- endless runs of train.py ---
+
+
+def argv(base: Path, output: Path, *more: str) -> list[str]:
+    """Return the options of a run that does not end by itself."""
+    options = (
+        f"--data arithmetic --device cpu --num-generations 4 --generation-batch-size 16 "
+        f"--max-completion-length 6 --max-steps 100000 --learning-rate 1e-3 "
+        f"--reward-funcs {REWARD}:even"
+    ).split()
+    return ["--model", str(base), "--output-dir", str(output), *options, *more]
+
+
+def steps(output: Path) -> list[int]:
+    """Return the steps in a run's log; -1 is the evaluation before the first step."""
+    found = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [row["step"] for row in found if "step" in row]
+
+
+def running(output: Path, beyond: int = 1) -> Callable[[], bool]:
+    """Return a function that tells whether the run has logged more than `beyond` steps."""
+    return lambda: (output / "metrics.jsonl").exists() and len(steps(output)) > beyond
+
+
+def insist(ranks: Ranks, number: int) -> int:
+    """Signal the only rank until it ends, and return its status. A second signal counts only after
+    a second.
+    """
+    (process,), begun = ranks.processes, time.monotonic()
+    os.kill(process.pid, number)
+    until(lambda: "send it again to exit" in ranks.errors()[0])
+    while process.is_alive() and time.monotonic() < begun + PATIENCE:
+        os.kill(process.pid, number)
+        process.join(0.1)
+    (status,) = ranks.ends(PATIENCE)
+    assert time.monotonic() - begun > 1
+    return status
+
+
 def even(completion_ids: list[list[int]], **_: object) -> list[float]:
-    """A reward for runs of random weights: no group is without signal."""
+    """Return a reward that gives every group of random completions a signal."""
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]

@@ -1,3 +1,3 @@
-"""Several processes: what they exchange (world.py), how they share the model (fsdp.py), how they
-fail (failure.py).
+"""The ranks of a run: how they communicate (world.py), shard the model (fsdp.py) and fail
+together (failure.py).
 """

@@ -4,8 +4,8 @@ In: a model without weights, and the world. Out: the same model with DTensor par
 holds some rows of every parameter (possibly none) as float32 masters. A block is gathered just
 before it computes, in the dtype it computes in, and freed afterwards:
 
-    forward     gather block 0 │ compute 0 ∥ gather 1 │ compute 1 ∥ gather 2 │ …        (∥: on another stream)
-    backward    … │ compute 1 ∥ gather 0 ∥ reduce-scatter the gradients of 2 │ …
+    forward   gather block 0 │ compute 0 ∥ gather 1 │ compute 1 ∥ gather 2 │ …  (∥: another stream)
+    backward  … │ compute 1 ∥ gather 0 ∥ reduce-scatter the gradients of 2 │ …
 
 The gradient equals that of one process, because every loss is divided by the token count of the
 whole step (grpo/packing.py) and gradients are summed over the ranks. FSDP takes their mean instead,
@@ -186,13 +186,8 @@ def update_reference(
     """
     if reference is None or not cfg.sync_ref_model or finished_steps % cfg.ref_model_sync_steps:
         return
-    mix(reference, model, cfg.ref_model_mixup_alpha)
-
-
-@torch.no_grad()
-def mix(reference: Decoder, model: Decoder, alpha: float) -> None:
-    """Set reference ← alpha · model + (1 - alpha) · reference."""
     reshard(reference)
     reshard(model)
+    alpha = cfg.ref_model_mixup_alpha
     for mine, policy in zip(reference.parameters(), model.parameters(), strict=True):
         mine.mul_(1 - alpha).add_(policy, alpha=alpha)

@@ -1,3 +1,3 @@
-"""One run: its parts (setup.py), its folder, its checkpoints, the memory it needs, the optimizer.
+"""The parts of one run (setup.py), its output folder, checkpoints, memory estimate and optimizer.
 Start with setup.py.
 """

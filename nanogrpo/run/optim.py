@@ -1,5 +1,7 @@
-"""AdamW, its schedule, and one clipped step. In: a model with gradients. Out: updated weights and
-the gradient's norm.
+"""AdamW, its learning-rate schedule, and one clipped step.
+
+In: a model with gradients. Out: updated weights and the gradient norm. Read next: state.py (how the
+optimizer's state is saved).
 """
 
 from __future__ import annotations
@@ -13,12 +15,11 @@ from nanogrpo.config import Config
 
 
 def make_optimizer(model: nn.Module, cfg: Config) -> torch.optim.AdamW:
-    """AdamW in the parameters' own precision (float32 masters); weight decay on matrices only, not
-    on norms and biases.
+    """Return AdamW in the parameters' precision (float32), with weight decay on matrices only.
 
-    Fused: one kernel for all tensors instead of a dozen for each. Its state, as zeros, exists from
-    the start and not from the first step: what does not fit fails before the first sample is drawn,
-    and a checkpoint is read straight into it.
+    It is fused: one kernel for all tensors instead of a dozen for each. We create its state here as
+    zeros, not at the first step, so a model that does not fit fails before the first sample, and a
+    checkpoint is read straight into it.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -29,49 +30,45 @@ def make_optimizer(model: nn.Module, cfg: Config) -> torch.optim.AdamW:
     optimizer = torch.optim.AdamW(
         groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, fused=True
     )
-    # as AdamW itself would make it: the counter a float32 on the parameter's device, the moments
-    # sharded
+    # as AdamW itself would: a float32 counter on the parameter's device, and sharded moments
     for p in parameters:
         step = torch.zeros((), dtype=torch.float32, device=p.device)
-        optimizer.state[p] = {
-            "step": step,
-            "exp_avg": torch.zeros_like(p),
-            "exp_avg_sq": torch.zeros_like(p),
-        }
+        moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p] = {"step": step, **moments}
     return optimizer
 
 
 def learning_rate(update: int, cfg: Config) -> float:
-    """The rate of optimizer step `update` (0, 1, …): linear warm-up, then constant, or linear or
-    cosine decay to zero.
+    """Return the rate of optimizer step `update` (0, 1, …): linear warm-up, then constant, or
+    linear or cosine decay to zero.
     """
-    total = cfg.max_steps * cfg.updates_per_step
     if update < cfg.warmup_steps:
         return cfg.learning_rate * (update + 1) / cfg.warmup_steps
+    total = cfg.max_steps * cfg.updates_per_step
     done = (update - cfg.warmup_steps) / max(total - cfg.warmup_steps, 1)  # 0 … 1
     shape = {
         "constant": 1.0,
         "linear": 1.0 - done,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
-    }[cfg.lr_scheduler_type]
-    return cfg.learning_rate * shape
+    }
+    return cfg.learning_rate * shape[cfg.lr_scheduler_type]
 
 
 def clip_and_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, rate: float, max_grad_norm: float
 ) -> float:
-    """One update. Gradients are scaled to `max_grad_norm` when their global norm exceeds it; the
-    norm before that is returned.
+    """Clip the gradient to a global norm of `max_grad_norm` (0: never), update the weights, and
+    return the norm before clipping.
 
-    A norm that is not finite raises before any weight is touched: the checkpoint on disk stays the
-    last good one.
+    A norm that is not finite raises before any weight changes, so the checkpoint on disk remains
+    the last good one.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of all ranks' shards
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # over all ranks' shards
     if not norm.isfinite():
         raise FloatingPointError(
-            f"the gradient's norm is {norm.item()}, so no update was made: lower --learning-rate in "
-            "a new run, or bound the rewards and --resume from the last checkpoint"
+            f"the gradient's norm is {norm.item()}, so no update was made: lower --learning-rate "
+            "in a new run, or bound the rewards and --resume from the last checkpoint"
         )
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -1,8 +1,7 @@
-"""The folder of a run: one run at a time writes it, all ranks see it, and what a killed run left
-half written goes.
+"""The output folder of a run: locked by one run at a time, shared by all ranks, cleaned on resume.
 
-In: --output-dir. Out: `claimed`, the folder for the time of a run; `origin`, what a checkpoint
-remembers of the run's inputs. Read next: state.py (what is written into it).
+In: --output-dir. Out: `claimed`, which holds the folder during a run; `origin`, hashes of the run's
+inputs that every checkpoint stores. Read next: state.py (what is written into the folder).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
@@ -26,79 +26,78 @@ from nanogrpo.types import Prompt
 
 log = logging.getLogger("nanogrpo")
 
-# What a run writes, and what --overwrite-output-dir takes away: never anything else.
-OURS = r"\.?checkpoint-\d+(\.tmp|\.old)?|metrics(-\d+)?\.(jsonl|tmp)|completions(-\d+)?|trace-\d+\.json|tensorboard|wandb-id"
+# The files of a run: --overwrite-output-dir removes these and nothing else.
+OURS = (
+    r"\.?checkpoint-\d+(\.tmp|\.old)?|metrics(-\d+)?\.(jsonl|tmp)|completions(-\d+)?"
+    r"|trace-\d+\.json|tensorboard|wandb-id"
+)
 
 
 @contextlib.contextmanager
 def claimed(cfg: Config, world: World) -> Iterator[None]:
-    """Holds the folder for this run. Refused: one that holds another run, that a run is writing,
-    that cannot be written, or that is not the same one for every rank. Every rank must call.
+    """Hold the output folder during a run. Every rank must call.
+
+    Raises UserError if the folder holds another run, is in use by one, is not writable, or is not
+    the same folder for every rank.
     """
     folder = Path(cfg.output_dir)
     mark = folder / ".writable"
     with contextlib.ExitStack() as held:
 
         def claim() -> None:
-            again = cfg.resume or cfg.overwrite_output_dir
-            if not again and (
-                _has_steps(folder / "metrics.jsonl") or checkpoint.checkpoints(cfg.output_dir)
-            ):
+            if not (cfg.resume or cfg.overwrite_output_dir) and _holds_a_run(folder):
                 raise UserError(
-                    f"--output-dir {folder} already holds a run: continue it with --resume, choose another folder, or remove it "
-                    "with --overwrite-output-dir."
+                    f"--output-dir {folder} already holds a run: continue it with --resume, choose "
+                    "another folder, or remove it with --overwrite-output-dir."
                 )
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                held.enter_context(_locked(folder))
+                _lock(held.enter_context((folder / ".lock").open("w")), folder)
                 mark.touch()
             except OSError as e:
                 raise UserError(
-                    f"--output-dir {folder} cannot be written ({e.strerror}): choose another folder."
+                    f"--output-dir {folder} cannot be written ({e.strerror}): "
+                    "choose another folder."
                 ) from e
 
         world.once(claim)
-        error = None
-        if not mark.exists():
-            error = UserError(
-                f"--output-dir {folder} is another folder for rank {world.rank}: choose one that all machines share."
-            )
-        world.any(error=error)
+        error = UserError(
+            f"--output-dir {folder} is another folder for rank {world.rank}: "
+            "choose one that all machines share."
+        )
+        world.any(error=None if mark.exists() else error)
         world.once(mark.unlink)
         yield
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """A lock that dies with the process, whatever kills it: the file stays, and says nothing.
-    Children do not inherit it.
+def _holds_a_run(folder: Path) -> bool:
+    """Return whether there is a checkpoint or a finished step. A log without steps, from a run that
+    failed early, does not count.
     """
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise UserError(
-                f"--output-dir {folder} is being written by another run: wait for its end or choose another folder."
-            ) from None
-        except OSError as e:  # some network file systems have none
-            log.warning(
-                "%s has no locks (%s): nothing keeps a second run out of it", folder, e.strerror
-            )
-        yield
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text(errors="replace").splitlines() if metrics.exists() else []
+    heads_only = all(line.startswith('{"run"') for line in lines)
+    return not heads_only or bool(checkpoint.checkpoints(str(folder)))
 
 
-def _has_steps(log: Path) -> bool:
-    """Whether a log holds more than heads: a run that failed before its first step has nothing to
-    lose.
+def _lock(file: IO[str], folder: Path) -> None:
+    """Lock the file. The kernel releases the lock when this process ends, however it ends; child
+    processes do not inherit it, and the file itself has no meaning.
     """
-    return log.exists() and any(
-        not line.startswith('{"run"') for line in log.read_text(errors="replace").splitlines()
-    )
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UserError(
+            f"--output-dir {folder} is in use by another run: wait for it to end or choose "
+            "another folder."
+        ) from None
+    except OSError as e:  # some network file systems have no locks
+        log.warning("%s has no locks (%s): do not start a second run there", folder, e.strerror)
 
 
 def clear(cfg: Config) -> None:
-    """Takes away what an earlier run left, where the user asks for it; called when all that can be
-    checked has been.
+    """Remove what an earlier run left if --overwrite-output-dir asks for it. Call this after all
+    other checks.
     """
     if not cfg.overwrite_output_dir or cfg.resume:
         return
@@ -106,59 +105,51 @@ def clear(cfg: Config) -> None:
     found = [path for path in folder.iterdir() if re.fullmatch(OURS, path.name)]
     judges = [spec.removeprefix("model:") for spec in cfg.reward_funcs if spec.startswith("model:")]
     names = (cfg.model, *cfg.data, *cfg.eval_data, cfg.lora_adapter, *judges)
-    used = [Path(name).resolve() for name in names if name]
+    inputs = [Path(name).resolve() for name in names if name]
     for path in found:
-        if any(path == one or path in one.parents for one in used):
+        if any(path in (name, *name.parents) for name in inputs):
             raise UserError(
-                f"--overwrite-output-dir would remove {path}, which this run reads: choose another --output-dir."
+                f"--overwrite-output-dir would remove {path}, which this run reads: "
+                "choose another --output-dir."
             )
     for path in found:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def clean(cfg: Config) -> None:
-    """Removes what a killed run was still writing, with a sentence."""
+def remove_unfinished(cfg: Config) -> None:
+    """Remove the checkpoint that a killed run was writing, and log a warning."""
     folder = Path(cfg.output_dir)
-    for leftover in folder.glob(".checkpoint-*.tmp"):
-        log.warning("removed %s: the run ended while this checkpoint was being written", leftover)
-        shutil.rmtree(leftover)
-    # replaced by another of the same name, unless the kill came in between
+    for path in folder.glob(".checkpoint-*.tmp"):
+        log.warning("removed %s: the run ended while it was writing this checkpoint", path)
+        shutil.rmtree(path)
+    # The old version of a checkpoint that was being replaced. If the run was killed between the two
+    # renames, the old one is the only one.
     for old in folder.glob(".checkpoint-*.old"):
         final = folder / old.name[1 : -len(".old")]
         shutil.rmtree(old) if final.exists() else old.rename(final)
 
 
 def origin(cfg: Config, world: World, prompts: Sequence[Prompt]) -> dict[str, str]:
-    """What a run was fed, as hashes: its prompts, with all that rewards see of them, and each file
-    of the user's own code.
+    """Return hashes of the run's inputs: the prompts with all their columns, and each file of the
+    user's own code.
 
-    Example: {"prompts": "5f1c…", "my_rewards.py": "09ab…"}. Every rank must call: ranks that read
-    other prompts are refused.
+    Example: {"prompts": "5f1c…", "my_rewards.py": "09ab…"}. Every rank must call. Raises UserError
+    if ranks read different prompts.
     """
     known = hashlib.sha256()
     for p in prompts:
-        known.update(
-            json.dumps([p.id, p.token_ids, p.columns], sort_keys=True, default=str).encode()
-        )
+        row = [p.id, p.token_ids, p.columns]
+        known.update(json.dumps(row, sort_keys=True, default=str).encode())
     out = {"prompts": known.hexdigest()}
-    other = [
-        rank for rank, hashed in enumerate(world.gather(out["prompts"])) if hashed != out["prompts"]
-    ]
-    error = (
-        UserError(
-            f"--data holds other prompts for rank {other[0]}: give all machines the same files."
-        )
-        if other
-        else None
-    )
-    world.any(error=error)
-    for where in [spec.rpartition(":")[0] for spec in (*cfg.reward_funcs, cfg.rollout)]:
-        if where.endswith(".py"):
-            out[where] = hashlib.sha256(Path(where).read_bytes()).hexdigest()
-        elif (
-            where
-            and (found := importlib.util.find_spec(where))
-            and Path(found.origin or "").is_file()
-        ):
-            out[where] = hashlib.sha256(Path(found.origin).read_bytes()).hexdigest()
+    everyone = world.gather(out["prompts"])
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise UserError(
+                f"--data holds other prompts for rank {rank}: give all machines the same files."
+            )
+    for where in {spec.rpartition(":")[0] for spec in (*cfg.reward_funcs, cfg.rollout)} - {""}:
+        module = None if where.endswith(".py") else importlib.util.find_spec(where)
+        path = Path(module.origin or "" if module else where)
+        if path.suffix == ".py" and path.is_file():
+            out[where] = hashlib.sha256(path.read_bytes()).hexdigest()
     return out

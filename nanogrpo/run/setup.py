@@ -150,7 +150,7 @@ def setup(cfg: Config, world: World) -> Run:
         model=model,
         reference=reference,
         optimizer=optimizer,
-        bonus=Bonus(cfg, world, state.carried(cfg, world)),
+        bonus=Bonus(cfg, world, state.carried(cfg)),
         engine=engine,
         draw_all=draw_all,
         sampling=sampling,

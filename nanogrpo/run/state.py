@@ -1,23 +1,24 @@
-"""The exact state of a run: written while training goes on, restored bit for bit on any number of
-ranks.
+"""Save the exact state of a run while it trains, and restore it bit for bit on any number of ranks.
 
-In: model and optimizer, whole or sharded. Out: folders of output_dir, each of them a checkpoint
-that transformers loads:
+In: a model and an optimizer, sharded or not. Out: folders in output_dir. Each is a checkpoint that
+transformers loads:
 
     checkpoint-N/
-        config.json  model*.safetensors  tokenizer.json …    the weights in the dtype of the base model (checkpoint.py)
-        adapter/                                             with --lora-r: the adapters for peft; the weights above hold them too
-        state.json                                           finished steps, options, number of ranks, hashes, bonus
-        state/__0_0.distcp  __1_0.distcp …  .metadata        float32 masters and AdamW's moments: a file a rank
+        config.json  model*.safetensors  tokenizer.json …  weights in the base model's dtype
+        adapter/                                           with --lora-r: the adapters for peft
+                                                           (also merged into the weights above)
+        state.json                                         finished steps, options, ranks, hashes
+        state/__0_0.distcp  __1_0.distcp …  .metadata      float32 masters and AdamW's moments:
+                                                           one file per rank
 
-What is not here needs no saving: data, random streams and the learning rate are functions of the
-step.
+Nothing else needs saving: data, random streams and the learning rate are functions of the step.
 
-    every rank   copies its shards to the host ─┬─ trains on
-                                                └─ writes its file of state/ ──────────────┐
-    rank 0       gathers the weights to the host ── writes them, waits for all files of state/ ── flushes, renames
+    every rank   copies its shards to the host ─┬─ continues training
+                                                └─ writes its file in state/ ────┐
+    rank 0       gathers the weights to the host ── writes them, waits for state/ ─ flushes, renames
 
-Read before: checkpoint.py, output.py. Read next: optim.py (whose state is saved), train.py (when).
+Read before: model/checkpoint.py, output.py. Read next: optim.py (whose state is saved), train.py
+(when it is saved).
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ import json
 import logging
 import shutil
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from pickle import UnpicklingError
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +43,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from nanogrpo.config import Config
-from nanogrpo.distributed import failure as ends
-from nanogrpo.distributed import fsdp
+from nanogrpo.distributed import failure, fsdp
 from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.model import adapters, checkpoint
@@ -52,62 +53,31 @@ from nanogrpo.run import output
 
 log = logging.getLogger("nanogrpo")
 
-# A process without a group is one by intent; the warning comes from the thread that writes, so it
-# is silenced for all.
+# Without a process group, dcp warns that it assumes a single process, which is intended here. The
+# writing thread warns too, so the filter is global.
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
 )
 
-# What may differ between a run and its continuation: it changes nothing, or (device) no more than
-# rounding.
-FREE = {
-    "resume",
-    "output_dir",
-    "max_steps",
-    "save_steps",
-    "save_total_limit",
-    "num_completions_to_print",
-    "max_concurrent",
-}
-FREE |= {"overwrite_output_dir", "report_to", "log_completions", "trace_step"}
-FREE |= {
-    "eval_data",
-    "dataset_test_split",
-    "eval_steps",
-    "eval_samples",
-    "device",
-    "ddp_timeout",
-    "heartbeat_timeout",
-}
-# a matter of memory
-FREE |= {
-    "gradient_checkpointing",
-    "cpu_offload",
-    "reshard_after_forward",
-    "token_budget",
-    "share_prompts",
-}
-FREE |= {"reward_timeout"}  # to be raised where a run has ended with that advice
-FREE |= {
-    "server",
-    "vllm_python",
-    "vllm_options",
-    "weight_transport",
-    "server_window",
-    "server_timeout",
-    "server_patience",
-}
+# Options that may differ when a run is resumed: they change nothing, or only rounding.
+FREE = """
+    resume output_dir overwrite_output_dir max_steps save_steps save_total_limit report_to
+    trace_step log_completions num_completions_to_print
+    eval_data dataset_test_split eval_steps eval_samples
+    device ddp_timeout heartbeat_timeout reward_timeout server vllm_python vllm_options
+    weight_transport server_window server_timeout server_patience max_concurrent token_budget
+    share_prompts gradient_checkpointing cpu_offload reshard_after_forward
+"""
 
 
 def tensors(
     model: nn.Module, optimizer: Optimizer, reference: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """Masters and moments by name, and the number of updates: the tensors themselves, to write or
-    to read into.
+    """Return the masters and moments by name, and the number of updates, to write or to read into.
 
-    With adapters, of those alone (the base is read from --model); reference: where it follows the
-    policy. Of a sharded model they are DTensors, which know their place in the whole: so another
-    number of ranks finds its parts.
+    With adapters, only trained parameters are included, because the base is read from --model.
+    Pass `reference` if it follows the policy. The tensors of a sharded model are DTensors, which
+    know their place in the full tensor, so any number of ranks can read its own parts.
     """
     fsdp.reshard(model)
     out: dict[str, Tensor] = {}
@@ -115,28 +85,23 @@ def tensors(
         fsdp.reshard(reference)
         out |= {f"reference.{name}": p.detach() for name, p in reference.named_parameters()}
     for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        moments = optimizer.state[p]
-        out |= {
-            f"master.{name}": p.detach(),
-            f"exp_avg.{name}": moments["exp_avg"],
-            f"exp_avg_sq.{name}": moments["exp_avg_sq"],
-        }
-        # one count for all: each update moves every parameter
-        out.setdefault("updates", moments["step"])
+        if p.requires_grad:
+            moments = optimizer.state[p]
+            out[f"master.{name}"] = p.detach()
+            out |= {f"{kind}.{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
+            # one count for all, because each update moves every parameter
+            out.setdefault("updates", moments["step"])
     return out
 
 
-# --- writing --------------------------------------------------------------------------------------
+# --- writing ---
 
 
 class Saver:
-    """Writes checkpoints beside training, one at a time: `with Saver(…) as saver: …
-    saver.save(step)`.
+    """Write checkpoints while training continues, one at a time.
 
-    A save that fails is told at the end of the next step (`failure`), when the ranks speak to each
-    other anyway. Leaving the block waits for the last one.
+    `with Saver(…) as saver: … saver.save(step)`. Leaving the block waits for the last one. A failed
+    save is reported at the end of the next step (`failure`), when the ranks communicate anyway.
     """
 
     def __init__(
@@ -146,25 +111,18 @@ class Saver:
         model: Decoder,
         optimizer: Optimizer,
         tokenizer: Tokenizer,
-        # of the base model, as it was read at the start: its folder may be gone when we save
-        config_json: dict,
-        origin: dict[str, str],  # of output.origin
-        reference: Decoder | None = None,  # is saved if it follows the policy
+        config_json: dict,  # of the base model, whose folder may be gone when we save
+        origin: dict[str, str],  # from output.origin
+        reference: Decoder | None = None,  # saved if it follows the policy
     ):
-        self.cfg, self.world, self.model, self.optimizer, self.tokenizer = (
-            cfg,
-            world,
-            model,
-            optimizer,
-            tokenizer,
-        )
-        self.config_json, self.origin = config_json, origin
+        self.cfg, self.world, self.model, self.optimizer = cfg, world, model, optimizer
+        self.tokenizer, self.config_json, self.origin = tokenizer, config_json, origin
         self.reference = reference if cfg.sync_ref_model else None
-        named = str(config_json.get("dtype", config_json.get("torch_dtype")))
-        # float16 could not hold every master
-        self.dtype = torch.bfloat16 if named == "bfloat16" else torch.float32
-        # The threads that write talk to each other while the main ones do: so they need a group of
-        # their own.
+        # float16 could not represent every master
+        bf16 = config_json.get("dtype", config_json.get("torch_dtype")) == "bfloat16"
+        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        # The writing threads communicate at the same time as the main ones, so they need their own
+        # group.
         timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
         self.group = (
             dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
@@ -174,83 +132,70 @@ class Saver:
         self.final = Path()
 
     def __enter__(self) -> Saver:
-        ends.unfinished.append(self.wait)
+        failure.unfinished.append(self.wait)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """After a failure it does not wait: world.join does, when the others have been told and
-        complete their parts too.
+        """Wait for the last save. After a failure, leave that to world.join: the other ranks, which
+        must complete their parts, learn of the failure first.
         """
-        try:
-            if kind is None:
-                self.finish()
-        finally:
-            self.pool.shutdown(wait=False)
         if kind is None:
-            ends.unfinished.remove(self.wait)
+            self.finish()
+            failure.unfinished.remove(self.wait)
 
     def save(self, step: int, carried: dict | None = None) -> None:
-        """Begins `checkpoint-{step}`, the state after `step` finished steps. Returns when the
-        weights may change again.
+        """Start writing `checkpoint-{step}`, the state after `step` finished steps. Return when the
+        weights may change again. Every rank must call.
 
-        carried: the few numbers that go from step to step beside the tensors; `carried` gives them
-        back.
+        carried: the few numbers besides the tensors that one step passes to the next; the function
+        `carried` reads them back.
         """
         self.finish()
-        self.carried = carried or {}
         self.final = Path(self.cfg.output_dir).absolute() / f"checkpoint-{step}"
         with contextlib.ExitStack() as stack:
-            # All ranks write into the folder that rank 0 makes, so none may begin before it is
-            # there: `once` is a barrier too.
+            # Every rank writes into this folder. `once` is also a barrier, so no rank starts before
+            # rank 0 has made it.
             folder = self.world.once(
                 lambda: stack.enter_context(checkpoint.atomic_folder(self.final))
             )
             weights = checkpoint.host_weights(self.model, self.dtype, keep=self.world.main)
-            alone = adapters.host_adapters(self.model, keep=self.world.main)
-            what, where = tensors(self.model, self.optimizer, self.reference), folder / "state"
+            adapter = adapters.host_adapters(self.model, keep=self.world.main)
+            # returns when the copies are complete; the files are written in the background
             shards = dcp.async_save(
-                what, checkpoint_id=where, process_group=self.group, no_dist=self.group is None
+                tensors(self.model, self.optimizer, self.reference),
+                checkpoint_id=folder / "state",
+                process_group=self.group,
+                no_dist=self.group is None,
             )
-            assert isinstance(shards, Future)  # the copies are complete, and the rest is under way
+            assert isinstance(shards, Future)
             written = stack.pop_all()
-            args = written, folder, weights, alone, step, shards
-            self.job = self.pool.submit(self._write, *args) if self.world.main else shards
 
-    def _write(
-        self,
-        written: contextlib.ExitStack,
-        folder: Path,
-        weights: dict,
-        alone: dict,
-        step: int,
-        shards: Future,
-    ) -> None:
-        """Rank 0's thread. Leaving `written` renames the folder, or removes it where anything
-        failed.
-        """
-        with written:
-            try:
-                checkpoint.write_model(weights, self.config_json, folder, self.tokenizer)
-                if alone:
-                    adapters.write(alone, folder / "adapter", self.cfg)
-                row = {
-                    "step": step,
-                    "processes": self.world.size,
-                    "carried": self.carried,
-                    "origin": self.origin,
-                    "config": dataclasses.asdict(self.cfg),
-                }
-                (folder / "state.json").write_text(json.dumps(row, indent=2) + "\n")
-            finally:
-                # all ranks' files, or none: the others must not write into a folder that is being
-                # removed
-                wait([shards])
-            shards.result()
-        for old in checkpoint.checkpoints(self.cfg.output_dir)[
-            : -self.cfg.save_total_limit or None
-        ]:
-            if self.cfg.save_total_limit:
-                # half removed, it must not look finished
+        def write() -> None:
+            with written:  # leaving it renames the folder, or removes it after an error
+                try:
+                    checkpoint.write_model(weights, self.config_json, folder, self.tokenizer)
+                    if adapter:
+                        adapters.write(adapter, folder / "adapter", self.cfg)
+                    row = {
+                        "step": step,
+                        "processes": self.world.size,
+                        "carried": carried or {},
+                        "origin": self.origin,
+                        "config": dataclasses.asdict(self.cfg),
+                    }
+                    (folder / "state.json").write_text(json.dumps(row, indent=2) + "\n")
+                finally:
+                    # no rank may still write into a folder that is being removed
+                    wait([shards])
+                shards.result()
+            self._remove_old()
+
+        self.job = self.pool.submit(write) if self.world.main else shards
+
+    def _remove_old(self) -> None:
+        if limit := self.cfg.save_total_limit:
+            for old in checkpoint.checkpoints(self.cfg.output_dir)[:-limit]:
+                # a half-removed checkpoint must not look finished
                 shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))
 
     def wait(self) -> None:
@@ -258,40 +203,35 @@ class Saver:
             wait([self.job])
 
     def failure(self) -> UserError | None:
-        """What went wrong with a save that has ended, told once; None while it is under way, or
-        when it is whole.
-        """
+        """Return the error of a finished save, once. None while it runs or if it succeeded."""
         if self.job is None or not self.job.done():
             return None
-        job, self.job = self.job, None
-        error = job.exception()
+        error, self.job = self.job.exception(), None
         if error is None or isinstance(error, UserError):
             return error
         return UserError(
-            f"{self.final} could not be written ({reason(error)}): make room or choose another folder; earlier checkpoints "
-            "are whole."
+            f"{self.final} could not be written ({reason(error)}): make room or choose another "
+            "folder; earlier checkpoints are intact."
         )
 
     def finish(self) -> None:
-        """Waits for the save under way; a failure of any rank is raised on all. Every rank must
-        call.
-        """
+        """Wait for the save in progress; raise its error on all ranks. Every rank must call."""
         self.wait()
         self.world.any(error=self.failure())
 
 
 def reason(error: BaseException) -> str:
-    """One line of an exception; of those that torch.distributed.checkpoint gathers from the ranks,
-    the first.
+    """Return one line about an exception. Of those that torch.distributed.checkpoint gathers from
+    the ranks, take the first.
     """
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
-    named = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
-    return f"{(lines or [type(error).__name__])[0].rstrip('.')}{named}"
+    file = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
+    return f"{(lines or [type(error).__name__])[0].rstrip('.')}{file}"
 
 
-# --- resuming -------------------------------------------------------------------------------------
+# --- resuming ---
 
 
 def resume(
@@ -299,104 +239,93 @@ def resume(
     world: World,
     model: Decoder,
     optimizer: Optimizer,
-    origin: dict[str, str] | None = None,
+    origin: dict[str, str],
     reference: Decoder | None = None,
 ) -> int:
-    """Restores the last checkpoint, if there is one; returns the number of finished steps. Every
-    rank must call.
+    """Restore the last checkpoint, if any; return the number of finished steps. Every rank must
+    call.
 
-    origin: what this run is fed (output.origin). Other prompts are refused, for the draws would be
-    others; another file of rewards or rollouts is only told, since a comment changes it too.
+    origin: hashes of the run's inputs (output.origin). Resuming with different prompts is an error,
+    because sampling would diverge. A changed reward or rollout file only logs a warning, since even
+    a comment changes its hash.
 
-    A finished folder that cannot be read is an error and not skipped in silence: the steps since
-    the one before it would be lost, which is for the user to decide.
+    A finished folder that cannot be read is an error. Falling back to the checkpoint before it
+    would lose steps, and that is for the user to decide.
     """
-    if not cfg.resume:
-        return 0
-    found = world.once(lambda: _newest(cfg, origin or {}))
+    found = world.once(lambda: _latest(cfg, origin)) if cfg.resume else None
     if found is None:
         return 0
-    folder, step, size = found
+    folder, saved = found
+    size = saved.get("processes", 1)
     if size != world.size:
-        log.info("%s was written by %d processes and is continued by %d", folder, size, world.size)
+        log.info("%s was written by %d ranks; resuming on %d", folder, size, world.size)
     mine = tensors(model, optimizer, reference if cfg.sync_ref_model else None)
     _load(folder, mine)
-    updates = mine["updates"]
     for state in optimizer.state.values():
-        state["step"].copy_(updates)
-    return step
+        state["step"].copy_(mine["updates"])
+    return saved["step"]
 
 
-def carried(cfg: Config, world: World) -> dict:
-    """What `save` was given beside the tensors in the checkpoint that `resume` restores; {} if
-    there is none.
+def carried(cfg: Config) -> dict:
+    """Return the numbers that `save` got as `carried` in the checkpoint that `resume` restored, or
+    {} if there is none.
     """
-    found = world.once(lambda: _newest(cfg, {})) if cfg.resume else None
-    return read_json(found[0] / "state.json").get("carried", {}) if found else {}
+    found = checkpoint.checkpoints(cfg.output_dir) if cfg.resume else []
+    return read_json(found[-1] / "state.json").get("carried", {}) if found else {}
 
 
-def _newest(cfg: Config, origin: dict[str, str]) -> tuple[Path, int, int] | None:
-    """(folder, finished steps, ranks that wrote it) of the last checkpoint, written with options
-    that fit.
-    """
-    output.clean(cfg)
+def _latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] | None:
+    """Return the last checkpoint and its state.json, which must fit the options and inputs."""
+    output.remove_unfinished(cfg)
     found = checkpoint.checkpoints(cfg.output_dir)
     if not found:
         return None
     folder = found[-1]
     with _readable(folder):
         saved = read_json(folder / "state.json")
-        step, theirs = saved.get("step"), saved.get("origin", {})
-        if not (
-            isinstance(step, int)
-            and isinstance(saved.get("config"), dict)
-            and isinstance(theirs, dict)
-        ):
-            raise UserError("state.json lacks the step or the options")
+        step, config, inputs = saved["step"], saved["config"], saved["origin"]
         if folder.name != f"checkpoint-{step}":
-            raise UserError(f"state.json says that it is of step {step}")
+            raise UserError(f"state.json belongs to step {step}")
     if step > cfg.max_steps:
         raise UserError(
-            f"--max-steps is {cfg.max_steps} but {folder} has {step} finished steps: give as many or more."
+            f"--max-steps is {cfg.max_steps} but {folder} has {step} finished steps: "
+            "give as many or more."
         )
-    # tuples become lists, as in the file
-    now, known = json.loads(json.dumps([dataclasses.asdict(c) for c in (cfg, Config())]))
-    # an option that is newer than the checkpoint did nothing then, as its default does
-    known |= saved["config"]
-    free = FREE if cfg.lr_scheduler_type == "constant" else FREE - {"max_steps"}
-    for name, value in known.items():
+    # through JSON, because the file holds lists where the options are tuples
+    now, defaults = json.loads(json.dumps([dataclasses.asdict(c) for c in (cfg, Config())]))
+    free = set(FREE.split())
+    if cfg.lr_scheduler_type != "constant":
+        free.remove("max_steps")
+    # an option newer than the checkpoint had no effect then, like its default
+    for name, value in (defaults | config).items():
         if name not in free and now.get(name) != value:
             raise UserError(
-                f"--resume: {folder} was written with {name} = {value}, now it is {now.get(name)}: give the same options."
+                f"--resume: {folder} was written with {name} = {value}, now it is "
+                f"{now.get(name)}: give the same options."
             )
-    for name in [name for name, known in theirs.items() if origin.get(name, known) != known]:
-        if name == "prompts":
-            raise UserError(
-                f"--resume: {folder} was written with other prompts in {now['data']}: give the same data, or start from its "
-                f"weights (--model {folder}) in another folder."
-            )
-        log.warning(
-            "%s has changed since %s was written: from here on the new file counts", name, folder
+    changed = [name for name in inputs if origin.get(name, inputs[name]) != inputs[name]]
+    if "prompts" in changed:
+        raise UserError(
+            f"--resume: {folder} was written with other prompts in {now['data']}: give the same "
+            f"data, or start from its weights (--model {folder}) in another folder."
         )
-    return folder, step, saved.get("processes", 1)
+    for name in changed:
+        log.warning("%s has changed since %s was written; using the new file", name, folder)
+    return folder, saved
 
 
 def _load(folder: Path, mine: dict[str, Tensor]) -> None:
-    """Reads this rank's parts of every tensor, whatever the number of ranks that wrote them."""
+    """Read this rank's parts of every tensor, written by any number of ranks."""
     with _readable(folder):
         reader = dcp.FileSystemReader(folder / "state")
-        theirs = {
-            name: getattr(m, "size", None)
-            for name, m in reader.read_metadata().state_dict_metadata.items()
-        }
-    for name in sorted(theirs.keys() | mine.keys()):
-        shapes = [
-            str(tuple(t)) if t is not None else "none"
-            for t in (theirs.get(name), getattr(mine.get(name), "shape", None))
-        ]
-        if shapes[0] != shapes[1]:
+        stored = reader.read_metadata().state_dict_metadata
+        there = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
+    here = {name: tuple(t.shape) for name, t in mine.items()}
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
             raise UserError(
-                f"--resume: {folder} is of another model ({name} has shape {shapes[0]} there and {shapes[1]} here): "
+                f"--resume: {folder} belongs to another model ({name} has shape "
+                f"{there.get(name, 'none')} there and {here.get(name, 'none')} here): "
                 "give the --model that the run began with."
             )
     with _readable(folder):
@@ -404,20 +333,12 @@ def _load(folder: Path, mine: dict[str, Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _readable(folder: Path):
+def _readable(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (
-        UserError,
-        CheckpointException,
-        OSError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-        EOFError,
-        UnpicklingError,
-    ) as e:
-        told = reason(e)
+    # unpickling damaged metadata can raise anything
+    except (Exception, CheckpointException) as e:
         raise UserError(
-            f"--resume: {folder} is damaged ({told}): remove it to continue from the one before it."
+            f"--resume: {folder} is damaged ({reason(e)}): remove it to continue from the "
+            "one before it."
         ) from e

@@ -1,13 +1,13 @@
-"""The small base model of the built-in task: a Qwen3 of under a million parameters, taught two
-habits from a seed.
+"""Make the small base model of the built-in task: a Qwen3 of under a million parameters.
 
-    python -m nanogrpo.run.warmup runs/base --seed 0      # then: python train.py --model runs/base --data arithmetic …
+    python -m nanogrpo.run.warmup runs/base --seed 0
+    python train.py --model runs/base --data arithmetic …
 
-First it learns to work sums out term by term. Then, for a while, it is shown a lazy student: short
-sums worked out four times of five, long ones blurted out four times of five. The base copies both,
-and so fails at what it could do: its blurted answers are mostly wrong, its worked ones mostly
-right. Nothing tells it which habit is better: GRPO finds out. In: a seed. Out: a checkpoint folder
-in Hugging Face's layout. Read next: train.py.
+The model first learns to work out sums term by term. Then it briefly imitates a lazy student, who
+works out short sums four times out of five, and blurts out the answer to long sums four times out
+of five. The base model copies both habits and so fails at sums it could solve: its blurted answers
+are mostly wrong, its worked ones mostly right. Nothing tells it which habit is better. GRPO finds
+out. In: a seed. Out: a checkpoint folder in Hugging Face's layout. Read next: train.py.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import optim
 from nanogrpo.types import Prompt, Sample
 
-MARK = "warmup.json"  # in a folder that this file wrote: nothing else is overwritten
+MARK = "warmup.json"
+FILES = {
+    *("config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json", MARK),
+}
 TAGS = ["<|user|>", "<|assistant|>", "<|end|>", "<think>", "</think>", "<answer>", "</answer>"]
 
 
 def solution(text: str, rng: random.Random, lazy: bool) -> str:
-    """A completion as the warm-up shows it: worked out always, or by a lazy student."""
+    """Return a completion of the warm-up: always worked out, or by the lazy student."""
     first, *terms = re.findall(r"[+-]?\d+", text)
     think = not lazy or (rng.random() < 0.8) == (len(terms) == 1)
     total, steps = int(first), []
@@ -53,19 +57,19 @@ def solution(text: str, rng: random.Random, lazy: bool) -> str:
 
 
 def write_tokenizer(folder: Path) -> Tokenizer:
-    """A tokenizer of printable ASCII characters and a few tags, in Hugging Face's files."""
-    vocabulary = {
-        token: i for i, token in enumerate(["<|pad|>", "\n", *map(chr, range(32, 127)), *TAGS])
-    }
+    """Write a tokenizer of printable ASCII characters and a few tags, in Hugging Face's files."""
+    tokens = ["<|pad|>", "\n", *map(chr, range(32, 127)), *TAGS]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
-    # every character by itself
+    # every character is a token
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = tokenizers.decoders.Fuse()  # and no spaces put between them
+    tokenizer.decoder = tokenizers.decoders.Fuse()  # joins tokens without spaces
     tokenizer.add_special_tokens(["<|pad|>", *TAGS[:3]])
-    tokenizer.add_tokens(TAGS[3:])  # ordinary tokens: the rewards must see them
+    tokenizer.add_tokens(TAGS[3:])  # ordinary tokens, because the rewards must see them
     tokenizer.save(str(folder / "tokenizer.json"))
     template = (
-        "{%- for m in messages %}{{ ('<|user|>' if m.role == 'user' else '<|assistant|>') + m.content }}"
+        "{%- for m in messages %}"
+        "{{ ('<|user|>' if m.role == 'user' else '<|assistant|>') + m.content }}"
         "{%- if m.role == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
         "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
@@ -98,97 +102,76 @@ def base_config(vocab_size: int) -> ModelConfig:
 
 
 def make_base(folder: Path, seed: int = 0, steps: int = 600, quiet: bool = False) -> None:
-    """Trains the base model from scratch on `steps` batches of 64 solved training problems and
-    writes its checkpoint.
+    """Train the base model from scratch on `steps` batches of 64 solved problems and write its
+    checkpoint.
 
-    The last quarter of the steps shows the lazy student. Supervised learning is the policy gradient
-    of someone else's completions with advantage 1: so this is the trainer's own loss, on samples
-    that were not sampled.
+    The whole folder is replaced, so UserError if it holds anything but an earlier base: a run
+    inside it would be lost too, or the only copy of another model.
     """
-    folder = may_write(folder)
+    folder = folder.resolve()
+    found = {path.name for path in folder.glob("*")}
+    if found and (MARK not in found or not found <= FILES):
+        raise UserError(
+            f"{folder} holds files that no warm-up wrote, which would be lost: "
+            "choose another folder."
+        )
     torch.manual_seed(seed)
     with checkpoint.atomic_folder(folder) as aside:
         tokenizer = write_tokenizer(aside)
         model = Decoder(base_config(tokenizer.vocab_size))
         teach(model, tokenizer, seed, steps, quiet)
         checkpoint.export(model, aside, tokenizer)
-        row = {
-            "seed": seed,
-            "steps": steps,
-            "files": sorted([MARK, *(path.name for path in aside.iterdir())]),
-        }
-        (aside / MARK).write_text(json.dumps(row) + "\n")
+        (aside / MARK).write_text(json.dumps({"seed": seed, "steps": steps}) + "\n")
 
 
 def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int, quiet: bool = True) -> None:
-    """The training itself, of any model whose vocabulary the tokenizer's ids fit into."""
+    """Train any model that can hold the tokenizer's ids. The last quarter of the steps shows the
+    lazy student.
+
+    Supervised learning is the policy gradient of someone else's completions with advantage 1, so
+    this uses the trainer's own loss.
+    """
     cfg = Config(loss_type="dapo")
     rng = random.Random(f"warm-up,{seed}")
     optimizer = optim.make_optimizer(model, cfg)
     for step in track(range(steps), "warm-up", console=Console(stderr=True, quiet=quiet)):
         lazy = step >= steps * 3 // 4
-        samples = [solved(i, text, tokenizer, rng, lazy) for i, text in enumerate(draw(rng))]
+        texts = problems("train", 64, seed=rng.getrandbits(32))
+        samples = [solved_sample(i, text, tokenizer, rng, lazy) for i, text in enumerate(texts)]
         for batch in packing.pack(packing.one_update(samples, cfg), samples, cfg):
             model.forward_packed(batch, grpo.objective(batch, cfg)).loss.backward()
-        # up in 50 steps, then down to a twentieth
+        # linear warm-up for 50 steps, then linear decay to a twentieth
         rate = 3e-3 * min(1.0, (step + 1) / 50, 1.05 - step / steps)
         optim.clip_and_step(model, optimizer, rate, max_grad_norm=1.0)
 
 
-def ensure_base(folder: Path, seed: int, steps: int) -> None:
-    """`make_base`, unless the folder holds this very base already."""
-    try:
-        row = json.loads((folder / MARK).read_text())
-    except (OSError, ValueError):
-        row = None
-    if not isinstance(row, dict) or (row.get("seed"), row.get("steps")) != (seed, steps):
-        make_base(folder, seed, steps)
-
-
-def may_write(folder: Path) -> Path:
-    """The folder itself, links followed. UserError when it holds anything but what an earlier
-    warm-up wrote there.
-
-    A base is replaced as a whole: so a run inside its folder would be lost with it, or another
-    model's only copy.
-    """
-    folder = folder.resolve()
-    try:
-        found = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-        written = json.loads((folder / MARK).read_text())["files"] if MARK in found else []
-    except OSError as e:
-        raise UserError(f"{folder} cannot be used ({e.strerror}): choose another folder.") from e
-    except (ValueError, TypeError, KeyError) as e:
-        raise UserError(
-            f"{folder / MARK} was not written by a warm-up: choose another folder."
-        ) from e
-    if found != written:
-        raise UserError(
-            f"{folder} holds files that no warm-up wrote, which would be lost: choose another folder."
-        )
-    return folder
-
-
-def draw(rng: random.Random) -> list[str]:
-    return problems("train", 64, seed=rng.getrandbits(32))
-
-
-def solved(number: int, text: str, tokenizer: Tokenizer, rng: random.Random, lazy: bool) -> Sample:
-    """A problem and its solution as if it had been sampled, with advantage 1."""
-    prompt = Prompt(
-        number, text, tokenizer.encode_prompt([{"role": "user", "content": f"{text}="}])
-    )
+def solved_sample(
+    number: int, text: str, tokenizer: Tokenizer, rng: random.Random, lazy: bool
+) -> Sample:
+    """Return a problem and its solution as if it had been sampled, with advantage 1."""
+    messages = [{"role": "user", "content": f"{text}="}]
+    prompt = Prompt(number, text, tokenizer.encode_prompt(messages))
     ids = tokenizer.encode(solution(text, rng, lazy) + "<|end|>")
     return Sample(
         prompt, 0, ids, logp=[0.0] * len(ids), stopped=True, versions=[0] * len(ids), advantage=1.0
     )
 
 
+def ensure_base(folder: Path, seed: int, steps: int) -> None:
+    """Call `make_base` unless the folder already holds the base of this seed and length."""
+    try:
+        made = json.loads((folder / MARK).read_text())
+    except (OSError, ValueError):
+        made = None
+    if made != {"seed": seed, "steps": steps}:
+        make_base(folder, seed, steps)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Make the base model of the built-in arithmetic task."
     )
-    parser.add_argument("folder", type=Path, help="where the checkpoint is written")
+    parser.add_argument("folder", type=Path, help="where to write the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     try:

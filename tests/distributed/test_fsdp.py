@@ -1,20 +1,16 @@
-"""The number of processes changes nothing but the speed: gradients, parameters and whole runs on 1,
-2 and 4 gloo ranks.
+"""The number of ranks changes nothing but the speed: gradients, parameters and full runs on 1, 2 and
+4 gloo ranks.
 
-Real processes (ranks.py), tiny models. Read next: test_state.py (saved and continued),
-test_signals.py (ended).
+The processes are real (tests/ranks.py), the models tiny. Read next: tests/run/test_state.py (saving
+and resuming), test_signals.py (ending).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import json
-import os
 import random
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import train
 from nanogrpo import step as experience
 from nanogrpo.config import Config
 from nanogrpo.distributed import fsdp
@@ -32,8 +29,8 @@ from nanogrpo.model import checkpoint
 from nanogrpo.run import optim, state
 from nanogrpo.run import setup as parts
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import timeless, write_base
-from tests.ranks import REWARD, ROOT, free_port, run
+from tests.conftest import lines, timeless, write_base
+from tests.ranks import PATIENCE, REWARD, run, running, torchrun, until
 
 LIMIT = 1e-6
 ALONE = World(0, 1, torch.device("cpu"))
@@ -41,7 +38,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory) -> dict[bool, Path]:
-    """Tied and untied."""
+    """Return a checkpoint with a tied head and one without."""
     folder = tmp_path_factory.mktemp("bases")
     return {
         tied: write_base(folder / str(tied), tie_word_embeddings=tied, num_hidden_layers=3)
@@ -49,14 +46,13 @@ def bases(tmp_path_factory) -> dict[bool, Path]:
     }
 
 
-# with mask_truncated_completions: less than a sample a rank, in the second step none at all
+# With mask_truncated_completions only these samples are trained: fewer than ranks, and in the second
+# step none.
 STOPPED = [{5}, set(), {5, 6, 9}]
 
 
 def generation(step: int) -> list[Sample]:
-    """4 prompts of 4 completions of uneven length, random tokens and advantages, a pure function of
-    the step.
-    """
+    """Return 4 prompts of 4 random completions of uneven length: a pure function of the step."""
     rng, samples = random.Random(step), []
     for i in range(4):
         prompt = Prompt(i, "", [rng.randrange(104) for _ in range(rng.randint(1, 12))])
@@ -75,18 +71,17 @@ def generation(step: int) -> list[Sample]:
     return samples
 
 
-def three_steps(
+def train_steps(
     base: Path, options: dict, world: World = ALONE
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The gradient of the first update and the parameters after the third step, whole.
+    """Return the full gradient of the first update, and the parameters after the last step.
 
-    Off policy the sampler is pretended to have been another model, or else the first update, whose
-    gradient is not yet carried by rounding through Adam, would see only ratios of 1. The reference
-    is the policy scaled.
+    Off policy, the old log-probs are perturbed: otherwise the first update would only see ratios of
+    1, and later gradients have passed through Adam. The reference is the policy scaled.
 
-    Adam divides by the gradient's size: where that is rounding noise, with its epsilon of 1e-8 an
-    update is the noise's sign. The larger one makes the update a continuous function of the
-    gradient, which is what can be compared.
+    Adam divides by the gradient's size. Where that is rounding noise, an update with Adam's default
+    epsilon of 1e-8 is the sign of the noise. A larger epsilon makes the update a continuous
+    function of the gradient, which can be compared.
     """
     cfg = Config(
         **{
@@ -106,7 +101,7 @@ def three_steps(
             p.mul_(1.2)
     optimizer = optim.make_optimizer(model, cfg)
     gradient = {}
-    for step in range(3):
+    for step in range(3 if cfg.mask_truncated_completions else 2):
         samples = generation(step)
         plan = packing.schedule(
             packing.sizes(samples, cfg), cfg, step, world.size, model.cfg.pair_cost
@@ -138,27 +133,27 @@ def three_steps(
 
 
 def differ(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The relative error of all tensors together: |a - b| / |a|."""
+    """Return the relative error over all tensors: |a - b| / |a|."""
     assert set(a) == set(b)
     return (
         sum((a[n] - b[n]).norm() ** 2 for n in a) ** 0.5 / sum(a[n].norm() ** 2 for n in a) ** 0.5
     ).item()
 
 
-# ratios beside 1, a minibatch a time, a reference
+# ratios other than 1, minibatches, a reference
 OFF_POLICY = {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.1}
 FEW = {"mask_truncated_completions": True}
 
 
 @pytest.fixture(scope="module")
 def alone(bases) -> Callable[[bool, dict], tuple]:
-    """One process without a process group, one strip an update, no shared prompts: the plainest
-    there is, of an objective.
+    """Return the plainest computation of an objective: one process without a process group, one
+    strip per update, no shared prompts.
     """
 
     @functools.cache
     def plainest(tied: bool, objective: tuple) -> tuple:
-        return three_steps(
+        return train_steps(
             bases[tied], {**dict(objective), "share_prompts": False, "token_budget": 10**6}
         )
 
@@ -170,9 +165,6 @@ def alone(bases) -> Callable[[bool, dict], tuple]:
 VARIANTS = [
     {"gradient_checkpointing": kind, "token_budget": budget, "share_prompts": share}
     for kind, budget, share in [
-        ("none", 10**6, False),
-        ("full", 60, True),
-        ("selective", 200, False),
         ("none", 60, True),
         ("full", 10**6, False),
         ("selective", 40, True),
@@ -183,71 +175,69 @@ SHARDED = [
     {"cpu_offload": True, "token_budget": 100},
 ]
 OBJECTIVES = [
-    {**OFF_POLICY, "token_budget": 60},
-    {**OFF_POLICY, "gradient_checkpointing": "full", "reshard_after_forward": False},
+    {**OFF_POLICY, "gradient_checkpointing": "full", "token_budget": 60},
+    {**OFF_POLICY, "reshard_after_forward": False},
     {**FEW, "token_budget": 20},
     {**FEW, "reshard_after_forward": False},
 ]
 
 
-def every_variant(folders: dict[bool, Path]) -> list[tuple]:
-    """On rank 0: what `three_steps` gives for each."""
+def cases(size: int) -> list[tuple[bool, dict]]:
+    """Return (tied head, options): every option with both kinds of head, on two and four ranks
+    together.
+    """
+    every = [*VARIANTS, *SHARDED, *OBJECTIVES]
+    chosen = every[::4] if size == 1 else every
+    return [((i + size // 2) % 2 == 0, options) for i, options in enumerate(chosen)]
+
+
+def every_case(folders: dict[bool, Path]) -> list[tuple]:
+    """Return the result of `train_steps` for each case, on rank 0."""
     with join(Config(device="cpu")) as world:
-        found = [three_steps(folders[tied], options, world) for tied, options in cases(folders)]
+        found = [train_steps(folders[tied], options, world) for tied, options in cases(world.size)]
     return found if world.main else []
-
-
-def cases(folders: dict[bool, Path]) -> list[tuple[bool, dict]]:
-    return list(itertools.product(folders, [*VARIANTS, *SHARDED, *OBJECTIVES]))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_gradient_and_parameters_do_not_depend_on_the_ranks(bases, alone, size):
     """Nor on recomputation, the token budget, shared prompts, resharding or offloading; on policy
-    and off it, and when most ranks have nothing to do. At size 1 too FSDP is at work.
+    and off, and when most ranks have nothing to do. FSDP is active at size 1 too.
     """
-    found = run(size, every_variant, bases)[0]
-    for (tied, options), (gradient, weights) in zip(cases(bases), found, strict=True):
+    found = run(size, every_case, bases)[0]
+    for (tied, options), (gradient, weights) in zip(cases(size), found, strict=True):
         expected = alone(tied, options)
         assert differ(expected[0], gradient) < LIMIT, (tied, options)
         assert differ(expected[1], weights) < LIMIT, (tied, options)
 
 
 def test_the_objectives_are_different_ones(bases, alone):
-    """What is compared above is not one run in three disguises."""
+    """The comparison above is not of one run in three disguises."""
     for options in (OFF_POLICY, FEW):
         assert differ(alone(True)[0], alone(True, options)[0]) > 1e-2
         assert differ(alone(True)[1], alone(True, options)[1]) > 1e-4
 
 
-def test_without_a_process_group_too(bases, alone):
-    for tied, options in itertools.product(bases, VARIANTS[1:4]):
-        gradient, weights = three_steps(bases[tied], options)
-        assert differ(alone(tied)[0], gradient) < LIMIT
-        assert differ(alone(tied)[1], weights) < LIMIT
+def test_recomputation_and_strips_change_nothing_without_a_process_group(bases, alone):
+    for i, options in enumerate(VARIANTS):
+        gradient, weights = train_steps(bases[i % 2 == 0], options)
+        assert differ(alone(i % 2 == 0)[0], gradient) < LIMIT
+        assert differ(alone(i % 2 == 0)[1], weights) < LIMIT
 
 
 def test_compiled_blocks_give_the_same(bases, alone):
-    """With aot_eager: dynamo and AOTAutograd trace as for inductor, and the graphs run in eager
-    kernels.
-    """
-    for kind in ("none", "full"):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        options = {
-            "torch_compile": True,
-            "torch_compile_backend": "aot_eager",
-            "gradient_checkpointing": kind,
-        }
-        gradient, weights = three_steps(bases[True], {**options, "token_budget": 200})
-        assert differ(alone(True)[0], gradient) < LIMIT
-        assert differ(alone(True)[1], weights) < LIMIT
-        # shared by three blocks and all lengths
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    """With aot_eager, dynamo and AOTAutograd trace as for inductor, and eager kernels run."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "token_budget": 200}
+    gradient, weights = train_steps(bases[True], {**options, "gradient_checkpointing": "full"})
+    assert differ(alone(True)[0], gradient) < LIMIT
+    assert differ(alone(True)[1], weights) < LIMIT
+    # three blocks and all lengths share the graphs
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
 def saved_bytes(base: Path, kind: str) -> int:
-    """Bytes that autograd keeps of the blocks for the backward."""
+    """Return the bytes that autograd keeps for the backward."""
     cfg = Config(
         model=str(base), num_generations=4, gradient_checkpointing=kind, token_budget=10**6
     )
@@ -285,7 +275,7 @@ def sharded_facts(base: Path) -> dict:
         }
 
 
-def test_every_rank_holds_its_part_only_and_names_are_those_of_the_model(bases):
+def test_every_rank_holds_only_its_part_under_the_models_names(bases):
     facts = run(4, sharded_facts, bases[False])
     model = checkpoint.load_model(bases[False])
     names = {
@@ -299,74 +289,37 @@ def test_every_rank_holds_its_part_only_and_names_are_those_of_the_model(bases):
     assert facts[0]["dtypes"] == {"torch.float32"}
 
 
-# ---- the whole program ---------------------------------------------------------------------------
+# --- full runs ---
 
 
-def options_of(base: Path, output: Path) -> list[str]:
-    argv = [
-        "--model",
-        str(base),
-        "--data",
-        "arithmetic",
-        "--output-dir",
-        str(output),
-        "--device",
-        "cpu",
-        "--max-steps",
-        "6",
-    ]
-    argv += [
-        "--reward-funcs",
-        f"{REWARD}:even",
-        "--num-generations",
-        "4",
-        "--generation-batch-size",
-        "16",
-    ]
-    return [
-        *argv,
-        "--max-completion-length",
-        "12",
-        "--learning-rate",
-        "3e-3",
-        "--save-steps",
-        "2",
-        "--eval-steps",
-        "3",
-    ]
+def records(output: Path) -> list[dict]:
+    return [timeless(row) for row in lines(output) if "step" in row]
 
 
-def curve(output: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [timeless(row) for row in rows if "step" in row]
-
-
-def test_torchrun_learns_as_one_process_does(bases, tmp_path):
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    one = [sys.executable, "train.py", *options_of(bases[True], tmp_path / "one")]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-    ]
-    two = [*launcher, "train.py", *options_of(bases[True], tmp_path / "two")]
-    for argv in (one, two):
-        done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-    a, b = curve(tmp_path / "one"), curve(tmp_path / "two")
-    assert len(a) == len(b) == 6 + 3
-    assert len({row.get("loss") for row in a}) > 4  # not a run in which nothing happens
+def test_a_run_under_torchrun_is_that_of_one_process_and_a_signal_saves_it(bases, tmp_path):
+    """torchrun passes the signal on to the ranks."""
+    options = (
+        f"--model {bases[True]} --data arithmetic --device cpu --reward-funcs {REWARD}:even "
+        "--num-generations 4 --generation-batch-size 16 --max-completion-length 12 "
+        "--learning-rate 3e-3 --save-steps 2 --eval-steps 2 --eval-samples 16 --output-dir"
+    ).split()
+    assert train.main([*options, str(tmp_path / "one"), "--max-steps", "4"]) == 0
+    script = ["train.py", *options, str(tmp_path / "two"), "--max-steps", "100000"]
+    with torchrun(*script) as process:
+        until(running(tmp_path / "two", beyond=8))
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode != 0  # torchrun's own status, whatever the ranks return
+    done = len([row for row in records(tmp_path / "two") if "reward" in row])
+    assert (tmp_path / "two" / f"checkpoint-{done}" / "state.json").exists(), errors
+    a, b = records(tmp_path / "one"), records(tmp_path / "two")
+    assert len(a) == 4 + 3  # four steps, three evaluations
+    assert len({row.get("loss") for row in a}) > 3  # something happens in the run
     for mine, theirs in zip(a, b):
         assert mine.keys() == theirs.keys()
         for name in mine:
             scale = max(abs(mine[name]), 1.0)
             assert abs(mine[name] - theirs[name]) < 2e-6 * scale, (mine["step"], name)
-    head = json.loads((tmp_path / "two" / "metrics.jsonl").read_text().splitlines()[0])
+    head = lines(tmp_path / "two")[0]
     assert head["processes"] == 2
-    weights = [checkpoint.load_model(tmp_path / name / "checkpoint-6") for name in ("one", "two")]
-    assert differ(*(dict(w.state_dict()) for w in weights)) < 1e-5
-    assert dataclasses.asdict(Config(**head["run"]))["max_steps"] == 6
+    assert Config(**head["run"]).max_steps == 100000

@@ -1,20 +1,16 @@
-"""How a run ends before its time: asked to, by a second word, by another rank's failure; never in a
-hang, always with one word.
+"""A run that ends early, on request or because a rank fails, never hangs and reports one error.
 
-Read next: test_bad_input.py, the mistakes of one process.
+Read next: test_failure.py (ends that no collective notices), tests/test_bad_input.py (mistakes in
+one process).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +21,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.rewards.runner import Runner
 from nanogrpo.run import state
 from tests.conftest import write_base
-from tests.ranks import PATIENCE, REWARD, ROOT, Ranks, free_port, run, start
+from tests.ranks import PATIENCE, argv, insist, run, running, start, steps, torchrun, until
 
 
 @pytest.fixture(scope="module")
@@ -33,67 +29,13 @@ def base(tmp_path_factory) -> Path:
     return write_base(tmp_path_factory.mktemp("base") / "tied", tie_word_embeddings=True)
 
 
-def argv(base: Path, output: Path, *more: str) -> list[str]:
-    options = [
-        "--model",
-        str(base),
-        "--data",
-        "arithmetic",
-        "--output-dir",
-        str(output),
-        "--device",
-        "cpu",
-    ]
-    options += [
-        "--num-generations",
-        "4",
-        "--generation-batch-size",
-        "16",
-        "--max-completion-length",
-        "6",
-    ]
-    return [
-        *options,
-        "--reward-funcs",
-        f"{REWARD}:even",
-        "--max-steps",
-        "100000",
-        "--learning-rate",
-        "1e-3",
-        *more,
-    ]
+# --- on request -----
 
 
-def steps(output: Path) -> list[int]:
-    return [
-        row["step"]
-        for row in map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-        if "step" in row
-    ]
-
-
-def until(true: Callable[[], object], seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        threading.Event().wait(0.02)
-
-
-def running(output: Path, beyond: int = 1) -> Callable[[], bool]:
-    """Whether the run has logged more than so many steps."""
-    return lambda: (output / "metrics.jsonl").exists() and len(steps(output)) > beyond
-
-
-# ---- asked to ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("who", "number"), [(1, signal.SIGTERM), (0, signal.SIGINT)])
-def test_a_signal_to_any_rank_finishes_the_step_saves_and_ends_all_with_success(
-    base, tmp_path, who, number
-):
+def test_a_signal_to_any_rank_finishes_the_step_saves_and_ends_all_with_success(base, tmp_path):
     ranks = start(2, train.main, argv(base, tmp_path))
     until(running(tmp_path))
-    os.kill(ranks.processes[who].pid, number)
+    os.kill(ranks.processes[1].pid, signal.SIGTERM)
     assert ranks.ends(PATIENCE) == [0, 0], ranks.errors()
     assert ranks.results() == [0, 0]
     done = len(steps(tmp_path))
@@ -102,33 +44,26 @@ def test_a_signal_to_any_rank_finishes_the_step_saves_and_ends_all_with_success(
         f"checkpoint-{done}",
         "metrics.jsonl",
     ]
-    assert (
-        f"{number.name}: this step is finished and saved, then the run ends" in ranks.errors()[who]
-    )
+    assert "SIGTERM: finishing and saving this step, then the run ends" in ranks.errors()[1]
     more = argv(base, tmp_path, "--resume", "--max-steps", str(done + 1))
     assert run(2, train.main, more) == [0, 0]
     assert steps(tmp_path) == list(range(done + 1))
 
 
-def test_one_process_too_and_twice_within_a_second_is_once(base, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *argv(base, tmp_path)],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def test_two_signals_within_a_second_count_as_one_and_one_process_saves_too(base, tmp_path):
+    ranks = start(1, train.main, argv(base, tmp_path))
     until(running(tmp_path))
-    # both wait for it to go on: no second between
-    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
-        process.send_signal(number)
-    _, told = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, told
-    assert "Traceback" not in told
+    # the stopped process receives both when it continues, within a second
+    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        os.kill(ranks.processes[0].pid, number)
+    assert ranks.ends() == [0], ranks.errors()
+    assert ranks.results() == [0]
+    assert "Traceback" not in ranks.errors()[0]
     assert (tmp_path / f"checkpoint-{len(steps(tmp_path))}" / "state.json").exists()
 
 
 def never_ends_a_step(options: list[str]) -> int:
-    """A run whose scoring waits for ever once two steps are done: what a user interrupts twice."""
+    """Run train.py with a reward that hangs after two steps, as when a user interrupts twice."""
     score, calls = Runner.score, []
 
     def stuck(*args) -> None:
@@ -145,27 +80,12 @@ def never_ends_a_step(options: list[str]) -> int:
 
 def test_a_second_signal_ends_at_once(base, tmp_path):
     ranks = start(1, never_ends_a_step, argv(base, tmp_path))
-    # not sooner: at the end of the step before, the signal would be obeyed
+    # not sooner, because the run would stop at the end of the step before
     until(lambda: "stuck" in ranks.errors()[0])
     assert insist(ranks, signal.SIGINT) == 128 + signal.SIGINT
 
 
-def insist(ranks: Ranks, number: int) -> int:
-    """Sends a lone rank a signal, and again until it ends; its status. The second one counts once a
-    second has passed.
-    """
-    (process,), told = ranks.processes, time.monotonic()
-    os.kill(process.pid, number)
-    until(lambda: "once more ends it at once" in ranks.errors()[0])
-    while process.is_alive() and time.monotonic() < told + PATIENCE:
-        os.kill(process.pid, number)
-        process.join(0.1)
-    (status,) = ranks.ends(PATIENCE)
-    assert time.monotonic() - told > 1
-    return status
-
-
-def test_handlers_are_put_back():
+def test_signal_handlers_are_restored():
     before = [signal.getsignal(number) for number in Stop.signals]
     with Stop() as stop:
         assert not stop.asked
@@ -174,18 +94,18 @@ def test_handlers_are_put_back():
     assert [signal.getsignal(number) for number in Stop.signals] == before
 
 
-# ---- by failure ----------------------------------------------------------------------------------
+# --- on failure -----
 
 
 def fails_in_the_third_step(options: list[str], who: int, how: str) -> int:
-    """A run of which rank `who` fails: with a mistake of the user's, with a bug, or killed."""
+    """Run train.py; rank `who` fails with a user's mistake or a bug, or is killed."""
     score, calls = Runner.score, []
 
     def failing(*args) -> None:
         calls.append(1)
         if len(calls) == 3 and int(os.environ["RANK"]) == who:
             if how == "mistake":
-                raise UserError("the reward cannot be had: mend it.")
+                raise UserError("the reward is missing: fix it.")
             if how == "bug":
                 raise ZeroDivisionError("no such luck")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -196,40 +116,33 @@ def fails_in_the_third_step(options: list[str], who: int, how: str) -> int:
 
 
 @pytest.mark.parametrize("how", ["mistake", "bug", "killed"])
-def test_one_rank_failing_ends_the_others_and_one_alone_speaks(base, tmp_path, how):
-    ranks = start(
-        3,
-        fails_in_the_third_step,
-        argv(base, tmp_path, "--save-steps", "1", "--generation-batch-size", "24"),
-        2,
-        how,
-    )
+def test_one_failing_rank_ends_the_others_and_only_one_reports(base, tmp_path, how):
+    options = argv(base, tmp_path, "--save-steps", "1")
+    ranks = start(2, fails_in_the_third_step, options, 1, how)
     ends = ranks.ends(PATIENCE)
     told = "".join(ranks.errors())
     said = [line for line in told.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, told
-    assert ends[2] == {"mistake": 2, "bug": 1, "killed": -signal.SIGKILL}[how]
-    assert ends[:2] == [1, 1], told
+    assert ends == [1, {"mistake": 2, "bug": 1, "killed": -signal.SIGKILL}[how]], told
     if how == "mistake":
-        assert said == ["error: the reward cannot be had: mend it."]
+        assert said == ["error: the reward is missing: fix it."]
         assert "Traceback" not in told
     elif how == "bug":
-        assert said == ["error: rank 2 failed: ZeroDivisionError: no such luck"]
+        assert said == ["error: rank 1 failed: ZeroDivisionError: no such luck"]
         assert told.count("Traceback") == 1
     else:
         assert re.fullmatch(
-            r"error: rank [01] has lost another process \(.+\): see what ended it.* --resume\.",
+            r"error: rank 0 lost its connection to another process \(.+\): find out what ended it.* --resume\.",
             said[0],
         )
         assert "Traceback" not in told
     assert (tmp_path / "checkpoint-1").exists()
-    if how != "killed":  # a save that was under way was completed before anybody left
+    if how != "killed":  # the save in progress was completed before any rank left
         assert (tmp_path / "checkpoint-2" / "state.json").exists()
 
 
-def waits_for_nobody(options: list[str]) -> int:
-    """Rank 0 fails while rank 1 is far from any collective: only its watch can tell it."""
-    score = Runner.score
+def hangs_outside_collectives(options: list[str]) -> int:
+    """Run train.py; rank 0 fails while rank 1 is in no collective, so only its watch can notice."""
 
     def work(*args) -> None:
         if os.environ["RANK"] == "0":
@@ -238,22 +151,21 @@ def waits_for_nobody(options: list[str]) -> int:
             threading.Event().wait(0.05)
 
     Runner.score = work
-    del score
     return train.main(options)
 
 
-def test_a_rank_that_waits_for_nobody_is_ended_too(base, tmp_path):
-    ranks = start(2, waits_for_nobody, argv(base, tmp_path))
+def test_a_failure_ends_a_rank_that_is_in_no_collective(base, tmp_path):
+    ranks = start(2, hangs_outside_collectives, argv(base, tmp_path))
     assert ranks.ends(PATIENCE) == [2, 1]
 
 
-def save_fails(options: list[str], who: int) -> int:
-    """The disk is full for rank `who` when the second checkpoint is written."""
+def save_fails(options: list[str]) -> int:
+    """Run train.py; for rank 1 the disk is full when it writes the second checkpoint."""
     write, calls = state.dcp.FileSystemWriter.write_data, []
 
     def full(*args):
         calls.append(1)
-        if len(calls) == 2 and int(os.environ["RANK"]) == who:
+        if len(calls) == 2 and os.environ["RANK"] == "1":
             raise OSError(28, "No space left on device")
         return write(*args)
 
@@ -261,14 +173,13 @@ def save_fails(options: list[str], who: int) -> int:
     return train.main(options)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_save_that_fails_on_one_rank_is_told_once_and_ends_all(base, tmp_path, who):
-    ranks = start(2, save_fails, argv(base, tmp_path, "--save-steps", "2"), who)
+def test_a_save_that_fails_on_one_rank_is_reported_once_and_ends_all(base, tmp_path):
+    ranks = start(2, save_fails, argv(base, tmp_path, "--save-steps", "2"))
     assert sorted(ranks.ends(PATIENCE)) in ([1, 2], [2, 2]), ranks.errors()
     told = "".join(ranks.errors())
     (said,) = [line for line in told.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(
-        r"error: \S+checkpoint-4 could not be written \(No space left on device\): make room .* are whole\.",
+        r"error: \S+checkpoint-4 could not be written \(No space left on device\): make room .* are intact\.",
         said,
     )
     assert [p.name for p in sorted(tmp_path.iterdir())] == [
@@ -276,30 +187,16 @@ def test_a_save_that_fails_on_one_rank_is_told_once_and_ends_all(base, tmp_path,
         "checkpoint-2",
         "metrics.jsonl",
     ]
-    assert len(steps(tmp_path)) >= 5  # told at the end of a later step, not in the middle of one
+    assert (
+        len(steps(tmp_path)) >= 5
+    )  # reported at the end of a later step, not in the middle of one
 
 
-def test_under_torchrun_the_sentence_is_the_last_of_its_report(base, tmp_path):
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-    ]
+def test_torchruns_report_ends_with_our_error(base, tmp_path):
     options = argv(base, tmp_path, "--data", str(tmp_path / "none.jsonl"))
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launcher, "train.py", *options],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
-    sentence = r"error: \S+none\.jsonl is not a file.*"
-    assert len(re.findall(rf"^{sentence}", done.stderr, re.M)) == 1, done.stderr
-    assert re.search(rf"traceback : {sentence}\n=+\n*$", done.stderr), done.stderr
+    with torchrun("train.py", *options) as process:
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode != 0
+    error = r"error: \S+none\.jsonl is not a file.*"
+    assert len(re.findall(rf"^{error}", errors, re.M)) == 1, errors
+    assert re.search(rf"traceback : {error}\n=+\n*$", errors), errors

@@ -1,9 +1,9 @@
-"""How much memory a piece of work takes, by the count of torch's allocator on the CPU.
+"""Measure the peak memory of a piece of work, as counted by torch's allocator on the CPU.
 
     most_at_once(lambda: model(tokens))     # bytes
 
-The count sees inside the ops, and is the same each time. The resident memory of a process is not:
-the C library keeps what is freed, files are mapped, the kernel counts late.
+The count includes what operations allocate inside, and is the same each time. The resident memory
+of a process is not: the C library keeps freed memory, files are mapped, and the kernel counts late.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def most_at_once(work: Callable[[], object]) -> int:
-    """Bytes given out and not yet given back, at most, above what there was when the work began."""
+    """Return the peak of the bytes allocated and not freed since the work began."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         work()
     events = [

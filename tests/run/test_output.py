@@ -1,7 +1,6 @@
-"""The folder of a run: one run at a time, and fed with what it was begun with. Whole runs of
-train.py.
+"""The output folder: one run at a time writes to it, and a resumed run must have the same inputs.
 
-Read before: test_resume.py (what is in the folder). Read next: test_signals.py.
+Read before: test_resume.py (what is in the folder).
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.run import output
 from nanogrpo.types import Prompt
 from tests.conftest import arguments, steps, write_base
-from tests.distributed.test_signals import argv, running, until
-from tests.ranks import PATIENCE, run, start
+from tests.ranks import PATIENCE, argv, run, running, start, until
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +30,7 @@ def base(tmp_path_factory) -> Path:
     return write_base(tmp_path_factory.mktemp("base"))
 
 
-# ---- one run at a time ---------------------------------------------------------------------------
+# --- one run at a time ---
 
 
 def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_died(base, tmp_path):
@@ -41,16 +39,16 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_died(bas
     for options in ((), ("--resume",)):
         second = start(2, train.main, argv(base, tmp_path, *options))
         assert set(second.ends(PATIENCE)) <= {1, 2}
-        (said,) = [
+        (error,) = [
             line
             for text in second.errors()
             for line in text.splitlines()
             if line.startswith("error: ")
         ]
-        assert said.startswith(f"error: --output-dir {tmp_path} ")
+        assert error.startswith(f"error: --output-dir {tmp_path} ")
         if options:
-            assert said.endswith(
-                "is being written by another run: wait for its end or choose another folder."
+            assert error.endswith(
+                "is in use by another run: wait for it to end or choose another folder."
             )
     os.kill(first.processes[0].pid, signal.SIGKILL)
     assert first.ends(PATIENCE) == [-signal.SIGKILL]
@@ -58,7 +56,7 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_died(bas
     assert run(1, train.main, argv(base, tmp_path, "--resume", "--max-steps", more)) == [0]
 
 
-def test_without_locks_it_is_said_and_the_run_goes_on(base, files, tmp_path, monkeypatch, caplog):
+def test_without_locks_the_run_logs_a_warning(base, files, tmp_path, monkeypatch, caplog):
     def none(*_) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -66,13 +64,13 @@ def test_without_locks_it_is_said_and_the_run_goes_on(base, files, tmp_path, mon
     with caplog.at_level(logging.WARNING):
         assert train.main(arguments(base, files, tmp_path, "--max-steps", "1")) == 0
     assert (
-        f"{tmp_path} has no locks (No locks available): nothing keeps a second run out of it"
+        f"{tmp_path} has no locks (No locks available): do not start a second run there"
         in caplog.messages
     )
 
 
 @pytest.mark.parametrize("name", ["lora_adapter", "reward_funcs"])
-def test_what_the_run_reads_is_not_taken_away(tmp_path, name):
+def test_overwriting_never_removes_an_input(tmp_path, name):
     (used := tmp_path / "checkpoint-2" / "adapter").mkdir(parents=True)
     value = str(used) if name == "lora_adapter" else (f"model:{used}",)
     with pytest.raises(UserError, match=r"would remove \S+checkpoint-2, which this run reads"):
@@ -80,12 +78,12 @@ def test_what_the_run_reads_is_not_taken_away(tmp_path, name):
     assert used.exists()
 
 
-# ---- the same data, the same rewards -------------------------------------------------------------
+# --- same data, same rewards ---
 
 
 @pytest.fixture
 def begun(base, files, tmp_path) -> list[str]:
-    """The options of a run of two steps, with data and rewards of its own."""
+    """Train for two steps on a copy of the data and rewards; return the options to resume with."""
     for name in ("data.jsonl", "reward.py"):
         (tmp_path / name).write_bytes((files / name).read_bytes())
     options = arguments(base, tmp_path, tmp_path / "run")
@@ -93,41 +91,37 @@ def begun(base, files, tmp_path) -> list[str]:
     return [*options, "--resume", "--max-steps", "3"]
 
 
-@pytest.mark.parametrize(
-    "change", ["another prompt", "another column", "another order", "one more"]
-)
+@pytest.mark.parametrize("change", ["another prompt", "another column", "another order"])
 def test_other_prompts_are_refused(begun, tmp_path, capsys, change):
     rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
     if change == "another prompt":
         rows[3]["prompt"] = "7+7="
     elif change == "another column":
         rows[3]["answer"] = "14"
-    elif change == "another order":
-        rows = rows[::-1]
     else:
-        rows.append({"prompt": "7+7="})
+        rows = rows[::-1]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     capsys.readouterr()
     assert train.main(begun) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert f"{tmp_path}/run/checkpoint-2 was written with other prompts in " in said
-    assert "give the same data, or start from its weights (--model " in said
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{tmp_path}/run/checkpoint-2 was written with other prompts in " in error
+    assert "give the same data, or start from its weights (--model " in error
 
 
-def test_another_file_of_rewards_is_told(begun, tmp_path, caplog):
+def test_a_changed_reward_file_logs_a_warning(begun, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert train.main([*begun[:-1], "2"]) == 0
         assert "reward.py" not in caplog.text
         (tmp_path / "reward.py").write_text(
-            (tmp_path / "reward.py").read_text() + "\n# of another mind\n"
+            (tmp_path / "reward.py").read_text() + "\n# a comment\n"
         )
         assert train.main(begun) == 0
-    told = f"{tmp_path}/reward.py has changed since {tmp_path}/run/checkpoint-2 was written: from here on the new file counts"
-    assert told in caplog.text
+    message = f"{tmp_path}/reward.py has changed since {tmp_path}/run/checkpoint-2 was written; using the new file"
+    assert message in caplog.text
 
 
 def other_data() -> str:
-    """Each machine has a file of that name."""
+    """Read other prompts on rank 2, as if each machine had its own file of that name."""
     with join(Config(device="cpu")) as world:
         try:
             output.origin(Config(), world, [Prompt(0, "", [1, 2 + (world.rank == 2)])])

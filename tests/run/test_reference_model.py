@@ -1,11 +1,12 @@
-"""A reference that follows the policy: mixed in closed form, alike on any number of ranks, saved
-and continued; not with LoRA.
+"""A reference model that follows the policy: its closed form, the same on any number of ranks, saved
+and resumed.
 
-Read next: test_lora.py, where the reference is the model with its adapters off.
+Read next: tests/model/test_lora.py, where the reference is the model with its adapters off.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -24,16 +25,9 @@ from nanogrpo.run import setup as parts
 from tests.conftest import SOLO, arguments, random_batch, steps, tiny_model, write_base
 from tests.ranks import run as on_ranks
 
-RUN = [
-    "--beta",
-    "0.05",
-    "--sync-ref-model",
-    "--ref-model-mixup-alpha",
-    "0.3",
-    "--ref-model-sync-steps",
-    "2",
-]
-RUN += ["--learning-rate", "1e-2", "--token-budget", "60"]
+UPDATES = "--beta 0.05 --sync-ref-model --ref-model-mixup-alpha 0.3 --ref-model-sync-steps 2"
+RUN = [*UPDATES.split(), "--learning-rate", "1e-2", "--adam-epsilon", "1e-5"]
+RUN += ["--token-budget", "60", "--max-steps", "5", "--save-steps", "1", "--save-total-limit", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -41,102 +35,84 @@ def base(tmp_path_factory) -> Path:
     return write_base(tmp_path_factory.mktemp("base") / "tied", tie_word_embeddings=True)
 
 
-def test_two_mixes_in_closed_form():
-    """ref₂ = a·p₂ + (1-a)·(a·p₁ + (1-a)·p₀), for every weight, the tied and the one-dimensional
-    ones too.
-    """
-    models = [tiny_model(seed=s, tie_word_embeddings=True).requires_grad_(False) for s in range(4)]
-    reference, first, second, start = (dict(m.named_parameters()) for m in models)
+def test_two_updates_in_closed_form():
+    """ref₂ = a·p₂ + (1-a)·(a·p₁ + (1-a)·p₀), for every weight, tied and one-dimensional ones too."""
+    cfg = Config(beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=0.3, ref_model_sync_steps=4)
+    models = [tiny_model(seed=s, tie_word_embeddings=True).requires_grad_(False) for s in range(3)]
+    reference, first, second = (dict(m.named_parameters()) for m in models)
     start = {n: p.clone() for n, p in reference.items()}
     policy = {n: p.clone() for n, p in first.items()}
-    fsdp.mix(models[0], models[1], 0.3)
-    fsdp.mix(models[0], models[2], 0.3)
+    for finished, model in ((3, models[2]), (4, models[1]), (5, models[1]), (8, models[2])):
+        fsdp.update_reference(models[0], model, cfg, finished)  # after steps 4 and 8 only
+    fsdp.update_reference(models[0], model, Config(beta=0.1), 12)  # not without --sync-ref-model
     for name, p in reference.items():
         expected = 0.3 * second[name] + 0.7 * (0.3 * first[name] + 0.7 * start[name])
         torch.testing.assert_close(p, expected, rtol=1e-6, atol=1e-7)
-        assert torch.equal(first[name], policy[name])  # the policy is not touched
-    fsdp.mix(models[0], models[1], 1.0)
-    assert all(torch.equal(p, first[n]) for n, p in reference.items())
-
-
-def trained(argv: list[str]) -> int:
-    return train.main(argv)
+        assert torch.equal(first[name], policy[name])  # the policy is unchanged
 
 
 def go(size: int, base: Path, files: Path, output: Path, *options: str) -> list[dict]:
-    assert on_ranks(size, trained, arguments(base, files, output, *RUN, *options)) == [0] * size
+    assert on_ranks(size, train.main, arguments(base, files, output, *RUN, *options)) == [0] * size
     return steps(output)
 
 
 def reference_of(output: Path, base: Path) -> dict[str, torch.Tensor]:
-    """The reference in the last checkpoint, whole."""
+    """Return the full reference in the last checkpoint."""
     model = checkpoint.load_model(base)
     out = {f"reference.{n}": torch.zeros_like(p) for n, p in model.named_parameters()}
     dcp.load(out, checkpoint_id=checkpoint.checkpoints(str(output))[-1] / "state", no_dist=True)
     return {n.removeprefix("reference."): t for n, t in out.items()}
 
 
-def weights_after(output: Path, step: int) -> dict[str, torch.Tensor]:
-    return dict(checkpoint.load_model(output / f"checkpoint-{step}").named_parameters())
+@pytest.fixture(scope="module")
+def two_ranks(base, files, tmp_path_factory) -> Path:
+    """A run of five steps on two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    go(2, base, files, folder)
+    return folder
 
 
-def test_a_run_mixes_every_so_many_steps_and_the_kl_is_to_the_mix(base, files, tmp_path):
-    rows = go(
-        1, base, files, tmp_path, "--max-steps", "5", "--save-steps", "1", "--save-total-limit", "0"
-    )
+def test_a_run_updates_its_reference_every_so_many_steps(base, files, tmp_path, two_ranks):
     start, two, four = (
-        dict(checkpoint.load_model(base).named_parameters()),
-        *(weights_after(tmp_path, n) for n in (2, 4)),
+        dict(checkpoint.load_model(folder).named_parameters())
+        for folder in (base, two_ranks / "checkpoint-2", two_ranks / "checkpoint-4")
     )
-    found = reference_of(tmp_path, base)
-    for name, p in found.items():  # after steps 2 and 4, not after 5
+    for name, p in reference_of(two_ranks, base).items():  # after steps 2 and 4, not after 5
         expected = 0.3 * four[name] + 0.7 * (0.3 * two[name] + 0.7 * start[name])
         torch.testing.assert_close(p, expected, rtol=1e-5, atol=1e-6)
-    never = go(
-        1, base, files, tmp_path / "never", "--max-steps", "5", "--ref-model-sync-steps", "100"
-    )
-    assert [row["kl"] for row in rows[:2]] == [row["kl"] for row in never[:2]]
-    assert rows[2]["kl"] < never[2]["kl"]  # from the third step on, the reference has come closer
+    never = [*RUN, "--max-steps", "3", "--ref-model-sync-steps", "100"]
+    assert train.main(arguments(base, files, tmp_path, *never)) == 0
+    mixed, fixed = ([row["kl"] for row in steps(folder)] for folder in (two_ranks, tmp_path))
+    assert mixed[:2] == pytest.approx(fixed[:2], rel=1e-4, abs=1e-6)
+    assert mixed[2] < 0.95 * fixed[2]  # from the third step on, the reference is closer
 
 
-def close(a: list[dict], b: list[dict]) -> bool:
-    same = [x.keys() == y.keys() for x, y in zip(a, b, strict=True)]
-    return all(same) and all(
-        abs(x[k] - y[k]) <= 2e-6 * max(1, abs(x[k])) for x, y in zip(a, b) for k in x
-    )
-
-
-def test_two_ranks_are_one(base, files, tmp_path):
-    one, two = (
-        go(n, base, files, tmp_path / str(n), "--max-steps", "4", "--adam-epsilon", "1e-5")
-        for n in (1, 2)
-    )
-    assert close(one, two)
-    a, b = (reference_of(tmp_path / str(n), base) for n in (1, 2))
+def test_two_ranks_are_one(base, files, tmp_path, two_ranks):
+    one = go(1, base, files, tmp_path)
+    for a, b in zip(one, steps(two_ranks), strict=True):
+        assert a.keys() == b.keys()
+        assert all(abs(a[k] - b[k]) <= 2e-6 * max(1, abs(a[k])) for k in a)
+    a, b = (reference_of(folder, base) for folder in (tmp_path, two_ranks))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_resumed_run_has_the_same_reference_bit_for_bit(base, files, tmp_path, size):
-    """Interrupted between two syncs, when the reference is neither the base nor the policy."""
-    whole = go(size, base, files, tmp_path / "whole", "--max-steps", "5")
-    go(size, base, files, tmp_path / "parts", "--max-steps", "3")
-    again = go(size, base, files, tmp_path / "parts", "--max-steps", "5", "--resume")
-    assert again[-2:] == whole[-2:]
-    a, b = (reference_of(tmp_path / name, base) for name in ("whole", "parts"))
+def test_a_resumed_run_has_the_same_reference_bit_for_bit(base, files, tmp_path, two_ranks):
+    """Interrupted between two updates, when the reference is neither the base nor the policy."""
+    go(2, base, files, tmp_path, "--max-steps", "3")
+    assert go(2, base, files, tmp_path, "--resume") == steps(two_ranks)
+    a, b = (reference_of(folder, base) for folder in (tmp_path, two_ranks))
     assert all(torch.equal(a[n], b[n]) for n in a)
-    assert not torch.equal(
-        a["model.norm.weight"],
-        dict(checkpoint.load_model(base).named_parameters())["model.norm.weight"],
-    )
+    norm = dict(checkpoint.load_model(base).named_parameters())["model.norm.weight"]
+    assert not torch.equal(a["model.norm.weight"], norm)
 
 
 def mixed_shards(base: Path) -> tuple[float, int]:
-    """After forwards without a backward, which leave both roots gathered: the error of the mix, and
-    this rank's numbers of it.
+    """Return the error of an update after forwards without a backward, which leave both roots
+    gathered, and the size of this rank's shards.
     """
-    cfg = Config(model=str(base), device="cpu")
+    cfg = Config(model=str(base), device="cpu", beta=0.1, sync_ref_model=True)
+    cfg = dataclasses.replace(cfg, ref_model_mixup_alpha=0.25, ref_model_sync_steps=1)
     with join(cfg) as world:
         model, reference = (
             parts.load_sharded(checkpoint.empty_model(base), base, world, cfg) for _ in range(2)
@@ -146,9 +122,9 @@ def mixed_shards(base: Path) -> tuple[float, int]:
                 p.mul_(2)
         for m in (model, reference):
             experience.logp(m, random_batch([(3, 5)], vocab_size=104), cfg)
-        fsdp.mix(reference, model, 0.25)
+        fsdp.update_reference(reference, model, cfg, 1)
         local = sum(p.to_local().numel() for p in reference.parameters())
-        # it gathers what was mixed, not what was before
+        # gathers the new values, not the old ones
         experience.logp(reference, random_batch([(3, 5)], vocab_size=104), cfg)
         fsdp.reshard(reference)
         start = dict(checkpoint.load_model(base).named_parameters())
@@ -158,7 +134,7 @@ def mixed_shards(base: Path) -> tuple[float, int]:
         ), local
 
 
-def test_each_rank_mixes_its_shards_alone(base):
+def test_each_rank_updates_only_its_shards(base):
     found = on_ranks(2, mixed_shards, base)
     assert all(error < 1e-6 for error, _ in found)
     assert sum(local for _, local in found) == sum(
@@ -166,7 +142,7 @@ def test_each_rank_mixes_its_shards_alone(base):
     )
 
 
-def test_a_reference_that_stays_is_not_saved_and_none_is_kept_without_beta(base, files, tmp_path):
+def test_a_fixed_reference_is_not_saved_and_without_beta_there_is_none(base, files, tmp_path):
     model = tiny_model()
     rows = [
         {r.name: r.bytes for r in memory.table(model, Config(beta=0.1, sync_ref_model=s), SOLO, 10)}
@@ -205,6 +181,6 @@ def test_a_reference_that_stays_is_not_saved_and_none_is_kept_without_beta(base,
         (["--ref-model-sync-steps", "0"], "--ref-model-sync-steps is 0: it must be > 0."),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(base, files, tmp_path, capsys, options, sentence):
+def test_mistakes_are_reported_in_one_sentence(base, files, tmp_path, capsys, options, sentence):
     assert train.main(arguments(base, files, tmp_path, *RUN, *options)) == 2
     assert capsys.readouterr().err.startswith(f"error: {sentence}")

@@ -1,8 +1,8 @@
-"""A save is whole or absent whatever happens while it is written, and a resumed run repeats the
+"""A save is complete or absent whatever happens while it is written, and a resumed run repeats the
 uninterrupted one bit for bit.
 
-Whole runs, killed at many points, are in test_state.py; here each damage is done by hand. Read
-next: test_bad_input.py.
+Runs of train.py that are killed at many points are in test_state.py; here tests damage the files.
+Read next: test_output.py.
 """
 
 import dataclasses
@@ -12,10 +12,12 @@ import os
 import resource
 import shutil
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
@@ -24,43 +26,47 @@ from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim, state
 from tests.conftest import random_batch, write_base
-from tests.model.test_checkpoint import assert_same, content, write
 
 ALONE = World(0, 1, torch.device("cpu"))
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert set(a) == set(b)
+    assert all(torch.equal(a[n], b[n]) for n in a)
 
 
 def saver(cfg: Config, model, optimizer, tokenizer, base: Path) -> state.Saver:
     return state.Saver(cfg, ALONE, model, optimizer, tokenizer, read_json(base / "config.json"), {})
 
 
-@pytest.mark.parametrize(
-    "limit", [100, 5_000, 100_000, 400_000]
-)  # config.json, tokenizer.json, the weights, the state do not fit
+# the configuration, the tokenizer, the weights, or the state do not fit
+@pytest.mark.parametrize("limit", [100, 5_000, 100_000, 400_000])
 def test_a_disk_that_fills_up_while_saving_leaves_the_earlier_checkpoint(
     tmp_path, tiny_base, tiny_tokenizer, limit
 ):
-    """By the limit on a file's size: a write beyond it fails as on a full disk, midway (Python
-    ignores the signal).
+    """A limit on the size of files makes a write fail midway, as on a full disk (Python ignores the
+    signal).
     """
-    write(tmp_path / "checkpoint-1", "one")
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "config.json").write_text("one")
     model, cfg = checkpoint.load_model(tiny_base), Config(output_dir=str(tmp_path))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         writer = saver(cfg, model, optim.make_optimizer(model, cfg), tiny_tokenizer, tiny_base)
         writer.save(2)
-        with pytest.raises(
-            UserError, match=rf"{tmp_path}/checkpoint-2 could not be written \(.*\): make room"
-        ) as told:
+        message = rf"{tmp_path}/checkpoint-2 could not be written \(.*\): make room"
+        with pytest.raises(UserError, match=message) as error:
             writer.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "\n" not in str(told.value)
-    assert content(tmp_path) == {"checkpoint-1/config.json": b"one"}
+    assert "\n" not in str(error.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert (tmp_path / "checkpoint-1" / "config.json").read_text() == "one"
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
-def test_files_are_as_readable_as_the_umask_says(tmp_path, tiny_base, tiny_tokenizer, umask, mode):
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o077, 0o600)])
+def test_files_get_the_permissions_of_the_umask(tmp_path, tiny_base, tiny_tokenizer, umask, mode):
     model, cfg = checkpoint.load_model(tiny_base), Config(output_dir=str(tmp_path))
     before = os.umask(umask)
     try:
@@ -79,12 +85,12 @@ def test_files_are_as_readable_as_the_umask_says(tmp_path, tiny_base, tiny_token
     }
 
 
-# ---- saving and resuming a run -------------------------------------------------------------------
+# --- saving and resuming a run ---
 
 
 @dataclasses.dataclass
 class Run:
-    """As much of a run as a checkpoint holds: `advance` does optimizer steps on fixed batches,
+    """The part of a run that a checkpoint holds: `advance` makes optimizer steps on fixed batches,
     `save` writes checkpoint-N.
     """
 
@@ -95,7 +101,7 @@ class Run:
     def __post_init__(self):
         self.model = checkpoint.load_model(self.base)
         self.optimizer = optim.make_optimizer(self.model, self.cfg)
-        self.step = state.resume(self.cfg, ALONE, self.model, self.optimizer)
+        self.step = state.resume(self.cfg, ALONE, self.model, self.optimizer, {})
 
     def advance(self, steps: int) -> "Run":
         for _ in range(steps):
@@ -163,7 +169,7 @@ def test_a_checkpoint_before_the_first_update_resumes(tmp_path, tiny_base):
 def test_only_the_last_checkpoints_are_kept(tmp_path, tiny_base):
     def names(limit: int) -> list[str]:
         run = start(tmp_path / str(limit), tiny_base, save_total_limit=limit)
-        for run.step in (8, 9, 10, 11):  # 10 is after 9, though not to a string
+        for run.step in (8, 9, 10, 11):  # as strings, 10 is before 9
             run.save()
         return [p.name for p in checkpoint.checkpoints(run.cfg.output_dir)]
 
@@ -172,18 +178,20 @@ def test_only_the_last_checkpoints_are_kept(tmp_path, tiny_base):
     assert names(0) == ["checkpoint-8", "checkpoint-9", "checkpoint-10", "checkpoint-11"]
 
 
-def test_resume_takes_the_newest_and_removes_what_was_cut_short(tmp_path, tiny_base, caplog):
+def test_resume_takes_the_newest_checkpoint_and_removes_unfinished_ones(
+    tmp_path, tiny_base, caplog
+):
     run = start(tmp_path, tiny_base)
     for run.step in (9, 10):
         run.save()
     folder = tmp_path / "run"
     shutil.copytree(folder / "checkpoint-10", folder / ".checkpoint-11.tmp")
     (folder / ".checkpoint-11.tmp" / "state.json").unlink()
-    (folder / "checkpoint-best").mkdir()  # somebody's own
+    (folder / "checkpoint-best").mkdir()  # not ours
     with caplog.at_level(logging.WARNING):
         assert start(tmp_path, tiny_base, resume=True).step == 10
     assert [r.message for r in caplog.records if r.name == "nanogrpo"] == [
-        f"removed {folder}/.checkpoint-11.tmp: the run ended while this checkpoint was being written"
+        f"removed {folder}/.checkpoint-11.tmp: the run ended while it was writing this checkpoint"
     ]
     assert sorted(p.name for p in folder.iterdir()) == [
         "checkpoint-10",
@@ -192,13 +200,13 @@ def test_resume_takes_the_newest_and_removes_what_was_cut_short(tmp_path, tiny_b
     ]
 
 
-def test_nothing_to_resume_is_a_start(tmp_path, tiny_base):
+def test_with_nothing_to_resume_a_run_starts(tmp_path, tiny_base):
     assert start(tmp_path, tiny_base, resume=True).step == 0
     start(tmp_path, tiny_base).save()
-    assert start(tmp_path, tiny_base).step == 0  # without --resume nothing is read
+    assert start(tmp_path, tiny_base).step == 0  # without --resume, nothing is read
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
@@ -208,44 +216,54 @@ def set_step(folder: Path, step: int) -> None:
 
 
 DAMAGE = {
-    "a shard cut": lambda f: cut(f / "state" / "__0_0.distcp"),
+    "a shard truncated": lambda f: truncate(f / "state" / "__0_0.distcp"),
     "a shard empty": lambda f: (f / "state" / "__0_0.distcp").write_bytes(b""),
-    "a shard gone": lambda f: (f / "state" / "__0_0.distcp").unlink(),
-    "all shards gone": lambda f: shutil.rmtree(f / "state"),
-    "metadata gone": lambda f: (f / "state" / ".metadata").unlink(),
-    "metadata cut": lambda f: cut(f / "state" / ".metadata"),
+    "a shard missing": lambda f: (f / "state" / "__0_0.distcp").unlink(),
+    "all shards missing": lambda f: shutil.rmtree(f / "state"),
+    "metadata missing": lambda f: (f / "state" / ".metadata").unlink(),
+    "metadata truncated": lambda f: truncate(f / "state" / ".metadata"),
     "metadata nonsense": lambda f: (f / "state" / ".metadata").write_text("not a pickle"),
-    "state cut": lambda f: cut(f / "state.json"),
-    "state gone": lambda f: (f / "state.json").unlink(),
+    "state truncated": lambda f: truncate(f / "state.json"),
+    "state missing": lambda f: (f / "state.json").unlink(),
     "state empty": lambda f: (f / "state.json").write_text("{}"),
-    "state of a step that has not been": lambda f: set_step(f, -1),
-    "state of a step to come": lambda f: set_step(f, 10**30),
-    "state of no step": lambda f: set_step(f, True),
+    "state of a negative step": lambda f: set_step(f, -1),
+    "state of a boolean step": lambda f: set_step(f, True),
     "state a list": lambda f: (f / "state.json").write_text("[]"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_removing_it_goes_back_one(tmp_path, tiny_base, damage):
-    run = start(tmp_path, tiny_base).advance(1)
+@pytest.fixture(scope="module")
+def two_saves(tmp_path_factory, tiny_base) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder with checkpoints of two steps, and the state after the first."""
+    folder = tmp_path_factory.mktemp("saved")
+    run = start(folder, tiny_base).advance(1)
     run.save()
-    expected = run.state()
-    newest = run.advance(1).save()
+    first = run.state()
+    run.advance(1).save()
+    return folder / "run", first
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_removing_it_resumes_the_one_before(
+    tmp_path, tiny_base, two_saves, damage
+):
+    folder, first = two_saves
+    shutil.copytree(folder, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoint-2"
     DAMAGE[damage](newest)
-    with pytest.raises(
-        UserError, match=rf"--resume: {newest} is damaged \(.*\): remove it to continue"
-    ) as told:
+    message = rf"--resume: {newest} is damaged \(.*\): remove it to continue"
+    with pytest.raises(UserError, match=message) as error:
         start(tmp_path, tiny_base, resume=True)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     shutil.rmtree(newest)
     resumed = start(tmp_path, tiny_base, resume=True)
     assert resumed.step == 1
-    assert_same(resumed.state(), expected)
+    assert_same(resumed.state(), first)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("seed", 7), ("learning_rate", 0.5), ("reward_funcs", ("format",)), ("epsilon_high", 0.3)],
+    [("seed", 7), ("reward_funcs", ("format",))],
 )
 def test_resuming_with_other_options_is_refused(tmp_path, tiny_base, name, value):
     start(tmp_path, tiny_base).advance(1).save()
@@ -261,7 +279,7 @@ def test_options_that_change_nothing_may_differ_and_max_steps_where_the_schedule
 ):
     start(tmp_path, tiny_base).advance(1).save()
     free = {"max_steps": 900, "save_steps": 3, "save_total_limit": 9, "num_completions_to_print": 2}
-    free["reward_timeout"] = 600.0  # the advice to a run whose functions were too slow
+    free["reward_timeout"] = 600.0  # the advice to a run with slow functions
     assert start(tmp_path, tiny_base, resume=True, **free).step == 1
     start(tmp_path / "linear", tiny_base, lr_scheduler_type="linear").save()
     with pytest.raises(UserError, match="max_steps = 100, now it is 900"):
@@ -270,7 +288,7 @@ def test_options_that_change_nothing_may_differ_and_max_steps_where_the_schedule
         )
 
 
-def test_an_option_that_is_newer_than_the_checkpoint_counts_as_its_default(tmp_path, tiny_base):
+def test_an_option_newer_than_the_checkpoint_counts_as_its_default(tmp_path, tiny_base):
     path = start(tmp_path, tiny_base).save() / "state.json"
     saved = json.loads(path.read_text())
     del saved["config"]["top_entropy_quantile"]
@@ -282,7 +300,7 @@ def test_an_option_that_is_newer_than_the_checkpoint_counts_as_its_default(tmp_p
         start(tmp_path, tiny_base, resume=True, top_entropy_quantile=0.5)
 
 
-def test_fewer_steps_than_are_done_are_refused_and_as_many_are_not(tmp_path, tiny_base):
+def test_max_steps_below_the_finished_steps_is_refused_and_equal_is_not(tmp_path, tiny_base):
     start(tmp_path, tiny_base).advance(2).save()
     with pytest.raises(
         UserError,
@@ -301,12 +319,12 @@ def test_another_models_checkpoint_is_refused(tmp_path, tiny_base):
         start(tmp_path, other, resume=True)
     path = tmp_path / "run" / "checkpoint-1" / "state.json"
     saved = json.loads(path.read_text())
-    # the folder of the base model was made anew, with other sizes
+    # as if the base model's folder now held another model
     saved["config"]["model"] = str(other)
     path.write_text(json.dumps(saved))
     with pytest.raises(
         UserError,
-        match=r"checkpoint-1 is of another model \(\S+ has shape \(\S+ 48\) there and \(\S+ 32\) here",
+        match=r"checkpoint-1 belongs to another model \(\S+ has shape \(\S+ 48\) there and \(\S+ 32\) here",
     ):
         start(tmp_path, other, resume=True)
     tied = write_base(tmp_path / "tied", tie_word_embeddings=True)
@@ -320,9 +338,7 @@ def test_another_models_checkpoint_is_refused(tmp_path, tiny_base):
 
 
 def test_a_kill_between_two_renames_loses_no_checkpoint(tmp_path, tiny_base):
-    """Replacing checkpoint-3: the old one is aside under another name, the new one has not its own
-    yet.
-    """
+    """While checkpoint-1 is replaced, the old one has another name, and the new one not yet its own."""
     run = start(tmp_path, tiny_base).advance(1)
     folder = run.save()
     folder.rename(folder.with_name(f".{folder.name}.old"))
@@ -332,3 +348,70 @@ def test_a_kill_between_two_renames_loses_no_checkpoint(tmp_path, tiny_base):
     shutil.copytree(folder, folder.with_name(f".{folder.name}.old"))
     assert start(tmp_path, tiny_base, resume=True).step == 1
     assert not list(folder.parent.glob(".*"))
+
+
+# --- saving in the background ---
+
+
+def test_training_continues_while_the_state_is_written(tmp_path, tiny_base, monkeypatch):
+    """The files hold the state when `save` returned, although each parameter changed before its file
+    was opened.
+    """
+    run, go = start(tmp_path, tiny_base).advance(1), threading.Event()
+    expected = run.state()
+    write, export = state.dcp.FileSystemWriter.write_data, checkpoint.write_model
+    monkeypatch.setattr(
+        state.dcp.FileSystemWriter, "write_data", lambda *a: (go.wait(60), write(*a))[1]
+    )
+    monkeypatch.setattr(checkpoint, "write_model", lambda *a: (go.wait(60), export(*a))[1])
+    tokenizer = checkpoint.Tokenizer(tiny_base)
+    with saver(run.cfg, run.model, run.optimizer, tokenizer, tiny_base) as writer:
+        writer.save(1)
+        assert writer.failure() is None
+        run.advance(2)
+        assert not checkpoint.checkpoints(run.cfg.output_dir)
+        go.set()
+    resumed = start(tmp_path, tiny_base, resume=True)
+    assert_same(resumed.state(), expected)
+    exported = dict(checkpoint.load_model(writer.final).named_parameters())
+    assert all(torch.equal(p, expected[f"master.{n}"]) for n, p in exported.items())
+
+
+def test_a_failed_save_is_reported_once(tmp_path, tiny_base, monkeypatch):
+    run = start(tmp_path, tiny_base)
+    run.save()
+    run.advance(1)
+    monkeypatch.setattr(
+        checkpoint,
+        "write_model",
+        lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+    )
+    writer = saver(
+        run.cfg,
+        run.model,
+        run.optimizer,
+        checkpoint.Tokenizer(tiny_base),
+        tiny_base,
+    )
+    writer.save(1)
+    writer.wait()
+    assert str(writer.failure()).startswith(
+        f"{tmp_path}/run/checkpoint-1 could not be written (No space left on device): make room"
+    )
+    assert writer.failure() is None  # once
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["checkpoint-0"]
+
+
+def test_a_bfloat16_base_is_exported_in_bfloat16_and_resumed_in_float32(tmp_path):
+    base = write_base(tmp_path / "base")
+    model = checkpoint.load_model(base).to(torch.bfloat16)
+    checkpoint.export(model, base, checkpoint.Tokenizer(base))
+    run = start(tmp_path, base).advance(1)
+    exported = load_file(run.save() / "model.safetensors")
+    assert {t.dtype for t in exported.values()} == {torch.bfloat16}
+    masters = run.state()
+    assert all(
+        torch.equal(t, masters[f"master.{n}"].to(torch.bfloat16)) for n, t in exported.items()
+    )
+    assert any(not torch.equal(t.float(), masters[f"master.{n}"]) for n, t in exported.items())
+    assert_same(start(tmp_path, base, resume=True).state(), masters)

@@ -1,7 +1,7 @@
-"""Runs of train.py that cannot be right: a mistake in data or rewards is one sentence, told before
-anything is written.
+"""Runs of train.py with a mistake in the data or rewards: one sentence reports it before anything is
+written.
 
-test_bad_input.py has the mistakes in options, models and folders: read it next.
+Read next: tests/test_bad_input.py (mistakes in options, models and folders).
 """
 
 import re
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import train
 from tests.conftest import arguments, steps, write_base
 
-# Options → what the sentence must name.
+# name: (options, what the message must contain)
 MISTAKES = {
     "empty data": (["--data", "{files}/empty.jsonl"], r"empty\.jsonl holds no prompts"),
     "no such data": (["--data", "{files}/nowhere.jsonl"], r"nowhere\.jsonl is not a file"),
@@ -29,17 +29,17 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_told_in_one_sentence_before_anything_is_written(
+def test_a_mistake_is_reported_in_one_sentence_before_anything_is_written(
     tiny_base, files, tmp_path, capsys, mistake
 ):
     options, sentence = MISTAKES[mistake]
     options = [option.format(files=files) for option in options]
     assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 2
-    told = capsys.readouterr().err.strip().splitlines()
-    assert told[-1].startswith("error: ")
-    assert re.search(sentence, told[-1]), told[-1]
-    assert not any("Traceback" in line for line in told)
-    # so that the corrected command can be typed as it is
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert errors[-1].startswith("error: ")
+    assert re.search(sentence, errors[-1]), errors[-1]
+    assert not any("Traceback" in line for line in errors)
+    # so the corrected command needs no further option
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -67,7 +67,7 @@ def huge(completions, **kwargs):
 """
 
 
-def test_numbers_that_are_none_end_the_run_in_one_sentence(files, tmp_path, capsys):
+def test_nan_and_infinity_end_the_run_with_one_sentence(files, tmp_path, capsys):
     base = write_base(tmp_path / "base")
     (tmp_path / "huge.py").write_text(HUGE)
     options = ["--reward-funcs", f"{tmp_path / 'huge.py'}:huge", "--scale-rewards", "none"]
