@@ -45,7 +45,7 @@ class Watch:
     before --ddp-timeout.
 
         exchange   twice a second, send a heartbeat to the store, and read the next rank's heartbeat
-                   and any failure. It may block on a store whose process is suspended.
+                   and any failure. It may block if the store's process is suspended.
         poll       fail when nothing `exchange` reads has changed for `timeout` seconds. It never
                    blocks.
 
@@ -121,15 +121,15 @@ class Watch:
 
     def _report(self, message: str, bug: BaseException | None = None) -> bytes:
         """Print why the run ends if this rank is the first to fail; return the first report."""
-        mine = f"{self.rank} error: {message}".encode()  # two ranks may send the same message
-        first = [mine]  # if the store is gone or does not answer, nobody else can report
+        mine = f"{self.rank} error: {message}"  # two ranks may send the same message
+        first = [mine.encode()]  # if the store is gone or does not answer, nobody else can report
 
         def write() -> None:
             with contextlib.suppress(RuntimeError):
                 first[0] = self.store.compare_set("failed", "", mine)
 
         run_with_timeout(self.timeout / 2, write)
-        if first[0] == mine:
+        if first[0] == mine.encode():
             if bug is not None:
                 traceback.print_exception(bug)
             print(f"error: {message}", file=sys.stderr)

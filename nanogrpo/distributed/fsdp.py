@@ -8,7 +8,7 @@ before it computes, in the dtype it computes in, and freed afterwards:
     backward  … │ compute 1 ∥ gather 0 ∥ reduce-scatter the gradients of 2 │ …
 
 The gradient equals that of one process, because every loss is divided by the token count of the
-whole step (grpo/packing.py) and gradients are summed over the ranks. FSDP takes their mean instead,
+full step (grpo/packing.py) and gradients are summed over the ranks. FSDP takes their mean instead,
 so every training loop must call `backward` below. Read next: run/optim.py (the step), run/state.py
 (how shards are saved).
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,13 @@ from nanogrpo.model.decoder import Attend, Block, Decoder
 # Selective checkpointing keeps the results of matrix products and attention, which cost most to
 # recompute. The operations between them (norms, rotation, SwiGLU) are cheap to repeat but take most
 # of the memory. These are parts of names, because not every installation has all of them.
-KEPT = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.linear.", "mkldnn._linear_pointwise")
+KEPT: tuple[str, ...] = (
+    "aten.mm.",
+    "aten.addmm.",
+    "aten.bmm.",
+    "aten.linear.",
+    "mkldnn._linear_pointwise",
+)
 KEPT += ("_scaled_dot_product_", "varlen_attn", "flash_attn")
 
 
@@ -54,7 +60,7 @@ def prepare(model: Decoder, world: World, cfg: Config) -> None:
             f"--torch-compile-backend {cfg.torch_compile_backend} is not known to torch: "
             f"choose one of {', '.join(known)}."
         )
-    for block in model.model.layers:
+    for block in cast("list[Block]", model.model.layers):
         # Replacing `forward` on the instance needs no wrapper module, so parameters keep the names
         # they have in checkpoints.
         if cfg.torch_compile:
@@ -133,7 +139,7 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
         )
     if cfg.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=cuda)
-    blocks = list(model.model.layers)
+    blocks: list[Any] = list(model.model.layers)  # `fully_shard` makes them FSDPModules
     for block in blocks:
         fully_shard(block, reshard_after_forward=cfg.reshard_after_forward, **options)
     if not model.cfg.tie_word_embeddings:
@@ -164,7 +170,7 @@ def reshard(model: nn.Module) -> None:
 def backward(model: nn.Module, loss: Tensor, world: World, last: bool) -> None:
     """Add the gradient of a micro-batch to the sum over all micro-batches and ranks.
 
-    Each loss is already divided by the token count of the whole optimizer step, so gradients are
+    Each loss is already divided by the token count of the full optimizer step, so gradients are
     summed over the ranks. FSDP takes their mean: scaling the loss by the number of ranks turns that
     mean into the sum. Gradients accumulate unsharded and are reduced once, after the `last`
     micro-batch.

@@ -71,13 +71,12 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Return whether there is a checkpoint or a finished step. A log without steps, from a run that
-    failed early, does not count.
+    """Return whether there is a checkpoint or a logged step. A run that failed before its first step
+    left nothing to lose.
     """
     metrics = folder / "metrics.jsonl"
-    lines = metrics.read_text(errors="replace").splitlines() if metrics.exists() else []
-    heads_only = all(line.startswith('{"run"') for line in lines)
-    return not heads_only or bool(checkpoint.checkpoints(str(folder)))
+    has_steps = metrics.exists() and b'"step"' in metrics.read_bytes()
+    return has_steps or bool(checkpoint.checkpoints(str(folder)))
 
 
 def _lock(file: IO[str], folder: Path) -> None:

@@ -105,8 +105,8 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600, quiet: bool = False
     """Train the base model from scratch on `steps` batches of 64 solved problems and write its
     checkpoint.
 
-    The whole folder is replaced, so UserError if it holds anything but an earlier base: a run
-    inside it would be lost too, or the only copy of another model.
+    It replaces the folder, and raises UserError if the folder holds anything but an earlier base:
+    a run inside it would be lost too, or the only copy of another model.
     """
     folder = folder.resolve()
     found = {path.name for path in folder.glob("*")}

@@ -27,7 +27,7 @@ from nanogrpo.model import checkpoint
 from nanogrpo.rewards.runner import Runner
 from nanogrpo.run import state
 from tests.conftest import write_base
-from tests.ranks import PATIENCE, argv, insist, run, start, steps, until
+from tests.ranks import DATA, PATIENCE, argv, insist, run, start, steps, until
 
 WATCHED = Config(device="cpu", heartbeat_timeout=3)
 
@@ -216,7 +216,11 @@ def slow_at(options: list[str], place: str, flag: Path, heeds: bool = True) -> i
 def test_a_signal_before_the_first_step_ends_the_run_with_nothing_trained(base, tmp_path, place):
     output, flag = tmp_path / "run", tmp_path / "flag"
     ranks = start(
-        2, slow_at, argv(base, output, "--eval-steps", "1000", "--eval-samples", "4"), place, flag
+        2,
+        slow_at,
+        argv(base, output, "--eval-steps", "1000", "--eval-data", str(DATA)),
+        place,
+        flag,
     )
     until(flag.exists)
     os.kill(ranks.processes[1].pid, signal.SIGTERM)

@@ -1,5 +1,4 @@
-"""The number of ranks changes nothing but the speed: gradients, parameters and full runs on 1, 2 and
-4 gloo ranks.
+"""The number of ranks changes only the speed: gradients, parameters and runs on 1, 2 and 4 ranks.
 
 The processes are real (tests/ranks.py), the models tiny. Read next: tests/run/test_state.py (saving
 and resuming), test_signals.py (ending).
@@ -30,7 +29,7 @@ from nanogrpo.run import optim, state
 from nanogrpo.run import setup as parts
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import lines, timeless, write_base
-from tests.ranks import PATIENCE, REWARD, run, running, torchrun, until
+from tests.ranks import DATA, PATIENCE, REWARD, run, running, torchrun, until
 
 LIMIT = 1e-6
 ALONE = World(0, 1, torch.device("cpu"))
@@ -46,8 +45,8 @@ def bases(tmp_path_factory) -> dict[bool, Path]:
     }
 
 
-# With mask_truncated_completions only these samples are trained: fewer than ranks, and in the second
-# step none.
+# With mask_truncated_completions only these samples are trained: fewer than ranks, and none in the
+# second step.
 STOPPED = [{5}, set(), {5, 6, 9}]
 
 
@@ -299,7 +298,7 @@ def records(output: Path) -> list[dict]:
 def test_a_run_under_torchrun_is_that_of_one_process_and_a_signal_saves_it(bases, tmp_path):
     """torchrun passes the signal on to the ranks."""
     options = (
-        f"--model {bases[True]} --data arithmetic --device cpu --reward-funcs {REWARD}:even "
+        f"--model {bases[True]} --data {DATA} --eval-data {DATA} --device cpu --reward-funcs {REWARD}:even "
         "--num-generations 4 --generation-batch-size 16 --max-completion-length 12 "
         "--learning-rate 3e-3 --save-steps 2 --eval-steps 2 --eval-samples 16 --output-dir"
     ).split()

@@ -132,7 +132,8 @@ def test_one_failing_rank_ends_the_others_and_only_one_reports(base, tmp_path, h
         assert told.count("Traceback") == 1
     else:
         assert re.fullmatch(
-            r"error: rank 0 lost its connection to another process \(.+\): find out what ended it.* --resume\.",
+            r"error: rank 0 lost its connection to another process \(.+\): "
+            r"find out what ended it.* --resume\.",
             said[0],
         )
         assert "Traceback" not in told
@@ -179,7 +180,8 @@ def test_a_save_that_fails_on_one_rank_is_reported_once_and_ends_all(base, tmp_p
     told = "".join(ranks.errors())
     (said,) = [line for line in told.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(
-        r"error: \S+checkpoint-4 could not be written \(No space left on device\): make room .* are intact\.",
+        r"error: \S+checkpoint-4 could not be written \(No space left on device\): "
+        r"make room .* are intact\.",
         said,
     )
     assert [p.name for p in sorted(tmp_path.iterdir())] == [

@@ -157,22 +157,22 @@ def shares(cfg: Config) -> tuple[dict[str, int], dict[str, int]]:
     with join(cfg) as world:
         model = tiny_model(num_hidden_layers=3)
         table = sizes_of(cfg, model, world)
-        whole = nbytes(*model.parameters())
+        full = nbytes(*model.parameters())
         fsdp.prepare(model, world, cfg)
         optimizer = optim.make_optimizer(model, cfg)
         local = nbytes(*(p.to_local() for p in model.parameters()))
         moments = nbytes(
             *(s[k].to_local() for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))
         )
-        return table, {"parameters": local, "optimizer": moments, "whole": whole}
+        return table, {"parameters": local, "optimizer": moments, "full": full}
 
 
 def test_shards_are_as_large_as_estimated():
     for table, held in run(2, shares, Config(device="cpu", token_budget=100)):
         for name in ("parameters", "optimizer"):
             assert abs(table[name] - held[name]) <= 0.05 * held[name]  # rows do not divide evenly
-        assert table["gradients, summed before they are reduced"] == held["whole"]
-        assert table["gathered by FSDP"] < held["whole"]
+        assert table["gradients, summed before they are reduced"] == held["full"]
+        assert table["gathered by FSDP"] < held["full"]
 
 
 def test_fewer_tokens_and_recomputation_need_less():

@@ -116,7 +116,10 @@ def test_a_changed_reward_file_logs_a_warning(begun, tmp_path, caplog):
             (tmp_path / "reward.py").read_text() + "\n# a comment\n"
         )
         assert train.main(begun) == 0
-    message = f"{tmp_path}/reward.py has changed since {tmp_path}/run/checkpoint-2 was written; using the new file"
+    message = (
+        f"{tmp_path}/reward.py has changed since {tmp_path}/run/checkpoint-2 was written; "
+        "using the new file"
+    )
     assert message in caplog.text
 
 

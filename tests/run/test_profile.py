@@ -1,6 +1,6 @@
-"""`--profile debug` from nothing to the end, again over itself, and one step as a trace.
+"""`--profile debug` from start to end and again over itself, and the trace of one step.
 
-test_cli.py has what profiles are made of. Read next: test_train.py.
+Profiles themselves are tested in tests/test_cli.py. Read next: test_train.py.
 """
 
 import json
@@ -42,13 +42,13 @@ def test_the_debug_profile_runs_every_part_and_can_be_repeated(tmp_path, monkeyp
     first, made = steps(run), (run / "base" / "model.safetensors").stat().st_mtime_ns
     (run / "notes.txt").write_text("mine")
     (run / "checkpoint-9").mkdir()
-    assert train.main([*SHORT, "--save-steps", "0"]) == 0  # the same run again, over the first
+    assert train.main([*SHORT, "--save-steps", "0"]) == 0  # again, over the first
     assert steps(run) == first
     assert [p.name for p in checkpoints(run)] == ["checkpoint-2"]
-    # the base is not made again
+    # the base is reused
     assert (run / "base" / "model.safetensors").stat().st_mtime_ns == made
-    assert (run / "notes.txt").exists()  # what no run wrote stays
-    # goes on with it, although the profile would overwrite
+    assert (run / "notes.txt").exists()  # other files stay
+    # --resume wins although the profile would overwrite
     assert train.main([*SHORT, "--resume", "--max-steps", "3"]) == 0
     assert [row["step"] for row in steps(run)] == [0, 1, 2]
 
@@ -64,7 +64,7 @@ def test_another_seed_or_length_makes_another_base(tmp_path):
 
 
 @pytest.mark.parametrize("model", ["warmup:", "warmup:0", "warmup:-1", "warmup:two", "warmup"])
-def test_a_base_of_no_steps_is_refused(tmp_path, capsys, model):
+def test_a_base_without_steps_is_refused(tmp_path, capsys, model):
     assert train.main([*SHORT, "--output-dir", str(tmp_path), "--model", model]) == 2
     assert (
         f"error: --model {model!r} is no number of steps: write warmup:60, say."
@@ -72,9 +72,7 @@ def test_a_base_of_no_steps_is_refused(tmp_path, capsys, model):
     )
 
 
-def test_nothing_is_taken_away_before_all_is_checked_or_while_it_is_read(
-    tiny_base, files, tmp_path, capsys
-):
+def test_overwriting_removes_nothing_before_all_checks_pass(tiny_base, files, tmp_path, capsys):
     assert train.main(arguments(tiny_base, files, tmp_path, "--max-steps", "1")) == 0
     before = sorted(p for p in tmp_path.rglob("*"))
     again = ["--overwrite-output-dir", "--max-steps", "1"]
@@ -112,7 +110,9 @@ def even(completion_ids, **kwargs):
 """
 
 
-def test_a_reward_that_changes_the_folder_moves_no_output(tiny_base, files, tmp_path, monkeypatch):
+def test_a_reward_that_changes_the_working_directory_moves_no_output(
+    tiny_base, files, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text(CHDIR)
     options = [
@@ -151,7 +151,7 @@ def test_one_step_is_traced_with_its_phases(tiny_base, files, tmp_path):
     assert not list(tmp_path.glob("trace-[13].json"))
 
 
-def test_the_step_that_is_traced_is_the_one_that_was_named(tmp_path):
+def test_the_named_step_is_traced(tmp_path):
     cfg = train.Config(output_dir=str(tmp_path), trace_step=2)
     with trace.Trace(cfg, SOLO) as tracing:
         running = []
@@ -161,10 +161,10 @@ def test_the_step_that_is_traced_is_the_one_that_was_named(tmp_path):
     assert running == [False, True, False]
     other = trace.Trace(cfg, World(1, 2, SOLO.device))
     other.begin(1)
-    assert other.running is None  # the main rank's alone
+    assert other.running is None  # only on the main rank
 
 
-def test_a_step_that_fails_leaves_its_own_error_and_no_trace(tmp_path):
+def test_a_failing_step_raises_its_own_error_and_leaves_no_trace(tmp_path):
     cfg = train.Config(output_dir=str(tmp_path), trace_step=1)
 
     def fails() -> None:
@@ -177,7 +177,7 @@ def test_a_step_that_fails_leaves_its_own_error_and_no_trace(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_commit_is_of_this_checkout_and_of_no_repository_around_it(tmp_path, monkeypatch):
+def test_the_logged_commit_is_not_that_of_an_enclosing_repository(tmp_path, monkeypatch):
     def git(*words: str) -> str:
         who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
         return subprocess.run(

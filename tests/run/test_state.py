@@ -24,10 +24,10 @@ from nanogrpo.logs import console as log
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim, state
 from tests.conftest import timeless, write_base
-from tests.ranks import REWARD, run, start
+from tests.ranks import DATA, REWARD, run, start
 
 OPTIONS = (
-    "--data arithmetic --device cpu --max-steps 8 --save-steps 2 --num-generations 4 "
+    f"--data {DATA} --device cpu --max-steps 8 --save-steps 2 --num-generations 4 "
     "--generation-batch-size 16 --max-completion-length 6 --learning-rate 3e-3 --warmup-steps 2 "
     f"--adam-epsilon 1e-5 --token-budget 60 --num-iterations 2 --beta 0.05 --reward-funcs {REWARD}:even"
 ).split()

@@ -170,23 +170,40 @@ def test_the_adaptive_coefficient_survives_a_restart(tiny_base, files, tmp_path)
     )
 
 
+# options: how the message begins
 MISTAKES = {
     "--delta 2 --loss-type sapo": "--delta 2.0 cannot be used with --loss-type sapo",
-    "--delta 2 --loss-type dppo_tv": "--delta 2.0 cannot be used with --loss-type dppo_tv",
-    "--importance-sampling-level sequence --loss-type dppo_kl": "--importance-sampling-level sequence cannot be used with",
+    "--loss-type dppo_kl --importance-sampling-level sequence": (
+        "--importance-sampling-level sequence cannot be used with"
+    ),
     "--top-entropy-quantile 1.5": "--top-entropy-quantile is 1.5",
-    "--top-entropy-quantile -0.1": "--top-entropy-quantile is -0.1",
-    "--use-adaptive-entropy --entropy-coef 2": "--entropy-coef 2.0 is not between --entropy-coef-min 0.0 and",
-    "--use-adaptive-entropy --entropy-coef-min 0.1": "--entropy-coef 0.0 is not between --entropy-coef-min 0.1 and",
-    "--advantage-estimator rloo --scale-rewards batch": "--advantage-estimator rloo defines its own scale",
-    "--advantage-estimator maxrl --scale-rewards none": "--advantage-estimator maxrl defines its own scale",
-    "--advantage-estimator maxrl --multi-objective-aggregation normalize_then_sum": "--advantage-estimator maxrl defines its",
-    "--loss-type vespo --importance-sampling-level sequence": "--importance-sampling-level sequence cannot be used with",
-    "--scale-rewards none --multi-objective-aggregation normalize_then_sum": "--scale-rewards none cannot be used with",
-    "--weight-transport memory": "--weight-transport is memory, which has no effect with --engine local",
-    "--server-patience 5": "--server-patience is 5.0, which has no effect with --engine local",
-    "--loss-type grpo --sapo-temperature-pos 2": "--sapo-temperature-pos is 2.0, which has no effect with --loss-type grpo",
-    "--loss-type vespo --vllm-importance-sampling-mode sequence_mask": "--vllm-importance-sampling-mode sequence_mask cannot",
+    "--use-adaptive-entropy --entropy-coef 2": (
+        "--entropy-coef 2.0 is not between --entropy-coef-min 0.0 and"
+    ),
+    "--use-adaptive-entropy --entropy-coef-min 0.1": (
+        "--entropy-coef 0.0 is not between --entropy-coef-min 0.1 and"
+    ),
+    "--advantage-estimator rloo --scale-rewards batch": (
+        "--advantage-estimator rloo defines its own scale"
+    ),
+    "--advantage-estimator maxrl --multi-objective-aggregation normalize_then_sum": (
+        "--advantage-estimator maxrl defines its"
+    ),
+    "--loss-type vespo --importance-sampling-level sequence": (
+        "--importance-sampling-level sequence cannot be used with"
+    ),
+    "--scale-rewards none --multi-objective-aggregation normalize_then_sum": (
+        "--scale-rewards none cannot be used with"
+    ),
+    "--weight-transport memory": (
+        "--weight-transport is memory, which has no effect with --engine local"
+    ),
+    "--loss-type grpo --sapo-temperature-pos 2": (
+        "--sapo-temperature-pos is 2.0, which has no effect with --loss-type grpo"
+    ),
+    "--loss-type vespo --vllm-importance-sampling-mode sequence_mask": (
+        "--vllm-importance-sampling-mode sequence_mask cannot"
+    ),
 }
 
 

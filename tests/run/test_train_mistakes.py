@@ -1,5 +1,4 @@
-"""Runs of train.py with a mistake in the data or rewards: one sentence reports it before anything is
-written.
+"""Runs of train.py with a mistake in the data or rewards, which one sentence reports.
 
 Read next: tests/test_bad_input.py (mistakes in options, models and folders).
 """
@@ -23,7 +22,10 @@ MISTAKES = {
         r"data\.jsonl:1: the prompt has 4 tokens",
     ),
     "few prompts": (["--generation-batch-size", "64"], r"holds 12 prompts but a step draws 16"),
-    "no eval data": (["--eval-steps", "1"], r"--eval-data names no held-out prompts"),
+    "no eval data": (
+        ["--eval-steps", "1"],
+        r"there are no held-out prompts: name some with --eval-data",
+    ),
     "no such reward": (["--reward-funcs", "{files}/reward.py:odd"], r"odd"),
 }
 
@@ -79,7 +81,7 @@ def test_nan_and_infinity_end_the_run_with_one_sentence(files, tmp_path, capsys)
     assert train.main(arguments(base, files, tmp_path / "logits")) == 2
     logits = capsys.readouterr().err.strip().splitlines()
     assert re.fullmatch(
-        r"error: the gradient's norm is (inf|nan), so no update was made: lower --learning-rate .* checkpoint",
+        r"error: the gradient's norm is (inf|nan), so no update was made: lower --lea.* checkpoint",
         gradient[-1],
     )
     assert re.match(r"error: Logits are not finite \(prompt \d+, weights 0\)", logits[-1])

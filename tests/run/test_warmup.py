@@ -1,8 +1,7 @@
-"""The built-in task and its base: what is held out stays held out, sums are right, and nobody's
-files are overwritten.
+"""The built-in task and its base model: held-out problems stay held out, sums are right, and files
+of others are not overwritten.
 
-What a longer warm-up and GRPO on it make of the base is test_train.py's and the demo's to say. Read
-next: test_train.py.
+Read next: test_train.py (GRPO on a base).
 """
 
 import hashlib
@@ -30,7 +29,7 @@ def totals(text: str) -> list[int]:
     return [eval("".join(parts[: i + 1]), {"__builtins__": {}}) for i in range(len(parts))]
 
 
-def test_what_is_held_out_is_in_no_training_row_and_in_no_warm_up_text():
+def test_held_out_problems_are_in_no_training_row_and_no_warm_up_text():
     train, held_out = questions("train"), questions("eval")
     assert (len(set(train)), len(set(held_out))) == (8192, 256)  # and none twice
     assert not set(train) & set(held_out)
@@ -102,7 +101,7 @@ def test_solutions_are_right_and_the_rewards_agree():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A base after two steps: whole, and knowing nothing."""
+    """A complete base after two steps, which has learned nothing."""
     folder = tmp_path_factory.mktemp("warm") / "base"
     warmup.make_base(folder, seed=0, steps=2, quiet=True)
     return folder
@@ -122,7 +121,7 @@ def test_the_base_loads_in_transformers(base):
     assert ours.decode(ours.encode(completion)) == completion
 
 
-def test_a_base_may_be_made_again_through_a_link_and_is_the_same(base, tmp_path):
+def test_a_base_made_again_through_a_link_is_the_same(base, tmp_path):
     for name in ("model.safetensors", "config.json", warmup.MARK):
         assert (base / name).exists()
     (tmp_path / "link").symlink_to(base)
@@ -132,7 +131,7 @@ def test_a_base_may_be_made_again_through_a_link_and_is_the_same(base, tmp_path)
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before
 
 
-def somebody_elses_model(folder):
+def another_model(folder):
     (folder / warmup.MARK).unlink()
 
 
@@ -140,13 +139,13 @@ def a_run_inside(folder):
     (folder / "first").mkdir()
 
 
-def a_model_copied_over_it(folder):
+def more_weights(folder):
     (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
 
 
 @pytest.mark.parametrize(
     ("change", "linked"),
-    [(somebody_elses_model, False), (a_run_inside, True), (a_model_copied_over_it, False)],
+    [(another_model, False), (a_run_inside, True), (more_weights, False)],
 )
 def test_other_files_are_never_overwritten(tmp_path, capsys, change, linked):
     folder = tmp_path / "models"
@@ -158,18 +157,18 @@ def test_other_files_are_never_overwritten(tmp_path, capsys, change, linked):
     before = sorted(path.name for path in folder.iterdir())
     (tmp_path / "link").symlink_to(folder)
     assert warmup.main([str(tmp_path / "link" if linked else folder)]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert re.match(rf"error: {folder}.* (wrote|written).*: choose another folder\.", told[0])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert re.match(rf"error: {folder}.* (wrote|written).*: choose another folder\.", lines[0])
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-def test_a_file_in_the_way_is_one_sentence(tmp_path, capsys):
+def test_a_file_in_the_way_is_reported_in_one_sentence(tmp_path, capsys):
     (tmp_path / "base").write_text("mine")
     for folder in (tmp_path / "base", tmp_path / "base" / "deeper"):
         assert warmup.main([str(folder)]) == 2
-        told = capsys.readouterr().err.splitlines()
-        assert [line for line in told if "warm-up" not in line or "error" in line] == told[-1:]
-        assert told[-1].startswith("error: ")
-        assert "choose another folder" in told[-1]
+        lines = capsys.readouterr().err.splitlines()
+        assert [line for line in lines if "warm-up" not in line or "error" in line] == lines[-1:]
+        assert lines[-1].startswith("error: ")
+        assert "choose another folder" in lines[-1]
     assert (tmp_path / "base").read_text() == "mine"
