@@ -1,16 +1,17 @@
 """The three types that carry the data of a step: `Prompt` → `Sample` → `PackedBatch`.
 
-In: nothing of ours. Out: used by every file. Read next: grpo.py (what is computed on them),
-packing.py (how samples become batches).
+They import nothing from nanogrpo, and every folder uses them. Read next: grpo/loss.py (what is
+computed on them), grpo/packing.py (how samples become batches).
 
 Dimension key, used in every shape comment of the project: T tokens of a packed strip · N sequences
-in it · M completion tokens in it that are trained · D hidden · H query heads · K key/value heads ·
-E head size · F MLP width · V vocabulary · G group size · P prompts a step.
+in it · M completion tokens in it that are trained on · D hidden · H query heads · K key/value heads
+· E head size · F MLP width · V vocabulary · G group size · P prompts per step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +19,17 @@ from torch import Tensor
 
 @dataclass
 class Prompt:
-    """One question, asked G times.
+    """One question, which the model answers G times.
 
     Example: Prompt(id=7, text="3+4=", token_ids=[1, 18, 14, 19, 30, 2], columns={"answer": "7"})
     """
 
-    # position in the data set: part of the random key, so that it must be stable between runs
+    # position in the data set; it is part of the random key, so it must not change between runs
     id: int
     # as in the data: plain text, or messages [{"role": ..., "content": ...}]
     text: str | list[dict]
     token_ids: list[int]  # after the chat template
-    # every other column of the data set, handed to the rewards
+    # every other column of the data set; reward functions receive them
     columns: dict = field(default_factory=dict)
 
 
@@ -42,85 +43,87 @@ class Sample:
 
     prompt: Prompt
     index: int  # 0 … G-1 within the group
-    token_ids: list[int]  # the completion; the stop token is its last id when it stopped
+    token_ids: list[int]  # the completion; if it stopped, the last id is the stop token
     logp: list[float]  # the engine's log-prob of each id, at the sampling temperature
-    stopped: bool  # told by the engine, never guessed from ids; False: cut at the length limit
-    versions: list[int]  # the weight version that wrote each token
-    # which tokens the model wrote: a tool's answers are not trained (turns.py); None: all
+    # reported by the engine, never guessed from the ids; False: truncated at the length limit
+    stopped: bool
+    versions: list[int]  # the version of the weights that sampled each token
+    # per token: True if the model sampled it, False if it is a tool's answer, which is not trained
+    # on (engine/turns.py); None: the model sampled all of them
     is_model_token: list[bool] | None = None
-    text: str = ""  # decoded completion, without special tokens
-    # one entry a reward function; None: does not apply
+    text: str = ""  # the decoded completion, without special tokens
+    # the reward from each function, by its name; None: the function does not apply
     rewards: dict[str, float | None] = field(default_factory=dict)
-    # the weighted sum; None when no function applied, or the group's rewards were lost
+    # the weighted sum; None: no function applied, or the rewards of the group were lost
     reward: float | None = None
-    extra: dict = field(default_factory=dict)  # what reward functions gave to log_extra, by column
+    extra: dict = field(default_factory=dict)  # what reward functions passed to log_extra
     advantage: float = 0.0
 
     @property
     def model_token_indices(self) -> list[int]:
-        """Where in the completion the tokens stand that the model wrote: those that can be trained."""
+        """The indices of the tokens that the model sampled, which can be trained on."""
         flags = self.is_model_token or [True] * len(self.token_ids)
         return [i for i, from_model in enumerate(flags) if from_model]
 
 
 @dataclass
 class PackedBatch:
-    """A strip of sequences laid end to end, without padding, and the completion tokens in it that
-    are trained.
+    """A strip: sequences laid end to end without padding, and the completion tokens in it that are
+    trained on.
 
-    The decoder computes all T tokens; the output head only the M rows that carry loss, so that
-    prompt tokens never meet the vocabulary. Row j says: "hidden state `rows[j]` predicts token
-    `targets[j]`". A completion's last token is a target but no input: what would follow it was
-    never sampled.
+    The decoder computes all T tokens. The output head computes only the M rows that carry loss, so
+    prompt tokens never meet the vocabulary. Entry j means: the hidden state `rows[j]` predicts the
+    token `targets[j]`. The last token of a completion is a target but not an input, because its
+    successor was never sampled.
 
-    Example: two samples of one prompt (p0 p1), completions (a b c) and (d e), on policy, token-mean
-    over 5 tokens. With the prompt once for both, sequence 0 is the prompt, and the completions see
-    its keys beside their own:
+    Example: two samples of one prompt (p0 p1), with completions (a b c) and (d e), on policy, and
+    the token mean over 5 tokens. The prompt is computed once: it is sequence 0, and each completion
+    sees its keys and then its own:
         tokens        = p0 p1 a  b  d             [T=5]
         positions     = 0  1  2  3  2             [T]
         cu_seqlens    = 0 2 4 5                   [N+1]
         kv_rows       = 0 1 · 0 1 2 3 · 0 1 4     [Tk=9]
         kv_cu_seqlens = 0 2 6 9                   [N+1]
-        rows          = 1  2  3  1  4             [M=5]: both completions start from the hidden state of p1
+        rows          = 1  2  3  1  4             [M=5]: both completions start at the state of p1
         targets       = a  b  c  d  e             [M]
         sample        = 0  0  0  1  1             [M]
         advantage     = 1  1  1  -1 -1            [M]
         weight        = 1/5 …                     [M]
-    With a copy of the prompt for each: tokens = p0 p1 a b p0 p1 d, cu_seqlens = 0 4 7, rows = 1 2 3
-    5 6, and no kv_rows.
+    With a copy of the prompt in each sequence: tokens = p0 p1 a b p0 p1 d, cu_seqlens = 0 4 7,
+    rows = 1 2 3 5 6, and kv_rows is None.
     """
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     cu_seqlens: Tensor  # [N+1] int32: sequence n is tokens[cu_seqlens[n] : cu_seqlens[n+1]]
     max_len: int  # length of the longest sequence
-    # [Tk] int64: the rows whose keys each sequence sees, itself last; None: each sees itself only
+    # [Tk] int64: the rows whose keys each sequence sees, its own rows last; None: only its own
     kv_rows: Tensor | None
     # [N+1] int32: sequence n sees kv_rows[kv_cu_seqlens[n] : kv_cu_seqlens[n+1]]
     kv_cu_seqlens: Tensor | None
     kv_max_len: int
     rows: Tensor  # [M] int64: index into T of the hidden state that predicts the target
     targets: Tensor  # [M] int64: the completion token
-    # [M] int64: index in the generation, over all ranks, of the sample that the token belongs to
+    # [M] int64: which sample the token belongs to, as an index into the step's samples of all ranks
     sample: Tensor
     advantage: Tensor  # [M] float32
-    # [M] float32: the normaliser of the loss type, over the whole optimizer step and all ranks
+    # [M] float32: the normalizer of the loss type, over the full optimizer step and all ranks
     weight: Tensor
     sampling_logp: Tensor  # [M] float32: the engine's log-prob
-    # [M] float32: log-prob before the first update; None: on policy, the ratio is 1
+    # [M] float32: the log-prob before the first update; None: on policy, so the ratio is 1
     old_logp: Tensor | None = None
-    # [M] float32: the reference model's log-prob; None when beta is 0
+    # [M] float32: the log-prob of the reference model; None: beta is 0
     ref_logp: Tensor | None = None
-    # [M] float32: trainer over engine, of mismatch.correction; multiplies all but the KL
+    # [M] float32: trainer's over engine's probability (grpo/mismatch.py); a factor of every term
+    # but the KL
     importance: Tensor | None = None
-    # [M] bool: tokens among the least certain of the step; None: all are trained
+    # [M] bool: whether a token is among the least certain of the step; None: train on all tokens
     entropy_mask: Tensor | None = None
-    # [M] float32: factor of the entropy that is added to the objective; None: no bonus
+    # [M] float32: the factor of the entropy bonus in the objective; None: no bonus
     entropy_weight: Tensor | None = None
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        moved = {
-            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v
-            for k, v in vars(self).items()
-        }
-        return PackedBatch(**moved)
+        """Return a copy of the batch on a device."""
+        tensors = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
+        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in tensors.items()}
+        return replace(self, **moved)

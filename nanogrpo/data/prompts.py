@@ -129,7 +129,9 @@ def from_record(
         token_ids = tokenizer.encode_prompt(text, enable_thinking=enable_thinking)
     except UserError as e:  # the template rejected the messages
         raise UserError(f"{place}: {e}") from e
-    require(token_ids, "the prompt is empty; a completion needs at least one token to continue")
+    require(
+        len(token_ids) > 0, "the prompt is empty; a completion needs at least one token to continue"
+    )
     return Prompt(id=id, text=text, token_ids=token_ids, columns=columns)
 
 
@@ -219,7 +221,7 @@ def _most(share: Fraction, sources: int, n: int) -> int:
     """Return the most prompts that a step of n can take from a source with this share.
 
     Between the first and the last of c prompts in a row of source i lie at least
-    (c-1)·share_j/share_i - 1 prompts of each other source j, and all of them together are at most n.
+    (c-1)·share_j/share_i - 1 prompts of each other source j, and together they are at most n.
     """
     return min(n, math.floor(share * (n + sources - 2)) + 1)
 

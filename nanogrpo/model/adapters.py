@@ -53,7 +53,7 @@ PLAIN_STARTS = (None, True, False, "gaussian")
 
 
 def peft_name(name: str) -> str:
-    """model.layers.0.mlp.up_proj.lora_A → base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"""
+    """model.layers.0.….lora_A → base_model.model.model.layers.0.….lora_A.weight"""
     return f"base_model.model.{name}.weight"
 
 

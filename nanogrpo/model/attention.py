@@ -74,7 +74,8 @@ def torch_varlen(
         kwargs["enable_gqa"] = True
     else:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # [Tk, H, E]
-    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **kwargs)
+    # a tuple is only returned when more outputs are asked for
+    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **kwargs)  # type: ignore[return-value]
 
 
 def flash(
@@ -135,7 +136,7 @@ class Packed:
         keep: bool = False,
     ):
         self.kv_rows = kv_rows
-        keys = (cu_seqlens, max_len) if kv_rows is None else (kv_cu_seqlens, kv_max_len)
+        keys = (cu_seqlens, max_len) if kv_cu_seqlens is None else (kv_cu_seqlens, kv_max_len)
         self.bounds = (cu_seqlens, max_len, *keys)
         self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep else None
 

@@ -178,11 +178,12 @@ class Decoder(nn.Module):
         `to_empty`, which separates them.
         """
         if self.cfg.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            # nn.Embedding declares its weight as a Tensor
+            self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw matrices from Normal(0, 0.02), as transformers does for Qwen. Norms are 1, biases 0."""
+        """Draw matrices from Normal(0, 0.02), as transformers does. Norms are 1, biases 0."""
         for name, p in self.named_parameters():
             if name.endswith("norm.weight"):
                 p.fill_(1.0)

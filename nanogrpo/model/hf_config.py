@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from nanogrpo.errors import UserError
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 NUMBERS = {"int": ((int,), "a whole number"), "float": ((int, float), "a number")}
 # Larger numbers are mistakes: such a model would take forever to build or overflow 64 bits.
-LIMITS = {"num_hidden_layers": 2**12, "max_position_embeddings": 2**31, "rope_theta": 1e30}
+LIMITS: dict[str, float] = {
+    "num_hidden_layers": 2**12,
+    "max_position_embeddings": 2**31,
+    "rope_theta": 1e30,
+}
 
 
 @dataclass(frozen=True)
@@ -61,19 +66,19 @@ class ModelConfig:
         # rope_parameters in transformers 5, rope_scaling in 4
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         require(isinstance(rope, dict), f"rope_parameters is {rope!r:.60} but must be an object")
-        for name, value, supported in (
+        for name, given, supported in (
             ("model_type", raw.get("model_type"), [*ARCHITECTURES]),
             ("rope_type", rope.get("rope_type", rope.get("type", "default")), ["default"]),
             ("hidden_act", raw.get("hidden_act", "silu"), ["silu"]),
             ("use_sliding_window", raw.get("use_sliding_window") or False, [False]),
         ):
             names = " or ".join(map(str, supported))
-            require(value in supported, f"{name} {value!r} is not supported", f"it must be {names}")
+            require(given in supported, f"{name} {given!r} is not supported", f"it must be {names}")
 
         theta = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
         found: dict = {"model_type": raw["model_type"]}
         for field in dataclasses.fields(cls)[1:]:
-            value = theta if field.name == "rope_theta" else raw.get(field.name)
+            value: Any = theta if field.name == "rope_theta" else raw.get(field.name)
             if value is None and field.name == "head_dim":
                 # Qwen3's default is a constant, which can differ from D / H
                 qwen2 = found["model_type"] == "qwen2"

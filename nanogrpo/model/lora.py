@@ -35,9 +35,8 @@ class LoRALinear(nn.Module):
     def __init__(self, base: nn.Linear, r: int, alpha: float):
         super().__init__()
         self.weight, self.bias = base.weight, base.bias
-        like = {"dtype": base.weight.dtype, "device": base.weight.device}
-        self.lora_A = nn.Parameter(torch.empty(r, base.in_features, **like))
-        self.lora_B = nn.Parameter(torch.empty(base.out_features, r, **like))
+        self.lora_A = nn.Parameter(base.weight.new_empty(r, base.in_features))
+        self.lora_B = nn.Parameter(base.weight.new_empty(base.out_features, r))
         self.scale = alpha / r
         self.enabled = True
 
@@ -92,7 +91,8 @@ def gathered(p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     collective.
     """
     p = p.detach()
-    return p.to(dtype).full_tensor() if hasattr(p, "full_tensor") else p
+    # only a DTensor has full_tensor
+    return p.to(dtype).full_tensor() if hasattr(p, "full_tensor") else p  # type: ignore[attr-defined]
 
 
 def full_parameters(

@@ -60,7 +60,7 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(self._files["tokenizer.json"].decode())
         except Exception as e:  # the Rust library raises plain Exception, whatever is wrong
             raise UserError(
-                f"{folder / 'tokenizer.json'} cannot be read ({e}): copy it again from the model."
+                f"{folder}/tokenizer.json cannot be read ({e}): copy it again from the model."
             ) from e
         # Some tokenizer.json files carry settings for truncation and padding. Neither may change a
         # prompt.
@@ -140,7 +140,7 @@ class Tokenizer:
         # a template is a program, so any exception is possible
         except Exception as e:
             raise UserError(
-                f"the chat template of {self._folder} rejects the messages ({e}): change the prompt."
+                f"the chat template of {self._folder} rejects the messages ({e}): change them."
             ) from e
 
     def encode_prompt(
@@ -169,13 +169,13 @@ class Tokenizer:
         for stop in stops:
             if type(stop) is not int or not 0 <= stop < self.vocab_size:  # True is not an id
                 raise UserError(
-                    f"{self._folder / 'generation_config.json'}: eos_token_id holds {stop!r}, which "
-                    f"is not an id of tokenizer.json: use whole numbers from 0 to "
+                    f"{self._folder}/generation_config.json: eos_token_id holds {stop!r}, which is "
+                    f"not an id of tokenizer.json; use whole numbers from 0 to "
                     f"{self.vocab_size - 1}."
                 )
         if not stops:
             raise UserError(
-                f"{self._folder / 'tokenizer_config.json'} names no eos_token: add it, or "
+                f"{self._folder}/tokenizer_config.json names no eos_token: add it, or "
                 "completions never stop."
             )
         return list(dict.fromkeys(stops))
@@ -189,8 +189,8 @@ class Tokenizer:
                 template = self._files["chat_template.jinja"].decode()
             except UnicodeDecodeError as e:
                 raise UserError(
-                    f"{self._folder / 'chat_template.jinja'} is not UTF-8 ({e}): copy it again "
-                    "from the model."
+                    f"{self._folder}/chat_template.jinja is not UTF-8 ({e}): copy it again from "
+                    "the model."
                 ) from e
         if isinstance(template, list) and all(
             isinstance(e, dict) and {"name", "template"} <= e.keys() for e in template
@@ -200,8 +200,8 @@ class Tokenizer:
             return None
         if not isinstance(template, str):
             raise UserError(
-                f"{self._folder / 'tokenizer_config.json'}: chat_template must be a text, or a list "
-                'of {"name": text, "template": text}; correct it or remove it.'
+                f"{self._folder}/tokenizer_config.json: chat_template must be a text, or a list of "
+                '{"name": text, "template": text}; correct it or remove it.'
             )
         # The template comes with the model, so it runs in a sandbox and cannot change the messages.
         env = ImmutableSandboxedEnvironment(
