@@ -30,7 +30,7 @@ types: .venv/test.done
 	$(BIN)/mypy
 
 # The environment, with the pinned versions. A stamp an extra: the demo does not wait for the peers that only tests need.
-.venv/%.done: setup.py constraints.txt
+.venv/%.done: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$*]"
 	touch $@

@@ -1,5 +1,3 @@
-"""nanogrpo: GRPO for language models, whole, in plain PyTorch and Triton. Start reading at
-train.py.
-"""
+"""nanogrpo: GRPO for language models in plain PyTorch and Triton. Start reading at train.py."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,16 +1,15 @@
-"""Gives the folder `kernels/` the name `nanogrpo.kernels`.
+"""Make the folder `kernels/` importable as `nanogrpo.kernels`.
 
-Hugging Face publishes a package called `kernels` that transformers (and so vLLM) looks for. If our
-folder were importable as a top-level package it would be taken for that one, and `import
-transformers` would fail. So `kernels/` has no `__init__.py`, and this module, by setting
-`__path__`, becomes the package through which its files are reached: `nanogrpo.kernels.head` is
-`kernels/head.py`. In a checkout the folder lies beside the package `nanogrpo`; in an installed
-wheel it lies inside it.
+Hugging Face publishes a package called `kernels`, and transformers (so vLLM too) looks for it. If
+our folder were a top-level package, transformers would take it for that one and fail to import. So
+`kernels/` has no `__init__.py`, and this module becomes the package by setting `__path__`:
+`nanogrpo.kernels.head` is `kernels/head.py`. In a checkout the folder is next to the package
+`nanogrpo`; in an installed wheel it is inside. typings/ shows the same to type checkers.
 """
 
 from pathlib import Path
 
-_here = Path(__file__).resolve().parent
-_inside, _beside = _here / "kernels", _here.parent / "kernels"  # a wheel; a checkout
-# Never both: beside an installed package lies site-packages/kernels, which may be Hugging Face's.
-__path__ = [str(_inside if _inside.is_dir() else _beside)]
+_package = Path(__file__).resolve().parent
+_inside = _package / "kernels"
+# Never search both: next to an installed package, `kernels` may be the one of Hugging Face.
+__path__ = [str(_inside if _inside.is_dir() else _package.parent / "kernels")]

@@ -1,22 +1,25 @@
-"""The shape of the repository, held by reading it: who may import whom, and that the folder
-`kernels/` shadows nobody.
+"""Tests of the layout: who may import whom, what a wheel contains, and the name of kernels/.
 
-A new file is entered in the table below first: what may it know? Read next: nanogrpo/kernels.py.
+A new folder first gets a place in ORDER. Read next: nanogrpo/kernels.py.
 """
 
 import ast
 import functools
 import graphlib
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from transformers.utils import import_utils
+
+from nanogrpo.commands import HELP, MODULES, script
 
 ROOT = Path(__file__).parents[1]
 PATTERNS = [
@@ -29,9 +32,9 @@ PATTERNS = [
 ]
 SOURCES = {str(p.relative_to(ROOT)): p for pattern in PATTERNS for p in sorted(ROOT.glob(pattern))}
 
-# Each folder (or file) may import what stands before it, and itself.
+# Each folder (or file) may import itself and those on the lines above.
 ORDER = [
-    "errors kernels __init__",
+    "errors kernels commands __init__ __main__",
     "types config cli",
     "model",
     "data",
@@ -41,12 +44,12 @@ ORDER = [
     "grpo",
     "vllm logs",
     "run",
-    "resample",
     "step",
     "train",
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
-ALONE = {  # started by another interpreter or process, so they import only these of ours
+# Other interpreters and processes start these files, so they import little else of the project.
+ALONE = {
     "serve.py": {"errors", "distributed.parent", "vllm.auth"},
     "nanogrpo/vllm/worker.py": {"distributed.parent", "vllm.buckets"},
     "nanogrpo/rewards/process.py": {
@@ -57,7 +60,7 @@ ALONE = {  # started by another interpreter or process, so they import only thes
     },
 }
 
-# Where a library may appear at all (kernels, bench and tests stand for every file of the folder).
+# The files and folders where a library may be imported.
 ONLY_IN = {
     "torch.distributed": "nanogrpo/distributed/ nanogrpo/vllm/ nanogrpo/run/state.py nanogrpo/run/memory.py"
     " nanogrpo/model/checkpoint.py bench/ tests/",
@@ -76,23 +79,17 @@ ONLY_IN = {
 
 @functools.cache
 def imports(path: Path) -> set[str]:
-    """Every module that a file names, wherever it does: `from a import b` gives a and a.b, and
-    relative names are kernels'.
+    """Return every module that a file imports, also inside functions.
+
+    `from a import b` gives a and a.b. Only kernels/ may use relative imports.
     """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            module = ".".join(
-                filter(
-                    None,
-                    [
-                        "nanogrpo.kernels" if node.level and path.parent.name == "kernels" else "",
-                        node.module,
-                    ],
-                )
-            )
+            package = "nanogrpo.kernels" if node.level else ""
+            module = ".".join(filter(None, [package, node.module]))
             assert not node.level or path.parent.name == "kernels", f"{path}: a relative import"
             found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
@@ -101,14 +98,14 @@ def imports(path: Path) -> set[str]:
 
 
 def ours(path: Path) -> set[str]:
-    """The modules of ours that a file imports, without the package's name: "model.decoder"."""
+    """Return the modules of the project that a file imports, such as "model.decoder"."""
     found = set()
     for module in imports(path):
         first, _, rest = module.partition(".")
         if first in ("train", "serve"):
             found.add(first)
         parts = rest.split(".") if first == "nanogrpo" and rest else []
-        while parts:  # `from a.b import c` names a.b.c, which may be a module or a thing in one
+        while parts:  # `from a.b import c`: c may be a module, or a name in the module a.b
             base = ROOT / "nanogrpo" / "/".join(parts)
             if base.with_suffix(".py").exists() or parts[0] == "kernels":
                 found.add(".".join(parts))
@@ -117,8 +114,8 @@ def ours(path: Path) -> set[str]:
     return found
 
 
-def room(name: str) -> str:
-    """The entry of ORDER that a file belongs to: a folder of the package, or the file's own name."""
+def entry(name: str) -> str:
+    """Return the entry of ORDER for a file: its folder in the package, or its own name."""
     parts = Path(name).parts
     if parts[0] == "kernels":
         return "kernels"
@@ -129,22 +126,22 @@ PRODUCT = [n for n in SOURCES if n.startswith(("nanogrpo/", "kernels/")) or n ==
 
 
 @pytest.mark.parametrize("name", PRODUCT)
-def test_each_folder_imports_only_what_comes_before_it(name):
-    if room(name) == "kernels" and name != "nanogrpo/kernels.py":
+def test_each_folder_imports_only_folders_above_it(name):
+    if entry(name) == "kernels" and name != "nanogrpo/kernels.py":
         named = {module.split(".")[0] for module in imports(SOURCES[name])}
         assert named - set(sys.stdlib_module_names) <= {"torch", "triton", "nanogrpo"}
         assert all(module.startswith("kernels") for module in ours(SOURCES[name]))
     for module in ours(SOURCES[name]):
         other = module.split(".")[0]
         assert (
-            other == room(name)
-            or LEVEL[other] < LEVEL[room(name)]
-            or (LEVEL[other] == LEVEL[room(name)] and LEVEL[other] <= 1)
-        ), f"{name} imports {module}, which comes after it in ORDER"
+            other == entry(name)
+            or LEVEL[other] < LEVEL[entry(name)]
+            or (LEVEL[other] == LEVEL[entry(name)] and LEVEL[other] <= 1)
+        ), f"{name} imports {module}, which is not above it in ORDER"
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_files_that_other_interpreters_run_import_little(name):
+def test_files_started_by_other_interpreters_import_little(name):
     assert {m for m in ours(SOURCES[name]) if m} <= ALONE[name]
 
 
@@ -156,7 +153,7 @@ def test_no_two_files_import_each_other():
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
-def test_where_a_library_may_appear(library):
+def test_libraries_are_imported_only_where_they_belong(library):
     users = {
         n
         for n, path in SOURCES.items()
@@ -165,7 +162,7 @@ def test_where_a_library_may_appear(library):
     assert not [n for n in users if not n.startswith(tuple(ONLY_IN[library].split()))]
 
 
-def test_the_reader_of_imports_reads_them_all(tmp_path):
+def test_imports_finds_every_kind_of_import(tmp_path):
     (tmp_path / "kernels").mkdir()
     path = tmp_path / "kernels" / "x.py"
     path.write_text(
@@ -183,39 +180,38 @@ def test_the_reader_of_imports_reads_them_all(tmp_path):
     assert imports(path) == {*expected, "torch.distributed"}
 
 
-# ---- every file ----------------------------------------------------------------------------------
+# --- every file ---
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_file_says_what_it_is(name):
+def test_every_file_has_a_docstring_and_no_bare_except(name):
     text = SOURCES[name].read_text()
-    assert ast.get_docstring(ast.parse(text)), "the first thing in a file is what it is"
+    assert ast.get_docstring(ast.parse(text)), "a file starts with what it is"
     assert not re.search(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b", text)
     handlers = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ExceptHandler)]
     assert all(handler.type for handler in handlers), "a bare except"
 
 
-# ---- the folder kernels/ and its name ------------------------------------------------------------
+# --- the folder kernels/ and the wheel ---
 
 
-def test_no_file_takes_a_name_that_is_not_ours():
-    assert not (ROOT / "kernels" / "__init__.py").exists()  # nanogrpo/kernels.py tells why
+def test_no_file_is_importable_as_kernels():
+    assert not (ROOT / "kernels" / "__init__.py").exists()  # nanogrpo/kernels.py explains why
     assert not (ROOT / "bench" / "kernels.py").exists()  # run as a script it would be `kernels`
     assert not (ROOT / "tests" / "kernels.py").exists()
 
 
-# Hugging Face's package, as far as transformers looks at it: any name is there, and says whose it
-# is.
+# A stand-in for Hugging Face's package: it has any name that transformers asks for.
 DECOY = """
 DECOY = True
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
-    return type(name, (), {"__init__": lambda *_, **__: None, "__call__": lambda self, decorated: decorated})
+    return type(name, (), {"__init__": lambda *_, **__: None, "__call__": lambda self, f: f})
 """
 
-# In a worker that multiprocessing spawns, as vLLM does; the process that spawns it imports as
-# little as possible.
+# vLLM's workers are spawned by multiprocessing, so the checks run in such a process. The process
+# that spawns it imports as little as possible.
 PROBE = """
 import importlib.util, multiprocessing, sys
 from pathlib import Path
@@ -224,18 +220,18 @@ def check(folder):
     import kernels
     assert kernels.DECOY, kernels
     import nanogrpo.kernels.reference
-    assert Path(nanogrpo.kernels.reference.__file__).parent == Path(folder), nanogrpo.kernels.reference
+    assert Path(nanogrpo.kernels.reference.__file__).parent == Path(folder)
     assert list(nanogrpo.kernels.__path__) == [folder]
     import transformers
-    assert transformers.utils.is_kernels_available()  # so the decoy is believed
+    assert transformers.utils.is_kernels_available()  # transformers takes the decoy for the package
     from transformers import Qwen3ForCausalLM
     from transformers.integrations import hub_kernels
     assert sys.modules["kernels"] is kernels
-    assert "torch" in sys.modules
 
 if __name__ == "__main__":
     import nanogrpo.kernels
-    assert importlib.util.find_spec("nanogrpo.kernels.reference").origin == sys.argv[1] + "/reference.py"
+    reference = importlib.util.find_spec("nanogrpo.kernels.reference")
+    assert reference.origin == sys.argv[1] + "/reference.py"
     assert importlib.util.find_spec("kernels").origin == sys.argv[2] + "/kernels/__init__.py"
     worker = multiprocessing.get_context("spawn").Process(target=check, args=(sys.argv[1],))
     worker.start()
@@ -243,9 +239,23 @@ if __name__ == "__main__":
     sys.exit(worker.exitcode)
 """
 
+# In a wheel, run the console command as pip's launcher does. The parent process of a spawned worker
+# is then that launcher, which is not repeated here.
+COMMAND = """
+import importlib.metadata, importlib.util, sys
+(command,) = importlib.metadata.entry_points(group="console_scripts", name="nanogrpo")
+try:
+    sys.exit(command.load()())
+finally:
+    import kernels
+    assert kernels.DECOY, kernels
+    reference = importlib.util.find_spec("nanogrpo.kernels.reference").origin
+    assert reference == sys.path[1] + "/nanogrpo/kernels/reference.py", reference
+"""
 
-def probe(tmp_path: Path, code: Path, folder: Path, site: Path) -> None:
-    """Runs PROBE with `code` before `site` on the path, where a package `kernels` is installed."""
+
+def write_decoy(site: Path) -> None:
+    """Write an installed package `kernels`, with the metadata that transformers looks for."""
     (site / "kernels" / "layer").mkdir(parents=True)
     for module in ("__init__.py", "layer/__init__.py", "layer/mode.py"):
         (site / "kernels" / module).write_text(DECOY)
@@ -253,52 +263,58 @@ def probe(tmp_path: Path, code: Path, folder: Path, site: Path) -> None:
     info = site / f"kernels-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
-    # how transformers finds whose package it is
+    # transformers reads here which distribution a package belongs to
     (info / "RECORD").write_text("kernels/__init__.py,,\n")
-    (tmp_path / "probe.py").write_text(PROBE)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, dict.fromkeys([code, site])))}
-    argv = [sys.executable, str(tmp_path / "probe.py"), str(folder), str(site)]
-    done = subprocess.run(argv, env=env, cwd=code, capture_output=True, text=True, check=False)
+
+
+def run(*argv: object, cwd: Path, path: Sequence[Path] = ()) -> str:
+    """Run Python with these folders on its path, and return what it prints."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)], env=env, cwd=cwd, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_folder_kernels_shadows_nothing_in_a_checkout(tmp_path):
-    probe(tmp_path, ROOT, ROOT / "kernels", tmp_path / "site")
+    site = tmp_path / "site"
+    write_decoy(site)
+    (tmp_path / "probe.py").write_text(PROBE)
+    run(tmp_path / "probe.py", ROOT / "kernels", site, cwd=ROOT, path=[ROOT, site])
 
 
-def test_the_folder_kernels_shadows_nothing_when_installed(tmp_path):
-    """A wheel, unpacked as pip does, with Hugging Face's package beside it in the same
-    site-packages.
-    """
+def test_a_wheel_has_every_module_and_the_command_and_shadows_nothing(tmp_path):
+    """Unpack a wheel as pip does, into a folder where Hugging Face's package is installed too."""
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md", "train.py", "serve.py"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source)
+        shutil.copy(ROOT / name, source)
     for name in ("nanogrpo", "kernels"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    argv = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-    ]
-    subprocess.run(
-        [*argv, "--wheel-dir", str(tmp_path), str(source)], check=True, capture_output=True
-    )
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    run("-c", build, tmp_path, cwd=source)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    assert {p.name for p in (site / "nanogrpo" / "kernels").iterdir()} == {
-        p.name for p in (ROOT / "kernels").glob("*.py")
-    }
-    assert {p.name for p in site.iterdir() if p.suffix != ".dist-info"} <= {
-        "nanogrpo",
-        "train.py",
-        "serve.py",
-    }
-    probe(tmp_path, site, site / "nanogrpo" / "kernels", site)
+
+    modules = {str(p.relative_to(ROOT)) for p in ROOT.glob("nanogrpo/**/*.py")}
+    modules |= {f"nanogrpo/kernels/{p.name}" for p in ROOT.glob("kernels/*.py")}
+    modules |= {"nanogrpo/scripts/train.py", "nanogrpo/scripts/serve.py"}
+    assert {str(p.relative_to(site)) for p in site.rglob("*.py")} == modules
+    assert (site / "nanogrpo" / "py.typed").exists()
+    assert [p.name for p in site.iterdir() if p.suffix != ".dist-info"] == ["nanogrpo"]
+
+    write_decoy(site)
+    assert "train a model with GRPO" in run("-m", "nanogrpo", cwd=tmp_path, path=[site])
+    for name, option in {"train": "--num-generations", "serve": "--secret-file"}.items():
+        assert option in run("-c", COMMAND, name, "--help", cwd=tmp_path, path=[site])
+    missing = "import sys; from nanogrpo.commands import main; sys.argv[1:] = ['no']; sys.exit(main() != 2)"
+    run("-c", missing, cwd=tmp_path, path=[site])
+
+
+def test_the_commands_of_a_checkout_are_its_own_files():
+    assert script("train.py") == ROOT / "train.py"
+    assert script("serve.py") == ROOT / "serve.py"
+    assert all(importlib.util.find_spec(module) for module in MODULES.values())
+    assert all(f"\n  {name} " in HELP for name in ("train", "serve", *MODULES))

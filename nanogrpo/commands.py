@@ -1,0 +1,48 @@
+"""The console command `nanogrpo`, which starts the programs of the project.
+
+    nanogrpo train --profile debug           # the same as python train.py --profile debug
+    torchrun --nproc-per-node 8 -m nanogrpo train --model M --data D
+
+In: argv. Out: the exit status of the program. In a checkout train.py and serve.py are next to the
+package; a wheel has them in nanogrpo/scripts/ (setup.py copies them). Read next: train.py.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+HELP = """usage: nanogrpo COMMAND [options]
+
+  train    train a model with GRPO
+  serve    start a vLLM server that follows the trainer
+  plot     plot the log of a run
+  warmup   teach a tiny model some arithmetic, to try things on
+
+nanogrpo COMMAND --help lists the options of a command."""
+
+MODULES = {"plot": "nanogrpo.logs.plot", "warmup": "nanogrpo.run.warmup"}
+
+
+def script(name: str) -> Path:
+    """Return the path of train.py or serve.py."""
+    package = Path(__file__).resolve().parent
+    installed = package / "scripts" / name
+    return installed if installed.exists() else package.parent / name
+
+
+def main() -> int:
+    command, *options = sys.argv[1:] or ["--help"]
+    sys.argv[1:] = options
+    if command in ("train", "serve"):
+        runpy.run_path(str(script(f"{command}.py")), run_name="__main__")
+    elif command in MODULES:
+        runpy.run_module(MODULES[command], run_name="__main__", alter_sys=True)
+    elif command in ("-h", "--help"):
+        print(HELP)
+    else:
+        names = ", ".join(("train", "serve", *MODULES))
+        print(f"error: nanogrpo has no command {command}: choose one of {names}.", file=sys.stderr)
+        return 2
+    return 0
