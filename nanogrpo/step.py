@@ -105,7 +105,7 @@ def resample(run: Run, samples: list[Sample], step: int) -> int:
 
 
 def evaluate(run: Run) -> None:
-    """Decode the held-out prompts greedily, score them with the same rewards, and log the result."""
+    """Decode the held-out prompts greedily, score them with the same rewards, and log it."""
     sync(run)
     greedy = dataclasses.replace(run.sampling, temperature=0.0)
     samples = run.engine.sample(run.world.part(run.eval_prompts), 1, greedy, step=0)
@@ -192,7 +192,7 @@ def add_logps(run: Run, batches: list[PackedBatch]) -> None:
 def log_step(
     run: Run, step: int, samples: list[Sample], meter: metrics.Meter, clock: metrics.Clock
 ) -> None:
-    """Write the metrics of a step, and its completions if they are asked for. Every rank must call."""
+    """Write the metrics of a step, and its completions if asked for. Every rank must call."""
     world, cfg = run.world, run.cfg
     facts = metrics.facts(samples, world)
     by_function = [[*f.rewards.values()] for f in facts]

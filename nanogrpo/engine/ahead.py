@@ -21,11 +21,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import cast
 
 from torch import nn
 
 from nanogrpo.distributed.world import World
-from nanogrpo.engine.base import SamplingParams, Served
+from nanogrpo.engine.base import Engine, SamplingParams, Served
 from nanogrpo.types import Prompt, Sample
 
 
@@ -34,12 +35,13 @@ class AheadEngine:
 
     draw: all prompts of a step, of all ranks. n, params: how the training samples are drawn. Any
     other request, such as an evaluation, goes straight to the engine. stop: the number of steps of
-    the run; no step from there on is requested.
+    the run; no step from there on is requested. With a bound above 0, the engine
+    must be a `Served`.
     """
 
     def __init__(
         self,
-        engine: Served,
+        engine: Engine,
         draw: Callable[[int], Sequence[Prompt]],
         n: int,
         params: SamplingParams,
@@ -94,12 +96,15 @@ class AheadEngine:
         first, future = self.requested.popleft()
         if first != step:
             raise RuntimeError(f"the samples of step {first} are next, not those of step {step}")
-        return self.engine.scatter(lambda: future.result() if future else [], prompts, self.n)
+        return cast(Served, self.engine).scatter(
+            lambda: future.result() if future else [], prompts, self.n
+        )
 
     def _request(self, step: int) -> Future | None:
         if self.pool is None:
             return None
-        return self.pool.submit(self.engine.request, self.draw(step), self.n, self.params, step)
+        request = cast(Served, self.engine).request
+        return self.pool.submit(request, self.draw(step), self.n, self.params, step)
 
     def metrics(self) -> dict[str, float]:
         """Return the engine's metrics and the staleness of the last step. Every rank must call."""

@@ -186,7 +186,7 @@ def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
 
 
 def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
-    """Return the seconds of each phase, and the speed of the step in completion tokens per second."""
+    """Return the seconds of each phase, and the speed in completion tokens per second."""
     tokens, total = sum(s.length for s in samples), sum(clock.seconds.values())
     fast = {
         f"throughput/{name}": tokens / clock.seconds[name]
