@@ -1,3 +1,4 @@
-"""What a run reports: metrics, the console and metrics.jsonl, completions, dashboards, traces,
-plots. Start with metrics.py.
+"""The records of a run: metrics, console, completions, dashboards, traces and plots.
+
+Start with metrics.py.
 """

@@ -1,15 +1,14 @@
-"""What the model wrote: a table on the console (`--num-completions-to-print`), and one file a step
+"""Completions: a table on the console (`--num-completions-to-print`) and one file per step
 (`--log-completions`).
 
-In: the step's samples. Out: `output_dir/completions/completions_00001.jsonl` and so on, a
-completion a line, with TRL's columns: step, prompt, completion, one column a reward function,
-reward, advantage, then what reward functions gave to `log_extra`. `pandas.read_json(path,
-lines=True)` reads one. The number counts finished steps, as checkpoint-N does. Read next: plot.py.
+In: the samples of a step. Out: `output_dir/completions/completions_00001.jsonl` and so on, where
+the number counts finished steps, as in checkpoint-N. Each line is one completion with TRL's
+columns: step, prompt, completion, one column per reward function, reward, advantage, and then the
+columns of `log_extra`. `pandas.read_json(path, lines=True)` reads a file. Read next: logs/plot.py.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -21,31 +20,27 @@ from rich.text import Text
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
-from nanogrpo.errors import UserError
+from nanogrpo.logs.files import replace, set_aside, writing
 from nanogrpo.types import Sample
 
-# is given Text: a str's brackets would be read as markup, "[/INST]" as an end of nothing
+# Print Text objects only: rich would read brackets in a str as markup, such as "[/INST]".
 console = Console(stderr=True)
 
 
 class Completions:
-    """`log(step, samples)` after each step, on every rank: the files hold the samples of all."""
+    """Call `log(step, samples)` after each step on every rank: a file holds the samples of all."""
 
     def __init__(self, cfg: Config, world: World, start: int):
-        """A resumed run repeats the steps after its checkpoint: their files are dropped. Without
-        one all are kept aside.
+        """Prepare the folder for a run that continues after `start` steps.
+
+        A resumed run repeats the steps after its checkpoint, so their files are deleted. A run that
+        starts over keeps the old folder under another name.
         """
         self.cfg, self.world, self.folder = cfg, world, Path(cfg.output_dir) / "completions"
         if not world.main or not self.folder.exists():
             return
         if start == 0:
-            self.folder.rename(
-                next(
-                    p
-                    for i in itertools.count(1)
-                    if not (p := self.folder.with_name(f"completions-{i}")).exists()
-                )
-            )
+            set_aside(self.folder)
             return
         for path in self.folder.glob("completions_*.jsonl"):
             number = re.fullmatch(r"completions_(\d+)", path.stem)
@@ -57,32 +52,34 @@ class Completions:
             show(samples[: self.cfg.num_completions_to_print])
         if not self.cfg.log_completions:
             return
-        rows = self.world.concat([row(step, s) for s in samples])
+        records = self.world.concat([record(step, sample) for sample in samples])
         if not self.world.main:
             return
+        lines = [json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in records]
         path = self.folder / f"completions_{step + 1:05d}.jsonl"
-        try:
+        with writing(path, "--log-completions"):
             self.folder.mkdir(exist_ok=True)
-            aside = path.with_suffix(".tmp")
-            text = "".join(json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in rows)
-            # half a character, as JSON writes it
-            aside.write_text(text, encoding="utf-8", errors="backslashreplace")
-            aside.replace(path)
-        except OSError as e:
-            raise UserError(
-                f"{path} could not be written ({e.strerror}): make room, or leave out --log-completions."
-            ) from e
+        # A lone surrogate has no UTF-8: write it as the escape that JSON uses.
+        data = "".join(lines).encode("utf-8", "backslashreplace")
+        replace(path, data, "--log-completions")
 
 
-def row(step: int, s: Sample) -> dict:
-    """A line of the table."""
-    own = {"step": step, "prompt": s.prompt.text, "completion": s.text}
-    own |= {**s.rewards, "reward": s.reward, "advantage": s.advantage, "stopped": s.stopped}
-    return own | s.extra  # whose names are others: reward_runner.py has seen to it
+def record(step: int, sample: Sample) -> dict:
+    """Return a line of the table. rewards/runner.py makes sure that no column occurs twice."""
+    return {
+        "step": step,
+        "prompt": sample.prompt.text,
+        "completion": sample.text,
+        **sample.rewards,
+        "reward": sample.reward,
+        "advantage": sample.advantage,
+        "stopped": sample.stopped,
+        **sample.extra,
+    }
 
 
 def show(samples: Sequence[Sample]) -> None:
-    """A table of completions with their rewards, as TRL's log_completions shows."""
+    """Print a table of completions with their rewards, as TRL does."""
     table = Table("prompt", "completion", "reward", "advantage", show_lines=True)
     for s in samples:
         prompt = s.prompt.text if isinstance(s.prompt.text, str) else s.prompt.text[-1]["content"]
@@ -92,9 +89,5 @@ def show(samples: Sequence[Sample]) -> None:
 
 
 def _plain(text: str) -> Text:
-    """As it is, but for the characters that would command the terminal: a model may write those,
-    too.
-    """
-    return Text(
-        "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    )
+    """Replace the control characters that a model may write and a terminal would obey."""
+    return Text("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))

@@ -1,23 +1,20 @@
-"""Where a run's numbers go: `output_dir/metrics.jsonl`, a line on the console, and what
-`--report-to` names (report.py).
+"""The log of a run: `output_dir/metrics.jsonl`, a line on the console, and `--report-to`.
 
-In: the metrics of a step (metrics.py). Out: one JSON object a line: first what made the numbers
-(options, versions, commit), then the steps and evaluations. A run that is killed leaves at most a
-half-written last line; one that is resumed goes on in the same file, in which each step stands
-once. Read next: completions.py, plot.py.
+In: the metrics of a step (logs/metrics.py). Out: one JSON object per line. The first is the head,
+with the options, versions and commit that produced the numbers; then come the steps and the
+evaluations. A killed run leaves at most a half-written last line. A resumed run continues in the
+same file and logs no step twice. Read next: logs/completions.py, logs/plot.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import logging
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -29,13 +26,14 @@ from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
 from nanogrpo.logs import metrics
 from nanogrpo.logs.completions import Completions, console
+from nanogrpo.logs.files import read_records, replace, set_aside, writing
 from nanogrpo.logs.metrics import Clock, Facts
-from nanogrpo.logs.report import reporters
+from nanogrpo.logs.report import REPORTERS
 
 logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 
-# On the console, in this order: the word shown and the metric.
+# The metrics on the console, in this order and under these names.
 SHOWN = {
     "reward": "reward",
     "accuracy": "rewards/accuracy_reward/mean",
@@ -48,23 +46,23 @@ SHOWN = {
 
 
 def commit() -> str:
-    """The commit of this checkout, or "unknown": installed elsewhere, the package may lie inside a
-    repository that is not its.
+    """Return the commit of this checkout, or "unknown" if the package was installed elsewhere.
+
+    It may then lie inside the repository of another project.
     """
-    try:
-        git = ["git", "rev-parse", "--show-toplevel", "HEAD"]
-        answer = subprocess.run(
-            git, capture_output=True, text=True, cwd=ROOT, check=False
-        ).stdout.splitlines()
-    except OSError:  # no git here
+    if not (ROOT / ".git").exists():
         return "unknown"
-    return answer[1] if len(answer) == 2 and Path(answer[0]).resolve() == ROOT else "unknown"
+    git = ["git", "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(
+            git, capture_output=True, text=True, cwd=ROOT, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # git is not installed, or there is no commit
+        return "unknown"
 
 
 def provenance(cfg: Config, world: World) -> dict:
-    """What heads every log: the resolved options, versions, machine and commit that made the
-    numbers below it.
-    """
+    """Return the head of a log: the options, versions, machine and commit behind the numbers."""
     return {
         "run": dataclasses.asdict(cfg),
         "commit": commit(),
@@ -78,154 +76,92 @@ def provenance(cfg: Config, world: World) -> dict:
     }
 
 
-def joined(row: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """A row and what the rewards report. UserError where log_metric was given a name of ours: one
-    of the two would be lost.
-    """
-    for name in more.keys() & row.keys():
-        raise UserError(
-            f"log_metric({name.removeprefix('eval/')!r}, …): the log already uses this name; choose another"
-        )
-    return row | more
-
-
 class Log:
-    """The main rank's alone; the others' calls do nothing."""
+    """Write the log on the main rank. On the other ranks the methods do nothing."""
 
     def __init__(self, cfg: Config, world: World, start: int):
         self.cfg, self.main, self.path = cfg, world.main, Path(cfg.output_dir) / "metrics.jsonl"
         self.began, self.start, self.tokens = time.perf_counter(), start, 0
         self.completions = Completions(cfg, world, start)
+        self.reporters: list = []
         if self.main:
-            self._keep_before(start)
+            if self.path.exists():
+                self._truncate(start)
             head = provenance(cfg, world)
-            self._write(head)
-            self.reporters = reporters(cfg, head, start)
+            self._append(head)
+            names = [name for name in cfg.report_to if name != "none"]
+            self.reporters = [REPORTERS[name](cfg, head, start) for name in names]
 
-    def _keep_before(self, start: int) -> None:
-        """Makes an earlier log ready to be gone on with from step `start`, so that each step stands
-        once in it.
+    def _truncate(self, start: int) -> None:
+        """Truncate the existing log to `start` steps, so a resumed run never logs a step twice.
 
-        A resumed run repeats the steps after its checkpoint: their lines are dropped. Without one
-        everything is repeated, and the old log is kept beside the new one.
+        A run that starts over keeps the old log under another name.
         """
-        with self._guarded():
-            if not self.path.exists():
-                return
-            lines = self.path.read_bytes().splitlines()
-            if start == 0 and any(b'"step"' in line for line in lines):
-                aside = next(
-                    p
-                    for i in itertools.count(1)
-                    if not (p := self.path.with_name(f"metrics-{i}.jsonl")).exists()
-                )
-                self.path.rename(aside)
-                logger.warning(
-                    "nothing to resume in %s: starting over, the old log is %s",
-                    self.cfg.output_dir,
-                    aside,
-                )
-                return
-            kept = []
-            for line, row in self._rows(lines):
-                if "run" in row or row["step"] < start:
-                    kept.append(line + b"\n")
-                    self.tokens = row.get("num_tokens", self.tokens)
-            aside = self.path.with_suffix(".tmp")
-            aside.write_bytes(b"".join(kept))
-            aside.replace(self.path)
-
-    def _rows(self, lines: list[bytes]) -> Iterator[tuple[bytes, dict]]:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):  # not JSON, or not UTF-8, or brackets without end
-                if number == len(lines):
-                    return  # the last line of a killed run, half written
-                row = None
-            if not isinstance(row, dict) or not ("run" in row or isinstance(row.get("step"), int)):
-                # What follows may be good, and what stood here is unknown: dropping either in
-                # silence would falsify the log.
-                raise UserError(
-                    f"{self.path}:{number} is no line of a log: mend or remove it, then resume."
-                )
-            yield line, row
-
-    def _write(self, row: dict) -> None:
-        with self._guarded(), self.path.open("a") as f:
-            f.write(json.dumps(row) + "\n")
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as e:
-            raise UserError(
-                f"{self.path} could not be written ({e.strerror}): make room; what it holds so far is whole."
-            ) from e
+        if start == 0 and b'"step"' in self.path.read_bytes():
+            logger.warning(
+                "nothing to resume in %s: starting over, the old log is %s",
+                self.cfg.output_dir,
+                set_aside(self.path),
+            )
+            return
+        kept = []
+        for line, record in read_records(self.path):
+            if "run" in record or record["step"] < start:
+                kept.append(line + b"\n")
+                self.tokens = record.get("num_tokens", self.tokens)
+        replace(self.path, b"".join(kept))
 
     def step(
         self,
         step: int,
         samples: Sequence[Facts],
-        row: dict[str, float],
+        record: Mapping[str, float],
         clock: Clock,
-        more: dict[str, float] | None = None,
+        logged: Mapping[str, float],
     ) -> None:
-        """Writes one step. `row`: everything but tokens, times, and what the rewards report, which
-        is `more`.
-        """
+        """Log a step. record: metrics other than tokens and times; logged: those of the rewards."""
         if not self.main:
             return
         self.tokens += sum(s.length + s.prompt_length for s in samples)
-        row = joined(
-            {**row, "num_tokens": self.tokens, **metrics.of_time(samples, clock)}, more or {}
-        )
-        self._report(step + 1, {"step": step, **row}, row)
-        left = (
-            (time.perf_counter() - self.began)
-            / (step + 1 - self.start)
-            * (self.cfg.max_steps - step - 1)
-        )
+        row = {**record, "num_tokens": self.tokens, **metrics.of_time(samples, clock)}
+        self._log(step + 1, {"step": step}, row, logged)
+        per_step = (time.perf_counter() - self.began) / (step + 1 - self.start)
+        minutes, seconds = divmod(int(per_step * (self.cfg.max_steps - step - 1)), 60)
         values = "  ".join(f"{k} {row[name]:.3g}" for k, name in SHOWN.items() if name in row)
-        speed = (
-            f"{row['tokens_per_second']:,.0f} tok/s  {int(left) // 60}:{int(left) % 60:02d} left"
-        )
-        console.print(
-            Text(f"step {step + 1:>4}/{self.cfg.max_steps}  {values}  {speed}"), soft_wrap=True
-        )
+        speed = f"{row['tokens_per_second']:,.0f} tok/s  {minutes}:{seconds:02d} left"
+        _print(f"step {step + 1:>4}/{self.cfg.max_steps}  {values}  {speed}")
 
-    def evaluation(
-        self, step: int, samples: Sequence[Facts], more: dict[str, float] | None = None
-    ) -> None:
-        """Writes what greedy decoding of the held-out prompts gave after `step` steps; more:
-        metrics beside the rewards.
-        """
+    def evaluation(self, step: int, samples: Sequence[Facts], logged: Mapping[str, float]) -> None:
+        """Log the greedy completions of the held-out prompts after `step` steps."""
         if not self.main:
             return
-        found = metrics.of_evaluation(samples)
-        row = joined(found, {f"eval/{name}": value for name, value in (more or {}).items()})
-        self._report(step, {"step": step - 1, "eval/after": step, **row}, row)
-        shown = {
-            n.removeprefix("eval/").removeprefix("rewards/"): value
-            for n, value in found.items()
-            if n != "eval/reward"
-        }
-        values = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
-        console.print(
-            Text.assemble((f"held-out, greedy, after {step} steps:", "bold"), f"  {values}"),
-            soft_wrap=True,
-        )
+        row = metrics.of_evaluation(samples)
+        logged = {f"eval/{name}": value for name, value in logged.items()}
+        self._log(step, {"step": step - 1, "eval/after": step}, row, logged)
+        names = [name for name in row if name != "eval/reward"]
+        shown = [f"{n.removeprefix('eval/').removeprefix('rewards/')} {row[n]:.3f}" for n in names]
+        _print("  ".join(shown), (f"held-out, greedy, after {step} steps:  ", "bold"))
 
-    def _report(self, done: int, line: dict, row: dict[str, float]) -> None:
-        """To the file, and to the reporters as the state after `done` steps: rewards begin at 1,
-        evaluations at 0.
-        """
-        self._write(line)
+    def _log(self, done: int, place: dict, row: dict, logged: Mapping[str, float]) -> None:
+        """Append a record to the file and send its metrics to the reporters under step `done`."""
+        for name in logged.keys() & row.keys():
+            raise UserError(
+                f"log_metric({name.removeprefix('eval/')!r}, …): the log already uses this name; "
+                "choose another"
+            )
+        self._append({**place, **row, **logged})
         for reporter in self.reporters:
-            reporter.log(row, done)
+            reporter.log({**row, **logged}, done)
+
+    def _append(self, record: dict) -> None:
+        with writing(self.path), self.path.open("a") as f:
+            f.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
-        """Lets the reporters send what they have kept."""
-        for reporter in self.reporters if self.main else ():
+        """Let the reporters send the records that they still hold."""
+        for reporter in self.reporters:
             reporter.close()
+
+
+def _print(text: str, *heading: tuple[str, str]) -> None:
+    console.print(Text.assemble(*heading, text), soft_wrap=True)

@@ -1,12 +1,11 @@
-"""Numbers to a dashboard beside metrics.jsonl: `--report-to tensorboard wandb`, each an optional
-package.
+"""Send the metrics to a dashboard: `--report-to tensorboard wandb`, each an optional package.
 
-In: the metrics of a step, a dict of name → number, and how many steps are done. Out: event files in
-output_dir/tensorboard, or a run of Weights & Biases, which takes project, name and offline mode
-from its own WANDB_ variables. Read before: log.py.
+In: the metrics of a step, and the number of finished steps. Out: event files in
+output_dir/tensorboard, or a run of Weights & Biases, which takes its project, name and offline mode
+from the WANDB_ variables. Read before: logs/console.py.
 
-A resumed run goes on with the same curves: TensorBoard drops what came after the checkpoint, W&B is
-given the same run's id.
+A resumed run continues the same curves: TensorBoard drops the values after the checkpoint, and W&B
+gets the id of the earlier run.
 """
 
 from __future__ import annotations
@@ -14,20 +13,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 
 
-class Reporter(Protocol):
-    def log(self, row: Mapping[str, float], done: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class TensorBoard:
-    """`tensorboard --logdir RUNS` shows it; the options are among its texts."""
+    """`tensorboard --logdir RUNS` shows the curves; its text tab holds the options."""
 
     def __init__(self, cfg: Config, head: dict, start: int):
         try:
@@ -36,16 +28,13 @@ class TensorBoard:
             raise UserError(
                 "--report-to tensorboard needs its package: pip install -e .[tensorboard]"
             ) from e
-        # What a resumed run repeats is hidden in the old files. Step 0 holds an evaluation, which a
-        # new run has too.
+        # The steps that a resumed run repeats are hidden in the old files. Step 0 holds an
+        # evaluation, which a run that starts over repeats too.
         self.writer = SummaryWriter(
             str(Path(cfg.output_dir) / "tensorboard"), purge_step=start + 1 if start else 0
         )
-        self.writer.add_text(
-            "options",
-            "\n".join(f"    {name} = {value!r}" for name, value in head["run"].items()),
-            start,
-        )
+        options = "\n".join(f"    {name} = {value!r}" for name, value in head["run"].items())
+        self.writer.add_text("options", options, start)
 
     def log(self, row: Mapping[str, float], done: int) -> None:
         for name, value in row.items():
@@ -56,7 +45,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """One run of Weights & Biases for each output folder."""
+    """One run of Weights & Biases per output folder."""
 
     def __init__(self, cfg: Config, head: dict, start: int):
         try:
@@ -64,20 +53,23 @@ class Wandb:
         except ImportError as e:
             raise UserError("--report-to wandb needs its package: pip install -e .[wandb]") from e
         folder = Path(cfg.output_dir)
-        name = folder / "wandb-id"
-        if start == 0 or not name.exists():
-            name.write_text(uuid.uuid4().hex[:8])
-        about = {"id": name.read_text(), "resume": "allow", "dir": str(folder), "name": folder.name}
+        id_file = folder / "wandb-id"
+        if start == 0 or not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:8])
         try:
             self.run = wandb.init(
-                config={**head["run"], **{k: v for k, v in head.items() if k != "run"}}, **about
+                config={**head["run"], **{k: v for k, v in head.items() if k != "run"}},
+                id=id_file.read_text(),
+                resume="allow",
+                dir=str(folder),
+                name=folder.name,
             )
-        except Exception as e:  # no network, no login: its client raises from several libraries
+        except Exception as e:  # without network or login, wandb raises many kinds of errors
             reason = (str(e).strip().splitlines() or [type(e).__name__])[0].rstrip(".")
             raise UserError(
                 f"--report-to wandb: {reason}: log in, set WANDB_MODE=offline, or leave it out."
             ) from e
-        # not its own counter, which refuses steps that a resumed run repeats
+        # W&B's own step counter refuses the steps that a resumed run repeats.
         self.run.define_metric("*", step_metric="done")
 
     def log(self, row: Mapping[str, float], done: int) -> None:
@@ -88,8 +80,3 @@ class Wandb:
 
 
 REPORTERS = {"tensorboard": TensorBoard, "wandb": Wandb}
-
-
-def reporters(cfg: Config, head: dict, start: int) -> list[Reporter]:
-    """Those that the options ask for, ready to be logged to."""
-    return [REPORTERS[name](cfg, head, start) for name in cfg.report_to if name != "none"]

@@ -1,8 +1,8 @@
-"""One step as a trace: what the processor and the GPU did, and when (`--trace-step N`).
+"""Trace one step: the work of the CPU and the GPU over time (`--trace-step N`).
 
 In: the number of each step as it begins. Out: `output_dir/trace-N.json` for
-https://ui.perfetto.dev, with the phases of the loop (sync, sample, score, train) as named bars;
-and, on the console, the ten operations that took most. Read before: train.py.
+https://ui.perfetto.dev, with the phases of the loop (sync, sample, score, train) as named bars, and
+the ten most expensive operations on the console. Read before: train.py.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ log = logging.getLogger("nanogrpo")
 
 
 class Trace:
-    """Records one step of the main rank. `with Trace(…) as trace:` around the loop,
-    `trace.begin(step)` first in it.
+    """Record one step of the main rank.
+
+    Wrap the loop in `with Trace(cfg, world) as trace:` and start each step with
+    `trace.begin(step)`.
     """
 
     def __init__(self, cfg: Config, world: World):
-        self.wanted = cfg.trace_step - 1 if world.main else -1  # steps are counted from 1 for users
+        self.step = cfg.trace_step - 1 if world.main else -1  # the option counts steps from 1
         self.path = Path(cfg.output_dir) / f"trace-{cfg.trace_step}.json"
-        self.running: profile | None = None
+        self.profile: profile | None = None
 
     def begin(self, step: int) -> None:
         self._end()
-        if step == self.wanted:
-            self.running = profile()  # of the CPU, and of the GPU where there is one
-            self.running.start()
+        if step == self.step:
+            self.profile = profile()  # of the CPU, and of the GPU if there is one
+            self.profile.start()
 
     def _end(self) -> None:
-        if self.running is None:
+        if self.profile is None:
             return
-        done, self.running = self.running, None
+        done, self.profile = self.profile, None
         done.stop()
         try:
             done.export_chrome_trace(str(self.path))
@@ -56,6 +58,5 @@ class Trace:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self._end()
-        # of a step that failed nobody wants the profile instead of the error
-        elif self.running is not None:
-            self.running.stop()
+        elif self.profile is not None:  # the step failed, so only its error matters
+            self.profile.stop()

@@ -89,10 +89,6 @@ class RewardProcess:
                 "fix the import"
             ) from reason
 
-    def ensure_running(self) -> None:
-        if not self.kill.alive:
-            self.start()
-
     def call(
         self,
         functions: Sequence[tuple[int, str]],
@@ -104,7 +100,8 @@ class RewardProcess:
 
         If the time runs out or the process dies, kill what is left of it and raise CallLost.
         """
-        self.ensure_running()
+        if not self.kill.alive:
+            self.start()
         return CallResult(*self._ask((functions, arguments, labels), timeout))
 
     def _ask(self, message: Any, timeout: float) -> Any:

@@ -22,11 +22,12 @@ can be killed (rewards/process.py):
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -44,11 +45,13 @@ MAX_LOST_CALLS = 3  # calls in a row in which every group is lost
 COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stopped")
 
 
-class Job(NamedTuple):
+@dataclasses.dataclass
+class Job:
     """Functions that are called together: a single one, or all async functions of one process."""
 
     backend: Functions | RewardProcess
     functions: list[tuple[int, str]]  # (index in the backend, name in logs)
+    lost_calls: int = 0  # calls in a row in which every group was lost
 
     def __str__(self) -> str:
         names = [name for _, name in self.functions]
@@ -103,7 +106,6 @@ class Runner:
             key = backend, None if backend.is_async[i] else name
             jobs.setdefault(key, Job(backend, [])).functions.append((i, name))
         self.jobs = list(jobs.values())
-        self.lost_calls = [0] * len(self.jobs)  # calls in a row in which every group was lost
         self.failures = 0  # groups lost since the last `metrics`
         self.logged: dict[str, list[float]] = {}  # values of log_metric since the last `metrics`
 
@@ -125,26 +127,27 @@ class Runner:
         groups: dict[int, list[Sample]] = {}
         for sample in samples:
             groups.setdefault(sample.prompt.id, []).append(sample)
-        rewards: dict[int, dict] = {id(sample): dict.fromkeys(self.names) for sample in samples}
-        extra: dict[int, dict] = {id(sample): {} for sample in samples}
-        for number, job in enumerate(self.jobs):
+        # column → id of a sample → value
+        rewards: dict[str, dict[int, float | None]] = {name: {} for name in self.names}
+        extra: dict[str, dict[int, Any]] = {}
+        for job in self.jobs:
             results = self._call(job, list(groups.values()), state or TrainerState())
             for part, result in results:
+                ids = list(map(id, part))
                 for (_, name), values in zip(job.functions, result.rewards):
-                    for sample, value in zip(part, values):
-                        rewards[id(sample)][name] = value
+                    rewards[name].update(zip(ids, values))
                 for column, values in result.extra:
-                    for sample, value in zip(part, values):
-                        if column in (*COLUMNS, *self.names, *extra[id(sample)]):
-                            raise UserError(
-                                f"log_extra({column!r}, …): the completions table already has "
-                                "this column; choose another name"
-                            )
-                        extra[id(sample)][column] = value
+                    own = extra.setdefault(column, {})
+                    if column in (*COLUMNS, *self.names) or ids[0] in own:
+                        raise UserError(
+                            f"log_extra({column!r}, …): the completions table already has this "
+                            "column; choose another name"
+                        )
+                    own.update(zip(ids, values))
                 for name, value in result.metrics:
                     self.logged.setdefault(name, []).append(value)
-            self.lost_calls[number] = 0 if results or not groups else self.lost_calls[number] + 1
-            if self.lost_calls[number] == MAX_LOST_CALLS:
+            job.lost_calls = 0 if results or not groups else job.lost_calls + 1
+            if job.lost_calls == MAX_LOST_CALLS:
                 raise UserError(
                     f"{job} returned nothing in {MAX_LOST_CALLS} calls in a row, for any prompt: "
                     f"fix the hang or crash, or raise --reward-timeout ({self.timeout:g})"
@@ -152,11 +155,14 @@ class Runner:
             scored = {sample.prompt.id for part, _ in results for sample in part}
             self.failures += len(groups) - len(scored)
             groups = {i: group for i, group in groups.items() if i in scored}
-        nothing = dict.fromkeys(self.names)
-        found = [rewards[id(s)] if s.prompt.id in groups else nothing.copy() for s in samples]
+        found = [
+            {n: own.get(id(s)) if s.prompt.id in groups else None for n, own in rewards.items()}
+            for s in samples
+        ]
         sums = [self._weighted_sum(given, s) for given, s in zip(found, samples)]
         for sample, given, total in zip(samples, found, sums):
-            sample.rewards, sample.reward, sample.extra = given, total, extra[id(sample)]
+            sample.rewards, sample.reward = given, total
+            sample.extra = {c: own[id(sample)] for c, own in extra.items() if id(sample) in own}
 
     def metrics(self, gather: Callable[[Any], list]) -> dict[str, float]:
         """Return the number of lost groups and the means of log_metric since the last call.
@@ -180,29 +186,32 @@ class Runner:
 
         Returns the samples and the result of each call that was not lost.
         """
-        if not groups:
-            return []
 
         def call(samples: list[Sample], timeout: float) -> tuple[list[Sample], CallResult]:
             arguments, labels = _arguments(samples, state), list(map(_label, samples))
             return samples, job.backend.call(job.functions, arguments, labels, timeout)
 
-        try:
-            return [call(list(itertools.chain(*groups)), self.timeout)]
-        except CallLost as reason:
-            if len(groups) == 1:
-                _warn(job, reason, groups[0])
-                return []
-            logger.warning("%s %s for %d prompts; trying them one by one", job, reason, len(groups))
-        assert isinstance(job.backend, RewardProcess)  # functions in this process lose no calls
+        if len(groups) > 1:
+            try:
+                return [call(list(itertools.chain(*groups)), self.timeout)]
+            except CallLost as reason:
+                logger.warning(
+                    "%s %s for %d prompts; trying them one by one", job, reason, len(groups)
+                )
         results, left = [], self.timeout
         for k, group in enumerate(groups):
-            job.backend.ensure_running()  # the time of its imports does not count
             begun, limit = time.monotonic(), left / (len(groups) - k)
             try:
                 results.append(call(group, limit))
             except CallLost as reason:
-                _warn(job, reason, group)
+                logger.warning(
+                    "%s %s for prompt %s; its %d completions are left out of the step",
+                    job,
+                    reason,
+                    group[0].prompt.id,
+                    len(group),
+                )
+            # A restart of the process takes time too, but none of the other groups' equal parts.
             left -= min(time.monotonic() - begun, limit)
         return results
 
@@ -217,16 +226,6 @@ class Runner:
                 f"them smaller, because a sum must not be beyond {MAX_REWARD:g}"
             )
         return total if terms else None
-
-
-def _warn(job: Job, reason: CallLost, group: list[Sample]) -> None:
-    logger.warning(
-        "%s %s for prompt %s; its %d completions are left out of the step",
-        job,
-        reason,
-        group[0].prompt.id,
-        len(group),
-    )
 
 
 def _label(sample: Sample) -> str:

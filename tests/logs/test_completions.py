@@ -1,7 +1,6 @@
-"""The table of completions: one file a step, TRL's columns, what `log_extra` was given, and each
-step once after a resume.
+"""The completions table: one file per step with TRL's columns and those of `log_extra`.
 
-Read before: test_log.py. Read next: test_report.py.
+Read before: test_console.py. Read next: test_report.py.
 """
 
 import json
@@ -10,13 +9,11 @@ import pytest
 
 import train
 from nanogrpo.config import Config
-from nanogrpo.distributed.world import join
 from nanogrpo.errors import UserError
 from nanogrpo.logs.completions import Completions
 from nanogrpo.rewards.runner import COLUMNS
 from tests.conftest import SOLO, arguments, steps
-from tests.logs.test_metrics import sample
-from tests.ranks import run
+from tests.logs.conftest import sample
 
 REWARD = """
 def even(completion_ids, log_extra, **kwargs):
@@ -34,7 +31,7 @@ def table(folder, step: int) -> list[dict]:
     ]
 
 
-def test_every_completion_of_a_run_is_kept_with_what_it_earned(tiny_base, files, tmp_path):
+def test_every_completion_of_a_run_is_written_with_its_rewards(tiny_base, files, tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     options = [
         "--reward-funcs",
@@ -73,8 +70,8 @@ def test_every_completion_of_a_run_is_kept_with_what_it_earned(tiny_base, files,
             assert sum(row["advantage"] for row in group) == pytest.approx(0, abs=1e-4)
 
 
-def test_half_a_character_is_written_as_json_can(tmp_path):
-    """Data in JSON may hold a lone surrogate, and a reward function may log it."""
+def test_a_lone_surrogate_is_written_as_an_escape(tmp_path):
+    """JSON data may hold a lone surrogate, and a reward function may log it."""
     (given := sample(3, a=1.0)).extra = {"source": "a\ud800é"}
     Completions(config(tmp_path), SOLO, start=0).log(0, [given])
     assert table(tmp_path, 1)[0]["source"] == "a\ud800é"
@@ -84,7 +81,7 @@ def config(folder, **options) -> Config:
     return Config(model="-", data=("-",), output_dir=str(folder), log_completions=True, **options)
 
 
-def test_a_resumed_run_drops_what_it_will_write_again_and_one_that_starts_over_keeps_the_old_aside(
+def test_a_resumed_run_deletes_repeated_steps_and_a_new_run_keeps_the_old_folder(
     tmp_path,
 ):
     first = Completions(config(tmp_path), SOLO, start=0)
@@ -117,18 +114,7 @@ def test_any_text_and_any_value_can_be_written(tmp_path):
     assert row["prompt"] == odd.prompt.text
 
 
-def two_ranks(folder: str) -> None:
-    with join(Config(device="cpu")) as world:
-        first = [sample(1 + world.rank, a=float(world.rank)), sample(3, a=1.0)]
-        Completions(config(folder), world, start=0).log(0, first)
-
-
-def test_the_file_holds_the_completions_of_all_ranks(tmp_path):
-    run(2, two_ranks, str(tmp_path))
-    assert [row["reward"] for row in table(tmp_path, 1)] == [0.0, 1.0, 1.0, 1.0]
-
-
-def test_a_full_disk_is_one_sentence(tmp_path):
+def test_a_full_disk_is_a_user_error(tmp_path):
     out = Completions(config(tmp_path), SOLO, start=0)
     (tmp_path / "completions").write_text("in the way")
     with pytest.raises(

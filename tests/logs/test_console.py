@@ -1,4 +1,4 @@
-"""The log: heads, steps and evaluations that survive being killed, and what the console shows.
+"""The log survives a kill and a resume, and the console shows text as it is.
 
 Read before: test_metrics.py. Read next: test_completions.py, test_report.py.
 """
@@ -13,7 +13,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.logs import completions, metrics
 from nanogrpo.logs.console import Log, provenance
 from tests.conftest import SOLO
-from tests.logs.test_metrics import sample
+from tests.logs.conftest import sample
 
 
 def config(folder, **options) -> Config:
@@ -30,6 +30,7 @@ def write(log: Log, steps: range) -> None:
             metrics.facts([sample(4), sample(2, prompt=5)], SOLO),
             {"reward": float(step)},
             clock,
+            {},
         )
 
 
@@ -37,7 +38,7 @@ def rows(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_head_says_what_made_the_numbers(tmp_path):
+def test_the_head_holds_options_versions_and_commit(tmp_path):
     write(Log(config(tmp_path, beta=0.25), world=SOLO, start=0), range(1))
     head, step = rows(tmp_path)
     assert head["run"]["beta"] == 0.25
@@ -51,43 +52,41 @@ def test_the_head_says_what_made_the_numbers(tmp_path):
     assert step["tokens_per_second"] == pytest.approx(6 / step["step_time"])
 
 
-def test_a_machine_without_git_has_an_unknown_commit(tmp_path, monkeypatch):
+def test_without_git_the_commit_is_unknown(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance(config(tmp_path), SOLO)["commit"] == "unknown"
 
 
-def test_a_resumed_log_keeps_each_step_once_and_drops_a_half_written_line(tmp_path):
+def test_a_resumed_run_logs_no_step_twice_and_drops_a_half_written_line(tmp_path):
     log = Log(config(tmp_path), world=SOLO, start=0)
-    log.evaluation(0, metrics.facts([sample(3, a=1.0)], SOLO))
+    log.evaluation(0, metrics.facts([sample(3, a=1.0)], SOLO), {})
     write(log, range(2))
-    log.evaluation(2, metrics.facts([sample(3, a=1.0)], SOLO))
+    log.evaluation(2, metrics.facts([sample(3, a=1.0)], SOLO), {})
     write(log, range(2, 5))
     with (tmp_path / "metrics.jsonl").open("a") as f:
         f.write('{"step": 5, "rew')  # killed here
-    log = Log(config(tmp_path), world=SOLO, start=3)  # its last checkpoint was after three steps
+    log = Log(config(tmp_path), world=SOLO, start=3)  # the last checkpoint was after three steps
     write(log, range(3, 9))
     found = rows(tmp_path)
     steps = [row for row in found if "reward" in row]
     assert [row["step"] for row in steps] == list(range(9))
-    # goes on counting where it was
+    # The count of tokens continues.
     assert [row["num_tokens"] for row in steps] == [14 * (i + 1) for i in range(9)]
     assert [row["eval/after"] for row in found if "eval/after" in row] == [0, 2]
     assert sum("run" in row for row in found) == 2
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_a_new_log_and_keeps_the_old_one(
-    tmp_path, caplog
-):
+def test_a_run_that_starts_over_keeps_the_old_log_under_another_name(tmp_path, caplog):
     old = []
     for number in range(3):
         log = Log(config(tmp_path), world=SOLO, start=0)
-        log.evaluation(0, metrics.facts([sample(3, a=1.0)], SOLO))
+        log.evaluation(0, metrics.facts([sample(3, a=1.0)], SOLO), {})
         write(log, range(number + 1))
         found = [row for row in rows(tmp_path) if "run" not in row]
         assert [row.get("eval/after", row["step"]) for row in found] == [0, *range(number + 1)]
         assert found[-1]["num_tokens"] == 14 * (number + 1)
-        if number == 1:  # also one that cannot be read is only set aside
+        if number == 1:  # even a damaged log is only renamed
             with (tmp_path / "metrics.jsonl").open("ab") as f:
                 f.write(b'\xff\n{"step": 7}\n{"st')
         old.append((tmp_path / "metrics.jsonl").read_bytes())
@@ -98,13 +97,14 @@ def test_a_run_killed_before_its_first_checkpoint_starts_a_new_log_and_keeps_the
         "metrics.jsonl",
     ]
     assert [r.message for r in caplog.records] == [
-        f"nothing to resume in {tmp_path}: starting over, the old log is {tmp_path}/metrics-{i}.jsonl"
+        f"nothing to resume in {tmp_path}: starting over, "
+        f"the old log is {tmp_path}/metrics-{i}.jsonl"
         for i in (1, 2)
     ]
 
 
-def test_a_log_without_a_step_is_gone_on_with(tmp_path, caplog):
-    Log(config(tmp_path), world=SOLO, start=0)  # and then the run was refused
+def test_a_log_without_a_step_is_continued(tmp_path, caplog):
+    Log(config(tmp_path), world=SOLO, start=0)  # and then the run ended with an error
     with (tmp_path / "metrics.jsonl").open("a") as f:
         f.write('{"run": {"model')
     write(Log(config(tmp_path), world=SOLO, start=0), range(1))
@@ -123,27 +123,28 @@ def test_a_log_without_a_step_is_gone_on_with(tmp_path, caplog):
         b"[" * 10**5,
     ],
 )
-def test_a_damaged_line_is_named_and_nothing_behind_it_is_lost(tmp_path, line):
+def test_a_damaged_line_is_reported_and_the_lines_after_it_are_kept(tmp_path, line):
     write(Log(config(tmp_path), world=SOLO, start=0), range(4))
     path = tmp_path / "metrics.jsonl"
     good = path.read_bytes().splitlines()
-    good[2] = line  # in the middle, so no half-written end
+    good[2] = line  # in the middle, so it is not a half-written end
     path.write_bytes(b"\n".join(good) + b"\n")
     with pytest.raises(
-        UserError, match=r"metrics\.jsonl:3 is no line of a log: mend or remove it"
+        UserError, match=r"metrics\.jsonl:3 is not a record of a log: fix or remove this line"
     ) as caught:
         Log(config(tmp_path), world=SOLO, start=4)
     assert "\n" not in str(caught.value)
     assert path.read_bytes().splitlines() == good
 
 
-def test_an_evaluation_leaves_out_what_was_not_judged(tmp_path):
+def test_an_evaluation_leaves_out_missing_rewards(tmp_path):
     log = Log(config(tmp_path), world=SOLO, start=0)
     log.evaluation(
         4,
         metrics.facts(
             [sample(3, a=1.0, b=None), sample(5, a=None, b=None), sample(4, a=0.0, b=None)], SOLO
         ),
+        {},
     )
     row = rows(tmp_path)[-1]
     assert row == {
@@ -155,19 +156,35 @@ def test_an_evaluation_leaves_out_what_was_not_judged(tmp_path):
     }
 
 
-def test_a_full_disk_is_told_in_one_sentence(tmp_path):
+def test_the_names_of_the_log_cannot_be_logged(tmp_path):
+    log, samples = Log(config(tmp_path), SOLO, start=0), metrics.facts([sample(3, a=1.0)], SOLO)
+    message = r"^log_metric\('{}', …\): the log already uses this name; choose another$"
+    clock = metrics.Clock()
+    clock.seconds["sample"] = 1.0
+    for name in ("loss", "num_tokens", "time/sample"):
+        with pytest.raises(UserError, match=message.format(name)):
+            log.step(0, samples, {"loss": 0.5}, clock, {"mine": 2.0, name: 1.0})
+    with pytest.raises(UserError, match=message.format("reward")):
+        log.evaluation(0, samples, {"reward": 1.0})
+    assert ["run" in row for row in rows(tmp_path)] == [True]
+    log.step(0, samples, {"loss": 0.5}, clock, {"mine": 2.0})
+    log.evaluation(0, samples, {"mine": 3.0})
+    assert [row.get("mine", row.get("eval/mine")) for row in rows(tmp_path)[1:]] == [2.0, 3.0]
+
+
+def test_a_full_disk_is_a_user_error(tmp_path):
     log = Log(config(tmp_path), world=SOLO, start=0)
     log.path = log.path.parent / "gone" / "metrics.jsonl"
     with pytest.raises(UserError, match=r"metrics\.jsonl could not be written .*: make room"):
         write(log, range(1))
     write(Log(config(tmp_path), world=SOLO, start=0), range(2))
-    (tmp_path / "metrics.tmp").mkdir()  # where the lines that stay are written first
+    (tmp_path / "metrics.tmp").mkdir()  # the name of the temporary file
     with pytest.raises(UserError, match=r"metrics\.jsonl could not be written .*: make room"):
         Log(config(tmp_path), world=SOLO, start=1)
     assert [row["step"] for row in rows(tmp_path) if "step" in row] == [0, 1]
 
 
-def test_completions_are_shown_on_request(capsys):
+def test_completions_are_printed(capsys):
     chat = sample(2, a=1.0)
     chat.prompt.text = [{"role": "user", "content": "what is 3+4?"}]
     completions.show([chat, sample(1)])
@@ -176,7 +193,7 @@ def test_completions_are_shown_on_request(capsys):
     assert shown.count("text") == 2
 
 
-def test_what_a_model_or_a_user_wrote_is_shown_as_it_is_and_commands_nothing(tmp_path, capsys):
+def test_text_is_printed_without_markup_and_control_characters(tmp_path, capsys):
     odd = sample(2, a=1.0)
     odd.prompt.text, odd.text = "[INST] hi [/INST]", "[/bold] :smile: \x1b[2J[red]x[/red]"
     completions.show([odd])
@@ -188,5 +205,5 @@ def test_what_a_model_or_a_user_wrote_is_shown_as_it_is_and_commands_nothing(tmp
     ):
         assert words in shown
     log = Log(config(tmp_path), world=SOLO, start=0)
-    log.evaluation(4, metrics.facts([sample(3, **{"a/b": 1.0, "[/x]": 0.5})], SOLO))
+    log.evaluation(4, metrics.facts([sample(3, **{"a/b": 1.0, "[/x]": 0.5})], SOLO), {})
     assert "a/b 1.000  [/x] 0.500  mean_length 3.000" in capsys.readouterr().err

@@ -1,7 +1,6 @@
-"""Metrics by hand: TRL's names and definitions, sums over the whole step; and each of them
-documented.
+"""Metrics computed by hand, with TRL's names and definitions; and each of them is documented.
 
-test_trl_parity.py compares the same names with TRL's own numbers. Read next: test_log.py.
+tests/grpo/test_trl_parity.py compares them with TRL's own numbers. Read next: test_console.py.
 """
 
 import dataclasses
@@ -17,20 +16,13 @@ import train
 from nanogrpo.config import Config
 from nanogrpo.logs import metrics
 from nanogrpo.model.head import PolicyOut
-from nanogrpo.types import Prompt, Sample
 from tests.conftest import SOLO, arguments, lines
+from tests.logs.conftest import sample
+
+# --- samples ---
 
 
-def sample(n: int, stopped: bool = True, prompt: int = 3, **rewards: float | None) -> Sample:
-    given = [r for r in rewards.values() if r is not None]
-    fields = {"text": "text", "rewards": rewards, "reward": sum(given) if given else None}
-    return Sample(Prompt(0, "?", [1] * prompt), 0, [2] * n, [0.0] * n, stopped, [0] * n, **fields)
-
-
-# ---- of the samples ------------------------------------------------------------------------------
-
-
-def test_metrics_of_a_generation():
+def test_the_metrics_of_the_samples_of_a_step():
     samples = [
         sample(4, True, a=1.0, b=0.5),
         sample(10, False, a=0.0, b=None),
@@ -46,7 +38,7 @@ def test_metrics_of_a_generation():
             "completions/max_terminated_length": 7,
             "completions/mean_terminated_length": 5.5,
             "completions/clipped_ratio": 1 / 3,
-            "rewards/a/mean": 0.5,  # of the two that have one
+            "rewards/a/mean": 0.5,  # over the two that have one
             "rewards/a/std": math.sqrt(0.5),
             "rewards/b/mean": 0.5,
             "rewards/b/std": 0.0,
@@ -57,7 +49,7 @@ def test_metrics_of_a_generation():
     )
 
 
-def test_metrics_of_a_generation_in_which_nothing_ended_and_nothing_was_judged():
+def test_metrics_without_a_finished_or_scored_completion_are_finite():
     row = metrics.of_samples(
         metrics.facts([sample(3, False, a=None), sample(3, False, a=None)], SOLO),
         torch.tensor([[torch.nan]]),
@@ -66,16 +58,16 @@ def test_metrics_of_a_generation_in_which_nothing_ended_and_nothing_was_judged()
         row["completions/max_terminated_length"] == row["completions/mean_terminated_length"] == 0
     )
     assert row["completions/clipped_ratio"] == 1
-    assert row["frac_reward_zero_std"] == 0  # nobody knows that they are equal
+    assert row["frac_reward_zero_std"] == 0  # equality is unknown
     assert not {"reward", "reward_std", "rewards/a/mean"} & set(row)
     assert all(math.isfinite(x) for x in row.values())
 
 
-# ---- of the updates ------------------------------------------------------------------------------
+# --- updates ---
 
 
 def add(meter: metrics.Meter, sample: list, clip: list, loss: float, **values: list) -> None:
-    """One micro-batch, as the loss would have given it."""
+    """Add one micro-batch, as the loss would return it."""
     vectors = {k: torch.tensor(v) for k, v in {"logp": [-1.0] * len(sample), **values}.items()}
     taken = {
         "importance": None,
@@ -88,7 +80,7 @@ def add(meter: metrics.Meter, sample: list, clip: list, loss: float, **values: l
     meter.add(batch, PolicyOut(torch.tensor(loss), *results))
 
 
-def test_means_are_over_the_tokens_of_the_step_and_extremes_over_completions():
+def test_means_are_over_tokens_and_extremes_over_completions():
     meter = metrics.Meter()
     add(
         meter,
@@ -123,7 +115,7 @@ def test_means_are_over_the_tokens_of_the_step_and_extremes_over_completions():
             "clip_ratio/high_mean": 4 / 10,
             "clip_ratio/high_max": 2 / 3,
             "clip_ratio/region_mean": 9 / 10,
-            # of the first update only: afterwards the weights are no longer those that sampled
+            # over the first update only: later the weights are not those that sampled
             "sampling/sampling_logp_difference/mean": 0.75 / 7,
             "sampling/sampling_logp_difference/max": 0.5,
             "sampling/k3": (math.exp(0.5) - 1.5 + math.exp(-0.25) - 0.75) / 7,
@@ -132,7 +124,7 @@ def test_means_are_over_the_tokens_of_the_step_and_extremes_over_completions():
     )
 
 
-def test_no_kl_without_a_reference_and_nothing_at_all_without_tokens():
+def test_without_a_reference_there_is_no_kl_and_without_tokens_only_the_loss():
     meter = metrics.Meter()
     add(meter, [0], [0], 0.5, entropy=[1.0])
     meter.end_update(1.0)
@@ -144,7 +136,7 @@ def test_no_kl_without_a_reference_and_nothing_at_all_without_tokens():
 
 def test_the_gap_is_taken_at_the_first_update_that_has_tokens():
     meter = metrics.Meter()
-    # a minibatch in which every completion was cut and masked: the weights did not move
+    # In the first minibatch every completion was truncated and masked: the weights did not move.
     meter.end_update(0.0)
     add(meter, [0, 1], [0, 0], 0.0, entropy=[1.0, 1.0], sampling=[-1.5, -1.0])
     meter.end_update(1.0)
@@ -153,38 +145,25 @@ def test_the_gap_is_taken_at_the_first_update_that_has_tokens():
     assert meter.summary(SOLO)["sampling/sampling_logp_difference/max"] == 0.5
 
 
-# ---- the documentation ---------------------------------------------------------------------------
+# --- the documentation ---
 
-# Runs that between them log nearly all there is.
+# Together these runs log nearly every metric.
 RUNS = {
-    "plain": [],
-    "beta eval_steps": [
-        "--beta",
-        "0.1",
-        "--eval-steps",
-        "1",
-        "--eval-data",
-        "{files}/data.jsonl",
-        "--eval-samples",
-        "2",
-    ],
-    "loss_type=cispo vllm_importance_sampling_mode": [
-        "--loss-type=cispo",
-        "--vllm-importance-sampling-mode",
-        "token_truncate",
-    ],
-    "loss_type=vespo entropy_coef": ["--loss-type=vespo", "--entropy-coef", "0.01"],
-    "max_resample_times": ["--max-resample-times", "1"],
+    "plain": "--loss-type=grpo",
+    "beta eval_steps loss_type=cispo vllm_importance_sampling_mode max_resample_times": "--beta=0.1"
+    " --eval-steps=1 --eval-data {files}/data.jsonl --eval-samples=2 --loss-type=cispo"
+    " --vllm-importance-sampling-mode=token_truncate --max-resample-times=1",
+    "loss_type=vespo entropy_coef": "--loss-type=vespo --entropy-coef=0.01",
 }
-ELSEWHERE = {"engine=vllm", "device=cuda"}  # test_train_vllm.py; a GPU
+ELSEWHERE = {"engine=vllm", "device=cuda"}  # tests/vllm/test_train.py; a GPU
 
 
 def documented() -> list[tuple[str, str]]:
-    """(metric as a pattern, the option it needs or ""), of the table in docs/metrics.md."""
+    """Return (metric as a pattern, the option it needs or "") from the table in docs/metrics.md."""
     text = (
         (Path(__file__).parents[2] / "docs" / "metrics.md")
         .read_text()
-        .partition("## All of them")[2]
+        .partition("## All metrics")[2]
     )
     out = []
     for line in text.splitlines():
@@ -197,13 +176,21 @@ def documented() -> list[tuple[str, str]]:
     return out
 
 
+@pytest.fixture(scope="module")
+def logs(tiny_base, files, tmp_path_factory) -> dict[str, list[dict]]:
+    """The records of each run above, without its head."""
+    found = {}
+    for run, options in RUNS.items():
+        folder = tmp_path_factory.mktemp("run")
+        argv = options.format(files=files).split()
+        assert train.main(arguments(tiny_base, files, folder, "--max-steps", "1", *argv)) == 0
+        found[run] = lines(folder)[1:]
+    return found
+
+
 @pytest.mark.parametrize("run", RUNS)
-def test_every_metric_of_a_log_is_documented_and_every_documented_one_is_logged(
-    tiny_base, files, tmp_path, run
-):
-    options = [option.format(files=files) for option in RUNS[run]]
-    assert train.main(arguments(tiny_base, files, tmp_path, "--max-steps", "1", *options)) == 0
-    logged = {name for line in lines(tmp_path)[1:] for name in line}
+def test_exactly_the_documented_metrics_are_logged(logs, run):
+    logged = {name for record in logs[run] for name in record}
     names = documented()
     assert not [
         name for name in logged if not any(re.fullmatch(pattern, name) for pattern, _ in names)
@@ -220,7 +207,7 @@ def test_every_metric_of_a_log_is_documented_and_every_documented_one_is_logged(
         for p, option in names
         if option and option not in run.split() and any(re.fullmatch(p, n) for n in logged)
     ]
-    assert not surprises  # it says "only with"
+    assert not surprises  # the docs say "only with"
 
 
 def test_every_option_that_a_metric_needs_has_a_run():
@@ -233,18 +220,14 @@ def test_every_option_that_a_metric_needs_has_a_run():
     }
 
 
-def test_the_loss_is_zero_where_the_documentation_says_so(tiny_base, files, tmp_path):
-    assert (
-        train.main(arguments(tiny_base, files, tmp_path, "--max-steps", "1", "--loss-type", "grpo"))
-        == 0
-    )
-    row = lines(tmp_path)[-1]
+def test_the_loss_is_zero_where_the_docs_say_so(logs):
+    row = logs["plain"][-1]
     assert abs(row["loss"]) < 1e-7
     assert row["grad_norm"] > 1e-3
     assert row["clip_ratio/region_mean"] == 0
 
 
-def test_the_shares_of_time_add_up():
+def test_the_times_of_the_phases_add_up():
     clock = metrics.Clock()
     clock.seconds |= {"sync": 1.0, "sample": 4.0, "score": 1.0, "train": 2.0}
     row = metrics.of_time(metrics.facts([sample(6), sample(10)], SOLO), clock)

@@ -1,6 +1,6 @@
-"""Curves of runs: a real picture of real logs, and one sentence for what is no log.
+"""Plots of real logs, and user errors for files that are not a log.
 
-Read next: test_metrics.py, whose log this reads.
+Read next: test_console.py.
 """
 
 import json
@@ -23,28 +23,18 @@ def row(step: int, **values) -> str:
 
 @pytest.fixture(scope="module")
 def runs(tiny_base, files, tmp_path_factory):
-    """Two runs of two steps, one of them with evaluations and a reference."""
+    """A small log, and the log of a real run with evaluations and a reference."""
     folder = tmp_path_factory.mktemp("plot")
-    one, other = folder / "one", folder / "other"
-    options = ["--max-steps", "2", "--save-steps", "0"]
-    assert train.main(arguments(tiny_base, files, one, *options)) == 0
-    evaluated = [
-        "--data",
-        "arithmetic",
-        "--reward-funcs",
-        "accuracy",
-        "--eval-steps",
-        "1",
-        "--eval-samples",
-        "2",
-        "--beta",
-        "0.1",
-    ]
-    assert train.main(arguments(tiny_base, files, other, *options, *evaluated)) == 0
-    return one, other
+    small, real = folder / "small", folder / "real"
+    small.mkdir()
+    (small / "metrics.jsonl").write_text(HEAD + row(0) + row(1, reward=0.7))
+    options = "--max-steps 2 --save-steps 0 --data arithmetic --reward-funcs accuracy"
+    options += " --eval-steps 1 --eval-samples 2 --beta 0.1"
+    assert train.main(arguments(tiny_base, files, real, *options.split())) == 0
+    return small, real
 
 
-def told(capsys) -> str:
+def error(capsys) -> str:
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith("error: ")
@@ -68,7 +58,7 @@ def test_two_runs_become_one_picture(runs, tmp_path, capsys):
     assert "<svg" in (tmp_path / "one.svg").read_text()
 
 
-def test_series_of_real_rows(runs):
+def test_a_series_is_read_from_a_real_log(runs):
     rows = plot.read(runs[1])
     steps, rewards = plot.series(rows, "reward")
     assert steps == [1, 2]
@@ -77,7 +67,7 @@ def test_series_of_real_rows(runs):
     assert plot.series(plot.read(runs[0]), "kl") == ([], [])
 
 
-def test_where_a_step_stands_twice_the_later_line_counts(tmp_path):
+def test_the_last_record_of_a_step_counts(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         HEAD
         + row(0, reward=0.1)
@@ -89,24 +79,18 @@ def test_where_a_step_stands_twice_the_later_line_counts(tmp_path):
     assert plot.series(plot.read(tmp_path), "reward") == ([1, 2], [0, 0.3])
 
 
-def test_runs_are_told_apart_by_as_much_as_they_need(tmp_path):
-    for name in ("a/run", "b/run", "c"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "metrics.jsonl").write_text(HEAD + row(0))
-    one, other, third = (
-        tmp_path / "a" / "run",
-        tmp_path / "b" / "run" / "metrics.jsonl",
-        tmp_path / "c",
-    )
-    assert plot.labels([one, third]) == ["run", "c"]
-    assert plot.labels([one, other]) == ["a/run", "b/run"]
-    assert plot.labels([one, one]) == ["run", "run"]
-    assert plot.main([str(one), str(other), str(third), "--out", str(tmp_path / "c.svg")]) == 0
+def test_the_legend_names_each_run_by_its_path(tmp_path):
+    runs = [tmp_path / "a" / "run", tmp_path / "b" / "run" / "metrics.jsonl", tmp_path / "c"]
+    for run in runs:
+        folder = run.parent if run.suffix else run
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(HEAD + row(0))
+    assert plot.main([*map(str, runs), "--out", str(tmp_path / "c.svg")]) == 0
     drawn = (tmp_path / "c.svg").read_text()
-    assert all(f"<!-- {label} -->" in drawn for label in ("a/run", "b/run", "c"))  # the legend
+    assert all(f"<!-- {run} -->" in drawn for run in runs)
 
 
-def test_the_log_of_a_run_under_way_is_drawn_without_its_half_written_line(tmp_path):
+def test_a_half_written_last_line_is_skipped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(HEAD + row(0) + row(1) + row(2)[:-20])
     assert [r["step"] for r in plot.read(tmp_path)] == [0, 1]
     assert plot.main([str(tmp_path)]) == 0
@@ -114,42 +98,40 @@ def test_the_log_of_a_run_under_way_is_drawn_without_its_half_written_line(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "message"),
     [
-        (b"", "holds no step to draw yet"),
-        (HEAD.encode(), "holds no step to draw yet"),
-        (HEAD.encode() + b'{"step": 0, "rew', "holds no step to draw yet"),
-        (b'{"step": 0, "reward": "high", "entropy": null}\n', "holds no step to draw yet"),
-        (b'{"step": "0", "reward": 1}\n', "holds no step to draw yet"),
-        (b"[1]\n", ":1 holds a list and no metrics"),
-        (row(0).encode() + b"7\n", ":2 holds a int and no metrics"),
-        (b'{"step": \n' + row(1).encode(), ":1 is not JSON"),
-        (b"\xff\xfe\n" + row(1).encode(), ":1 is not JSON"),
-        (b"[" * 100_000 + b"\n" + row(1).encode(), ":1 is not JSON"),
+        (b"", ": there is no step to plot yet"),
+        (HEAD.encode(), ": there is no step to plot yet"),
+        (HEAD.encode() + b'{"step": 0, "rew', ": there is no step to plot yet"),
+        (b'{"step": 0, "reward": "high", "entropy": null}\n', ": there is no step to plot yet"),
+        (b'{"step": "0", "reward": 1}\n', "/metrics.jsonl:1 is not a record of a log"),
+        (b"[1]\n", "/metrics.jsonl:1 is not a record of a log"),
+        (row(0).encode() + b"7\n", "/metrics.jsonl:2 is not a record of a log"),
+        (b'{"step": \n' + row(1).encode(), "/metrics.jsonl:1 is not a record of a log"),
+        (b"\xff\xfe\n" + row(1).encode(), "/metrics.jsonl:1 is not a record of a log"),
+        (b"[" * 100_000 + b"\n" + row(1).encode(), "/metrics.jsonl:1 is not a record of a log"),
     ],
 )
-def test_what_is_no_log_is_one_sentence_and_no_picture(tmp_path, capsys, content, sentence):
+def test_a_file_that_is_not_a_log_gives_an_error_and_no_picture(tmp_path, capsys, content, message):
     (tmp_path / "metrics.jsonl").write_bytes(content)
     assert plot.main([str(tmp_path)]) == 2
-    assert f"{tmp_path}/metrics.jsonl" + " " * (sentence[0] != ":") + sentence in told(capsys)
+    assert f"{tmp_path}{message}" in error(capsys)
     assert not (tmp_path / "curve.png").exists()
 
 
-def test_places_that_do_not_serve(tmp_path, capsys):
+def test_files_that_cannot_be_read_or_written_give_an_error(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text(HEAD + row(0))
-    for out, sentence in [
-        (
-            "nowhere/a.png",
-            "cannot be written (No such file or directory): name a file in a folder that exists",
-        ),
-        ("a.docx", "the suffix '.docx' names no format of pictures; use one of "),
-        ("a", "the suffix '' names no format of pictures; use one of "),
+    for out, message in [
+        ("nowhere/a.png", "cannot be written: [Errno 2] No such file or directory"),
+        ("a.docx", "cannot be written: Format 'docx' is not supported (supported formats: "),
+        ("a", "cannot be written: Format '' is not supported (supported formats: "),
     ]:
         assert plot.main([str(tmp_path), "--out", str(tmp_path / out)]) == 2
-        assert f"--out {tmp_path / out}" in (line := told(capsys))
-        assert sentence in line
+        assert f"--out {tmp_path / out} {message}" in error(capsys)
     assert plot.main([str(tmp_path / "gone")]) == 2
-    assert "gone cannot be read (No such file or directory): name the output folder" in told(capsys)
+    assert "gone cannot be read (No such file or directory): give the output folder" in error(
+        capsys
+    )
     assert plot.main([str(tmp_path), str(tmp_path / "gone")]) == 2
-    assert "gone cannot be read" in told(capsys)
+    assert "gone cannot be read" in error(capsys)
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -1,7 +1,6 @@
-"""Dashboards: event files of a real run read back, a stand-in for W&B, and one sentence where the
-package is missing.
+"""Dashboards: read back the event files of a real run, and use a stand-in for W&B.
 
-Read before: test_log.py. Read next: test_plot.py.
+Read before: test_console.py. Read next: test_plot.py.
 """
 
 import sys
@@ -10,6 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 import train
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError
+from nanogrpo.logs.report import REPORTERS
 from tests.conftest import arguments, lines
 
 # in an extra
@@ -17,50 +19,15 @@ reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumul
 
 
 def curves(folder) -> dict[str, list[tuple[int, float]]]:
-    """name → (step, value) of what TensorBoard shows: what a resumed run repeats counts once."""
+    """Return name → [(step, value)] as TensorBoard shows it; repeated steps count once."""
     events = reader.EventAccumulator(str(folder / "tensorboard")).Reload()
     return {
         tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
     }
 
 
-def test_tensorboard_shows_every_number_of_the_log_and_each_step_once_after_a_resume(
-    tiny_base, files, tmp_path
-):
-    options = [
-        "--report-to",
-        "tensorboard",
-        "--save-steps",
-        "2",
-        "--eval-steps",
-        "3",
-        "--eval-data",
-        str(files / "data.jsonl"),
-    ]
-    argv = arguments(tiny_base, files, tmp_path, *options, "--eval-samples", "2")
-    assert train.main([*argv, "--max-steps", "3"]) == 0
-    (tmp_path / "checkpoint-3").rename(tmp_path / "gone")  # as if it had been killed in step 3
-    assert train.main([*argv, "--max-steps", "4", "--resume"]) == 0
-    shown = curves(tmp_path)
-    expected: dict[str, list] = {}
-    for row in lines(tmp_path):
-        for name, value in row.items() if "step" in row else ():
-            if name not in ("step", "eval/after"):
-                expected.setdefault(name, []).append(
-                    (row.get("eval/after", row["step"] + 1), value)
-                )
-    assert set(shown) == set(expected)
-    assert [step for step, _ in shown["reward"]] == [1, 2, 3, 4]
-    assert [step for step, _ in shown["eval/reward"]] == [0, 3, 4]
-    for name, points in expected.items():
-        assert [step for step, _ in shown[name]] == [step for step, _ in points]
-        assert [value for _, value in shown[name]] == pytest.approx(
-            [value for _, value in points], rel=1e-6
-        )
-
-
 class FakeWandb(SimpleNamespace):
-    """The four calls that we make, remembered."""
+    """Record the four calls that we make."""
 
     def __init__(self):
         super().__init__(inits=[], rows=[], metrics=[], finished=0)
@@ -79,85 +46,88 @@ class FakeWandb(SimpleNamespace):
         self.finished += 1
 
 
-def test_wandb_is_given_the_same_numbers_and_a_resumed_run_the_same_id(
-    tiny_base, files, tmp_path, monkeypatch
-):
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    argv = arguments(
-        tiny_base, files, tmp_path / "mine", "--report-to", "wandb", "--max-steps", "2"
-    )
-    assert train.main(argv) == 0
-    assert train.main([*argv, "--max-steps", "3", "--resume"]) == 0
+@pytest.fixture(scope="module")
+def reported(tiny_base, files, tmp_path_factory):
+    """A run that reports to both dashboards, is killed in its third step, and is resumed."""
+    folder, wandb = tmp_path_factory.mktemp("report") / "mine", FakeWandb()
+    argv = arguments(tiny_base, files, folder, "--report-to", "tensorboard", "wandb")
+    argv += ["--save-steps", "2", "--eval-steps", "3", "--eval-samples", "2"]
+    argv += ["--eval-data", str(files / "data.jsonl")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", wandb)
+        assert train.main([*argv, "--max-steps", "3"]) == 0
+        (folder / "checkpoint-3").rename(folder.parent / "gone")  # as if it had been killed
+        wandb.rows.clear()
+        assert train.main([*argv, "--max-steps", "4", "--resume"]) == 0
+    return folder, wandb
+
+
+def test_tensorboard_shows_the_log_and_each_step_once_after_a_resume(reported):
+    folder, _ = reported
+    shown = curves(folder)
+    expected: dict[str, list] = {}
+    for row in lines(folder):
+        for name, value in row.items() if "step" in row else ():
+            if name not in ("step", "eval/after"):
+                point = row.get("eval/after", row["step"] + 1), value
+                expected.setdefault(name, []).append(point)
+    assert set(shown) == set(expected)
+    assert [step for step, _ in shown["reward"]] == [1, 2, 3, 4]
+    assert [step for step, _ in shown["eval/reward"]] == [0, 3, 4]
+    for name, points in expected.items():
+        assert [step for step, _ in shown[name]] == [step for step, _ in points]
+        values = [value for _, value in points]
+        assert [value for _, value in shown[name]] == pytest.approx(values, rel=1e-6)
+
+
+def test_wandb_gets_the_same_numbers_and_a_resumed_run_the_same_id(reported):
+    folder, wandb = reported
     first, second = wandb.inits
     assert first["id"] == second["id"]
-    assert (
-        first["name"],
-        first["resume"],
-        first["config"]["max_steps"],
-        second["config"]["max_steps"],
-    ) == (
-        "mine",
-        "allow",
-        2,
-        3,
-    )
+    assert (first["name"], first["resume"]) == ("mine", "allow")
+    assert [about["config"]["max_steps"] for about in wandb.inits] == [3, 4]
     assert wandb.metrics[0] == (("*",), {"step_metric": "done"})
-    logged = [row for row in lines(tmp_path / "mine") if "step" in row]
-    assert wandb.rows == [
-        {**{k: v for k, v in row.items() if k != "step"}, "done": row["step"] + 1} for row in logged
-    ]
+    records = lines(folder)
+    after_resume = max(i for i, row in enumerate(records) if "run" in row)
+    expected = []
+    for row in records[after_resume + 1 :]:
+        done = row.pop("eval/after", row["step"] + 1)
+        del row["step"]
+        expected.append({**row, "done": done})
+    assert wandb.rows == expected
     assert wandb.finished == 2
-    assert (
-        train.main(
-            arguments(
-                tiny_base, files, tmp_path / "other", "--report-to", "wandb", "--max-steps", "1"
-            )
-        )
-        == 0
-    )
-    assert wandb.inits[2]["id"] != first["id"]
 
 
-def test_what_wandb_refuses_is_one_sentence(tiny_base, files, tmp_path, monkeypatch, capsys):
+def test_a_failed_run_sends_its_records(reported, tiny_base, files, tmp_path, monkeypatch):
     wandb = FakeWandb()
-    monkeypatch.setattr(
-        wandb,
-        "init",
-        lambda **_: (_ for _ in ()).throw(RuntimeError("no API key.\nlog in")),
-        raising=False,
-    )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    assert train.main(arguments(tiny_base, files, tmp_path, "--report-to", "wandb")) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        told
-        == "error: --report-to wandb: no API key: log in, set WANDB_MODE=offline, or leave it out."
-    )
+    function = f"{files / 'reward.py'}:fails_in_the_third_step"
+    options = ["--reward-funcs", function, "--max-steps", "5", "--report-to", "wandb"]
+    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 2
+    assert (len(wandb.rows), wandb.finished) == (2, 1)
+    assert wandb.inits[0]["id"] != reported[1].inits[0]["id"]  # each run has its own
+
+
+def start_reporter(name: str, folder) -> None:
+    cfg = Config(model="-", data=("-",), output_dir=str(folder))
+    REPORTERS[name](cfg, {"run": {}}, 0)
+
+
+def test_an_error_of_wandb_is_a_user_error(tmp_path, monkeypatch):
+    def init(**about):
+        raise RuntimeError("no API key.\nlog in")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    message = "^--report-to wandb: no API key: log in, set WANDB_MODE=offline, or leave it out.$"
+    with pytest.raises(UserError, match=message):
+        start_reporter("wandb", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
 )
-def test_a_missing_package_is_one_sentence(
-    tiny_base, files, tmp_path, monkeypatch, capsys, name, module
-):
+def test_a_missing_package_is_a_user_error(tmp_path, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
-    assert train.main(arguments(tiny_base, files, tmp_path, "--report-to", name)) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told == f"error: --report-to {name} needs its package: pip install -e .[{name}]"
-
-
-def test_one_failed_run_still_sends_what_it_has(tiny_base, files, tmp_path, monkeypatch):
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    options = [
-        "--reward-funcs",
-        f"{files / 'reward.py'}:fails_in_the_third_step",
-        "--max-steps",
-        "5",
-        "--report-to",
-        "wandb",
-    ]
-    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 2
-    assert (len(wandb.rows), wandb.finished) == (2, 1)
+    message = rf"^--report-to {name} needs its package: pip install -e \.\[{name}\]$"
+    with pytest.raises(UserError, match=message):
+        start_reporter(name, tmp_path)

@@ -150,7 +150,7 @@ def test_a_folder_without_a_reward_model_is_an_error(tiny_base, tmp_path):
         (tmp_path / "three", r"one label, but this is a Qwen3ForSequenceClassification with 3"),
         (tiny_base, r"one label, but this is a Qwen3ForCausalLM"),
         (tmp_path / "bert", r"model_type 'bert' is not supported"),
-        (tmp_path / "small", r"has shape .* where config\.json asks for"),
+        (tmp_path / "small", r"has shape .* config\.json asks for"),
         (tmp_path / "none", r"--reward-funcs model: \S+none: there is no such folder"),
     ):
         with pytest.raises(UserError, match=message):

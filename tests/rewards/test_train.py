@@ -190,7 +190,8 @@ def test_each_rank_scores_its_own_samples_and_the_log_covers_all(
 ):
     names = ("crashes_on_one", "curriculum")
     specs = [f"{functions}:{name}" for name in names]
-    two = arguments(tiny_base, files, tmp_path / "two", "--reward-funcs", *specs)
+    options = ["--log-completions", "--reward-funcs", *specs]
+    two = arguments(tiny_base, files, tmp_path / "two", *options)
     assert run(2, train.main, two) == [0, 0]
     assert start(*names, folder="one")[0] == 0
     same = ["rewards/failures", "progress", "reward", "loss"]
@@ -198,6 +199,8 @@ def test_each_rank_scores_its_own_samples_and_the_log_covers_all(
     for a, b in zip(steps(tmp_path / "one"), steps(tmp_path / "two"), strict=True):
         for name in same:
             assert a[name] == pytest.approx(b[name], abs=1e-6)
+    for file in (tmp_path / "two" / "completions").iterdir():
+        assert len(file.read_text().splitlines()) == 16  # of both ranks
 
 
 def test_ranks_must_wait_longer_for_each_other_than_for_a_function():

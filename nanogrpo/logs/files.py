@@ -1,0 +1,65 @@
+"""Read the records of a log, keep an earlier log, and write files that are never half-finished.
+
+In: a path in the output folder. Out: its records, or the written file; or a UserError that names
+the file. Read next: logs/console.py, logs/completions.py, logs/plot.py, which use it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nanogrpo.errors import UserError
+
+
+def read_records(path: Path) -> Iterator[tuple[bytes, dict]]:
+    """Yield each line of a metrics.jsonl with its record.
+
+    A half-written last line is skipped, because a run may be in progress or may have been killed.
+    Any other damaged line raises UserError: skipping it would falsify the log.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as e:
+        raise UserError(
+            f"{path} cannot be read ({e.strerror}): give the output folder of a run."
+        ) from e
+    for number, line in enumerate(lines, start=1):
+        record: Any = None
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # not JSON, not UTF-8, or endless brackets
+            if number == len(lines):
+                return
+        is_object = isinstance(record, dict)
+        if not is_object or not ("run" in record or isinstance(record.get("step"), int)):
+            raise UserError(f"{path}:{number} is not a record of a log: fix or remove this line.")
+        yield line, record
+
+
+def set_aside(path: Path) -> Path:
+    """Rename `name.suffix` to the first free one of `name-1.suffix`, `name-2.suffix`, …"""
+    names = (path.with_stem(f"{path.stem}-{i}") for i in itertools.count(1))
+    return path.rename(next(name for name in names if not name.exists()))
+
+
+def replace(path: Path, data: bytes, option: str = "") -> None:
+    """Write a file in one step: after a crash it holds either the old data or the new."""
+    with writing(path, option):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(data)
+        temporary.replace(path)
+
+
+@contextmanager
+def writing(path: Path, option: str = "") -> Iterator[None]:
+    """Turn an error while `path` is written into a UserError. option: what asks for the file."""
+    try:
+        yield
+    except OSError as e:
+        advice = f"make room, or leave out {option}" if option else "make room"
+        raise UserError(f"{path} could not be written ({e.strerror}): {advice}.") from e
