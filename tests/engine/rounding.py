@@ -1,10 +1,11 @@
-"""How far from the truth may a log-prob be that was computed in float32? Asked of the model itself,
+"""How far from the truth may a log-prob be that was computed in float32? The model itself answers,
 token by token.
 
-`exact` computes the trainer's log-probs in float64, and again several times with noise on all that
-a module hands on, as large as rounding to float32 would be (Monte Carlo arithmetic: Parker 1997).
-How far that moves a token's log-prob is how far rounding may move it on any side that computes the
-same function in float32, in whatever order it adds. docs/log.md has the figures.
+`exact` computes the trainer's log-probs in float64. It then repeats them several times with noise
+on everything that a module passes on, as large as rounding to float32 would be (Monte Carlo
+arithmetic: Parker 1997). How far the noise moves a token's log-prob is how far rounding may move it
+in any float32 program that computes the same function, whatever its order of sums. docs/log.md has
+the figures.
 """
 
 from __future__ import annotations
@@ -23,14 +24,12 @@ from nanogrpo.run import warmup
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import logp_of
 
-ULP = 2.0**-24  # relative: what rounding a number to float32 changes at most
+ULP = 2.0**-24  # the largest relative change when a number is rounded to float32
 
 
-def trained(model: Decoder, tokenizer: Tokenizer, steps: int = 160) -> list[Prompt]:
-    """Trains a model on the built-in task until its distributions are sharp; returns prompts for
-    it.
-    """
-    warmup.teach(model.requires_grad_(True), tokenizer, seed=0, steps=steps)
+def trained(model: Decoder, tokenizer: Tokenizer) -> list[Prompt]:
+    """Train a model on the built-in task until its distributions are sharp; return its prompts."""
+    warmup.teach(model.requires_grad_(True), tokenizer, seed=0, steps=80)
     model.requires_grad_(False)
     texts = [f"{text}=" for text in problems("train", 32, seed=1)]
     return [
@@ -40,19 +39,13 @@ def trained(model: Decoder, tokenizer: Tokenizer, steps: int = 160) -> list[Prom
 
 
 def of_all(model: Decoder, samples: Sequence[Sample], cfg: Config) -> Tensor:
-    """[M] float64: the trainer's log-probs of all tokens, in the samples' order, by its own strips
-    and head operation.
-    """
+    """Return the trainer's log-probs of all tokens in order, [M] float64, from its own strips."""
     return torch.cat(logp_of(model, samples, cfg)).double()
 
 
 @torch.no_grad()
-def exact(
-    model: Decoder, samples: Sequence[Sample], cfg: Config, draws: int = 8
-) -> tuple[Tensor, Tensor]:
-    """([M], [M]) float64: log-probs of a float32 model's weights in float64, and by how much
-    float32's rounding may move each.
-    """
+def exact(model: Decoder, samples: Sequence[Sample], cfg: Config) -> tuple[Tensor, Tensor]:
+    """Return each log-prob in float64, and how far float32's rounding may move it: [M] float64."""
     model, generator = copy.deepcopy(model).double(), torch.Generator().manual_seed(0)
     truth = of_all(model, samples, cfg)
 
@@ -65,17 +58,16 @@ def exact(
         if isinstance(module, Block) or not list(module.children()):
             module.register_forward_pre_hook(lambda module, inputs: tuple(map(noisy, inputs)))
             module.register_forward_hook(lambda module, inputs, out: noisy(out))
-    squares = [(of_all(model, samples, cfg) - truth).square() for _ in range(draws)]
-    # the last: the log-softmax's own rounding
+    squares = [(of_all(model, samples, cfg) - truth).square() for _ in range(8)]
+    # the second term is the log-softmax's own rounding
     return truth, torch.stack(squares).mean(0).sqrt() + ULP * (1 - truth)
 
 
 def agree(model: Decoder, samples: Sequence[Sample], temperature: float) -> None:
-    """Asserts that engine and trainer are both as near to float64 as float32 allows, in units of
-    what rounding may do to a token.
+    """Assert that engine and trainer are both as close to float64 as float32 allows.
 
-    Measured, over all tokens: root mean square 0.5 of random models, 2 of trained ones, 2.6 at
-    most; the largest 20.
+    Measured in units of what rounding may do to a token: the root mean square over all tokens is
+    0.5 for random models, 2 for trained ones and 2.6 at most; the largest is 20.
     """
     cfg = Config(temperature=temperature)
     truth, unit = exact(model, samples, cfg)

@@ -1,5 +1,5 @@
-"""The embedded engine: the cache against the full forward, log-probs against the trainer's, rows
-against each other, weights.
+"""The embedded engine: its cache against the full forward, its log-probs against the trainer's, its
+rows against each other, and its weights.
 
 Everything runs on a tiny random decoder. Read next: tests/engine/test_sampler.py,
 tests/bench/test_rollout_speed.py.
@@ -10,7 +10,7 @@ import dataclasses
 import pytest
 import torch
 
-from nanogrpo.engine import local as local_engine
+from nanogrpo.engine import local
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.errors import UserError
@@ -41,7 +41,7 @@ def make_engine(model=None, slots=64, max_len=64, **kwargs):
 
 
 def trainer_logp(model, samples, temperature):
-    """The log-probs of all completions by the trainer's forward, over one packed strip."""
+    """Return the log-probs of all completions by the trainer's forward over one packed strip."""
     ids = [torch.tensor(s.prompt.token_ids + s.token_ids) for s in samples]
     positions, attend = positions_of([len(x) for x in ids])
     with torch.no_grad():
@@ -52,7 +52,7 @@ def trainer_logp(model, samples, temperature):
     ]
 
 
-# ---- the cache -----------------------------------------------------------------------------------
+# --- the cache ---
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def trainer_logp(model, samples, temperature):
     ],
     ids=["gqa", "tied", "multi_head", "multi_query", "qwen2"],
 )
-def test_decoding_with_the_cache_is_the_full_forward(changes):
-    model = tiny_model(**changes).double()  # in float32 the last digit is the machine's
+def test_decoding_with_the_cache_equals_the_full_forward(changes):
+    model = tiny_model(**changes).double()  # in float32 the last digits depend on the machine
     c = model.cfg
     lengths = [80, 5, 33]  # the cache widens at 64
     tokens = torch.randint(151, (3, 80), generator=torch.Generator().manual_seed(1))
@@ -86,7 +86,7 @@ def test_decoding_with_the_cache_is_the_full_forward(changes):
             lengths
         )
         for t in range(80):
-            b = 3 if t < 5 else 2 if t < 33 else 1  # rows leave as they end; row 0 is the longest
+            b = 3 if t < 5 else 2 if t < 33 else 1  # rows leave when they end; row 0 is the longest
             rows = [0, 2, 1][:b]
             cache.begin(torch.full((b,), t), t + 1)
             out = model(tokens[rows, t], torch.full((b,), t), cache)
@@ -96,7 +96,7 @@ def test_decoding_with_the_cache_is_the_full_forward(changes):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_log_probs_are_the_trainers(temperature):
+def test_log_probs_equal_the_trainers(temperature):
     model = tiny_model()
     samples = make_engine(model, slots=5).sample(
         make_prompts(), 4, dataclasses.replace(PARAMS, temperature=temperature), step=0
@@ -112,7 +112,7 @@ def test_log_probs_are_the_trainers(temperature):
 )
 def test_packed_weights_compute_the_same_and_follow_a_load(changes, monkeypatch):
     # every weight of the tiny model, not the head alone
-    monkeypatch.setattr(local_engine, "PACK_FROM", 0)
+    monkeypatch.setattr(local, "PACK_FROM", 0)
     engine = make_engine(tiny_model(**changes), slots=5)
     for seed in (0, 1):
         model = tiny_model(seed=seed, **changes)
@@ -122,7 +122,7 @@ def test_packed_weights_compute_the_same_and_follow_a_load(changes, monkeypatch)
             torch.testing.assert_close(torch.tensor(s.logp), logp, atol=1e-5, rtol=1e-5)
 
 
-def test_greedy_takes_the_likeliest():
+def test_greedy_sampling_takes_the_most_likely_token():
     model = tiny_model()
     samples = make_engine(model).sample(
         make_prompts(), 2, SamplingParams(temperature=0.0, max_tokens=8), step=0
@@ -136,7 +136,7 @@ def test_greedy_takes_the_likeliest():
             ids.append(token)
 
 
-# ---- rows ----------------------------------------------------------------------------------------
+# --- rows ---
 
 
 def ids(samples):
@@ -147,7 +147,7 @@ def test_completions_do_not_depend_on_the_batching(monkeypatch):
     model, prompts = tiny_model(), make_prompts()
     wide = make_engine(model, slots=64).sample(prompts, 6, PARAMS, step=2)
     assert [(s.prompt.id, s.index) for s in wide] == [(p.id, j) for p in prompts for j in range(6)]
-    assert len({len(s.token_ids) for s in wide}) > 5  # rows did leave at different times
+    assert len({len(s.token_ids) for s in wide}) > 5  # rows left at different times
     assert ids(make_engine(model, slots=3).sample(prompts, 6, PARAMS, step=2)) == ids(wide)
     alone = [
         s for p in reversed(prompts) for s in make_engine(model).sample([p], 6, PARAMS, step=2)
@@ -156,28 +156,28 @@ def test_completions_do_not_depend_on_the_batching(monkeypatch):
     assert ids(make_engine(model).sample(prompts, 2, PARAMS, step=2)) == [
         s.token_ids for s in wide if s.index < 2
     ]
-    # several packs, one of them a prompt above the budget
-    monkeypatch.setattr(local_engine, "PREFILL_TOKENS", 20)
+    # several prefills, one of them for a prompt above the budget
+    monkeypatch.setattr(local, "PREFILL_TOKENS", 20)
     assert ids(make_engine(model, slots=5).sample(prompts, 6, PARAMS, step=2)) == ids(wide)
 
 
-def test_a_look_every_few_steps_changes_nothing():
+def test_decoding_several_steps_per_transfer_changes_nothing():
     model, prompts = tiny_model(), make_prompts()
     each, few = make_engine(model, slots=7), make_engine(model, slots=7)
-    few.stride = 8  # as on a GPU: what was drawn behind a stop token is thrown away
+    few.stride = 8  # as on a GPU: tokens after a stop token are discarded
     a, b = (engine.sample(prompts, 6, PARAMS, step=0) for engine in (each, few))
     assert ids(a) == ids(b)
     assert [s.stopped for s in a] == [s.stopped for s in b]
 
 
-def test_the_prompt_is_prefilled_once_for_its_group():
+def test_a_prompt_is_prefilled_once_for_its_group():
     engine, seen = make_engine(slots=3), []
     engine.model.model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     engine.sample(make_prompts([20]), 5, SamplingParams(max_tokens=4), step=0)
     assert seen == [19] + 4 * [3] + 4 * [2]
 
 
-def test_a_step_costs_what_is_alive():
+def test_a_step_computes_only_the_active_rows():
     engine, seen = make_engine(slots=4), []
     engine.model.model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     engine.sample(
@@ -187,7 +187,7 @@ def test_a_step_costs_what_is_alive():
         step=0,
         limits=[1, 2, 9, 1, 1, 3],
     )
-    assert seen == [4, 4, 2, 2, 1, 1, 1, 1, 1]  # two waiting ones enter after the first step
+    assert seen == [4, 4, 2, 2, 1, 1, 1, 1, 1]  # two waiting completions enter after the first step
 
 
 def test_the_stream_is_a_function_of_seed_step_prompt_and_sample():
@@ -201,7 +201,7 @@ def test_the_stream_is_a_function_of_seed_step_prompt_and_sample():
     assert len({tuple(x) for x in once}) == 3
 
 
-def test_building_and_sampling_leave_the_global_random_state_alone():
+def test_building_and_sampling_do_not_change_the_global_random_state():
     before = torch.get_rng_state()
     model = tiny_model()
     state = torch.get_rng_state()
@@ -210,7 +210,7 @@ def test_building_and_sampling_leave_the_global_random_state_alone():
     torch.set_rng_state(before)
 
 
-def test_stops_and_cuts():
+def test_a_completion_ends_at_a_stop_token_or_at_its_limit():
     samples = make_engine().sample(make_prompts(), 8, PARAMS, step=0)
     assert {s.stopped for s in samples} == {True, False}
     for s in samples:
@@ -226,7 +226,7 @@ def test_stops_and_cuts():
     assert all(b.token_ids[: len(a.token_ids)] == a.token_ids for a, b in zip(samples, on))
 
 
-def test_the_last_allowed_token_may_be_a_stop():
+def test_the_last_allowed_token_may_be_a_stop_token():
     on = make_engine().sample(
         make_prompts(), 4, dataclasses.replace(PARAMS, ignore_stop=True), step=0
     )
@@ -247,16 +247,16 @@ def test_the_context_can_be_filled_to_the_last_token():
     assert engine.sample([], 4, PARAMS, step=0) == []
 
 
-# ---- weights -------------------------------------------------------------------------------------
+# --- weights ---
 
 
-def test_load_changes_version_and_samples_and_takes_a_copy():
+def test_load_copies_the_weights_and_sets_the_version():
     model, prompts = tiny_model(), make_prompts()
     engine = make_engine(model)
     first = engine.sample(prompts, 2, PARAMS, step=0)
     with torch.no_grad():
         model.lm_head.weight.add_(torch.randn(model.lm_head.weight.shape))
-    # an update alone changes nothing
+    # an update without a load changes nothing
     assert ids(engine.sample(prompts, 2, PARAMS, step=0)) == ids(first)
     engine.load(model, version=8)
     second = engine.sample(prompts, 2, PARAMS, step=0)
@@ -266,7 +266,7 @@ def test_load_changes_version_and_samples_and_takes_a_copy():
     engine.close()
 
 
-def test_logits_that_are_not_finite_stop_the_run_and_leave_no_trace():
+def test_non_finite_logits_raise_an_error_and_leave_no_nan_in_the_cache():
     model, broken, prompts = tiny_model(), tiny_model(), make_prompts()
     engine = make_engine(model)
     good = ids(engine.sample(prompts, 2, PARAMS, step=0))
@@ -279,7 +279,7 @@ def test_logits_that_are_not_finite_stop_the_run_and_leave_no_trace():
             with pytest.raises(FloatingPointError, match=r"prompt 10\d, weights 9"):
                 engine.sample(prompts, 2, PARAMS, step=0)
     engine.load(model, version=10)
-    assert ids(engine.sample(prompts, 2, PARAMS, step=0)) == good  # no NaN is left in the cache
+    assert ids(engine.sample(prompts, 2, PARAMS, step=0)) == good
 
 
 @pytest.mark.parametrize(
@@ -291,14 +291,14 @@ def test_logits_that_are_not_finite_stop_the_run_and_leave_no_trace():
         (4, 0, "4 tokens and max_tokens 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(length, max_tokens, message):
+def test_a_prompt_that_does_not_fit_is_an_error(length, max_tokens, message):
     with pytest.raises(UserError, match=message):
         make_engine().sample(
             make_prompts([length]), 2, SamplingParams(max_tokens=max_tokens), step=0
         )
 
 
-def test_a_context_beyond_the_models_is_refused():
+def test_a_context_beyond_the_models_is_an_error():
     with pytest.raises(UserError, match="max_len 257 exceeds max_position_embeddings 256"):
         LocalEngine(tiny_config(), max_len=257, device="cpu")
     with pytest.raises(RuntimeError, match="load"):
@@ -307,7 +307,7 @@ def test_a_context_beyond_the_models_is_refused():
         )
 
 
-# ---- GPU -----------------------------------------------------------------------------------------
+# --- GPU ---
 
 
 @pytest.mark.gpu
@@ -315,7 +315,7 @@ def test_a_context_beyond_the_models_is_refused():
     "changes",
     [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02}, {"temperature": 0.0}],
 )
-def test_cuda_graphs_draw_what_eager_decoding_draws(changes):
+def test_cuda_graphs_sample_what_eager_decoding_samples(changes):
     model, prompts = tiny_model().cuda(), make_prompts()
     params = dataclasses.replace(PARAMS, **changes)
     eager, graphs = (

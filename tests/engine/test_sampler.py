@@ -1,7 +1,7 @@
-"""Drawing a token: the hash against its definition, draws against the softmax, filters against
-transformers, and the edges.
+"""Sampling one token: the hash against its definition, tokens against the softmax, filters against
+transformers, and edge cases.
 
-The statistics are of fixed keys, so that they are the same in every run. Read next:
+The statistics use fixed keys, so they are the same in every run. Read next:
 tests/engine/test_local.py.
 """
 
@@ -20,7 +20,7 @@ from nanogrpo.engine.sampler import filter_logits, sample, uniform
 
 
 def test_uniform_is_splitmix64():
-    """Against the same in Python's unbounded integers, over keys and counters of every size."""
+    """It equals the same hash in Python's unbounded integers, for any size of key and counter."""
     word = (1 << 64) - 1
 
     def mix(key, counter):
@@ -38,14 +38,12 @@ def test_uniform_is_splitmix64():
 
 
 def chi_square(counts, expected):
-    """Pearson's statistic, normalised: about Normal(0, 1) when the counts come from the expected
-    ones.
-    """
+    """Pearson's statistic, about Normal(0, 1) if the counts come from the expected distribution."""
     freedom = len(counts) - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
 
 
-def test_uniform_is_uniform_and_pairs_are_independent():
+def test_uniform_numbers_are_uniform_and_pairs_of_them_independent():
     keys = torch.tensor([stream(1, 0, p, g) for p in range(64) for g in range(8)])
     u = torch.stack([uniform(keys, torch.full_like(keys, t)) for t in range(128)])  # [128, 512]
     assert float(u.min()) >= 0
@@ -65,7 +63,7 @@ def test_uniform_is_uniform_and_pairs_are_independent():
     [{}, {"temperature": 0.6}, {"top_k": 9, "top_p": 0.9}],
     ids=["plain", "cooler", "filtered"],
 )
-def test_draws_follow_the_softmax(changes):
+def test_tokens_follow_the_softmax(changes):
     params = SamplingParams(**changes)
     n, logits = 200_000, torch.randn(40, generator=torch.Generator().manual_seed(3)) * 1.5
     tokens, logp = sample(
@@ -80,14 +78,14 @@ def test_draws_follow_the_softmax(changes):
 
 
 @pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-24, 1 - 2.0**-53])
-def test_a_token_of_probability_zero_is_never_drawn(u, monkeypatch):
+def test_a_token_of_probability_zero_is_never_sampled(u, monkeypatch):
     monkeypatch.setattr(
         sampler, "uniform", lambda key, counter: torch.full(key.shape, u, dtype=torch.float64)
     )
     logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0))
     logits[:, :7] = logits[:, 2000:2010] = logits[:, -9:] = float("-inf")
     logits[0, 7:] = float("-inf")
-    logits[0, 2005] = 0.0  # one token left: the only one that can come
+    logits[0, 2005] = 0.0  # the only token that is left
     key = torch.zeros(8, dtype=torch.int64)
     for params in (
         SamplingParams(),
@@ -115,7 +113,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("changes", FILTERS, ids=str)
-def test_filters_are_those_of_transformers(changes):
+def test_filters_equal_those_of_transformers(changes):
     params = SamplingParams(**changes)
     logits = torch.randn(50, 151, generator=torch.Generator().manual_seed(0)) * 3
     expected = TemperatureLogitsWarper(params.temperature)(None, logits)

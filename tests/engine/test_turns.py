@@ -1,5 +1,7 @@
-"""Completions in several turns: what is the model's own, what is trained, and that one turn is what
-the engine does without.
+"""Completions in several turns: which tokens the model wrote, and which are trained on. A single
+turn equals the engine without turns.
+
+Read next: nanogrpo/engine/turns.py, tests/grpo/test_packing.py.
 """
 
 from __future__ import annotations
@@ -21,17 +23,12 @@ from nanogrpo.grpo import packing
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards import plugin
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import SOLO, arguments, packed, positions_of, steps, tiny_model, write_base
+from tests.conftest import SOLO, arguments, packed, positions_of, steps, tiny_model
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_base(tmp_path_factory.mktemp("turns") / "base")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(base):
-    return Tokenizer(base)
+def tokenizer(tiny_base):
+    return Tokenizer(tiny_base)
 
 
 CALCULATOR = Path(train.__file__).parent / "examples" / "calculator.py"
@@ -43,11 +40,17 @@ def engine_of(tokenizer, function=None):
     model = tiny_model(vocab_size=tokenizer.vocab_size)
     engine = LocalEngine(model.cfg, max_len=32, device="cpu")
     engine.load(model, 7)
-    return (
-        engine
-        if function is None
-        else TurnsEngine(engine, function, tokenizer, tokenizer.vocab_size, SOLO.gather)
-    )
+    if function is None:
+        return engine
+    return TurnsEngine(engine, function, tokenizer, tokenizer.vocab_size, SOLO.gather)
+
+
+def logp_given_prompt(model, sample):
+    """Return the model's log-probs of a completion, from one forward over the sequence."""
+    ids = torch.tensor(sample.prompt.token_ids + sample.token_ids)
+    logp = model(ids, *positions_of([len(ids)])).log_softmax(-1)
+    before = len(sample.prompt.token_ids) - 1
+    return logp[before:-1].gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
 
 
 def one_turn(samples, turns):
@@ -55,7 +58,7 @@ def one_turn(samples, turns):
 
 
 @pytest.mark.parametrize("limits", [None, [3, 1, 16]])
-def test_one_turn_is_what_the_engine_samples_by_itself(tokenizer, limits):
+def test_one_turn_samples_what_the_engine_samples(tokenizer, limits):
     plain = engine_of(tokenizer).sample(PROMPTS, 4, PARAMS, 2, limits)
     mine = engine_of(tokenizer, one_turn).sample(PROMPTS, 4, PARAMS, 2, limits)
     for a, b in zip(plain, mine, strict=True):
@@ -69,39 +72,33 @@ LETTERS = tuple("abcdefghijklmnop")
 
 
 def ask_and_answer(samples, turns):
-    """A turn ends at any small letter; the answer is two tokens, and so on."""
+    """End a turn at any lower-case letter, and answer with two tokens."""
     while samples := turns.generate(samples, stop=LETTERS):
         for s in samples:
             turns.observe(s, "42")
 
 
-def test_answers_are_seen_but_not_the_models_own(tokenizer):
+def test_answers_are_read_but_do_not_count_as_the_models_tokens(tokenizer):
     samples = engine_of(tokenizer, ask_and_answer).sample(PROMPTS, 16, PARAMS, step=0)
-    answered = [s for s in samples if not all(s.is_model_token)]
-    assert len(answered) > 10
+    assert sum(not all(s.is_model_token) for s in samples) > 10
     answer, letters = tokenizer.encode("42"), tokenizer.encode("".join(LETTERS))
     model = tiny_model(vocab_size=tokenizer.vocab_size)
     for s in samples:
         assert len(s.token_ids) == len(s.logp) == len(s.versions) == len(s.is_model_token) <= 16
-        told = [i for i, own in enumerate(s.is_model_token) if not own]
-        for i in told:
+        answered = [i for i, own in enumerate(s.is_model_token) if not own]
+        for i in answered:
             assert s.logp[i] == 0.0
-        for start in (i for i in told if s.is_model_token[i - 1]):
+        for start in (i for i in answered if s.is_model_token[i - 1]):
             assert s.token_ids[start - 1] in letters
             assert s.token_ids[start : start + 2] == answer[: 16 - start]
         assert s.stopped == (s.token_ids[-1] == 3)
-        whole = torch.tensor(s.prompt.token_ids + s.token_ids)
-
-        logits = model(whole, *positions_of([len(whole)]))
-        logp = logits.log_softmax(-1)[len(s.prompt.token_ids) - 1 : -1].gather(
-            1, torch.tensor(s.token_ids)[:, None]
-        )[:, 0]
+        logp = logp_given_prompt(model, s)
         # tokens after an answer are the model's too, given the answer
         for i in s.model_token_indices:
             assert logp[i].item() == pytest.approx(s.logp[i], abs=1e-5)
 
 
-def test_turns_are_repeated_bit_for_bit_whoever_else_is_there(tokenizer):
+def test_turns_do_not_depend_on_the_other_samples(tokenizer):
     alone = engine_of(tokenizer, ask_and_answer).sample(PROMPTS[1:2], 16, PARAMS, step=0)
     among = engine_of(tokenizer, ask_and_answer).sample(PROMPTS, 16, PARAMS, step=0)[16:32]
     assert [s.token_ids for s in alone] == [s.token_ids for s in among]
@@ -109,7 +106,7 @@ def test_turns_are_repeated_bit_for_bit_whoever_else_is_there(tokenizer):
     assert [s.token_ids for s in alone] != [s.token_ids for s in other]
 
 
-def test_what_a_tool_writes_ends_nobodys_turn(tokenizer):
+def test_special_tokens_in_an_answer_do_not_end_a_turn(tokenizer):
     special = ["<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
     def tool(samples, turns):
@@ -118,13 +115,13 @@ def test_what_a_tool_writes_ends_nobodys_turn(tokenizer):
         turns.generate(samples)
 
     for s, token in zip(engine_of(tokenizer, tool).sample(PROMPTS[:1], 4, PARAMS, step=0), special):
-        told = s.token_ids[: s.is_model_token.index(True)]
-        assert tokenizer.decode(told) == f"{token}!"[:16]
-        assert not {tokenizer.encode(each)[0] for each in special} & set(told)
+        answered = s.token_ids[: s.is_model_token.index(True)]
+        assert tokenizer.decode(answered) == f"{token}!"[:16]
+        assert not {tokenizer.encode(each)[0] for each in special} & set(answered)
 
 
 def some_and_the_rest(samples, turns):
-    turns.generate(samples[::2])  # as many as whole groups have, but of other prompts
+    turns.generate(samples[::2])  # as many as complete groups have, but of other prompts
     turns.generate(samples[1::2])
 
 
@@ -133,26 +130,22 @@ def in_another_order(samples, turns):
 
 
 @pytest.mark.parametrize("function", [some_and_the_rest, in_another_order])
-def test_a_completion_is_written_to_its_own_prompt_whichever_samples_are_given(tokenizer, function):
+def test_a_completion_continues_its_own_prompt_whichever_samples_are_passed(tokenizer, function):
     model = tiny_model(vocab_size=tokenizer.vocab_size)
     for s in engine_of(tokenizer, function).sample(
         [*PROMPTS, Prompt(3, "3+1=", [53, 14, 20, 30])], 4, PARAMS, step=0
     ):
-        whole = torch.tensor(s.prompt.token_ids + s.token_ids)
-        logp = model(whole, *positions_of([len(whole)])).log_softmax(-1)[
-            len(s.prompt.token_ids) - 1 : -1
-        ]
-        logp = logp.gather(1, torch.tensor(s.token_ids)[:, None])[:, 0]
+        logp = logp_given_prompt(model, s)
         torch.testing.assert_close(logp, torch.tensor(s.logp), rtol=0, atol=1e-5)
 
 
-# ---- training ------------------------------------------------------------------------------------
+# --- training ---
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_only_own_tokens_carry_loss_and_all_are_seen(share):
+def test_only_model_tokens_carry_loss_but_later_tokens_see_the_answers(share):
     prompt = Prompt(0, "", [5, 6])
-    told = Sample(
+    answered = Sample(
         prompt,
         0,
         [10, 11, 12, 13, 14],
@@ -163,20 +156,25 @@ def test_only_own_tokens_carry_loss_and_all_are_seen(share):
     )
     plain = Sample(prompt, 1, [20, 21], [-5.0, -6.0], True, [0] * 2)
     cfg = Config(num_generations=2, generation_batch_size=2, share_prompts=share)
-    assert packing.sizes([told, plain], cfg) == [packing.Size(0, 2, 4, 3), packing.Size(0, 2, 2, 2)]
-    (batch,) = packed([told, plain], cfg)
+    assert packing.sizes([answered, plain], cfg) == [
+        packing.Size(0, 2, 4, 3),
+        packing.Size(0, 2, 2, 2),
+    ]
+    (batch,) = packed([answered, plain], cfg)
     assert batch.targets.tolist() == [10, 11, 13, 20, 21]
     assert batch.sampling_logp.tolist() == [-1.0, -2.0, -4.0, -5.0, -6.0]
     assert batch.sample.tolist() == [0, 0, 0, 1, 1]
-    assert batch.weight.tolist() == pytest.approx([1 / 5] * 5)  # dapo: own tokens of the step
+    assert batch.weight.tolist() == pytest.approx(
+        [1 / 5] * 5
+    )  # dapo: the model's tokens of the step
     before = [batch.tokens[r].item() for r in batch.rows]
-    # 13 is predicted after the answer 12; the answer 14 behind it is not computed
+    # 13 is predicted from the answer 12; the answer 14 after it is not computed
     assert before == [6, 10, 12, 6, 20]
     assert 14 not in batch.tokens.tolist()
 
 
-def test_the_gradient_is_that_of_the_sequence_with_a_mask(tokenizer):
-    """Against autograd over the whole sequence, in which the answers' losses are dropped by hand."""
+def test_the_gradient_equals_that_of_a_masked_sequence(tokenizer):
+    """Compared with autograd over the full sequence, with the answers' losses masked by hand."""
     samples = engine_of(tokenizer, ask_and_answer).sample(PROMPTS, 4, PARAMS, step=0)
     assert any(not all(s.is_model_token) for s in samples)
     cfg = Config(num_generations=4, generation_batch_size=12, loss_type="grpo")
@@ -190,22 +188,18 @@ def test_the_gradient_is_that_of_the_sequence_with_a_mask(tokenizer):
     model.zero_grad()
 
     for s in samples:
-        whole = torch.tensor(s.prompt.token_ids + s.token_ids)
-        logp = model(whole, *positions_of([len(whole)])).log_softmax(-1)[
-            len(s.prompt.token_ids) - 1 : -1
-        ]
-        logp = logp.gather(1, torch.tensor(s.token_ids)[:, None])[:, 0]
+        logp = logp_given_prompt(model, s)
         own = torch.tensor(s.is_model_token)
         (-(s.advantage * logp * own).sum() / own.sum() / len(samples)).backward()
     for n, p in model.named_parameters():
         torch.testing.assert_close(ours[n], p.grad, rtol=2e-4, atol=2e-6)
 
 
-# ---- several ranks -------------------------------------------------------------------------------
+# --- several ranks ---
 
 
 class Rendezvous:
-    """World.gather among threads."""
+    """World.gather for threads."""
 
     def __init__(self, size: int):
         self.barrier, self.said = threading.Barrier(size, timeout=20), [None] * size
@@ -222,8 +216,9 @@ class Rendezvous:
 
 
 def test_ranks_with_different_numbers_of_turns_end_together(tokenizer):
-    """As a vLLM server would be asked: each engine call is a meeting of all ranks. Samples are
-    those of a single process.
+    """As with a vLLM server, all ranks make each engine call together.
+
+    Their samples equal those of a single process.
     """
     meeting, calls, results = Rendezvous(2), Rendezvous(2), [None, None]
 
@@ -235,7 +230,7 @@ def test_ranks_with_different_numbers_of_turns_end_together(tokenizer):
             return getattr(self.engine, name)
 
         def sample(self, prompts, n, *args, **more):
-            assert len(set(self.call(n))) == 1  # one kind of question at a time
+            assert len(set(self.call(n))) == 1  # all ranks make the same kind of call
             return self.engine.sample(prompts, n, *args, **more)
 
     def work(rank):
@@ -253,7 +248,7 @@ def test_ranks_with_different_numbers_of_turns_end_together(tokenizer):
     assert len(results[1]) == 8
 
 
-# ---- bad functions -------------------------------------------------------------------------------
+# --- bad functions ---
 
 
 def fills(**changes):
@@ -270,7 +265,7 @@ def fills(**changes):
     return function
 
 
-def test_a_function_may_bring_its_own_tokens(tokenizer):
+def test_a_function_may_set_the_tokens_itself(tokenizer):
     samples = engine_of(tokenizer, fills()).sample(PROMPTS, 2, PARAMS, step=0)
     assert all(s.token_ids == [1, 2] for s in samples)
 
@@ -301,12 +296,12 @@ def fails(samples, turns):
         ),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused(tokenizer, function, sentence):
+def test_a_rollout_that_cannot_be_trained_on_is_an_error(tokenizer, function, sentence):
     with pytest.raises(UserError, match=sentence):
         engine_of(tokenizer, function).sample(PROMPTS, 2, PARAMS, step=0)
 
 
-# ---- the calculator ------------------------------------------------------------------------------
+# --- the calculator ---
 
 
 @pytest.mark.parametrize(
@@ -325,24 +320,13 @@ def test_the_calculator(text, answer):
     assert plugin.load(f"{CALCULATOR}:calculate", "")(text) == answer
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["--max-resample-times", "2"], ["--num-iterations", "2", "--beta", "0.1"]]
-)
-def test_a_run_with_the_calculator(base, files, tmp_path, more):
-    argv = arguments(
-        base,
-        files,
-        tmp_path,
-        "--rollout",
-        f"{CALCULATOR}:rollout",
-        "--max-completion-length",
-        "16",
-        *more,
-    )
-    assert train.main(argv) == 0
+def test_a_run_with_the_calculator(tiny_base, files, tmp_path):
+    more = ["--max-resample-times", "2", "--num-iterations", "2", "--beta", "0.1"]
+    options = ["--rollout", f"{CALCULATOR}:rollout", "--max-completion-length", "16", *more]
+    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 0
     rows = steps(tmp_path)
     assert len(rows) == 3
-    # of own tokens, given the answers
+    # of the model's tokens, given the answers
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-5 for row in rows)
 
 
@@ -364,6 +348,6 @@ def test_a_run_with_the_calculator(base, files, tmp_path, more):
         ),
     ],
 )
-def test_options_that_cannot_work(base, files, tmp_path, capsys, options, sentence):
-    assert train.main(arguments(base, files, tmp_path, *options)) == 2
+def test_options_that_cannot_work_are_errors(tiny_base, files, tmp_path, capsys, options, sentence):
+    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 2
     assert sentence in capsys.readouterr().err

@@ -1,5 +1,7 @@
-"""The gap between trainer and engine: the figures against their definitions, the correction against
-TRL's own formula.
+"""The gap between trainer and engine: the figures against their definitions, and the correction
+against TRL's formula.
+
+Read next: docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -18,29 +20,21 @@ MODES = CHOICES["vllm_importance_sampling_mode"][1:]  # without "off"
 def vectors(seed: int = 0, spread: float = 0.5):
     g = torch.Generator().manual_seed(seed)
     engine = -3 * torch.rand(64, generator=g)
-    return (
-        engine + spread * torch.randn(64, generator=g),
-        engine,
-        torch.arange(8).repeat_interleave(8),
-    )
+    sample = torch.arange(8).repeat_interleave(8)
+    return engine + spread * torch.randn(64, generator=g), engine, sample
 
 
-def test_equal_policies_have_no_gap_and_need_no_correction():
+def test_equal_policies_have_no_gap_and_no_correction():
     logp, _, sample = vectors()
     for mode in MODES:
         assert torch.equal(correction(logp, logp, sample, mode, 3.0), torch.ones(64))
     figures = compare(logp - logp, torch.ones(64))
-    assert figures == {
-        **{
-            "sampling/sampling_logp_difference/mean": 0.0,
-            "sampling/sampling_logp_difference/max": 0.0,
-        },
-        **{"sampling/k3": 0.0, "sampling/ratio": 1.0, "sampling/masked": 0.0, "sampling/ess": 1.0},
-        **{f"sampling/importance_sampling_ratio/{how}": 1.0 for how in ("min", "mean", "max")},
-    }
+    zeros = ("sampling_logp_difference/mean", "sampling_logp_difference/max", "k3", "masked")
+    ones = ("ratio", "ess", *(f"importance_sampling_ratio/{x}" for x in ("min", "mean", "max")))
+    assert figures == {f"sampling/{name}": float(name in ones) for name in zeros + ones}
 
 
-def test_the_figures_of_two_tokens_by_hand():
+def test_the_figures_of_two_tokens_computed_by_hand():
     figures = compare(torch.tensor([0.5, -1.0]), torch.tensor([0.0, 2.0]))
     assert figures["sampling/sampling_logp_difference/mean"] == pytest.approx(0.75)
     assert figures["sampling/sampling_logp_difference/max"] == pytest.approx(1.0)
@@ -62,9 +56,9 @@ def test_k3_is_never_negative_and_estimates_the_kl():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("low", "high"), [(None, 3.0), (0.5, 2.0)])
-def test_the_correction_is_trls(mode, low, high):
-    """TRL 1.16: Δ·mask in a padded [B, T], summed per row for the sequence modes, then exp, then
-    clamp or mask.
+def test_the_correction_equals_trls(mode, low, high):
+    """TRL 1.16 sums Δ·mask of a padded [B, T] per row for the sequence modes, takes exp, and clamps
+    or masks.
     """
     trainer, engine, sample = vectors()
     delta = (trainer - engine).view(8, 8)
@@ -80,7 +74,7 @@ def test_the_correction_is_trls(mode, low, high):
     assert got.requires_grad is False
 
 
-def test_the_correction_turns_means_under_the_engine_into_means_under_the_trainer():
+def test_the_correction_turns_means_over_the_engine_into_means_over_the_trainer():
     g = torch.Generator().manual_seed(1)
     mu, pi = (torch.randn(5, generator=g).log_softmax(-1) for _ in range(2))
     tokens = torch.multinomial(mu.exp(), 200_000, replacement=True, generator=g)

@@ -1,7 +1,7 @@
-"""Packing: who computes what, strips under a budget, shared prompts, and every vector of a strip
-(invariants 1 and 5 start here).
+"""Packing: which rank computes which samples, strips within a budget, shared prompts, and every
+vector of a strip (the basis of invariants 1 and 5).
 
-Read next: test_invariants.py, where packed and unpacked gradients are compared.
+Read next: tests/test_invariants.py, which compares packed and unpacked gradients.
 """
 
 import dataclasses
@@ -27,9 +27,7 @@ def config(**options) -> Config:
 
 @st.composite
 def sample_lists(draw) -> list[Sample]:
-    """Up to twelve samples of up to four prompts; tokens are all different, so that a misplaced one
-    cannot hide.
-    """
+    """Up to twelve samples of up to four prompts. All tokens differ, so no misplaced one hides."""
     fresh = iter(range(10_000))
     prompts = [
         Prompt(10 + i, "", [next(fresh) for _ in range(draw(st.integers(1, 9)))]) for i in range(4)
@@ -67,7 +65,7 @@ WORLDS = st.sampled_from([1, 2, 3, 4])
 
 
 @given(sample_lists(), st.integers(1, 60), WORLDS, st.booleans(), st.sampled_from([0.0, 0.01]))
-def test_a_plan_takes_each_trained_sample_once_and_gives_every_rank_as_many_strips(
+def test_a_plan_has_each_trained_sample_once_and_as_many_strips_for_every_rank(
     samples, budget, world, share, pair_cost
 ):
     cfg = config(token_budget=budget, share_prompts=share)
@@ -78,12 +76,12 @@ def test_a_plan_takes_each_trained_sample_once_and_gives_every_rank_as_many_stri
     assert sorted(i for p in pieces(ranks) for i in p.samples) == trained
     assert len(ranks) == world
     assert len({len(strips) for strips in ranks}) == 1
-    assert bool(ranks[0]) == bool(trained)  # nothing to train: no strip at all
-    # alone, nobody waits: no empty strip
+    assert bool(ranks[0]) == bool(trained)  # without trained samples there is no strip
+    # one rank alone has no empty strips
     assert world > 1 or all(strip for strips in ranks for strip in strips)
     for strips in ranks:
         for strip in strips:
-            # above the budget: one completion, alone
+            # only a single completion may exceed the budget
             alone = sum(len(p.samples) for p in strip) == 1
             assert sum(p.tokens for p in strip) <= budget or alone
             assert sum(p.key_rows for p in strip) <= packing.KEY_ROWS * budget or alone
@@ -101,7 +99,7 @@ def test_a_plan_takes_each_trained_sample_once_and_gives_every_rank_as_many_stri
     st.sampled_from(["grpo", "dapo", "dr_grpo"]),
     st.booleans(),
 )
-def test_every_vector_of_a_strip(samples, budget, world, masked, loss_type, share):
+def test_every_vector_of_a_strip_is_correct(samples, budget, world, masked, loss_type, share):
     options = {"mask_truncated_completions": masked, "loss_type": loss_type, "share_prompts": share}
     cfg = config(token_budget=budget, max_completion_length=9, **options)
     known = packing.sizes(samples, cfg)
@@ -141,12 +139,12 @@ def test_every_vector_of_a_strip(samples, budget, world, masked, loss_type, shar
                 assert share
                 views = [b.kv_rows[a:z].tolist() for a, z in pairwise(b.kv_cu_seqlens.tolist())]
                 assert b.kv_max_len == max(map(len, views))
-            sees = {}  # row → the tokens that its hidden state depends on, itself last
+            sees = {}  # row → the tokens that its hidden state depends on, its own last
             for (start, end), view in zip(bounds, views):
                 assert view[len(view) - (end - start) :] == list(range(start, end))
                 for row in range(start, end):
                     sees[row] = [b.tokens[r].item() for r in view[: len(view) - (end - row) + 1]]
-                    # positions count on through the shared prompt
+                    # positions continue those of the shared prompt
                     assert b.positions[row] == len(sees[row]) - 1
             for i in b.sample.unique().tolist():
                 s, mine = samples[i], b.sample == i
@@ -155,9 +153,9 @@ def test_every_vector_of_a_strip(samples, budget, world, masked, loss_type, shar
                 for t, (row, target) in enumerate(
                     zip(b.rows[mine].tolist(), b.targets[mine].tolist())
                 ):
-                    # exactly what came before …
+                    # exactly the tokens before the target
                     assert sees[row] == whole[: len(s.prompt.token_ids) + t]
-                    assert target == s.token_ids[t]  # … the token it predicts
+                    assert target == s.token_ids[t]
                 assert b.sampling_logp[mine].tolist() == s.logp
                 assert set(b.advantage[mine].tolist()) == {s.advantage}
                 expected = token_weight(len(s.token_ids), len(samples), n_tokens, cfg)
@@ -176,7 +174,7 @@ def a_group() -> list[Sample]:
     return [first, Sample(prompt, 1, [5, 6], [-0.4, -0.5], True, [0] * 2, advantage=-1.0)]
 
 
-def test_the_example_of_the_docstring():
+def test_the_example_in_the_docstring_of_packed_batch():
     (b,) = packed(a_group(), config())
     assert b.tokens.tolist() == [100, 101, 7, 8, 5]
     assert b.positions.tolist() == [0, 1, 2, 3, 2]
@@ -193,7 +191,7 @@ def test_the_example_of_the_docstring():
     assert (b.cu_seqlens.tolist(), b.rows.tolist(), b.kv_rows) == ([0, 4, 7], [1, 2, 3, 5, 6], None)
 
 
-def test_prompts_that_share_an_id_by_mistake_are_noticed():
+def test_different_prompts_with_one_id_are_an_error():
     samples = a_group()
     samples[1].prompt = Prompt(0, "", [100, 102])
     with pytest.raises(ValueError, match="Different prompts have the id 0"):
@@ -203,7 +201,7 @@ def test_prompts_that_share_an_id_by_mistake_are_noticed():
 @given(
     st.integers(1, 4), st.integers(1, 4), st.integers(2, 4), st.integers(0, 99), st.integers(0, 99)
 )
-def test_a_schedule_partitions_whole_groups(per_part, parts, G, seed, step):
+def test_a_schedule_partitions_complete_groups(per_part, parts, G, seed, step):
     cfg = config(num_generations=G, steps_per_generation=parts, seed=seed)
     sizes = [size(i // G, 3, 1 + i % 5) for i in range(per_part * parts * G)]
     updates = packing.schedule(sizes, cfg, step)
@@ -212,7 +210,7 @@ def test_a_schedule_partitions_whole_groups(per_part, parts, G, seed, step):
     for u in updates:
         assert len(u.samples) == per_part * G
         assert u.n_tokens == sum(sizes[i].completion_tokens for i in u.samples)
-        for j in range(0, len(u.samples), G):  # whole groups, in order
+        for j in range(0, len(u.samples), G):  # complete groups, in order
             assert u.samples[j : j + G] == list(range(u.samples[j], u.samples[j] + G))
             assert u.samples[j] % G == 0
     assert updates == packing.schedule(sizes, cfg, step)
@@ -228,7 +226,7 @@ def test_a_schedule_changes_with_the_step_and_the_seed():
     assert order(cfg, 0) != order(cfg, 1) != order(dataclasses.replace(cfg, seed=1), 1)
 
 
-def test_nothing_trained_nothing_packed():
+def test_without_trained_samples_there_is_nothing_to_pack():
     cut = Sample(Prompt(0, "", [1]), 0, [2, 3], [0.0, 0.0], False, [0, 0])
     assert packed([cut, cut], config(mask_truncated_completions=True)) == []
     assert packed([], config()) == []
@@ -252,12 +250,12 @@ def test_uneven_lengths_are_spread_evenly_and_cost_no_extra_tokens(world):
     needed = sum(s.completion_tokens - 1 for s in sizes) + 8 * world * 32  # every prompt once
     assert sum(p.tokens for p in pieces(ranks)) <= 1.02 * needed
     costs = [[sum(p.cost for p in strip) for strip in strips] for strips in ranks]
-    for slot in zip(*costs):  # ranks wait for the slowest of each micro-batch
+    for slot in zip(*costs):  # ranks wait for the slowest in each micro-batch
         assert max(slot) <= 1.15 * sum(slot) / world
 
 
-def test_shared_prompts_save_what_they_should():
-    """G = 8, prompt half as long as the completion: (P + G·R) / (G·(P + R)) = 0.71 of the tokens."""
+def test_shared_prompts_save_the_expected_share_of_tokens():
+    """For G = 8 and prompts half as long as completions, (P + G·R) / (G·(P + R)) = 0.71 remain."""
     sizes = [size(i // 8, 64, 128) for i in range(64)]
 
     def computed(**options) -> int:
@@ -268,7 +266,7 @@ def test_shared_prompts_save_what_they_should():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_shared_prompts_have_the_gradient_of_copies(tied):
+def test_shared_prompts_have_the_same_gradient_as_copies(tied):
     model, gradients = tiny_model(tie_word_embeddings=tied), []
     g = torch.Generator().manual_seed(0)
     ids = lambda n: torch.randint(151, (n,), generator=g).tolist()  # noqa: E731
@@ -295,10 +293,8 @@ def test_shared_prompts_have_the_gradient_of_copies(tied):
         assert (other - gradients[0]).norm() <= 1e-6 * gradients[0].norm()
 
 
-def test_a_long_prompt_of_many_completions_is_split_before_its_keys_fill_the_memory():
-    """64 completions of 100 tokens on a prompt of 1,000: within the budget by tokens, but with ten
-    rows of keys a token.
-    """
+def test_a_long_prompt_with_many_completions_is_split_to_bound_its_key_rows():
+    """64 completions of 100 tokens on a prompt of 1,000 have ten key rows per token."""
     sizes = [size(0, 1000, 101)] * 64
     everything = list(range(64))
     (strips,) = packing.plan(everything, sizes, config(token_budget=8000)).strips
@@ -311,11 +307,11 @@ def test_a_long_prompt_of_many_completions_is_split_before_its_keys_fill_the_mem
     assert piece.key_rows == 1000 + 64 * 1100
 
 
-# ---- who trains what he drew ---------------------------------------------------------------------
+# --- samples stay on the rank that sampled them ---
 
 
 def moved(sizes: list[packing.Size], updates: list[packing.Update], world: int) -> int:
-    """Tokens that change rank."""
+    """Return the number of tokens that change rank."""
     away = [
         (i, r)
         for r, want in enumerate(packing.wanted(updates, world))
@@ -328,16 +324,16 @@ def moved(sizes: list[packing.Size], updates: list[packing.Update], world: int) 
 @pytest.mark.parametrize("budget", [300, 2000, 10**6])
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_of_even_lengths_nothing_moves(world, share, budget):
+def test_with_even_lengths_no_sample_changes_rank(world, share, budget):
     sizes = [size(i // 8, 20, 50) for i in range(8 * 4 * world)]
     cfg = config(token_budget=budget, share_prompts=share)
     assert moved(sizes, packing.schedule(sizes, cfg, 0, world), world) == 0
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_of_uneven_lengths_each_micro_batch_leaves_most_where_it_is(world):
-    """No other way to deal out a micro-batch's strips moves less (tried up to four ranks), and few
-    do as badly as by turns.
+def test_with_uneven_lengths_few_tokens_change_rank(world):
+    """Up to four ranks, no other order of a micro-batch's strips moves fewer tokens; the order of
+    their costs moves more.
     """
     sizes = uneven(P=4 * world)
     cfg = config(token_budget=700)

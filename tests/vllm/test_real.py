@@ -103,7 +103,7 @@ def test_one_corrupted_tensor_is_seen_by_the_check(server):
 def test_on_a_trained_model_both_sides_are_as_near_to_float64_as_float32_allows(server):
     """There the largest gap passes 1e-5: see test_rounding.py."""
     model = checkpoint.load_model(server[0])
-    prompts = trained(model, Tokenizer(server[0]), steps=80)
+    prompts = trained(model, Tokenizer(server[0]))
     engine = engine_of(server, model, max_len=96)
     engine.load(model, 0)
     agree(model, engine.sample(prompts, 8, params(1.0), step=0), 1.0)
