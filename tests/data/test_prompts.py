@@ -14,7 +14,7 @@ from nanogrpo.data.sources import holds_out
 from nanogrpo.errors import UserError
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards.builtin import same_answer
-from tests.model.test_tokenizer import make_folder
+from tests.model.tokenizer_folder import make_folder
 
 GSM8K = Path(__file__).parent / "assets" / "gsm8k_tiny.jsonl"
 

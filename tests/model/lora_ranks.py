@@ -1,4 +1,4 @@
-"""What the tests of adapters share, and run on several ranks: so it must not import transformers.
+"""Helpers of the adapter tests. They run on several ranks, so this must not import transformers.
 
 Read next: test_lora.py.
 """
@@ -28,7 +28,7 @@ LIMIT = 1e-6
 
 @torch.no_grad()
 def nudge(model: Decoder, std: float = 0.1) -> Decoder:
-    """B away from zero, where half of the gradients are zero and a merge is the base."""
+    """Move B away from zero, where half of the gradients are zero and merging changes nothing."""
     generator = torch.Generator().manual_seed(3)
     for name, p in model.named_parameters():
         if name.endswith("lora_B"):
@@ -37,7 +37,7 @@ def nudge(model: Decoder, std: float = 0.1) -> Decoder:
 
 
 def adapted(cfg: Config, model: Decoder | None = None, fresh: bool = False) -> Decoder:
-    """A model with adapters, whose B is not zero any more unless it is to be fresh."""
+    """Return a model with adapters. B is not zero unless `fresh` is set."""
     model = model or tiny_model()
     lora.attach(model, cfg)
     adapters.initialize(model, cfg)
@@ -45,7 +45,7 @@ def adapted(cfg: Config, model: Decoder | None = None, fresh: bool = False) -> D
 
 
 def write_bases(folder: Path) -> dict[str, Path]:
-    """A checkpoint folder of each shape."""
+    """Write a checkpoint folder of each shape."""
     shapes = {
         "untied": {},
         "tied": {"tie_word_embeddings": True, "num_hidden_layers": 3},
@@ -67,8 +67,8 @@ def logits(model: Decoder, seed: int = 5) -> torch.Tensor:
 
 
 def three_steps(base: Path, options: dict, world: World = SOLO) -> tuple[dict, dict, dict, Tensor]:
-    """The gradient of the first step; the merged weights after the third as they are saved, and as
-    they are sent; the logits with adapters off. As test_fsdp.three_steps, which explains the
+    """Return the gradient of the first step, the merged weights after the third as they are saved
+    and as they are sent, and the logits with disabled adapters. test_fsdp.three_steps explains the
     epsilon.
     """
     cfg = Config(
@@ -106,12 +106,15 @@ def three_steps(base: Path, options: dict, world: World = SOLO) -> tuple[dict, d
     return gradient, checkpoint.host_weights(model), sent, off
 
 
-def every_variant(folders: dict[str, Path], variants: list[dict]) -> list[tuple]:
+def every_run(bases: dict[str, Path], runs: list[tuple], world: World = SOLO) -> list[tuple]:
+    """The results of `three_steps` for each (name of a base, options)."""
+    return [three_steps(bases[name], options, world) for name, options in runs]
+
+
+def every_variant(bases: dict[str, Path], runs: list[tuple]) -> list[tuple]:
+    """The same on several ranks."""
     with join(Config(device="cpu")) as world:
-        pairs = [(name, options) for name in folders for options in variants]
-        return [
-            ((name, options), three_steps(folders[name], options, world)) for name, options in pairs
-        ]
+        return every_run(bases, runs, world)
 
 
 def program(argv: list[str]) -> int:

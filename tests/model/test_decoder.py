@@ -5,64 +5,18 @@ Random weights with logits of a trained model's scale (conftest.tiny_model), so 
 bias or rotation shows. Read next: test_checkpoint.py, where the same weights go through files.
 """
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen3Config
 
 from nanogrpo.model.attention import Packed
 from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.model.hf_config import ModelConfig
 from tests.conftest import positions_of, random_batch, random_tokens, tiny_config, tiny_model
+from tests.model.peers import CONFIGS, peer, theirs_alone
 
 RAGGED = [7, 1, 33, 2, 20]
-
-CONFIGS = {
-    "qwen3": tiny_config(),
-    "qwen3_tied": tiny_config(tie_word_embeddings=True),
-    "qwen3_multi_head": tiny_config(num_key_value_heads=4),
-    "qwen3_multi_query": tiny_config(num_key_value_heads=1, rms_norm_eps=1e-5),
-    "qwen3_attention_bias": tiny_config(attention_bias=True),
-    "qwen2": tiny_config(model_type="qwen2", head_dim=12),
-    "qwen2_tied": tiny_config(
-        model_type="qwen2", head_dim=12, tie_word_embeddings=True, rope_theta=1e6
-    ),
-}
-
-
-def peer(model: Decoder) -> torch.nn.Module:
-    """transformers' model with the same weights. Its config is written by hand here: `to_dict` is
-    on trial, not trusted.
-    """
-    fields = dataclasses.asdict(model.cfg)
-    theta = fields.pop("rope_theta")
-    kind, make = {
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    }[fields.pop("model_type")]
-    config = kind(
-        **fields,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
-        attn_implementation="eager",
-    )
-    theirs = make(config).to(model.lm_head.weight.dtype).eval()
-    theirs.load_state_dict(model.state_dict(), strict=True)  # the parameters' names are the same
-    return theirs
-
-
-def theirs_alone(theirs, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Logits [T, V] of one sequence. The mask is given, or transformers would take a jump in the
-    positions for packing.
-    """
-    inputs = {
-        "input_ids": tokens[None],
-        "position_ids": positions[None],
-        "attention_mask": torch.ones_like(tokens)[None],
-    }
-    return theirs(**inputs).logits[0]
-
 
 # ---- parity with transformers --------------------------------------------------------------------
 
@@ -81,9 +35,8 @@ def test_a_packed_forward_gives_transformers_logits_one_by_one(name):
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
-@pytest.mark.parametrize("start", [0, 30_000])
-def test_positions_far_out_and_with_gaps(theta, start):
+@pytest.mark.parametrize(("theta", "start"), [(10_000.0, 30_000), (1_000_000.0, 0)])
+def test_positions_may_be_large_and_have_gaps(theta, start):
     model = tiny_model(rope_theta=theta, max_position_embeddings=40_960, head_dim=64)
     tokens = random_tokens(24)
     # neighbours, then far apart

@@ -1,6 +1,6 @@
-"""Training with adapters on one rank and two, compiled, in whole runs, and continued.
+"""Training with adapters on one rank and two, compiled, in full runs, and resumed.
 
-What the ranks run is in lora_ranks.py. Read next: test_reference.py.
+The ranks run the code in lora_ranks.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from nanogrpo.run import setup as parts
 from tests.conftest import SOLO, arguments, random_batch, steps
 from tests.model.lora_ranks import (
     LIMIT,
+    every_run,
     every_variant,
     loaded,
     nudge,
@@ -29,7 +30,7 @@ from tests.model.lora_ranks import (
     three_steps,
     write_bases,
 )
-from tests.model.test_peft import hugging_face, theirs
+from tests.model.peers import hugging_face, theirs
 from tests.ranks import run as on_ranks
 
 
@@ -54,33 +55,36 @@ def differ(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 VARIANTS = [
-    {"gradient_checkpointing": "full", "token_budget": 60},
-    {"gradient_checkpointing": "selective", "share_prompts": False, "token_budget": 200},
-    {"reshard_after_forward": False, "token_budget": 100},
-    {"cpu_offload": True},
+    ("untied", {"gradient_checkpointing": "full", "token_budget": 60}),
+    (
+        "tied",
+        {"gradient_checkpointing": "selective", "share_prompts": False, "token_budget": 200},
+    ),
+    ("untied", {"reshard_after_forward": False, "token_budget": 100}),
+    ("tied", {"cpu_offload": True}),
 ]
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_gradients_and_adapters_do_not_depend_on_the_ranks(bases, alone, size):
-    """Nor on recomputation, micro-batches, shared prompts, resharding or offloading; merged weights
-    come whole to every rank.
+def test_gradients_and_adapters_do_not_depend_on_ranks_or_memory_options(bases, alone, size):
+    """Checks recomputation, micro-batches, shared prompts, resharding and offloading. Every rank
+    gets the full merged weights.
     """
-    for found in on_ranks(size, every_variant, {n: bases[n] for n in alone}, VARIANTS):
-        for (name, options), (grads, merged, sent, off) in found:
+    runs = VARIANTS if size == 2 else VARIANTS[:2]
+    found = on_ranks(size, every_variant, bases, runs) if size == 2 else [every_run(bases, runs)]
+    for results in found:
+        for (name, options), (grads, merged, sent, off) in zip(runs, results):
             assert differ(alone[name][0], grads) < LIMIT, (name, options)
             assert differ(alone[name][1], merged) < LIMIT
             assert differ(alone[name][2], sent) < LIMIT
             assert (off - alone[name][3]).abs().max() < 1e-5
-    assert (
-        differ(alone["tied"][1], dict(checkpoint.load_model(bases["tied"]).named_parameters()))
-        > 1e-3
-    )
+    base = dict(checkpoint.load_model(bases["tied"]).named_parameters())
+    assert differ(alone["tied"][1], base) > 1e-3
 
 
 def test_compiled_blocks_give_the_same(bases):
-    """Recomputed, too, and with adapters off. aot_eager traces as inductor does, and needs no C
-    compiler.
+    """Checks recomputation and disabled adapters too. aot_eager traces as inductor does, without a
+    C compiler.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -97,13 +101,12 @@ def test_compiled_blocks_give_the_same(bases):
     assert differ(plain[0], grads) < LIMIT
     assert differ(plain[1], merged) < LIMIT
     assert (off - plain[3]).abs().max() < 1e-5
-    # A block is four graphs; the first, whose input has no gradient, needs three of its own;
-    # without gradients four more.
-    # for any number of blocks, and all lengths
+    # For any number of blocks and all lengths: four graphs per block, three more for the first
+    # block, whose input has no gradient, and four without gradients.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4 + 3 + 4
 
 
-# ---- whole runs ----------------------------------------------------------------------------------
+# ---- full runs ----------------------------------------------------------------------------------
 
 RUN = [
     "--lora-r",
@@ -128,7 +131,7 @@ def test_a_run_trains_adapters_and_leaves_folders_for_peft_and_transformers(base
     base = bases["tied"]
     rows = go(base, files, tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2]
-    # the first step's reference is the policy itself, before its first update
+    # in the first step the reference is the policy itself, before its first update
     assert 0 <= rows[0]["kl"] < rows[-1]["kl"]
     last = tmp_path / "run" / "checkpoint-3"
     merged, both = (
@@ -145,14 +148,15 @@ def test_a_run_trains_adapters_and_leaves_folders_for_peft_and_transformers(base
     from_there = go(
         base, files, tmp_path / "more", "--lora-adapter", str(last / "adapter"), "--max-steps", "1"
     )
-    assert from_there[0]["kl"] > 1e-4  # against the base, not against where it began
+    assert from_there[0]["kl"] > 1e-4  # against the base, not the loaded adapter
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(bases, files, tmp_path, size):
     def run(output: str, *options: str) -> None:
         argv = arguments(bases["tied"], files, tmp_path / output, *RUN, *options)
-        assert on_ranks(size, program, argv) == [0] * size
+        codes = on_ranks(size, program, argv) if size > 1 else [train.main(argv)]
+        assert codes == [0] * size
 
     run("whole", "--max-steps", "4")
     run("parts", "--max-steps", "2")
@@ -192,8 +196,10 @@ def test_the_reference_is_the_base_and_no_second_model_is_kept(bases, files, tmp
         (["--lora-alpha", "0"], "--lora-alpha is 0.0"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(bases, files, tmp_path, capsys, options, sentence):
+def test_a_wrong_option_is_reported_in_one_sentence(
+    bases, files, tmp_path, capsys, options, sentence
+):
     assert train.main(arguments(bases["tied"], files, tmp_path, *RUN, *options)) == 2
-    told = capsys.readouterr().err.strip().splitlines()
-    assert len(told) == 1
-    assert told[0].startswith(f"error: {sentence}")
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1
+    assert error[0].startswith(f"error: {sentence}")

@@ -1,5 +1,5 @@
-"""Adapters and merged weights as files: peft and transformers read ours, we read peft's, and refuse
-what is not the same.
+"""Adapters and merged weights as files: peft and transformers read ours, and we read peft's. Other
+kinds of adapters are rejected.
 
 Read next: test_lora_runs.py.
 """
@@ -13,25 +13,14 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 import train
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.model import adapters, checkpoint
-from tests.conftest import random_tokens
 from tests.model.lora_ranks import adapted, loaded, logits, nudge, write_bases
-
-
-def theirs(model: torch.nn.Module, seed: int = 5) -> torch.Tensor:
-    tokens = random_tokens(17, 104, seed)
-    with torch.no_grad():
-        return torch.cat([model(tokens[None, :11]).logits[0], model(tokens[None, 11:]).logits[0]])
-
-
-def hugging_face(folder: Path) -> torch.nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+from tests.model.peers import hugging_face, theirs
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +28,10 @@ def bases(tmp_path_factory) -> dict[str, Path]:
     return write_bases(tmp_path_factory.mktemp("bases"))
 
 
-@pytest.mark.parametrize("targets", [(), ("q_proj", "up_proj")])
-@pytest.mark.parametrize("shape", ["untied", "tied", "qwen2"])
-def test_peft_loads_what_we_write_and_transformers_the_merged_weights(
+@pytest.mark.parametrize(
+    ("shape", "targets"), [("untied", ()), ("tied", ("q_proj", "up_proj")), ("qwen2", ())]
+)
+def test_peft_loads_our_adapters_and_transformers_our_merged_weights(
     bases, tmp_path, shape, targets
 ):
     base = bases[shape]
@@ -64,7 +54,7 @@ def test_peft_loads_what_we_write_and_transformers_the_merged_weights(
     )
 
 
-def test_peft_finds_the_base_that_a_run_has_made_for_itself(tmp_path):
+def test_peft_finds_the_base_model_that_a_run_made(tmp_path):
     argv = [
         "--model",
         "warmup:1",
@@ -92,9 +82,10 @@ def test_peft_finds_the_base_that_a_run_has_made_for_itself(tmp_path):
     assert found.get_base_model().config.name_or_path == str(tmp_path / "base")
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["k_proj", "down_proj"]])
-@pytest.mark.parametrize("shape", ["tied", "qwen2"])
-def test_we_load_what_peft_writes(bases, tmp_path, shape, targets):
+@pytest.mark.parametrize(
+    ("shape", "targets"), [("tied", "all-linear"), ("qwen2", ["k_proj", "down_proj"])]
+)
+def test_we_load_adapters_that_peft_writes(bases, tmp_path, shape, targets):
     config = peft.LoraConfig(
         r=5, lora_alpha=15, target_modules=targets, lora_dropout=0.1, task_type="CAUSAL_LM"
     )
@@ -201,7 +192,7 @@ def drop(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_adapters_that_do_not_fit_are_refused_in_one_sentence(bases, tmp_path, case):
+def test_adapters_that_do_not_fit_are_rejected_in_one_sentence(bases, tmp_path, case):
     damage, options, sentence = WRONG[case]
     cfg = Config(
         model=str(bases["tied"]), lora_r=3, lora_alpha=7, lora_adapter=str(tmp_path / "adapter")
@@ -210,7 +201,7 @@ def test_adapters_that_do_not_fit_are_refused_in_one_sentence(bases, tmp_path, c
     adapters.write(adapters.host_adapters(model), tmp_path / "adapter", cfg)
     adapters.load(model, tmp_path / "adapter", cfg)  # it fits
     damage(tmp_path / "adapter")
-    with pytest.raises(UserError, match=sentence) as told:
+    with pytest.raises(UserError, match=sentence) as error:
         loaded(bases["tied"], dataclasses.replace(cfg, **options))
-    assert "\n" not in str(told.value)
-    assert str(told.value).endswith(".")
+    assert "\n" not in str(error.value)
+    assert str(error.value).endswith(".")

@@ -18,7 +18,7 @@ from nanogrpo.rewards.model import RewardModel
 from nanogrpo.rewards.runner import Runner
 from nanogrpo.run import memory, warmup
 from tests.conftest import arguments, steps
-from tests.model.test_tokenizer import make_folder
+from tests.model.tokenizer_folder import make_folder
 
 PROMPTS = [
     "3+4=",

@@ -1,0 +1,71 @@
+"""The models of transformers that ours are compared with.
+
+Out: `peer` makes one with the same weights, `hugging_face` loads one from a folder; `theirs_alone`
+and `theirs` run them. Read next: test_decoder.py.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from nanogrpo.model.decoder import Decoder
+from tests.conftest import random_tokens, tiny_config
+
+CONFIGS = {
+    "qwen3": tiny_config(),
+    "qwen3_tied": tiny_config(tie_word_embeddings=True),
+    "qwen3_multi_head": tiny_config(num_key_value_heads=4),
+    "qwen3_multi_query": tiny_config(num_key_value_heads=1, rms_norm_eps=1e-5),
+    "qwen3_attention_bias": tiny_config(attention_bias=True),
+    "qwen2": tiny_config(model_type="qwen2", head_dim=12),
+    "qwen2_tied": tiny_config(
+        model_type="qwen2", head_dim=12, tie_word_embeddings=True, rope_theta=1e6
+    ),
+}
+
+
+def peer(model: Decoder) -> torch.nn.Module:
+    """Return transformers' model with the same weights. Its config is built here by hand, because
+    `to_dict` is under test.
+    """
+    fields = dataclasses.asdict(model.cfg)
+    theta = fields.pop("rope_theta")
+    kind, make = {
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    }[fields.pop("model_type")]
+    config = kind(
+        **fields,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        attn_implementation="eager",
+    )
+    theirs = make(config).to(model.lm_head.weight.dtype).eval()
+    theirs.load_state_dict(model.state_dict(), strict=True)  # parameters have the same names
+    return theirs
+
+
+def theirs_alone(theirs, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the logits [T, V] of one sequence. Without a mask, transformers would take a jump in
+    the positions for packed sequences.
+    """
+    inputs = {
+        "input_ids": tokens[None],
+        "position_ids": positions[None],
+        "attention_mask": torch.ones_like(tokens)[None],
+    }
+    return theirs(**inputs).logits[0]
+
+
+def theirs(model: torch.nn.Module, seed: int = 5) -> torch.Tensor:
+    """Return the logits that `lora_ranks.logits` computes with our model."""
+    tokens = random_tokens(17, 104, seed)
+    with torch.no_grad():
+        return torch.cat([model(tokens[None, :11]).logits[0], model(tokens[None, 11:]).logits[0]])
+
+
+def hugging_face(folder: Path) -> torch.nn.Module:
+    """Load a checkpoint folder with transformers."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
