@@ -12,8 +12,7 @@ import pytest
 from nanogrpo.engine.ahead import AheadEngine, staleness
 from nanogrpo.types import Sample
 from tests.conftest import SOLO
-from tests.vllm.fake import MODEL, FakeVLLM, engine_of
-from tests.vllm.test_client import PARAMS, PROMPTS, shown
+from tests.vllm.fake import MODEL, PARAMS, PROMPTS, FakeVLLM, content, engine_of
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def test_the_same_samples_whatever_the_bound(fake):
         engine = engine_of(fake)
         ahead, run = ahead_of(engine, bound), []
         for step in range(4):
-            run.append(shown(take(ahead, step)))
+            run.append(content(take(ahead, step)))
             engine.load(MODEL, step + 1)
         runs.append(run)
         ahead.close()
