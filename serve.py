@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # spawned workers must find nanogrpo too
-    root = str(Path(nanogrpo.__file__).resolve().parents[1])
+    root = str(Path(nanogrpo.__file__).absolute().parents[1])  # not resolved: it may be a link
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 
     report(f"serve: vLLM {version}, {ours.model}")

@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -27,6 +28,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import nanogrpo
+from nanogrpo.commands import script
 from nanogrpo.distributed.failure import asked
 from nanogrpo.errors import UserError
 from nanogrpo.vllm.auth import INFO, LEASE, SECRET, TRAINER
@@ -230,6 +233,7 @@ class Sidecar:
         self.python, self.startup_timeout = python or sys.executable, startup_timeout
         self.secret = secrets.token_urlsafe(32)
         self.process: subprocess.Popen | None = None
+        self.link: tempfile.TemporaryDirectory | None = None
         self.over = threading.Event()  # set by `stop`: nothing is started after it
 
     def start(self, timeout: float) -> Server:
@@ -242,8 +246,7 @@ class Sidecar:
             # If another process takes this port in between, serve.py reports it.
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
-        script = Path(__file__).resolve().parents[2] / "serve.py"
-        command = [self.python, str(script), "--model", self.model, "--port", str(port)]
+        command = [self.python, str(script("serve.py")), "--model", self.model, "--port", str(port)]
         command += ["--owner", str(os.getpid()), *self.options]
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
@@ -259,7 +262,7 @@ class Sidecar:
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,
-                    env=os.environ | {SECRET: self.secret},
+                    env=os.environ | {SECRET: self.secret, "PYTHONPATH": self._import_path()},
                     start_new_session=True,  # a process group, so its workers can be killed too
                 )
         except OSError as e:
@@ -286,6 +289,21 @@ class Sidecar:
         raise UserError(
             f"The vLLM sidecar was not healthy within {seconds:.0f} s; see {self.output}."
         )
+
+    def _import_path(self) -> str:
+        """Return a PYTHONPATH from which the server's interpreter can import nanogrpo.
+
+        An installed package is next to others, such as torch, which that interpreter must not find.
+        So it gets a folder with a link to the package alone.
+        """
+        package = Path(nanogrpo.__file__).resolve().parent
+        root = package.parent
+        if script("serve.py").parent != root:
+            self.link = self.link or tempfile.TemporaryDirectory(prefix="nanogrpo-")
+            root = Path(self.link.name)
+            with contextlib.suppress(FileExistsError):  # of an earlier start
+                (root / package.name).symlink_to(package)
+        return os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
 
     def _last_message(self) -> str:
         text = self.output.read_text(errors="replace").splitlines()

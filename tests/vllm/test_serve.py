@@ -1,5 +1,6 @@
-"""serve.py before vLLM is loaded: its options, the secret, the port, the version; and the guard as
-plain ASGI. Needs no vLLM.
+"""serve.py before it loads vLLM: options, secret, port and version; and access control as plain ASGI.
+
+Needs no vLLM.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import http.server
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,10 +27,10 @@ from tests.vllm.real import ROOT, ended
 LONG = "0123456789abcdef"
 
 
-# --- options --------------------------------------------------------------------------------------
+# --- options ---
 
 
-def test_what_we_do_not_know_goes_to_vllm():
+def test_unknown_options_go_to_vllm():
     ours, rest = serve.options(
         ["--model", "m", "--dtype", "float32", "--port", "1234", "--enforce-eager"]
     )
@@ -37,7 +39,7 @@ def test_what_we_do_not_know_goes_to_vllm():
 
 
 @pytest.mark.parametrize("option", sorted(serve.FIXED))
-def test_what_training_relies_on_cannot_be_changed(option):
+def test_options_that_training_relies_on_cannot_be_changed(option):
     for words in ([option, "x"], [f"{option}=x"]):
         with pytest.raises(UserError, match=f"{option} cannot be set: training relies on"):
             serve.options(["--model", "m", *words])
@@ -52,26 +54,26 @@ def test_what_training_relies_on_cannot_be_changed(option):
         "--no-enable-scale-out",
     ],
 )
-def test_not_by_another_spelling_either(word):
-    """vLLM takes underscores, abbreviations, a key of a dictionary and a negation."""
+def test_no_other_spelling_changes_them_either(word):
+    """vLLM accepts underscores, abbreviations, keys of a dictionary, and negations."""
     with pytest.raises(UserError, match="cannot be set: training relies on"):
         serve.options(["--model", "m", word])
 
 
 @pytest.mark.parametrize("word", ["--api-key", "--api_key=x", "--config"])
-def test_what_would_open_the_door_is_refused(word):
+def test_options_that_would_weaken_access_control_are_refused(word):
     with pytest.raises(UserError, match=f"{word[:5].replace('_', '-')}.* cannot be used: it"):
         serve.options(["--model", "m", word, "x"])
 
 
 @pytest.mark.parametrize("word", ["--ssl-keyfile=x", "--ssl_certfile", "--enable-ssl-refresh"])
-def test_encryption_is_refused_rather_than_half_there(word):
+def test_options_for_encryption_are_refused(word):
     with pytest.raises(UserError, match="cannot be used: trainer and server speak plain HTTP"):
         serve.options(["--model", "m", word])
 
 
-def test_the_watch_asks_no_proxy_and_knows_an_address_of_ipv6(monkeypatch, capsys):
-    """A proxy would see the secret, and its answer would end a healthy server."""
+def test_the_health_check_uses_no_proxy_and_works_with_ipv6(monkeypatch, capsys):
+    """A proxy would see the secret, and its reply would end a healthy server."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     seen = []
@@ -97,8 +99,8 @@ def test_the_watch_asks_no_proxy_and_knows_an_address_of_ipv6(monkeypatch, capsy
     assert seen == [("/health", f"Bearer {LONG}")] * 2
 
 
-def test_what_heeds_no_sigterm_is_killed_with_its_workers():
-    """As vLLM while it loads. The worker is what does not watch us yet."""
+def test_a_server_that_ignores_sigterm_is_killed_with_its_workers():
+    """vLLM ignores it while it loads. Its workers do not watch the server yet."""
     script = (
         "import os, signal, subprocess, serve\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "print(subprocess.Popen(['sleep', '60']).pid, flush=True)\nserve.end(grace=0.2)"
@@ -114,7 +116,7 @@ def test_what_heeds_no_sigterm_is_killed_with_its_workers():
     assert ended([worker], within=5.0)
 
 
-def test_an_occupied_port():
+def test_a_port_in_use_is_reported():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -129,7 +131,7 @@ def test_an_occupied_port():
         serve.check_port("127.0.0.1", 70000)
 
 
-def test_vllm_of_another_version_or_none(monkeypatch):
+def test_a_missing_vllm_and_an_untested_version_are_refused(monkeypatch):
     versions: dict[str, str] = {}
 
     def version(name):
@@ -150,7 +152,7 @@ def test_vllm_of_another_version_or_none(monkeypatch):
     assert serve.check_vllm() == "0.32.0+cpu"
 
 
-def test_a_mistake_is_told_in_one_sentence_with_status_2(tmp_path):
+def test_an_error_is_one_sentence_with_status_2(tmp_path):
     done = subprocess.run(
         # this interpreter has no vLLM, or an empty model
         [sys.executable, str(ROOT / "serve.py"), "--model", str(tmp_path)],
@@ -164,10 +166,10 @@ def test_a_mistake_is_told_in_one_sentence_with_status_2(tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
-# --- the secret -----------------------------------------------------------------------------------
+# --- the secret ---
 
 
-def test_loopback_needs_no_secret_and_everything_else_does(monkeypatch):
+def test_only_loopback_works_without_a_secret(monkeypatch):
     monkeypatch.delenv(SECRET, raising=False)
     for host in ("127.0.0.1", "localhost", "::1", "127.0.0.53"):
         assert serve.find_secret(host, None) == ""
@@ -179,7 +181,7 @@ def test_loopback_needs_no_secret_and_everything_else_does(monkeypatch):
             serve.find_secret(host, None)
 
 
-def test_the_secret_comes_by_file_or_environment(monkeypatch, tmp_path):
+def test_the_secret_comes_from_a_file_or_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv(SECRET, LONG)
     assert serve.find_secret("0.0.0.0", None) == LONG
     file = tmp_path / "secret"
@@ -196,7 +198,7 @@ def test_the_secret_comes_by_file_or_environment(monkeypatch, tmp_path):
         ("ünïcödé-ünïcödé-ünïcödé", "printable ASCII"),
     ],
 )
-def test_secrets_that_are_none(monkeypatch, tmp_path, content, sentence):
+def test_bad_secrets_are_refused(monkeypatch, tmp_path, content, sentence):
     monkeypatch.delenv(SECRET, raising=False)
     if content is not None:
         (tmp_path / "secret").write_text(content)
@@ -204,18 +206,18 @@ def test_secrets_that_are_none(monkeypatch, tmp_path, content, sentence):
         serve.find_secret("127.0.0.1", tmp_path / "secret")
 
 
-# --- the guard ------------------------------------------------------------------------------------
+# --- access control ---
 
 
 def ask(
-    guard: AccessControl,
+    control: AccessControl,
     path: str,
     method="POST",
     secret: str | None = LONG,
     kind="http",
     trainer="",
 ):
-    """(status, body) of the guard's or the application's answer."""
+    """Return the status and the body of the reply."""
     headers = [] if secret is None else [(b"authorization", b"Bearer " + secret.encode())]
     headers += [(TRAINER.lower().encode(), trainer.encode())] if trainer else []
     sent = []
@@ -225,7 +227,7 @@ def ask(
 
     app = types.SimpleNamespace(state=None)
     asyncio.run(
-        guard(
+        control(
             {"type": kind, "path": path, "method": method, "headers": headers, "app": app},
             None,
             send,
@@ -235,7 +237,7 @@ def ask(
 
 
 @pytest.fixture
-def guard(monkeypatch):
+def control(monkeypatch):
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
@@ -244,19 +246,19 @@ def guard(monkeypatch):
     return AccessControl(app)
 
 
-def test_the_guard_lets_in_who_knows_the_secret(guard):
+def test_requests_with_the_secret_are_let_in(control):
     for path in ROUTES:
-        assert ask(guard, path) == (200, b"")
+        assert ask(control, path) == (200, b"")
         for wrong in (None, "", LONG[:-1], LONG + "0", LONG.upper()):
-            assert ask(guard, path, secret=wrong)[0] == 401
+            assert ask(control, path, secret=wrong)[0] == 401
 
 
-def test_without_a_secret_the_guard_lets_everyone_in(monkeypatch, guard):
+def test_without_a_secret_all_requests_are_let_in(monkeypatch, control):
     monkeypatch.delenv(SECRET)
-    assert ask(AccessControl(guard.app), "/health", secret=None) == (200, b"")
+    assert ask(AccessControl(control.app), "/health", secret=None) == (200, b"")
 
 
-def test_the_guard_shuts_what_sampling_does_not_need(guard):
+def test_routes_that_sampling_does_not_need_are_closed(control):
     for path in (
         "/collective_rpc",
         "/weight_checker",
@@ -268,25 +270,25 @@ def test_the_guard_shuts_what_sampling_does_not_need(guard):
         "/pause/../collective_rpc",
         "/%68ealth",
     ):
-        assert ask(guard, path)[0] == 404
-    assert ask(guard, "/v1/realtime", kind="websocket")[0] == "websocket.close"
+        assert ask(control, path)[0] == 404
+    assert ask(control, "/v1/realtime", kind="websocket")[0] == "websocket.close"
 
 
-def test_the_guard_tells_whose_weights_these_are(monkeypatch, guard):
+def test_the_server_describes_itself_to_trainers_with_the_secret(monkeypatch, control):
     monkeypatch.setattr("nanogrpo.vllm.auth.describe", lambda state: {"dtype": "float32"})
-    assert ask(guard, INFO, method="GET") == (200, b'{"dtype": "float32"}')
-    assert ask(guard, INFO, method="GET", secret=None)[0] == 401
+    assert ask(control, INFO, method="GET") == (200, b'{"dtype": "float32"}')
+    assert ask(control, INFO, method="GET", secret=None)[0] == 401
 
 
-def test_one_trainer_at_a_time(monkeypatch, guard):
-    """First come: until it says goodbye, or is silent for too long. Who is no trainer is never in
-    the way.
+def test_one_trainer_at_a_time_holds_the_server(monkeypatch, control):
+    """The first one holds it until it disconnects or its lease expires. Other clients need no
+    lease.
     """
     now = [1000.0]
     monkeypatch.setattr("nanogrpo.vllm.auth.time.monotonic", lambda: now[0])
 
     def status(trainer, path="/health"):
-        return ask(guard, path, trainer=trainer)[0]
+        return ask(control, path, trainer=trainer)[0]
 
     assert status("b") == 200  # nobody is there yet
     assert status("a", "/init_weight_transfer_engine") == 200
@@ -307,7 +309,31 @@ def test_one_trainer_at_a_time(monkeypatch, guard):
     assert status("a", "/init_weight_transfer_engine") == 200
 
 
-def test_a_log_that_cannot_be_written(tmp_path):
+def test_a_log_file_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "serve.log").mkdir()
     with pytest.raises(UserError, match=r"serve.log cannot be written \(Is a directory\)"):
         Sidecar(tmp_path, [], "true", tmp_path / "serve.log").start(5.0)
+
+
+def test_an_installed_sidecar_imports_nanogrpo_but_not_its_neighbours(tmp_path):
+    """A wheel has serve.py inside the package, next to the trainer's torch and other packages."""
+    site = tmp_path / "site-packages"
+    shutil.copytree(ROOT / "nanogrpo", site / "nanogrpo")
+    (site / "nanogrpo" / "scripts").mkdir()
+    shutil.copy(ROOT / "serve.py", site / "nanogrpo" / "scripts")
+    (site / "argparse.py").write_text("raise ImportError('the neighbour was found')")
+    start = (
+        "import sys; sys.path = [p for p in sys.path if p != sys.argv[2]] + [sys.argv[1]]\n"
+        "from pathlib import Path; from nanogrpo.vllm.server import Sidecar\n"
+        "Sidecar('m', [], sys.executable, Path(sys.argv[1], 'serve.log')).start(5.0)"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", start, str(site), str(ROOT)],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "vLLM is not installed in" in done.stderr, done.stderr + (site / "serve.log").read_text()
