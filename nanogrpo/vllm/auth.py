@@ -25,11 +25,9 @@ INFO, CONNECT = "/nanogrpo", "/init_weight_transfer_engine"
 DISCONNECT = "/shutdown_weight_transfer_engine"
 ROUTES = {
     *("/health", "/v1/models", "/version", "/metrics"),
-    *("/v1/completions", "/inference/v1/generate", "/abort_requests"),
-    *("/get_world_size", "/weight_info", "/update_weight_version"),
+    *("/v1/completions", "/inference/v1/generate", "/pause", "/resume", "/is_paused"),
+    *("/weight_info", "/update_weight_version"),
     *(CONNECT, "/start_weight_update", "/update_weights", "/finish_weight_update", DISCONNECT),
-    *("/pause", "/resume", "/is_paused", "/reset_prefix_cache"),
-    *("/sleep", "/wake_up", "/is_sleeping"),
 }
 TRAINER = "X-Nanogrpo-Trainer"  # the header with a trainer's random id
 LEASE = 20.0  # seconds after its last request for which a trainer keeps the server to itself

@@ -19,7 +19,6 @@ next: sync.py, engine/ahead.py.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import threading
@@ -66,8 +65,6 @@ class VLLMEngine:
         patience: float = 600.0,  # seconds to wait for a server that we cannot restart
         world: World = ALONE,
     ):
-        if bool(servers) == bool(sidecar):
-            raise ValueError("give either the addresses of servers or a sidecar to start")
         self.world = world.patient()
         self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, patience
         self.window, self.timeout = window, timeout
@@ -83,11 +80,10 @@ class VLLMEngine:
         try:
             if world.main:
                 self.servers = [Server(url, secret, timeout, self.over) for url in servers]
-            self.world.once(self._start)
+            dtype = self.world.once(self._start)
         except BaseException:
             self.over.set()  # nobody will call `close`, so end the threads here
             raise
-        dtype = self.world.once(lambda: self.dtype)
         self.sync = WeightSync(
             model, dtype, world.device, transport, timeout=timeout, main=world.main
         )
@@ -159,10 +155,10 @@ class VLLMEngine:
         if self.version < 0:
             raise RuntimeError("VLLMEngine.load must be called before sample.")
         limits = limits or [params.max_tokens] * len(prompts)
-        each = [dataclasses.replace(params, max_tokens=limit) for limit in limits]
-        protocol.check(prompts, each, self.max_len)
+        protocol.check(prompts, limits, self.max_len)
         groups = [
-            GroupRequest(p, n, protocol.body(p, n, own, step)) for p, own in zip(prompts, each)
+            GroupRequest(p, n, protocol.body(p, n, params, step, limit))
+            for p, limit in zip(prompts, limits)
         ]
         idle = 0  # rounds in which a server was alive, but no group was finished
         while waiting := [g for g in groups if g.samples is None]:
@@ -283,7 +279,8 @@ class VLLMEngine:
 
     # --- servers that come and go, on rank 0 ---
 
-    def _start(self) -> None:
+    def _start(self) -> str:
+        """Find the servers. Return their dtype."""
         if len({s.url for s in self.servers}) < len(self.servers):
             raise UserError(
                 "--server names an address twice; name each server once, because it takes weights "
@@ -298,6 +295,7 @@ class VLLMEngine:
                 # the message of status 409 already contains advice
                 raise UserError(f"--server: {problem}{'' if problem.status == 409 else advice}.")
             self._watch(server)
+        return self.dtype
 
     def _watch(self, server: Server) -> None:
         """Start a thread that checks regularly whether the server's engine answers.

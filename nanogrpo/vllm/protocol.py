@@ -33,30 +33,22 @@ class GroupRequest:
     samples: list[Sample] | None = None
 
 
-def check(prompts: Sequence[Prompt], each: Sequence[SamplingParams], max_len: int) -> None:
-    """Raise UserError for requests that vLLM cannot sample, or not in a way that can be trained on.
+def check(prompts: Sequence[Prompt], limits: Sequence[int], max_len: int) -> None:
+    """Raise UserError if a prompt and its completion do not fit into the context.
 
-    each: the parameters of each prompt. max_len: the context, for prompt and completion.
+    limits: the completion tokens of each prompt. max_len: the context.
     """
-    for p, params in zip(prompts, each):
-        for name, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-            if getattr(params, name) != neutral and params.temperature > 0:
-                raise UserError(
-                    f"--{name.replace('_', '-')} {getattr(params, name)} needs the embedded "
-                    "engine, because vLLM's log-probs are those after the filter, which training cannot "
-                    f"repeat; use {neutral} with --engine vllm."
-                )
+    for p, limit in zip(prompts, limits):
         size = len(p.token_ids)
-        if not size or params.max_tokens < 1:
+        if not size or limit < 1:
             raise UserError(
-                f"Prompt {p.id} has {size} tokens and max_tokens {params.max_tokens}; both must be "
-                "at least 1."
+                f"Prompt {p.id} has {size} tokens and max_tokens {limit}; both must be at least 1."
             )
-        if size + params.max_tokens > max_len:
+        if size + limit > max_len:
             raise UserError(
-                f"Prompt {p.id} has {size} tokens and needs {size + params.max_tokens} with its "
-                f"completion, but the engine's context is {max_len}; shorten the prompt or "
-                "max_tokens, or raise the context."
+                f"Prompt {p.id} has {size} tokens and needs {size + limit} with its completion, "
+                f"but the engine's context is {max_len}; shorten the prompt or max_tokens, or "
+                "raise the context."
             )
 
 
@@ -89,11 +81,12 @@ def check_server(server: str, info: dict, cfg: ModelConfig, max_len: int, dtype:
         )
 
 
-def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
+def body(prompt: Prompt, n: int, params: SamplingParams, step: int, limit: int) -> dict:
     """Return the request for a group, with every sampling field, so no default applies.
 
     vLLM seeds completion i of a request with seed + i. The seed is a hash of (seed, step, prompt),
-    so the same request always returns the same completions, on any server at any time.
+    so the same request always returns the same completions, on any server at any time. limit: of
+    completion tokens.
     """
     greedy = params.temperature == 0
     return {
@@ -110,7 +103,7 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
-            "max_tokens": params.max_tokens,
+            "max_tokens": limit,
             "min_tokens": 0,
             "stop_token_ids": [] if params.ignore_stop else list(params.stop_token_ids),
             # only our stop ids stop: the model's own end token may be a different one

@@ -1,7 +1,6 @@
-"""A run that cannot begin because its processes do not find each other, and what they tell each
-other when they do.
+"""Runs that cannot start because their processes do not find each other, and exchanges of a world.
 
-Read next: test_fsdp.py (what they compute together), test_signals.py (how they end).
+Read next: test_fsdp.py (what ranks compute together), test_signals.py (how they end).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def base(tmp_path_factory) -> Path:
     return write_base(tmp_path_factory.mktemp("base") / "tied", tie_word_embeddings=True)
 
 
-# ---- not even begun ------------------------------------------------------------------------------
+# --- not even begun ---
 
 
 def refused(ranks: Ranks) -> str:
@@ -41,23 +40,24 @@ def refused(ranks: Ranks) -> str:
     return said
 
 
-def test_a_rank_that_is_alone_says_so_within_the_timeout(base, tmp_path):
+def test_a_rank_without_its_peers_reports_it_within_the_timeout(base, tmp_path):
     ranks = start(1, train.main, argv(base, tmp_path, "--ddp-timeout", "2"), WORLD_SIZE="2")
     said = refused(ranks)
     assert re.match(
-        r"error: rank 0 could not join the 2 processes at 127\.0\.0\.1:\d+ within 2 s \(.+\): check that all",
+        r"error: rank 0 could not join the 2 processes at 127\.0\.0\.1:\d+ within 2 s \(.+\): "
+        "check that all",
         said,
     )
 
 
-def test_an_address_where_nobody_listens(base, tmp_path):
+def test_an_address_where_nobody_listens_is_reported(base, tmp_path):
     ranks = start(
         1, train.main, argv(base, tmp_path, "--ddp-timeout", "2"), WORLD_SIZE="2", RANK="1"
     )
     assert "rank 1 could not join the 2 processes" in refused(ranks)
 
 
-def test_a_port_in_use(base, tmp_path):
+def test_a_port_in_use_is_reported(base, tmp_path):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
@@ -77,26 +77,23 @@ def test_a_port_in_use(base, tmp_path):
     )
 
 
-def test_a_step_whose_prompts_the_ranks_cannot_share(base, tmp_path):
+def test_a_step_that_the_ranks_cannot_share_evenly_is_refused(base, tmp_path):
     ranks = start(3, train.main, argv(base, tmp_path))
     ends = ranks.ends(PATIENCE)
     assert set(ends) <= {1, 2}
     assert 2 in ends
     (said,) = [line for line in "".join(ranks.errors()).splitlines() if line.startswith("error: ")]
     assert (
-        "the 4 prompts of a step (--generation-batch-size / --num-generations) cannot be shared evenly by 3 processes"
-        in said
+        "the 4 prompts of a step (--generation-batch-size / --num-generations) cannot be shared "
+        "evenly by 3 processes" in said
     )
 
 
-def test_an_output_folder_that_is_not_shared(tmp_path):
-    """Two machines, each with a folder of its own of that name."""
+def test_an_output_folder_that_is_not_shared_is_reported(tmp_path):
+    """Two machines may have different folders with the same name."""
     found = run(2, elsewhere, tmp_path)
-    assert (
-        found[0]
-        == found[1]
-        == f"--output-dir {tmp_path}/1 is another folder for rank 1: choose one that all machines share."
-    )
+    assert found[0] == found[1]
+    assert f"--output-dir {tmp_path}/1 is another folder for rank 1" in found[0]
 
 
 def elsewhere(folder: Path) -> str:
@@ -110,7 +107,7 @@ def elsewhere(folder: Path) -> str:
     return ""
 
 
-def test_what_one_rank_does_alone_fails_on_all():
+def test_an_error_of_the_main_rank_is_raised_on_all():
     assert run(2, alone_and_in_vain) == ["not here.", "not here."]
 
 
@@ -137,12 +134,12 @@ def test_a_world_of_one_agrees_with_itself():
         world.any(error=UserError("alas"))
 
 
-# ---- samples that change rank --------------------------------------------------------------------
+# --- samples that change rank ---
 
 
 def exchanged() -> None:
-    """Six samples of three ranks: one stays, one goes round, one goes to two ranks, one is trained
-    by nobody, rank 2 gets all.
+    """Exchange six samples of three ranks. Some stay, some go to one or two other ranks, and nobody
+    trains on one of them.
     """
     wanted, arrived, deliver = [{0, 2, 4}, {1, 4}, {0, 1, 2, 4, 5}], [], World._deliver
     World._deliver = lambda *args: arrived.extend(deliver(*args)) or arrived
@@ -166,7 +163,7 @@ def exchanged() -> None:
         assert world.exchange(mine, [set(), set(), set()]) == {}
 
 
-def test_a_sample_goes_to_the_ranks_that_train_it_and_to_no_other():
+def test_a_sample_is_sent_only_to_the_ranks_that_train_on_it():
     run(3, exchanged)
     alone = World(0, 1, None)
     sample = Sample(Prompt(0, "", [1]), 0, [2], [-0.5], True, [0])

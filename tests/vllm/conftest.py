@@ -1,14 +1,39 @@
-"""The fake server that most tests of the client use."""
+"""Servers that tests share: a fake one for each test, and real ones for a whole session.
+
+Starting a real vLLM takes half a minute, so only tests that kill a server get their own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from tests.conftest import tiny_config
+from tests.conftest import tiny_config, write_base
 from tests.vllm.fake import FakeVLLM
+from tests.vllm.real import SIZES, Real, sidecar
 
 
 @pytest.fixture
-def fake():
+def fake() -> Iterator[FakeVLLM]:
     with FakeVLLM(tiny_config()) as server:
         yield server
+
+
+def serve(tmp_path_factory: pytest.TempPathFactory, tied: bool) -> Iterator[Real]:
+    folder = write_base(tmp_path_factory.mktemp("real") / "base", tie_word_embeddings=tied, **SIZES)
+    process = sidecar(folder, folder.parent / "serve.log")
+    yield Real(folder, process, process.start(60.0))
+    process.stop()
+
+
+@pytest.fixture(scope="session")
+def tied(tmp_path_factory) -> Iterator[Real]:
+    """A real server that outlives all tests but the last, which suspends it for good."""
+    yield from serve(tmp_path_factory, True)
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory) -> Iterator[Real]:
+    """A real server that test_recovery.py adopts and kills."""
+    yield from serve(tmp_path_factory, False)

@@ -1,11 +1,11 @@
 """A fake sidecar that samples nonsense, for tests of the client.
 
-    with FakeVLLM(tiny_config()) as server:                 # on a free port of this machine
-        engine = engine_of(server)                          # a client that has given it MODEL's weights
+    with FakeVLLM(tiny_config()) as server:     # on a free port of this machine
+        engine = engine_of(server)              # a client that has sent it MODEL's weights
 
 Completions are a hash of their seed, so equal requests get equal replies. Weights really arrive, by
-the memory transport: `server.weights` holds those of the last sync. `server.disturb` may replace any
-reply: (method, path, body) → None for the usual one, a status, or a reply.
+the memory transport: `server.weights` holds those of the last sync. `server.disturb` may replace
+any reply: (method, path, body) → None for the usual one, a status, or a reply.
 """
 
 from __future__ import annotations

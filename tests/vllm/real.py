@@ -13,19 +13,49 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from nanogrpo.engine.base import SamplingParams
 from nanogrpo.model.attention import Packed
 from nanogrpo.model.decoder import Decoder
-from nanogrpo.types import Sample
+from nanogrpo.types import Prompt, Sample
+from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, Sidecar
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
 CPU = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "64"]
+
+
+# vLLM's attention on CPUs needs heads of 32.
+SIZES = {"head_dim": 32, "hidden_size": 64, "max_position_embeddings": 256}
+PROMPTS = [Prompt(i, "", [97, 20 + i, 14, 21 + i, 30, 98]) for i in range(6)]
+
+
+@dataclass
+class Real:
+    """A running sidecar."""
+
+    folder: Path  # the checkpoint that it serves
+    process: Sidecar
+    server: Server
+
+    def engine(self, model: Decoder, **options) -> VLLMEngine:
+        options = {
+            "max_len": 64,
+            "servers": [self.server.url],
+            "secret": self.process.secret,
+        } | options
+        return VLLMEngine(model, **options)
+
+
+def params(temperature: float, **changes) -> SamplingParams:
+    options = {"max_tokens": 24, "stop_token_ids": (99,), "seed": 1} | changes
+    return SamplingParams(temperature=temperature, **options)
 
 
 def sidecar(model: Path, output: Path, *options: str) -> Sidecar:
@@ -103,8 +133,8 @@ def malformed(rng: random.Random, whole: dict) -> object:
                     "timeout",
                     "address",
                     "port",
-                    "room",
-                    "world",
+                    "group",
+                    "size",
                 ]
             )
         ]

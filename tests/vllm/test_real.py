@@ -6,69 +6,43 @@ of docs/vllm.md; half a minute to start each server.
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
+from nanogrpo.config import Config
+from nanogrpo.distributed.world import join
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.types import Prompt
 from nanogrpo.vllm.auth import ROUTES
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, ServerError
 from nanogrpo.vllm.sync import WeightSync
 from tests.conftest import write_base
 from tests.engine.rounding import agree, trained
-from tests.vllm.real import ROOT, gap, malformed, raw, sidecar, train_a_little
+from tests.ranks import run
+from tests.vllm.real import PROMPTS, SIZES, gap, malformed, params, raw, train_a_little
 
 pytestmark = pytest.mark.vllm
-
-PROMPTS = [Prompt(i, "", [97, 20 + i, 14, 21 + i, 30, 98]) for i in range(6)]
-# vLLM's CPU attention wants heads of 32
-SIZES = {"head_dim": 32, "hidden_size": 64, "max_position_embeddings": 256}
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def server(request, tmp_path_factory):
-    """(checkpoint folder, Server): one sidecar for each kind of head, for all tests of this file."""
-    folder = write_base(
-        tmp_path_factory.mktemp("real") / "base", tie_word_embeddings=request.param, **SIZES
-    )
-    process = sidecar(folder, folder.parent / "serve.log")
-    yield folder, process.start(60.0), process
-    process.stop()
-
-
-def params(temperature: float, **changes) -> SamplingParams:
-    return SamplingParams(
-        temperature=temperature, max_tokens=24, stop_token_ids=(99,), seed=1, **changes
-    )
-
-
-def engine_of(server, model, **options) -> VLLMEngine:
-    _, s, _ = server
-    return VLLMEngine(model, **{"max_len": 64} | options, servers=[s.url], secret=secret_of(s))
-
-
-def secret_of(server: Server) -> str:
-    return server.headers["Authorization"].removeprefix("Bearer ")
 
 
 # --- the same policy on both sides ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("head", ["tied", "untied"])
 @pytest.mark.parametrize("transport", ["broadcast", "memory"])
-def test_log_probs_agree_before_and_after_every_sync(server, transport):
-    model = checkpoint.load_model(server[0])
-    engine = engine_of(server, model, transport=transport)
+def test_log_probs_agree_before_and_after_every_sync(request, head, transport):
+    real = request.getfixturevalue(head)
+    model = checkpoint.load_model(real.folder)
+    engine = real.engine(model, transport=transport)
     for version in range(3):
         engine.load(model, version)
         for temperature in (1.0, 0.7, 0.0):
@@ -85,9 +59,9 @@ def test_log_probs_agree_before_and_after_every_sync(server, transport):
     engine.close()
 
 
-def test_one_corrupted_tensor_is_seen_by_the_check(server):
-    model = checkpoint.load_model(server[0])
-    engine = engine_of(server, model)
+def test_one_corrupted_tensor_is_seen_by_the_check(tied):
+    model = checkpoint.load_model(tied.folder)
+    engine = tied.engine(model)
     name = "model.layers.1.mlp.up_proj.weight"
     whole = model.get_parameter(name).detach().clone()
     with torch.no_grad():
@@ -100,19 +74,19 @@ def test_one_corrupted_tensor_is_seen_by_the_check(server):
     engine.close()
 
 
-def test_on_a_trained_model_both_sides_are_as_near_to_float64_as_float32_allows(server):
+def test_on_a_trained_model_both_sides_are_as_near_to_float64_as_float32_allows(tied):
     """There the largest gap passes 1e-5: see test_rounding.py."""
-    model = checkpoint.load_model(server[0])
-    prompts = trained(model, Tokenizer(server[0]))
-    engine = engine_of(server, model, max_len=96)
+    model = checkpoint.load_model(tied.folder)
+    prompts = trained(model, Tokenizer(tied.folder))
+    engine = tied.engine(model, max_len=96)
     engine.load(model, 0)
     agree(model, engine.sample(prompts, 8, params(1.0), step=0), 1.0)
     engine.close()
 
 
-def test_stop_tokens_and_lengths_are_the_trainers(server):
-    model = checkpoint.load_model(server[0])
-    engine = engine_of(server, model)
+def test_stop_tokens_and_lengths_are_the_trainers(tied):
+    model = checkpoint.load_model(tied.folder)
+    engine = tied.engine(model)
     engine.load(model, 0)
     stops = tuple(range(20))
     samples = engine.sample(
@@ -130,14 +104,14 @@ def test_stop_tokens_and_lengths_are_the_trainers(server):
     engine.close()
 
 
-def test_weights_that_change_in_mid_completion_are_told_token_by_token(server):
-    model = checkpoint.load_model(server[0])
-    engine = engine_of(server, model, max_len=128)
+def test_weights_that_change_in_mid_completion_are_told_token_by_token(tied):
+    model = checkpoint.load_model(tied.folder)
+    engine = tied.engine(model, max_len=128)
     engine.load(model, 0)
     long = SamplingParams(max_tokens=100, ignore_stop=True)
     # a fast server may be done before the weights are there: then it is tried again
     for version in range(8):
-        samples, before = [], generated_tokens(server[1])
+        samples, before = [], generated_tokens(tied.server)
 
         def sample(into=samples):
             into.extend(engine.request(PROMPTS * 2, 4, long, 0))
@@ -145,7 +119,7 @@ def test_weights_that_change_in_mid_completion_are_told_token_by_token(server):
         thread = threading.Thread(target=sample)
         thread.start()
         deadline = time.monotonic() + 60
-        while generated_tokens(server[1]) == before and time.monotonic() < deadline:
+        while generated_tokens(tied.server) == before and time.monotonic() < deadline:
             pass
         train_a_little(model, seed=version)
         engine.load(model, version + 1)
@@ -175,74 +149,41 @@ def generated_tokens(server: Server) -> float:
     )
 
 
-def test_two_trainer_processes_under_fsdp(server, tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(TWO_RANKS)
-    out = tmp_path / "gap.json"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    arguments = [str(server[0]), server[1].url, secret_of(server[1]), str(out)]
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command + arguments, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, second = json.loads(out.read_text())
+def two_ranks(folder: Path, url: str, secret: str) -> dict:
+    with join(Config(device="cpu")) as world:
+        full, model = (checkpoint.load_model(folder) for _ in range(2))
+        for block in model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        engine = VLLMEngine(model, max_len=64, servers=[url], secret=secret, world=world)
+        mine = PROMPTS[:4] if world.main else PROMPTS[4:]
+        gaps = []
+        for version in range(2):
+            engine.load(model, version)
+            samples = engine.sample(mine, 2, params(0.7), step=version)
+            gaps.append(gap(full, samples, 0.7))
+            train_a_little(full, seed=version)
+            # the same step on the shards
+            for p, q in zip(model.parameters(), full.parameters()):
+                p.data.copy_(distribute_tensor(q.data, p.device_mesh, p.placements))
+        engine.close()
+        return {"gaps": gaps, "prompts": [s.prompt.id for s in samples]}
+
+
+def test_two_trainer_processes_under_fsdp(tied):
+    first, second = run(2, two_ranks, tied.folder, tied.server.url, tied.process.secret)
     assert max(first["gaps"] + second["gaps"]) <= 1e-5
     # each rank has the samples of its own prompts
     assert first["prompts"] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert second["prompts"] == [4, 4, 5, 5]
 
 
-TWO_RANKS = """
-import json, os, sys
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from nanogrpo.model import checkpoint
-from nanogrpo.distributed.world import World
-from nanogrpo.vllm.client import VLLMEngine
-from tests.vllm.test_real import PROMPTS, params
-from tests.vllm.real import gap, train_a_little
-
-folder, url, secret, out = sys.argv[1:]
-dist.init_process_group("gloo")
-whole, model = (checkpoint.load_model(Path(folder)) for _ in range(2))
-for block in model.model.layers:
-    fully_shard(block)
-fully_shard(model)
-engine = VLLMEngine(model, max_len=64, servers=[url], secret=secret, world=World(dist.get_rank(), 2, torch.device("cpu")))
-mine = PROMPTS[:4] if dist.get_rank() == 0 else PROMPTS[4:]
-gaps = []
-for version in range(2):
-    engine.load(model, version)
-    samples = engine.sample(mine, 2, params(0.7), step=version)
-    gaps.append(gap(whole, samples, 0.7))
-    train_a_little(whole, seed=version)
-    for (name, p), q in zip(model.named_parameters(), whole.parameters()):  # the same step on the shards
-        p.data.copy_(torch.distributed.tensor.distribute_tensor(q.data, p.device_mesh, p.placements))
-everyone = [None, None]
-dist.all_gather_object(everyone, {"gaps": gaps, "prompts": [s.prompt.id for s in samples]})
-if dist.get_rank() == 0:
-    Path(out).write_text(json.dumps(everyone))
-engine.close()
-dist.barrier()
-os._exit(0)  # gloo's own end now and then aborts one of two processes that leave at once; world.join has an end of its own
-"""
+# --- access control -------------------------------------------------------------------------------------
 
 
-# --- the door -------------------------------------------------------------------------------------
-
-
-def test_every_route_refuses_a_request_without_the_secret(server):
+def test_every_route_refuses_a_request_without_the_secret(tied):
     for secret in ("", "x" * 32):
-        stranger = Server(server[1].url, secret)
+        stranger = Server(tied.server.url, secret)
         for path in sorted(
             ROUTES | {"/nanogrpo", "/collective_rpc", "/server_info", "/openapi.json", "/docs", "/"}
         ):
@@ -251,32 +192,31 @@ def test_every_route_refuses_a_request_without_the_secret(server):
                     call(path)
 
 
-def test_routes_that_sampling_does_not_need_are_shut(server):
+def test_routes_that_sampling_does_not_need_are_shut(tied):
     for path in (
         "/collective_rpc",
         "/server_info",
+        "/weight_checker",
         "/openapi.json",
         "/start_draft_weight_update",
         "/v1/chat/completions",
     ):
         with pytest.raises(UserError, match="404"):
-            server[1].post(path)
-    for action in ("reset", "compare"):
-        with pytest.raises(UserError, match="404"):
-            server[1].post("/weight_checker", {"action": action, "baseline": {}})
+            tied.server.post(path)
 
 
 # --- what someone who knows the secret can do -----------------------------------------------------
 
 
-def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(server):
-    model = checkpoint.load_model(server[0])
-    engine = engine_of(server, model)
+def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(tied):
+    model = checkpoint.load_model(tied.folder)
+    engine = tied.engine(model)
     engine.load(model, 0)
-    s, before = server[1], server[1].post("/weight_checker", {"action": "checksum"})
+    s = tied.server
+    before = [(x.token_ids, x.logp) for x in engine.sample(PROMPTS[:1], 1, params(1.0), step=0)]
     layout = [list(e) for e in engine.sync.layout.entries]
     whole = {"transport": "broadcast", "layout": layout, "bucket_bytes": 1 << 20, "timeout": 1.0}
-    whole |= {"address": "127.0.0.1", "port": 9, "room": "x", "world": 2}
+    whole |= {"address": "127.0.0.1", "port": 9, "group": "x", "size": 2}
     rng, refused = random.Random(0), 0
     bodies = [
         ("/init_weight_transfer_engine", {"init_info": malformed(rng, whole)}) for _ in range(60)
@@ -312,7 +252,8 @@ def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(serve
     # truncated JSON
     for path in ("/init_weight_transfer_engine", "/update_weights", "/finish_weight_update"):
         assert raw(s, path, json.dumps({"init_info": whole}).encode()[:-7]) >= 400
-    assert s.post("/weight_checker", {"action": "checksum"}) == before
+    after = engine.request(PROMPTS[:1], 1, params(1.0), 0)
+    assert [(x.token_ids, x.logp) for x in after] == before
     # And the trainer that comes back is served as ever.
     samples = engine.sample(PROMPTS, 2, params(1.0), step=0)
     assert gap(model, samples, 1.0) <= 1e-5
@@ -321,10 +262,10 @@ def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(serve
     engine.close()
 
 
-def test_a_layout_that_lacks_a_tensor_is_refused(server):
+def test_a_layout_that_lacks_a_tensor_is_refused(tied):
     """A trainer whose model has fewer tensors than the server's: told, not ignored."""
-    model = checkpoint.load_model(server[0])
-    s = server[1]
+    model = checkpoint.load_model(tied.folder)
+    s = tied.server
     s.get("/health")
     part = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"norm": model.model.norm})})
     sync = WeightSync(part, "float32", torch.device("cpu"), "memory")
@@ -334,8 +275,8 @@ def test_a_layout_that_lacks_a_tensor_is_refused(server):
         sync.send(s, 0)
     assert s.get("/weight_info")["weight_version"] == "torn"
     assert s.get("/is_paused") == {"is_paused": False}
-    sync.close()
-    engine = engine_of(server, model)  # the next whole sync repairs it
+    sync.close([s])
+    engine = tied.engine(model)  # the next whole sync repairs it
     engine.load(model, 0)
     assert gap(model, engine.sample(PROMPTS, 2, params(1.0), step=0), 1.0) <= 1e-5
     engine.close()
@@ -344,11 +285,11 @@ def test_a_layout_that_lacks_a_tensor_is_refused(server):
 # --- bad input ------------------------------------------------------------------------------------
 
 
-def test_a_trainer_of_another_model_is_refused(server, tmp_path):
+def test_a_trainer_of_another_model_is_refused(tied, tmp_path):
     other = checkpoint.load_model(
         write_base(tmp_path / "other", **SIZES | {"intermediate_size": 96})
     )
     with pytest.raises(
         UserError, match=r"serves another model: its (intermediate_size|tie_word_embeddings) is"
     ):
-        engine_of(server, other)
+        tied.engine(other)

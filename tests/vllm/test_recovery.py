@@ -19,28 +19,23 @@ import pytest
 
 from nanogrpo.model import checkpoint
 from nanogrpo.vllm.client import VLLMEngine
-from tests.conftest import write_base
-from tests.vllm.real import ROOT, ended, gap, processes, sidecar, train_a_little
-from tests.vllm.test_real import PROMPTS, SIZES, params
+from nanogrpo.vllm.server import Server
+from tests.vllm.real import PROMPTS, ROOT, ended, gap, params, processes, train_a_little
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 TIMEOUT = 5.0  # seconds in which a healthy server gives a sign of life
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """(model, engine): an engine that owns its sidecar, at version 1 of a model that has moved away
-    from the checkpoint.
+def trained(untied):
+    """(model, engine): the engine owns a running sidecar, and has sent it a model that has moved
+    away from its checkpoint, as version 1.
     """
-    folder = write_base(tmp_path_factory.mktemp("recovery") / "base", **SIZES)
-    model = checkpoint.load_model(folder)
-    engine = VLLMEngine(
-        model,
-        max_len=64,
-        sidecar=sidecar(folder, folder.parent / "serve.log"),
-        window=2,
-        timeout=TIMEOUT,
-    )
+    model, process = checkpoint.load_model(untied.folder), untied.process
+    start = process.start
+    process.start = lambda timeout: Server(untied.server.url, process.secret, timeout)
+    engine = VLLMEngine(model, max_len=64, sidecar=process, window=2, timeout=TIMEOUT)
+    process.start = start  # the next one is real
     train_a_little(model, seed=0)
     engine.load(model, 1)
     warm_up(engine)
@@ -82,15 +77,6 @@ def check(model, engine, before, whole) -> None:
     assert engine.restarts == before + 1
 
 
-def test_a_server_killed_while_idle_is_started_again_with_the_current_weights(trained):
-    model, engine = trained
-    whole, before = shown(engine.sample(PROMPTS, 4, params(1.0), step=1)), engine.restarts
-    pids = processes(engine.sidecar.process.pid)
-    kill(engine)
-    assert ended(pids[1:], within=10.0)  # vLLM alone would leave its workers behind
-    check(model, engine, before, whole)
-
-
 def test_a_server_stopped_while_sampling_is_noticed_and_replaced(trained):
     model, engine = trained
     whole, before = shown(engine.sample(PROMPTS, 4, params(1.0), step=1)), engine.restarts
@@ -104,7 +90,7 @@ def test_a_server_stopped_while_sampling_is_noticed_and_replaced(trained):
     check(model, engine, before, whole)
 
 
-def test_a_server_killed_while_sampling_loses_no_group(trained):
+def test_a_server_killed_while_sampling_loses_no_group_and_leaves_no_worker(trained):
     model, engine = trained
     whole, before = shown(engine.sample(PROMPTS * 4, 4, params(1.0), step=1)), engine.restarts
     results = []
@@ -116,7 +102,9 @@ def test_a_server_killed_while_sampling_loses_no_group(trained):
     # until requests are under way
     while not engine.servers[0].open and time.monotonic() < deadline:
         pass
+    pids = processes(engine.sidecar.process.pid)
     kill(engine)
+    assert ended(pids[1:], within=10.0)  # vLLM alone would leave its workers behind
     thread.join(200)
     assert shown(results) == whole
     check(model, engine, before, whole[: len(PROMPTS) * 4])
@@ -125,7 +113,7 @@ def test_a_server_killed_while_sampling_loses_no_group(trained):
 def test_a_server_killed_in_the_middle_of_a_sync_gets_the_whole_of_it_again(trained):
     model, engine = trained
     train_a_little(model, seed=7)
-    before, (group,) = engine.restarts, engine.sync.groups.values()
+    before, group = engine.restarts, engine.servers[0].group
     broadcast = group.broadcast
 
     def kill_first(bucket):
@@ -177,7 +165,6 @@ folder, url, secret = sys.argv[1:]
 model = checkpoint.load_model(Path(folder))
 engine = VLLMEngine(model, max_len=64, servers=[url], secret=secret)
 engine.load(model, 0)
-(group,) = engine.sync.groups.values()
-group.broadcast = lambda bucket: os.kill(os.getpid(), signal.SIGKILL)
+engine.servers[0].group.broadcast = lambda bucket: os.kill(os.getpid(), signal.SIGKILL)
 engine.load(model, 1)
 """

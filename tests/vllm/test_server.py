@@ -1,8 +1,7 @@
-"""Whether a server is the trainer's to use, against the fake server: one that hangs, and one that
-another trainer uses.
+"""Servers that the trainer cannot use, against the fake server: one hangs, another trainer holds one.
 
-Read before: test_vllm_engine.py. The other end of the claim: test_serve.py. Read next:
-test_vllm_trouble.py.
+Read before: test_client.py. The server's end of the lease: test_serve.py. Read next:
+test_trouble.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tests.vllm.fake import MODEL, FakeVLLM, engine_of, wait_until
 
 @pytest.mark.parametrize("front_end", [False, True], ids=["all of it", "its engine"])
 def test_a_hanging_server_does_not_delay_syncs_and_is_used_again_once_it_answers(fake, front_end):
-    """Its front end may still answer: then no weights may be sent, which would wait for a timeout."""
+    """Even if its front end answers, no weights may be sent, because that would take a timeout."""
     with FakeVLLM(tiny_config()) as other:
         engine = engine_of(fake, other, interval=0.02)
         held, asked = threading.Event(), set()
@@ -46,7 +45,7 @@ def test_a_hanging_server_does_not_delay_syncs_and_is_used_again_once_it_answers
         assert other.label == engine.sync.label(5)
 
 
-def test_a_server_of_another_trainer_is_waited_for_and_then_refused(fake):
+def test_a_server_that_another_trainer_holds_is_waited_for_and_then_reported(fake):
     left = [2]
 
     def taken(method, path, body):
@@ -62,7 +61,7 @@ def test_a_server_of_another_trainer_is_waited_for_and_then_refused(fake):
         engine_of(fake)
 
 
-def test_a_trainer_is_heard_while_it_trains(fake, monkeypatch):
+def test_the_lease_is_renewed_while_the_trainer_trains(fake, monkeypatch):
     monkeypatch.setattr("nanogrpo.vllm.server.RENEW", 0.02)
     heard = threading.Event()
     engine = engine_of(fake)
@@ -71,7 +70,7 @@ def test_a_trainer_is_heard_while_it_trains(fake, monkeypatch):
     engine.close()
 
 
-def test_a_trainer_is_heard_while_its_first_load_takes_long(fake, monkeypatch):
+def test_the_lease_is_renewed_during_a_long_first_load(fake, monkeypatch):
     monkeypatch.setattr("nanogrpo.vllm.server.RENEW", 0.02)
     heard, loading = threading.Event(), threading.Event()
 
@@ -87,7 +86,7 @@ def test_a_trainer_is_heard_while_its_first_load_takes_long(fake, monkeypatch):
     assert heard.is_set()
 
 
-def test_a_refused_engine_leaves_no_thread_that_renews(fake, monkeypatch):
+def test_an_engine_that_failed_to_start_leaves_no_thread_behind(fake, monkeypatch):
     monkeypatch.setattr("nanogrpo.vllm.server.RENEW", 0.02)
     before = set(threading.enumerate())
     fake.facts["model"]["vocab_size"] = 77
@@ -100,7 +99,7 @@ def test_a_refused_engine_leaves_no_thread_that_renews(fake, monkeypatch):
 
 @pytest.mark.parametrize("status", [409, 500])
 @pytest.mark.parametrize("where", ["", "/init_weight_transfer_engine"])
-def test_a_server_that_is_never_used_is_told_of_once(fake, caplog, status, where):
+def test_a_server_that_is_never_used_is_reported_once(fake, caplog, status, where):
     with FakeVLLM(tiny_config()) as other:
         engine = engine_of(fake, other, load=False, interval=0.02)
         other.disturb = lambda m, path, b: status if where in path else None

@@ -1,5 +1,7 @@
-"""The weight sync without vLLM: the layout of the buckets, gathers (also from FSDP2 shards), both
-transports between processes, and greetings that are refused. With vLLM: test_vllm_real.py.
+"""The weight sync without vLLM: the layout of the buckets, gathers from FSDP2 shards, both
+transports between processes, and connection data that is refused.
+
+With vLLM: test_real.py.
 """
 
 from __future__ import annotations
@@ -8,15 +10,17 @@ import dataclasses
 import json
 import math
 import os
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from nanogrpo.config import Config
+from nanogrpo.distributed.world import join
 from nanogrpo.model import lora
 from nanogrpo.vllm.auth import loopback
 from nanogrpo.vllm.buckets import (
@@ -32,12 +36,13 @@ from nanogrpo.vllm.buckets import (
 )
 from nanogrpo.vllm.sync import WeightSync
 from tests.conftest import tiny_model
-from tests.vllm.real import ROOT, train_a_little
+from tests.ranks import SERVER, run
+from tests.vllm.real import train_a_little
 
 ENTRIES = [["a.weight", "float32", [2, 3]], ["b", "bfloat16", [5]], ["c", "float16", [1, 1, 7]]]
 
 
-# --- the layout -----------------------------------------------------------------------------------
+# --- the layout ---
 
 
 @settings(max_examples=100)
@@ -49,7 +54,7 @@ ENTRIES = [["a.weight", "float32", [2, 3]], ["b", "bfloat16", [5]], ["c", "float
     ),
     st.integers(1, 700),
 )
-def test_tensors_lie_in_order_apart_and_aligned(tensors, bucket_bytes):
+def test_tensors_are_in_order_disjoint_and_aligned(tensors, bucket_bytes):
     layout = Layout([[f"p{i}", d, s] for i, (d, s) in enumerate(tensors)], bucket_bytes)
     end = (0, HEADER)
     for slot, (dtype, shape) in zip(layout.slots, tensors):
@@ -58,10 +63,10 @@ def test_tensors_lie_in_order_apart_and_aligned(tensors, bucket_bytes):
         assert (slot.bucket, slot.offset) >= end or (slot.bucket == end[0] + 1 and slot.offset == 0)
         end = (slot.bucket, slot.offset + slot.nbytes)
         assert end[1] <= layout.sizes[slot.bucket]
-    # No bucket is larger than asked for, but for a tensor that is so by itself.
+    # No bucket is larger than requested, unless it holds a single tensor.
     for i, size in enumerate(layout.sizes):
         assert size <= bucket_bytes or len([s for s in layout.slots if s.bucket == i]) == 1
-    # And what is written through the views of one end is read through those of the other.
+    # Values written through the views of one end are read through those of the other.
     buckets = [torch.zeros(n, dtype=torch.uint8) for n in layout.sizes]
     for i, b in enumerate(buckets):
         for k, (_, view) in enumerate(layout.views(b, i)):
@@ -70,7 +75,7 @@ def test_tensors_lie_in_order_apart_and_aligned(tensors, bucket_bytes):
     for i, b in enumerate(buckets):
         for k, (_, view) in enumerate(again.views(b, i)):
             assert (view == k + 1).all()
-    assert int(sequence_of(buckets[0])) == 0  # the header was left alone
+    assert int(sequence_of(buckets[0])) == 0  # the header is untouched
 
 
 @pytest.mark.parametrize(
@@ -79,9 +84,9 @@ def test_tensors_lie_in_order_apart_and_aligned(tensors, bucket_bytes):
         ([], "at least one"),
         ("abc", "at least one"),
         ([["a", "float32"]], "is not \\[name, dtype, shape\\]"),
-        ([["a b", "float32", [1]]], "is not a parameter's name"),
-        ([["a", "int8", [1]]], "a has dtype 'int8' but must have one of"),
-        ([["a", ["float32"], [1]]], "but must have one of"),
+        ([["a b", "float32", [1]]], "is not \\[name, dtype, shape\\]"),
+        ([["a", "int8", [1]]], "is not \\[name, dtype, shape\\]"),
+        ([["a", ["float32"], [1]]], "is not \\[name, dtype, shape\\]"),
         ([["a", "float32", [0]]], "a size of a is 0 but must be"),
         ([["a", "float32", [True]]], "a size of a is True but must be"),
         ([["a", "float32", [1] * 5]], "at most 4 sizes"),
@@ -89,12 +94,12 @@ def test_tensors_lie_in_order_apart_and_aligned(tensors, bucket_bytes):
         ([["a", "float32", [1]], ["a", "float32", [1]]], "names a tensor twice"),
     ],
 )
-def test_layouts_that_no_model_has(entries, message):
+def test_layouts_that_cannot_be_a_model_are_refused(entries, message):
     with pytest.raises(ValueError, match=message):
         Layout(entries)
 
 
-# --- greetings ------------------------------------------------------------------------------------
+# --- greetings ---
 
 GOOD = {"transport": "broadcast", "layout": ENTRIES, "bucket_bytes": 4096, "timeout": 5.0}
 GOOD |= {"address": "127.0.0.1", "port": 1234, "group": "abc", "size": 2}
@@ -115,7 +120,7 @@ GOOD |= {"address": "127.0.0.1", "port": 1234, "group": "abc", "size": 2}
         ({"transport": "memory", "handles": []}, "needs one handle for each"),
     ],
 )
-def test_greetings_that_are_refused(change, message):
+def test_bad_connection_data_is_refused(change, message):
     InitInfo(**GOOD)
     with pytest.raises(ValueError, match=message):
         InitInfo(**GOOD | change)
@@ -130,7 +135,7 @@ def test_handles_open_nothing_but_shared_buckets(path):
         attach({"path": path}, 64, torch.device("cpu"))
 
 
-def test_an_ordinary_file_behind_a_descriptor_is_refused_and_a_bucket_too_small_as_well(tmp_path):
+def test_ordinary_files_and_buckets_that_are_too_small_are_refused(tmp_path):
     with (tmp_path / "file").open("w+b") as file:
         file.truncate(64)
         with pytest.raises(ValueError, match="is not a shared bucket"):
@@ -148,7 +153,7 @@ def test_loopback(host, own):
     assert loopback(host) is own
 
 
-# --- gathers --------------------------------------------------------------------------------------
+# --- gathers ---
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -168,7 +173,7 @@ def test_buckets_hold_the_models_weights(tied, dtype):
         train_a_little(model, seed=round_)
 
 
-def test_labels_are_this_trainers_only():
+def test_labels_of_other_trainers_have_no_version():
     model = tiny_model()
     one, two = (WeightSync(model, "float32", torch.device("cpu")) for _ in range(2))
     assert one.version_of(one.label(17)) == 17
@@ -177,76 +182,46 @@ def test_labels_are_this_trainers_only():
     ] == [None] * 6
 
 
-# --- between processes ----------------------------------------------------------------------------
+# --- between processes ---
 
 
-def run(script: str, *arguments: str, ranks: int = 1) -> dict:
-    """Runs a script under torchrun; its standard output's last line is JSON."""
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        "--no-python",
-        sys.executable,
-        "-c",
-    ]
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launch, script, *arguments],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def gather_on_two_ranks() -> dict[str, bool]:
+    """Return what holds after a gather from shards: the same bits, and the shards are back."""
+    out = {}
+    with join(Config(device="cpu")) as world:
+        for tied in (True, False):
+            for policy, dtype in (
+                (None, "float32"),
+                (torch.bfloat16, "bfloat16"),
+                (None, "bfloat16"),
+            ):
+                full, model = (tiny_model(tie_word_embeddings=tied) for _ in range(2))
+                mixed = MixedPrecisionPolicy(param_dtype=policy)
+                for block in model.model.layers:
+                    fully_shard(block, mp_policy=mixed)
+                fully_shard(model, mp_policy=mixed)
+                sync = WeightSync(model, dtype, world.device, bucket_bytes=4096, main=world.main)
+                sync.gather(model)
+                expected = {n: p.detach().to(DTYPES[dtype]) for n, p in full.named_parameters()}
+                if world.main:
+                    out[f"{tied} {policy} {dtype}"] = sync.slots.keys() == expected.keys() and all(
+                        torch.equal(sync.slots[n], p) for n, p in expected.items()
+                    )
+                out[f"sharded {tied} {policy} {dtype}"] = all(
+                    hasattr(p, "full_tensor") for p in model.parameters()
+                )
+        out["once"] = world.patient().once(lambda: {"x": [0.1], "rank": world.rank}) == {
+            "x": [0.1],
+            "rank": 0,
+        }
+    return out
 
 
-FSDP = """
-import json, torch, torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from tests.conftest import tiny_model
-from nanogrpo.distributed.world import World
-from nanogrpo.model import lora
-from nanogrpo.vllm.sync import WeightSync
-
-dist.init_process_group("gloo")
-rank, out = dist.get_rank(), {}
-for tied in (True, False):
-    for param_dtype, dtype in ((None, "float32"), (torch.bfloat16, "bfloat16"), (None, "bfloat16")):
-        whole, model = tiny_model(tie_word_embeddings=tied), tiny_model(tie_word_embeddings=tied)
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype)
-        for block in model.model.layers:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
-        sync = WeightSync(model, dtype, torch.device("cpu"), bucket_bytes=4096, main=rank == 0)
-        sync.gather(model)
-        expected = {n: p.detach().to(getattr(torch, dtype)) for n, p in whole.named_parameters()}
-        if rank == 0:
-            same = sync.slots.keys() == expected.keys() and all(torch.equal(sync.slots[n], v) for n, v in expected.items())
-            out[f"{tied} {param_dtype} {dtype}"] = same
-        sharded = all(hasattr(p, "full_tensor") for p in model.parameters())  # the shards are back after the gather
-        out["sharded"] = out.get("sharded", True) and sharded
-world = World(rank, 2, torch.device("cpu")).patient()
-out["shared"] = world.once(lambda: {"x": [1, 0.1, "y"], "from": rank}) == {"x": [1, 0.1, "y"], "from": 0}
-everyone = [None] * dist.get_world_size()
-dist.all_gather_object(everyone, out)
-dist.barrier()
-if rank == 0:
-    print(json.dumps(everyone))
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_gathers_from_fsdp_shards_are_the_whole_models_bits():
-    first, second = run(FSDP, ranks=2)
-    assert len(first) == 8
+def test_gathers_from_fsdp_shards_have_the_bits_of_the_full_model():
+    first, second = run(2, gather_on_two_ranks)
+    assert (len(first), len(second)) == (13, 7)
     assert all(first.values())
-    assert second == {"sharded": True, "shared": True}
+    assert all(second.values())
 
 
 def test_full_parameters_of_a_plain_model_are_its_parameters():
@@ -256,9 +231,9 @@ def test_full_parameters_of_a_plain_model_are_its_parameters():
     ]
 
 
-def test_an_update_is_announced_once_the_store_has_it():
-    """The `set` of torch's store only sends: a worker that asks at once, over its own connection,
-    could be answered before it.
+def test_announce_returns_once_the_store_has_the_update():
+    """The `set` of torch's store only sends. A worker that asks at once, over its own connection,
+    could be answered before the store has processed it.
     """
     sent, arrived = {}, {}
     group = BroadcastGroup.__new__(BroadcastGroup)
@@ -269,66 +244,55 @@ def test_an_update_is_announced_once_the_store_has_it():
     assert arrived == {"update": "7"}
 
 
-RECEIVER = """
-import json, sys, torch
-from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, attach, sequence_of
-
-info = InitInfo(**json.loads(sys.argv[1]))
-cpu = torch.device("cpu")
-plan = info.plan
-if info.transport == "memory":
-    buckets = [attach(h, n, cpu) for h, n in zip(info.handles, plan.sizes)]
-else:
-    group = BroadcastGroup(info, 1, cpu)
-    print("joined", flush=True)
-    sys.stdin.readline()
-    assert group.announced(1) and not group.announced(2)
-    buckets = [torch.empty(n, dtype=torch.uint8) for n in plan.sizes]
-    for b in buckets:
-        group.broadcast(b)
-sums = {n: t.double().sum().item() for i, b in enumerate(buckets) for n, t in plan.views(b, i)}
-print(json.dumps({"sequence": int(sequence_of(buckets[0])), "sums": sums}), flush=True)
-"""
+def receive(connection) -> None:
+    """Do what the worker does with a trainer's connection data and one update."""
+    info, cpu = InitInfo(**connection.recv()), torch.device("cpu")
+    if info.transport == "memory":
+        buckets = [attach(h, n, cpu) for h, n in zip(info.handles, info.plan.sizes)]
+    else:
+        group = BroadcastGroup(info, 1, cpu)
+        connection.send("joined")
+        connection.recv()
+        assert group.announced(1)
+        assert not group.announced(2)
+        buckets = [torch.empty(n, dtype=torch.uint8) for n in info.plan.sizes]
+        group.send(buckets)
+    sums = {
+        n: t.double().sum().item() for i, b in enumerate(buckets) for n, t in info.plan.views(b, i)
+    }
+    connection.send({"sequence": int(sequence_of(buckets[0])), "sums": sums})
 
 
 @dataclasses.dataclass(eq=False)
 class Peer:
-    """Stands for a server: hands the greeting to a process that does what the worker does, and
-    waits until it has joined.
-    """
+    """A server that passes the connection data to another process and waits until it has joined."""
 
+    connection: Connection
     host: str = "127.0.0.1"
-    process: subprocess.Popen | None = None
     group: BroadcastGroup | None = None
 
     def post(self, path, body=None, timeout=None):
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", RECEIVER, json.dumps(body["init_info"])]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
+        self.connection.send(body["init_info"])
         if body["init_info"]["transport"] == "broadcast":
-            assert self.process.stdout.readline() == "joined\n"
+            assert self.connection.recv() == "joined"
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "memory"])
 def test_buckets_reach_another_process(transport):
-    model, peer = tiny_model(), Peer()
-    sync = WeightSync(
-        model, "float32", torch.device("cpu"), transport, bucket_bytes=4096, timeout=120.0
-    )
+    model = tiny_model()
+    ours, theirs = SERVER.Pipe()
+    process = SERVER.Process(target=receive, args=(theirs,))
+    process.start()
+    peer, cpu = Peer(ours), torch.device("cpu")
+    sync = WeightSync(model, "float32", cpu, transport, bucket_bytes=4096, timeout=120.0)
     sync.gather(model)
     sync.connect(peer, workers=1)
-    if (group := peer.group) is not None:
-        group.announce(sync.sequence)
-        peer.process.stdin.write("go\n")
-        peer.process.stdin.flush()
-        for b in sync.buckets:
-            group.broadcast(b)
-    got = json.loads(peer.process.stdout.readline())
-    peer.process.communicate(timeout=120)
-    assert got == {
-        "sequence": 1,
-        "sums": {n: p.double().sum().item() for n, p in model.named_parameters()},
-    }
+    if peer.group is not None:
+        peer.group.announce(sync.sequence)
+        ours.send("go")
+        peer.group.send(sync.buckets)
+    expected = {n: p.double().sum().item() for n, p in model.named_parameters()}
+    assert ours.poll(120)
+    assert ours.recv() == {"sequence": 1, "sums": expected}
+    process.join(120)
     sync.disconnect(peer)

@@ -1,8 +1,7 @@
-"""Whole runs of train.py against a server that samples nonsense: what the loop does with a server,
-and when it loses one.
+"""Full runs of train.py against a fake server: how the loop uses a server, and how it loses one.
 
-The weights really arrive (`fake.weights`), the log-probs do not fit them: so these runs learn
-nothing, but every option shows in the log. Read next: test_train_vllm_real.py.
+The weights really arrive (`fake.weights`), but the log-probs do not fit them. So these runs learn
+nothing, but every option shows in the log. Read next: test_train_real.py.
 """
 
 from __future__ import annotations
@@ -26,15 +25,13 @@ def fake(tiny_base):
 
 @pytest.fixture
 def argv(tiny_base, files, tmp_path, fake):
-    """(options, …) → the command line of a run of three steps against the fake."""
+    """A function of options: the command line of a run of three steps against the fake."""
     server = ["--engine", "vllm", "--server", fake.url, "--weight-transport", "memory"]
     return lambda *options: arguments(tiny_base, files, tmp_path, *server, *options)
 
 
 def generation(fake, number: int):
-    """A disturbance: once `number` requests for completions were answered, the server answers
-    nothing but 500.
-    """
+    """Return a disturbance: after `number` requests for completions, answer only with 500."""
 
     def disturb(method, path, body):
         return 500 if len(fake.generated()) > number and path != "/nanogrpo" else None
@@ -43,14 +40,14 @@ def generation(fake, number: int):
 
 
 @pytest.mark.parametrize("adapters", [[], ["--lora-r", "4", "--lora-alpha", "8"]])
-def test_a_run_samples_from_the_server_and_brings_it_every_step_of_the_weights(
+def test_a_run_samples_from_the_server_and_sends_it_the_weights_of_every_step(
     argv, tmp_path, fake, adapters
 ):
-    """With adapters: merged."""
+    """Adapters are merged first."""
     assert train.main(argv("--save-steps", "2", "--server-window", "2", *adapters)) == 0
     after_two = checkpoint.load_model(tmp_path / "checkpoint-2")
     for name, p in after_two.named_parameters():
-        # those that the third step was sampled with
+        # the weights that sampled the third step
         assert torch.equal(fake.weights[name], p), name
     rows = steps(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -80,9 +77,9 @@ def test_the_correction_is_applied_and_logged(argv, tmp_path, mode):
     assert 0 <= row["sampling/ess"] <= 1
 
 
-def test_what_the_correction_masks_moves_nothing(argv, tmp_path, tiny_base):
-    """The product of a completion's ratios is far from 1: all are masked, and only a loss that
-    ignores the mask would move.
+def test_masked_completions_do_not_change_the_weights(argv, tmp_path, tiny_base):
+    """The product of a completion's ratios is far from 1, so all completions are masked. Only a
+    loss that ignores the mask would change the weights.
     """
     bounds = [
         "--vllm-importance-sampling-clip-min",
@@ -96,15 +93,15 @@ def test_what_the_correction_masks_moves_nothing(argv, tmp_path, tiny_base):
     assert all(torch.equal(p, q) for p, q in zip(before.parameters(), after.parameters()))
 
 
-def test_the_log_probs_of_the_engine_under_the_ratio(argv, tmp_path):
-    """Invented by the fake, so that ratios are far from 1 and clipped; the trainer's own would give
-    exactly 1.
+def test_the_ratio_can_use_the_log_probs_of_the_engine(argv, tmp_path):
+    """The fake invents them, so ratios are far from 1 and clipped. With the trainer's own log-probs
+    they would be exactly 1.
     """
     assert train.main(argv("--old-logp-from", "engine")) == 0
     assert all(row["clip_ratio/region_mean"] > 0 for row in steps(tmp_path))
 
 
-def test_sampling_ahead(argv, tmp_path, fake):
+def test_sampling_ahead_keeps_its_bound_and_requests_no_step_beyond_the_last(argv, tmp_path, fake):
     assert train.main(argv("--max-staleness", "1", "--max-steps", "5")) == 0
     rows = steps(tmp_path)
     assert len(fake.generated()) == 5 * 4  # nothing beyond the last step
@@ -113,9 +110,7 @@ def test_sampling_ahead(argv, tmp_path, fake):
     assert all(row["clip_ratio/region_mean"] > 0 for row in rows)
 
 
-def test_a_server_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
-    argv, tmp_path, fake, capsys
-):
+def test_a_server_lost_while_sampling_leaves_a_checkpoint_to_resume(argv, tmp_path, fake, capsys):
     fake.disturb = generation(fake, 5)  # in the second step
     assert train.main(argv("--server-patience", "0.3")) == 2
     assert "continue with --resume" in capsys.readouterr().err
@@ -126,7 +121,7 @@ def test_a_server_lost_while_sampling_leaves_a_checkpoint_to_go_on_from(
     assert [row["step"] for row in steps(tmp_path)] == [0, 1, 2]
 
 
-def test_a_server_lost_while_it_takes_the_weights_leaves_a_checkpoint_too(argv, tmp_path, fake):
+def test_a_server_lost_during_a_sync_leaves_a_checkpoint(argv, tmp_path, fake):
     # after step 2
     fake.disturb = lambda m, path, b: (
         500 if path == "/update_weights" and len(fake.generated()) == 8 else None
@@ -144,9 +139,9 @@ def test_a_server_lost_before_the_first_step_leaves_nothing_behind(argv, tmp_pat
     assert train.main(argv()) == 0  # the folder is not taken
 
 
-def test_a_server_that_comes_back_costs_nothing(argv, tmp_path, fake, tiny_base, files):
-    """Two requests fail on the way: asked again with the same seeds, they give the same samples,
-    rewards and weights.
+def test_retries_do_not_change_the_log_of_a_run(argv, tmp_path, fake, tiny_base, files):
+    """Two requests fail. Their retries have the same seeds, so they return the same samples, and
+    rewards and weights are the same too.
     """
     assert train.main(argv()) == 0
     rows = steps(tmp_path)
@@ -167,7 +162,7 @@ def test_a_server_that_comes_back_costs_nothing(argv, tmp_path, fake, tiny_base,
     assert steps(tmp_path / "again") == rows
 
 
-# ---- bad input -----------------------------------------------------------------------------------
+# --- bad input ---
 
 
 @pytest.mark.parametrize(
@@ -192,7 +187,9 @@ def test_a_server_that_comes_back_costs_nothing(argv, tmp_path, fake, tiny_base,
         (["--engine", "sglang"], "choose one of local, vllm"),
     ],
 )
-def test_options_that_cannot_work_are_told_in_a_sentence(argv, fake, capsys, options, sentence):
+def test_options_that_cannot_work_are_reported_in_one_sentence(
+    argv, fake, capsys, options, sentence
+):
     fake.facts["max_model_len"] = 64
     assert train.main(argv(*options)) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
@@ -208,12 +205,14 @@ def test_options_that_cannot_work_are_told_in_a_sentence(argv, fake, capsys, opt
         (["--vllm-python", "false"], "The vLLM sidecar ended with status 1"),
     ],
 )
-def test_a_server_that_cannot_be_started(tiny_base, files, tmp_path, capsys, options, sentence):
+def test_a_server_that_cannot_be_started_is_reported(
+    tiny_base, files, tmp_path, capsys, options, sentence
+):
     assert train.main(arguments(tiny_base, files, tmp_path, "--engine", "vllm", *options)) == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_a_server_of_another_model(tiny_base, files, tmp_path, capsys):
+def test_a_run_refuses_a_server_of_another_model(tiny_base, files, tmp_path, capsys):
     with FakeVLLM(
         tiny_config(vocab_size=Tokenizer(tiny_base).vocab_size, num_hidden_layers=3)
     ) as other:
@@ -243,7 +242,7 @@ def test_a_server_of_another_model(tiny_base, files, tmp_path, capsys):
         (["--temperature", "3"], "--temperature 3.0 is outside the range of vLLM"),
     ],
 )
-def test_options_that_no_server_can_take_are_told_before_one_starts(
+def test_options_that_no_server_accepts_are_reported_before_one_starts(
     tiny_base, files, tmp_path, capsys, options, sentence
 ):
     assert train.main(arguments(tiny_base, files, tmp_path, "--engine", "vllm", *options)) == 2

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import pytest
 
+import train
 from nanogrpo.errors import UserError
 from nanogrpo.model.checkpoint import load_model
 from nanogrpo.vllm.auth import SECRET
 from nanogrpo.vllm.client import VLLMEngine
-from tests.conftest import arguments, steps, write_base
-from tests.vllm.real import CPU, PYTHON, ROOT, ended, processes, sidecar
-from tests.vllm.test_real import SIZES
+from tests.conftest import arguments, steps
+from tests.ranks import run
+from tests.vllm.real import CPU, PYTHON, ROOT, ended, processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -38,44 +39,34 @@ OWN = [
 ]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    return write_base(tmp_path_factory.mktemp("train") / "base", **SIZES)
+@pytest.fixture
+def base(tied) -> Path:
+    return tied.folder
 
 
-@pytest.fixture(scope="module")
-def server(base) -> list[str]:
-    """The options that name a running sidecar; its secret is in the environment."""
-    process = sidecar(base, base.parent / "serve.log")
-    address = process.start(60.0)
-    os.environ[SECRET] = process.secret
-    yield ["--engine", "vllm", "--server", address.url]
-    del os.environ[SECRET]
-    process.stop()
+@pytest.fixture
+def server(tied, monkeypatch) -> list[str]:
+    """The options that name a running server. Its secret is in the environment."""
+    monkeypatch.setenv(SECRET, tied.process.secret)
+    return ["--engine", "vllm", "--server", tied.server.url]
 
 
-def start(argv: list[str], ranks: int = 1) -> subprocess.Popen:
-    """A run in a process of its own."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        if ranks > 1
-        else []
-    )
-    command = [sys.executable, *launcher, str(ROOT / "train.py"), *argv]
+def start(argv: list[str]) -> subprocess.Popen:
+    """Start a run in a process of its own."""
+    command = [sys.executable, str(ROOT / "train.py"), *argv]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def finish(run: subprocess.Popen, within: float = 240.0) -> str:
-    """What it said; it must end well."""
-    try:
-        said, _ = run.communicate(timeout=within)
-    finally:
-        run.kill()
-    assert run.returncode == 0, said[-3000:]
-    return said
+def finish(argv: list[str], ranks: int = 1) -> None:
+    """Run to the end: in this process, or on several ranks."""
+    if ranks == 1:
+        assert train.main(argv) == 0
+    else:
+        secret = os.environ.get(SECRET, "")
+        assert run(ranks, train.main, argv, **{SECRET: secret}) == [0] * ranks
 
 
 def wait_for_step(run: subprocess.Popen, output: Path, step: int, within: float = 180.0) -> None:
@@ -116,11 +107,11 @@ def test_the_reward_rises_as_with_the_embedded_engine(base, files, tmp_path, ser
         "vllm": server,
         "ahead": [*server, "--max-staleness", "1"],
     }.items():
-        finish(start(arguments(base, files, tmp_path / name, *options, *more)))
+        finish(arguments(base, files, tmp_path / name, *options, *more))
         rewards = [row["reward"] for row in steps(tmp_path / name)]
         late[name] = statistics.fmean(rewards[-4:])
         assert late[name] > statistics.fmean(rewards[:2]) + 0.25, (name, rewards)
-    finish(start(arguments(base, files, tmp_path / "two", *options, *server), ranks=2))
+    finish(arguments(base, files, tmp_path / "two", *options, *server), ranks=2)
     assert late["vllm"] == pytest.approx(late["local"], abs=0.1)
     assert late["ahead"] == pytest.approx(late["local"], abs=0.15)
     one, two = steps(tmp_path / "vllm"), steps(tmp_path / "two")
@@ -142,21 +133,23 @@ def test_own_server_killed_and_own_trainer_killed_lose_nothing(base, files, tmp_
     log is that of a quiet run.
     """
     options = ["--max-steps", "6", "--save-steps", "1"]
-    finish(start(arguments(base, files, tmp_path / "quiet", *options, *server)))
+    finish(arguments(base, files, tmp_path / "quiet", *options, *server))
     output = tmp_path / "disturbed"
-    run = start(arguments(base, files, output, *options, *OWN))
-    wait_for_step(run, output, 1)
+    training = start(arguments(base, files, output, *options, *OWN))
+    wait_for_step(training, output, 1)
     (sidecar_pid,) = [
-        p for p in processes(run.pid)[1:] if "serve.py" in Path(f"/proc/{p}/cmdline").read_text()
+        p
+        for p in processes(training.pid)[1:]
+        if "serve.py" in Path(f"/proc/{p}/cmdline").read_text()
     ]
     os.kill(sidecar_pid, signal.SIGKILL)
-    wait_for_step(run, output, 3)
+    wait_for_step(training, output, 3)
     assert steps(output)[3]["vllm/restarts"] == 1
-    family = processes(run.pid)
-    run.kill()
+    family = processes(training.pid)
+    training.kill()
     assert ended(family, within=20.0)  # the server that it had started is gone with it
-    run.communicate()
-    finish(start(arguments(base, files, output, *options, *server, "--resume")))
+    training.communicate()
+    finish(arguments(base, files, output, *options, *server, "--resume"))
     assert trained_on(output) == trained_on(tmp_path / "quiet")
 
 
@@ -177,7 +170,7 @@ def test_adapters_are_sampled_merged(base, files, tmp_path, server):
         "32",
     ]
     for name, ranks in {"one": 1, "two": 2}.items():
-        finish(start(arguments(base, files, tmp_path / name, *options, *server), ranks=ranks))
+        finish(arguments(base, files, tmp_path / name, *options, *server), ranks=ranks)
         assert all(
             row["sampling/sampling_logp_difference/max"] <= 1e-5 for row in steps(tmp_path / name)
         ), name
@@ -199,20 +192,15 @@ def rollout(samples, turns):
 """
 
 
-@pytest.mark.parametrize("name", ["any", "calculator"])
-def test_turns_with_answers_in_between(base, files, tmp_path, server, name):
+def test_turns_with_answers_in_between(base, files, tmp_path, server):
     """What the model writes after an answer has the trainer's log-probs given the answer; two
     ranks, whose conversations have other numbers of turns, sample and train the same.
     """
     (tmp_path / "turns.py").write_text(TURNS)
-    rollout = (
-        f"{tmp_path / 'turns.py'}:rollout"
-        if name == "any"
-        else f"{ROOT}/examples/calculator.py:rollout"
-    )
+    rollout = f"{tmp_path / 'turns.py'}:rollout"
     options = ["--rollout", rollout, "--max-completion-length", "24", *server]
     for folder, ranks in {"one": 1, "two": 2}.items():
-        finish(start(arguments(base, files, tmp_path / folder, *options), ranks=ranks))
+        finish(arguments(base, files, tmp_path / folder, *options), ranks=ranks)
     one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
     assert all(row["sampling/sampling_logp_difference/max"] <= 1e-5 for row in one + two)
     assert [r["completions/mean_length"] for r in one] == [
@@ -220,37 +208,6 @@ def test_turns_with_answers_in_between(base, files, tmp_path, server, name):
     ]
     assert [r["reward"] for r in one] == pytest.approx([r["reward"] for r in two], abs=1e-6)
     assert [r["grad_norm"] for r in one] == pytest.approx([r["grad_norm"] for r in two], rel=1e-4)
-
-
-def test_a_server_that_hangs_for_good_stops_the_run_with_its_checkpoint(base, files, tmp_path):
-    """SIGSTOP, on a server that the trainer did not start: noticed within the timeout, waited for,
-    then one sentence.
-    """
-    process = sidecar(base, tmp_path / "serve.log")
-    address = process.start(60.0)
-    try:
-        options = [
-            "--engine",
-            "vllm",
-            "--server",
-            address.url,
-            "--server-timeout",
-            "3",
-            "--server-patience",
-            "2",
-        ]
-        os.environ[SECRET], before = process.secret, os.environ.get(SECRET)
-        run = start(arguments(base, files, tmp_path / "run", "--max-steps", "1000", *options))
-        os.environ.pop(SECRET) if before is None else os.environ.update({SECRET: before})
-        wait_for_step(run, tmp_path / "run", 1)
-        os.killpg(process.process.pid, signal.SIGSTOP)
-        said, _ = run.communicate(timeout=40)
-        assert run.returncode == 2, said[-3000:]
-        assert "continue with --resume" in said.strip().splitlines()[-1]
-        done = len(steps(tmp_path / "run"))
-        assert (tmp_path / "run" / f"checkpoint-{done}").exists()
-    finally:
-        process.kill()
 
 
 def test_a_second_trainer_is_refused_until_the_first_has_ended(base, server):
@@ -273,18 +230,24 @@ def test_a_second_trainer_is_refused_until_the_first_has_ended(base, server):
     trainer(0.5).close()
 
 
-def test_a_wrong_secret_is_told(base, files, tmp_path, server):
-    secret = os.environ[SECRET]
-    try:
-        for wrong in ("", "x" * 20):
-            os.environ[SECRET] = wrong
-            run = start(arguments(base, files, tmp_path, *server))
-            said, _ = run.communicate(timeout=60)
-            assert run.returncode == 2
-            assert (
-                said.strip()
-                .splitlines()[-1]
-                .endswith(f"set {SECRET} to the one that the server was started with.")
-            )
-    finally:
-        os.environ[SECRET] = secret
+@pytest.mark.parametrize("wrong", ["", "x" * 20])
+def test_a_wrong_secret_is_reported(base, files, tmp_path, server, monkeypatch, capsys, wrong):
+    monkeypatch.setenv(SECRET, wrong)
+    assert train.main(arguments(base, files, tmp_path, *server)) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.endswith(f"set {SECRET} to the one that the server was started with.")
+
+
+def test_a_server_that_hangs_for_good_stops_the_run_with_its_checkpoint(
+    base, files, tmp_path, server, tied
+):
+    """The last test with this server. The run notices within the timeout, waits, and reports."""
+    options = [*server, "--max-steps", "1000", "--server-timeout", "3", "--server-patience", "2"]
+    training = start(arguments(base, files, tmp_path, *options))
+    wait_for_step(training, tmp_path, 1)
+    os.killpg(tied.process.process.pid, signal.SIGSTOP)
+    output, _ = training.communicate(timeout=60)
+    assert training.returncode == 2, output[-3000:]
+    assert "continue with --resume" in output.strip().splitlines()[-1]
+    assert (tmp_path / f"checkpoint-{len(steps(tmp_path))}").exists()
+    tied.process.kill()

@@ -1,6 +1,7 @@
-"""The client in trouble at a bad moment, against the fake server: while it closes, recovers, or
-connects; and servers that come back as other ones. Read before: test_vllm_engine.py. Read next:
-test_vllm_recovery.py.
+"""Failures at bad moments, against the fake server: while the client closes, recovers or connects,
+and servers that come back as different ones.
+
+Read before: test_client.py. Read next: test_recovery.py.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from tests.conftest import arguments, steps, tiny_config, tiny_model
 from tests.ranks import run
 from tests.vllm.fake import MODEL, PARAMS, PROMPTS, FakeVLLM, content, engine_of, wait_until
 
-# --- servers that come back as other ones ---------------------------------------------------------
+# --- servers that come back as other ones ---
 
 
-def test_fewer_completions_than_asked_for_are_not_taken_for_the_greedy_one(fake):
+def test_a_single_completion_is_not_mistaken_for_a_greedy_reply(fake):
     engine = engine_of(fake)
     whole = content(engine.sample(PROMPTS[:1], 4, PARAMS, step=0))
     left = [1]
@@ -47,12 +48,12 @@ def test_fewer_completions_than_asked_for_are_not_taken_for_the_greedy_one(fake)
     assert content(engine.sample(PROMPTS[:1], 4, PARAMS, step=0)) == whole
 
 
-def test_one_address_twice(fake):
+def test_an_address_given_twice_is_refused(fake):
     with pytest.raises(UserError, match="--server names an address twice"):
         engine_of(fake, f"{fake.url}/", load=False)
 
 
-def test_servers_of_different_dtypes(fake):
+def test_servers_of_different_dtypes_are_refused(fake):
     with FakeVLLM(tiny_config()) as other:
         other.facts["dtype"] = "bfloat16"
         with pytest.raises(
@@ -61,13 +62,13 @@ def test_servers_of_different_dtypes(fake):
             engine_of(fake, other, load=False)
 
 
-def test_something_that_answers_everything(fake):
+def test_a_server_that_accepts_every_request_is_not_a_sidecar(fake):
     fake.disturb = lambda m, path, b: {"hello": "world"}
     with pytest.raises(UserError, match="is not a sidecar of this project"):
         engine_of(fake, load=False)
 
 
-def test_the_others_go_on_without_a_server_that_came_back_with_another_model(fake):
+def test_the_others_continue_when_a_server_comes_back_with_another_model(fake):
     with FakeVLLM(tiny_config()) as other:
         engine = engine_of(fake, other, interval=0.02)
         engine._lose(engine.servers[1], ServerError("for the test"))
@@ -83,9 +84,9 @@ def test_the_others_go_on_without_a_server_that_came_back_with_another_model(fak
 
 
 @pytest.mark.parametrize("where", ["generate", "/pause", "/is_paused"])
-def test_a_server_that_refuses_in_mid_run_is_lost_and_the_checkpoint_can_be_saved(fake, where):
-    """As one started anew with another secret. A UserError would end the run at once and without
-    its checkpoint.
+def test_a_refusal_during_a_run_loses_the_server_but_not_the_checkpoint(fake, where):
+    """It may have been restarted with another secret. A UserError would end the run at once and
+    without its checkpoint.
     """
     engine = engine_of(fake, interval=0.05)
     held = threading.Event()
@@ -101,11 +102,11 @@ def test_a_server_that_refuses_in_mid_run_is_lost_and_the_checkpoint_can_be_save
     held.set()
 
 
-# --- our own server -------------------------------------------------------------------------------
+# --- our own server ---
 
 
 class Starts:
-    """A sidecar whose starts go as told: True, a server; False, an error."""
+    """A sidecar whose n-th start succeeds if `goes[n]`, and fails otherwise."""
 
     def __init__(self, fake: FakeVLLM, *goes: bool):
         self.fake, self.goes, self.count = fake, list(goes), 0
@@ -127,22 +128,22 @@ def owner(fake: FakeVLLM, *goes: bool) -> VLLMEngine:
     return engine
 
 
-def test_a_restart_that_fails_is_tried_again(fake):
-    """What the dead server held (a GPU's memory) may not be free at once."""
+def test_a_restart_that_fails_is_retried(fake):
+    """The memory of the dead server may not be free at once."""
     engine = owner(fake, True, False, False, True)
     whole = content(engine.sample(PROMPTS, 2, PARAMS, step=0))
     fake.disturb = lambda *call: 500
     assert content(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
 
 
-def test_restarts_that_all_fail_lose_the_server_and_not_the_checkpoint(fake):
+def test_restarts_that_all_fail_lose_the_server_but_not_the_checkpoint(fake):
     engine = owner(fake, True, False, False, False)
     fake.disturb = lambda *call: 500
     with pytest.raises(ServerLost, match=r"No vLLM server is left \(.*no memory is free"):
         engine.sample(PROMPTS, 2, PARAMS, step=0)
 
 
-def test_nothing_is_started_after_the_end(fake):
+def test_no_server_is_started_after_the_end(fake):
     engine = owner(fake, True, True)
     engine._lose(engine.servers[0], ServerError("for the test"))
     # the run ends while a thread tries what is left of the server
@@ -152,7 +153,7 @@ def test_nothing_is_started_after_the_end(fake):
     assert engine.sidecar.count == 1
 
 
-def test_a_start_that_is_stopped_from_another_thread_ends(tmp_path):
+def test_a_start_can_be_stopped_from_another_thread(tmp_path):
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 600\n")
     slow.chmod(0o755)
@@ -171,12 +172,12 @@ def test_a_start_that_is_stopped_from_another_thread_ends(tmp_path):
     assert sidecar.process is None
 
 
-# --- connections ----------------------------------------------------------------------------------
+# --- connections ---
 
 
 @contextlib.contextmanager
 def unreachable():
-    """The port of a socket whose queue is full: who connects waits, as for a machine that is gone."""
+    """Yield the port of a socket with a full queue: a client waits, as for a machine that is gone."""
     with socket.socket() as sock, contextlib.ExitStack() as stack:
         sock.bind(("127.0.0.1", 0))
         sock.listen(0)
@@ -189,7 +190,7 @@ def unreachable():
         yield sock.getsockname()[1]
 
 
-def test_a_connection_has_a_limit_also_where_the_answer_has_none():
+def test_connecting_has_a_time_limit_even_when_the_reply_has_none():
     with unreachable() as port:
         server = Server(f"http://127.0.0.1:{port}", timeout=0.3)
         server.alive = True
@@ -201,7 +202,7 @@ def test_a_connection_has_a_limit_also_where_the_answer_has_none():
         assert time.monotonic() - begin < 60
 
 
-def test_what_was_connecting_when_a_server_was_given_up_is_not_sent(fake):
+def test_a_request_that_was_connecting_when_the_server_was_lost_is_not_sent(fake):
     server, connect = Server(fake.url), Server(fake.url).kind.connect
 
     class Slow(server.kind):
@@ -215,31 +216,31 @@ def test_what_was_connecting_when_a_server_was_given_up_is_not_sent(fake):
     assert fake.requests == []
 
 
-def test_no_work_is_sent_to_a_server_that_was_given_up(fake):
-    """A thread that comes back from its pause to a server that hangs would wait for a day: nobody
-    watches it any more.
+def test_no_request_for_completions_is_sent_to_a_lost_server(fake):
+    """A thread may retry after the server was lost. If it hangs, the request would wait for a day,
+    because heartbeats do not end the requests of lost servers.
     """
     with pytest.raises(ServerError, match="was lost before"):
         Server(fake.url).generate({})
     assert fake.requests == []
 
 
-def test_a_server_that_is_gone_when_we_ask_for_our_own_address(monkeypatch):
+def test_a_server_that_cannot_be_reached_for_our_own_address_is_reported(monkeypatch):
     server = Server("http://127.0.0.1:9")
     monkeypatch.setattr(sync, "loopback", lambda host: False)
     with pytest.raises(ServerError, match="cannot be reached"):
         sync.own_address(server)
 
 
-# --- several ranks --------------------------------------------------------------------------------
+# --- several ranks ---
 
 
 def late_to_load(url: str) -> float:
-    """Rank 0's lock is held by a recovery for longer than a collective may take."""
+    """Let a recovery hold rank 0's lock for longer than a collective may take."""
     dist.init_process_group("gloo")
     model = tiny_model()
     world = World(dist.get_rank(), 2, torch.device("cpu"))
-    dist.barrier()  # from here on the ranks are side by side
+    dist.barrier()  # from here on the ranks run in step
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5))
     engine = VLLMEngine(
         model, max_len=32, servers=[url], transport="memory", timeout=5.0, world=world
@@ -260,19 +261,19 @@ def late_to_load(url: str) -> float:
     return engine.version
 
 
-def test_ranks_wait_for_a_recovery_on_rank_0_longer_than_for_a_collective(fake):
+def test_the_other_ranks_wait_for_a_recovery_longer_than_for_a_collective(fake):
     assert run(2, late_to_load, fake.url) == [0, 0]
 
 
-# --- whole runs -----------------------------------------------------------------------------------
+# --- whole runs ---
 
 
 @pytest.mark.parametrize("ahead", ["0", "1"])
-def test_who_is_asked_to_stop_waits_for_no_server_and_saves(
+def test_a_signal_ends_the_wait_for_a_server_and_the_run_saves(
     tiny_base, files, tmp_path, capsys, ahead
 ):
-    """A scheduler gives half a minute, a server has ten: a second signal, or the scheduler's kill,
-    would cost the checkpoint.
+    """A scheduler waits for half a minute, but --server-patience is ten minutes. A second signal,
+    or the scheduler's kill, would lose the checkpoint.
     """
 
     def disturb(method, path, body):
