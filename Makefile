@@ -1,5 +1,5 @@
-# demo: a small model learns arithmetic by GRPO.  test: the suite.  test-vllm: the tests against a real vLLM.  lint: style.
-# Each makes what it needs first.
+# demo: teach a small model arithmetic with GRPO.  lint: check style and types.  test: run the tests.
+# test-vllm: run the tests against a real vLLM.  Each target first installs what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -11,13 +11,15 @@ demo: .venv/plot.done
 	$(BIN)/python train.py --model runs/demo/base --data arithmetic --output-dir runs/demo $(DEMO)
 	$(BIN)/python -m nanogrpo.logs.plot runs/demo
 
-# One screen of settings: what the demo trains with beside the defaults of nanogrpo/config.py.
-DEMO := --max-steps 60 --generation-batch-size 128 --max-concurrent 128 --max-completion-length 48 --learning-rate 5e-5 --eval-steps 5
+# The settings of the demo that differ from the defaults in nanogrpo/config.py.
+DEMO := --max-steps 60 --generation-batch-size 128 --max-concurrent 128 --max-completion-length 48 \
+	--learning-rate 5e-5 --eval-steps 5
 
 test: .venv/test.done
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not vllm"
 
-# A vLLM built for CPUs, in an environment of its own: it wants another transformers. A missing server fails here, not skips.
+# A vLLM built for CPUs. It needs another version of transformers, so it has its own environment.
+# A test that finds no server fails here, where elsewhere it would be skipped.
 test-vllm: .venv/test.done .venv-vllm/done
 	NANOGRPO_REQUIRE_VLLM=1 $(BIN)/python -m pytest -q -m vllm
 
@@ -29,7 +31,8 @@ lint: .venv/test.done
 types: .venv/test.done
 	$(BIN)/mypy
 
-# The environment, with the pinned versions. A stamp an extra: the demo does not wait for the peers that only tests need.
+# The environment, with pinned versions. There is one stamp per extra, so the demo does not install
+# what only the tests need.
 .venv/%.done: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$*]"

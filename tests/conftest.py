@@ -1,13 +1,13 @@
-"""What the tests share: a tiny random decoder, its checkpoint folder, strips of random tokens,
-options and logs of whole runs.
+"""Helpers and fixtures for all tests: a tiny random decoder and its checkpoint, strips of random
+tokens, and the options and logs of complete runs.
 
-    from tests.conftest import tiny_config, tiny_model, positions_of, random_batch      # helpers are plain functions
-    from tests.conftest import arguments, lines, steps                                  # of a run: its options, its log
-    def test_…(tiny_base, files): …                                               # fixtures: folders made once a session
+    from tests.conftest import tiny_model, random_batch     # helpers are plain functions
+    from tests.conftest import arguments, lines, steps      # options and log of a run
+    def test_…(tiny_base, files): …                         # fixtures: folders, one per session
 
-Without a GPU the Triton kernels run in Triton's interpreter, which is chosen when a kernel is
-defined: so the environment is set here, before any of our modules is imported. Nothing reaches the
-network. Read next: test_model.py.
+Without a GPU the Triton kernels run in Triton's interpreter. A kernel chooses it when defined, so
+the environment is set here, before any module of the project is imported. No test uses the
+network. Read next: model/test_decoder.py.
 """
 
 # ruff: noqa: E402 (imports after the environment is set)
@@ -21,9 +21,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# a test that needs a download would pass here and fail elsewhere
+# a test that needs a download would pass on this machine and fail on others
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# two workers on two cores: threads of tiny matrices would only wait for each other
+# with one worker per core, more threads for tiny matrices only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
@@ -46,7 +46,7 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.run import warmup
 from nanogrpo.types import PackedBatch, Sample
 
-# TRL needs Python 3.11: on 3.10 the parity with it is not tested.
+# TRL needs Python 3.11, so parity with it is not tested on 3.10.
 PEERS = [
     "test_trl_parity.py",
     "test_trl_objectives.py",
@@ -55,8 +55,7 @@ PEERS = [
 ]
 collect_ignore = [] if sys.version_info >= (3, 11) else PEERS
 
-# The same examples each time, and no limit on the time that one takes: a change is refused for what
-# it does, not by chance.
+# Use the same examples each time and do not limit their time, so a change never fails by chance.
 SUITE = {
     "derandomize": True,
     "deadline": None,
@@ -75,12 +74,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none"))
 
 
-# ---- models --------------------------------------------------------------------------------------
+# --- models ---
 
 
 def tiny_config(**changes) -> ModelConfig:
-    """A Qwen3 of about 56,000 parameters: two layers, four query heads on two key heads, a head
-    size that is not D / H.
+    """Return a Qwen3 of about 56,000 parameters: two layers, four query heads, two key heads, and a
+    head size that differs from D / H.
     """
     tiny = ModelConfig(
         model_type="qwen3",
@@ -101,11 +100,11 @@ def tiny_config(**changes) -> ModelConfig:
 def tiny_model(
     cfg: ModelConfig | None = None, seed: int = 0, std: float = 0.2, **changes
 ) -> Decoder:
-    """A random decoder whose logits are spread like a trained model's (a standard deviation of
+    """Return a random decoder with logits spread like a trained model's (a standard deviation of
     about 1 to 3).
 
-    Norms and biases are random too: at their initial ones and zeros, a norm or bias that is never
-    applied would go unnoticed.
+    Norms and biases are random too. With the usual ones and zeros, no test would notice a norm or
+    bias that is never applied.
     """
     model = Decoder(cfg or tiny_config(**changes))
     generator = torch.Generator().manual_seed(seed)
@@ -116,18 +115,19 @@ def tiny_model(
     return model
 
 
-# ---- strips of tokens ----------------------------------------------------------------------------
+# --- strips of tokens ---
 
 
 def random_tokens(n: int, vocab_size: int = 151, seed: int = 0) -> torch.Tensor:
-    """[n] int64."""
+    """Return n random tokens, [n] int64."""
     return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed))
 
 
 def positions_of(lengths: Sequence[int], device: str = "cpu") -> tuple[torch.Tensor, Packed]:
-    """Positions [T] of sequences laid end to end, and the way to attend over them.
+    """Return the positions [T] of sequences laid end to end, and their attention.
 
-    >>> positions, attend = positions_of([3, 2])        # positions 0 1 2 0 1; model(tokens, positions, attend) → logits [5, V]
+    >>> positions, attend = positions_of([3, 2])        # positions 0 1 2 0 1
+    >>> model(tokens, positions, attend)                # logits [5, V]
     """
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)  # [T]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)  # [N+1]
@@ -137,10 +137,10 @@ def positions_of(lengths: Sequence[int], device: str = "cpu") -> tuple[torch.Ten
 def random_batch(
     pairs: Sequence[tuple[int, int]], vocab_size: int = 151, seed: int = 0, off_policy: bool = True
 ) -> PackedBatch:
-    """A strip of random samples of (prompt, completion) lengths, with random advantages and, off
-    policy, random old log-probs.
+    """Return a strip of random samples with these (prompt, completion) lengths and random
+    advantages. Off policy, the old log-probs are random too.
 
-    >>> batch = random_batch([(2, 2), (2, 1)])          # the example of batch.py: T = 7, N = 2, M = 3
+    >>> batch = random_batch([(2, 2), (2, 1)])          # as in types.py: T = 7, N = 2, M = 3
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = [p + c for p, c in pairs]
@@ -169,8 +169,8 @@ def random_batch(
 
 
 def packed(samples: Sequence[Sample], cfg: Config) -> list[PackedBatch]:
-    """The micro-batches of all samples in one step; `s.old_logp` and `s.ref_logp` go along where a
-    test has set them.
+    """Return the micro-batches of one step. They include `s.old_logp` and `s.ref_logp` if a test
+    has set them.
     """
     batches = packing.pack(packing.one_update(samples, cfg), samples, cfg)
     for batch in batches:
@@ -182,7 +182,7 @@ def packed(samples: Sequence[Sample], cfg: Config) -> list[PackedBatch]:
 
 
 def logp_of(model: Decoder, samples: Sequence[Sample], cfg: Config) -> list[torch.Tensor]:
-    """The model's log-probs of each sample's completion, computed in strips as the trainer does."""
+    """Return the model's log-probs of each completion, computed in strips as the trainer does."""
     out: list[torch.Tensor] = [torch.empty(0)] * len(samples)
     for batch in packed(samples, cfg):
         logp = experience.logp(model, batch, cfg)
@@ -192,20 +192,20 @@ def logp_of(model: Decoder, samples: Sequence[Sample], cfg: Config) -> list[torc
 
 
 def set_logp(model: Decoder, samples: Sequence[Sample], name: str, cfg: Config) -> None:
-    """Sets `sample.old_logp` or `sample.ref_logp` to the model's log-probs."""
+    """Set `sample.old_logp` or `sample.ref_logp` to the model's log-probs."""
     for sample, logp in zip(samples, logp_of(model, samples, cfg)):
         setattr(sample, name, logp)
 
 
 def assign_advantages(samples: Sequence[Sample], cfg: Config) -> torch.Tensor:
-    """Fills `advantage` from `reward`; returns the standard deviations."""
+    """Set `advantage` from `reward`, and return the standard deviations."""
     values, std = step_advantages([s.reward for s in samples], cfg)
     for sample, value in zip(samples, values):
         sample.advantage = value
     return std
 
 
-# ---- ops -----------------------------------------------------------------------------------------
+# --- ops ---
 
 
 @pytest.fixture
@@ -214,12 +214,12 @@ def reference_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOGRPO_OPS", "torch")
 
 
-# ---- folders -------------------------------------------------------------------------------------
+# --- folders ---
 
 
 def write_base(folder: Path, seed: int = 0, **changes) -> Path:
-    """A checkpoint folder of a random tiny model with the built-in task's tokenizer: what --model
-    wants.
+    """Write a checkpoint folder for --model: a random tiny model with the tokenizer of the built-in
+    task.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = warmup.write_tokenizer(folder)
@@ -230,7 +230,7 @@ def write_base(folder: Path, seed: int = 0, **changes) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint folder, shared by all tests: read it, copy it, never write to it."""
+    """A checkpoint folder that all tests share. Read or copy it, but never write to it."""
     return write_base(tmp_path_factory.mktemp("base"))
 
 
@@ -239,10 +239,10 @@ def tiny_tokenizer(tiny_base: Path):
     return warmup.Tokenizer(tiny_base)
 
 
-# ---- whole runs of train.py ----------------------------------------------------------------------
+# --- complete runs of train.py ---
 
 REWARD = '''
-"""Rewards for tests: dense enough that every group of random completions has something to compare."""
+"""Rewards for tests, dense enough to differ within every group of random completions."""
 import itertools
 
 def even(completion_ids, **kwargs):
@@ -280,37 +280,13 @@ def files(tmp_path_factory) -> Path:
 
 
 def arguments(base: Path, files: Path, output: Path, *options: str) -> list[str]:
-    """A run of random weights on 12 prompts, 4 prompts of 4 completions a step; later options
-    replace earlier ones.
+    """Return the options of a run from random weights on 12 prompts, with 4 prompts of 4
+    completions per step. Later options replace earlier ones.
     """
-    argv = [
-        "--model",
-        str(base),
-        "--data",
-        str(files / "data.jsonl"),
-        "--output-dir",
-        str(output),
-        "--device",
-        "cpu",
-    ]
-    argv += [
-        "--reward-funcs",
-        f"{files / 'reward.py'}:even",
-        "--num-generations",
-        "4",
-        "--generation-batch-size",
-        "16",
-    ]
-    return [
-        *argv,
-        "--max-completion-length",
-        "8",
-        "--learning-rate",
-        "1e-3",
-        "--max-steps",
-        "3",
-        *options,
-    ]
+    argv = ["--model", str(base), "--data", str(files / "data.jsonl"), "--output-dir", str(output)]
+    argv += ["--reward-funcs", f"{files / 'reward.py'}:even", "--device", "cpu"]
+    argv += ["--num-generations", "4", "--generation-batch-size", "16", "--max-steps", "3"]
+    return [*argv, "--max-completion-length", "8", "--learning-rate", "1e-3", *options]
 
 
 def lines(output: Path) -> list[dict]:
@@ -318,11 +294,11 @@ def lines(output: Path) -> list[dict]:
 
 
 def steps(output: Path) -> list[dict]:
-    """The lines of the steps, without what depends on the clock."""
+    """Return the records of the steps, without measurements of time and memory."""
     return [timeless(row) for row in lines(output) if "reward" in row]
 
 
 def timeless(row: dict) -> dict:
-    """A line of a log without what another run of the same would measure otherwise."""
+    """Return a record without the values that differ between two runs of the same command."""
     measured = ("time/", "throughput/", "memory/", "step_time", "tokens_per_second")
     return {name: value for name, value in row.items() if not name.startswith(measured)}

@@ -1,8 +1,8 @@
-"""Mistakes, through the program: exit status 2, one sentence on stderr that names the culprit, no
-traceback, nothing lost.
+"""Tests of a user's mistakes in the model, the options and the output folder: exit status 2, one
+sentence on stderr that names the problem, no traceback, and nothing lost.
 
-Data, rewards and the tokenizer have their own files of mistakes; these are the model's, the
-options' and the output folder's. Read next: test_train.py, where runs succeed.
+Mistakes in data, rewards and the tokenizer are tested with their folders. Read next:
+run/test_train.py, where runs succeed.
 """
 
 import json
@@ -20,24 +20,16 @@ import train
 from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
 from nanogrpo.model.hf_config import ModelConfig
-from tests.conftest import CUDA, tiny_model, write_base
+from tests.conftest import CUDA, tiny_model
 
 ROOT = Path(__file__).parents[1]
+RUN = ["--data", "arithmetic", "--max-steps", "1", "--max-completion-length", "8"]
 
 
-def refused(capsys, model, *options: str, out: Path) -> str:
-    """Runs the program, which must refuse: the sentence it says on stderr."""
-    argv = [
-        "--model",
-        str(model),
-        "--data",
-        "arithmetic",
-        "--max-steps",
-        "1",
-        "--max-completion-length",
-        "8",
-    ]
-    assert train.main([*argv, "--output-dir", str(out), *options]) == 2
+def error_of(capsys, model, *options: str, out: Path) -> str:
+    """Run the program, which must fail, and return the sentence on stderr."""
+    argv = [*RUN, "--model", str(model), "--output-dir", str(out), *options]
+    assert train.main(argv) == 2
     return one_sentence(capsys.readouterr().err)
 
 
@@ -51,17 +43,18 @@ def one_sentence(err: str) -> str:
 
 
 @pytest.fixture
-def base(tmp_path):
-    return write_base(tmp_path / "base")
+def base(tiny_base, tmp_path):
+    """A checkpoint folder that the test may damage."""
+    return shutil.copytree(tiny_base, tmp_path / "base")
 
 
-# ---- the model folder ----------------------------------------------------------------------------
+# --- the model folder ---
 
 
 def set_fields(**changes):
     def damage(folder: Path) -> None:
         raw = json.loads((folder / "config.json").read_text())
-        raw = {k: v for k, v in (raw | changes).items() if v is not ...}  # ...: take the field away
+        raw = {k: v for k, v in (raw | changes).items() if v is not ...}  # ... removes the field
         (folder / "config.json").write_text(json.dumps(raw))
 
     return damage
@@ -86,7 +79,7 @@ def remove(name: str):
 
 
 def shard(missing: bool = False, index: str | None = None):
-    """The weights as two files and an index, of which one may be missing or the index wrong."""
+    """Write the weights as two files and an index. A file may be missing, or the index wrong."""
 
     def damage(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
@@ -104,26 +97,26 @@ def shard(missing: bool = False, index: str | None = None):
     return damage
 
 
-def cut(folder: Path) -> None:
+def truncate(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 def fewer_words(folder: Path) -> None:
-    """A whole model, whose vocabulary is smaller than its tokenizer's."""
+    """Write a model with a smaller vocabulary than that of its tokenizer."""
     tokenizer = checkpoint.Tokenizer(folder)
     checkpoint.export(tiny_model(vocab_size=50), folder, tokenizer)
 
 
 MODELS = {
-    # what is done to the folder, and the words that the sentence must hold
+    # the damage to the folder, and a pattern of the message
     "no folder": (shutil.rmtree, r"--model \S+base: there is no such folder"),
     "no config": (remove("config.json"), r"base/config\.json is missing"),
     "config not JSON": (
         write_file("config.json", '{"model_type": '),
         r"base/config\.json is not valid JSON .*line 1",
     ),
-    "config without end": (
+    "config nested without end": (
         write_file("config.json", "[" * 100_000),
         r"base/config\.json is not valid JSON",
     ),
@@ -165,7 +158,7 @@ MODELS = {
         )
         + ("num_key_value_heads", "max_position_embeddings")
     },
-    "a text for a number": (
+    "a string for a number": (
         set_fields(hidden_size="48"),
         "hidden_size is '48' but must be a whole number above 0",
     ),
@@ -174,11 +167,11 @@ MODELS = {
         "num_hidden_layers is 2.5 but must be a whole number",
     ),
     "a zero": (set_fields(vocab_size=0), "vocab_size is 0 but must be a whole number above 0"),
-    "a truth value for a number": (
+    "a boolean for a number": (
         set_fields(num_hidden_layers=True),
         "num_hidden_layers is True but must be a whole number",
     ),
-    "a number for a truth value": (
+    "a number for a boolean": (
         set_fields(tie_word_embeddings=1),
         "tie_word_embeddings is 1 but must be true or false",
     ),
@@ -190,7 +183,7 @@ MODELS = {
         set_fields(rope_parameters=[1, 2]),
         r"rope_parameters is \[1, 2\] but must be an object",
     ),
-    "rope a text": (
+    "rope a string": (
         set_fields(rope_parameters=..., rope_scaling="linear"),
         "rope_parameters is 'linear' but must be an object",
     ),
@@ -229,16 +222,16 @@ MODELS = {
         remove("model.safetensors"),
         r"base holds neither model\.safetensors nor model\.safetensors\.index\.json",
     ),
-    "weights cut": (cut, r"base/model\.safetensors is missing or damaged"),
-    "weights empty": (
+    "truncated weights": (truncate, r"base/model\.safetensors is missing or damaged"),
+    "empty weights": (
         write_file("model.safetensors", ""),
         r"base/model\.safetensors is missing or damaged",
     ),
-    "weights nonsense": (
+    "weights not in the format": (
         write_file("model.safetensors", "not a tensor" * 99),
         r"base/model\.safetensors is missing or damaged",
     ),
-    "weights a pointer": (
+    "weights as a pointer of git-lfs": (
         write_file("model.safetensors", "version https://git-lfs\noid sha256:0\n"),
         r"model\.safetensors is missing or damaged",
     ),
@@ -282,7 +275,7 @@ MODELS = {
     ),
     "a tokenizer with more ids": (
         fewer_words,
-        r"tokenizer\.json has ids up to 103 but config\.json a vocab_size of 50: take the tokenizer that belongs",
+        r"tokenizer\.json has ids up to 103 but config\.json a vocab_size of 50: take",
     ),
     "no tokenizer": (remove("tokenizer.json"), r"base has no tokenizer\.json"),
 }
@@ -290,80 +283,60 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_bad_model_folder(name, base, tmp_path, capsys):
-    damage, words = MODELS[name]
+    damage, message = MODELS[name]
     damage(base)
-    assert re.search(words, refused(capsys, base, out=tmp_path / "run"))
-    # so that the corrected command is not taken for a second run
+    assert re.search(message, error_of(capsys, base, out=tmp_path / "run"))
+    # otherwise the corrected command would find an earlier run
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_the_undamaged_folders_are_good(base, tmp_path):
-    """What the damages start from trains, whole and in shards: so it was the damage that was
-    refused.
-    """
-    argv = [
-        "--data",
-        "arithmetic",
-        "--max-steps",
-        "1",
-        "--max-completion-length",
-        "8",
-        "--generation-batch-size",
-        "8",
-    ]
-    assert train.main([*argv, "--model", str(base), "--output-dir", str(tmp_path / "whole")]) == 0
+def test_the_folders_are_good_before_the_damage(base, tmp_path):
+    """Train from the folder with one file of weights, and with two shards."""
+    argv = [*RUN, "--model", str(base), "--generation-batch-size", "8", "--output-dir"]
+    assert train.main([*argv, str(tmp_path / "whole")]) == 0
     shard()(base)
-    assert train.main([*argv, "--model", str(base), "--output-dir", str(tmp_path / "sharded")]) == 0
+    assert train.main([*argv, str(tmp_path / "sharded")]) == 0
 
 
-def test_a_file_for_a_model(base, tmp_path, capsys):
-    assert "no such folder" in refused(capsys, base / "config.json", out=tmp_path / "run")
+def test_a_file_in_place_of_a_model_folder(base, tmp_path, capsys):
+    assert "no such folder" in error_of(capsys, base / "config.json", out=tmp_path / "run")
 
 
-def test_config_json_from_elsewhere_is_named():
+def test_the_message_names_the_source_of_the_model_config():
     with pytest.raises(UserError, match=r"^elsewhere: model_type"):
         ModelConfig.from_dict({}, "elsewhere")
 
 
-# ---- the options ---------------------------------------------------------------------------------
+# --- the options ---
 
 OPTIONS = {
     "--learning_rat 1": "--learning_rat is not an option: use --learning-rate, or see --help.",
     "--num-generations 1": "--num-generations is 1: it must be >= 2",
     "--num-generations 6": "--generation-batch-size 64 is not a multiple of --num-generations 6",
-    "--steps-per-generation 3": "--steps-per-generation 3 does not divide the 8 prompts",
-    "--learning-rate nan": "--learning-rate is nan: give a finite number",
     "--temperature inf": "--temperature is inf: give a finite number",
-    "--temperature 0": "--temperature is 0.0: it must be > 0",
-    "--beta nan": "--beta is nan",
-    "--reward-weights nan 1": "--reward-weights is nan",
-    "--max-grad-norm -inf": "--max-grad-norm",
     "--max-steps 1.5": "--max-steps: invalid int value",
     "--loss-type ppo": "--loss-type is 'ppo': choose one of grpo, bnpo, dr_grpo, dapo",
-    "--max-completion-length 256": "--max-completion-length 256 leaves no room for a prompt in a context of 256",
+    "--max-completion-length 256": "--max-completion-length 256 leaves no room for a prompt in a",
     "--generation-batch-size 800000000": "--data arithmetic holds",
-    "--gradient-checkpointing half": "--gradient-checkpointing is 'half': choose one of none, full, selective",
-    "--torch-compile --gradient-checkpointing selective": "--gradient-checkpointing selective cannot be used with --torch-compile",
-    "--torch-compile --torch-compile-backend gcc": "--torch-compile-backend gcc is not known to torch: choose one of",
+    "--torch-compile --torch-compile-backend gcc": "--torch-compile-backend gcc is not known to",
     "--max-concurrent 100000000": "lower --token-budget or --max-concurrent",
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_bad_option(options, base, tmp_path, capsys):
-    assert OPTIONS[options] in refused(capsys, base, *options.split(), out=tmp_path / "run")
+    assert OPTIONS[options] in error_of(capsys, base, *options.split(), out=tmp_path / "run")
 
 
-@pytest.mark.skipif(CUDA, reason="there is a GPU, which this option asks for")
+@pytest.mark.skipif(CUDA, reason="this machine has a GPU")
 def test_cuda_without_cuda(base, tmp_path, capsys):
-    told = refused(capsys, base, "--device", "cuda", out=tmp_path / "run")
-    assert told.startswith(
-        "--device cuda: rank 0 needs a GPU of its own but torch sees 0 on this machine: use --device cpu"
-    )
+    message = error_of(capsys, base, "--device", "cuda", out=tmp_path / "run")
+    assert message.startswith("--device cuda: rank 0 needs a GPU of its own, but torch sees 0 on")
+    assert "use --device cpu" in message
 
 
-def test_in_a_process_of_its_own(tmp_path):
-    """Not a line of a traceback, a warning or a log beside the sentence, and status 2."""
+def test_a_separate_process_prints_one_sentence_and_exits_with_2(tmp_path):
+    """Print no traceback, warning or log next to the sentence."""
     argv = [sys.executable, "train.py", "--model", str(tmp_path / "none"), "--data", "arithmetic"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2
@@ -371,48 +344,39 @@ def test_in_a_process_of_its_own(tmp_path):
     assert done.stdout == ""
 
 
-# ---- the output folder ---------------------------------------------------------------------------
+# --- the output folder ---
 
 
-@pytest.mark.parametrize("sign", ["metrics.jsonl", "checkpoint-5"])
-def test_an_output_folder_that_holds_another_run(sign, base, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint-5"])
+def test_an_output_folder_with_another_run(name, base, tmp_path, capsys):
     run = tmp_path / "run"
-    (run / sign).mkdir(parents=True) if "." not in sign else (
-        run.mkdir(),
-        (run / sign).write_text("theirs"),
-    )
+    run.mkdir()
+    if name == "metrics.jsonl":
+        (run / name).write_text("theirs")
+    else:
+        (run / name).mkdir()
     before = sorted(tmp_path.rglob("*"))
-    told = refused(capsys, base, out=run)
-    how = "continue it with --resume, choose another folder, or remove it with --overwrite-output-dir."
-    assert told == f"--output-dir {run} already holds a run: {how}"
+    assert error_of(capsys, base, out=run) == (
+        f"--output-dir {run} already holds a run: continue it with --resume, choose another folder,"
+        " or remove it with --overwrite-output-dir."
+    )
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("place", ["/proc/run", "{}/file", "{}/file/run"])
-def test_an_output_folder_that_cannot_be_written(place, base, tmp_path, capsys):
+def test_an_output_folder_that_is_not_writable(place, base, tmp_path, capsys):
     (tmp_path / "file").write_text("theirs")
-    told = refused(capsys, base, out=Path(place.format(tmp_path)))
-    assert re.search(r"--output-dir \S+ cannot be written \(.+\): choose another folder", told)
+    message = error_of(capsys, base, out=Path(place.format(tmp_path)))
+    assert re.search(r"--output-dir \S+ cannot be written \(.+\): choose another folder", message)
     assert (tmp_path / "file").read_text() == "theirs"
 
 
 def test_a_damaged_run_is_not_resumed(base, tmp_path, capsys):
     run = tmp_path / "run"
-    argv = [
-        "--model",
-        str(base),
-        "--data",
-        "arithmetic",
-        "--max-steps",
-        "1",
-        "--max-completion-length",
-        "8",
-        "--output-dir",
-        str(run),
-    ]
-    assert train.main([*argv, "--generation-batch-size", "8"]) == 0
+    argv = [*RUN, "--model", str(base), "--output-dir", str(run), "--generation-batch-size", "8"]
+    assert train.main(argv) == 0
     capsys.readouterr()
     (run / "checkpoint-1" / "state" / "__0_0.distcp").unlink()
-    told = refused(capsys, base, "--generation-batch-size", "8", "--resume", out=run)
-    assert told.startswith(f"--resume: {run}/checkpoint-1 is damaged (")
-    assert told.endswith("remove it to continue from the one before it.")
+    message = error_of(capsys, base, "--generation-batch-size", "8", "--resume", out=run)
+    assert message.startswith(f"--resume: {run}/checkpoint-1 is damaged (")
+    assert message.endswith("remove it to continue from the one before it.")

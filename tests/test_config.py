@@ -211,11 +211,28 @@ def test_the_ranges_of_the_numbers():
 
 
 GOOD_EDGES = {
-    "num_generations": 2, "generation_batch_size": 8, "steps_per_generation": 8, "top_p": 1e-3, "min_p": 1.0, "top_k": 1,
-    "epsilon": 0.0, "epsilon_high": 0.0, "delta": 1.01, "adam_beta1": 0.0, "beta": 0.0, "max_grad_norm": 0.0, "seed": 2**63 - 1,
-    "reward_weights": (0.0, -1.0), "token_budget": 1, "max_steps": 1, "save_total_limit": 0, "max_completion_length": 1,
-    "heartbeat_timeout": 3, "ddp_timeout": 10**7, "top_entropy_quantile": 0.0,
-}  # fmt: skip
+    "num_generations": 2,
+    "generation_batch_size": 8,
+    "steps_per_generation": 8,
+    "max_completion_length": 1,
+    "token_budget": 1,
+    "max_steps": 1,
+    "save_total_limit": 0,
+    "max_grad_norm": 0.0,
+    "beta": 0.0,
+    "epsilon": 0.0,
+    "epsilon_high": 0.0,
+    "delta": 1.01,
+    "adam_beta1": 0.0,
+    "top_p": 1e-3,
+    "top_k": 1,
+    "min_p": 1.0,
+    "top_entropy_quantile": 0.0,
+    "reward_weights": (0.0, -1.0),
+    "heartbeat_timeout": 3,
+    "ddp_timeout": 10**7,
+    "seed": 2**63 - 1,
+}
 
 
 @pytest.mark.parametrize("name", GOOD_EDGES)

@@ -71,12 +71,13 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Return whether there is a checkpoint or a logged step. A run that failed before its first step
-    left nothing to lose.
+    """Return whether there is a checkpoint, or more in metrics.jsonl than the heads of runs. A run
+    that failed before its first step left nothing to lose; a foreign file is not ours to replace.
     """
     metrics = folder / "metrics.jsonl"
-    has_steps = metrics.exists() and b'"step"' in metrics.read_bytes()
-    return has_steps or bool(checkpoint.checkpoints(str(folder)))
+    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+    logged = any(not line.startswith(b'{"run"') for line in lines)
+    return logged or bool(checkpoint.checkpoints(str(folder)))
 
 
 def _lock(file: IO[str], folder: Path) -> None:
