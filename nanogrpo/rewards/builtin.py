@@ -65,8 +65,8 @@ def length_reward(limit: int = 512, /, *, completion_ids: list[list[int]], **kwa
 
     It is 0 up to 4/5 of `limit` tokens (the paper's cache is limit / 5) and falls linearly to -1 at
     `limit`. It depends on one completion only: if it compared a completion with the longest of its
-    batch, the same text would earn different rewards in different steps. `limit` is positional-only
-    so that a column of the data named `limit` does not clash with it.
+    batch, the same text would earn different rewards in different steps. `limit` is
+    positional-only, because the data may have a column of that name.
     """
     cache = limit / 5
     return [max(-1.0, min(0.0, (limit - cache - len(ids)) / cache)) for ids in completion_ids]

@@ -1,4 +1,4 @@
-"""A reward model: a Qwen3 or Qwen2 decoder whose head gives one number instead of the vocabulary.
+"""A reward model: a Qwen3 or Qwen2 decoder with a head that gives one number instead of logits.
 
 In: a folder or hub id of a Hugging Face ...ForSequenceClassification with one label, and texts.
 Out: one reward per sample, which is the score of the last token of prompt and completion.
@@ -58,13 +58,14 @@ class RewardModel(nn.Module):
                 f"{path}: a reward model is a ...ForSequenceClassification with one label, but "
                 f"this is a {kind} with {len(labels)}; name another folder after model:"
             )
-        # There is no vocabulary head to tie to the embeddings.
+        # The embeddings have no vocabulary head that could be tied to them.
         cfg = dataclasses.replace(ModelConfig.from_dict(raw, str(path)), tie_word_embeddings=False)
         with torch.device("meta"):
             model = cls(cfg)
         device = torch.device(device)
         model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
-        checkpoint.load_weights(model, folder)
+        # load_weights uses nothing of a Decoder but its config and its state.
+        checkpoint.load_weights(model, folder)  # type: ignore[arg-type]
         model.tokenizer = Tokenizer(folder)
         model.pad_token_id = raw.get("pad_token_id")
         model.__name__ = Path(name).name  # the logs have rewards/<name>/mean, as in TRL

@@ -127,7 +127,7 @@ class Runner:
         groups: dict[int, list[Sample]] = {}
         for sample in samples:
             groups.setdefault(sample.prompt.id, []).append(sample)
-        # column → id of a sample → value
+        # Both map a name to the values of the samples, by their id().
         rewards: dict[str, dict[int, float | None]] = {name: {} for name in self.names}
         extra: dict[str, dict[int, Any]] = {}
         for job in self.jobs:
@@ -137,13 +137,13 @@ class Runner:
                 for (_, name), values in zip(job.functions, result.rewards):
                     rewards[name].update(zip(ids, values))
                 for column, values in result.extra:
-                    own = extra.setdefault(column, {})
-                    if column in (*COLUMNS, *self.names) or ids[0] in own:
+                    logged = extra.setdefault(column, {})
+                    if column in (*COLUMNS, *self.names) or ids[0] in logged:
                         raise UserError(
                             f"log_extra({column!r}, …): the completions table already has this "
                             "column; choose another name"
                         )
-                    own.update(zip(ids, values))
+                    logged.update(zip(ids, values))
                 for name, value in result.metrics:
                     self.logged.setdefault(name, []).append(value)
             job.lost_calls = 0 if results or not groups else job.lost_calls + 1
@@ -156,13 +156,13 @@ class Runner:
             self.failures += len(groups) - len(scored)
             groups = {i: group for i, group in groups.items() if i in scored}
         found = [
-            {n: own.get(id(s)) if s.prompt.id in groups else None for n, own in rewards.items()}
+            {name: r.get(id(s)) if s.prompt.id in groups else None for name, r in rewards.items()}
             for s in samples
         ]
         sums = [self._weighted_sum(given, s) for given, s in zip(found, samples)]
         for sample, given, total in zip(samples, found, sums):
             sample.rewards, sample.reward = given, total
-            sample.extra = {c: own[id(sample)] for c, own in extra.items() if id(sample) in own}
+            sample.extra = {c: v[id(sample)] for c, v in extra.items() if id(sample) in v}
 
     def metrics(self, gather: Callable[[Any], list]) -> dict[str, float]:
         """Return the number of lost groups and the means of log_metric since the last call.
@@ -211,7 +211,7 @@ class Runner:
                     group[0].prompt.id,
                     len(group),
                 )
-            # A restart of the process takes time too, but none of the other groups' equal parts.
+            # A restart of the process takes time too, but never from the other groups' equal parts.
             left -= min(time.monotonic() - begun, limit)
         return results
 

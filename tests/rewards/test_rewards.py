@@ -236,8 +236,8 @@ def test_ctrl_c_inside_a_function_is_not_its_mistake():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reward_weights": (1.0, 2.0)}, "reward-weights has 2 values for 1 reward functions"),
-        ({"reward_funcs": ()}, "reward-funcs is empty"),
+        ({"reward_weights": (1.0, 2.0)}, "--reward-weights has 2 values"),
+        ({"reward_funcs": ()}, "--reward-funcs is "),
     ],
 )
 def test_there_is_one_weight_per_function_and_at_least_one_function(options, message):
