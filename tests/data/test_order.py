@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nanogrpo.data.prompts import _mixed_order, _order, draw, draw_mixed, smallest
 from nanogrpo.types import Prompt
 
-# ---- draw ----------------------------------------------------------------------------------------
+# --- draw ---
 
 
 def prompts(count):
@@ -83,7 +83,7 @@ def test_drawing_nothing_raises_value_error():
             draw(data, n, 0, 0)
 
 
-# ---- draw_mixed ----------------------------------------------------------------------------------
+# --- draw_mixed ---
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 9), st.floats(0.01, 5)), min_size=1, max_size=4)
 

@@ -1,7 +1,7 @@
-"""Prompts from files: what each kind of row becomes, what each bad row is told.
+"""Prompts from files: each kind of record becomes a prompt, and each bad record is reported.
 
-Read next: test_order.py (which prompts a step draws), test_rewards.py (where the other columns end
-up).
+Read next: test_order.py (which prompts a step draws), tests/rewards/test_rewards.py (the other
+columns).
 """
 
 import json
@@ -45,10 +45,10 @@ def write(path, *lines):
     return str(path)
 
 
-# ---- rows ----------------------------------------------------------------------------------------
+# --- records ---
 
 
-def test_plain_and_conversational_rows_keep_every_other_column(tmp_path, chat):
+def test_plain_and_conversational_records_keep_every_other_column(tmp_path, chat):
     messages = [{"role": "user", "content": "3+4="}]
     rows = [
         {"prompt": "3+4=", "solution": 7, "level": None},
@@ -84,7 +84,7 @@ def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path, plain):
     )
 
 
-def test_gsm8k_rows_become_messages_or_text_and_a_solution(chat, plain):
+def test_gsm8k_records_become_messages_or_text_and_a_solution(chat, plain):
     conversational, text = load(str(GSM8K), chat), load(str(GSM8K), plain)
     assert len(conversational) == len(text) == 12
     for a, b in zip(conversational, text):
@@ -129,8 +129,8 @@ def test_a_solution_column_is_not_overwritten_and_a_prompt_comes_before_a_questi
     assert (second.text, second.columns) == ("p", {"question": "q", "answer": "#### 1"})
 
 
-def test_parquet_gives_what_jsonl_gives(tmp_path, chat):
-    # in the test extra; the package itself runs without it
+def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path, chat):
+    # in the test extra; nanogrpo runs without it
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
@@ -150,7 +150,7 @@ def test_parquet_gives_what_jsonl_gives(tmp_path, chat):
         load(str(tmp_path / "not.parquet"), chat)
 
 
-# ---- mistakes ------------------------------------------------------------------------------------
+# --- mistakes ---
 
 GOOD = '{"prompt": "a"}'
 
@@ -184,7 +184,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, chat, line, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_long_prompt_is_refused_with_its_line_its_length_and_the_limit(tmp_path, plain):
+def test_a_long_prompt_is_reported_with_its_line_its_length_and_the_limit(tmp_path, plain):
     path = write(tmp_path / "d.jsonl", GOOD, '{"prompt": "@@@@@@"}')
     assert len(load(path, plain, max_prompt_length=6)) == 2
     with pytest.raises(UserError) as caught:
@@ -195,7 +195,7 @@ def test_a_long_prompt_is_refused_with_its_line_its_length_and_the_limit(tmp_pat
     )
 
 
-def test_files_that_are_no_data_set(tmp_path, chat, plain):
+def test_a_file_that_is_not_a_data_set_is_reported(tmp_path, chat, plain):
     for path, message in [
         (str(tmp_path / "none.jsonl"), r"none\.jsonl is not a file"),
         (str(tmp_path), r"state\.json is missing"),
@@ -213,7 +213,7 @@ def test_long_prompts_are_dropped_on_request_and_counted(tmp_path, plain, caplog
     path = write(tmp_path / "d.jsonl", GOOD, '{"prompt": "@@@@@@"}', '{"prompt": "b"}')
     with caplog.at_level("INFO"):
         kept = load(path, plain, max_prompt_length=5, long_prompts="drop")
-    # an id is a row: the random numbers of others stay theirs
+    # an id is a position in the file, so the random numbers of the others do not change
     assert [(p.id, p.text) for p in kept] == [(0, "a"), (2, "b")]
     assert caplog.messages == [f"{path}: 1 of 3 prompts have more than 5 tokens and are dropped."]
     with pytest.raises(
@@ -223,7 +223,7 @@ def test_long_prompts_are_dropped_on_request_and_counted(tmp_path, plain, caplog
         load(path, plain, max_prompt_length=0, long_prompts="drop")
 
 
-# ---- several sources, and folders of `datasets` --------------------------------------------------
+# --- several sources, and folders of `datasets` ---
 
 
 def test_ids_are_unique_and_stable_over_sources(tmp_path, plain):
@@ -245,8 +245,8 @@ def test_ids_are_unique_and_stable_over_sources(tmp_path, plain):
     ]
 
 
-def test_a_saved_data_set_gives_what_datasets_reads(tmp_path, chat):
-    # comes with TRL; the package itself reads the folders without it
+def test_a_saved_data_set_gives_the_records_that_datasets_reads(tmp_path, chat):
+    # it comes with TRL; nanogrpo reads the folders without it
     datasets = pytest.importorskip("datasets")
     rows = [
         {

@@ -1,8 +1,7 @@
-"""Attention over packed sequences: the reference is the equation, and which backend computes it is
-chosen and told.
+"""Attention over packed sequences: the reference equals the equation, and the backend is chosen and
+logged.
 
-The cache, the other way to attend, is tested with the engine that owns it. Read next:
-test_model.py.
+The key/value cache is tested with the engine that owns it. Read next: test_decoder.py.
 """
 
 import itertools
@@ -18,8 +17,8 @@ from tests.conftest import positions_of, random_tokens, tiny_model
 
 
 def by_hand(q, k, v, lengths):
-    """softmax(q kᵀ / √E) v over each query's own past, written out in float64; query head h reads
-    key head h // (H / K).
+    """Compute softmax(q kᵀ / √E) v over each query's past, in float64. Query head h reads key head
+    h // (H / K).
     """
     q, k, v = q.double(), k.double(), v.double()
     out, start = torch.zeros_like(q), 0
@@ -62,9 +61,7 @@ PROMPT, COMPLETIONS = 5, [4, 1, 7]
 
 
 def shared_prompt() -> Packed:
-    """One prompt laid down once, then its completions, each of which sees the prompt's keys and its
-    own.
-    """
+    """Pack one prompt, then its completions. Each sees the keys of the prompt and its own."""
     cu_seqlens = torch.tensor([0, PROMPT, *COMPLETIONS]).cumsum(0)  # [N+1]
     own = [torch.arange(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
     rows = [own[0], *(torch.cat((own[0], mine)) for mine in own[1:])]
@@ -79,8 +76,8 @@ def shared_prompt() -> Packed:
 
 
 def test_completions_that_share_a_prompt_equal_those_that_repeat_it():
-    """Outputs and gradients, the prompt's keys included: they get the completions' gradients added
-    up.
+    """Compares outputs and gradients. The keys of the prompt receive the sum of the completions'
+    gradients.
     """
     model = tiny_model()
     prompt, *completions = random_tokens(PROMPT + sum(COMPLETIONS)).split([PROMPT, *COMPLETIONS])
@@ -109,7 +106,7 @@ def test_completions_that_share_a_prompt_equal_those_that_repeat_it():
         ].abs().max(), name
 
 
-def test_the_backend_is_told_once_and_can_be_chosen(monkeypatch, caplog):
+def test_the_backend_is_logged_once_and_can_be_chosen(monkeypatch, caplog):
     monkeypatch.delenv("NANOGRPO_ATTENTION", raising=False)
     attention.backend.cache_clear()
     with caplog.at_level(logging.INFO, logger="nanogrpo"):
@@ -128,7 +125,7 @@ def test_the_backend_is_told_once_and_can_be_chosen(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.float32)])
-def test_a_half_precision_backend_is_refused_where_it_cannot_run(monkeypatch, device, dtype):
+def test_a_half_precision_backend_is_rejected_where_it_cannot_run(monkeypatch, device, dtype):
     monkeypatch.setenv("NANOGRPO_ATTENTION", "torch")
     with pytest.raises(UserError, match=r"NANOGRPO_ATTENTION=torch .*bfloat16.*reference"):
         attention.backend.__wrapped__(device, dtype)

@@ -1,7 +1,7 @@
-"""Checkpoints in Hugging Face's layout: what transformers writes loads here, what is written here
-loads there, bit for bit.
+"""Checkpoints in Hugging Face's layout load in transformers and here, bit for bit, whichever side
+wrote them.
 
-Bad folders are in test_bad_input.py. Read next: test_resume.py, the state of a run.
+Damaged folders are in tests/test_bad_input.py. Read next: tests/run/test_resume.py.
 """
 
 import json
@@ -32,7 +32,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
-# ---- ours → transformers -------------------------------------------------------------------------
+# --- ours → transformers ---
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -56,7 +56,7 @@ def test_an_export_loads_in_transformers_with_the_same_logits(tmp_path, name):
     assert_same(weights_of(checkpoint.load_model(tmp_path)), weights_of(model))
 
 
-def test_the_tokenizer_travels_with_the_weights(tiny_base, tiny_tokenizer, tmp_path):
+def test_the_tokenizer_is_exported_with_the_weights(tiny_base, tiny_tokenizer, tmp_path):
     checkpoint.export(checkpoint.load_model(tiny_base), tmp_path, tiny_tokenizer)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     chat = [{"role": "user", "content": "12+7="}]
@@ -83,7 +83,7 @@ def test_fields_that_we_do_not_read_survive_an_export(tmp_path):
     }
     (source / "config.json").write_text(json.dumps({**raw, **foreign, "torch_dtype": "float16"}))
     model, config = checkpoint.load_model(source), read_json(source / "config.json")
-    shutil.rmtree(source)  # it was read at the start, and is not needed when we write
+    shutil.rmtree(source)  # the export must not need it
     checkpoint.export(model.to(torch.bfloat16), target, config=config)
     assert json.loads((target / "config.json").read_text()) == {
         **raw,
@@ -117,7 +117,7 @@ def test_large_weights_are_split_into_files_with_an_index(tmp_path, monkeypatch,
     )
 
 
-# ---- transformers → ours -------------------------------------------------------------------------
+# --- transformers → ours ---
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_tied_head_in_the_file_does_not_matter(tmp_path):
     assert_same(weights_of(checkpoint.load_model(tmp_path)), weights_of(model))
 
 
-def test_a_model_is_found_in_a_folder_or_refused_in_a_sentence(tiny_base, monkeypatch, tmp_path):
+def test_a_model_is_found_in_a_folder_or_rejected_in_one_sentence(tiny_base, monkeypatch, tmp_path):
     monkeypatch.chdir(tiny_base.parent)
     assert checkpoint.locate(tiny_base.name) == Path(tiny_base.name)
     (tmp_path / "file").touch()
@@ -170,12 +170,12 @@ def test_a_model_is_found_in_a_folder_or_refused_in_a_sentence(tiny_base, monkey
         str(tmp_path / "file"),
         "~/model",
     ):
-        with pytest.raises(UserError, match=r"--model \S+: .*no such folder") as told:
+        with pytest.raises(UserError, match=r"--model \S+: .*no such folder") as error:
             checkpoint.locate(name)
-        assert "\n" not in str(told.value)
+        assert "\n" not in str(error.value)
 
 
-# ---- whole or not there --------------------------------------------------------------------------
+# --- a folder is complete or absent ---
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -189,7 +189,7 @@ def write(final: Path, text: str) -> None:
         (folder / "config.json").write_text(text)
 
 
-def test_a_folder_appears_at_once_and_replaces_a_checkpoint_only_when_it_is_whole(tmp_path):
+def test_a_folder_appears_and_replaces_a_checkpoint_only_when_it_is_complete(tmp_path):
     final = tmp_path / "deep" / "checkpoint-1"
     with checkpoint.atomic_folder(final) as folder:
         (folder / "config.json").write_text("one")
@@ -201,9 +201,9 @@ def test_a_folder_appears_at_once_and_replaces_a_checkpoint_only_when_it_is_whol
     assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"two"}
 
 
-def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    """A power cut after the rename must find the data: so each file, and the folder, is flushed
-    before it.
+def test_everything_is_flushed_to_disk_before_the_rename(tmp_path, monkeypatch):
+    """After a power cut the data of a renamed folder must exist, so files and folder are flushed
+    before the rename.
     """
     flushed, fsync = {}, os.fsync
 
@@ -221,7 +221,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("error", [RuntimeError("ours"), KeyboardInterrupt(), UserError("theirs")])
-def test_any_exception_leaves_what_was_there_and_no_litter(tmp_path, error):
+def test_any_exception_leaves_the_old_folder_and_no_other_files(tmp_path, error):
     write(tmp_path / "checkpoint-1", "one")
     with pytest.raises(type(error)), checkpoint.atomic_folder(tmp_path / "checkpoint-1") as folder:  # noqa: PT012
         (folder / "config.json").write_text("two")
@@ -230,7 +230,7 @@ def test_any_exception_leaves_what_was_there_and_no_litter(tmp_path, error):
     assert content(tmp_path) == {"checkpoint-1/config.json": b"one"}
 
 
-def test_a_rename_that_fails_gives_the_old_folder_back(tmp_path, monkeypatch):
+def test_a_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
     write(tmp_path / "checkpoint-1", "one")
     rename = Path.rename
 
@@ -253,11 +253,11 @@ def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["/proc/checkpoint-1", "{}/file/checkpoint-1", "{}/file"])
-def test_an_unwritable_place_is_one_sentence(tmp_path, place):
+def test_an_unwritable_folder_is_reported_in_one_sentence(tmp_path, place):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(
         UserError, match=r"could not be written \([A-Z].*\): make room or choose"
-    ) as told:
+    ) as error:
         write(Path(place.format(tmp_path)), "x")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
     assert content(tmp_path) == {"file": b"not a folder"}

@@ -1,8 +1,8 @@
-"""The decoder against transformers' own, and packing against no packing: the same numbers, and
-nothing leaks between samples.
+"""The decoder gives the numbers of transformers. Packed samples give the numbers they give alone,
+and nothing leaks between them.
 
-Random weights with logits of a trained model's scale (conftest.tiny_model), so that a missing norm,
-bias or rotation shows. Read next: test_checkpoint.py, where the same weights go through files.
+The weights are random and their logits have the scale of a trained model (conftest.tiny_model), so
+a missing norm, bias or rotation shows. Read next: test_checkpoint.py (the same weights in files).
 """
 
 import pytest
@@ -18,7 +18,7 @@ from tests.model.peers import CONFIGS, peer, theirs_alone
 
 RAGGED = [7, 1, 33, 2, 20]
 
-# ---- parity with transformers --------------------------------------------------------------------
+# --- parity with transformers ---
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -27,7 +27,7 @@ def test_a_packed_forward_gives_transformers_logits_one_by_one(name):
     tokens = random_tokens(sum(RAGGED))
     positions, attend = positions_of(RAGGED)
     ours = model(tokens, positions, attend)  # [T, V]
-    # as spread as a trained model's: 1e-5 would mean nothing on logits of 1e-4
+    # the scale of a trained model; a bound of 1e-5 would mean nothing for logits of 1e-4
     assert 1 < ours.std() < 10
     theirs = peer(model)
     pairs = zip(tokens.split(RAGGED), positions.split(RAGGED))
@@ -64,7 +64,7 @@ def test_gradients_are_transformers_gradients(name):
     assert {n for n, _ in model.named_parameters()} == set(expected)
     for parameter, p in model.named_parameters():
         scale = expected[parameter].grad.abs().max()
-        # without a rotation it would cancel in the softmax; it is small but not zero
+        # small but not zero: without a rotation it would cancel in the softmax
         if parameter.endswith("k_proj.bias"):
             assert scale > 1e-3
         assert (p.grad - expected[parameter].grad).abs().max() <= 2e-5 * scale, parameter
@@ -72,15 +72,13 @@ def test_gradients_are_transformers_gradients(name):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2"])
 def test_bfloat16_is_about_as_far_from_float32_as_transformers_is(name):
-    """Tolerance: the root mean square error over all logits, at most twice that of transformers in
-    bfloat16.
-    """
+    """The root mean square error over all logits is at most twice that of transformers."""
     model = tiny_model(CONFIGS[name], seed=3)
     tokens = random_tokens(64)
     positions, attend = positions_of([64])
     with torch.no_grad():
         exact = model(tokens, positions, attend)
-        model = model.to(torch.bfloat16)  # rounds the weights, for both sides alike
+        model = model.to(torch.bfloat16)  # rounds the weights of both sides
         ours = model(tokens, positions, attend)
         expected = theirs_alone(peer(model), tokens, positions)
     assert ours.dtype == torch.bfloat16
@@ -89,7 +87,7 @@ def test_bfloat16_is_about_as_far_from_float32_as_transformers_is(name):
 
 
 def test_rotary_angles_stay_float32_in_a_bfloat16_model():
-    """bfloat16 has no 257: with rounded positions, neighbours far out would be rotated alike."""
+    """bfloat16 has no 257: rounded positions would rotate distant neighbors alike."""
     model = tiny_model().to(torch.bfloat16)
     seen = []
 
@@ -102,7 +100,7 @@ def test_rotary_angles_stay_float32_in_a_bfloat16_model():
     assert (seen[0][1] - seen[0][2]).abs().max() > 0.1
 
 
-# ---- packing changes nothing ---------------------------------------------------------------------
+# --- packing changes nothing ---
 
 
 def test_a_packed_sample_equals_it_alone():
@@ -125,10 +123,8 @@ def test_changing_one_sample_never_changes_another():
         assert torch.equal(before[i], after[i])
 
 
-def test_not_even_a_nan_leaks_between_samples():
-    """An attention weight that is masked by multiplication, or is merely tiny, would let it through
-    (0 · NaN is NaN).
-    """
+def test_a_nan_does_not_leak_between_samples():
+    """Masking by multiplication, or a merely tiny weight, would let it through (0 · NaN is NaN)."""
     model = tiny_model()
     tokens = random_tokens(sum(RAGGED)).clamp(min=1)
     parts = list(tokens.split(RAGGED))
@@ -168,7 +164,7 @@ def test_gradients_of_a_strip_are_the_sum_of_those_alone():
 
 
 def test_a_sample_gets_no_gradient_from_another():
-    """The embedding rows of a sample's own tokens are the only inputs that its loss reaches."""
+    """The loss of a sample only reaches the embedding rows of its own tokens."""
     model = tiny_model()
     first, second = torch.arange(1, 9), torch.arange(51, 63)
     out = model(torch.cat((first, second)), *positions_of([8, 12]))
@@ -177,7 +173,7 @@ def test_a_sample_gets_no_gradient_from_another():
     assert touched.tolist() == first.tolist()
 
 
-def test_score_runs_the_head_on_the_rows_that_predict_completions_only():
+def test_forward_packed_runs_the_head_only_on_rows_that_predict_completions():
     model = tiny_model()
     batch = random_batch([(3, 4), (6, 1), (1, 9)])
     shapes = []
@@ -193,10 +189,10 @@ def test_score_runs_the_head_on_the_rows_that_predict_completions_only():
     assert torch.equal(batch.tokens[batch.rows + 1], batch.targets)
 
 
-# ---- construction --------------------------------------------------------------------------------
+# --- construction and config.json ---
 
 
-def test_a_new_model_is_initialised_as_transformers_does():
+def test_a_new_model_is_initialized_as_in_transformers():
     model = Decoder(tiny_config(hidden_size=256, vocab_size=500, model_type="qwen2"))
     for name, p in model.named_parameters():
         if p.ndim > 1:
@@ -205,7 +201,7 @@ def test_a_new_model_is_initialised_as_transformers_does():
             assert torch.equal(p, torch.full_like(p, float(name.endswith("norm.weight")))), name
 
 
-def test_a_tied_head_is_one_parameter_and_learns_from_both_ends():
+def test_a_tied_head_and_embedding_are_one_parameter():
     model = tiny_model(tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert sum(p is model.lm_head.weight for p in model.parameters()) == 1
@@ -230,9 +226,7 @@ QWEN3_RAW = {
 
 
 def test_defaults_of_config_json_are_those_of_transformers():
-    """A field may be absent: then it must mean here what it means there (a Qwen3 without head_dim
-    has 128, not D / H).
-    """
+    """An absent field has the same default here and there: head_dim is 128 in Qwen3, not D / H."""
     for kind, theirs in {"qwen3": Qwen3Config, "qwen2": Qwen2Config}.items():
         raw = {**QWEN3_RAW, "model_type": kind}
         ours, expected = ModelConfig.from_dict(raw), theirs(**raw)
@@ -248,12 +242,12 @@ def test_defaults_of_config_json_are_those_of_transformers():
         {"rope_theta": 5e5},
         {"rope_theta": 5e5, "rope_scaling": None},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        # the inner one wins, as there
+        # the inner one wins, as in transformers
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 1e4},
         {"rope_scaling": {"type": "default"}, "rope_theta": 500_000},
     ],
 )
-def test_every_spelling_of_the_rotary_base(spelling):
+def test_every_spelling_of_the_rotary_base_is_read(spelling):
     raw = {**QWEN3_RAW, **spelling}
     assert Qwen3Config(**raw).rope_parameters["rope_theta"] == 5e5
     assert ModelConfig.from_dict(raw).rope_theta == 5e5

@@ -1,6 +1,6 @@
-"""Adapters: the equation and its gradient, off and merged, what they cost.
+"""Adapters: the equation and its gradient, disabled and merged adapters, and their cost.
 
-Read next: test_peft.py (files), test_lora_runs.py (ranks and whole runs).
+Read next: test_peft.py (files), test_lora_runs.py (ranks and full runs).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def gradient(model: Decoder, batch: PackedBatch, cfg: Config = LORA) -> dict[str
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-# ---- the equation --------------------------------------------------------------------------------
+# --- the equation ---
 
 
 @pytest.mark.parametrize("shape", [{}, {"tie_word_embeddings": True}, {"model_type": "qwen2"}])
-def test_the_gradient_is_that_of_the_dense_formulation(shape):
-    """float64: autograd through W + alpha/r · B A, put in W's place in a model without adapters."""
+def test_the_gradient_equals_that_of_the_dense_formulation(shape):
+    """In float64: autograd through W + alpha/r · B A, in place of W in a model without adapters."""
     model = adapted(LORA, tiny_model(**shape).double())
     batch = random_batch([(3, 9), (5, 4), (2, 14)])
     batch.advantage, batch.weight, batch.old_logp = (
@@ -77,7 +77,7 @@ def test_the_gradient_is_that_of_the_dense_formulation(shape):
     assert all(g.abs().max() > 1e-6 for g in found.values())
 
 
-def test_the_first_policy_is_the_base_exactly_and_off_is_the_base_at_any_time():
+def test_the_first_policy_and_disabled_adapters_are_the_base_exactly():
     base, model = tiny_model(), tiny_model()
     lora.attach(model, LORA)
     adapters.initialize(model, LORA)
@@ -92,7 +92,7 @@ def test_the_first_policy_is_the_base_exactly_and_off_is_the_base_at_any_time():
     assert all(m.enabled for m in model.modules() if isinstance(m, lora.LoRALinear))
 
 
-def test_a_is_as_peft_draws_it_and_depends_on_the_seed_alone():
+def test_a_is_drawn_as_in_peft_and_depends_only_on_the_seed():
     first, again, other = (
         adapted(dataclasses.replace(LORA, seed=s), fresh=True) for s in (0, 0, 1)
     )
@@ -108,7 +108,7 @@ def test_a_is_as_peft_draws_it_and_depends_on_the_seed_alone():
     everything = [
         p.flatten()[:8].tolist() for n, p in first.named_parameters() if n.endswith("lora_A")
     ]
-    assert len({tuple(x) for x in everything}) == len(everything)  # no two layers begin alike
+    assert len({tuple(x) for x in everything}) == len(everything)  # no two layers start equal
 
 
 @pytest.mark.parametrize("names", [("q_proj", "v_proj"), ("down_proj",), ()])
@@ -125,8 +125,8 @@ def test_only_the_chosen_layers_are_adapted_and_only_adapters_are_trained(names)
         assert torch.equal(p, before[name]) != lora.is_adapter(name), name
 
 
-def test_moments_exist_for_adapters_alone():
-    """Counted in bytes, from the sizes: 8 for each number of r·(in + out) in each layer."""
+def test_only_adapters_have_optimizer_moments():
+    """In bytes: 8 for each of the r·(in + out) numbers of each layer."""
     model, cfg = adapted(LORA), tiny_config()
     optimizer = optim.make_optimizer(model, LORA)
     held = sum(s[k].nbytes for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))
@@ -138,7 +138,7 @@ def test_moments_exist_for_adapters_alone():
     assert table["gradients"] == held // 2
 
 
-# ---- merged --------------------------------------------------------------------------------------
+# --- merged ---
 
 
 def test_merging_gives_the_same_model_and_changes_no_weight():
@@ -148,7 +148,7 @@ def test_merging_gives_the_same_model_and_changes_no_weight():
     for _ in range(3):
         plain.load_state_dict(dict(lora.full_parameters(model)))
     torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
-    # not even by rounding: nothing drifts
+    # bit for bit, so nothing drifts
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -165,12 +165,12 @@ def test_bfloat16_weights_are_merged_in_float32_and_rounded_once():
     merged = dict(lora.full_parameters(model))["model.layers.0.mlp.up_proj.weight"]
     exact = w + 2.5 * b @ a
     assert merged.dtype == torch.bfloat16
-    # half a unit in the last place, and what float32 adds to it
+    # half a unit in the last place plus the error of float32
     assert ((merged.double() - exact).abs() <= exact.abs() * 2**-8 * 1.001 + 1e-6).all()
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_engines_are_given_the_merged_weights(tied):
+def test_engines_receive_the_merged_weights(tied):
     model = adapted(LORA, tiny_model(tie_word_embeddings=tied))
     merged = {n: p.clone() for n, p in lora.full_parameters(model)}
     assert list(merged) == [n for n, _ in tiny_model(tie_word_embeddings=tied).named_parameters()]
@@ -183,11 +183,11 @@ def test_engines_are_given_the_merged_weights(tied):
     assert all(torch.equal(sync.slots[n], p) for n, p in merged.items())
 
 
-# ---- what they cost ------------------------------------------------------------------------------
+# --- what they cost ---
 
 
 def test_the_frozen_head_saves_a_matrix_product(reference_ops):
-    """Of M·V·D multiply-adds: logits and the gradient of the hidden states, but not the head's own."""
+    """In units of M·V·D multiply-adds: the logits and the gradient of the hidden states remain."""
     model, batch = (
         adapted(LORA, tiny_model(vocab_size=1999)),
         random_batch([(3, 9), (5, 4)], vocab_size=1999),
@@ -214,7 +214,7 @@ def test_the_frozen_head_saves_a_matrix_product(reference_ops):
 
 @pytest.mark.parametrize("kind", ["none", "full", "selective"])
 def test_activations_are_as_large_as_estimated(kind):
-    """As test_memory.py measures those without adapters; here with adapters of a rank that shows."""
+    """As in test_memory.py, with adapters of a rank high enough to show."""
     shape = {
         "hidden_size": 128,
         "intermediate_size": 384,
@@ -248,7 +248,7 @@ def rows_of(model: Decoder, cfg: Config) -> list[memory.Row]:
     return memory.table(model, cfg, SOLO, 40)
 
 
-def test_the_table_of_memory_has_no_second_model_and_no_gradient_of_the_head():
+def test_the_memory_table_has_no_second_model_and_no_gradient_of_the_head():
     model, plain = adapted(LORA), tiny_model()
     with_kl = dataclasses.replace(LORA, beta=0.1)
     names = {row.name for row in rows_of(model, with_kl)}
@@ -264,6 +264,6 @@ def test_the_table_of_memory_has_no_second_model_and_no_gradient_of_the_head():
     )
     assert sizes[0]["parameters"] == n + t
     assert sizes[0]["engine: weights"] == sizes[1]["engine: weights"] == n
-    # the sum, and a chunk's part of it
+    # the accumulator and the part of one chunk
     assert sizes[1]["logits"] - sizes[0]["logits"] == 2 * plain.lm_head.weight.nbytes
     assert sizes[0]["a checkpoint that is being written"] == 3 * t + n + t

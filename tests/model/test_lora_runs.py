@@ -39,7 +39,7 @@ def bases(tmp_path_factory) -> dict[str, Path]:
     return write_bases(tmp_path_factory.mktemp("bases"))
 
 
-# ---- ranks ---------------------------------------------------------------------------------------
+# --- ranks ---
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_compiled_blocks_give_the_same(bases):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4 + 3 + 4
 
 
-# ---- full runs ----------------------------------------------------------------------------------
+# --- full runs ---
 
 RUN = [
     "--lora-r",

@@ -82,12 +82,10 @@ def test_render_equals_transformers(tmp_path, template, in_config):
 
 
 def test_the_published_qwen_templates_render_as_in_transformers(tmp_path):
-    """Qwen's own templates, as TRL ships copies of them, its training variants with {% generation
-    %} included.
-    """
+    """Uses TRL's copies of Qwen's templates, with its training variants ({% generation %})."""
     from transformers import AutoTokenizer
 
-    trl = importlib.util.find_spec("trl")  # found and not imported: only its files are wanted
+    trl = importlib.util.find_spec("trl")  # not imported, because only its files are needed
     if trl is None:
         pytest.skip("TRL needs Python 3.11")
     files = sorted((Path(trl.origin).parent / "chat_templates").glob("qwen[23]*.jinja"))
@@ -114,7 +112,7 @@ def test_the_published_qwen_templates_render_as_in_transformers(tmp_path):
                 assert ours.render(chat, **switch) == want, path.name
 
 
-def test_the_thinking_switch_is_left_to_the_template_unless_given(pair):
+def test_the_template_decides_about_thinking_unless_the_switch_is_set(pair):
     ours, _ = pair
     default, off = ours.render(CHATS[0]), ours.render(CHATS[0], enable_thinking=False)
     assert default == ours.render(CHATS[0], enable_thinking=True)
@@ -129,7 +127,7 @@ def test_special_tokens_are_skipped_and_thoughts_are_not(pair):
     assert ours.decode(ids) == "<think>a</think>b"
     assert ours.decode(ids, skip_special_tokens=False) == "<think>a</think>b<|im_end|>"
     assert ours.encode("") == []
-    # nobody's template
+    # text from outside
     assert (
         ours.decode(plain := ours.encode(text := "a<|im_end|><|im_start|>b", special=False)) == text
     )
@@ -137,7 +135,7 @@ def test_special_tokens_are_skipped_and_thoughts_are_not(pair):
     assert max(ids) < ours.vocab_size == max(ours._tokenizer.get_vocab().values()) + 1
 
 
-def test_stop_ids_join_the_tokenizer_and_the_generation_config(tmp_path):
+def test_stop_ids_come_from_the_tokenizer_and_the_generation_config(tmp_path):
     def stops(generation):
         return Tokenizer(make_folder(tmp_path, generation=generation))
 
@@ -147,7 +145,7 @@ def test_stop_ids_join_the_tokenizer_and_the_generation_config(tmp_path):
     assert stops({}).stop_token_ids == [2]
 
 
-def test_special_tokens_map_is_read_where_the_config_is_silent(tmp_path):
+def test_special_tokens_map_supplies_tokens_that_the_config_lacks(tmp_path):
     folder = make_folder(tmp_path)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "special_tokens_map.json").write_text(
@@ -157,7 +155,7 @@ def test_special_tokens_map_is_read_where_the_config_is_silent(tmp_path):
     assert Tokenizer(folder).stop_token_ids == [2]
 
 
-def test_a_truncating_tokenizer_json_does_not_cut_prompts(tmp_path):
+def test_truncation_settings_in_tokenizer_json_are_ignored(tmp_path):
     folder = make_folder(tmp_path)
     saved = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     saved.enable_truncation(4)
@@ -168,7 +166,7 @@ def test_a_truncating_tokenizer_json_does_not_cut_prompts(tmp_path):
     assert len(ours.encode("a")) == 1
 
 
-def test_save_copies_the_files_byte_for_byte_even_when_the_source_is_gone(tmp_path):
+def test_save_copies_the_files_byte_for_byte_even_if_the_source_is_gone(tmp_path):
     source = make_folder(tmp_path / "a", generation={"eos_token_id": [2]})
     (source / "model.safetensors").write_bytes(b"not ours to copy")
     before = {
@@ -184,17 +182,17 @@ def test_save_copies_the_files_byte_for_byte_even_when_the_source_is_gone(tmp_pa
     assert Tokenizer(tmp_path / "b" / "c").render(CHATS[0]) == ours.render(CHATS[0])
 
 
-def test_a_template_may_be_one_of_several_and_sees_no_date(tmp_path):
+def test_the_default_template_is_chosen_and_cannot_read_the_date(tmp_path):
     several = [
         {"name": "tool_use", "template": "T"},
         {"name": "default", "template": "D{{ bos_token }}{{ strftime_now is defined }}"},
     ]
     ours = Tokenizer(make_folder(tmp_path, several, in_config=True))
-    assert ours.render(CHATS[0]) == "DFalse"  # a null bos_token is nothing, not "None"; no clock
+    assert ours.render(CHATS[0]) == "DFalse"  # a null bos_token is empty, not "None"
     assert str(date.today().year) not in ours.render(CHATS[0])
 
 
-def test_the_template_cannot_reach_out_of_its_sandbox_or_change_the_messages(tmp_path):
+def test_the_template_cannot_leave_its_sandbox_or_change_the_messages(tmp_path):
     for i, attack in enumerate(
         ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"]
     ):
@@ -203,7 +201,7 @@ def test_the_template_cannot_reach_out_of_its_sandbox_or_change_the_messages(tmp
             ours.render(CHATS[0])
 
 
-def test_mistakes_get_one_sentence(tmp_path):
+def test_a_damaged_folder_is_reported_in_one_sentence(tmp_path):
     def fails(match, folder):
         with pytest.raises(UserError, match=match) as caught:
             Tokenizer(folder)
@@ -238,7 +236,7 @@ def test_mistakes_get_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("eos", ["2", 2.0, True, -1, 302, 10**30, [2, None], [2, [0]], {"id": 2}])
-def test_a_stop_that_is_no_id_is_refused(tmp_path, eos):
+def test_a_stop_that_is_not_an_id_is_rejected(tmp_path, eos):
     folder = make_folder(tmp_path, generation={"eos_token_id": eos})
     with pytest.raises(
         UserError,
@@ -259,7 +257,7 @@ def test_a_stop_that_is_no_id_is_refused(tmp_path, eos):
         [{"name": "default", "template": 3}],
     ],
 )
-def test_a_template_that_is_no_text_is_refused(tmp_path, template):
+def test_a_template_that_is_not_a_text_is_rejected(tmp_path, template):
     folder = make_folder(tmp_path, template, in_config=True)
     with pytest.raises(
         UserError, match=r"tokenizer_config\.json: chat_template must be a text, or a list of"
@@ -268,12 +266,12 @@ def test_a_template_that_is_no_text_is_refused(tmp_path, template):
     assert "\n" not in str(caught.value)
 
 
-def test_a_list_without_a_default_is_no_template(tmp_path):
+def test_a_list_without_a_default_has_no_template(tmp_path):
     several = [{"name": "tool_use", "template": "T"}]
     assert not Tokenizer(make_folder(tmp_path, several, in_config=True)).has_chat_template
 
 
-def test_messages_that_the_template_refuses(tmp_path):
+def test_errors_of_a_template_are_user_errors(tmp_path):
     ours = Tokenizer(make_folder(tmp_path / "a", CHATML))
     with pytest.raises(UserError, match="unknown role critic"):
         ours.render([{"role": "critic", "content": "x"}])

@@ -10,7 +10,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 CHATML = """{% for message in messages %}
-    {%- if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown role ' ~ message.role) }}{% endif %}
+    {%- if message.role not in ['system', 'user', 'assistant'] %}{{
+        raise_exception('unknown role ' ~ message.role) }}{% endif %}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + eos_token + '\\n' }}
 {% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
@@ -35,9 +36,11 @@ QWEN3_LIKE = """{%- if tools %}
     {%- if message.role == 'assistant' and loop.index0 < ns.last_user and '</think>' in content %}
         {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
     {%- endif %}
-    {%- if message.reasoning_content is defined %}{% set content = message.reasoning_content + content %}{% endif %}
+    {%- if message.reasoning_content is defined %}{%
+        set content = message.reasoning_content + content %}{% endif %}
     {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' %}{% generation %}{{ content }}{{ '<|im_end|>' }}{% endgeneration %}
+    {%- if message.role == 'assistant' %}{% generation %}{{ content }}{{
+        '<|im_end|>' }}{% endgeneration %}
     {%- else %}{{ content + '<|im_end|>' }}{% endif %}
     {{- '\\n' }}
 {%- endfor %}
