@@ -1,9 +1,8 @@
-"""The operations that bench/kernel_speed.py times: inputs, sides, truth in float64 and floor of
-each.
+"""The operations that bench/kernel_speed.py times: inputs, sides, float64 truth and floor of each.
 
-In: a device, and whether the shapes are small. Out: one `Case` an operation, made when its turn
-comes. Ours is a side like any other; kernel_peers.py has the others, kernel_decoder.py the
-decoder's operations. Read next: kernel_speed.py, which measures.
+In: a device, and whether the shapes are small. Out: one `Case` per operation, created when it is
+needed. Our side is defined here, the other sides in kernel_peers.py, and the operations of the
+decoder in kernel_decoder.py. Read next: kernel_speed.py, which measures.
 """
 
 from __future__ import annotations
@@ -21,33 +20,34 @@ from nanogrpo.model import head as ops
 
 EPSILON, TEMPERATURE = 0.2, 0.7
 OBJECTIVE = reference.Objective(EPSILON, EPSILON)
-ROWS = 15  # compared with float64: the first of the first sequence, all of which every side scores
-# of one H200: bytes a second copied, bfloat16 FLOP a second; the floors are for it alone
+# The rows compared with float64: the first ones of the first sequence, which every side scores.
+ROWS = 15
+# One H200's bytes copied per second and bfloat16 FLOP/s; the floors hold for it alone.
 BANDWIDTH, FLOPS = 4.3e12, 790e12
+
+Results = dict[str, Tensor]  # by name
 
 
 @dataclass
 class Case:
     """One operation at one shape: its inputs, its sides, and the truth to compare with.
 
-    A side is a function of the inputs that returns named results; `truth` gives some of their first
-    rows in float64.
+    A side is a function of the inputs that returns results by name. `truth` returns the first rows
+    of some of them in float64.
     """
 
     name: str
     inputs: dict[str, Tensor]
-    # a string: why this side cannot run here
-    sides: dict[str, Callable[..., dict[str, Tensor]] | str]
-    truth: Callable[..., dict[str, Tensor]]
+    # a string is the reason why a side cannot run here
+    sides: dict[str, Callable[..., Results] | str]
+    truth: Callable[..., Results]
     floor: float | None  # seconds, on an H200
     restore: Sequence[str] = ()  # inputs that a side may overwrite
     shape: dict[str, int] = field(default_factory=dict)
 
 
 def _tokens(count: int, device: str) -> dict[str, Tensor]:
-    """Per-token vectors of a batch of `count` completion tokens in eight sequences, some off
-    policy, all with weight.
-    """
+    """Return per-token vectors [count] of eight sequences, off policy, all with weight."""
     g = torch.Generator(device).manual_seed(0)
     per_sequence = torch.randn(8, 1, generator=g, device=device).expand(8, count // 8)
     off = 0.1 * torch.randn(count, generator=g, device=device)
@@ -60,11 +60,11 @@ def log_softmax_case(count: int, vocab: int, device: str, dtype: torch.dtype) ->
     logits = torch.empty(count, vocab, device=device, dtype=dtype).normal_(0, 3, generator=g)
     targets = torch.randint(vocab, (count,), generator=g, device=device)
 
-    def ours(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def ours(logits: Tensor, targets: Tensor) -> Results:
         logp, entropy = ops.selective_log_softmax(logits, targets, TEMPERATURE)
         return {"logp": logp, "entropy": entropy}
 
-    def truth(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def truth(logits: Tensor, targets: Tensor) -> Results:
         logp, entropy, _ = reference.log_softmax_forward(
             logits[:ROWS].double(), targets[:ROWS], TEMPERATURE
         )
@@ -82,28 +82,17 @@ def rows_case(count: int, vocab: int, device: str, dtype: torch.dtype) -> Case:
     base = log_softmax_case(count, vocab, device, dtype)
     tokens = _tokens(count, device)
     with torch.no_grad():
-        old = (
-            ops.selective_log_softmax(base.inputs["logits"], base.inputs["targets"], TEMPERATURE)[0]
-            + tokens["off"]
-        )
-    inputs = {
-        **base.inputs,
-        "old": old,
-        "advantage": tokens["advantage"],
-        "weight": tokens["weight"],
-    }
+        old, _ = ops.selective_log_softmax(**base.inputs, temperature=TEMPERATURE)
+    old += tokens.pop("off")
+    inputs = {**base.inputs, "old": old, **tokens}
 
-    def ours(
-        logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor
-    ) -> dict[str, Tensor]:
+    def ours(logits, targets, old, advantage, weight) -> Results:
         module = ops.row_functions(logits.device)
         inputs = LossInputs(advantage, weight, old)
         logp, _ = module.policy_rows_(logits, targets, TEMPERATURE, inputs, OBJECTIVE)
         return {"logp": logp, "grad": logits}
 
-    def truth(
-        logits: Tensor, targets: Tensor, old: Tensor, advantage: Tensor, weight: Tensor
-    ) -> dict[str, Tensor]:
+    def truth(logits, targets, old, advantage, weight) -> Results:
         inputs = LossInputs(advantage, weight, old).map(lambda v: v[:ROWS].double())
         grad = logits[:ROWS].double()
         logp, _ = reference.policy_rows_(grad, targets[:ROWS], TEMPERATURE, inputs, OBJECTIVE)
@@ -119,20 +108,16 @@ def rows_case(count: int, vocab: int, device: str, dtype: torch.dtype) -> Case:
 def head_case(count: int, vocab: int, width: int, device: str, dtype: torch.dtype) -> Case:
     g = torch.Generator(device).manual_seed(2)
     hidden = torch.randn(count, width, generator=g, device=device).to(dtype).requires_grad_()
-    lm_head = (
-        torch.randn(vocab, width, generator=g, device=device)
-        .mul_(3 * width**-0.5)
-        .to(dtype)
-        .requires_grad_()
-    )
+    lm_head = torch.randn(vocab, width, generator=g, device=device).mul_(3 * width**-0.5)
+    lm_head = lm_head.to(dtype).requires_grad_()
     targets = torch.randint(vocab, (count,), generator=g, device=device)
     tokens = _tokens(count, device)
     with torch.no_grad():
-        old = ops.head_logp(hidden, lm_head, targets, TEMPERATURE)[0] + tokens["off"]
-    inputs = {"hidden": hidden, "lm_head": lm_head, "targets": targets, "old": old}
-    inputs |= {"advantage": tokens["advantage"], "weight": tokens["weight"]}
+        old, _ = ops.head_logp(hidden, lm_head, targets, TEMPERATURE)
+    old += tokens.pop("off")
+    inputs = {"hidden": hidden, "lm_head": lm_head, "targets": targets, "old": old, **tokens}
 
-    def ours(hidden, lm_head, targets, old, advantage, weight) -> dict[str, Tensor]:
+    def ours(hidden, lm_head, targets, old, advantage, weight) -> Results:
         inputs = LossInputs(advantage, weight, old)
         out = ops.head_policy_loss(
             hidden, lm_head, targets, inputs, OBJECTIVE, temperature=TEMPERATURE
@@ -140,13 +125,12 @@ def head_case(count: int, vocab: int, width: int, device: str, dtype: torch.dtyp
         dhidden, dhead = torch.autograd.grad(out.loss, (hidden, lm_head))
         return {"logp": out.logp, "dhidden": dhidden, "dhead": dhead}
 
-    def truth(hidden, lm_head, targets, old, advantage, weight) -> dict[str, Tensor]:
-        h = hidden[:ROWS].detach().double()
-        wide = lm_head.detach().double()
-        logits = h @ wide.T
+    def truth(hidden, lm_head, targets, old, advantage, weight) -> Results:
+        head = lm_head.detach().double()
+        logits = hidden[:ROWS].detach().double() @ head.T
         inputs = LossInputs(advantage, weight, old).map(lambda v: v[:ROWS].double())
         logp, _ = reference.policy_rows_(logits, targets[:ROWS], TEMPERATURE, inputs, OBJECTIVE)
-        return {"logp": logp, "dhidden": logits @ wide}
+        return {"logp": logp, "dhidden": logits @ head}
 
     sides = {"nanogrpo": ours, **kernel_peers.head(device, TEMPERATURE, EPSILON)}
     floor = 6 * count * vocab * width / FLOPS
@@ -162,22 +146,16 @@ def head_case(count: int, vocab: int, width: int, device: str, dtype: torch.dtyp
 
 def loss_case(count: int, device: str) -> Case:
     tokens = _tokens(count, device)
-    logp = -torch.rand(
-        count, generator=torch.Generator(device).manual_seed(3), device=device
-    ).requires_grad_()
-    logp = logp.detach().requires_grad_()
-    inputs = {
-        "logp": logp,
-        "old": logp.detach() + tokens["off"],
-        "advantage": tokens["advantage"],
-        "weight": tokens["weight"],
-    }
+    g = torch.Generator(device).manual_seed(3)
+    logp = -torch.rand(count, generator=g, device=device)
+    old = logp + tokens.pop("off")
+    inputs = {"logp": logp.requires_grad_(), "old": old, **tokens}
 
-    def ours(logp, old, advantage, weight) -> dict[str, Tensor]:
+    def ours(logp, old, advantage, weight) -> Results:
         out = ops.policy_loss(logp, LossInputs(advantage, weight, old), OBJECTIVE)
         return {"grad": torch.autograd.grad(out.loss, logp)[0], "clip": out.metrics["clip"]}
 
-    def truth(logp, old, advantage, weight) -> dict[str, Tensor]:
+    def truth(logp, old, advantage, weight) -> Results:
         inputs = LossInputs(advantage, weight, old).map(Tensor.double)
         _, grad, clip, _ = reference.policy_forward(logp.detach().double(), inputs, OBJECTIVE)
         return {"grad": grad, "clip": clip}
@@ -187,23 +165,15 @@ def loss_case(count: int, device: str) -> Case:
 
 
 def cases(device: str, small: bool) -> list[Callable[[], Case]]:
-    """The operations, made when their turn comes: their inputs would not all fit together."""
+    """Return functions that create the cases: all inputs at once would not fit into memory."""
     decoder = [lambda make=make: Case(**make()) for make in kernel_decoder.cases(device, small)]
+    dtype, count, vocab, widths = torch.bfloat16, 8192, 151_936, (1024, 2048, 4096)
     if small:
-        dtype = torch.float32
-        made = [
-            lambda: log_softmax_case(128, 301, device, dtype),
-            lambda: rows_case(128, 301, device, dtype),
-        ]
-        made += [lambda: head_case(128, 301, 32, device, dtype), lambda: loss_case(128, device)]
-        return made + decoder
-    dtype, count, vocab = torch.bfloat16, 8192, 151_936
-    made = [
+        dtype, count, vocab, widths = torch.float32, 128, 301, (32,)
+    return [
         lambda: log_softmax_case(count, vocab, device, dtype),
         lambda: rows_case(count, vocab, device, dtype),
+        *(lambda width=w: head_case(count, vocab, width, device, dtype) for w in widths),
+        lambda: loss_case(count if small else 32_768, device),
+        *decoder,
     ]
-    made += [
-        lambda width=width: head_case(count, vocab, width, device, dtype)
-        for width in (1024, 2048, 4096)
-    ]
-    return [*made, lambda: loss_case(32_768, device), *decoder]

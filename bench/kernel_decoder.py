@@ -1,9 +1,10 @@
-"""The decoder's memory-bound pieces in bench/kernel_speed.py: RMSNorm with residual, QK-norm with
-RoPE, SwiGLU; both passes.
+"""The decoder's memory-bound operations for bench/kernel_speed.py: RMSNorm with residual, QK-norm
+with RoPE, and SwiGLU, forward and backward.
 
-Sides: nanogrpo (kernels/norm.py, rope.py, swiglu.py), eager PyTorch, torch.compile. The model uses
-none of the three kernels until one is measured to beat torch.compile here. In: a device. Out:
-arguments of kernel_cases' `Case`, one dict a piece.
+In: a device. Out: the arguments of kernel_cases.py's `Case`, one dict per operation. The sides are
+nanogrpo (kernels/norm.py, rope.py, swiglu.py), eager PyTorch, and torch.compile. The model will use
+one of the three kernels once this bench shows that it beats torch.compile. Read next:
+kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def _fused(name: str) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def _both_ways(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., dict[str, Tensor]]:
-    """A side: results and gradients of the function, upstream gradients being its own results (any
-    will do, and these exist).
+    """Return a side that computes the function and its gradients.
+
+    The upstream gradients are its own results: any would do, and these exist.
     """
 
     def side(**inputs: Tensor) -> dict[str, Tensor]:

@@ -1,9 +1,8 @@
-"""The other sides of bench/kernel_speed.py: PyTorch, TRL and Liger, each called as its own
-documentation says.
+"""The other sides of bench/kernel_speed.py: PyTorch, TRL and Liger, called as they document it.
 
-Each function returns name → side, for a device; a side takes the case's inputs and returns named
-results, and a peer that cannot run here is a sentence instead. Tokens lie as eight sequences of
-N/8, which is what the peers take.
+In: a device. Out: sides by name. A side takes the inputs of a case and returns results by name. For
+a peer that cannot run here, the reason takes its place. The N tokens are eight sequences of N/8,
+because the peers need sequences. Read next: kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ def versions() -> dict[str, str]:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # what is missing has no rows either
+            continue  # a missing peer has no records either
     return found
 
 
 def _missing(module: str, device: str) -> str | None:
-    """Why a peer whose kernels are Triton's cannot run here, or None."""
+    """Return why a peer with Triton kernels cannot run here, or None."""
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "needs a GPU, or TRITON_INTERPRET=1"
     return None if importlib.util.find_spec(module) else f"{module} is not installed"
 
 
 def eager_log_softmax(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """log-prob and entropy in float32, as written in PyTorch."""
+    """Return log-prob and entropy in float32, written in plain PyTorch."""
     logp_all = torch.log_softmax(logits.float() / temperature, -1)
     return logp_all.gather(1, targets[:, None]).squeeze(1), -(logp_all.exp() * logp_all).sum(-1)
 
@@ -45,12 +44,10 @@ def eager_log_softmax(logits: Tensor, targets: Tensor, temperature: float) -> tu
 def eager_loss(
     logp: Tensor, old: Tensor, advantage: Tensor, weight: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """The clipped surrogate and the clip flags, operation by operation as TRL's trainer computes
-    them.
-    """
+    """Return the clipped loss and the clip flags, computed as in TRL's trainer."""
     ratio = torch.exp(logp - old)
-    held = torch.clamp(ratio, 1 - epsilon, 1 + epsilon)
-    loss = (-torch.min(ratio * advantage, held * advantage) * weight).sum()
+    clipped = torch.clamp(ratio, 1 - epsilon, 1 + epsilon)
+    loss = (-torch.min(ratio * advantage, clipped * advantage) * weight).sum()
     with torch.no_grad():
         low = (ratio < 1 - epsilon) & (advantage < 0)
         high = (ratio > 1 + epsilon) & (advantage > 0)
@@ -78,7 +75,7 @@ def log_softmax(device: str, temperature: float) -> Sides:
     def liger(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
 
-        # It expects one more position a sequence than it scores: seen as one sequence, all rows but
+        # It wants one more position per sequence than it scores. As one sequence, all rows except
         # the last are scored.
         logp = fused_selective_log_softmax(logits[None], targets[None, :-1], temperature)
         return {"logp": logp.flatten()}
@@ -122,8 +119,8 @@ def rows(device: str, temperature: float, epsilon: float) -> Sides:
     ) -> dict[str, Tensor]:
         from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-        # One advantage a sequence, and one more position than is scored: eight sequences whose last
-        # position is not scored.
+        # It wants one advantage per sequence, and one more position than it scores: the last
+        # position of each of the eight sequences is not scored.
         leaf = logits.detach().view(8, -1, logits.shape[-1]).requires_grad_()
         vectors = (v.view(8, -1)[:, :-1].contiguous() for v in (old, targets))
         old, targets = vectors

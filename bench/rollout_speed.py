@@ -39,6 +39,7 @@ import torch
 from bench import common, tables
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
+from nanogrpo.kernels import linear
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import warmup
@@ -60,6 +61,18 @@ def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
         lengths = (unit * scale).ceil().clamp(1, longest)
         low, high = (low, scale) if lengths.mean() > longest / 3 else (scale, high)
     return lengths.long().tolist()
+
+
+def make_engine(model: Decoder, slots: int, packed: bool) -> LocalEngine:
+    """Return the embedded engine with the model's weights, packed for oneDNN or not."""
+    engine = LocalEngine(
+        model.cfg, max_len=model.cfg.max_position_embeddings, slots=slots, device="cpu"
+    )
+    # without oneDNN the engine has nothing to pack for
+    library = linear._onednn if packed else None
+    with patch.object(linear, "_onednn", library):
+        engine.load(model, version=0)
+    return engine
 
 
 def peer(model: Decoder, attention: str):
@@ -215,12 +228,10 @@ def main(argv: Sequence[str]) -> list[dict]:
     context = args.prompt_length + max(args.length, args.longest)
     cfg = common.small_qwen3(args.hidden, args.layers, args.vocab, context)
     model = Decoder(cfg).requires_grad_(False)
-    engines: dict[str, LocalEngine | VLLMEngine] = {}
-    for name in ("nanogrpo", "nanogrpo, unpacked"):
-        engine = LocalEngine(cfg, max_len=context, slots=args.batch, device="cpu")
-        engine.packs = engine.packs and name == "nanogrpo"
-        engine.load(model, version=0)
-        engines[name] = engine
+    engines: dict[str, LocalEngine | VLLMEngine] = {
+        "nanogrpo": make_engine(model, args.batch, packed=True),
+        "nanogrpo, unpacked": make_engine(model, args.batch, packed=False),
+    }
     peers = {f"transformers {a}": peer(model, a) for a in ("eager", "sdpa")}
 
     cases = {

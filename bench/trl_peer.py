@@ -1,13 +1,15 @@
-"""TRL 1.16.0 as a peer: its own code for masks, advantages, losses and metrics, on samples, rewards
-and log-probs that are given.
+"""TRL 1.16.0 as a peer: its own code for masks, advantages, losses and metrics, on given samples,
+rewards and log-probs.
 
     from bench.trl_peer import Peer, config, make_samples, settings, tables
-    peer = Peer(settings(cfg), samples, rewards, NoModel(), logp=tables(0));  batch = peer.batch();  (loss,) = peer.losses(batch)
+    peer = Peer(settings(cfg), samples, rewards, NoModel(), logp=tables(0))
+    batch = peer.batch()
+    (loss,) = peer.losses(batch)
 
-`Peer` is a `GRPOTrainer` with the attributes its methods read, without the dataset and optimizer it
-never meets here. `advantages_of_both` and `losses_of_both` compute one case with TRL's code and
-with ours: tests/grpo/test_trl_parity.py holds them equal, parity_trl.py tabulates their
-differences. Read next: parity_trl.py.
+`Peer` is a `GRPOTrainer` with the attributes that its methods read, but without data set and
+optimizer. `advantages_of_both` and `losses_of_both` compute one case with TRL's code and with ours:
+tests/grpo/test_trl_parity.py checks that they are equal, parity_trl.py tabulates the differences.
+Read next: parity_trl.py.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from nanogrpo.types import Prompt, Sample
 EOS, PAD = 5, 0
 G = 4  # completions a prompt
 LENGTHS = [3, 9, 1, 6, 12, 2, 12, 7]  # of the completions of two prompts
-SHARED = (
+# Options that TRL has under the same name.
+SHARED = [
     "num_generations",
     "max_completion_length",
     "temperature",
@@ -39,38 +42,30 @@ SHARED = (
     "scale_rewards",
     "epsilon",
     "epsilon_high",
-)
-SHARED += (
     "delta",
     "beta",
     "use_bias_correction_kl",
     "mask_truncated_completions",
     "num_iterations",
     "entropy_coef",
-)
-SHARED += (
     "importance_sampling_level",
     "off_policy_mask_threshold",
     "top_entropy_quantile",
     "use_adaptive_entropy",
-)
-SHARED += (
     "entropy_coef_min",
     "entropy_coef_max",
     "entropy_coef_delta",
     "entropy_target",
     "multi_objective_aggregation",
-)
-SHARED += (
     "sapo_temperature_pos",
     "sapo_temperature_neg",
     "vespo_k_pos",
     "vespo_lambda_pos",
     "vespo_k_neg",
     "vespo_lambda_neg",
-)
+]
 STOPPED = [True, True, True, False, False, True, True, True]
-# metrics beside clip_ratio/*
+# metrics in addition to clip_ratio/*
 OWN = ("kl", "entropy", "policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean")
 SOLO = World(0, 1, torch.device("cpu"))  # one process
 
@@ -84,41 +79,20 @@ REWARDS = {
     "all none": [None] * 8,
     "all equal": [1.0] * 8,
 }
-SEVERAL = {  # two reward functions
-    "two": [
-        (1.0, 0.3),
-        (0.0, 0.1),
-        (0.0, 0.9),
-        (1.0, 0.9),
-        (0.0, 0.5),
-        (0.0, 0.5),
-        (1.0, 0.2),
-        (0.0, 0.1),
-    ],
-    "one says nothing": [
-        (1.0, 0.3),
-        (1.0, 0.1),
-        (1.0, 0.9),
-        (1.0, 0.9),
-        (0.0, 0.5),
-        (0.0, 0.5),
-        (0.0, 0.2),
-        (0.0, 0.1),
-    ],
-    "some none": [
-        (None, 0.3),
-        (0.0, None),
-        (None, None),
-        (1.0, 0.9),
-        (None, 0.5),
-        (None, 0.5),
-        (1.0, 0.2),
-        (None, 0.1),
-    ],
-    "all none": [(None, None)] * 8,
-    "all equal": [(0.1, 0.7)] * 8,
+SEVERAL: dict[str, list[tuple]] = {  # two reward functions: the first's rewards, the second's
+    name: list(zip(*rewards))
+    for name, rewards in {
+        "two": ([1, 0, 0, 1, 0, 0, 1, 0], [0.3, 0.1, 0.9, 0.9, 0.5, 0.5, 0.2, 0.1]),
+        "one is constant": ([1, 1, 1, 1, 0, 0, 0, 0], [0.3, 0.1, 0.9, 0.9, 0.5, 0.5, 0.2, 0.1]),
+        "some none": (
+            [None, 0, None, 1, None, None, 1, None],
+            [0.3, None, None, 0.9, 0.5, 0.5, 0.2, 0.1],
+        ),
+        "all none": ([None] * 8, [None] * 8),
+        "all equal": ([0.1] * 8, [0.7] * 8),
+    }.items()
 }
-# which TRL 1.16 has not
+# TRL 1.16 has no dppo.
 LOSSES = [name for name in CHOICES["loss_type"] if not name.startswith("dppo")]
 OBJECTIVES = {
     "plain": {},
@@ -150,17 +124,13 @@ OBJECTIVES = {
         "vespo_lambda_neg": 1.5,
     },
     "everything": {
-        **{
-            "beta": 0.2,
-            "epsilon_high": 0.4,
-            "importance_sampling_level": "sequence",
-            "off_policy_mask_threshold": 0.05,
-        },
-        **{
-            "top_entropy_quantile": 0.7,
-            "entropy_coef": 0.1,
-            "vllm_importance_sampling_mode": "token_mask",
-        },
+        "beta": 0.2,
+        "epsilon_high": 0.4,
+        "importance_sampling_level": "sequence",
+        "off_policy_mask_threshold": 0.05,
+        "top_entropy_quantile": 0.7,
+        "entropy_coef": 0.1,
+        "vllm_importance_sampling_mode": "token_mask",
     },
 }
 
@@ -177,8 +147,9 @@ def config(**options) -> Config:
 
 
 def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> trl.GRPOConfig:
-    """The same options as TRL's own config. Off policy: half as much accumulation, so that TRL
-    takes old log-probs itself.
+    """Return the same options as TRL's config.
+
+    Off policy, gradients accumulate over half of the generation, so TRL computes old log-probs.
     """
     return trl.GRPOConfig(
         output_dir="unused",
@@ -193,23 +164,17 @@ def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> tr
 
 
 class NoModel(torch.nn.Module):
-    """Stands where TRL asks for a model; only its mode is read."""
+    """Take the place of the model; TRL only reads its mode."""
 
     is_gradient_checkpointing = False
 
 
 class Peer(trl.GRPOTrainer):
-    """TRL's trainer without its constructor: what is generated and how it is rewarded is given, the
-    rest is its own.
-    """
+    """TRL's trainer without its constructor; completions and rewards are given."""
 
     def __init__(self, args, samples, rewards, model, ref_model=None, logp=None, reward_weights=()):
-        self.args, self.model, self.ref_model, self.accelerator = (
-            args,
-            model,
-            ref_model,
-            Accelerator(cpu=True),
-        )
+        self.args, self.model, self.ref_model = args, model, ref_model
+        self.accelerator = Accelerator(cpu=True)
         self.samples, self.rewards, self.logp = samples, rewards, logp
         for name in SHARED:
             setattr(self, name, getattr(args, name))
@@ -222,30 +187,20 @@ class Peer(trl.GRPOTrainer):
         self.environment_factories = self.environments = self.tools = None
         self._tokenizer, self.eos_token_ids = SimpleNamespace(pad_token_id=PAD), [EOS]
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
-        # rewards: a value a sample, or a tuple of them
+        # rewards: one value per sample, or a tuple of them
         functions = len(rewards[0]) if isinstance(rewards[0], tuple) else 1
-        self.reward_funcs = self.reward_func_names = [
-            "given",
-            *(f"given {i}" for i in range(1, functions)),
-        ]
+        self.reward_func_names = [f"given {i}" if i else "given" for i in range(functions)]
+        self.reward_funcs = self.reward_func_names
         self.reward_weights = torch.tensor(reward_weights or [1.0] * functions, dtype=torch.float64)
         self._metrics = {"train": defaultdict(list)}
         self._logs = defaultdict(deque, rewards=defaultdict(deque))
         self._pending_extra_logs, self._pending_metrics = {}, {}
 
     def _generate(self, prompts):
-        ids = [s.token_ids for s in self.samples]
+        prompt_ids = [s.prompt.token_ids for s in self.samples]
+        ids, texts = [s.token_ids for s in self.samples], [s.text for s in self.samples]
         logp = [s.logp for s in self.samples] if self.use_vllm else None
-        return (
-            [s.prompt.token_ids for s in self.samples],
-            ids,
-            None,
-            [s.text for s in self.samples],
-            logp,
-            {},
-            None,
-            [],
-        )
+        return prompt_ids, ids, None, texts, logp, {}, None, []
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids):
         rows = [row if isinstance(row, tuple) else (row,) for row in self.rewards]
@@ -265,21 +220,17 @@ class Peer(trl.GRPOTrainer):
         return rows, self.logp["entropy"][self.taken] if name == "now" else None, None
 
     def batch(self) -> dict:
-        """What TRL makes of the samples: padded ids, masks, advantages, old and reference
-        log-probs, the normaliser.
-        """
-        batch = self._generate_and_score_completions(
-            [{"prompt": s.prompt.text} for s in self.samples]
-        )
-        # TRL counts the tokens of a generation and divides by the updates that it expects of it;
-        # here one update has them all.
-        batch["num_items_in_batch"] *= (
-            self.args.steps_per_generation // self.args.gradient_accumulation_steps
-        )
+        """Return TRL's batch: padded ids, masks, advantages, log-probs, the normaliser."""
+        prompts = [{"prompt": s.prompt.text} for s in self.samples]
+        batch = self._generate_and_score_completions(prompts)
+        # TRL divides the tokens of a generation by the updates that it expects; here one update
+        # has them all.
+        updates = self.args.steps_per_generation // self.args.gradient_accumulation_steps
+        batch["num_items_in_batch"] *= updates
         return batch
 
     def losses(self, batch: dict) -> list[torch.Tensor]:
-        """One loss a micro-batch, as `training_step` would see them in turn."""
+        """Return one loss per micro-batch, as `training_step` would compute them in turn."""
         out, size = [], self.args.per_device_train_batch_size
         for start in range(0, len(self.samples), size):
             self.taken = slice(start, start + size)
@@ -289,24 +240,29 @@ class Peer(trl.GRPOTrainer):
 
 
 def make_samples(seed: int = 0, vocab: int = 100) -> list[Sample]:
-    """Two groups of four completions, some cut; the first prompt is longer than the second, so that
-    TRL pads on both sides.
+    """Return two groups of four completions, some truncated.
+
+    The first prompt is longer than the second, so TRL pads on both sides.
     """
     g = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randint(6, vocab, (n,), generator=g).tolist()  # noqa: E731
-    prompts = [Prompt(0, "first", draw(7)), Prompt(1, "second", draw(3))]
+
+    def tokens(n: int) -> list[int]:
+        return torch.randint(6, vocab, (n,), generator=g).tolist()
+
+    prompts = [Prompt(0, "first", tokens(7)), Prompt(1, "second", tokens(3))]
     out = []
     for i, (n, stopped) in enumerate(zip(LENGTHS, STOPPED)):
-        ids = draw(n - 1) + [EOS] if stopped else draw(n)
+        ids = tokens(n - 1) + [EOS] if stopped else tokens(n)
         out.append(Sample(prompts[i // G], i % G, ids, [0.0] * n, stopped, [0] * n))
     return out
 
 
 def tables(seed: int) -> dict[str, torch.Tensor]:
-    """Random log-probs [8, 12] float64: now, when sampled, of the reference, of the engine;
-    entropies; factors around 1.
+    """Return random tables [8, 12] float64 by name.
 
-    Wide enough that every clip and bound is met. What carries a gradient: now and entropy.
+    "now", "old", "ref" and "engine" are log-probs, "entropy" entropies and "importance" factors
+    around 1. They spread so widely that every clip and bound applies somewhere. "now" and "entropy"
+    have gradients.
     """
     g = torch.Generator().manual_seed(seed)
     now = -3 * torch.rand(8, 12, generator=g, dtype=torch.float64)
@@ -317,27 +273,25 @@ def tables(seed: int) -> dict[str, torch.Tensor]:
         "ref": now.detach() + 0.3 * noise[1],
     }
     tables["engine"] = now.detach() + 0.5 * noise[2]
-    tables["importance"] = (0.3 * noise[3]).exp().float().double()  # both as ours are, in float32
+    tables["importance"] = (0.3 * noise[3]).exp().float().double()  # float32, as ours are
     tables["entropy"] = torch.rand(8, 12, generator=g).double().requires_grad_()
     return tables
 
 
-# ---- one case, by TRL's code and by ours ---------------------------------------------------------
+# --- one case by TRL's code and by ours ---
 
 
 def give_rewards(samples: list[Sample], rewards: list, cfg: Config) -> torch.Tensor:
-    """Fills rewards (a value a sample, or a tuple) and advantages as the loop does; returns the
-    deviations of `advantages`.
+    """Fill rewards (a value or a tuple per sample) and advantages as the loop does.
+
+    Returns the standard deviations of the rewards.
     """
     rows = [row if isinstance(row, tuple) else (row,) for row in rewards]
     for sample, row in zip(samples, rows):
-        given = [
-            w * r for w, r in zip(cfg.reward_weights or [1.0] * len(row), row) if r is not None
-        ]
-        sample.reward, sample.rewards = (
-            sum(given) if given else None,
-            dict(zip(("given", "given 1"), row)),
-        )
+        weights = cfg.reward_weights or [1.0] * len(row)
+        given = [w * r for w, r in zip(weights, row) if r is not None]
+        sample.reward = sum(given) if given else None
+        sample.rewards = dict(zip(("given", "given 1"), row))
     advantages, std = step_advantages([s.reward for s in samples], cfg, rows)
     for sample, advantage in zip(samples, advantages):
         sample.advantage = advantage
@@ -345,7 +299,7 @@ def give_rewards(samples: list[Sample], rewards: list, cfg: Config) -> torch.Ten
 
 
 def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
-    """(ours, TRL's): "advantages" [8] float64, and the metrics of rewards under TRL's names."""
+    """Return (ours, TRL's): "advantages" [8] float64 and the metrics of rewards, by TRL's names."""
     samples = make_samples()
     peer = Peer(
         settings(cfg), samples, rewards, NoModel(), logp={}, reward_weights=cfg.reward_weights
@@ -354,11 +308,10 @@ def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
     std = give_rewards(samples, rewards, cfg)
     row = metrics.of_samples(metrics.facts(samples, SOLO), std)
     ours = {"advantages": torch.tensor([s.advantage for s in samples], dtype=torch.float64)}
-    for name in [
-        n for n in peer._metrics["train"] if n.startswith("reward") or n == "frac_reward_zero_std"
-    ]:
-        expected = peer._metrics["train"][name][0]
-        # TRL logs NaN where there is nothing to log, and we nothing
+    for name, (expected, *_) in peer._metrics["train"].items():
+        if not name.startswith("reward") and name != "frac_reward_zero_std":
+            continue
+        # where there is nothing to log, TRL logs NaN and we log nothing
         theirs[name] = expected if expected == expected else 0.0
         ours[name] = row[name] if expected == expected else row.get(name, 0.0)
     return ours, theirs
@@ -367,9 +320,7 @@ def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
 def our_batch(
     samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool
 ) -> tuple[SimpleNamespace, tuple]:
-    """Our batch of the same numbers, float64, and the (row, column) of each of its tokens in TRL's
-    tables.
-    """
+    """Return our batch of the same numbers in float64, and its tokens' indices in the tables."""
     n_tokens = packing.one_update(samples, cfg).n_tokens
     places = [
         (i, t)
@@ -403,17 +354,18 @@ def our_batch(
 def our_loss(
     samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool
 ) -> PolicyOut:
-    """By `grpo.loss`, which has every option. The fused head has the clip's: tests hold the two to
-    each other.
+    """Return the result of `grpo.loss`, which has every option.
+
+    The fused head has only the clip's; the tests compare the two.
     """
     batch, index = our_batch(samples, logp, cfg, off_policy)
     return grpo.loss(logp["now"][index], logp["entropy"][index], batch, cfg)
 
 
 def their_batch(peer: Peer, cfg: Config, off_policy: bool) -> dict:
-    """Of TRL, with the engine's log-probs and the correction for them where the options ask for it."""
+    """Return TRL's batch, with the engine's log-probs and, if `cfg` says so, their correction."""
     batch = peer.batch()
-    assert ("old_per_token_logps" in batch) == off_policy  # TRL decides as we do
+    assert ("old_per_token_logps" in batch) == off_policy  # TRL and we agree on what is off policy
     batch["sampling_per_token_logps"] = peer.logp["engine"]
     if cfg.vllm_importance_sampling_mode != "off":
         peer.use_vllm = peer.vllm_importance_sampling_correction = True
@@ -424,13 +376,14 @@ def their_batch(peer: Peer, cfg: Config, off_policy: bool) -> dict:
 
 
 def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict]:
-    """(ours, TRL's): "loss", its "gradient" with respect to the log-probs [8, 12] float64 and its
-    "entropy gradient" with respect to the entropies, and the metrics under TRL's names.
+    """Return (ours, TRL's): "loss", "gradient", "entropy gradient", and metrics by TRL's names.
+
+    The gradients are with respect to the log-probs and the entropies, [8, 12] float64.
     """
     samples, logp, rewards = make_samples(), tables(seed), REWARDS["plain"]
     peer = Peer(settings(cfg, off_policy=off_policy), samples, rewards, NoModel(), NoModel(), logp)
     batch = their_batch(peer, cfg, off_policy)
-    # TRL's: `advantages_of_both` compares ours with them
+    # both sides use TRL's advantages; `advantages_of_both` compares ours with them
     for sample, advantage in zip(samples, batch["advantages"].tolist()):
         sample.advantage = advantage
 
@@ -445,7 +398,6 @@ def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict
     out = grpo.loss(logp["now"][index], logp["entropy"][index], batch, cfg)
     ours = of(out.loss)
 
-    # The same numbers through the meter, under TRL's names.
     meter = metrics.Meter()
     meter.add(batch, out)
     meter.end_update(0.0)
@@ -453,11 +405,8 @@ def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict
     names = {n for n in peer._metrics["train"] if n.startswith("clip_ratio/") or n in OWN}
     # TRL counts a masked completion among the sequences, as unclipped
     if cfg.mask_truncated_completions and out.by_sequence:
-        names -= {
-            n
-            for n in names
-            if n.startswith("clip_ratio/") or n in ("cispo_clip_ratio", "vespo/phi_seq_mean")
-        }
+        clips = ("clip_ratio/", "cispo_clip_ratio", "vespo/phi_seq_mean")
+        names = {n for n in names if not n.startswith(clips)}
     theirs |= {name: peer._metrics["train"][name][0] for name in names}
     ours |= {name: row[name] for name in names}
     return ours, theirs
