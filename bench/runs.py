@@ -193,7 +193,7 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
     shape = checkpoint.empty_model(Path(cfg.model)).cfg
     (prompts,), problems = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
     rewards = Runner(cfg.reward_funcs, max_completion_length=cfg.max_completion_length)
-    functions = rewards.here.functions
+    functions = rewards.local.functions
     trainer = trl_run.trainer(cfg, prompts, functions, Path(cfg.output_dir))
     clock, held_out, sampling = StepClock(), {}, []
     if sampled:
