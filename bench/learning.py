@@ -1,7 +1,7 @@
 """Does our trainer learn as TRL's does, and how much sooner? The tiny task from one base model,
 with several seeds per side.
 
-In: nothing; the base is made as by `python -m nanogrpo.run.warmup` unless --base names one. Out:
+In: nothing; the base is made as by `nanogrpo warmup` unless --base names one. Out:
 results/learning.json with one record per run, and docs/img/learning.png: reward and held-out
 accuracy by step and by second, mean and standard deviation over the seeds.
 

@@ -1,7 +1,7 @@
 """What do the objectives and the advantage estimators learn? The tiny task, off policy, with
 several seeds per case.
 
-In: nothing; the base is made as by nanogrpo.run.warmup unless --base names one. Out:
+In: nothing; the base is made as by `nanogrpo warmup` unless --base names one. Out:
 results/objectives.json with one record per run, and docs/objectives.md, the table made from it.
 Each run is train.py with SETTINGS: four updates per generation, so the ratios leave 1 (on policy
 all objectives agree except for their normalisers), and one learning rate for all. Nothing is tuned

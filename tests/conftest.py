@@ -48,10 +48,10 @@ from nanogrpo.types import PackedBatch, Sample
 
 # TRL needs Python 3.11, so parity with it is not tested on 3.10.
 PEERS = [
-    "test_trl_parity.py",
-    "test_trl_objectives.py",
+    "grpo/test_trl_parity.py",
+    "grpo/test_trl_objectives.py",
     "test_trl_options.py",
-    "test_bench_runs.py",
+    "bench/test_runs.py",
 ]
 collect_ignore = [] if sys.version_info >= (3, 11) else PEERS
 

@@ -2,16 +2,12 @@
 
 import importlib
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from bench import common
-
-# TRL needs Python 3.11; these modules import it.
-collect_ignore = [] if sys.version_info >= (3, 11) else ["test_runs.py"]
 
 
 def run_here(folder: Path, argv: Sequence[object], threads: int) -> dict:
