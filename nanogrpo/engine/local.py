@@ -159,9 +159,9 @@ class LocalEngine:
         size = c.num_hidden_layers, slots, c.num_key_value_heads, max_len, c.head_dim
         self.cache = KVCache(*size, self.dtype, self.device)
         self.scheduler = Scheduler(self.cache, slots, self.device)
-        self.logp = torch.zeros(slots, device=self.device)  # each row's newest token's
+        self.logp = torch.zeros(slots, device=self.device)  # of each row's newest token
         self.head = logits  # the head operation (model.Head)
-        # decode steps between two looks of the host: each one waits for the GPU
+        # decode steps per transfer to the host, which waits for the GPU
         self.stride = 8 if on_gpu else 1
         self.replays = on_gpu and graphs  # whether decode steps are CUDA graphs
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
@@ -177,7 +177,9 @@ class LocalEngine:
             mine[name].copy_(weight)
         for module in self.model.modules():
             if isinstance(module, nn.Linear) and module.weight.numel() >= PACK_FROM:
-                module.forward = packed(module.weight, module.bias, self.slots)
+                # this module's forward, not its class's
+                linear = packed(module.weight, module.bias, self.slots)
+                module.forward = linear  # type: ignore[method-assign]
         self.head = packed(self.model.lm_head.weight, None, self.slots)
         self.version = version
 
@@ -240,8 +242,8 @@ class LocalEngine:
         cu_seqlens = torch.tensor([0, *some], device=self.device).cumsum(0).int()  # [N+1]
         attend = Packed(cu_seqlens, max(some), keep=True)
         self.model.model(tokens, positions, attend)  # without the head: nothing is sampled here
-        # [L, K, T, E] each
-        keys, values = (torch.stack(kept).transpose(1, 2) for kept in zip(*attend.kept.values()))
+        layers = zip(*(attend.kept or {}).values())  # the keys of all layers, then the values
+        keys, values = (torch.stack(kept).transpose(1, 2) for kept in layers)  # [L, K, T, E] each
         return dict(zip(pack, zip(keys.split(lengths, dim=2), values.split(lengths, dim=2))))
 
     def _decode(
