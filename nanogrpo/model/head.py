@@ -23,7 +23,7 @@ import logging
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from nanogrpo.kernels.head import HeadLogp, HeadPolicyLoss
 from nanogrpo.kernels.reference import LossInputs, Objective
 
 # (hidden [M, D], lm_head [V, D]) → anything: what Decoder.forward_packed applies
-HeadOp = Callable[[Tensor, Tensor], object]
+HeadOp = Callable[[Tensor, Tensor], Any]
 
 
 class PolicyOut(NamedTuple):
