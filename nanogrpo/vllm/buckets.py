@@ -107,13 +107,10 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _entry(entry: Any) -> tuple[str, str, list[int]]:
-    if not isinstance(entry, (list, tuple)) or len(entry) != 3:
-        raise ValueError(f"the layout's entry {entry!r} is not [name, dtype, shape]")
-    name, dtype, shape = entry
-    if not re.fullmatch(r"[\w.]{1,300}", str(name)) or str(dtype) not in DTYPES:
-        raise ValueError(f"the layout's entry {entry!r} is not [name, dtype, shape]")
-    if not isinstance(shape, (list, tuple)) or len(shape) > 4:
-        raise ValueError(f"the shape of {name} is not a list of at most 4 sizes")
+    name, dtype, shape = entry if isinstance(entry, (list, tuple)) and len(entry) == 3 else [""] * 3
+    known = re.fullmatch(r"[\w.]{1,300}", str(name)) and str(dtype) in DTYPES
+    if not known or not isinstance(shape, (list, tuple)) or len(shape) > 4:
+        raise ValueError(f"the layout's entry {entry!r} is not [name, dtype, at most 4 sizes]")
     return str(name), str(dtype), [_integer(f"a size of {name}", n, 1, 1 << 32) for n in shape]
 
 

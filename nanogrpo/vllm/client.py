@@ -148,7 +148,7 @@ class VLLMEngine:
         step: int,
         limits: Sequence[int] | None = None,
     ) -> list[Sample]:
-        """Sample for the prompts of all ranks, on rank 0 alone, without a word to the others.
+        """Sample for the prompts of all ranks, on rank 0 alone.
 
         A thread may call this while the loop trains (engine/ahead.py).
         """

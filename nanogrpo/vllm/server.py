@@ -68,11 +68,11 @@ class Server:
     ):
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
         try:
-            port = parts.port
-        except ValueError:  # not a number, or too large
-            port = None
-        known = parts.scheme in ("http", "https") and parts.hostname and port is not None
-        if not known or parts.path.strip("/"):
+            self.host, self.port = str(parts.hostname or ""), parts.port or 0
+        except ValueError:  # the port is not a number, or too large
+            self.port = 0
+        valid = self.port and self.host and parts.scheme in ("http", "https")
+        if not valid or parts.path.strip("/"):
             raise UserError(f"--server {url} is not an address; write it as http://127.0.0.1:8000.")
         if not secret.isascii() or not secret.isprintable():
             raise UserError(
@@ -80,7 +80,6 @@ class Server:
                 "started with."
             )
         self.url = f"{parts.scheme}://{parts.netloc}"
-        self.host, self.port = parts.hostname or "", port or 0
         self.kind: type[http.client.HTTPConnection] = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         )
@@ -92,7 +91,7 @@ class Server:
         self.alive = False  # it is connected, has the current weights, and is given work
         self.version = -1  # of the weights that it received last
         self.error: Exception | None = None  # of the last heartbeat, or why it was lost
-        self.reported = False  # whether the log already says that it is not in use
+        self.reported = False  # whether the log has already reported the outage
         self.group: BroadcastGroup | None = (
             None  # the connection for weights, if they are broadcast
         )

@@ -34,19 +34,19 @@ def base(tmp_path_factory) -> Path:
 def refused(ranks: Ranks) -> str:
     assert set(ranks.ends(PATIENCE)) == {0}
     assert set(ranks.results()) == {2}
-    told = "".join(ranks.errors())
-    assert "Traceback" not in told
-    (said,) = [line for line in told.splitlines() if line.startswith("error: ")]
-    return said
+    errors = "".join(ranks.errors())
+    assert "Traceback" not in errors
+    (message,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    return message
 
 
 def test_a_rank_without_its_peers_reports_it_within_the_timeout(base, tmp_path):
     ranks = start(1, train.main, argv(base, tmp_path, "--ddp-timeout", "2"), WORLD_SIZE="2")
-    said = refused(ranks)
+    message = refused(ranks)
     assert re.match(
         r"error: rank 0 could not join the 2 processes at 127\.0\.0\.1:\d+ within 2 s \(.+\): "
         "check that all",
-        said,
+        message,
     )
 
 
@@ -62,7 +62,7 @@ def test_a_port_in_use_is_reported(base, tmp_path):
         taken.bind(("", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        said = refused(
+        message = refused(
             start(
                 1,
                 train.main,
@@ -73,7 +73,7 @@ def test_a_port_in_use_is_reported(base, tmp_path):
         )
     assert (
         f":{port} within 2 s (the port is in use): choose another port (torchrun --master-port)."
-        in said
+        in message
     )
 
 
@@ -82,10 +82,12 @@ def test_a_step_that_the_ranks_cannot_share_evenly_is_refused(base, tmp_path):
     ends = ranks.ends(PATIENCE)
     assert set(ends) <= {1, 2}
     assert 2 in ends
-    (said,) = [line for line in "".join(ranks.errors()).splitlines() if line.startswith("error: ")]
+    (message,) = [
+        line for line in "".join(ranks.errors()).splitlines() if line.startswith("error: ")
+    ]
     assert (
         "the 4 prompts of a step (--generation-batch-size / --num-generations) cannot be shared "
-        "evenly by 3 processes" in said
+        "evenly by 3 processes" in message
     )
 
 

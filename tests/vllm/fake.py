@@ -63,7 +63,7 @@ class FakeVLLM:
                 reply = fake.disturb(*call)
                 reply = fake.answer(*call[1:]) if reply is None else reply
                 status, content = (
-                    (reply, {"error": {"message": "as told"}})
+                    (reply, {"error": {"message": "disturbed"}})
                     if isinstance(reply, int)
                     else (200, reply)
                 )

@@ -1,9 +1,7 @@
-"""A real vLLM for the tests marked `vllm`: finds the interpreter that has it, starts sidecars, and
-measures the log-prob gap.
+"""Helpers for the tests with a real vLLM: find its interpreter, start sidecars, measure the gap.
 
-vLLM pins other versions of transformers than the rest, so it lives in an environment of its own
-(docs/vllm.md says how to make it): .venv-vllm beside .venv, or wherever NANOGRPO_VLLM_PYTHON
-points.
+vLLM pins other versions of transformers than the tests, so it has its own environment (docs/vllm.md
+explains how to make it): .venv-vllm next to .venv, or the one that NANOGRPO_VLLM_PYTHON names.
 """
 
 from __future__ import annotations
@@ -59,8 +57,8 @@ def params(temperature: float, **changes) -> SamplingParams:
 
 
 def sidecar(model: Path, output: Path, *options: str) -> Sidecar:
-    """Not started yet. Fails, or skips where vLLM is not asked for, when there is no interpreter
-    with vLLM.
+    """Return a sidecar that is not started. Without an interpreter that has vLLM, skip the test, or
+    fail if NANOGRPO_REQUIRE_VLLM is set.
     """
     if not Path(PYTHON).exists():
         assert not os.environ.get("NANOGRPO_REQUIRE_VLLM"), (
@@ -76,7 +74,7 @@ def sidecar(model: Path, output: Path, *options: str) -> Sidecar:
 
 @torch.no_grad()
 def trainer_logp(model: Decoder, sample: Sample, temperature: float) -> torch.Tensor:
-    """[tokens] float32: the trainer's log-probs of a completion."""
+    """Return the trainer's log-probs of a completion, [tokens] float32."""
     ids = torch.tensor(sample.prompt.token_ids + sample.token_ids)  # [T]
     attend = Packed(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
     # [T, V]
@@ -87,7 +85,7 @@ def trainer_logp(model: Decoder, sample: Sample, temperature: float) -> torch.Te
 
 
 def gap(model: Decoder, samples: Sequence[Sample], temperature: float) -> float:
-    """The largest difference of a log-prob between trainer and server, over all tokens."""
+    """Return the largest difference between the log-probs of trainer and server over all tokens."""
     return max(
         (trainer_logp(model, s, temperature) - torch.tensor(s.logp)).abs().max().item()
         for s in samples
@@ -96,14 +94,14 @@ def gap(model: Decoder, samples: Sequence[Sample], temperature: float) -> float:
 
 @torch.no_grad()
 def train_a_little(model: Decoder, seed: int) -> None:
-    """Moves every weight: as a step would, and enough to be seen."""
+    """Move every weight, as a training step would, and far enough to be measured."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.add_(0.05 * torch.randn(p.shape, generator=generator))
 
 
-def malformed(rng: random.Random, whole: dict) -> object:
-    """A greeting with one thing wrong."""
+def malformed(rng: random.Random, valid: dict) -> object:
+    """Return connection data with one error."""
     junk = [
         None,
         -1,
@@ -119,7 +117,7 @@ def malformed(rng: random.Random, whole: dict) -> object:
         2**63,
         [["a", "float32", [2**32] * 4]],
     ]
-    body = json.loads(json.dumps(whole))
+    body = json.loads(json.dumps(valid))
     kind = rng.randrange(4)
     if kind == 0:
         body[rng.choice(list(body))] = rng.choice(junk)
@@ -147,7 +145,7 @@ def malformed(rng: random.Random, whole: dict) -> object:
 
 
 def raw(server: Server, path: str, body: bytes) -> int:
-    """The status of a POST."""
+    """Return the status of a POST."""
     connection = server.kind(server.host, server.port, timeout=30)
     connection.request("POST", path, body, server.headers)
     status = connection.getresponse().status
@@ -156,7 +154,7 @@ def raw(server: Server, path: str, body: bytes) -> int:
 
 
 def processes(server: int) -> list[int]:
-    """The pids of the process `server` and all its descendants."""
+    """Return the ids of the process `server` and all its descendants."""
     table = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -171,6 +169,7 @@ def processes(server: int) -> list[int]:
 
 
 def ended(pids: list[int], within: float) -> bool:
+    """Return whether all processes end within so many seconds."""
     deadline = time.monotonic() + within
     for pid in pids:
         while (

@@ -1,6 +1,7 @@
-"""A real vLLM samples with the trainer's weights: equal log-probs after every sync, a door that is
-shut, and routes by which only a trainer can change a weight. Marked `vllm`: needs the environment
-of docs/vllm.md; half a minute to start each server.
+"""A real vLLM samples with the trainer's weights: log-probs agree after every sync, closed routes
+stay closed, and only a trainer can change a weight.
+
+Marked `vllm`: needs the environment of docs/vllm.md. Each start of a server takes half a minute.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tests.vllm.real import PROMPTS, SIZES, gap, malformed, params, raw, train_a
 pytestmark = pytest.mark.vllm
 
 
-# --- the same policy on both sides ----------------------------------------------------------------
+# --- the same policy on both sides ---
 
 
 @pytest.mark.parametrize("head", ["tied", "untied"])
@@ -54,28 +55,28 @@ def test_log_probs_agree_before_and_after_every_sync(request, head, transport):
             # seeds, not neighbours, decide
             assert [s.token_ids for s in again[-4:]] == [s.token_ids for s in samples[:4]]
         train_a_little(model, seed=version)
-        # so that the next round shows that the weights have really moved
+        # so the next round shows that the weights really moved
         assert gap(model, samples, 0.0) > 1e-3
     engine.close()
 
 
-def test_one_corrupted_tensor_is_seen_by_the_check(tied):
+def test_one_corrupted_tensor_shows_in_the_gap(tied):
     model = checkpoint.load_model(tied.folder)
     engine = tied.engine(model)
     name = "model.layers.1.mlp.up_proj.weight"
-    whole = model.get_parameter(name).detach().clone()
+    valid = model.get_parameter(name).detach().clone()
     with torch.no_grad():
         model.get_parameter(name)[3:6].neg_()  # what is sent …
         engine.load(model, 0)
-        model.get_parameter(name).copy_(whole)  # … is not what the trainer has
+        model.get_parameter(name).copy_(valid)  # … is not what the trainer has
     assert gap(model, engine.sample(PROMPTS, 4, params(1.0), step=0), 1.0) > 1e-5
     engine.load(model, 1)
     assert gap(model, engine.sample(PROMPTS, 4, params(1.0), step=0), 1.0) <= 1e-5
     engine.close()
 
 
-def test_on_a_trained_model_both_sides_are_as_near_to_float64_as_float32_allows(tied):
-    """There the largest gap passes 1e-5: see test_rounding.py."""
+def test_on_a_trained_model_both_sides_are_as_close_to_float64_as_float32_allows(tied):
+    """With trained weights the largest gap exceeds 1e-5: see tests/engine/test_rounding.py."""
     model = checkpoint.load_model(tied.folder)
     prompts = trained(model, Tokenizer(tied.folder))
     engine = tied.engine(model, max_len=96)
@@ -104,12 +105,12 @@ def test_stop_tokens_and_lengths_are_the_trainers(tied):
     engine.close()
 
 
-def test_weights_that_change_in_mid_completion_are_told_token_by_token(tied):
+def test_versions_show_per_token_when_weights_change_during_a_completion(tied):
     model = checkpoint.load_model(tied.folder)
     engine = tied.engine(model, max_len=128)
     engine.load(model, 0)
     long = SamplingParams(max_tokens=100, ignore_stop=True)
-    # a fast server may be done before the weights are there: then it is tried again
+    # a fast server may finish before the weights arrive; then try again
     for version in range(8):
         samples, before = [], generated_tokens(tied.server)
 
@@ -178,7 +179,7 @@ def test_two_trainer_processes_under_fsdp(tied):
     assert second["prompts"] == [4, 4, 5, 5]
 
 
-# --- access control -------------------------------------------------------------------------------------
+# --- access control ---
 
 
 def test_every_route_refuses_a_request_without_the_secret(tied):
@@ -192,7 +193,7 @@ def test_every_route_refuses_a_request_without_the_secret(tied):
                     call(path)
 
 
-def test_routes_that_sampling_does_not_need_are_shut(tied):
+def test_routes_that_sampling_does_not_need_return_404(tied):
     for path in (
         "/collective_rpc",
         "/server_info",
@@ -205,7 +206,7 @@ def test_routes_that_sampling_does_not_need_are_shut(tied):
             tied.server.post(path)
 
 
-# --- what someone who knows the secret can do -----------------------------------------------------
+# --- requests with the secret ---
 
 
 def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(tied):
@@ -215,18 +216,18 @@ def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(tied)
     s = tied.server
     before = [(x.token_ids, x.logp) for x in engine.sample(PROMPTS[:1], 1, params(1.0), step=0)]
     layout = [list(e) for e in engine.sync.layout.entries]
-    whole = {"transport": "broadcast", "layout": layout, "bucket_bytes": 1 << 20, "timeout": 1.0}
-    whole |= {"address": "127.0.0.1", "port": 9, "group": "x", "size": 2}
+    valid = {"transport": "broadcast", "layout": layout, "bucket_bytes": 1 << 20, "timeout": 1.0}
+    valid |= {"address": "127.0.0.1", "port": 9, "group": "x", "size": 2}
     rng, refused = random.Random(0), 0
     bodies = [
-        ("/init_weight_transfer_engine", {"init_info": malformed(rng, whole)}) for _ in range(60)
+        ("/init_weight_transfer_engine", {"init_info": malformed(rng, valid)}) for _ in range(60)
     ]
     bodies += [
         ("/init_weight_transfer_engine", x)
         for x in ({}, {"init_info": []}, {"init_info": "x"}, {"init_info": None})
     ]
     handle = {"path": "/etc/passwd"}
-    memory = {**whole, "transport": "memory", "handles": [handle]}
+    memory = {**valid, "transport": "memory", "handles": [handle]}
     bodies += [
         ("/init_weight_transfer_engine", {"init_info": memory | {"handles": h}})
         for h in ([handle], [{}], [1], [], "x")
@@ -251,10 +252,10 @@ def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(tied)
     assert refused > 60
     # truncated JSON
     for path in ("/init_weight_transfer_engine", "/update_weights", "/finish_weight_update"):
-        assert raw(s, path, json.dumps({"init_info": whole}).encode()[:-7]) >= 400
+        assert raw(s, path, json.dumps({"init_info": valid}).encode()[:-7]) >= 400
     after = engine.request(PROMPTS[:1], 1, params(1.0), 0)
     assert [(x.token_ids, x.logp) for x in after] == before
-    # And the trainer that comes back is served as ever.
+    # The trainer can continue.
     samples = engine.sample(PROMPTS, 2, params(1.0), step=0)
     assert gap(model, samples, 1.0) <= 1e-5
     engine.load(model, 1)
@@ -263,7 +264,7 @@ def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(tied)
 
 
 def test_a_layout_that_lacks_a_tensor_is_refused(tied):
-    """A trainer whose model has fewer tensors than the server's: told, not ignored."""
+    """The trainer's model has fewer tensors than the server's. This must be reported."""
     model = checkpoint.load_model(tied.folder)
     s = tied.server
     s.get("/health")
@@ -276,13 +277,13 @@ def test_a_layout_that_lacks_a_tensor_is_refused(tied):
     assert s.get("/weight_info")["weight_version"] == "torn"
     assert s.get("/is_paused") == {"is_paused": False}
     sync.close([s])
-    engine = tied.engine(model)  # the next whole sync repairs it
+    engine = tied.engine(model)  # the next sync repairs it
     engine.load(model, 0)
     assert gap(model, engine.sample(PROMPTS, 2, params(1.0), step=0), 1.0) <= 1e-5
     engine.close()
 
 
-# --- bad input ------------------------------------------------------------------------------------
+# --- bad input ---
 
 
 def test_a_trainer_of_another_model_is_refused(tied, tmp_path):

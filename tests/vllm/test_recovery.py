@@ -1,9 +1,8 @@
-"""A real vLLM that is killed or stopped at every bad moment, and a trainer that is: each recovers,
-or ends, within its timeout.
+"""A real vLLM, or its trainer, is killed or suspended at bad moments, and recovers or ends.
 
-What is checked each time: the samples are those of a run that nothing happened to (same seeds, none
-lost, none twice), and the server that came back has the trainer's weights. Marked `vllm`: each
-recovery is a start of vLLM, about half a minute.
+Each test checks that the samples equal those of an undisturbed run (same seeds, none lost, none
+twice), and that the recovered server has the trainer's weights. Marked `vllm`: each recovery starts
+vLLM, which takes about half a minute.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from nanogrpo.vllm.server import Server
 from tests.vllm.real import PROMPTS, ROOT, ended, gap, params, processes, train_a_little
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-TIMEOUT = 5.0  # seconds in which a healthy server gives a sign of life
+TIMEOUT = 5.0  # seconds within which a healthy server answers a heartbeat
 
 
 @pytest.fixture(scope="module")
 def trained(untied):
-    """(model, engine): the engine owns a running sidecar, and has sent it a model that has moved
-    away from its checkpoint, as version 1.
+    """Return (model, engine). The engine owns a running sidecar and has sent it the model, which
+    has moved away from its checkpoint, as version 1.
     """
     model, process = checkpoint.load_model(untied.folder), untied.process
     start = process.start
@@ -44,9 +43,7 @@ def trained(untied):
 
 
 def warm_up(engine: VLLMEngine) -> None:
-    """vLLM's first answer takes seconds: not to be mistaken for a hang by the short timeout of
-    these tests.
-    """
+    """Let vLLM answer once: its first reply takes longer than the timeout of these tests."""
     engine.servers[0].post(
         "/inference/v1/generate",
         {"token_ids": [1], "sampling_params": {"max_tokens": 2, "n": 4}},
@@ -54,13 +51,13 @@ def warm_up(engine: VLLMEngine) -> None:
     )
 
 
-def shown(samples):
+def content(samples):
     return [(s.prompt.id, s.index, s.token_ids, s.stopped) for s in samples]
 
 
 def kill(engine: VLLMEngine, how: int = signal.SIGKILL) -> None:
-    """The sidecar's HTTP process gets a signal; SIGSTOP stops its workers too, as a machine that
-    hangs would.
+    """Send a signal to the sidecar's HTTP process. SIGSTOP goes to its workers too, as if the
+    machine hung.
     """
     pid = engine.sidecar.process.pid
     if how == signal.SIGKILL:
@@ -69,30 +66,30 @@ def kill(engine: VLLMEngine, how: int = signal.SIGKILL) -> None:
         os.killpg(pid, how)
 
 
-def check(model, engine, before, whole) -> None:
-    """The engine is as it was: same samples, same weights, one restart more."""
+def check(model, engine, before, expected) -> None:
+    """Check that the engine has the same samples and weights as before, and one more restart."""
     samples = engine.sample(PROMPTS, 4, params(1.0), step=1)
-    assert shown(samples) == whole
+    assert content(samples) == expected
     assert gap(model, samples, 1.0) <= 1e-5
     assert engine.restarts == before + 1
 
 
-def test_a_server_stopped_while_sampling_is_noticed_and_replaced(trained):
+def test_a_server_suspended_while_sampling_is_noticed_and_replaced(trained):
     model, engine = trained
-    whole, before = shown(engine.sample(PROMPTS, 4, params(1.0), step=1)), engine.restarts
+    expected, before = content(engine.sample(PROMPTS, 4, params(1.0), step=1)), engine.restarts
     results, begin = [], time.monotonic()
-    # its connections stay open, and the kernel goes on accepting new ones
+    # its connections stay open, and the kernel continues to accept new ones
     kill(engine, signal.SIGSTOP)
     results = engine.sample(PROMPTS, 4, params(1.0), step=1)
-    assert shown(results) == whole
-    # noticed within the heart beat; the rest is vLLM's start
+    assert content(results) == expected
+    # a heartbeat notices it; the rest is vLLM's start
     assert time.monotonic() - begin < TIMEOUT * 1.25 + 150
-    check(model, engine, before, whole)
+    check(model, engine, before, expected)
 
 
 def test_a_server_killed_while_sampling_loses_no_group_and_leaves_no_worker(trained):
     model, engine = trained
-    whole, before = shown(engine.sample(PROMPTS * 4, 4, params(1.0), step=1)), engine.restarts
+    expected, before = content(engine.sample(PROMPTS * 4, 4, params(1.0), step=1)), engine.restarts
     results = []
     thread = threading.Thread(
         target=lambda: results.extend(engine.sample(PROMPTS * 4, 4, params(1.0), step=1))
@@ -106,11 +103,11 @@ def test_a_server_killed_while_sampling_loses_no_group_and_leaves_no_worker(trai
     kill(engine)
     assert ended(pids[1:], within=10.0)  # vLLM alone would leave its workers behind
     thread.join(200)
-    assert shown(results) == whole
-    check(model, engine, before, whole[: len(PROMPTS) * 4])
+    assert content(results) == expected
+    check(model, engine, before, expected[: len(PROMPTS) * 4])
 
 
-def test_a_server_killed_in_the_middle_of_a_sync_gets_the_whole_of_it_again(trained):
+def test_a_server_killed_in_the_middle_of_a_sync_gets_all_weights_again(trained):
     model, engine = trained
     train_a_little(model, seed=7)
     before, group = engine.restarts, engine.servers[0].group
@@ -130,8 +127,8 @@ def test_a_server_killed_in_the_middle_of_a_sync_gets_the_whole_of_it_again(trai
 
 
 def test_a_trainer_killed_in_the_middle_of_a_sync(trained, tmp_path):
-    """A server that it had not started is left paused with torn weights, and the next trainer
-    repairs it. One that it had started ends with it.
+    """A server that it did not start stays paused with torn weights until the next trainer repairs
+    it. A server that it started ends with it.
     """
     model, engine = trained
     script = tmp_path / "dies.py"
@@ -145,12 +142,12 @@ def test_a_trainer_killed_in_the_middle_of_a_sync(trained, tmp_path):
     restarts, pid = engine.restarts, engine.sidecar.process.pid
     assert server.get("/weight_info") == {"weight_version": "torn"}
     assert server.get("/is_paused") == {"is_paused": True}
-    # noticed by the heart beat; the weights are given again
+    # a heartbeat notices it, and the weights are sent again
     samples = engine.sample(PROMPTS, 4, params(1.0), step=2)
     assert gap(model, samples, 1.0) <= 1e-5
     assert (engine.restarts, engine.sidecar.process.pid) == (restarts + 1, pid)
     pids = processes(engine.sidecar.process.pid)
-    # what the kernel does to a killed trainer's end of the pipe
+    # the kernel closes a killed trainer's end of the pipe
     engine.sidecar.process.stdin.close()
     assert ended(pids, within=20.0)
 

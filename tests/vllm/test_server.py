@@ -1,4 +1,6 @@
-"""Servers that the trainer cannot use, against the fake server: one hangs, another trainer holds one.
+"""Servers that the trainer cannot use: one that hangs, and one that another trainer holds.
+
+Against the fake server.
 
 Read before: test_client.py. The server's end of the lease: test_serve.py. Read next:
 test_trouble.py.
@@ -56,7 +58,7 @@ def test_a_server_that_another_trainer_holds_is_waited_for_and_then_reported(fak
     engine_of(fake, patience=30.0)  # its trainer was killed a moment ago
     left[0] = 10**6
     with pytest.raises(
-        UserError, match=r"is taken \(as told\); give each trainer a server of its own"
+        UserError, match=r"is taken \(disturbed\); give each trainer a server of its own"
     ):
         engine_of(fake)
 
@@ -106,7 +108,7 @@ def test_a_server_that_is_never_used_is_reported_once(fake, caplog, status, wher
         for version in range(3):
             engine.load(MODEL, version)
         assert [s.alive for s in engine.servers] == [True, False]
-        told = [r.message for r in caplog.records if "without this server" in r.message]
-        assert len(told) == 1
-        assert other.url in told[0]
+        messages = [r.message for r in caplog.records if "without this server" in r.message]
+        assert len(messages) == 1
+        assert other.url in messages[0]
         assert other.url in str(engine.problem)

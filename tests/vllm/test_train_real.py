@@ -1,8 +1,7 @@
-"""Whole runs of train.py with a real vLLM: they learn as with the embedded engine, and outlive what
-happens to either side.
+"""Full runs of train.py with a real vLLM: they learn as with the embedded engine, and they survive
+failures of either side.
 
-One sidecar serves all runs that are given an address; the others start their own. Marked `vllm`:
-see vllm_real.py.
+One session-wide server serves all runs but one, which starts its own. Marked `vllm`: see real.py.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ def wait_for_step(run: subprocess.Popen, output: Path, step: int, within: float 
 
 
 def trained_on(output: Path) -> list[dict]:
-    """The log without what depends on neighbours in the server's batches (its log-probs' last
-    digits) and on accidents.
+    """Return the log without fields that depend on the server's batches (the last digits of its
+    log-probs) and on failures.
     """
     return [
         {k: v for k, v in row.items() if not k.startswith(("sampling/", "vllm/"))}
@@ -88,8 +87,8 @@ def trained_on(output: Path) -> list[dict]:
 
 
 def test_the_reward_rises_as_with_the_embedded_engine(base, files, tmp_path, server):
-    """Synchronous, one step ahead, and on two ranks: the same curve but for the draws, which are
-    other ones in another engine.
+    """Synchronous, one step ahead, and on two ranks. Engines have different random numbers, so the
+    curves are similar, not equal.
     """
     options = [
         "--max-steps",
@@ -129,8 +128,8 @@ def test_the_reward_rises_as_with_the_embedded_engine(base, files, tmp_path, ser
 
 
 def test_own_server_killed_and_own_trainer_killed_lose_nothing(base, files, tmp_path, server):
-    """One command starts the server too. It is killed in the middle; then rank 0 is; resumed, the
-    log is that of a quiet run.
+    """One command starts the server too. The test kills the server during the run, and then the
+    trainer. After a resume, the log equals that of an undisturbed run.
     """
     options = ["--max-steps", "6", "--save-steps", "1"]
     finish(arguments(base, files, tmp_path / "quiet", *options, *server))
@@ -147,16 +146,14 @@ def test_own_server_killed_and_own_trainer_killed_lose_nothing(base, files, tmp_
     assert steps(output)[3]["vllm/restarts"] == 1
     family = processes(training.pid)
     training.kill()
-    assert ended(family, within=20.0)  # the server that it had started is gone with it
+    assert ended(family, within=20.0)  # the server that it started ended with it
     training.communicate()
     finish(arguments(base, files, output, *options, *server, "--resume"))
     assert trained_on(output) == trained_on(tmp_path / "quiet")
 
 
 def test_adapters_are_sampled_merged(base, files, tmp_path, server):
-    """LoRA: the log-probs of what the server samples are those of base and adapters together, after
-    every step of both.
-    """
+    """After every step, the log-probs of the server are those of base and adapters together."""
     options = [
         "--lora-r",
         "8",
@@ -193,8 +190,8 @@ def rollout(samples, turns):
 
 
 def test_turns_with_answers_in_between(base, files, tmp_path, server):
-    """What the model writes after an answer has the trainer's log-probs given the answer; two
-    ranks, whose conversations have other numbers of turns, sample and train the same.
+    """Tokens after an answer have the trainer's log-probs given the answer. Two ranks sample and
+    train the same, although their conversations have different numbers of turns.
     """
     (tmp_path / "turns.py").write_text(TURNS)
     rollout = f"{tmp_path / 'turns.py'}:rollout"

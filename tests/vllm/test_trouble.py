@@ -37,7 +37,7 @@ from tests.vllm.fake import MODEL, PARAMS, PROMPTS, FakeVLLM, content, engine_of
 
 def test_a_single_completion_is_not_mistaken_for_a_greedy_reply(fake):
     engine = engine_of(fake)
-    whole = content(engine.sample(PROMPTS[:1], 4, PARAMS, step=0))
+    expected = content(engine.sample(PROMPTS[:1], 4, PARAMS, step=0))
     left = [1]
 
     def cut(method, path, body):
@@ -45,7 +45,7 @@ def test_a_single_completion_is_not_mistaken_for_a_greedy_reply(fake):
             return {"choices": fake.answer(path, body)["choices"][:1]}
 
     fake.disturb = cut
-    assert content(engine.sample(PROMPTS[:1], 4, PARAMS, step=0)) == whole
+    assert content(engine.sample(PROMPTS[:1], 4, PARAMS, step=0)) == expected
 
 
 def test_an_address_given_twice_is_refused(fake):
@@ -93,7 +93,7 @@ def test_a_refusal_during_a_run_loses_the_server_but_not_the_checkpoint(fake, wh
 
     def disturb(method, path, body):
         if where == "/is_paused" and "generate" in path:
-            held.wait(100)  # so that the heart beat comes first
+            held.wait(100)  # so the heartbeat comes first
         return 401 if where in path else None
 
     fake.disturb = disturb
@@ -131,9 +131,9 @@ def owner(fake: FakeVLLM, *goes: bool) -> VLLMEngine:
 def test_a_restart_that_fails_is_retried(fake):
     """The memory of the dead server may not be free at once."""
     engine = owner(fake, True, False, False, True)
-    whole = content(engine.sample(PROMPTS, 2, PARAMS, step=0))
+    expected = content(engine.sample(PROMPTS, 2, PARAMS, step=0))
     fake.disturb = lambda *call: 500
-    assert content(engine.sample(PROMPTS, 2, PARAMS, step=0)) == whole
+    assert content(engine.sample(PROMPTS, 2, PARAMS, step=0)) == expected
 
 
 def test_restarts_that_all_fail_lose_the_server_but_not_the_checkpoint(fake):
@@ -177,7 +177,7 @@ def test_a_start_can_be_stopped_from_another_thread(tmp_path):
 
 @contextlib.contextmanager
 def unreachable():
-    """Yield the port of a socket with a full queue: a client waits, as for a machine that is gone."""
+    """Yield the port of a socket with a full queue, where clients wait and get no answer."""
     with socket.socket() as sock, contextlib.ExitStack() as stack:
         sock.bind(("127.0.0.1", 0))
         sock.listen(0)
@@ -265,7 +265,7 @@ def test_the_other_ranks_wait_for_a_recovery_longer_than_for_a_collective(fake):
     assert run(2, late_to_load, fake.url) == [0, 0]
 
 
-# --- whole runs ---
+# --- full runs ---
 
 
 @pytest.mark.parametrize("ahead", ["0", "1"])
@@ -280,11 +280,11 @@ def test_a_signal_ends_the_wait_for_a_server_and_the_run_saves(
         if len(fake.generated()) <= 9 or path == "/nanogrpo":
             return None
         if not asked.is_set():
-            told.append(time.monotonic())
+            signalled.append(time.monotonic())
             os.kill(os.getpid(), signal.SIGTERM)
         return 500
 
-    told = []
+    signalled = []
     with FakeVLLM(tiny_config(vocab_size=Tokenizer(tiny_base).vocab_size)) as fake:
         fake.disturb = disturb
         options = [
@@ -298,7 +298,7 @@ def test_a_signal_ends_the_wait_for_a_server_and_the_run_saves(
             ahead,
         ]
         status = train.main(arguments(tiny_base, files, tmp_path, *options, "--max-steps", "5"))
-    assert time.monotonic() - told[0] < 60
+    assert time.monotonic() - signalled[0] < 60
     # 0: the step in hand was finished
     assert "continue with --resume" in capsys.readouterr().err if status == 2 else ahead == "1"
     assert [p.name for p in checkpoint.checkpoints(tmp_path)] == [
