@@ -10,8 +10,7 @@ in it · M completion tokens in it that are trained on · D hidden · H query he
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -124,6 +123,8 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return a copy of the batch on a device."""
-        tensors = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
-        moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in tensors.items()}
-        return replace(self, **moved)
+        moved = {
+            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v
+            for k, v in vars(self).items()
+        }
+        return PackedBatch(**moved)

@@ -72,11 +72,9 @@ def load_all(
                 f"{name}: all {len(records)} prompts have more than {max_prompt_length} tokens; "
                 "raise --max-prompt-length."
             )
-        if len(kept) < len(records):
-            log.info(
-                "%s: %d of %d prompts have more than %d tokens and are dropped.",
-                *(name, len(records) - len(kept), len(records), max_prompt_length),
-            )
+        if dropped := len(records) - len(kept):
+            count, limit = f"{dropped} of {len(records)}", max_prompt_length
+            log.info("%s: %s prompts have more than %d tokens and are dropped.", name, count, limit)
         parts.append(kept)
         first_id += len(records)
     return parts
