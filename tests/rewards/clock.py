@@ -16,7 +16,9 @@ from nanogrpo.rewards.process import CallLost, RewardProcess
 
 
 class Clock:
-    now = 0.0
+    def __init__(self):
+        self.now = 0.0
+        self.limits: list[float] = []  # the timeout of each call
 
     def monotonic(self) -> float:
         return self.now
@@ -35,6 +37,7 @@ def only_hangs_take_time(
     clock, real_call, real_start = Clock(), RewardProcess.call, RewardProcess.start
 
     def call(process, functions, arguments, labels, timeout):
+        clock.limits.append(timeout)
         if not hangs(arguments["prompts"]):
             return real_call(process, functions, arguments, labels, 60.0)
         try:

@@ -33,12 +33,10 @@ def fails_on_prompt_3(name, fail):
     return function
 
 
-sleeps = fails_on_prompt_3("sleeps", lambda: time.sleep(1000))
 # in C, while it holds the interpreter's lock
 backtracks = fails_on_prompt_3("backtracks", lambda: re.match("(a+)+$", "a" * 60 + "b"))
 exits = fails_on_prompt_3("exits", lambda: os._exit(7))
 segfaults = fails_on_prompt_3("segfaults", lambda: os.kill(os.getpid(), signal.SIGSEGV))
-out_of_memory = fails_on_prompt_3("out_of_memory", lambda: os.kill(os.getpid(), signal.SIGKILL))
 raises = fails_on_prompt_3("raises", lambda: 1 / 0)
 calls_exit = fails_on_prompt_3("calls_exit", lambda: sys.exit(3))
 

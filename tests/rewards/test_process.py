@@ -132,11 +132,9 @@ def test_a_forgotten_child_does_not_answer(process):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("sleeps", "gave no answer within"),
         ("backtracks", "gave no answer within"),
         ("exits", "exited with status 7"),
         ("segfaults", "was killed by SIGSEGV"),
-        ("out_of_memory", "was killed by SIGKILL"),
         ("awaits_and_hangs", "gave no answer within"),
     ],
 )
@@ -165,28 +163,30 @@ def test_a_hang_or_crash_on_one_prompt_loses_only_its_group(caplog, monkeypatch,
 
 
 def test_slow_imports_do_not_take_the_time_of_healthy_groups(tmp_path, monkeypatch):
-    only_hangs_take_time(monkeypatch, imports=0.9)
+    clock = only_hangs_take_time(monkeypatch, imports=0.9)
     (tmp_path / "slow.py").write_text(
         "import os\n\ndef f(prompts, **kwargs):\n"
         '    if {"1", "2", "3"} & {*prompts}:\n        os._exit(1)\n'
         "    return [1.0] * len(prompts)\n"
     )
     runner = Runner([f"{tmp_path / 'slow.py'}:f"], timeout=1.5)
-    runner.score(samples := groups(12))
-    assert rewards(samples) == [1.0] * 2 + [None] * 6 + [1.0] * 16
+    runner.score(samples := groups(6))
+    assert rewards(samples) == [1.0] * 2 + [None] * 6 + [1.0] * 4
+    assert len(clock.limits) == 1 + 6
+    assert min(clock.limits) > 0.999 * 1.5 / 6  # at least an equal part, up to rounding
 
 
 def test_the_time_is_bounded_and_shared_when_all_groups_hang(caplog, monkeypatch):
-    samples, limit = groups(4), 0.4
+    samples, limit = groups(2), 0.4
     clock = only_hangs_take_time(monkeypatch, lambda prompts: True)
     runner = Runner(named("always_hangs"), timeout=limit)
     begun = time.monotonic()
     runner.score(samples)
     assert clock.now == pytest.approx(2 * limit)
     assert 2 * limit <= time.monotonic() - begun < 60  # on the real clock too
-    assert rewards(samples) == [None] * 8
-    assert runner.metrics(lambda mine: [mine]) == {"rewards/failures": 4}
-    assert len(caplog.records) == 5
+    assert rewards(samples) == [None] * 4
+    assert runner.metrics(lambda mine: [mine]) == {"rewards/failures": 2}
+    assert len(caplog.records) == 3
 
 
 def test_a_run_ends_when_three_calls_in_a_row_lose_every_group():
