@@ -56,9 +56,8 @@ def row_kernel(
     row = tl.program_id(0).to(tl.int64)
     L = LOGITS + row * stride
     BLOCK: tl.constexpr = R * C
-    lanes = tl.arange(0, BLOCK)
-    blocks = tl.cdiv(V, BLOCK)
     k = tl.full((), k, ACC)
+    weight = tl.load(WEIGHT + row).to(ACC)
     y = tl.load(TARGETS + row)
     zy = tl.load(L + y).to(ACC)  # before it is overwritten
     q, l, s = statistics(L, 0, V, k, WIDE, R, C, ACC)
@@ -66,7 +65,6 @@ def row_kernel(
     tl.store(LOGP + row, logp)
     tl.store(ENTROPY + row, entropy)
     dlogp = tl.zeros((), ACC)
-    weight = tl.load(WEIGHT + row).to(ACC)
     if weight != 0.0:
         old = None
         ref = None
@@ -83,6 +81,8 @@ def row_kernel(
     dentropy = tl.zeros((), ACC)
     if ENTROPY_WEIGHT is not None:
         dentropy = -tl.load(ENTROPY_WEIGHT + row).to(ACC)
+    lanes = tl.arange(0, BLOCK)
+    blocks = tl.cdiv(V, BLOCK)
     # A row of NaN gives NaN, as in the reference.
     if (dlogp == 0.0) & (dentropy == 0.0) & (logp == logp):
         for c in tl.range(0, V, BLOCK):

@@ -21,7 +21,7 @@ Memory.     One chunk of logits, C·V·2 bytes in bfloat16 (2.5 GB at C = 8192),
 Bytes.      Rows are read and written once, in place: 4·M·V (1.16 ms at 4.3 TB/s). Each chunk after
             the first reads and writes dW again: 8·V·D bytes, 245/C of the time of its products for
             every D. So prefer one chunk of 8192 rows to many small ones.
-Reference.  `log_softmax_forward` and `policy_rows_` on all logits at once (tests/model/test_head.py).
+Reference.  `log_softmax_forward` and `policy_rows_` on all logits (tests/model/test_head.py).
 
 The gradients cannot be computed in the forward if a token's coefficient depends on other tokens'
 log-probs, as with a ratio or a mask of sequences. `HeadLogp` then splits the work into two phases,
@@ -72,7 +72,7 @@ class HeadLogp(torch.autograd.Function):
         hidden, lm_head, targets, norm, entropy = ctx.saved_tensors
         temperature, chunk, rows = ctx.settings
         need_dhidden, need_dhead = ctx.needs_input_grad[:2]
-        dhidden, dhead = torch.zeros_like(hidden) if need_dhidden else None, None
+        dhidden, dhead = torch.zeros_like(hidden), None
         buffer = _buffer(hidden, lm_head, chunk)
         for index in _chunks((dlogp != 0) | (dentropy != 0), chunk):
             h = hidden[index]  # [C, D]
@@ -91,7 +91,7 @@ class HeadLogp(torch.autograd.Function):
             if need_dhead:
                 dhead = _add_product(dhead, dlogits, h)
         dhead = _complete(dhead, lm_head).to(lm_head.dtype) if need_dhead else None
-        return dhidden, dhead, None, None, None, None
+        return dhidden if need_dhidden else None, dhead, None, None, None, None
 
 
 class HeadPolicyLoss(torch.autograd.Function):
@@ -108,7 +108,7 @@ class HeadPolicyLoss(torch.autograd.Function):
         need_dhidden, need_dhead = ctx.needs_input_grad[:2]
         count, acc = len(hidden), accumulate(hidden.dtype)
         logp, entropy = (torch.zeros(count, dtype=acc, device=hidden.device) for _ in range(2))
-        dhidden, dhead = torch.zeros_like(hidden) if need_dhidden else None, None
+        dhidden, dhead = torch.zeros_like(hidden), None
         buffer = _buffer(hidden, lm_head, chunk)
         computed, trained = _kinds(inputs, o)
         if not (need_dhidden or need_dhead):
@@ -136,7 +136,11 @@ class HeadPolicyLoss(torch.autograd.Function):
         loss, _, clip, kl = rows.policy_forward(logp, inputs, o)
         if inputs.entropy_weight is not None:
             loss = loss - (inputs.entropy_weight * entropy).sum()
-        ctx.save_for_backward(dhidden, _complete(dhead, lm_head) if need_dhead else None)
+        gradients = (
+            dhidden if need_dhidden else None,
+            _complete(dhead, lm_head) if need_dhead else None,
+        )
+        ctx.save_for_backward(*gradients)
         ctx.dtypes = hidden.dtype, lm_head.dtype
         ctx.mark_non_differentiable(*(x for x in (logp, entropy, clip, kl) if x is not None))
         return loss, logp, entropy, clip, kl

@@ -20,6 +20,7 @@ Read next: head.py (the products of the output head), nanogrpo/model/decoder.py 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,8 @@ from torch.autograd.function import once_differentiable
 
 WORTH = 1 << 22  # multiply-adds above which oneDNN's product is faster, including the call
 PACK_FROM = 1 << 14  # elements of a weight above which `packed` pays for itself
-_onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # some builds of torch lack it
+# some builds of torch lack it
+_onednn: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def by_onednn(a: Tensor, b: Tensor) -> bool:
@@ -41,7 +43,7 @@ def by_onednn(a: Tensor, b: Tensor) -> bool:
         and b.is_cpu
         and a.dtype == b.dtype == torch.float32
         and _onednn is not None
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
         and not torch.compiler.is_compiling()
         and {type(a), type(b)} <= {Tensor, nn.Parameter}
         and a.ndim == b.ndim == 2

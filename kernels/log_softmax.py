@@ -162,7 +162,7 @@ def statistics(
 
 @triton.jit
 def results(zy, k, q, l, s):
-    """Return log-prob, entropy (nats) and log2 l, given a row's statistics and its target's logit."""
+    """Return log-prob, entropy (nats) and log2 l; zy is the logit of the target."""
     log_l = tl.log2(l)
     return (tl.fma(zy, k, -q) - log_l) * LN2, (log_l - s / l) * LN2, log_l
 

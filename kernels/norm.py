@@ -1,16 +1,19 @@
-"""RMSNorm with the residual add before it, in one read and one write: not used by the model until a
-GPU shows that it wins.
+"""RMSNorm with the residual add before it, in one read and one write. The model does not use it:
+only a GPU can show whether it is faster.
 
 In: x [T, D] and residual [T, D] (or None), weight [D]; bf16, fp16 or fp32. Out: the normed [T, D]
 and the sum [T, D], which is the next residual. Read next: rope.py.
 
-Equation.   h = x + residual;  r = (mean(h²) + ε)^{-1/2};  y = h r · weight        (Zhang and Sennrich 2019, arXiv 1910.07467)
-Derivation. With n = h r and g = dy · weight:  dh = r (g - n mean(g n)) + dh_from_the_residual;  dx
-= dresidual = dh;
-            dweight = Σ_t dy n. Statistics in float32; h is rounded to its type first, as the separate add would.
-Sums.       dweight: each of P programs walks over every P-th row and keeps its part; the parts are added in order.
-Bytes.      Forward: reads 4·T·D, writes 4·T·D in bfloat16, where add (6) and norm (4) apart move 10·T·D.
-            Backward: reads 6, writes 2. T = 8192, D = 4096 at 4.3 TB/s: 62 µs each way. FLOP: 6 an element.
+Equation.   h = x + residual;  r = (mean(h²) + ε)^{-1/2};  y = h r · weight
+            (Zhang and Sennrich 2019, arXiv 1910.07467)
+Derivation. With n = h r and g = dy · weight:  dh = r (g - n mean(g n)) + dh_from_the_residual;
+            dx = dresidual = dh;  dweight = Σ_t dy n. Statistics are in float32. h is rounded to its
+            type first, as a separate add would round it.
+Sums.       dweight: each of P programs walks over every P-th row and keeps its part. The parts are
+            added in order.
+Bytes.      Forward: reads 4·T·D and writes 4·T·D in bfloat16. Apart, add (6) and norm (4) move
+            10·T·D. Backward: reads 6, writes 2. T = 8192, D = 4096 at 4.3 TB/s: 62 µs each way.
+            FLOP: 6 per element.
 Reference.  `torch.nn.functional.rms_norm(x + residual, …)`.
 """
 
@@ -21,13 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# of the backward: about two for each multiprocessor, and the number of rows of the table of parts
+# programs of the backward, about two per multiprocessor; also the rows of the table of parts
 PROGRAMS = 256
 
 
 @triton.jit
 def forward_kernel(X, RESIDUAL, WEIGHT, Y, SUM, RSTD, D, eps, BLOCK: tl.constexpr):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     h = tl.load(X + row * D + j, mask=j < D, other=0.0).to(tl.float32)
@@ -35,7 +38,7 @@ def forward_kernel(X, RESIDUAL, WEIGHT, Y, SUM, RSTD, D, eps, BLOCK: tl.constexp
         h += tl.load(RESIDUAL + row * D + j, mask=j < D, other=0.0).to(tl.float32)
         rounded = h.to(SUM.dtype.element_ty)
         tl.store(SUM + row * D + j, rounded, mask=j < D)
-        h = rounded.to(tl.float32)  # the backward will see the rounded sum
+        h = rounded.to(tl.float32)  # the backward sees the rounded sum
     rstd = 1.0 / tl.sqrt(tl.sum(h * h, 0) / D + eps)
     w = tl.load(WEIGHT + j, mask=j < D, other=0.0).to(tl.float32)
     tl.store(Y + row * D + j, (h * rstd * w).to(Y.dtype.element_ty), mask=j < D)
@@ -44,7 +47,7 @@ def forward_kernel(X, RESIDUAL, WEIGHT, Y, SUM, RSTD, D, eps, BLOCK: tl.constexp
 
 @triton.jit
 def backward_kernel(H, WEIGHT, RSTD, DY, DSUM, DX, PARTS, T, D, BLOCK: tl.constexpr):
-    """Program p walks rows p, p + P, p + 2P, …; its part of dweight goes to row p of PARTS [P, D]."""
+    """Program p visits rows p, p + P, …; its part of dweight goes to row p of PARTS [P, D]."""
     pid = tl.program_id(0)
     j = tl.arange(0, BLOCK)
     w = tl.load(WEIGHT + j, mask=j < D, other=0.0).to(tl.float32)
@@ -64,32 +67,22 @@ def backward_kernel(H, WEIGHT, RSTD, DY, DSUM, DX, PARTS, T, D, BLOCK: tl.conste
 
 
 def shape_of_block(width: int) -> tuple[int, int]:
-    """Numbers and warps of a program: a whole row."""
+    """Return the numbers (a full row) and the warps of a program."""
     block = triton.next_power_of_2(width)
     return block, max(1, min(16, block // 512))
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx, x, residual, weight, eps):
         x, weight = x.contiguous(), weight.contiguous()
         count, width = x.shape
         y, rstd = torch.empty_like(x), torch.empty(count, dtype=torch.float32, device=x.device)
         total = None if residual is None else torch.empty_like(x)
         block, warps = shape_of_block(width)
-        args = (
-            x,
-            None if residual is None else residual.contiguous(),
-            weight,
-            y,
-            total,
-            rstd,
-            width,
-            eps,
-        )
+        residual = None if residual is None else residual.contiguous()
         if count:
+            args = x, residual, weight, y, total, rstd, width, eps
             forward_kernel[(count,)](*args, BLOCK=block, num_warps=warps)
         ctx.save_for_backward(x if residual is None else total, weight, rstd)
         ctx.has_residual = residual is not None
@@ -97,29 +90,16 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(
-        ctx, dy: Tensor, dsum: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor, None]:
+    def backward(ctx, dy, dsum):
         h, weight, rstd = ctx.saved_tensors
         count, width = h.shape
         programs = max(1, min(PROGRAMS, count))
-        dx, parts = (
-            torch.empty_like(h),
-            torch.zeros(programs, width, dtype=torch.float32, device=h.device),
-        )
+        dx = torch.empty_like(h)
+        parts = torch.zeros(programs, width, dtype=torch.float32, device=h.device)
         block, warps = shape_of_block(width)
-        args = (
-            h,
-            weight,
-            rstd,
-            dy.contiguous(),
-            None if dsum is None else dsum.contiguous(),
-            dx,
-            parts,
-            count,
-            width,
-        )
+        dsum = None if dsum is None else dsum.contiguous()
         if count:
+            args = h, weight, rstd, dy.contiguous(), dsum, dx, parts, count, width
             backward_kernel[(programs,)](*args, BLOCK=block, num_warps=warps)
         return dx, dx if ctx.has_residual else None, parts.sum(0).to(weight.dtype), None
 
@@ -127,8 +107,9 @@ class _AddNorm(torch.autograd.Function):
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """x [T, D], residual [T, D] or None, weight [D] → normed [T, D] and x + residual [T, D], both
-    in the type of x.
+    """Return the normed [T, D] and x + residual [T, D], both in the type of x.
+
+    x [T, D], residual [T, D] or None, weight [D].
     """
     y, total = _AddNorm.apply(x, residual, weight, eps)
     return y, x if residual is None else total

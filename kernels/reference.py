@@ -60,7 +60,7 @@ class LossInputs(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LossInputs:
         """Apply a function to every vector that is present."""
-        return self._make(None if v is None else function(v) for v in self)
+        return LossInputs._make(None if v is None else function(v) for v in self)
 
     def at(self, index: Tensor) -> LossInputs:
         """Return the vectors of some tokens only."""

@@ -1,19 +1,20 @@
-"""QK-norm and rotary embedding of every head in one visit: not used by the model until a GPU shows
-that it wins.
+"""QK-norm and rotary embedding of every head in one visit. The model does not use it: only a GPU
+can show whether it is faster.
 
 In: x [T, H, E] (queries or keys), weight [E], cos and sin [T, E] float32 (both halves alike). Out:
 [T, H, E] in the type of x. Read next: swiglu.py.
 
-Equation.   n = x (mean(x²) + ε)^{-1/2};  u = n · weight, in halves (a, b);  y = (a cos - b sin, b cos + a sin)
-            (RMSNorm a head as Qwen3 does; Su et al. 2021, arXiv 2104.09864, pairing i with i + E/2)
-Derivation. A rotation's transpose is the rotation back: da = dya cos + dyb sin, db = dyb cos - dya
-sin. Then RMSNorm's:
-            g = du · weight;  dx = r (g - n mean(g n));  dweight = Σ du n, r computed again from x, which is at hand anyway.
+Equation.   n = x (mean(x²) + ε)^{-1/2};  u = n · weight, in halves (a, b);
+            y = (a cos - b sin, b cos + a sin)
+            (RMSNorm per head as in Qwen3; Su et al. 2021, arXiv 2104.09864, pairs i with i + E/2)
+Derivation. The transpose of a rotation is the rotation back: da = dya cos + dyb sin,
+            db = dyb cos - dya sin. Then RMSNorm's: g = du · weight;  dx = r (g - n mean(g n));
+            dweight = Σ du n. r is computed again from x, which is loaded anyway.
 Sums.       dweight: a fixed number of programs, each with its part, added in order.
-Bytes.      Forward 4·T·H·E in bfloat16 (norm and rotation apart move 8 or more); backward 6. T = 8192, H = 32, E = 128: 31 µs at
-            4.3 TB/s. FLOP: 12 an element.
+Bytes.      Forward 4·T·H·E in bfloat16 (norm and rotation apart move 8 or more); backward 6.
+            T = 8192, H = 32, E = 128: 31 µs at 4.3 TB/s. FLOP: 12 per element.
 Reference.  `nanogrpo.model.decoder.rotate` of `torch.nn.functional.rms_norm`, without the rounding
-between the two.
+            between the two.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512  # of the backward, and the number of rows of the table of parts
-ROWS = 16  # heads a program holds at once
+PROGRAMS = 512  # programs of the backward, and rows of the table of parts
+ROWS = 16  # heads that a program holds at once
 
 
 @triton.jit
 def load_row(X, COS, SIN, WEIGHT, i, count, heads, eps, HALF: tl.constexpr):
-    """Normed halves na, nb [ROWS, HALF] of the rows i, 1/rms [ROWS, 1], cos, sin, and the weight's
-    halves.
+    """Return the normed halves [ROWS, HALF] of the rows i, 1/rms [ROWS, 1], cos, sin and the halves
+    of the weight; before them, the addresses and the mask.
     """
     j = tl.arange(0, HALF)
     here = (i < count)[:, None]
@@ -50,7 +51,7 @@ def load_row(X, COS, SIN, WEIGHT, i, count, heads, eps, HALF: tl.constexpr):
 def forward_kernel(
     X, WEIGHT, COS, SIN, Y, count, heads, eps, HALF: tl.constexpr, ROWS: tl.constexpr
 ):
-    """One program ROWS rows of the count = T·H."""
+    """One program per ROWS of the count = T·H rows."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at, here, na, nb, _, cos, sin, wa, wb = load_row(
         X, COS, SIN, WEIGHT, i, count, heads, eps, HALF
@@ -65,7 +66,7 @@ def forward_kernel(
 def backward_kernel(
     X, WEIGHT, COS, SIN, DY, DX, PARTS, count, heads, eps, HALF: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Program p walks blocks p, p + P, …; its part of dweight goes to row p of PARTS [P, 2·HALF]."""
+    """Program p visits blocks p, p + P, …; its part of dweight goes to PARTS[p], [2·HALF]."""
     pid = tl.program_id(0)
     j = tl.arange(0, HALF)
     dwa = tl.zeros((HALF,), tl.float32)
@@ -92,28 +93,25 @@ def backward_kernel(
 
 class _NormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x, weight, cos, sin, eps):
         x, weight, cos, sin = (v.contiguous() for v in (x, weight, cos, sin))
         y, count = torch.empty_like(x), x.shape[0] * x.shape[1]
         shape = dict(HALF=x.shape[2] // 2, ROWS=ROWS, num_warps=4)
         if count:
-            forward_kernel[(triton.cdiv(count, ROWS),)](
-                x, weight, cos, sin, y, count, x.shape[1], eps, **shape
-            )
+            args = x, weight, cos, sin, y, count, x.shape[1], eps
+            forward_kernel[(triton.cdiv(count, ROWS),)](*args, **shape)
         ctx.save_for_backward(x, weight, cos, sin)
         ctx.eps = eps
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx, dy):
         x, weight, cos, sin = ctx.saved_tensors
         count = x.shape[0] * x.shape[1]
         programs = max(1, min(PROGRAMS, triton.cdiv(count, ROWS)))
-        dx, parts = (
-            torch.empty_like(x),
-            torch.zeros(programs, x.shape[2], dtype=torch.float32, device=x.device),
-        )
+        dx = torch.empty_like(x)
+        parts = torch.zeros(programs, x.shape[2], dtype=torch.float32, device=x.device)
         shape = dict(HALF=x.shape[2] // 2, ROWS=ROWS, num_warps=4)
         args = x, weight, cos, sin, dy.contiguous(), dx, parts, count, x.shape[1], ctx.eps
         if count:
@@ -122,11 +120,13 @@ class _NormRope(torch.autograd.Function):
 
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """x [T, H, E] (E a power of two), weight [E], cos and sin [T, E] float32 → [T, H, E] in the
-    type of x.
+    """Return [T, H, E] in the type of x.
+
+    x [T, H, E] (E a power of two), weight [E], cos and sin [T, E] float32.
     """
     if x.shape[2] & (x.shape[2] - 1):
         raise ValueError(
-            f"the head size is {x.shape[2]}: this kernel holds a head in one block, which must be a power of two."
+            f"the head size is {x.shape[2]}: this kernel holds a head in one block, whose size "
+            "must be a power of two."
         )
     return _NormRope.apply(x, weight, cos, sin, eps)

@@ -1,10 +1,12 @@
-"""SwiGLU's elementwise half, silu(gate) · up: not used by the model until a GPU shows that it wins.
+"""The elementwise half of SwiGLU, silu(gate) · up. The model does not use it: only a GPU can show
+whether it is faster.
 
 In: gate [T, F], up [T, F]; bf16, fp16 or fp32. Out: [T, F] in their type. Read next: README.md.
 
-Equation.   σ = 1 / (1 + e^{-g});  y = g σ u                                     (Shazeer 2020, arXiv 2002.05202)
-Derivation. dy/du = g σ;  dy/dg = u σ (1 + g (1 - σ)). Nothing is saved but the two inputs.
-Bytes.      Forward 6·T·F in bfloat16, backward 10·T·F: T = 8192, F = 12,288 at 4.3 TB/s: 140 and 234 µs. FLOP: 5 an element.
+Equation.   σ = 1 / (1 + e^{-g});  y = g σ u                    (Shazeer 2020, arXiv 2002.05202)
+Derivation. dy/du = g σ;  dy/dg = u σ (1 + g (1 - σ)). Only the two inputs are saved.
+Bytes.      Forward 6·T·F in bfloat16, backward 10·T·F. T = 8192, F = 12,288 at 4.3 TB/s: 140 and
+            234 µs. FLOP: 5 per element.
 Reference.  `torch.nn.functional.silu(gate) * up`.
 """
 
@@ -41,7 +43,7 @@ def backward_kernel(GATE, UP, DY, DGATE, DUP, count, BLOCK: tl.constexpr):
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx, gate, up):
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
         if y.numel():
@@ -53,7 +55,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, dy):
         gate, up = ctx.saved_tensors
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         args = gate, up, dy.contiguous(), dgate, dup, gate.numel()
@@ -63,5 +65,5 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, [T, F] each; computed in float32, rounded once."""
+    """Return silu(gate) · up [T, F], computed in float32 and rounded once."""
     return _SwiGLU.apply(gate, up)

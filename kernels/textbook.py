@@ -1,12 +1,13 @@
-"""The online softmax as textbooks have it: the rung of the ladder that log_softmax.py leaves
-behind. Only the bench uses it.
+"""The online softmax as in textbooks: the rung of the ladder below log_softmax.py. Only the bench
+uses it.
 
 In: logits [N, V] bf16, fp16 or fp32, targets [N] int64. Out: log-prob and entropy [N] float32. Read
 next: log_softmax.py.
 
-Equation.   Of each block: m' = max(m, max x);  l ← l 2^{m - m'} + Σ 2^{x - m'}, x in units of log2(e) / T (Milakov and Gimelshein
-            2018, arXiv 1805.02867). m, l, s are one number a row, so each block ends in three reductions over all threads:
-            shuffles within warps, shared memory and barriers between them. That, not memory, is what it waits for.
+Equation.   For each block: m' = max(m, max x);  l ← l 2^{m - m'} + Σ 2^{x - m'}, with x in units of
+            log2(e) / T (Milakov and Gimelshein 2018, arXiv 1805.02867). m, l and s are one number
+            per row, so each block ends in three reductions over all threads: shuffles within warps,
+            shared memory and barriers between them. The kernel waits for those, not for memory.
 Reference.  `log_softmax_forward` in reference.py.
 """
 
@@ -22,7 +23,7 @@ from .log_softmax import LN2, LOG2E, LOWEST
 
 @triton.jit
 def textbook_kernel(LOGITS, TARGETS, LOGP, ENTROPY, stride, V, k, BLOCK: tl.constexpr):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     L = LOGITS + row * stride
     m = LOWEST
@@ -45,7 +46,7 @@ def textbook_kernel(LOGITS, TARGETS, LOGP, ENTROPY, stride, V, k, BLOCK: tl.cons
 def textbook_log_softmax(
     logits: Tensor, targets: Tensor, temperature: float, *, block: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """[N, V], [N] → log-prob [N], entropy [N] in nats."""
+    """Return log-prob [N] and entropy [N] in nats."""
     count, vocab = logits.shape
     logp, entropy = (
         torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2)

@@ -60,8 +60,8 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 def maxrl(rewards: Tensor) -> Tensor:
     """Return A = (r - mean_group) / mean_group, or 0 unless the mean is above 0.
 
-    With rewards 0 and 1 this is the gradient of the log of the success rate instead of the rate: the
-    rarer a success, the more it counts. MaxRL 2026 (2602.02710).
+    With rewards 0 and 1 this is the gradient of the log of the success rate instead of the rate:
+    the rarer a success, the more it counts. MaxRL 2026 (2602.02710).
     """
     mean = rewards.nanmean(1, keepdim=True)  # [P, 1]
     # 0.1 + 0.2 - 0.3 is above 0 too, by rounding

@@ -8,15 +8,16 @@ loss. The loss itself is `policy_terms` in kernels/reference.py, about 25 lines:
     l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A)        the clipped surrogate
     loss = Σ weight·(l·importance + β·KL) - Σ entropy_weight·H
 
-`objective` runs it through `head_policy_loss`, which also computes the gradient in the same visit of
-the logits. That works for the default run and whenever the loss of a token depends on its own
+`objective` runs it through `head_policy_loss`, which also computes the gradient in the same visit
+of the logits. That works for the default run and whenever the loss of a token depends on its own
 log-prob alone. All other objectives (ratios and masks of sequences, and the loss types besides the
-clip) go through `loss` below: it computes the same formula from log-probs that carry a gradient,
-and leaves derivatives to autograd.
+clip) go through `loss` below. It computes the same formula from log-probs that carry a gradient, and
+leaves derivatives to autograd.
 
-The formulas are those of TRL 1.16.0, and tests compare them with TRL's code; docs/equations.md lists
-the papers. Another algorithm takes a few lines (docs/fork.md). Read next: kernels/reference.py (the
-loss of a token), objectives.py (the other loss types), packing.py (who sets the weights).
+The formulas are those of TRL 1.16.0, and tests compare them with TRL's code. docs/equations.md
+lists the papers. Another algorithm takes a few lines (docs/fork.md). Read next:
+kernels/reference.py (the loss of a token), objectives.py (the other loss types), packing.py (who
+sets the weights).
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def objective(batch: PackedBatch, cfg: Config) -> HeadOp:
         )
 
     def two_phases(hidden: Tensor, lm_head: Tensor) -> PolicyOut:
-        logp, entropy = logp_of(batch, cfg)(hidden, lm_head)  # [M], [M]
+        # [M], [M]
+        logp, entropy = head.head_logp(hidden, lm_head, batch.targets, cfg.temperature)
         return loss(logp, entropy, batch, cfg)
 
     return two_phases

@@ -7,9 +7,9 @@ of one chunk of rows, never [M, V].
 | operation | in → out | used for |
 |---|---|---|
 | `head_policy_loss` | hidden [M, D] → loss | the training step: three matrix products |
-| `head_logp` | hidden [M, D] → log-prob [M], entropy [M] | old, reference and evaluation log-probs; phase one of a loss in two phases |
-| `policy_loss` | log-prob [M] → loss | log-probs that exist already: tests and benches |
-| `selective_log_softmax` | logits [N, V] → log-prob [N], entropy [N] | logits that exist already: tests and benches |
+| `head_logp` | hidden [M, D] → log-prob, entropy [M] | old and reference log-probs |
+| `policy_loss` | log-prob [M] → loss | log-probs that exist already: tests, benches |
+| `selective_log_softmax` | logits [N, V] → log-prob, entropy [N] | the same for logits |
 
 On CUDA they run the Triton kernels, elsewhere the equations of kernels/reference.py. The
 environment variable NANOGRPO_OPS (`triton` or `torch`) forces one of the two. Read next:

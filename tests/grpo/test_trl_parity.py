@@ -1,16 +1,15 @@
 """Invariant 12: advantages, losses, gradients and metrics equal those of TRL 1.16.0, computed by
 TRL's own code.
 
-`bench.trl_peer.Peer` is TRL's trainer without what it never meets here. Two halves:
+`bench.trl_peer.Peer` is TRL's trainer without the parts it does not need here. Two halves:
 
-* the maths alone, in float64 to 1e-6: generation, rewards and the model's log-probs are given
-  numbers, everything else (masks,
-  advantages, normalisers, loss, metrics) is TRL's;
-* the whole model, in float32: only generation and rewards are given. transformers' Qwen3, TRL's
-  padding and head on one side, our
-  decoder over packed strips on the other, from one checkpoint folder; the gradient of every parameter is compared.
+* The maths alone, in float64, to 1e-6. Generation, rewards and the model's log-probs are given
+  numbers. Masks, advantages, normalizers, loss and metrics are TRL's.
+* The full model, in float32. Only generation and rewards are given. One side is transformers' Qwen3
+  with TRL's padding and head, the other our decoder over packed strips, from one checkpoint folder.
+  The gradients of all parameters are compared.
 
-Read next: test_grpo.py, where the same quantities are derived by hand.
+Read next: test_loss.py, which derives the same quantities by hand.
 """
 
 import copy

@@ -1,11 +1,11 @@
-"""What stands in for a GPU in the kernel tests: compiling ahead of time and counting instructions,
-and an exact fma.
+"""Replacements for a GPU in the kernel tests: compiling ahead of time, counting instructions, and
+an exact fma.
 
-`compile_kernel` turns a `@triton.jit` function into machine code for a GPU that is not here, with
-the assembler that Triton ships; `Machine` answers the questions of the compile contracts: does it
-spill, how many instructions has its inner loop. Triton decides when it is imported whether it
-interprets; so contracts run in a process of their own with TRITON_INTERPRET=0: `python
-tests/kernels/aot.py NAME ARCH` prints one JSON line a kernel. Read next: test_kernels_contracts.py.
+`compile_contract` turns a kernel into machine code for a GPU that is not here, with the assembler
+that Triton ships. `report` lists the facts that the compile contracts check: spills, and the
+instructions of the inner loops. Triton decides at import whether it interprets, so contracts run in
+a process of their own: `TRITON_INTERPRET=0 python tests/kernels/aot.py` prints one JSON line per
+kernel. Read next: test_contracts.py.
 """
 
 from __future__ import annotations
@@ -24,86 +24,12 @@ if __name__ == "__main__":  # run as a script: the checkout is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
-@dataclass
-class Machine:
-    """A compiled kernel: registers, bytes of stack, and its instructions as text, in order."""
-
-    registers: int
-    stack: int  # bytes; more than 0 means that registers were spilled to memory
-    code: list[str]
-    loops: list[list[str]]  # the body of each backward branch, in order of their ends
-
-    def count(self, name: str) -> int:
-        """Instructions whose name starts so (LDL and STL are the spills, BAR the barriers)."""
-        return sum(_name(line).startswith(name) for line in self.code)
-
-
-def _name(instruction: str) -> str:
-    return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0]
-
-
-def compile_kernel(
-    fn,
-    arch: int,
-    signature: dict[str, str],
-    constants: dict,
-    warps: int,
-    aligned: tuple[str, ...] = (),
-) -> Machine:
-    """fn compiled for sm_<arch>. signature names the run-time arguments; the rest are constants
-    (None for absent pointers).
-
-    Arguments in `aligned` are multiples of 16, as Triton finds at a launch: without it loads are
-    not of 16 bytes.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = {name: signature.get(name, "constexpr") for name in fn.arg_names}
-    constants = {name: constants.get(name) for name, kind in types.items() if kind == "constexpr"}
-    hints = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names) if name in aligned
-    }
-    source = ASTSource(fn, types, constants, hints)
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps}
-    )
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(compiled.asm["cubin"])
-        usage = subprocess.run(
-            [tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True
-        ).stdout
-        sass = subprocess.run(
-            [tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True
-        ).stdout
-    registers, stack = (
-        int(re.search(rf"\b{word}:(\d+)", usage).group(1)) for word in ("REG", "STACK")
-    )
-    return Machine(registers, stack, *_parse(sass))
-
-
-def _parse(sass: str) -> tuple[list[str], list[list[str]]]:
-    code, labels, loops = [], {}, []
-    for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_\w+):", line):
-            labels[label.group(1)] = len(code)
-        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", line):
-            code.append(instruction.group(1))
-            target = re.search(r"BRA.*`\((\.L_\w+)\)", code[-1])
-            if target and target.group(1) in labels:
-                loops.append(code[labels[target.group(1)] :])
-    return code, loops
-
-
 def exact_fma() -> None:
-    """Gives the interpreter the GPU's fused multiply-add: one rounding instead of two.
+    """Give the interpreter the GPU's fused multiply-add: one rounding instead of two.
 
-    Triton's interpreter multiplies, rounds, then adds; the log-softmax kernels rely on the single
-    rounding that `tl.fma` promises. float32 products are exact in float64, so computing there and
-    rounding once is what the hardware does.
+    Triton's interpreter multiplies, rounds, then adds. The log-softmax kernels rely on the single
+    rounding of `tl.fma`. float32 products are exact in float64, so computing there and rounding
+    once equals the hardware.
     """
     import numpy as np
     from triton.runtime import interpreter
@@ -115,37 +41,39 @@ def exact_fma() -> None:
     interpreter.InterpreterBuilder.create_fma = create_fma
 
 
-LOGITS_LIKE = [
-    "LOGITS",
-    "OUT",
-    "X",
-    "RESIDUAL",
-    "Y",
-    "SUM",
-    "H",
-    "DY",
-    "DSUM",
-    "DX",
-    "GATE",
-    "UP",
-    "DGATE",
-    "DUP",
-]
-POINTERS = {"TARGETS": "*i64", "MASK": "*i8", "CLIP": "*i8"}  # all but these and the above: *fp32
-NUMBERS = dict.fromkeys(
-    ["N", "V", "M", "T", "D", "parts", "slice", "blocks", "rows", "count", "heads"], "i32"
-)
-NUMBERS |= {"stride": "i64", "stride_out": "i64"}
-# multiples of 16 for Qwen3's sizes; pointers always are
+# Types of the run-time arguments by name; all other pointers (upper case) are *fp32.
+KINDS = {
+    **dict.fromkeys(
+        [
+            "X",
+            "RESIDUAL",
+            "Y",
+            "SUM",
+            "H",
+            "DY",
+            "DSUM",
+            "DX",
+            "GATE",
+            "UP",
+            "DGATE",
+            "DUP",
+            "LOGITS",
+            "OUT",
+        ],
+        "*{}",
+    ),
+    **{"TARGETS": "*i64", "CLIP": "*i8", "stride": "i64", "stride_out": "i64"},
+    **dict.fromkeys(["N", "V", "M", "T", "D", "parts", "slice", "blocks", "count", "heads"], "i32"),
+}
+# multiples of 16 for Qwen3's sizes, as Triton finds at a launch; pointers always are
 ALIGNED = ("stride", "stride_out", "V", "slice", "D")
+ODD = ("slice", "D")  # where rows start at odd places
 QWEN3 = 151_936  # words
 
 
 @dataclass
 class Contract:
-    """A kernel as it is launched: what its constants do not mention is a run-time argument, typed
-    by its name.
-    """
+    """A kernel as it is launched. Arguments that `constants` does not mention are run-time ones."""
 
     kernel: Any
     constants: dict
@@ -155,8 +83,9 @@ class Contract:
 
 
 def contracts() -> dict[str, Contract]:
-    """name → every kernel, for Qwen3's vocabulary; shapes of blocks are those that the launching
-    code itself computes.
+    """Return every kernel by name, for Qwen3's vocabulary.
+
+    The launching code itself computes the shapes of the blocks.
     """
     import torch
     import triton
@@ -164,69 +93,53 @@ def contracts() -> dict[str, Contract]:
 
     from nanogrpo.kernels import fused_rows, log_softmax, norm, policy, rope, swiglu, textbook
 
-    acc = dict(ACC=tl.float32)
-    plain = dict(OLD=None, REF=None, IMP=None)
-    table = {}
+    acc, table = dict(ACC=tl.float32), {}
+    absent = dict(OLD=None, REF=None, IMP=None)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
         end = "" if name == "bf16" else f", {name}"
         R, C, warps = log_softmax.shape_of_block(QWEN3, dtype)
-        (VR, VC, visit_warps), (_, narrow_c, _) = (
-            fused_rows.shape_of_visit(QWEN3, dtype, wide) for wide in (True, False)
-        )
-        lanes, visit = (
-            dict(WIDE=True, R=R, C=C, **acc),
-            dict(BIAS=True, WIDE=True, R=VR, C=VC, **acc),
-        )
-        parts = triton.next_power_of_2(triton.cdiv(QWEN3, log_softmax.columns_of_part(R, C)))
-        block, block_warps = log_softmax.shape_of_gradient(QWEN3)
-        backward = dict(BLOCK=block, MASK=None, **acc)
-        odd, narrow = (
-            tuple(n for n in ALIGNED if n != "V" and not n.startswith("stride")),
-            dict(WIDE=False),
-        )
-        here = {
-            "log_softmax.forward": Contract(
-                log_softmax.forward_kernel, dict(MASK=None, **lanes), warps
+        lanes = dict(WIDE=True, R=R, C=C, **acc)
+        forward = Contract(log_softmax.forward_kernel, lanes, warps, name)
+        R2, C2, warps = fused_rows.shape_of_visit(QWEN3, dtype, True)
+        _, narrow_C2, _ = fused_rows.shape_of_visit(QWEN3, dtype, False)
+        visit = dict(BIAS=True, WIDE=True, R=R2, C=C2, **acc)
+        rows = Contract(fused_rows.row_kernel, visit, warps, name)
+        narrow = dict(WIDE=False, C=narrow_C2)
+        table |= {
+            f"log_softmax.forward{end}": forward,
+            f"log_softmax.forward, odd stride{end}": replace(
+                forward, constants=lanes | dict(WIDE=False), aligned=ODD
             ),
-            "log_softmax.forward, masked": Contract(log_softmax.forward_kernel, lanes, warps),
-            "log_softmax.forward, odd stride": Contract(
-                log_softmax.forward_kernel, lanes | narrow, warps, aligned=odd
-            ),
-            "log_softmax.part, odd stride": Contract(
-                log_softmax.part_kernel, lanes | narrow, warps, aligned=odd
-            ),
-            "log_softmax.part": Contract(log_softmax.part_kernel, lanes, warps),
-            "log_softmax.join": Contract(
-                log_softmax.join_kernel, dict(PARTS_2=parts, MASK=None, **acc), 1
-            ),
-            "log_softmax.backward": Contract(log_softmax.backward_kernel, backward, block_warps),
-            "log_softmax.backward, odd stride": Contract(
-                log_softmax.backward_kernel, backward, block_warps, aligned=odd
-            ),
-            "rows": Contract(fused_rows.row_kernel, visit, visit_warps),
-            "rows, on policy": Contract(
-                fused_rows.row_kernel, dict(ENTROPY_WEIGHT=None, **plain, **visit), visit_warps
-            ),
-            "rows, odd stride": Contract(
-                fused_rows.row_kernel, visit | narrow | dict(C=narrow_c), visit_warps, aligned=odd
-            ),
+            f"rows{end}": rows,
+            f"rows, odd stride{end}": replace(rows, constants=visit | narrow, aligned=ODD),
         }
-        if end:  # what differs from bfloat16 in nothing but its loads is compiled once
-            here = {
-                key: here[key]
-                for key in here
-                if key.split(",")[-1] not in (" masked", " on policy", "log_softmax.join")
-            }
-        table |= {f"{key}{end}": replace(contract, dtype=name) for key, contract in here.items()}
+        if end:  # the others differ from bfloat16 in nothing but their loads
+            continue
+        table["rows, on policy"] = replace(
+            rows, constants=dict(ENTROPY_WEIGHT=None, **absent, **visit)
+        )
+        part = replace(forward, kernel=log_softmax.part_kernel)
+        parts = triton.next_power_of_2(triton.cdiv(QWEN3, log_softmax.columns_of_part(R, C)))
+        block, warps = log_softmax.shape_of_gradient(QWEN3)
+        backward = Contract(log_softmax.backward_kernel, dict(BLOCK=block, **acc), warps)
+        table |= {
+            "log_softmax.part": part,
+            "log_softmax.part, odd stride": replace(
+                part, constants=lanes | dict(WIDE=False), aligned=ODD
+            ),
+            "log_softmax.join": Contract(log_softmax.join_kernel, dict(PARTS_2=parts, **acc), 1),
+            "log_softmax.backward": backward,
+            "log_softmax.backward, odd stride": replace(backward, aligned=ODD),
+        }
     policies = dict(BIAS=True, BLOCK=policy.BLOCK)
     block, warps = norm.shape_of_block(4096)
-    table |= {
+    return table | {
         "textbook": Contract(textbook.textbook_kernel, dict(BLOCK=1024), 4),
         "policy": Contract(policy.policy_kernel, policies, policy.WARPS),
         "policy, on policy": Contract(
-            policy.policy_kernel, dict(KL=None, **policies, **plain), policy.WARPS
+            policy.policy_kernel, dict(KL=None, **policies, **absent), policy.WARPS
         ),
-        "policy.sum": Contract(policy.sum_kernel, dict(ROWS=32), 1),
+        "policy.sum": Contract(policy.sum_kernel, dict(BLOCK=128), 1),
         "norm.forward": Contract(norm.forward_kernel, dict(BLOCK=block), warps),
         "norm.backward": Contract(norm.backward_kernel, dict(BLOCK=block), warps),
         "rope.forward": Contract(rope.forward_kernel, dict(HALF=64, ROWS=16), 4),
@@ -234,49 +147,105 @@ def contracts() -> dict[str, Contract]:
         "swiglu.forward": Contract(swiglu.forward_kernel, dict(BLOCK=4096), 8),
         "swiglu.backward": Contract(swiglu.backward_kernel, dict(BLOCK=4096), 8),
     }
-    return table
 
 
-def compile_contract(name: str, arch: int) -> Machine:
-    contract = contracts()[name]
-    kernel, constants = contract.kernel, contract.constants
-    kinds = POINTERS | dict.fromkeys(LOGITS_LIKE, f"*{contract.dtype}") | NUMBERS
-    kinds = {n: kinds.get(n, "*fp32" if n.isupper() else "fp32") for n in kernel.arg_names}
-    signature = {n: kinds[n] for n in kernel.arg_names if n not in constants}
-    aligned = tuple(n for n in signature if n in contract.aligned or signature[n].startswith("*"))
-    return compile_kernel(kernel, arch, signature, constants, contract.warps, aligned)
+def compile_contract(contract: Contract, arch: int):
+    """Compile a kernel for sm_<arch>."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    fn, signature, constants, hints = contract.kernel, {}, {}, {}
+    for i, name in enumerate(fn.arg_names):
+        kind = KINDS.get(name, "*fp32" if name.isupper() else "fp32").format(contract.dtype)
+        # Constants are written in upper case too; an absent pointer is a constant None.
+        if name in contract.constants:
+            kind, constants[name] = "constexpr", contract.constants[name]
+        elif name in contract.aligned or kind.startswith("*"):
+            hints[(i,)] = [["tt.divisibility", 16]]
+        signature[name] = kind
+    source = ASTSource(fn, signature, constants, hints)
+    target, options = GPUTarget("cuda", arch, 32), {"num_warps": contract.warps}
+    return triton.compile(source, target=target, options=options)
 
 
-def report(name: str, arch: int) -> dict:
-    """One line of facts about a kernel: what the contracts are held against."""
-    constants, warps = contracts()[name].constants, contracts()[name].warps
-    machine = compile_contract(name, arch)
-    spills = machine.count("LDL") + machine.count("STL")
-    facts = {
-        "kernel": name,
-        "arch": arch,
-        "registers": machine.registers,
-        "stack": machine.stack,
-        "spills": spills,
-    }
-    # min and max that lose a nan
-    facts["drops_nan"] = sum("FMNMX" in line and ".NAN" not in line for line in machine.code)
-    loops = [
-        {"length": len(loop), "barriers": sum(_name(i).startswith("BAR") for i in loop)}
-        for loop in machine.loops
-    ]
-    for facts_of, loop in zip(loops, machine.loops):
-        names = Counter(_name(i).split(".")[0] for i in loop)
-        facts_of.update(
-            exp2=names["MUFU"], shuffles=names["SHFL"], loads=names["LDG"], fma=names["FFMA"]
+def tool(name: str, option: str, cubin: bytes) -> str:
+    """Run one of the CUDA tools that Triton ships on machine code."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def operation(instruction: str) -> str:
+    """Return the name of an instruction, without its predicate."""
+    return re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0]
+
+
+def disassemble(cubin: bytes) -> tuple[list[str], list[list[str]]]:
+    """Return the instructions, and the body of each backward branch in order of their ends."""
+    code, labels, loops = [], {}, []
+    for line in tool("nvdisasm", "-c", cubin).splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label.group(1)] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", line):
+            code.append(instruction.group(1))
+            target = re.search(r"BRA.*`\((\.L_\w+)\)", code[-1])
+            if target and target.group(1) in labels:
+                loops.append(code[labels[target.group(1)] :])
+    return code, loops
+
+
+def report(name: str, contract: Contract, arch: int, code: bool = True) -> dict:
+    """Return the facts about a kernel that the contracts check; code: its instructions too.
+
+    Disassembling takes twice as long as compiling.
+    """
+    compiled = compile_contract(contract, arch)
+    usage = tool("cuobjdump", "-res-usage", compiled.asm["cubin"])
+    facts: dict[str, Any] = {"kernel": name, "arch": arch}
+    for word in ("REG", "STACK", "LOCAL"):  # spilled registers go to the stack, in local memory
+        facts[word] = int(re.search(rf"\b{word}:(\d+)", usage).group(1))  # type: ignore[union-attr]
+    # min and max that lose a NaN
+    facts["drops_nan"] = len(re.findall(r"\b(?:min|max)\.f32", compiled.asm["ptx"]))
+    if not code:
+        return facts
+    instructions, loops = disassemble(compiled.asm["cubin"])
+    block = contract.constants.get("R", 1) * contract.constants.get("C", 1)
+    block = contract.constants.get("BLOCK", block)
+    facts |= {"instructions": len(instructions), "loops": []}
+    for loop in loops:
+        names = Counter(operation(i).split(".")[0] for i in loop)
+        facts["loops"].append(
+            {
+                "per_element": round(len(loop) * contract.warps * 32 / block, 4),
+                "barriers": names["BAR"],
+                "exp2": names["MUFU"],
+                "shuffles": names["SHFL"],
+                "loads": names["LDG"],
+            }
         )
-        block = constants["R"] * constants["C"] if "R" in constants else constants.get("BLOCK", 0)
-        if block:
-            facts_of["per_element"] = round(len(loop) * warps * 32 / block, 2)
-    return {**facts, "loops": loops, "instructions": len(machine.code)}
+    return facts
+
+
+# Kernels at the limit of registers (32 warps leave 64 per thread), and the largest of the others.
+WIDEST = ("rows", "rows, fp32", "rows, odd stride", "rows, odd stride, fp32")
+WIDEST += ("policy", "policy, on policy", "norm.backward", "rope.backward", "swiglu.backward")
+
+
+def main() -> None:
+    """Print the facts of every kernel on sm_90, and of the widest on sm_80 and sm_100."""
+    table = contracts()
+    for name, contract in table.items():
+        print(json.dumps(report(name, contract, 90)), flush=True)
+    for arch in (80, 100):
+        for name in WIDEST:
+            print(json.dumps(report(name, table[name], arch, code=False)), flush=True)
 
 
 if __name__ == "__main__":
-    chosen, arch = sys.argv[1], int(sys.argv[2])
-    for each in contracts() if chosen == "all" else [chosen]:
-        print(json.dumps(report(each, arch)), flush=True)
+    main()
