@@ -26,7 +26,7 @@ def _same(a, b):
 
 def _log_softmax(dtype, wide, few_rows, order=FIRST, in_place=False):
     """Log-softmax of six rows in the order given: log-prob, entropy, norm, dlogits."""
-    z, targets = rows_of_logits(6, 150, "normal", dtype, 7)
+    z, targets = rows_of_logits(6, 100, "normal", dtype, 7)
     z, targets = placed(z[order], wide), targets[order]
     upstream = torch.randn(2, 6, generator=torch.Generator().manual_seed(5))[:, order].to(DEVICE)
     logp, entropy, norm = log_softmax.log_softmax_forward(
@@ -40,15 +40,23 @@ def _log_softmax(dtype, wide, few_rows, order=FIRST, in_place=False):
 
 def _visit(dtype, wide, order=FIRST):
     """One visit of the same rows: log-prob, entropy, gradient of the logits."""
-    z, targets = rows_of_logits(6, 150, "normal", dtype, 7)
+    z, targets = rows_of_logits(6, 100, "normal", dtype, 7)
     mine, (_, inputs) = placed(z[order], wide), token_vectors(6, 4)
     out = fused_rows.policy_rows_(mine, targets[order], 0.7, inputs.at(order), KL, lanes=4)
     return *out, mine
 
 
-# full rows, and rows in parts
-@pytest.mark.parametrize(("few_rows", "wide"), [(0, True), (9, True), (9, False)])
-@pytest.mark.parametrize("dtype", DTYPES)
+# full rows (few_rows 0), and rows in parts (9); each type in a visit, aligned and not
+@pytest.mark.parametrize(
+    ("dtype", "few_rows", "wide"),
+    [
+        (torch.float32, 0, True),
+        (torch.float32, 9, False),
+        (torch.bfloat16, 9, True),
+        (torch.bfloat16, 0, False),
+        (torch.float16, 9, False),
+    ],
+)
 def test_rows_repeated_permuted_and_in_place(dtype, few_rows, wide):
     f32, args = torch.float32, (dtype, wide, few_rows)
     first = _log_softmax(*args)

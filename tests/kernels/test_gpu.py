@@ -1,7 +1,7 @@
-"""What only a GPU can show of the kernels: real sizes, real rounding, determinism, the memory
-ceiling. Marker `gpu`.
+"""Properties of the kernels that only a GPU can show: real sizes, real rounding, determinism, the
+memory limit. Marker `gpu`.
 
-Run by bench/gpu.sh. The tests of test_kernels_log_softmax.py and _policy.py also run compiled where
+bench/gpu.sh runs it. The tests of test_log_softmax.py and test_policy.py also run compiled where
 there is a GPU.
 """
 
@@ -120,7 +120,7 @@ def test_loss_takes_two_launches_and_its_gradient_one():
     )
 
 
-def test_compiled_by_inductor():
+def test_a_compiled_caller_gives_the_same_gradients():
     hidden, head, targets, inputs = _draw(256, 128)
 
     def step(hidden, head):

@@ -1,7 +1,6 @@
-"""oneDNN's products against float64, their gradients, who gets them and who does not; the same on
-two ranks.
+"""oneDNN's products against float64, their gradients, and when they are used; on two ranks too.
 
-Read next: test_head_work.py (the head's products), test_fsdp.py.
+Read next: test_head_work.py (the products of the head).
 """
 
 import pytest
@@ -12,11 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanogrpo.config import Config
+from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import join
+from nanogrpo.grpo import loss as grpo
 from nanogrpo.kernels import linear as kernel
+from nanogrpo.model import checkpoint
 from nanogrpo.model import head as ops
-from tests.conftest import write_base
-from tests.distributed.test_fsdp import LIMIT, differ, three_steps
+from nanogrpo.run import setup as parts
+from tests.conftest import SOLO, random_batch, write_base
 from tests.model.head_inputs import CLIP
 from tests.ranks import run
 
@@ -66,7 +68,7 @@ def test_results_and_gradients_are_as_exact_as_the_blas(bias, rows):
         assert error < 2 * usual + 1e-7
 
 
-def test_only_what_is_asked_for_is_computed():
+def test_only_the_gradients_that_are_needed_are_computed():
     x, w = draw(T, I, seed=0), draw(O, I, seed=1).requires_grad_()
     with Seen() as seen:
         kernel.linear(x, w).sum().backward()
@@ -77,7 +79,7 @@ def test_only_what_is_asked_for_is_computed():
 
 
 @pytest.mark.parametrize(("frozen", "kept"), [(0, 0), (1, 1)])
-def test_what_no_gradient_needs_is_not_kept(frozen, kept):
+def test_inputs_that_no_gradient_needs_are_not_kept(frozen, kept):
     """Under adapters the base is frozen: its input would be kept for nothing."""
     pair = [draw(T, I, seed=0).requires_grad_(), draw(O, I, seed=1).requires_grad_()]
     pair[frozen].requires_grad_(False)
@@ -88,7 +90,7 @@ def test_what_no_gradient_needs_is_not_kept(frozen, kept):
     assert only is pair[kept]
 
 
-def test_everything_else_goes_the_usual_way():
+def test_everything_else_uses_f_linear():
     x, w = draw(T, I, seed=0), draw(O, I, seed=1)
     assert kernel.by_onednn(x, w)
     assert kernel.by_onednn(x, torch.nn.Parameter(w))
@@ -120,14 +122,14 @@ def _names(function) -> list[str]:
     return [event.name for event in profile.events()]
 
 
-def test_a_second_derivative_is_an_error_and_no_wrong_number():
+def test_a_second_derivative_raises_an_error():
     x, w = draw(T, I, seed=0).requires_grad_(), draw(O, I, seed=1).requires_grad_()
     (dx,) = torch.autograd.grad(kernel.linear(x, w).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
 
 
-def test_the_head_takes_the_same_products():
+def test_the_head_uses_the_same_products():
     """Loss, log-probs and gradients of both phases, in chunks that are large enough, against
     float64.
     """
@@ -148,22 +150,39 @@ def test_the_head_takes_the_same_products():
     assert "aten::addmm" not in names
     for got, true in zip(mine, step(torch.float64), strict=True):
         assert (got.double() - true).norm() <= 1e-5 * true.norm()
-        assert got.is_contiguous()  # as the ops' fakes promise: inductor relies on it
+        assert got.is_contiguous()
 
 
-def _two_ranks(base, options):
+def _gradient(base, world, batches, **options):
+    """The full gradient of the sum of the batches' losses."""
+    cfg = Config(model=str(base), **options)
+    model = parts.load_sharded(checkpoint.empty_model(base), base, world, cfg)
+    for batch in batches:
+        loss = model.forward_packed(batch, grpo.objective(batch, cfg)).loss
+        fsdp.backward(model, loss, world, last=batch is batches[-1])
+    grads = [p.grad for p in model.parameters()]
+    return torch.cat([getattr(g, "full_tensor", lambda g=g: g)().flatten() for g in grads])
+
+
+BATCHES = [random_batch([(3, 9), (5, 4)], vocab_size=104, seed=seed) for seed in (0, 1)]
+
+
+def _two_ranks(base):
     kernel.WORTH = 0  # the test's products are tiny
-    with join(Config(device="cpu")) as world, Seen() as seen:
-        gradient, weights = three_steps(base, options, world)
-    return gradient, weights, seen.onednn
+    found = []
+    with join(Config(device="cpu")) as world:
+        for kind in ("none", "selective"):
+            options = {"reshard_after_forward": True, "gradient_checkpointing": kind}
+            with Seen() as seen:
+                gradient = _gradient(base, world, [BATCHES[world.rank]], **options)
+            found.append((gradient, seen.onednn))
+    return found
 
 
-@pytest.mark.parametrize("kind", ["none", "selective"])
-def test_two_ranks_that_gather_and_drop_their_weights_find_the_gradient_of_one(tmp_path, kind):
+def test_two_ranks_that_gather_and_drop_their_weights_find_the_gradient_of_one(tmp_path):
     base = write_base(tmp_path, tie_word_embeddings=False, num_hidden_layers=3)
-    gradient, weights = three_steps(base, {})  # by F.linear: too small
-    options = {"reshard_after_forward": True, "gradient_checkpointing": kind}
-    for mine, theirs, products in run(2, _two_ranks, base, options):
-        assert products > 100
-        assert differ(gradient, mine) < LIMIT
-        assert differ(weights, theirs) < LIMIT
+    expected = _gradient(base, SOLO, BATCHES)  # by F.linear: too small for oneDNN
+    for each in run(2, _two_ranks, base):
+        for gradient, products in each:
+            assert products > 50
+            assert (gradient - expected).norm() <= 1e-6 * expected.norm()

@@ -1,7 +1,7 @@
-"""The decoder's memory-bound kernels (norm, rope, swiglu), and the textbook softmax, against
-float64: as exact as eager PyTorch.
+"""The decoder's memory-bound kernels (norm, rope, swiglu) and the textbook softmax against float64:
+as exact as eager PyTorch.
 
-They run in Triton's interpreter where there is no GPU. Read next: test_kernels_log_softmax.py.
+They run in Triton's interpreter where there is no GPU. Read next: test_log_softmax.py.
 """
 
 import pytest
@@ -25,8 +25,8 @@ def _draw(*shape, seed, dtype):
 
 
 def _compare(fused, eager, inputs, dtype):
-    """Results and gradients of `fused` may be twice as far from float64 as eager's in the same
-    type, plus one rounding.
+    """Assert that results and gradients of `fused` are at most twice as far from float64 as eager's
+    in the same type, plus one rounding.
     """
 
     def run(function, inputs):
@@ -44,8 +44,9 @@ def _compare(fused, eager, inputs, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("count", "width"), [(5, 48), (300, 7)])
-def test_add_rms_norm(dtype, count, width):
+@pytest.mark.parametrize(("count", "width"), [(5, 48), (13, 7)])
+def test_add_rms_norm(dtype, count, width, monkeypatch):
+    monkeypatch.setattr(norm, "PROGRAMS", 8)  # fewer than 13 rows: a program visits several
     x, residual, weight = (
         _draw(*s, seed=i, dtype=dtype)
         for i, s in enumerate([(count, width), (count, width), (width,)])
@@ -84,7 +85,7 @@ def test_swiglu(dtype):
     _compare(swiglu.swiglu, lambda g, u: F.silu(g) * u, [gate, up], dtype)
 
 
-def test_nothing_in_nothing_out_and_no_second_derivative():
+def test_empty_inputs_work_and_second_derivatives_raise():
     empty, weight = (
         torch.zeros(0, 8, device=DEVICE, requires_grad=True),
         torch.ones(8, device=DEVICE, requires_grad=True),

@@ -120,7 +120,7 @@ def test_the_full_vocabulary_of_qwen3():
 @pytest.mark.parametrize("kind", KINDS)
 @given(
     objective=OBJECTIVES,
-    vocab=st.integers(1, 120),
+    vocab=st.integers(1, 90),
     dtype=st.sampled_from(DTYPES),
     present=st.tuples(*[st.booleans()] * 4),
     wide=st.booleans(),
@@ -206,10 +206,10 @@ def test_gradients_through_the_kernels_match_finite_differences(monkeypatch):
     def normal(*shape):
         return torch.randn(*shape, generator=g, dtype=torch.float64).to(DEVICE)
 
-    targets = torch.tensor([0, 6]).to(DEVICE)
-    logits = normal(2, 7).requires_grad_()
+    targets = torch.tensor([0, 3]).to(DEVICE)
+    logits = normal(2, 4).requires_grad_()
     assert torch.autograd.gradcheck(lambda z: ops.selective_log_softmax(z, targets, 0.5), (logits,))
-    hidden, head = normal(2, 2).requires_grad_(), normal(7, 2).requires_grad_()
+    hidden, head = normal(2, 2).requires_grad_(), normal(4, 2).requires_grad_()
     old, advantage, weight, ref, entropy_weight = -normal(5, 2).abs()
     inputs = LossInputs(advantage, weight, old, ref, entropy_weight=entropy_weight)
     o = Objective(0.2, 0.3, beta=0.1)
