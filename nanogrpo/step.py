@@ -119,6 +119,7 @@ def ready(run: Run, stop: Stop) -> bool:
     if run.start == 0 and run.cfg.eval_steps and not run.world.any(stop.asked):
         evaluate(run)
     if not run.world.any(stop.asked):
+        run.trace.begin(run.start)
         return True
     log.info("asked to stop before the first step: nothing was trained, and nothing is saved")
     return False
@@ -204,3 +205,4 @@ def log_step(
         record["resampled_groups"] = run.resampled_groups
     run.log.step(step, facts, record, clock, run.rewards.metrics(world.gather))
     run.log.completions.log(step, samples)
+    run.trace.begin(step + 1)

@@ -30,6 +30,7 @@ from nanogrpo.engine.turns import TurnsEngine
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.grpo.entropy import Bonus
 from nanogrpo.logs.console import Log
+from nanogrpo.logs.trace import Trace
 from nanogrpo.model import adapters, checkpoint, lora
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
@@ -61,6 +62,7 @@ class Run:
     draw_all: Callable[[int, int], list[Prompt]]  # (seed, step) → the prompts of a step, all ranks
     sampling: SamplingParams  # of training completions
     log: Log
+    trace: Trace
     saver: state.Saver
     estimate: int  # expected peak of device memory in bytes
     start: int  # first step: 0, or where a resumed run continues
@@ -88,7 +90,7 @@ class Run:
 @contextlib.contextmanager
 def closing(run: Run) -> Iterator[None]:
     """Close the parts of the run, however it ends. If the last server is lost, save first."""
-    with contextlib.closing(run.log), run.saver, contextlib.closing(run.engine):
+    with contextlib.closing(run.log), run.saver, contextlib.closing(run.engine), run.trace:
         try:
             yield
         except ServerLost:  # raised on every rank
@@ -155,6 +157,7 @@ def setup(cfg: Config, world: World) -> Run:
         draw_all=draw_all,
         sampling=sampling,
         log=Log(cfg, world, start),
+        trace=Trace(cfg, world),
         saver=state.Saver(cfg, world, model, optimizer, tokenizer, config_json, origin, reference),
         estimate=estimate,
         start=start,
