@@ -72,14 +72,16 @@ def test_the_others_notice_a_rank_that_is_killed_or_suspended(tmp_path):
     for (_, who, _), ranks in cases.items():
         ranks.processes[who].kill()
         ranks.ends(PATIENCE)
-        said = [
+        reports = [
             line
             for text in ranks.errors()
             for line in text.splitlines()
             if line.startswith("error: ")
         ]
-        assert len(said) == 1 or (who == 0 and len(said) == 2), said
-        assert all("find out what ended it, then continue with --resume." in line for line in said)
+        assert len(reports) == 1 or (who == 0 and len(reports) == 2), reports
+        assert all(
+            "find out what ended it, then continue with --resume." in line for line in reports
+        )
         assert all("Traceback" not in text for text in ranks.errors())
 
 
@@ -157,10 +159,10 @@ def fails_while_it_saves(options: list[str], folder: Path) -> int:
 
     def slow(*args):
         deadline = time.monotonic() + 30
-        while not first and not (folder / "told-0").exists() and time.monotonic() < deadline:
+        while not first and not (folder / "reported-0").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        if not first and (folder / "told-0").exists():
-            (folder / "told-before-written").touch()
+        if not first and (folder / "reported-0").exists():
+            (folder / "reported-before-written").touch()
         return write(*args)
 
     def failing(*args) -> None:
@@ -168,14 +170,14 @@ def fails_while_it_saves(options: list[str], folder: Path) -> int:
             raise UserError("no more of this.")
         score(*args)
 
-    def told(rank_lost: bool = False) -> None:
-        (folder / f"told-{os.environ['RANK']}").touch()
+    def report(rank_lost: bool = False) -> None:
+        (folder / f"reported-{os.environ['RANK']}").touch()
         finish(rank_lost)
 
     checkpoint_begun, save = threading.Event(), state.Saver.save
     state.Saver.save = lambda *args: (save(*args), checkpoint_begun.set())
     state.dcp.FileSystemWriter.write_data, Runner.score = slow, failing
-    failure.finish_saves = told
+    failure.finish_saves = report
     return train.main(options)
 
 
@@ -185,7 +187,7 @@ def test_a_failing_rank_reports_before_it_waits_for_its_save(base, tmp_path):
         2, fails_while_it_saves, argv(base, tmp_path / "run", "--save-steps", "1"), tmp_path
     )
     assert ranks.ends(PATIENCE) == [1, 2], ranks.errors()
-    assert (tmp_path / "told-before-written").exists()
+    assert (tmp_path / "reported-before-written").exists()
     # and all completed it
     assert [p.name for p in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-1"]
 

@@ -269,7 +269,7 @@ def sharded_facts(base: Path) -> dict:
         return {
             "names": list(everything),
             "local": sum(t.to_local().nbytes for n, t in everything.items() if n != "updates"),
-            "whole": sum(t.nbytes for n, t in everything.items() if n != "updates"),
+            "full": sum(t.nbytes for n, t in everything.items() if n != "updates"),
             "dtypes": {str(t.dtype) for t in everything.values()},
         }
 

@@ -120,23 +120,23 @@ def test_one_failing_rank_ends_the_others_and_only_one_reports(base, tmp_path, h
     options = argv(base, tmp_path, "--save-steps", "1")
     ranks = start(2, fails_in_the_third_step, options, 1, how)
     ends = ranks.ends(PATIENCE)
-    told = "".join(ranks.errors())
-    said = [line for line in told.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1, told
-    assert ends == [1, {"mistake": 2, "bug": 1, "killed": -signal.SIGKILL}[how]], told
+    errors = "".join(ranks.errors())
+    reports = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(reports) == 1, errors
+    assert ends == [1, {"mistake": 2, "bug": 1, "killed": -signal.SIGKILL}[how]], errors
     if how == "mistake":
-        assert said == ["error: the reward is missing: fix it."]
-        assert "Traceback" not in told
+        assert reports == ["error: the reward is missing: fix it."]
+        assert "Traceback" not in errors
     elif how == "bug":
-        assert said == ["error: rank 1 failed: ZeroDivisionError: no such luck"]
-        assert told.count("Traceback") == 1
+        assert reports == ["error: rank 1 failed: ZeroDivisionError: no such luck"]
+        assert errors.count("Traceback") == 1
     else:
         assert re.fullmatch(
             r"error: rank 0 lost its connection to another process \(.+\): "
             r"find out what ended it.* --resume\.",
-            said[0],
+            reports[0],
         )
-        assert "Traceback" not in told
+        assert "Traceback" not in errors
     assert (tmp_path / "checkpoint-1").exists()
     if how != "killed":  # the save in progress was completed before any rank left
         assert (tmp_path / "checkpoint-2" / "state.json").exists()
@@ -177,12 +177,12 @@ def save_fails(options: list[str]) -> int:
 def test_a_save_that_fails_on_one_rank_is_reported_once_and_ends_all(base, tmp_path):
     ranks = start(2, save_fails, argv(base, tmp_path, "--save-steps", "2"))
     assert sorted(ranks.ends(PATIENCE)) in ([1, 2], [2, 2]), ranks.errors()
-    told = "".join(ranks.errors())
-    (said,) = [line for line in told.splitlines() if line.startswith("error: ")]
+    errors = "".join(ranks.errors())
+    (report,) = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(
         r"error: \S+checkpoint-4 could not be written \(No space left on device\): "
         r"make room .* are intact\.",
-        said,
+        report,
     )
     assert [p.name for p in sorted(tmp_path.iterdir())] == [
         ".lock",
