@@ -4,7 +4,7 @@ repetition, learning.
 The last ones are runs of train.py on a task of one digit: the answer to "7=" is
 `<answer>7</answer>`, and the base model sometimes gives it. There are twelve numbered
 invariants. 3, 4 and 7 are in tests/grpo/test_loss.py, 12 is in tests/grpo/test_trl_parity.py, and
-the killed runs of 9 are in tests/run/test_train_killed.py. Read it next.
+the killed runs of 9 are in tests/run/test_state.py. Read it next.
 """
 
 import dataclasses

@@ -17,8 +17,8 @@ Nothing else needs saving: data, random streams and the learning rate are functi
                                                 └─ writes its file in state/ ────┐
     rank 0       gathers the weights to the host ── writes them, waits for state/ ─ flushes, renames
 
-Read before: model/checkpoint.py, output.py. Read next: optim.py (its state is saved), train.py (when it is
-saved).
+Read before: model/checkpoint.py, output.py. Read next: optim.py (its state is saved), train.py
+(when it is saved).
 """
 
 from __future__ import annotations

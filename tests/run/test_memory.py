@@ -73,8 +73,8 @@ def sizes_of(
     [("qwen3", "none"), ("qwen3", "full"), ("qwen3", "selective"), ("qwen2", "none")],
 )
 def test_activations_are_as_large_as_estimated(model_type, kind):
-    """With 4 layers and 600 tokens, between forward and backward. On a CPU a norm keeps one more copy
-    than a fused one on a GPU.
+    """With 4 layers and 600 tokens, between forward and backward. On a CPU a norm keeps one more
+    copy than a fused one on a GPU.
     """
     shape = {
         "hidden_size": 128,
@@ -96,8 +96,8 @@ def test_activations_are_as_large_as_estimated(model_type, kind):
 
 
 def test_keys_gathered_for_shared_prompts_are_as_many_as_estimated():
-    """With 16 completions of one prompt that is ten times as long: count what the forward keeps beyond
-    that of as many unshared tokens.
+    """With 16 completions of one prompt that is ten times as long: count what the forward keeps
+    beyond that of as many unshared tokens.
     """
     shape = {
         "hidden_size": 64,
@@ -267,8 +267,8 @@ def test_on_a_cpu_the_peak_is_that_of_the_process():
 
 
 def peaks() -> list[dict]:
-    """Simulate GPUs on two ranks: rank r's tensors took 3 + r GiB in the first step, and 1 GiB in the
-    second.
+    """Simulate GPUs on two ranks: rank r's tensors took 3 + r GiB in the first step, and 1 GiB in
+    the second.
     """
     with join(Config(device="cpu")) as world:
         taken = [(3 + world.rank) * 2**30]
@@ -323,8 +323,8 @@ def peak_of_a_step(vocab: int, completions: int) -> int:
 
 
 def test_the_peak_of_a_step_does_not_grow_with_vocabulary_times_tokens(monkeypatch):
-    """With 2,000 more tokens, the logits would take 160 MB more, and each result made of them as much
-    again.
+    """With 2,000 more tokens, the logits would take 160 MB more, and each result made of them as
+    much again.
     """
     vocab, extra = 20_000, 20 * 100
     few, many = (peak_of_a_step(vocab, completions) for completions in (10, 30))

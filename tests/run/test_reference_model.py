@@ -1,5 +1,5 @@
-"""A reference model that follows the policy: its closed form, the same on any number of ranks, saved
-and resumed.
+"""A reference model that follows the policy: its closed form, the same on any number of ranks,
+saved and resumed.
 
 Read next: tests/model/test_lora.py, where the reference is the model with its adapters off.
 """
@@ -36,7 +36,7 @@ def base(tmp_path_factory) -> Path:
 
 
 def test_two_updates_in_closed_form():
-    """ref₂ = a·p₂ + (1-a)·(a·p₁ + (1-a)·p₀), for every weight, tied and one-dimensional ones too."""
+    """Every weight is ref₂ = a·p₂ + (1-a)·(a·p₁ + (1-a)·p₀), even tied and one-dimensional ones."""
     cfg = Config(beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=0.3, ref_model_sync_steps=4)
     models = [tiny_model(seed=s, tie_word_embeddings=True).requires_grad_(False) for s in range(3)]
     reference, first, second = (dict(m.named_parameters()) for m in models)

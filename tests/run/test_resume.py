@@ -338,7 +338,9 @@ def test_another_models_checkpoint_is_refused(tmp_path, tiny_base):
 
 
 def test_a_kill_between_two_renames_loses_no_checkpoint(tmp_path, tiny_base):
-    """While checkpoint-1 is replaced, the old one has another name, and the new one not yet its own."""
+    """While checkpoint-1 is replaced, the old one has another name, and the new one not yet its
+    own.
+    """
     run = start(tmp_path, tiny_base).advance(1)
     folder = run.save()
     folder.rename(folder.with_name(f".{folder.name}.old"))
@@ -354,8 +356,8 @@ def test_a_kill_between_two_renames_loses_no_checkpoint(tmp_path, tiny_base):
 
 
 def test_training_continues_while_the_state_is_written(tmp_path, tiny_base, monkeypatch):
-    """The files hold the state when `save` returned, although each parameter changed before its file
-    was opened.
+    """The files hold the state when `save` returned, although each parameter changed before its
+    file was opened.
     """
     run, go = start(tmp_path, tiny_base).advance(1), threading.Event()
     expected = run.state()

@@ -29,7 +29,8 @@ from tests.ranks import DATA, REWARD, run, start
 OPTIONS = (
     f"--data {DATA} --device cpu --max-steps 8 --save-steps 2 --num-generations 4 "
     "--generation-batch-size 16 --max-completion-length 6 --learning-rate 3e-3 --warmup-steps 2 "
-    f"--adam-epsilon 1e-5 --token-budget 60 --num-iterations 2 --beta 0.05 --reward-funcs {REWARD}:even"
+    f"--adam-epsilon 1e-5 --token-budget 60 --num-iterations 2 --beta 0.05 "
+    f"--reward-funcs {REWARD}:even"
 ).split()
 
 
