@@ -11,8 +11,8 @@ loss. The loss itself is `policy_terms` in kernels/reference.py, about 25 lines:
 `objective` runs it through `head_policy_loss`, which also computes the gradient in the same visit
 of the logits. That works for the default run and whenever the loss of a token depends on its own
 log-prob alone. All other objectives (ratios and masks of sequences, and the loss types besides the
-clip) go through `loss` below. It computes the same formula from log-probs that carry a gradient, and
-leaves derivatives to autograd.
+clip) go through `loss` below. It computes the same formula from log-probs that carry a gradient,
+and leaves derivatives to autograd.
 
 The formulas are those of TRL 1.16.0, and tests compare them with TRL's code. docs/equations.md
 lists the papers. Another algorithm takes a few lines (docs/fork.md). Read next:
