@@ -21,7 +21,7 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import optim
 from nanogrpo.run import setup as parts
 from tests.conftest import SOLO, positions_of, random_tokens, tiny_model, write_base
-from tests.distributed.test_fsdp import generation
+from tests.distributed.training import generation
 
 LIMIT = 1e-6
 
