@@ -60,7 +60,7 @@ def prepare(model: Decoder, world: World, cfg: Config) -> None:
             f"--torch-compile-backend {cfg.torch_compile_backend} is not known to torch: "
             f"choose one of {', '.join(known)}."
         )
-    for block in cast("list[Any]", model.model.layers):
+    for block in cast("list[Block]", model.model.layers):
         # Replacing `forward` on the instance needs no wrapper module, so parameters keep the names
         # they have in checkpoints.
         if cfg.torch_compile:
