@@ -68,7 +68,8 @@ def test_gmpo_trains(tiny_base, tmp_path, gmpo):
         "".join(json.dumps({"prompt": f"{i}="}) + "\n" for i in range(8))
     )
     (tmp_path / "reward.py").write_text(
-        "def even(completion_ids, **_):\n    return [sum(i % 2 for i in x) / len(x) for x in completion_ids]"
+        "def even(completion_ids, **_):\n"
+        "    return [sum(i % 2 for i in x) / len(x) for x in completion_ids]"
     )
     argv = [
         "--model",

@@ -15,7 +15,8 @@ from tests.ranks import run
 # Only the completions of some prompts differ in reward; the others earn the same whatever they say.
 REWARD = """
 def some(prompts, completion_ids, **kwargs):
-    return [len(ids) + sum(ids) % 7 if "1" in p or "3" in p else 1.0 for p, ids in zip(prompts, completion_ids)]
+    pairs = zip(prompts, completion_ids)
+    return [len(ids) + sum(ids) % 7 if "1" in p or "3" in p else 1.0 for p, ids in pairs]
 
 def none(completions, **kwargs):
     return [1.0] * len(completions)
