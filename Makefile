@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-vllm lint types clean
+.PHONY: demo test test-vllm lint clean
 
 demo: .venv/plot.done
 	rm -rf runs/demo
@@ -26,9 +26,6 @@ test-vllm: .venv/test.done .venv-vllm/done
 lint: .venv/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-
-# Not yet part of `lint`: until the last error is gone.
-types: .venv/test.done
 	$(BIN)/mypy
 
 # The environment, with pinned versions. There is one stamp per extra, so the demo does not install

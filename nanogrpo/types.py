@@ -11,6 +11,7 @@ in it · M completion tokens in it that are trained on · D hidden · H query he
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return a copy of the batch on a device."""
-        moved = {
+        moved: dict[str, Any] = {
             k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v
             for k, v in vars(self).items()
         }

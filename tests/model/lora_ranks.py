@@ -68,8 +68,8 @@ def logits(model: Decoder, seed: int = 5) -> torch.Tensor:
 
 def three_steps(base: Path, options: dict, world: World = SOLO) -> tuple[dict, dict, dict, Tensor]:
     """Return the gradient of the first step, the merged weights after the third as they are saved
-    and as they are sent, and the logits with disabled adapters. distributed/training.py explains the
-    epsilon.
+    and as they are sent, and the logits with disabled adapters. distributed/training.py explains
+    the epsilon.
     """
     cfg = Config(
         **{
