@@ -10,6 +10,7 @@ in it · M completion tokens in it that are trained on · D hidden · H query he
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,7 +126,8 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return a copy of the batch on a device."""
         moved: dict[str, Any] = {
-            k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v
-            for k, v in vars(self).items()
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
         }
-        return PackedBatch(**moved)
+        return dataclasses.replace(self, **moved)

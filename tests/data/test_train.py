@@ -136,11 +136,11 @@ SPLIT = ["--data", "{saved}", "--dataset-train-split", "a"]
 MISTAKES = {
     "too few for the weights": (
         ["--data-weights", "1"],
-        r"--data \S+three\.jsonl holds 3 prompts",
+        r"--data \S+three\.jsonl holds 3 prompts, but with its weight .* a step draws 9",
     ),
     "a weight too many": (
         ["--data-weights", "1", "1"],
-        r"--data-weights has 2 values",
+        r"--data-weights has 2 values but --data has 1",
     ),
     "no such split": (["--data", "{saved}"], r"no split 'train' but 'a'"),
     "no held-out split": (
