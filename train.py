@@ -4,7 +4,7 @@ Each step samples a group of completions for each of a few prompts and scores th
 advantage is how much better than its group it did. The loss makes the tokens of completions with a
 positive advantage more likely, and those with a negative advantage less likely:
 
-    draw → sample → score → advantages → pack → loss → step → log
+    sync weights → draw → sample → score → advantages → pack → loss → optimizer step → log
 
     nanogrpo warmup runs/base                       # make a small base model in half a minute
     python train.py --model runs/base --data arithmetic --output-dir runs/first --learning-rate 3e-4
@@ -13,7 +13,8 @@ positive advantage more likely, and those with a negative advantage less likely:
 In: a checkpoint, prompts, and reward functions (nanogrpo/config.py lists every option).
 Out: output_dir/metrics.jsonl and output_dir/checkpoint-N.
 Read next: nanogrpo/types.py (what flows), nanogrpo/step.py (what happens to the samples),
-nanogrpo/grpo/advantages.py and nanogrpo/grpo/loss.py (the algorithm).
+nanogrpo/grpo/advantages.py, nanogrpo/grpo/loss.py and `policy_terms` in kernels/reference.py (the
+algorithm, down to the lines that compute the loss).
 """
 
 from __future__ import annotations
@@ -34,37 +35,44 @@ from nanogrpo.logs.metrics import Clock, Meter
 from nanogrpo.run import output
 from nanogrpo.run.optim import clip_and_step, learning_rate
 from nanogrpo.run.setup import closing, setup
-from nanogrpo.step import assign_advantages, evaluate, log_step, pack, ready, score, sync
+from nanogrpo.step import assign_advantages, begin, evaluate, log_step, pack, score, sync
 
 
 def train(cfg: Config, world: World, stop: Stop) -> None:
-    """Train from the checkpoint in `cfg` to the last step. Every rank runs this, on its samples."""
+    """Train from cfg.model, or from the run's last checkpoint with --resume, to the last step.
+
+    Every rank runs this function, on its own share of the samples.
+    """
     run = setup(cfg, world)
     model, optimizer = run.model, run.optimizer
-    with closing(run):
-        if not ready(run, stop):
+    with closing(run):  # if the last vLLM server is lost, this saves before it closes everything
+        if not begin(run, stop):  # evaluates the starting model; False: a signal asked to stop
             return
         for step in range(run.start, cfg.max_steps):
-            clock, meter = Clock(), Meter(run.bonus)
+            clock, meter = Clock(), Meter(run.entropy_bonus)
 
             with clock("sync"):
-                sync(run)  # the engine samples with the current weights
+                sync(run)  # the engine gets the current weights
 
             with clock("sample"):
                 prompts = run.draw(step)  # this rank's share of the step's prompts
                 samples = run.engine.sample(prompts, cfg.num_generations, run.sampling, step)
 
             with clock("score"):
-                score(run, samples, step)  # sample.reward
-                assign_advantages(
-                    run, samples
-                )  # sample.advantage = (reward - mean) / std of its group
+                score(run, samples, step)  # sets sample.reward
+                # Sets sample.advantage, by default (reward - mean) / std of its group.
+                assign_advantages(run, samples)
 
             with clock("train"):
-                for batches in pack(run, samples, step):  # one optimizer step each
-                    for batch in batches:  # micro-batches, over which gradients accumulate
-                        # -min(ratio · A, clip(ratio) · A) + beta · KL, summed over the tokens
+                # One list of micro-batches for each optimizer step. If the loss needs the log-probs
+                # from before the first one (old_logp) or of the reference (ref_logp), they are set.
+                for batches in pack(run, samples, step):
+                    for batch in batches:
+                        # Σ weight · (-min(ratio·A, clip(ratio)·A) + beta·KL) over the tokens, with
+                        # ratio = policy / old policy: see policy_terms in kernels/reference.py. By
+                        # default there is one optimizer step per step, so every ratio is 1.
                         out = model.forward_packed(batch, objective(batch, cfg))
+                        # Gradients are summed over micro-batches and ranks.
                         fsdp.backward(model, out.loss, world, last=batch is batches[-1])
                         meter.add(batch, out)
                     rate = learning_rate(step * cfg.updates_per_step + meter.updates, cfg)
@@ -73,11 +81,12 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
             run.done = step + 1
             fsdp.update_reference(run.reference, model, cfg, run.done)
             log_step(run, step, samples, meter, clock)
-            stopping = world.any(stop.asked, run.saver.failure())  # on any rank
+            # Whether a signal reached any rank. A save that failed on any rank raises here.
+            stopping = world.any(stop.asked, error=run.saver.failure())
             if run.evaluates(stopping):
                 evaluate(run)
             if run.saves(stopping):
-                run.saver.save(run.done, run.bonus.state)  # writes in the background
+                run.saver.save(run.done, run.entropy_bonus.state)  # writes in the background
             if stopping:
                 break
 
@@ -93,7 +102,10 @@ def main(argv: list[str] | None = None) -> int:
         cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(cfg.output_dir))
         with join(cfg) as world, Stop() as stop, output.claimed(cfg, world):
             train(cfg, world, stop)
-    except (UserError, FloatingPointError) as e:  # the latter: NaN or infinite weights or log-probs
+    except (
+        UserError,
+        FloatingPointError,
+    ) as e:  # the latter: NaN or inf weights, log-probs or gradients
         print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while the ranks connect; later, Stop ends the run after the step

@@ -114,7 +114,7 @@ def evaluate(run: Run) -> None:
     run.log.evaluation(run.done, facts, run.rewards.metrics(run.world.gather))
 
 
-def ready(run: Run, stop: Stop) -> bool:
+def begin(run: Run, stop: Stop) -> bool:
     """Evaluate the model before its first step. Return False if a signal asks to stop first."""
     if run.start == 0 and run.cfg.eval_steps and not run.world.any(stop.asked):
         evaluate(run)
@@ -145,7 +145,7 @@ def pack(run: Run, samples: list[Sample], step: int) -> Iterator[list[PackedBatc
     for batches in packed:
         add_logps(run, batches)
     for batches in packed * cfg.num_iterations:
-        run.bonus.weigh(batches)  # the entropy bonus may change after each optimizer step
+        run.entropy_bonus.weigh(batches)  # the entropy bonus may change after each optimizer step
         yield batches
 
 

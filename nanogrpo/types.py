@@ -111,7 +111,8 @@ class PackedBatch:
     # [M] float32: the normalizer of the loss type, over the full optimizer step and all ranks
     weight: Tensor
     sampling_logp: Tensor  # [M] float32: the engine's log-prob
-    # [M] float32: the log-prob before the first update; None: on policy, so the ratio is 1
+    # [M] float32: the log-prob of the policy that sampled, by the trainer before the first update
+    # or by the engine; None: on policy, so the ratio is 1
     old_logp: Tensor | None = None
     # [M] float32: the log-prob of the reference model; None: beta is 0
     ref_logp: Tensor | None = None

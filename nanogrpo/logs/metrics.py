@@ -54,7 +54,7 @@ class Meter:
         self.entropy_bonus = bonus
         self.parts: list[dict[str, Tensor]] = []
         self.loss: Tensor | float = 0.0
-        self.bonus: Tensor | None = None  # the entropy term of the loss; None: there is none
+        self.entropy_term: Tensor | None = None  # the entropy term of the loss; None: there is none
         self.norms: list[float] = []
         self.updates = 0
         self.first: int | None = None  # the first update with tokens
@@ -81,7 +81,7 @@ class Meter:
         self.loss = self.loss + out.loss.detach()
         if batch.entropy_weight is not None:
             bonus = (batch.entropy_weight * out.entropy).sum()
-            self.bonus = bonus if self.bonus is None else self.bonus + bonus
+            self.entropy_term = bonus if self.entropy_term is None else self.entropy_term + bonus
 
     def end_update(self, norm: float) -> None:
         """End an optimizer step with this gradient norm. Every rank must call."""
@@ -99,8 +99,8 @@ class Meter:
         }
         if self.entropy_bonus is not None:
             out |= self.entropy_bonus.metrics()
-        if self.bonus is not None:
-            bonus = sum(world.gather(float(self.bonus))) / max(self.updates, 1)
+        if self.entropy_term is not None:
+            bonus = sum(world.gather(float(self.entropy_term))) / max(self.updates, 1)
             out["policy_loss"] = out["loss"] + bonus
         parts = world.concat(
             [{name: t.float().cpu() for name, t in part.items()} for part in self.parts]

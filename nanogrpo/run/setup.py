@@ -57,7 +57,7 @@ class Run:
     # Frozen; or the model itself, to be used with its adapters off; None when beta is 0.
     reference: Decoder | None
     optimizer: torch.optim.Optimizer
-    bonus: Bonus  # of entropy
+    entropy_bonus: Bonus  # off by default
     engine: Engine
     draw_all: Callable[[int, int], list[Prompt]]  # (seed, step) → the prompts of a step, all ranks
     sampling: SamplingParams  # of training completions
@@ -95,7 +95,7 @@ def closing(run: Run) -> Iterator[None]:
             yield
         except ServerLost:  # raised on every rank
             if run.done > run.start:
-                run.saver.save(run.done, run.bonus.state)
+                run.saver.save(run.done, run.entropy_bonus.state)
             raise
 
 
@@ -152,7 +152,7 @@ def setup(cfg: Config, world: World) -> Run:
         model=model,
         reference=reference,
         optimizer=optimizer,
-        bonus=Bonus(cfg, world, state.carried(cfg)),
+        entropy_bonus=Bonus(cfg, world, state.carried(cfg)),
         engine=engine,
         draw_all=draw_all,
         sampling=sampling,
