@@ -64,9 +64,13 @@ def prepare(model: Decoder, world: World, cfg: Config) -> None:
         # Replacing `forward` on the instance needs no wrapper module, so parameters keep the names
         # they have in checkpoints.
         if cfg.torch_compile:
-            block.forward = _compiled(block, cfg.torch_compile_backend)
+            block.forward = _compiled(  # type: ignore[method-assign]
+                block, cfg.torch_compile_backend
+            )
         if cfg.gradient_checkpointing != "none":
-            block.forward = _recomputed(block.forward, cfg.gradient_checkpointing)
+            block.forward = _recomputed(  # type: ignore[method-assign]
+                block.forward, cfg.gradient_checkpointing
+            )
     if dist.is_initialized():
         _shard(model, world, cfg)
 
