@@ -157,11 +157,11 @@ def test_the_named_step_is_traced(tmp_path):
         running = []
         for step in range(3):
             tracing.begin(step)
-            running.append(tracing.running is not None)
+            running.append(tracing.profile is not None)
     assert running == [False, True, False]
     other = trace.Trace(cfg, World(1, 2, SOLO.device))
     other.begin(1)
-    assert other.running is None  # only on the main rank
+    assert other.profile is None  # only on the main rank
 
 
 def test_a_failing_step_raises_its_own_error_and_leaves_no_trace(tmp_path):

@@ -268,6 +268,7 @@ def test_every_schedule(shape, expected):
 def test_a_run_follows_its_schedule(tiny_base, files, tmp_path):
     """The log has the rate of each step's last update, and no KL without --beta."""
     options = ["--lr-scheduler-type", "linear", "--warmup-steps", "2", "--num-iterations", "2"]
+    options += ["--max-grad-norm", "0.5", "--gradient-checkpointing", "full"]
     assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 0
     rows = steps(tmp_path)
     assert [row["learning_rate"] / 1e-3 for row in rows] == pytest.approx([1, 0.75, 0.25])
