@@ -164,11 +164,11 @@ class Watch:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Return the first sentence of a message from C++, without the source location it begins with.
-    Advice and a stack trace follow it.
+    """Return the first sentence of a message, without the source location or error number that it
+    begins with. In C++, advice and a stack trace follow it.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return re.sub(r"^\[\S+:\d+\] ", "", lines[0]).split(". ")[0].rstrip(".")
+    return re.sub(r"^\[(\S+:|Errno )\d+\] ", "", lines[0]).split(". ")[0].rstrip(".")
 
 
 def leave(status: int) -> None:

@@ -157,11 +157,6 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
         following.set_modules_to_backward_prefetch([block])
 
 
-def parameter_device(world: World, cfg: Config) -> torch.device:
-    """Return the device that holds the shards."""
-    return torch.device("cpu") if cfg.cpu_offload else world.device
-
-
 def reshard(model: nn.Module) -> None:
     """Free the gathered parameters: after a forward without a backward the root is still gathered,
     which hides its shards.

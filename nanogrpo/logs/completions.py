@@ -20,7 +20,7 @@ from rich.text import Text
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
-from nanogrpo.logs.files import replace, set_aside, writing
+from nanogrpo.logs.files import replace, set_aside
 from nanogrpo.types import Sample
 
 # Print Text objects only: rich would read brackets in a str as markup, such as "[/INST]".
@@ -57,8 +57,6 @@ class Completions:
             return
         lines = [json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in records]
         path = self.folder / f"completions_{step + 1:05d}.jsonl"
-        with writing(path, "--log-completions"):
-            self.folder.mkdir(exist_ok=True)
         # A lone surrogate has no UTF-8: write it as the escape that JSON uses.
         data = "".join(lines).encode("utf-8", "backslashreplace")
         replace(path, data, "--log-completions")

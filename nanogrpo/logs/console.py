@@ -48,16 +48,12 @@ SHOWN = {
 def commit() -> str:
     """Return the commit of this checkout, or "unknown" if the package was installed elsewhere.
 
-    It may then lie inside the repository of another project.
+    It may then lie inside the repository of another project, so we name the repository.
     """
-    if not (ROOT / ".git").exists():
-        return "unknown"
-    git = ["git", "rev-parse", "HEAD"]
+    git = ["git", "--git-dir", str(ROOT / ".git"), "rev-parse", "HEAD"]
     try:
-        return subprocess.run(
-            git, capture_output=True, text=True, cwd=ROOT, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # git is not installed, or there is no commit
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, no repository, or no commit
         return "unknown"
 
 

@@ -48,8 +48,9 @@ def set_aside(path: Path) -> Path:
 
 
 def replace(path: Path, data: bytes, option: str = "") -> None:
-    """Write a file in one step: after a crash it holds either the old data or the new."""
+    """Write a file in one step, and its folder: after a crash it holds the old data or the new."""
     with writing(path, option):
+        path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(data)
         temporary.replace(path)

@@ -50,7 +50,7 @@ class Meter:
     moves with each update.
     """
 
-    def __init__(self, bonus: Bonus | None = None):
+    def __init__(self, bonus: Bonus):
         self.entropy_bonus = bonus
         self.parts: list[dict[str, Tensor]] = []
         self.loss: Tensor | float = 0.0
@@ -61,8 +61,7 @@ class Meter:
 
     def add(self, batch: PackedBatch, out: PolicyOut) -> None:
         """Add the loss of one micro-batch."""
-        if self.entropy_bonus is not None:
-            self.entropy_bonus.add(batch, out)
+        self.entropy_bonus.add(batch, out)
         assert out.entropy is not None, "a loss of the trainer has entropies"
         part = {"sample": batch.sample, "entropy": out.entropy}
         level = "sequence" if out.by_sequence else "token"
@@ -85,8 +84,7 @@ class Meter:
 
     def end_update(self, norm: float) -> None:
         """End an optimizer step with this gradient norm. Every rank must call."""
-        if self.entropy_bonus is not None:
-            self.entropy_bonus.end_update()
+        self.entropy_bonus.end_update()
         self.norms.append(norm)
         self.updates += 1
 
@@ -94,14 +92,13 @@ class Meter:
         """Return the metrics of the step over all ranks. Every rank must call."""
         loss = sum(world.gather(float(self.loss)))
         out = {
-            "loss": loss / max(self.updates, 1),
-            "grad_norm": statistics.fmean(self.norms) if self.norms else 0.0,
+            "loss": loss / self.updates,
+            "grad_norm": statistics.fmean(self.norms),
+            **self.entropy_bonus.metrics(),
         }
-        if self.entropy_bonus is not None:
-            out |= self.entropy_bonus.metrics()
         if self.entropy_term is not None:
-            bonus = sum(world.gather(float(self.entropy_term))) / max(self.updates, 1)
-            out["policy_loss"] = out["loss"] + bonus
+            bonus = sum(world.gather(float(self.entropy_term)))
+            out["policy_loss"] = out["loss"] + bonus / self.updates
         parts = world.concat(
             [{name: t.float().cpu() for name, t in part.items()} for part in self.parts]
         )
@@ -137,6 +134,14 @@ class Meter:
             }
         corrected = any("importance" in part for part in parts)
         return out | mismatch.compare(joined("delta"), joined("importance") if corrected else None)
+
+
+def _given(samples: Sequence[Facts]) -> dict[str, list[float]]:
+    """Return the rewards that apply, by function, and their sums. Leave out empty lists."""
+    out = {f"rewards/{name}": [s.rewards[name] for s in samples] for name in samples[0].rewards}
+    out["reward"] = [s.reward for s in samples]
+    given = {name: [r for r in values if r is not None] for name, values in out.items()}
+    return {name: values for name, values in given.items() if values}
 
 
 def _mean_std(values: Sequence[float]) -> tuple[float, float]:
@@ -175,13 +180,9 @@ def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
         out |= {f"completions/{how.__name__}_{name}": how(values) for how in (min, max)}
         out[f"completions/mean_{name}"] = statistics.fmean(values)
     out["completions/clipped_ratio"] = statistics.fmean(not s.stopped for s in samples)
-    for name in samples[0].rewards:
-        given = [r for s in samples if (r := s.rewards[name]) is not None]
-        if given:
-            out[f"rewards/{name}/mean"], out[f"rewards/{name}/std"] = _mean_std(given)
-    given = [s.reward for s in samples if s.reward is not None]
-    if given:
-        out["reward"], out["reward_std"] = _mean_std(given)
+    for name, given in _given(samples).items():
+        mean, deviation = ("", "_std") if name == "reward" else ("/mean", "/std")
+        out[name + mean], out[name + deviation] = _mean_std(given)
     out["frac_reward_zero_std"] = torch.isclose(std, torch.zeros_like(std)).float().mean().item()
     return out
 
@@ -200,12 +201,5 @@ def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
 
 def of_evaluation(samples: Sequence[Facts]) -> dict[str, float]:
     """Return the metrics of an evaluation. A reward that does not apply is left out, not 0."""
-    out: dict[str, float] = {}
-    for name in samples[0].rewards:
-        given = [r for s in samples if (r := s.rewards[name]) is not None]
-        if given:
-            out[f"eval/rewards/{name}"] = statistics.fmean(given)
-    given = [s.reward for s in samples if s.reward is not None]
-    if given:
-        out["eval/reward"] = statistics.fmean(given)
+    out = {f"eval/{name}": statistics.fmean(given) for name, given in _given(samples).items()}
     return {**out, "eval/mean_length": statistics.fmean(s.length for s in samples)}

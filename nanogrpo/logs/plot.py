@@ -42,12 +42,9 @@ def series(rows: list[dict], name: str) -> tuple[list[float], list[float]]:
 def draw(runs: list[Path], out: Path) -> None:
     """Write the picture `out` in the format of its suffix."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as e:
         raise UserError("plotting needs matplotlib: pip install -e .[plot]") from e
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     data = {str(run): read(run) for run in runs}
     panels = {
         title: name
@@ -56,31 +53,24 @@ def draw(runs: list[Path], out: Path) -> None:
     }
     if not panels:
         raise UserError(f"{' '.join(data)}: there is no step to plot yet; wait for the first one.")
-    columns = min(len(panels), 2)
-    lines = -(-len(panels) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(10, 3 * lines), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, (title, name) in zip(axes.flat, panels.items()):
-        style = {"marker": "o", "markersize": 4} if name.startswith("eval/") else {}
+    lines = -(-len(panels) // 2)
+    figure = Figure(figsize=(10, 3 * lines), layout="tight")
+    for i, (title, name) in enumerate(panels.items(), start=1):
+        axis = figure.add_subplot(lines, 2, i)
         for label, rows in data.items():
-            axis.plot(*series(rows, name), label=label, linewidth=1.5, **style)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("step", fontsize=9)
+            axis.plot(*series(rows, name), ".-" if name.startswith("eval/") else "-", label=label)
+        axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
         if name.endswith("accuracy_reward"):
             axis.set_ylim(0, 1.02)
         elif name.startswith("sampling/"):
             axis.set_yscale("log")
     if len(data) > 1:
-        axes.flat[0].legend(fontsize=8)
-    figure.tight_layout()
+        figure.axes[0].legend()
     try:
         figure.savefig(out, dpi=110, format=out.suffix.removeprefix("."))
     except (OSError, ValueError) as e:  # the latter: an unknown suffix
         raise UserError(f"--out {out} cannot be written: {e}; choose another file.") from e
-    finally:
-        plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nanogrpo.config import Config
+from nanogrpo.distributed.failure import first_sentence
 from nanogrpo.errors import UserError
 
 
@@ -52,22 +53,22 @@ class Wandb:
             import wandb
         except ImportError as e:
             raise UserError("--report-to wandb needs its package: pip install -e .[wandb]") from e
-        folder = Path(cfg.output_dir)
+        folder, config = Path(cfg.output_dir), dict(head)
         id_file = folder / "wandb-id"
         if start == 0 or not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
         try:
             self.run = wandb.init(
-                config={**head["run"], **{k: v for k, v in head.items() if k != "run"}},
+                config=config.pop("run") | config,
                 id=id_file.read_text(),
                 resume="allow",
                 dir=str(folder),
                 name=folder.name,
             )
         except Exception as e:  # without network or login, wandb raises many kinds of errors
-            reason = (str(e).strip().splitlines() or [type(e).__name__])[0].rstrip(".")
             raise UserError(
-                f"--report-to wandb: {reason}: log in, set WANDB_MODE=offline, or leave it out."
+                f"--report-to wandb: {first_sentence(e)}: log in, set WANDB_MODE=offline, or leave "
+                "it out."
             ) from e
         # W&B's own step counter refuses the steps that a resumed run repeats.
         self.run.define_metric("*", step_metric="done")

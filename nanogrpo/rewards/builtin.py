@@ -6,6 +6,7 @@ Out: one number for each completion, or None. Read next: rewards/runner.py, whic
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable
@@ -75,7 +76,8 @@ def length_reward(limit: int = 512, /, *, completion_ids: list[list[int]], **kwa
 # --- answers in a text ---
 
 BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
-NUMBER = re.compile(r"([+-]?)(?:\\frac\{(\d+)\}\{(\d+)\}|(\d+)/(\d+)|(\d+\.?\d*|\.\d+))")
+FRAC = re.compile(r"^([+-]?)\\frac\{(\d+)\}\{(\d+)\}$")
+NUMBER = re.compile(r"[+-]?(\d+/\d+|\d+\.?\d*|\.\d+)")
 
 
 def extract_answer(text: str) -> str | None:
@@ -131,17 +133,10 @@ def _normalise(text: str) -> str:
 def _number(text: str) -> Fraction | None:
     # A text of over 200 characters is longer than any answer, and Python refuses to parse an
     # integer of more than 4300 digits.
-    match = NUMBER.fullmatch(text) if len(text) <= 200 else None
-    if match is None:
-        return None
-    sign, top, bottom, top2, bottom2, plain = match.groups()
-    if plain:
-        value = Fraction(plain)
-    elif int(bottom or bottom2) == 0:
-        return None
-    else:
-        value = Fraction(int(top or top2), int(bottom or bottom2))
-    return -value if sign == "-" else value
+    text = FRAC.sub(r"\1\2/\3", text[:201])
+    with contextlib.suppress(ZeroDivisionError):
+        return Fraction(text) if len(text) <= 200 and NUMBER.fullmatch(text) else None
+    return None
 
 
 def _text(completion: str | list[dict]) -> str:

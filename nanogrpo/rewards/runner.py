@@ -122,28 +122,26 @@ class Runner:
     def score(self, samples: Sequence[Sample], state: TrainerState | None = None) -> None:
         """Fill each sample's `rewards`, `reward` (None if no function applies) and `extra`.
 
-        If a reward function makes a mistake, raise UserError and leave all samples unchanged.
+        If a reward function makes a mistake, raise UserError.
         """
         groups: dict[int, list[Sample]] = {}
         for sample in samples:
             groups.setdefault(sample.prompt.id, []).append(sample)
-        # Both map a name to the values of the samples, by their id().
-        rewards: dict[str, dict[int, float | None]] = {name: {} for name in self.names}
-        extra: dict[str, dict[int, Any]] = {}
+            sample.rewards, sample.extra = dict.fromkeys(self.names), {}
         for job in self.jobs:
             results = self._call(job, list(groups.values()), state or TrainerState())
             for part, result in results:
-                ids = list(map(id, part))
                 for (_, name), values in zip(job.functions, result.rewards):
-                    rewards[name].update(zip(ids, values))
+                    for sample, value in zip(part, values):
+                        sample.rewards[name] = value
                 for column, values in result.extra:
-                    logged = extra.setdefault(column, {})
-                    if column in (*COLUMNS, *self.names) or ids[0] in logged:
+                    if column in (*COLUMNS, *self.names, *part[0].extra):
                         raise UserError(
                             f"log_extra({column!r}, …): the completions table already has this "
                             "column; choose another name"
                         )
-                    logged.update(zip(ids, values))
+                    for sample, value in zip(part, values):
+                        sample.extra[column] = value
                 for name, value in result.metrics:
                     self.logged.setdefault(name, []).append(value)
             job.lost_calls = 0 if results or not groups else job.lost_calls + 1
@@ -155,14 +153,10 @@ class Runner:
             scored = {sample.prompt.id for part, _ in results for sample in part}
             self.failures += len(groups) - len(scored)
             groups = {i: group for i, group in groups.items() if i in scored}
-        found = [
-            {name: r.get(id(s)) if s.prompt.id in groups else None for name, r in rewards.items()}
-            for s in samples
-        ]
-        sums = [self._weighted_sum(given, s) for given, s in zip(found, samples)]
-        for sample, given, total in zip(samples, found, sums):
-            sample.rewards, sample.reward = given, total
-            sample.extra = {c: v[id(sample)] for c, v in extra.items() if id(sample) in v}
+        for sample in samples:
+            if sample.prompt.id not in groups:
+                sample.rewards = dict.fromkeys(self.names)
+            sample.reward = self._weighted_sum(sample)
 
     def metrics(self, gather: Callable[[Any], list]) -> dict[str, float]:
         """Return the number of lost groups and the means of log_metric since the last call.
@@ -215,10 +209,9 @@ class Runner:
             left -= min(time.monotonic() - begun, limit)
         return results
 
-    def _weighted_sum(self, rewards: dict[str, float | None], sample: Sample) -> float | None:
-        terms = [
-            w * r for w, r in zip(self.weights, rewards.values(), strict=True) if r is not None
-        ]
+    def _weighted_sum(self, sample: Sample) -> float | None:
+        rewards = sample.rewards
+        terms = [w * r for w, r in zip(self.weights, rewards.values()) if r is not None]
         total = sum(terms)
         if not abs(total) <= MAX_REWARD:
             raise UserError(

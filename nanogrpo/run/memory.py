@@ -95,15 +95,10 @@ def adapter_bytes(model: Decoder, item: int, kind: str) -> tuple[int, int]:
     return {"none": (low, 0), "full": (0, low), "selective": (high, low)}[kind]
 
 
-class Longest(NamedTuple):
-    """A rank's largest micro-batch. Example: Longest(tokens=16384, key_rows=65536, several=True)"""
-
-    tokens: int  # T
-    key_rows: int  # Tk: above T if completions share a prompt
-    several: bool  # whether an update may need several micro-batches
-
-
-def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> Longest:
+def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[int, int, bool]:
+    """Return a rank's largest micro-batch: its tokens T, its key rows Tk (above T if completions
+    share a prompt), and whether an update may need several micro-batches.
+    """
     prompts = -(-cfg.prompts_per_step // (cfg.steps_per_generation * world_size))
     longest = cfg.max_completion_length - 1
     sample = longest_prompt + longest
@@ -114,7 +109,7 @@ def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> Longest:
         keys += prompts * longest_prompt
         max_keys = packing.KEY_ROWS * budget
     T = max(min(tokens, budget), sample)  # a sample above the budget gets its own strip
-    return Longest(T, max(min(keys, max_keys), T), tokens > budget or keys > max_keys)
+    return T, max(min(keys, max_keys), T), tokens > budget or keys > max_keys
 
 
 def table(
@@ -139,9 +134,9 @@ def table(
         Row("gradients", 4 * trained // W, offloaded),
     ]
     T, Tk, several = longest_strip(cfg, W, longest_prompt)
-    if sharded and several:
-        out.append(Row("gradients, summed before they are reduced", 4 * trained))
     if sharded:
+        if several:
+            out.append(Row("gradients, summed before they are reduced", 4 * trained))
         gathered = item * (root + 2 * block if cfg.reshard_after_forward else n)
         out.append(Row("gathered by FSDP", gathered))
     if cfg.beta and not cfg.lora_r:
@@ -191,12 +186,8 @@ def capacity(world: World) -> tuple[int, int]:
 
 
 def shown(n: float) -> str:
-    """Format a number of bytes: 1536 → "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1000:
-            return f"{n} B" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
+    """Format a number of bytes in nvidia-smi's unit: 1.5e9 → "1,430.5 MiB"."""
+    return f"{n / 2**20:,.1f} MiB"
 
 
 def check(
@@ -215,7 +206,7 @@ def check(
             continue
         log.info("estimated memory per process on %s: %s of %s", place, shown(needed), shown(there))
         for row in here:
-            log.info("  %9s  %s", shown(row.bytes), row.name)
+            log.info("  %13s  %s", shown(row.bytes), row.name)
         if needed > there:
             largest = sorted(here, key=lambda row: -row.bytes)[:4]
             sizes = ", ".join(f"{row.name} {shown(row.bytes)}" for row in largest)

@@ -120,7 +120,7 @@ def setup(cfg: Config, world: World) -> Run:
     reference = make_reference(model, source, world, cfg)
     optimizer = optim.make_optimizer(model, cfg)
     world.once(lambda: output.clear(cfg))  # not earlier: everything that can be checked has been
-    start = state.resume(cfg, world, model, optimizer, origin, reference)
+    start, carried = state.resume(cfg, world, model, optimizer, origin, reference)
     sampling = SamplingParams(
         temperature=cfg.temperature,
         top_k=cfg.top_k,
@@ -152,7 +152,7 @@ def setup(cfg: Config, world: World) -> Run:
         model=model,
         reference=reference,
         optimizer=optimizer,
-        entropy_bonus=Bonus(cfg, world, state.carried(cfg)),
+        entropy_bonus=Bonus(cfg, world, carried),
         engine=engine,
         draw_all=draw_all,
         sampling=sampling,
@@ -185,7 +185,7 @@ def load_sharded(model: Decoder, source: Path, world: World, cfg: Config) -> Dec
     shard.
     """
     fsdp.prepare(model, world, cfg)
-    model.to_empty(device=fsdp.parameter_device(world, cfg))
+    model.to_empty(device="cpu" if cfg.cpu_offload else world.device)
     model.tie()
     checkpoint.load_weights(model, source)
     adapters.initialize(model, cfg)

@@ -147,8 +147,7 @@ class Saver:
         """Start writing `checkpoint-{step}`, the state after `step` finished steps. Return when the
         weights may change again. Every rank must call.
 
-        carried: the few numbers besides the tensors that one step passes to the next; the function
-        `carried` reads them back.
+        carried: the few numbers besides the tensors that one step passes to the next.
         """
         self.finish()
         self.final = Path(self.cfg.output_dir).absolute() / f"checkpoint-{step}"
@@ -226,9 +225,7 @@ def reason(error: BaseException) -> str:
     """
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
-    file = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
-    return f"{(lines or [type(error).__name__])[0].rstrip('.')}{file}"
+    return failure.first_sentence(error)
 
 
 # --- resuming ---
@@ -241,9 +238,10 @@ def resume(
     optimizer: Optimizer,
     origin: dict[str, str],
     reference: Decoder | None = None,
-) -> int:
-    """Restore the last checkpoint, if any; return the number of finished steps. Every rank must
-    call.
+) -> tuple[int, dict]:
+    """Restore the last checkpoint, if any. Every rank must call.
+
+    Returns the number of finished steps and what `Saver.save` got as `carried`.
 
     origin: hashes of the run's inputs (output.origin). Resuming with different prompts is an error,
     because sampling would diverge. A changed reward or rollout file only logs a warning, since even
@@ -254,24 +252,13 @@ def resume(
     """
     found = world.once(lambda: _latest(cfg, origin)) if cfg.resume else None
     if found is None:
-        return 0
+        return 0, {}
     folder, saved = found
-    size = saved.get("processes", 1)
-    if size != world.size:
-        log.info("%s was written by %d ranks; resuming on %d", folder, size, world.size)
     mine = tensors(model, optimizer, reference if cfg.sync_ref_model else None)
     _load(folder, mine)
     for state in optimizer.state.values():
         state["step"].copy_(mine["updates"])
-    return saved["step"]
-
-
-def carried(cfg: Config) -> dict:
-    """Return the numbers that `save` got as `carried` in the checkpoint that `resume` restored, or
-    {} if there is none.
-    """
-    found = checkpoint.checkpoints(cfg.output_dir) if cfg.resume else []
-    return read_json(found[-1] / "state.json").get("carried", {}) if found else {}
+    return saved["step"], saved.get("carried", {})
 
 
 def _latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] | None:

@@ -85,23 +85,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def base_config(vocab_size: int) -> ModelConfig:
-    return ModelConfig(
-        model_type="qwen3",
-        vocab_size=vocab_size,
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        rope_theta=10_000.0,
-        tie_word_embeddings=True,
-    )
-
-
-def make_base(folder: Path, seed: int = 0, steps: int = 600, quiet: bool = False) -> None:
+def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
     """Train the base model from scratch on `steps` batches of 64 solved problems and write its
     checkpoint.
 
@@ -118,13 +102,26 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600, quiet: bool = False
     torch.manual_seed(seed)
     with checkpoint.atomic_folder(folder) as aside:
         tokenizer = write_tokenizer(aside)
-        model = Decoder(base_config(tokenizer.vocab_size))
-        teach(model, tokenizer, seed, steps, quiet)
+        cfg = ModelConfig(
+            model_type="qwen3",
+            vocab_size=tokenizer.vocab_size,
+            hidden_size=96,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=256,
+            rope_theta=10_000.0,
+            tie_word_embeddings=True,
+        )
+        model = Decoder(cfg)
+        teach(model, tokenizer, seed, steps)
         checkpoint.export(model, aside, tokenizer)
         (aside / MARK).write_text(json.dumps({"seed": seed, "steps": steps}) + "\n")
 
 
-def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int, quiet: bool = True) -> None:
+def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int) -> None:
     """Train any model that can hold the tokenizer's ids. The last quarter of the steps shows the
     lazy student.
 
@@ -134,7 +131,7 @@ def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int, quiet: bo
     cfg = Config(loss_type="dapo")
     rng = random.Random(f"warm-up,{seed}")
     optimizer = optim.make_optimizer(model, cfg)
-    for step in track(range(steps), "warm-up", console=Console(stderr=True, quiet=quiet)):
+    for step in track(range(steps), "warm-up", console=Console(stderr=True)):
         lazy = step >= steps * 3 // 4
         texts = problems("train", 64, seed=rng.getrandbits(32))
         samples = [solved_sample(i, text, tokenizer, rng, lazy) for i, text in enumerate(texts)]

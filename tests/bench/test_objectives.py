@@ -22,7 +22,7 @@ def test_every_case_is_valid_and_every_loss_type_has_one():
 
 
 def test_an_interrupted_bench_continues(tmp_path):
-    warmup.make_base(tmp_path / "base", steps=2, quiet=True)
+    warmup.make_base(tmp_path / "base", steps=2)
     done = {
         "base": fingerprint(tmp_path / "base"),
         "settings": objectives.SETTINGS,

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench") / "base"
-    warmup.make_base(folder, steps=2, quiet=True)
+    warmup.make_base(folder, steps=2)
     return folder
 
 

@@ -14,6 +14,7 @@ import torch
 
 import train
 from nanogrpo.config import Config
+from nanogrpo.grpo.entropy import Bonus
 from nanogrpo.logs import metrics
 from nanogrpo.model.head import PolicyOut
 from tests.conftest import SOLO, arguments, lines
@@ -81,7 +82,7 @@ def add(meter: metrics.Meter, sample: list, clip: list, loss: float, **values: l
 
 
 def test_means_are_over_tokens_and_extremes_over_completions():
-    meter = metrics.Meter()
+    meter = metrics.Meter(Bonus(Config(), SOLO))
     add(
         meter,
         [0, 0, 1],
@@ -125,17 +126,17 @@ def test_means_are_over_tokens_and_extremes_over_completions():
 
 
 def test_without_a_reference_there_is_no_kl_and_without_tokens_only_the_loss():
-    meter = metrics.Meter()
+    meter = metrics.Meter(Bonus(Config(), SOLO))
     add(meter, [0], [0], 0.5, entropy=[1.0])
     meter.end_update(1.0)
     assert "kl" not in meter.summary(SOLO)
-    empty = metrics.Meter()
+    empty = metrics.Meter(Bonus(Config(), SOLO))
     empty.end_update(0.0)  # every completion was masked
     assert empty.summary(SOLO) == {"loss": 0.0, "grad_norm": 0.0}
 
 
 def test_the_gap_is_taken_at_the_first_update_that_has_tokens():
-    meter = metrics.Meter()
+    meter = metrics.Meter(Bonus(Config(), SOLO))
     # In the first minibatch every completion was truncated and masked: the weights did not move.
     meter.end_update(0.0)
     add(meter, [0, 1], [0, 0], 0.0, entropy=[1.0, 1.0], sampling=[-1.5, -1.0])

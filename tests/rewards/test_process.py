@@ -306,7 +306,7 @@ def test_logged_values_are_checked(how, message):
     samples = make_samples()
     with pytest.raises(UserError, match=message):
         Runner([logs_by(how), "format"]).score(samples)
-    assert all(sample.rewards == {} for sample in samples)
+    assert all(sample.reward is None for sample in samples)
 
 
 def test_failing_imports_are_reported_at_the_start(tmp_path):

@@ -101,7 +101,7 @@ class Run:
     def __post_init__(self):
         self.model = checkpoint.load_model(self.base)
         self.optimizer = optim.make_optimizer(self.model, self.cfg)
-        self.step = state.resume(self.cfg, ALONE, self.model, self.optimizer, {})
+        self.step, _ = state.resume(self.cfg, ALONE, self.model, self.optimizer, {})
 
     def advance(self, steps: int) -> "Run":
         for _ in range(steps):

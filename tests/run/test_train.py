@@ -30,7 +30,7 @@ from tests.conftest import arguments, lines, steps
 def arithmetic_run(tmp_path_factory) -> Path:
     """Two steps from a base after a short warm-up, which sometimes answers in the right form."""
     folder = tmp_path_factory.mktemp("arithmetic")
-    warmup.make_base(folder / "base", seed=0, steps=20, quiet=True)
+    warmup.make_base(folder / "base", seed=0, steps=20)
     options = [
         "--generation-batch-size",
         "16",

@@ -103,7 +103,7 @@ def test_solutions_are_right_and_the_rewards_agree():
 def base(tmp_path_factory):
     """A complete base after two steps, which has learned nothing."""
     folder = tmp_path_factory.mktemp("warm") / "base"
-    warmup.make_base(folder, seed=0, steps=2, quiet=True)
+    warmup.make_base(folder, seed=0, steps=2)
     return folder
 
 
@@ -126,7 +126,7 @@ def test_a_base_made_again_through_a_link_is_the_same(base, tmp_path):
         assert (base / name).exists()
     (tmp_path / "link").symlink_to(base)
     before = {path.name: path.read_bytes() for path in base.iterdir()}
-    warmup.make_base(tmp_path / "link", seed=0, steps=2, quiet=True)
+    warmup.make_base(tmp_path / "link", seed=0, steps=2)
     assert (tmp_path / "link").is_symlink()
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before
 
