@@ -1,0 +1,38 @@
+"""A run in a plain process is killed by SIGKILL at a random time; resumed, it repeats the same
+bits.
+
+Kills at chosen points, under torchrun, are in test_state.py. Read next: test_resume.py.
+"""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import train
+from tests.conftest import arguments, steps
+
+
+def test_a_run_killed_at_a_random_time_and_resumed_repeats_the_same_bits(
+    tiny_base, files, tmp_path
+):
+    once, killed = tmp_path / "once", tmp_path / "killed"
+    options = ["--max-steps", "20", "--save-steps", "2", "--num-iterations", "2", "--beta", "0.05"]
+    seed = random.SystemRandom().randrange(2**32)
+    rng, resumed = random.Random(seed), arguments(tiny_base, files, killed, *options, "--resume")
+    command = [sys.executable, train.__file__, *resumed]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        finished = (line for line in process.stderr if line.startswith("step"))
+        for _ in range(rng.randint(1, 6)):
+            next(finished)
+        time.sleep(rng.uniform(0, 0.1))
+        process.kill()
+    assert process.returncode == -signal.SIGKILL, f"the run ended before it was killed; {seed=}"
+    assert train.main(resumed) == 0
+    assert train.main(arguments(tiny_base, files, once, *options)) == 0
+    assert [row["step"] for row in steps(killed)] == list(range(20)), f"{seed=}"
+    assert steps(killed) == steps(once), f"{seed=}"
+    last = [folder / "checkpoint-20" / "model.safetensors" for folder in (once, killed)]
+    assert last[0].read_bytes() == last[1].read_bytes(), f"{seed=}"
+    assert [p.name for p in killed.glob(".*")] == [".lock"], f"{seed=}"
