@@ -1,8 +1,8 @@
 """Tools that every bench shares: command line, timing, records and console tables.
 
-In: functions to time. Out: `bench/results/<name>.json`, a list of records. Each record is complete
-by itself: what was measured, on which machine, with which versions, at which commit and by which
-command. All tables and plots are generated from these records.
+In: functions to time. Out: `bench/results/<name>.json`, a list of records. Each record is
+self-contained: it says what was measured, on which machine, with which versions, at which commit
+and by which command. All tables and plots are generated from these records.
 
 A bench is a module with `main(argv)` that runs as `python -m bench.<name>`. It times its sides in
 turns in one process (`interleave`), so a busy machine or a hot chip affects all of them alike, and
@@ -122,7 +122,7 @@ def vllm_python() -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each repeat of one side, in the order they ran."""
+    """The time in seconds of each repeat of one side, in the order in which they ran."""
 
     seconds: list[float]
 
@@ -231,7 +231,7 @@ def machine() -> dict:
 
 
 def without_places(argv: Sequence[str]) -> list[str]:
-    """Return a command line without the options that name places on this machine."""
+    """Return a command line without the options whose values are paths on this machine."""
     hidden = ("--vllm-python", "--out", "--base", "--picture", "--page")
     return [a for i, a in enumerate(argv) if a not in hidden and not (i and argv[i - 1] in hidden)]
 

@@ -1,8 +1,8 @@
 """The other sides of bench/kernel_speed.py: PyTorch, TRL and Liger, called as they document it.
 
-In: a device. Out: sides by name. A side takes the inputs of a case and returns results by name. For
-a peer that cannot run here, the reason takes its place. The N tokens are eight sequences of N/8,
-because the peers need sequences. Read next: kernel_cases.py.
+In: a device. Out: sides by name. A side takes the inputs of a case and returns results by name. If
+a peer cannot run here, its entry is a string with the reason. The N tokens are eight sequences of
+N/8, because the peers need sequences. Read next: kernel_cases.py.
 """
 
 from __future__ import annotations

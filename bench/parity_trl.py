@@ -7,8 +7,8 @@ results/parity_trl.json with the largest difference of every quantity in each ca
 largest value of that quantity. tests/grpo/test_trl_parity.py holds the same comparisons, case by
 case, to 1e-6 (metrics to 1e-5, because they are logged in float32).
 
-Gradients are with respect to the log-probs; the tests compare the full model's. Read next:
-trl_peer.py.
+The gradients are with respect to the log-probs; the tests also compare those of the full model.
+Read next: trl_peer.py.
 """
 
 from __future__ import annotations

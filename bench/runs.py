@@ -4,7 +4,7 @@ In: a side (common.SIDES or common.REPLAYED) and a `Config`. Out: a dict with se
 rewards of each step, held-out accuracy after the steps that evaluate, and peak memory. On both
 sides the clock runs from the start of the first step to the end of the last update, logging
 included. It is paused during evaluation, which both sides do with the same engine and rewards.
-Building model, optimizer and data is not counted.
+The time to build the model, the optimizer and the data is not counted.
 
     found = run("TRL", Config(model="runs/base", data=("arithmetic",), …), threads=2)
 
@@ -83,7 +83,7 @@ def memory() -> dict[str, int]:
 
 
 def reset_peak() -> None:
-    """Start counting the peak here, so the memory used by imports belongs to no side."""
+    """Reset the peak here, so the memory used by imports is not counted for either side."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -100,7 +100,7 @@ METRICS = {
 
 
 def series(steps: list[dict]) -> dict[str, list]:
-    """Return the METRICS of the logged steps, those that the run has."""
+    """Return those of METRICS that the run logged, one list of values per metric."""
     return {
         name: [step[metric] for step in steps]
         for name, metric in METRICS.items()

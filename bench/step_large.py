@@ -11,7 +11,7 @@ differently.
 Each side is alone on the GPU, because its peak memory is measured. It runs with the first of its
 SETTINGS that fits. Less recomputation is faster, so it comes first; the record names the setting.
 "over TRL" and "of TRL's" compare with TRL's fastest setting. TRL with gradient checkpointing has a
-record of its own. No clock waits for the GPU within a step.
+record of its own. Within a step, nothing synchronizes with the GPU to measure time.
 
     MFU = FLOP that the step needs / seconds / peak FLOP/s of the device
     FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs         (the same for both sides)
@@ -75,7 +75,7 @@ def micro_batches(samples: list[Sample], tokens: float) -> int:
 SETTINGS = {
     "nanogrpo": (ours, [("none", 1.0), ("selective", 1.0), ("full", 1.0)]),
     "TRL": (theirs, [("none", 1.0), ("none", 0.5), ("full", 1.0)]),
-    "TRL, checkpointing": (theirs, [("full", 1.0)]),  # its default: slower, and less memory
+    "TRL, checkpointing": (theirs, [("full", 1.0)]),  # TRL's default: slower, but uses less memory
 }
 
 
@@ -101,7 +101,7 @@ def peak_flops(device: str | None) -> float | None:
 
 
 def write_model(shape: ModelConfig, folder: Path, device: str) -> None:
-    """Write random bfloat16 weights (half the bytes), created on the device, which is fast."""
+    """Write random weights, in bfloat16 to halve the file and created on the device for speed."""
     tokenizer = warmup.write_tokenizer(folder)
     torch.manual_seed(0)
     with torch.device(device):

@@ -37,7 +37,7 @@ class Case:
     P: int  # prompts
     G: int  # completions of each
     prompt: int  # tokens
-    longest: int  # most tokens of a completion
+    longest: int  # maximum number of tokens per completion
     even: bool = False  # all completions have `longest` tokens; otherwise a third of it on average
     vocab: int = 104  # the tokenizer's own; in a larger one the other ids belong to no token
 
@@ -190,4 +190,4 @@ def check_norms(case: str, norms: dict[str, float], tolerance: float = 1e-3) -> 
     """Raise RuntimeError if the sides' gradient norms differ: they did not do the same work."""
     first = next(iter(norms.values()))
     if any(abs(norm - first) > tolerance * first for norm in norms.values()):
-        raise RuntimeError(f"{case}: the gradients' norms differ: {norms}")
+        raise RuntimeError(f"{case}: the gradient norms differ: {norms}")

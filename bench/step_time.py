@@ -1,5 +1,5 @@
-"""How long is a training step on given completions: ours with shared prompts, ours with copies of
-the prompt, and TRL's?
+"""How long does a training step on given completions take: ours with shared prompts, ours with a
+copy of the prompt per completion, and TRL's?
 
 In: nothing; a random Qwen3 of about three million parameters and random completions are made here.
 Out: results/step_time.json, and docs/img/step_time.png: how the time grows with tokens, G and

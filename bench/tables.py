@@ -24,7 +24,7 @@ class Bench:
     question: str
     columns: Sequence[str]
     lines: Callable[[list[dict]], Lines]
-    wanted: Sequence[tuple] = ()  # the first cells of lines that should exist one day
+    wanted: Sequence[tuple] = ()  # leading cells of rows to show as MISSING until measured
     picture: str = ""
     command: str = ""  # if not `python -m bench.<name>`
     notes: Callable[[list[dict]], list[str]] = lambda records: []
@@ -180,7 +180,8 @@ BENCHES = {
         notes=cannot,
     ),
     "step_time": Bench(
-        "How long is a training step on given completions, at equal gradients?",
+        "How long does a training step on given completions take, with the same gradients on"
+        " both sides?",
         (
             "case",
             "side",
@@ -196,7 +197,7 @@ BENCHES = {
         "step_time.png",
     ),
     "step_large": Bench(
-        "How long is a training step of a real model on a GPU? All weights, float32 master"
+        "How long does a training step of a real model take on a GPU? All weights, float32 master"
         " weights, bfloat16 compute, strips of 16,384 tokens.",
         (
             "case",
@@ -259,7 +260,7 @@ BENCHES = {
 
 
 def lines_of(name: str, records: list[dict]) -> Lines:
-    """Return a bench's lines, and one for each wanted cell that no record fills."""
+    """Return a bench's table rows, including one for each wanted row that has no record yet."""
     bench = BENCHES[name]
     lines = bench.lines(records)
     for cells in bench.wanted:

@@ -80,7 +80,7 @@ def learning(records: list[dict]) -> list[tuple]:
 def replay_apart(records: list[dict]) -> list[str]:
     """Return how far TRL is from our side when both learn from the same completions.
 
-    The record of a replay holds the run that sampled them as "ours".
+    In the record of such a replay, "ours" is the run that sampled the completions.
     """
     theirs = [r for r in records if r["side"] == REPLAYED]
     if not theirs:

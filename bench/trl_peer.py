@@ -261,8 +261,8 @@ def tables(seed: int) -> dict[str, torch.Tensor]:
     """Return random tables [8, 12] float64 by name.
 
     "now", "old", "ref" and "engine" are log-probs, "entropy" entropies and "importance" factors
-    around 1. They spread so widely that every clip and bound applies somewhere. "now" and "entropy"
-    have gradients.
+    around 1. Their range is so wide that every clip and bound applies to some token. "now" and
+    "entropy" have gradients.
     """
     g = torch.Generator().manual_seed(seed)
     now = -3 * torch.rand(8, 12, generator=g, dtype=torch.float64)
@@ -356,7 +356,7 @@ def our_loss(
 ) -> PolicyOut:
     """Return the result of `grpo.loss`, which has every option.
 
-    The fused head has only the clip's; the tests compare the two.
+    The fused head supports only those of the clipped loss; the tests compare the two.
     """
     batch, index = our_batch(samples, logp, cfg, off_policy)
     return grpo.loss(logp["now"][index], logp["entropy"][index], batch, cfg)

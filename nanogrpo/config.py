@@ -69,7 +69,7 @@ class Config:
     enable_thinking: bool = option(True, "turn on thinking in Qwen3's chat template")
     max_prompt_length: int = option(
         0,
-        "longest prompt in tokens, after the chat template; 0: whatever the context leaves",
+        "longest prompt in tokens, after the chat template; 0: as long as the context allows",
         ">= 0",
     )
     long_prompts: str = option(
@@ -283,7 +283,7 @@ class Config:
     )
     sync_ref_model: bool = option(
         False,
-        "move the reference toward the policy now and then: ref = alpha*policy + (1 - alpha)*ref",
+        "update the reference model periodically: ref = alpha*policy + (1 - alpha)*ref",
         needs="beta",
     )
     ref_model_mixup_alpha: float = option(
@@ -294,7 +294,7 @@ class Config:
         needs="sync_ref_model",
     )
     ref_model_sync_steps: int = option(
-        512, "steps between two such moves of the reference", "> 0", needs="sync_ref_model"
+        512, "steps between these updates of the reference", "> 0", needs="sync_ref_model"
     )
     use_bias_correction_kl: bool = option(
         True,
@@ -485,7 +485,7 @@ class Config:
     )
     seed: int = option(
         0,
-        "seed of everything random; on a CPU the same seed gives the same run, bit for bit",
+        "seed for all randomness; on a CPU the same seed gives the same run, bit for bit",
         ">= 0",
         "< 9223372036854775808",
     )
@@ -573,7 +573,7 @@ def _values(c: Config) -> Iterator[str]:
 
 
 def _sizes(c: Config) -> Iterator[str]:
-    """Check the model, the sources, the sizes of a step, and what the hardware runs."""
+    """Check the options of the model, the data sources, the sizes of a step, and the hardware."""
     kind, _, count = c.model.partition(":")
     if kind == "warmup" and not (count.isdecimal() and int(count)):
         yield f"--model {c.model!r} has no number of steps: write, for example, warmup:60."
@@ -611,7 +611,7 @@ def _sizes(c: Config) -> Iterator[str]:
 
 
 def _loss(c: Config) -> Iterator[str]:
-    """Check the loss, the advantages and the reference."""
+    """Check the options of the loss, the advantages and the reference model."""
     if c.delta is not None and c.loss_type not in CLIPPED:
         yield (
             f"--delta {c.delta} cannot be used with --loss-type {c.loss_type}, which bounds the"
@@ -655,13 +655,13 @@ def _loss(c: Config) -> Iterator[str]:
 
 
 def _engine(c: Config) -> Iterator[str]:
-    """Check the engine and the log-probs it reports."""
+    """Check the options of the engine and of the log-probs it reports."""
     corrected = c.vllm_importance_sampling_mode != "off"
     low, high = c.vllm_importance_sampling_clip_min or 0.0, c.vllm_importance_sampling_clip_max
     if not low <= 1 <= high:
         yield (
             f"--vllm-importance-sampling-clip-min {low} and --vllm-importance-sampling-clip-max"
-            f" {high} do not enclose 1, the weight where both agree: choose values around it."
+            f" {high} do not enclose 1, the weight when both agree: choose one on each side of it."
         )
     if c.old_from_engine and corrected:
         yield (

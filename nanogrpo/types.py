@@ -72,10 +72,10 @@ class PackedBatch:
     """A strip: sequences laid end to end without padding, and the completion tokens in it that are
     trained on.
 
-    The decoder computes all T tokens. The output head computes only the M rows that carry loss, so
-    prompt tokens never meet the vocabulary. Entry j means: the hidden state `rows[j]` predicts the
-    token `targets[j]`. The last token of a completion is a target but not an input, because its
-    successor was never sampled.
+    The decoder computes all T tokens. The output head computes only the M rows that contribute to
+    the loss, so no logits are computed for prompt tokens. Entry j means: the hidden state `rows[j]`
+    predicts the token `targets[j]`. The last token of a completion is a target but not an input,
+    because its successor was never sampled.
 
     Example: two samples of one prompt (p0 p1), with completions (a b c) and (d e), on policy, and
     the token mean over 5 tokens. The prompt is computed once: it is sequence 0, and each completion

@@ -1,4 +1,5 @@
-"""Sample ahead of training: an engine around an engine of other processes (a vLLM server).
+"""Sample ahead of training: a wrapper around an engine that runs in other processes (a vLLM
+server).
 
 In: the engine, the prompts of each step, a bound S (--max-staleness). Out: the samples of each
 step, in order. With S = 0 it only checks versions and reports staleness.
@@ -33,10 +34,10 @@ from nanogrpo.types import Prompt, Sample
 class AheadEngine:
     """An engine that samples up to `bound` steps ahead of the step that trains.
 
-    draw: all prompts of a step, of all ranks. n, params: how the training samples are drawn. Any
-    other request, such as an evaluation, goes straight to the engine. stop: the number of steps of
-    the run; no step from there on is requested. With a bound above 0, the engine
-    must be a `Served`.
+    draw: a function that returns the prompts of a step for all ranks. n, params: the number of
+    completions per prompt and the sampling parameters of training; any other request, such as an
+    evaluation, goes straight to the engine. stop: the number of steps of the run, beyond which
+    nothing is requested. With a bound above 0, the engine must be a `Served`.
     """
 
     def __init__(

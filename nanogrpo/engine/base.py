@@ -4,8 +4,8 @@ In: prompts. Out: `Sample`s (types.py), grouped by prompt in the order given.
 
     local.py          samples from our own decoder, in this process
     vllm/client.py    asks vLLM servers
-    turns.py          an engine around an engine: a user's function decides on turns and tool calls
-    ahead.py          an engine around an engine: samples steps ahead of training
+    turns.py          a wrapper around an engine: a user's function decides on turns and tool calls
+    ahead.py          a wrapper around an engine: samples steps ahead of training
 
 The loop treats all of them alike. Read next: local.py.
 """
@@ -83,7 +83,7 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Free everything it holds. Nothing is called afterwards."""
+        """Release all resources. No method is called afterwards."""
         ...
 
 
@@ -104,8 +104,8 @@ class Served(Engine, Protocol):
     ) -> list[Sample]:
         """Call `requested` on rank 0 and return, on each rank, the samples of that rank's prompts.
 
-        `requested` returns the samples of all ranks, in the order of ranks. An exception that it
-        raises is raised on every rank.
+        `requested` returns the samples of all ranks, in rank order. An exception that it raises is
+        raised on every rank.
         """
         ...
 
