@@ -14,7 +14,7 @@ import torch
 from nanogrpo.kernels.reference import LossInputs
 from torch import Tensor
 
-from bench import kernel_decoder, kernel_peers
+from bench import kernel_decoder, kernel_ops, kernel_peers
 from nanogrpo.kernels import reference
 from nanogrpo.model import head as ops
 
@@ -61,7 +61,7 @@ def log_softmax_case(count: int, vocab: int, device: str, dtype: torch.dtype) ->
     targets = torch.randint(vocab, (count,), generator=g, device=device)
 
     def ours(logits: Tensor, targets: Tensor) -> Results:
-        logp, entropy = ops.selective_log_softmax(logits, targets, TEMPERATURE)
+        logp, entropy = kernel_ops.selective_log_softmax(logits, targets, TEMPERATURE)
         return {"logp": logp, "entropy": entropy}
 
     def truth(logits: Tensor, targets: Tensor) -> Results:
@@ -82,7 +82,7 @@ def rows_case(count: int, vocab: int, device: str, dtype: torch.dtype) -> Case:
     base = log_softmax_case(count, vocab, device, dtype)
     tokens = _tokens(count, device)
     with torch.no_grad():
-        old, _ = ops.selective_log_softmax(**base.inputs, temperature=TEMPERATURE)
+        old, _ = kernel_ops.selective_log_softmax(**base.inputs, temperature=TEMPERATURE)
     old += tokens.pop("off")
     inputs = {**base.inputs, "old": old, **tokens}
 
@@ -152,7 +152,7 @@ def loss_case(count: int, device: str) -> Case:
     inputs = {"logp": logp.requires_grad_(), "old": old, **tokens}
 
     def ours(logp, old, advantage, weight) -> Results:
-        out = ops.policy_loss(logp, LossInputs(advantage, weight, old), OBJECTIVE)
+        out = kernel_ops.policy_loss(logp, LossInputs(advantage, weight, old), OBJECTIVE)
         return {"grad": torch.autograd.grad(out.loss, logp)[0], "clip": out.metrics["clip"]}
 
     def truth(logp, old, advantage, weight) -> Results:

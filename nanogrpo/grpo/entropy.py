@@ -90,7 +90,7 @@ class Bonus:
 
     def add(self, batch: PackedBatch, out: PolicyOut) -> None:
         """Add the entropies of one micro-batch to the measurement."""
-        if self.cfg.use_adaptive_entropy and out.entropy is not None:
+        if self.cfg.use_adaptive_entropy:
             tokens = self.tokens(batch)
             self.sums[0] = self.sums[0] + out.entropy[tokens].double().sum()
             self.sums[1] = self.sums[1] + tokens.sum()

@@ -62,7 +62,6 @@ class Meter:
     def add(self, batch: PackedBatch, out: PolicyOut) -> None:
         """Add the loss of one micro-batch."""
         self.entropy_bonus.add(batch, out)
-        assert out.entropy is not None, "a loss of the trainer has entropies"
         part = {"sample": batch.sample, "entropy": out.entropy}
         level = "sequence" if out.by_sequence else "token"
         part |= {f"{level}:{name}": x for name, x in out.metrics.items()}

@@ -1,15 +1,13 @@
 """The operations on the output head: all that the rest of the project asks of the kernels.
 
-In: hidden states [M, D] and the output head [V, D], or logits [N, V]; per-token vectors [M]. Out:
-log-probs, entropies, and the policy loss with its gradient. The `head_*` operations hold the logits
-of one chunk of rows, never [M, V].
+In: hidden states [M, D], the output head [V, D], and per-token vectors [M]. Out: log-probs,
+entropies, and the policy loss with its gradient. Both operations hold the logits of one chunk of
+rows, never [M, V].
 
 | operation | in → out | used for |
 |---|---|---|
 | `head_policy_loss` | hidden [M, D] → loss | the training step: three matrix products |
 | `head_logp` | hidden [M, D] → log-prob, entropy [M] | old and reference log-probs |
-| `policy_loss` | log-prob [M] → loss | log-probs that exist already: tests, benches |
-| `selective_log_softmax` | logits [N, V] → log-prob, entropy [N] | the same for logits |
 
 On CUDA they run the Triton kernels, elsewhere the equations of kernels/reference.py. The
 environment variable NANOGRPO_OPS (`triton` or `torch`) forces one of the two. Read next:
@@ -27,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nanogrpo.errors import UserError
 from nanogrpo.kernels import reference
@@ -43,7 +40,7 @@ class PolicyOut(NamedTuple):
 
     loss: Tensor  # [] float32: Σ weight · l - entropy_weight · H
     logp: Tensor  # [M] float32
-    entropy: Tensor | None  # [M] float32, nats; None from `policy_loss`, which sees no distribution
+    entropy: Tensor  # [M] float32, nats
     kl: Tensor | None  # [M] float32: the KL of kernels/reference.py; None without ref_logp
     # More vectors [M] by the name under which the log shows their mean. "clip" is int8: -1 clipped
     # low, +1 clipped high, else 0.
@@ -99,7 +96,7 @@ def head_policy_loss(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> PolicyOut:
-    """Compute `policy_loss` of `head_logp` minus Σ entropy_weight · H, in three matrix products.
+    """Compute Σ weight · l - Σ entropy_weight · H in three matrix products.
 
     hidden [M, D], lm_head [V, D] of the same type, targets [M] int64; chunk: rows at a time. The
     gradients are computed during the forward pass, so the loss must be the root of the graph up to
@@ -107,7 +104,6 @@ def head_policy_loss(
     entropy_weight are 0 are skipped (zeros in the results); tokens without advantage, KL or entropy
     term cost one product. Under `no_grad` every token costs one.
     """
-    _check(inputs, objective)
     if not torch.is_grad_enabled():
         hidden, lm_head = hidden.detach(), lm_head.detach()
     chunk = chunk or default_chunk(len(lm_head), hidden.dtype, hidden.device)
@@ -135,66 +131,3 @@ def head_logp(
     chunk = chunk or default_chunk(len(lm_head), hidden.dtype, hidden.device)
     args = targets, temperature, chunk, row_functions(hidden.device)
     return HeadLogp.apply(hidden, lm_head, *args)
-
-
-def policy_loss(logp: Tensor, inputs: LossInputs, objective: Objective) -> PolicyOut:
-    """Return Σ weight · l over [M] log-probs, with l as in `kernels.reference.policy_terms`.
-
-    The gradient flows to logp alone. Tokens with weight 0 count for nothing, even where they hold
-    NaN. There is no entropy term: a log-prob does not determine an entropy.
-    """
-    _check(inputs, objective)
-    loss, clip, kl = _PolicyLoss.apply(logp, inputs, objective)
-    return PolicyOut(loss, logp.detach(), None, kl, {"clip": clip})
-
-
-def selective_log_softmax(
-    logits: Tensor, targets: Tensor, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Return log softmax(logits / temperature)[targets] [N] and the entropy [N], float32.
-
-    logits [N, V] (bf16, fp16, fp32; fp64 for finite differences; rows may be strided), targets [N]
-    int64. The softmax is never written to memory. Differentiable through both results.
-    """
-    return _LogSoftmax.apply(logits, targets, temperature)
-
-
-def _check(inputs: LossInputs, objective: Objective) -> None:
-    if objective.beta != 0.0 and inputs.ref_logp is None:
-        raise ValueError(
-            f"beta is {objective.beta} but ref_logp is None: the KL needs the reference model's "
-            "log-probs."
-        )
-
-
-class _PolicyLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logp, inputs, objective):
-        loss, dlogp, clip, kl = row_functions(logp.device).policy_forward(logp, inputs, objective)
-        ctx.save_for_backward(dlogp)
-        ctx.mark_non_differentiable(*(x for x in (clip, kl) if x is not None))
-        return loss, clip, kl
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, upstream, *_):
-        (dlogp,) = ctx.saved_tensors
-        return dlogp * upstream, None, None
-
-
-class _LogSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, temperature):
-        rows = row_functions(logits.device)
-        logp, entropy, norm = rows.log_softmax_forward(logits, targets, temperature)
-        ctx.save_for_backward(logits, targets, norm, entropy)
-        ctx.settings = rows, temperature
-        return logp, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dlogp, dentropy):
-        logits, targets, norm, entropy = ctx.saved_tensors
-        rows, temperature = ctx.settings
-        args = logits, targets, temperature, norm, entropy, dlogp, dentropy
-        return rows.log_softmax_backward(*args), None, None

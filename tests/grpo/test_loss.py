@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nanogrpo.kernels.reference import LossInputs, Objective
 
+from bench import kernel_ops
 from nanogrpo.config import CHOICES, Config
 from nanogrpo.grpo import loss as grpo
-from nanogrpo.model import head as ops
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import random_batch
 
@@ -93,7 +93,7 @@ def test_the_objective_is_the_policy_loss_of_the_log_probs():
     batch.ref_logp = logp - 0.3
     fused = grpo.objective(batch, cfg)(hidden, weight)
     logp, _ = grpo.logp_of(batch, cfg)(hidden, weight)
-    plain = ops.policy_loss(logp, grpo.loss_inputs(batch), Objective(0.02, 0.04, 1.02, 0.2))
+    plain = kernel_ops.policy_loss(logp, grpo.loss_inputs(batch), Objective(0.02, 0.04, 1.02, 0.2))
     torch.testing.assert_close(fused.loss, plain.loss)
     for a, b in zip(
         torch.autograd.grad(fused.loss, (hidden, weight)),
@@ -106,7 +106,7 @@ def token_gradient(ratio: float, advantage: float, o: Objective = CLIP) -> tuple
     """d loss / d logp of one token of weight 1, and its clip flag."""
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     old, a, one = (torch.tensor([x], dtype=torch.float64) for x in (0.0, advantage, 1.0))
-    out = ops.policy_loss(logp, LossInputs(a, one, old), o)
+    out = kernel_ops.policy_loss(logp, LossInputs(a, one, old), o)
     (gradient,) = torch.autograd.grad(out.loss, logp)
     return gradient.item(), out.metrics["clip"].item()
 
@@ -146,7 +146,7 @@ def test_tokens_with_weight_zero_or_advantage_zero_move_nothing():
     logp = torch.tensor([-1.0, torch.nan, -2.0], requires_grad=True)
     advantage, weight = torch.tensor([0.0, 1.0, 1.0]), torch.tensor([0.5, 0.0, 0.5])
     old = torch.tensor([-1.5, 0.0, -2.0])
-    out = ops.policy_loss(logp, LossInputs(advantage, weight, old), CLIP)
+    out = kernel_ops.policy_loss(logp, LossInputs(advantage, weight, old), CLIP)
     (gradient,) = torch.autograd.grad(out.loss, logp)
     assert gradient.tolist() == [0.0, 0.0, -0.5]  # nan · 0 would have been nan
 
@@ -159,7 +159,7 @@ def test_k3_is_never_negative_and_zero_only_at_equality(logp, ref):
     # the second token is where the two policies agree
     a, b = torch.tensor([logp, ref]), torch.tensor([ref, ref])
     zero, one = torch.zeros(2), torch.ones(2)
-    out = ops.policy_loss(a, LossInputs(zero, one, ref_logp=b), CLIP._replace(beta=1.0))
+    out = kernel_ops.policy_loss(a, LossInputs(zero, one, ref_logp=b), CLIP._replace(beta=1.0))
     assert out.kl[0] >= 0
     assert out.kl[1] == 0
     if abs(logp - ref) > 1e-3:
@@ -173,7 +173,10 @@ def test_k3_gradient_matches_finite_differences(corrected):
     inputs = LossInputs(torch.zeros_like(logp), torch.ones_like(logp), old, ref)
     o = CLIP._replace(beta=0.7, bias_correction=corrected)
     assert torch.autograd.gradcheck(
-        lambda x: ops.policy_loss(x, inputs, o).loss, logp.requires_grad_(), atol=1e-8, rtol=1e-6
+        lambda x: kernel_ops.policy_loss(x, inputs, o).loss,
+        logp.requires_grad_(),
+        atol=1e-8,
+        rtol=1e-6,
     )
 
 
@@ -190,7 +193,7 @@ def test_the_corrected_kl_has_the_gradient_of_the_true_kl(corrected):
     probability = logp.exp().detach()  # the weight of each token is how often it is sampled
     inputs = LossInputs(torch.zeros_like(ref), probability, ref_logp=ref)
     o = CLIP._replace(beta=1.0, bias_correction=corrected)
-    out = ops.policy_loss(logp, inputs, o)
+    out = kernel_ops.policy_loss(logp, inputs, o)
     (estimate,) = torch.autograd.grad(out.loss, logits)
     # both are right in value
     assert out.loss.item() == pytest.approx((probability * (logp.detach() - ref)).sum().item())

@@ -20,6 +20,7 @@ import transformers
 import trl
 from trl.trainer.utils import add_fused_lm_head
 
+from bench import kernel_ops
 from bench.trl_peer import (
     LOSSES,
     OBJECTIVES,
@@ -41,7 +42,6 @@ from nanogrpo.config import CLIPPED
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import objectives
 from nanogrpo.model import checkpoint
-from nanogrpo.model import head as ops
 from tests.conftest import packed, set_logp
 
 # of TRL to transformers, not of ours
@@ -104,8 +104,8 @@ FUSED = [
 @pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
 @pytest.mark.parametrize("objective", FUSED)
 def test_the_kernels_specification_has_the_same_loss(objective, off_policy):
-    """`ops.policy_loss`, the float64 path of what the fused head computes, with the clip's options:
-    the above holds for it.
+    """`kernel_ops.policy_loss` is the float64 path of what the fused head computes, with the clip's
+    options: the above holds for it.
     """
     cfg = config(**OBJECTIVES[objective])
     samples, logp = make_samples(), tables(seed=len(objective))
@@ -113,7 +113,7 @@ def test_the_kernels_specification_has_the_same_loss(objective, off_policy):
     expected = our_loss(samples, logp, cfg, off_policy)
     batch, index = our_batch(samples, logp, cfg, off_policy)
     inputs = grpo.loss_inputs(batch)
-    out = ops.policy_loss(logp["now"][index], inputs, objectives.constants(cfg))
+    out = kernel_ops.policy_loss(logp["now"][index], inputs, objectives.constants(cfg))
     total = (
         out.loss
         if batch.entropy_weight is None

@@ -9,6 +9,7 @@ import torch
 from nanogrpo.kernels.reference import LossInputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench import kernel_ops
 from nanogrpo.model import head as ops
 from tests.conftest import random_batch, tiny_model
 from tests.model.head_inputs import CLIP, D, M, V, draw
@@ -106,7 +107,7 @@ def test_a_training_step_never_makes_a_tensor_of_all_logits():
         return fused.loss + ops.head_logp(hidden, weight, batch.targets, chunk=8)[0].sum()
 
     def at_once(hidden, weight):
-        return ops.selective_log_softmax(hidden @ weight.T, batch.targets)[0].sum()
+        return kernel_ops.selective_log_softmax(hidden @ weight.T, batch.targets)[0].sum()
 
     one_byte_each = len(batch.rows) * words  # less than all logits in any type
     step = lambda op: lambda: model.forward_packed(batch, op).backward()  # noqa: E731

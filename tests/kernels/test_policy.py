@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanogrpo.kernels.reference import LossInputs, Objective
 
+from bench import kernel_ops
 from nanogrpo.kernels import fused_rows, log_softmax, policy, reference
 from nanogrpo.model import head as ops
 from tests.conftest import DEVICE
@@ -208,7 +209,9 @@ def test_gradients_through_the_kernels_match_finite_differences(monkeypatch):
 
     targets = torch.tensor([0, 3]).to(DEVICE)
     logits = normal(2, 4).requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: ops.selective_log_softmax(z, targets, 0.5), (logits,))
+    assert torch.autograd.gradcheck(
+        lambda z: kernel_ops.selective_log_softmax(z, targets, 0.5), (logits,)
+    )
     hidden, head = normal(2, 2).requires_grad_(), normal(4, 2).requires_grad_()
     old, advantage, weight, ref, entropy_weight = -normal(5, 2).abs()
     inputs = LossInputs(advantage, weight, old, ref, entropy_weight=entropy_weight)
@@ -231,8 +234,8 @@ def test_both_implementations_of_the_head_agree(monkeypatch):
         monkeypatch.setenv("NANOGRPO_OPS", name)
         out = ops.head_policy_loss(hidden, head, targets, inputs, o, chunk=4)
         logp, entropy = ops.head_logp(hidden, head, targets, 0.7, chunk=4)
-        other = ops.policy_loss(logp, inputs, o)
-        selected, _ = ops.selective_log_softmax(hidden @ head.T, targets)
+        other = kernel_ops.policy_loss(logp, inputs, o)
+        selected, _ = kernel_ops.selective_log_softmax(hidden @ head.T, targets)
         loss = out.loss + other.loss + entropy.sum() + selected.sum()
         gradients = torch.autograd.grad(loss, (hidden, head))
         results.append((loss.detach(), out.kl, out.metrics["clip"], *gradients))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from nanogrpo.kernels.reference import LossInputs
 
+from bench import kernel_ops
 from nanogrpo.errors import UserError
 from nanogrpo.kernels import reference
 from nanogrpo.model import head as ops
@@ -34,8 +35,8 @@ def test_backward_twice_is_right_and_differentiating_twice_raises():
     for loss, x in [
         (ops.head_policy_loss(hidden, head, targets, on_policy, CLIP).loss, hidden),
         (ops.head_logp(hidden, head, targets)[0].sum(), hidden),
-        (ops.policy_loss(logp, on_policy, CLIP).loss, logp),
-        (ops.selective_log_softmax(logits, targets)[0].sum(), logits),
+        (kernel_ops.policy_loss(logp, on_policy, CLIP).loss, logp),
+        (kernel_ops.selective_log_softmax(logits, targets)[0].sum(), logits),
     ]:
         (grad,) = torch.autograd.grad(loss**2, x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):

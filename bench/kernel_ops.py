@@ -1,0 +1,70 @@
+"""Two operations on results that exist already: the loss of log-probs, and the log-probs of logits.
+
+In: log-probs [M] with `LossInputs` [M], or logits [N, V] with targets [N]. Out: the loss, or
+log-prob and entropy [N], with gradients. A training step needs neither, because its fused head
+never holds all logits. The bench times the kernels through them, and tests compare them with the
+head. Read next: kernel_cases.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from nanogrpo.kernels.reference import LossInputs, Objective
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nanogrpo.model.head import PolicyOut, row_functions
+
+
+def policy_loss(logp: Tensor, inputs: LossInputs, objective: Objective) -> PolicyOut:
+    """Return Σ weight · l over [M] log-probs, with l as in `kernels.reference.policy_terms`.
+
+    The gradient flows to logp alone. Tokens with weight 0 count for nothing, even where they hold
+    NaN. The entropy is left empty: a log-prob does not determine it.
+    """
+    loss, clip, kl = _PolicyLoss.apply(logp, inputs, objective)
+    return PolicyOut(loss, logp.detach(), logp.new_empty(0), kl, {"clip": clip})
+
+
+def selective_log_softmax(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return log softmax(logits / temperature)[targets] [N] and the entropy [N], float32.
+
+    logits [N, V], targets [N] int64. The softmax is never written to memory. Differentiable through
+    both results.
+    """
+    return _LogSoftmax.apply(logits, targets, temperature)
+
+
+class _PolicyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logp, inputs, objective):
+        loss, dlogp, clip, kl = row_functions(logp.device).policy_forward(logp, inputs, objective)
+        ctx.save_for_backward(dlogp)
+        ctx.mark_non_differentiable(*(x for x in (clip, kl) if x is not None))
+        return loss, clip, kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream, *_):
+        (dlogp,) = ctx.saved_tensors
+        return dlogp * upstream, None, None
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, temperature):
+        rows = row_functions(logits.device)
+        logp, entropy, norm = rows.log_softmax_forward(logits, targets, temperature)
+        ctx.save_for_backward(logits, targets, norm, entropy)
+        ctx.settings = rows, temperature
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlogp, dentropy):
+        logits, targets, norm, entropy = ctx.saved_tensors
+        rows, temperature = ctx.settings
+        args = logits, targets, temperature, norm, entropy, dlogp, dentropy
+        return rows.log_softmax_backward(*args), None, None
