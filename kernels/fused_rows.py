@@ -30,13 +30,10 @@ from torch import Tensor
 
 from .log_softmax import (
     LOG2E,
-    accumulator,
-    check_rows,
     log_softmax_backward,
     log_softmax_forward,
     results,
     row_gradient,
-    shape_of_block,
     statistics,
     wide,
 )
@@ -45,42 +42,46 @@ from .reference import LossInputs, Objective
 
 __all__ = ["log_softmax_backward", "log_softmax_forward", "policy_forward", "policy_rows_"]
 
+# A program has twice the lanes of a forward, two per thread, so it fills a multiprocessor. Its
+# threads have 64 registers each. Narrow loads (`statistics` in log_softmax.py) need one register
+# per number: then a lane has 4 numbers.
+LANES, WARPS = 2048, 32
+
 
 @triton.jit
 def row_kernel(
     LOGITS, TARGETS, ADV, WEIGHT, OLD, REF, IMP, ENTROPY_WEIGHT, LOGP, ENTROPY,
     stride, V, k, inv_t, low, high, delta, beta,
-    BIAS: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr,
+    BIAS: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     L = LOGITS + row * stride
     BLOCK: tl.constexpr = R * C
-    k = tl.full((), k, ACC)
-    weight = tl.load(WEIGHT + row).to(ACC)
+    weight = tl.load(WEIGHT + row)
     y = tl.load(TARGETS + row)
-    zy = tl.load(L + y).to(ACC)  # before it is overwritten
-    q, l, s = statistics(L, 0, V, k, WIDE, R, C, ACC)
+    zy = tl.load(L + y).to(tl.float32)  # before it is overwritten
+    q, l, s = statistics(L, V, k, WIDE, R, C)
     logp, entropy, log_l = results(zy, k, q, l, s)
     tl.store(LOGP + row, logp)
     tl.store(ENTROPY + row, entropy)
-    dlogp = tl.zeros((), ACC)
+    dlogp = tl.zeros((), tl.float32)
     if weight != 0.0:
         old = None
         ref = None
         imp = None
         if OLD is not None:
-            old = tl.load(OLD + row).to(ACC)
+            old = tl.load(OLD + row)
         if REF is not None:
-            ref = tl.load(REF + row).to(ACC)
+            ref = tl.load(REF + row)
         if IMP is not None:
-            imp = tl.load(IMP + row).to(ACC)
-        adv = tl.load(ADV + row).to(ACC)
+            imp = tl.load(IMP + row)
+        adv = tl.load(ADV + row)
         _, dlogp, _, _ = terms(logp, adv, old, ref, imp, low, high, delta, beta, BIAS)
         dlogp *= weight
-    dentropy = tl.zeros((), ACC)
+    dentropy = tl.zeros((), tl.float32)
     if ENTROPY_WEIGHT is not None:
-        dentropy = -tl.load(ENTROPY_WEIGHT + row).to(ACC)
+        dentropy = -tl.load(ENTROPY_WEIGHT + row)
     lanes = tl.arange(0, BLOCK)
     blocks = tl.cdiv(V, BLOCK)
     # A row of NaN gives NaN, as in the reference.
@@ -93,22 +94,9 @@ def row_kernel(
     tl.debug_barrier()
     for i in tl.range(0, blocks):
         o = (blocks - 1 - i) * BLOCK + lanes
-        x = tl.load(L + o, mask=o < V, other=0.0).to(ACC)
+        x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
         dz = row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy) * inv_t
         tl.store(L + o, dz.to(LOGITS.dtype.element_ty), mask=o < V)
-
-
-def shape_of_visit(
-    vocab: int, dtype: torch.dtype, wide: bool, lanes: int = 2048
-) -> tuple[int, int, int]:
-    """Return lanes, numbers per lane and warps.
-
-    A program has twice the lanes of a forward, two per thread, so it fills a multiprocessor. Its
-    threads have 64 registers each. Narrow loads (`statistics` in log_softmax.py) need one register
-    per number: then a lane has at most 4 numbers.
-    """
-    lanes, per_lane, _ = shape_of_block(vocab, dtype, lanes)
-    return lanes, per_lane if wide else min(4, per_lane), max(1, min(32, lanes // 64))
 
 
 def policy_rows_(
@@ -117,22 +105,18 @@ def policy_rows_(
     temperature: float,
     inputs: LossInputs,
     o: Objective,
-    *,
-    lanes: int = 2048,
 ) -> tuple[Tensor, Tensor]:
     """Return log-prob and entropy [N]; overwrite the logits [N, V] with the gradient of the loss.
 
     As `policy_rows_` in reference.py.
     """
-    check_rows(logits)
     count, vocab = logits.shape
-    dtype, acc = accumulator(logits.dtype)
-    logp, entropy = (torch.empty(count, dtype=dtype, device=logits.device) for _ in range(2))
-    if count == 0:
-        return logp, entropy
+    logp, entropy = (
+        torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2)
+    )
     vectors = targets.contiguous(), *inputs.map(Tensor.contiguous)
-    R, C, warps = shape_of_visit(vocab, logits.dtype, wide(logits), lanes)
     numbers = logits.stride(0), vocab, LOG2E.value / temperature, 1.0 / temperature, *numbers_of(o)
-    shape = dict(BIAS=o.bias_correction, WIDE=wide(logits), R=R, C=C, ACC=acc, num_warps=warps)
+    per_lane = 16 // logits.itemsize if wide(logits) else 4
+    shape = dict(BIAS=o.bias_correction, WIDE=wide(logits), R=LANES, C=per_lane, num_warps=WARPS)
     row_kernel[(count,)](logits, *vectors, logp, entropy, *numbers, **shape)
     return logp, entropy

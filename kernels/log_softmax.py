@@ -1,9 +1,9 @@
 """Selective log-softmax: the log-prob of one target per row, and the row's entropy, in one read of
 the logits.
 
-In: logits [N, V] (bf16, fp16, fp32; fp64 for finite differences), targets [N] int64, temperature.
-Out: log-prob [N] and entropy [N] in nats, both float32. Read next: policy.py, then fused_rows.py,
-which joins the two.
+In: logits [N, V] (bf16, fp16 or fp32; the numbers of a row are adjacent), targets [N] int64,
+temperature. Out: log-prob [N] and entropy [N] in nats, both float32. Read next: policy.py, then
+fused_rows.py, which joins the two.
 
 Equation.   z = x / T;  logp = z_y - log Σ_j e^{z_j};  H = -Σ_j p_j log p_j.
             Online: keep (q, l, s) with l = Σ e^{z_j - q} and s = Σ e^{z_j - q} (z_j - q) over the
@@ -45,51 +45,15 @@ LN2 = tl.constexpr(0.6931471805599453)
 # Means "nothing seen yet". It is finite, so differences of it are never NaN.
 LOWEST = tl.constexpr(-1e30)
 
-FEW_ROWS = 512  # with fewer rows, one program per row cannot fill the GPU: V is split
-SLICE = 8192  # columns per part when a row is split
-
-
-# --- the shapes of a launch: a table, not an autotuner, so tests see the shapes that run ---
-
-
-def shape_of_block(vocab: int, dtype: torch.dtype, lanes: int = 1024) -> tuple[int, int, int]:
-    """Return lanes, numbers per lane (16 bytes: one load) and warps."""
-    per_lane = 16 // dtype.itemsize
-    lanes = min(lanes, triton.next_power_of_2(triton.cdiv(vocab, per_lane)))
-    return lanes, per_lane, max(1, min(8, lanes // 128))
-
-
-def shape_of_gradient(vocab: int, block: int = 4096) -> tuple[int, int]:
-    """Return the columns and warps of a program of the backward."""
-    block = min(block, triton.next_power_of_2(vocab))
-    return block, max(1, min(8, block // 512))
-
-
-def columns_of_part(lanes: int, per_lane: int) -> int:
-    """Return the columns per part of a split row.
-
-    They depend on V and the type alone, so a row's result does not depend on the batch it is in.
-    """
-    return max(SLICE if lanes == 1024 else 0, lanes * per_lane)
+# The shapes of a launch are constants, not the choice of an autotuner, so tests see the shapes that
+# run. Every lane of the forward holds 16 bytes: one load.
+LANES, WARPS = 1024, 8
+BLOCK = 4096  # columns per program of the backward
 
 
 def wide(logits: Tensor) -> bool:
     """Whether every row starts at a multiple of 16 bytes: Triton asks the same of a launch."""
     return logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0
-
-
-def accumulator(dtype: torch.dtype) -> tuple[torch.dtype, tl.dtype]:
-    """Return the type of the sums, for torch and for Triton."""
-    return (torch.float64, tl.float64) if dtype == torch.float64 else (torch.float32, tl.float32)
-
-
-def check_rows(logits: Tensor) -> None:
-    """Raise ValueError unless the numbers of each row are contiguous."""
-    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
-        raise ValueError(
-            f"logits have stride {logits.stride()}: the numbers of a row must be contiguous "
-            "(last stride 1)."
-        )
 
 
 # --- the statistics of a row ---
@@ -112,17 +76,15 @@ def fold(x, q, l, s, k):
 
 @triton.jit
 def merge(q, l, s):
-    """Merge the statistics of all lanes (or all parts of a row) into three scalars."""
+    """Merge the statistics of all lanes into three scalars."""
     top = tl.max(q, 0)
     a = tl.exp2(q - top)
     return top, tl.sum(l * a, 0), tl.sum((s + l * (q - top)) * a, 0)
 
 
 @triton.jit
-def statistics(
-    L, start, stop, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr
-):
-    """Return (q, l, s) of the columns start … stop of the row at L.
+def statistics(L, V, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Return (q, l, s) of the V columns of the row at L.
 
     WIDE: the C numbers of a lane are adjacent and take one load. If rows do not start at multiples
     of 16 bytes, that load is impossible, and Triton would spread the C numbers over several
@@ -134,25 +96,25 @@ def statistics(
         base = tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :]  # [R, C]
     else:
         base = tl.arange(0, R)[:, None] + tl.arange(0, C)[None, :] * R  # [R, C]
-    q = tl.full((R,), LOWEST, ACC)
-    l = tl.zeros((R,), ACC)
-    s = tl.zeros((R,), ACC)
-    tail = start + (stop - start) // BLOCK * BLOCK
-    for c in tl.range(start, tail, BLOCK):  # full blocks: no mask
-        q, l, s = fold(tl.load(L + (c + base)).to(ACC), q, l, s, k)
-    if tail < stop:
+    q = tl.full((R,), LOWEST, tl.float32)
+    l = tl.zeros((R,), tl.float32)
+    s = tl.zeros((R,), tl.float32)
+    tail = V // BLOCK * BLOCK
+    for c in tl.range(0, tail, BLOCK):  # full blocks: no mask
+        q, l, s = fold(tl.load(L + (c + base)).to(tl.float32), q, l, s, k)
+    if tail < V:
         o = tail + base
-        x = tl.load(L + o, mask=o < stop, other=0.0).to(ACC)
+        x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
         # Filled after the conversion, because float16 cannot hold -1e30. The filling is below any q
         # even after it is multiplied by k, so e = 0.
-        q, l, s = fold(tl.where(o < stop, x, 2.0 * LOWEST / k), q, l, s, k)
+        q, l, s = fold(tl.where(o < V, x, 2.0 * LOWEST / k), q, l, s, k)
     q, l, s = merge(q, l, s)
     if s != s:  # an entry of -inf made 0 · -inf: sum again, without entries of probability 0
-        again = tl.zeros((R,), ACC)
-        for c in tl.range(start, stop, BLOCK):
+        again = tl.zeros((R,), tl.float32)
+        for c in tl.range(0, V, BLOCK):
             o = c + base
-            x = tl.load(L + o, mask=o < stop, other=0.0).to(ACC)
-            x = tl.where(o < stop, x, 2.0 * LOWEST / k)
+            x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
+            x = tl.where(o < V, x, 2.0 * LOWEST / k)
             t = tl.fma(x, k + tl.zeros_like(x), -q + tl.zeros_like(x))
             e = tl.exp2(t)
             again += tl.sum(tl.where(e > 0, e * t, 0.0), 1)
@@ -171,9 +133,15 @@ def results(zy, k, q, l, s):
 
 
 @triton.jit
-def finish_row(LOGITS, TARGETS, LOGP, ENTROPY, NORM, row, stride, N, k, q, l, s, ACC: tl.constexpr):
-    """Store the results of a row."""
-    zy = tl.load(LOGITS + row * stride + tl.load(TARGETS + row)).to(ACC)
+def forward_kernel(
+    LOGITS, TARGETS, LOGP, ENTROPY, NORM, stride, N, V, k,
+    WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)  # row · V exceeds 2^31 at 14,134 rows of Qwen3
+    L = LOGITS + row * stride
+    q, l, s = statistics(L, V, k, WIDE, R, C)
+    zy = tl.load(L + tl.load(TARGETS + row)).to(tl.float32)
     logp, entropy, log_l = results(zy, k, q, l, s)
     tl.store(LOGP + row, logp)
     tl.store(ENTROPY + row, entropy)
@@ -181,85 +149,22 @@ def finish_row(LOGITS, TARGETS, LOGP, ENTROPY, NORM, row, stride, N, k, q, l, s,
     tl.store(NORM + N + row, log_l)
 
 
-@triton.jit
-def forward_kernel(
-    LOGITS, TARGETS, LOGP, ENTROPY, NORM, stride, N, V, k,
-    WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """One program per row."""
-    row = tl.program_id(0).to(tl.int64)  # row · V exceeds 2^31 at 14,134 rows of Qwen3
-    k = tl.full((), k, ACC)
-    q, l, s = statistics(LOGITS + row * stride, 0, V, k, WIDE, R, C, ACC)
-    finish_row(LOGITS, TARGETS, LOGP, ENTROPY, NORM, row, stride, N, k, q, l, s, ACC)
-
-
-@triton.jit
-def part_kernel(
-    LOGITS, PARTS, stride, V, k, parts, slice,
-    WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """One program per part of a row, for few rows: writes its (q, l, s) to PARTS [N, parts, 3]."""
-    pid = tl.program_id(0).to(tl.int64)
-    part = (pid % parts).to(tl.int32)
-    k = tl.full((), k, ACC)
-    start = part * slice
-    stop = tl.minimum(start + slice, V)
-    q, l, s = statistics(LOGITS + pid // parts * stride, start, stop, k, WIDE, R, C, ACC)
-    tl.store(PARTS + pid * 3, q)
-    tl.store(PARTS + pid * 3 + 1, l)
-    tl.store(PARTS + pid * 3 + 2, s)
-
-
-@triton.jit
-def join_kernel(
-    LOGITS, TARGETS, PARTS, LOGP, ENTROPY, NORM, stride, N, k, parts,
-    PARTS_2: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """One program per row: merges its parts (at most PARTS_2, a power of two) in a fixed order."""
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.full((), k, ACC)
-    j = tl.arange(0, PARTS_2)
-    P = PARTS + (row * parts + j) * 3
-    q = tl.load(P, mask=j < parts, other=LOWEST)
-    l = tl.load(P + 1, mask=j < parts, other=0.0)
-    s = tl.load(P + 2, mask=j < parts, other=0.0)
-    q, l, s = merge(q, l, s)
-    finish_row(LOGITS, TARGETS, LOGP, ENTROPY, NORM, row, stride, N, k, q, l, s, ACC)
-
-
 def log_softmax_forward(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    *,
-    lanes: int = 1024,
-    few_rows: int = FEW_ROWS,
+    logits: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-prob [N], entropy [N], and (q, log2 l) [2, N] for the backward of this file.
 
-    logits [N, V], targets [N]; rows may be strided. The tests change `lanes` and `few_rows` to get
-    many blocks from a small row.
+    logits [N, V], targets [N]; rows may be strided.
     """
-    check_rows(logits)
     count, vocab = logits.shape
-    dtype, acc = accumulator(logits.dtype)
-    logp, entropy = (torch.empty(count, dtype=dtype, device=logits.device) for _ in range(2))
-    out = logp, entropy, torch.empty(2, count, dtype=dtype, device=logits.device)
-    if count == 0:
-        return out
-    targets, k, stride = targets.contiguous(), LOG2E.value / temperature, logits.stride(0)
-    R, C, warps = shape_of_block(vocab, logits.dtype, lanes)
-    shape = dict(WIDE=wide(logits), R=R, C=C, ACC=acc, num_warps=warps)
-    if count >= few_rows or vocab <= 2 * R * C:
-        forward_kernel[(count,)](logits, targets, *out, stride, count, vocab, k, **shape)
-        return out
-    columns = columns_of_part(R, C)
-    parts = triton.cdiv(vocab, columns)
-    partial = torch.empty(count, parts, 3, dtype=dtype, device=logits.device)
-    part_kernel[(count * parts,)](logits, partial, stride, vocab, k, parts, columns, **shape)
-    args = logits, targets, partial, *out, stride, count, k, parts
-    join_kernel[(count,)](*args, PARTS_2=triton.next_power_of_2(parts), ACC=acc, num_warps=1)
-    return out
+    logp, entropy = (
+        torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2)
+    )
+    norm = torch.empty(2, count, dtype=torch.float32, device=logits.device)
+    numbers = logits.stride(0), count, vocab, LOG2E.value / temperature
+    shape = dict(WIDE=wide(logits), R=LANES, C=16 // logits.itemsize, num_warps=WARPS)
+    forward_kernel[(count,)](logits, targets.contiguous(), logp, entropy, norm, *numbers, **shape)
+    return logp, entropy, norm
 
 
 # --- backward ---
@@ -269,7 +174,7 @@ def log_softmax_forward(
 def row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy):
     """Return dlogp (1[o = y] - p) - dentropy p (log p + H) for the logits x at columns o.
 
-    1 - p is formed in the accumulator's type.
+    1 - p is formed in float32.
     """
     t = tl.fma(x, k + tl.zeros_like(x), -q + tl.zeros_like(x)) - log_l  # log2 p
     p = tl.exp2(t)
@@ -282,7 +187,7 @@ def row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy):
 @triton.jit
 def backward_kernel(
     LOGITS, TARGETS, NORM, ENTROPY, DLOGP, DENTROPY, OUT, stride, stride_out, N, V, k, inv_t,
-    blocks, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per block of a row: each element depends on itself and six numbers of its row.
 
@@ -291,15 +196,14 @@ def backward_kernel(
     pid = tl.program_id(0).to(tl.int64)
     row = pid // blocks
     o = (pid % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
-    k = tl.full((), k, ACC)
     D = OUT + row * stride_out
-    dlogp = tl.load(DLOGP + row).to(ACC)
-    dentropy = tl.load(DENTROPY + row).to(ACC)
+    dlogp = tl.load(DLOGP + row)
+    dentropy = tl.load(DENTROPY + row)
     if (dlogp == 0.0) & (dentropy == 0.0):  # the gradient of this row is zero: do not read the row
         tl.store(D + o, tl.zeros((BLOCK,), OUT.dtype.element_ty), mask=o < V)
         return
     y = tl.load(TARGETS + row)
-    x = tl.load(LOGITS + row * stride + o, mask=o < V, other=0.0).to(ACC)
+    x = tl.load(LOGITS + row * stride + o, mask=o < V, other=0.0).to(tl.float32)
     q, log_l, entropy = tl.load(NORM + row), tl.load(NORM + N + row), tl.load(ENTROPY + row)
     dz = row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy) * inv_t
     tl.store(D + o, dz.to(OUT.dtype.element_ty), mask=o < V)
@@ -315,19 +219,15 @@ def log_softmax_backward(
     dentropy: Tensor | None,
     *,
     in_place: bool = False,
-    block: int = 4096,
 ) -> Tensor:
     """Return dlogits [N, V] in the type of logits; `in_place` overwrites the logits with it."""
     count, vocab = logits.shape
     out = logits if in_place else logits.new_empty(logits.shape)
-    if count == 0:
-        return out
     dentropy = torch.zeros_like(dlogp) if dentropy is None else dentropy
-    block, warps = shape_of_gradient(vocab, block)
-    blocks = triton.cdiv(vocab, block)
+    blocks = triton.cdiv(vocab, BLOCK)
     vectors = (v.contiguous() for v in (targets, norm, entropy, dlogp, dentropy))
     strides = logits.stride(0), out.stride(0)
     numbers = count, vocab, LOG2E.value / temperature, 1.0 / temperature, blocks
-    shape = dict(BLOCK=block, ACC=accumulator(logits.dtype)[1], num_warps=warps)
-    backward_kernel[(count * blocks,)](logits, *vectors, out, *strides, *numbers, **shape)
+    args = logits, *vectors, out, *strides, *numbers
+    backward_kernel[(count * blocks,)](*args, BLOCK=BLOCK, num_warps=WARPS)
     return out

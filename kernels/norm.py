@@ -1,7 +1,7 @@
 """RMSNorm with the residual add before it, in one read and one write. The model does not use it:
 only a GPU can show whether it is faster.
 
-In: x [T, D] and residual [T, D] (or None), weight [D]; bf16, fp16 or fp32. Out: the normed [T, D]
+In: x [T, D], residual [T, D], weight [D]; bf16, fp16 or fp32. Out: the normed [T, D]
 and the sum [T, D], which is the next residual. Read next: rope.py.
 
 Equation.   h = x + residual;  r = (mean(h²) + ε)^{-1/2};  y = h r · weight
@@ -34,11 +34,10 @@ def forward_kernel(X, RESIDUAL, WEIGHT, Y, SUM, RSTD, D, eps, BLOCK: tl.constexp
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     h = tl.load(X + row * D + j, mask=j < D, other=0.0).to(tl.float32)
-    if RESIDUAL is not None:
-        h += tl.load(RESIDUAL + row * D + j, mask=j < D, other=0.0).to(tl.float32)
-        rounded = h.to(SUM.dtype.element_ty)
-        tl.store(SUM + row * D + j, rounded, mask=j < D)
-        h = rounded.to(tl.float32)  # the backward sees the rounded sum
+    h += tl.load(RESIDUAL + row * D + j, mask=j < D, other=0.0).to(tl.float32)
+    rounded = h.to(SUM.dtype.element_ty)
+    tl.store(SUM + row * D + j, rounded, mask=j < D)
+    h = rounded.to(tl.float32)  # the backward sees the rounded sum
     rstd = 1.0 / tl.sqrt(tl.sum(h * h, 0) / D + eps)
     w = tl.load(WEIGHT + j, mask=j < D, other=0.0).to(tl.float32)
     tl.store(Y + row * D + j, (h * rstd * w).to(Y.dtype.element_ty), mask=j < D)
@@ -60,8 +59,7 @@ def backward_kernel(H, WEIGHT, RSTD, DY, DSUM, DX, PARTS, T, D, BLOCK: tl.conste
         dw += dy * n
         g = dy * w
         dh = rstd * (g - n * (tl.sum(g * n, 0) / D))
-        if DSUM is not None:
-            dh += tl.load(DSUM + row * D + j, mask=j < D, other=0.0).to(tl.float32)
+        dh += tl.load(DSUM + row * D + j, mask=j < D, other=0.0).to(tl.float32)
         tl.store(DX + row * D + j, dh.to(DX.dtype.element_ty), mask=j < D)
     tl.store(PARTS + pid.to(tl.int64) * D + j, dw, mask=j < D)
 
@@ -75,17 +73,14 @@ def shape_of_block(width: int) -> tuple[int, int]:
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps):
-        x, weight = x.contiguous(), weight.contiguous()
+        x, residual, weight = (v.contiguous() for v in (x, residual, weight))
         count, width = x.shape
-        y, rstd = torch.empty_like(x), torch.empty(count, dtype=torch.float32, device=x.device)
-        total = None if residual is None else torch.empty_like(x)
+        y, total = torch.empty_like(x), torch.empty_like(x)
+        rstd = torch.empty(count, dtype=torch.float32, device=x.device)
         block, warps = shape_of_block(width)
-        residual = None if residual is None else residual.contiguous()
-        if count:
-            args = x, residual, weight, y, total, rstd, width, eps
-            forward_kernel[(count,)](*args, BLOCK=block, num_warps=warps)
-        ctx.save_for_backward(x if residual is None else total, weight, rstd)
-        ctx.has_residual = residual is not None
+        args = x, residual, weight, y, total, rstd, width, eps
+        forward_kernel[(count,)](*args, BLOCK=block, num_warps=warps)
+        ctx.save_for_backward(total, weight, rstd)
         return y, total
 
     @staticmethod
@@ -93,23 +88,18 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx, dy, dsum):
         h, weight, rstd = ctx.saved_tensors
         count, width = h.shape
-        programs = max(1, min(PROGRAMS, count))
+        programs = min(PROGRAMS, count)
         dx = torch.empty_like(h)
-        parts = torch.zeros(programs, width, dtype=torch.float32, device=h.device)
+        parts = torch.empty(programs, width, dtype=torch.float32, device=h.device)
         block, warps = shape_of_block(width)
-        dsum = None if dsum is None else dsum.contiguous()
-        if count:
-            args = h, weight, rstd, dy.contiguous(), dsum, dx, parts, count, width
-            backward_kernel[(programs,)](*args, BLOCK=block, num_warps=warps)
-        return dx, dx if ctx.has_residual else None, parts.sum(0).to(weight.dtype), None
+        args = h, weight, rstd, dy.contiguous(), dsum.contiguous(), dx, parts, count, width
+        backward_kernel[(programs,)](*args, BLOCK=block, num_warps=warps)
+        return dx, dx, parts.sum(0).to(weight.dtype), None
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the normed [T, D] and x + residual [T, D], both in the type of x.
 
-    x [T, D], residual [T, D] or None, weight [D].
+    x and residual [T, D], weight [D].
     """
-    y, total = _AddNorm.apply(x, residual, weight, eps)
-    return y, x if residual is None else total
+    return _AddNorm.apply(x, residual, weight, eps)

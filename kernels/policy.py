@@ -141,21 +141,20 @@ def numbers_of(o: Objective) -> tuple[float, float, float, float]:
 
 
 def policy_forward(
-    logp: Tensor, inputs: LossInputs, o: Objective, *, block: int = BLOCK
+    logp: Tensor, inputs: LossInputs, o: Objective
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the loss [], dloss/dlogp [M], clip flags [M] int8 and the KL [M] or None.
 
     As `policy_forward` in reference.py. The backward is `upstream · dloss/dlogp`.
     """
-    count, blocks = len(logp), triton.cdiv(len(logp), block)
+    count, blocks = len(logp), triton.cdiv(len(logp), BLOCK)
     vectors = logp.contiguous(), *inputs.map(Tensor.contiguous)[:5]
     grad = torch.empty_like(vectors[0])
     clip = torch.empty(count, dtype=torch.int8, device=logp.device)
     kl = None if inputs.ref_logp is None else torch.empty_like(grad)
     parts, loss = grad.new_empty(blocks), grad.new_empty(())
-    if count:
-        shape = dict(BIAS=o.bias_correction, BLOCK=block, num_warps=WARPS)
-        out = grad, clip, kl, parts
-        policy_kernel[(blocks,)](*vectors, *out, count, *numbers_of(o), **shape)
+    out = grad, clip, kl, parts
+    shape = dict(BIAS=o.bias_correction, BLOCK=BLOCK, num_warps=WARPS)
+    policy_kernel[(blocks,)](*vectors, *out, count, *numbers_of(o), **shape)
     sum_kernel[(1,)](parts, loss, blocks, BLOCK=128, num_warps=1)
     return loss, grad, clip, kl

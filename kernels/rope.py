@@ -96,10 +96,9 @@ class _NormRope(torch.autograd.Function):
     def forward(ctx, x, weight, cos, sin, eps):
         x, weight, cos, sin = (v.contiguous() for v in (x, weight, cos, sin))
         y, count = torch.empty_like(x), x.shape[0] * x.shape[1]
+        args = x, weight, cos, sin, y, count, x.shape[1], eps
         shape = dict(HALF=x.shape[2] // 2, ROWS=ROWS, num_warps=4)
-        if count:
-            args = x, weight, cos, sin, y, count, x.shape[1], eps
-            forward_kernel[(triton.cdiv(count, ROWS),)](*args, **shape)
+        forward_kernel[(triton.cdiv(count, ROWS),)](*args, **shape)
         ctx.save_for_backward(x, weight, cos, sin)
         ctx.eps = eps
         return y
@@ -109,24 +108,19 @@ class _NormRope(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, cos, sin = ctx.saved_tensors
         count = x.shape[0] * x.shape[1]
-        programs = max(1, min(PROGRAMS, triton.cdiv(count, ROWS)))
+        programs = min(PROGRAMS, triton.cdiv(count, ROWS))
         dx = torch.empty_like(x)
-        parts = torch.zeros(programs, x.shape[2], dtype=torch.float32, device=x.device)
-        shape = dict(HALF=x.shape[2] // 2, ROWS=ROWS, num_warps=4)
+        parts = torch.empty(programs, x.shape[2], dtype=torch.float32, device=x.device)
         args = x, weight, cos, sin, dy.contiguous(), dx, parts, count, x.shape[1], ctx.eps
-        if count:
-            backward_kernel[(programs,)](*args, **shape)
+        shape = dict(HALF=x.shape[2] // 2, ROWS=ROWS, num_warps=4)
+        backward_kernel[(programs,)](*args, **shape)
         return dx, parts.sum(0).to(weight.dtype), None, None, None
 
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Return [T, H, E] in the type of x.
 
-    x [T, H, E] (E a power of two), weight [E], cos and sin [T, E] float32.
+    x [T, H, E] (E a power of two, like every block of Triton), weight [E], cos and sin [T, E]
+    float32.
     """
-    if x.shape[2] & (x.shape[2] - 1):
-        raise ValueError(
-            f"the head size is {x.shape[2]}: this kernel holds a head in one block, whose size "
-            "must be a power of two."
-        )
     return _NormRope.apply(x, weight, cos, sin, eps)

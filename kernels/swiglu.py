@@ -46,10 +46,8 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx, gate, up):
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
-        if y.numel():
-            forward_kernel[(triton.cdiv(y.numel(), BLOCK),)](
-                gate, up, y, y.numel(), BLOCK=BLOCK, num_warps=8
-            )
+        args = gate, up, y, y.numel()
+        forward_kernel[(triton.cdiv(y.numel(), BLOCK),)](*args, BLOCK=BLOCK, num_warps=8)
         ctx.save_for_backward(gate, up)
         return y
 
@@ -59,8 +57,7 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         args = gate, up, dy.contiguous(), dgate, dup, gate.numel()
-        if gate.numel():
-            backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](*args, BLOCK=BLOCK, num_warps=8)
+        backward_kernel[(triton.cdiv(gate.numel(), BLOCK),)](*args, BLOCK=BLOCK, num_warps=8)
         return dgate, dup
 
 

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from .log_softmax import LN2, LOG2E, LOWEST
 
+BLOCK = 1024  # columns per step of the loop
+
 
 @triton.jit
 def textbook_kernel(LOGITS, TARGETS, LOGP, ENTROPY, stride, V, k, BLOCK: tl.constexpr):
@@ -44,16 +46,13 @@ def textbook_kernel(LOGITS, TARGETS, LOGP, ENTROPY, stride, V, k, BLOCK: tl.cons
 
 
 def textbook_log_softmax(
-    logits: Tensor, targets: Tensor, temperature: float, *, block: int = 1024
+    logits: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return log-prob [N] and entropy [N] in nats."""
     count, vocab = logits.shape
     logp, entropy = (
         torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2)
     )
-    if count:
-        numbers = logits.stride(0), vocab, LOG2E.value / temperature
-        textbook_kernel[(count,)](
-            logits, targets, logp, entropy, *numbers, BLOCK=block, num_warps=4
-        )
+    numbers = logits.stride(0), vocab, LOG2E.value / temperature
+    textbook_kernel[(count,)](logits, targets, logp, entropy, *numbers, BLOCK=BLOCK, num_warps=4)
     return logp, entropy

@@ -63,12 +63,11 @@ KINDS = {
         "*{}",
     ),
     **{"TARGETS": "*i64", "CLIP": "*i8", "stride": "i64", "stride_out": "i64"},
-    **dict.fromkeys(["N", "V", "M", "T", "D", "parts", "slice", "blocks", "count", "heads"], "i32"),
+    **dict.fromkeys(["N", "V", "M", "T", "D", "blocks", "count", "heads"], "i32"),
 }
 # multiples of 16 for Qwen3's sizes, as Triton finds at a launch; pointers always are
-ALIGNED = ("stride", "stride_out", "V", "slice", "D")
-ODD = ("slice", "D")  # where rows start at odd places
-QWEN3 = 151_936  # words
+ALIGNED = ("stride", "stride_out", "V", "D")
+ODD = ("D",)  # where rows start at odd places
 
 
 @dataclass
@@ -83,28 +82,20 @@ class Contract:
 
 
 def contracts() -> dict[str, Contract]:
-    """Return every kernel by name, for Qwen3's vocabulary.
-
-    The launching code itself computes the shapes of the blocks.
-    """
+    """Return every kernel by name, with the shapes of its launches."""
     import torch
-    import triton
-    import triton.language as tl
 
     from nanogrpo.kernels import fused_rows, log_softmax, norm, policy, rope, swiglu, textbook
 
-    acc, table = dict(ACC=tl.float32), {}
+    table = {}
     absent = dict(OLD=None, REF=None, IMP=None)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
         end = "" if name == "bf16" else f", {name}"
-        R, C, warps = log_softmax.shape_of_block(QWEN3, dtype)
-        lanes = dict(WIDE=True, R=R, C=C, **acc)
-        forward = Contract(log_softmax.forward_kernel, lanes, warps, name)
-        R2, C2, warps = fused_rows.shape_of_visit(QWEN3, dtype, True)
-        _, narrow_C2, _ = fused_rows.shape_of_visit(QWEN3, dtype, False)
-        visit = dict(BIAS=True, WIDE=True, R=R2, C=C2, **acc)
-        rows = Contract(fused_rows.row_kernel, visit, warps, name)
-        narrow = dict(WIDE=False, C=narrow_C2)
+        lanes = dict(WIDE=True, R=log_softmax.LANES, C=16 // dtype.itemsize)
+        forward = Contract(log_softmax.forward_kernel, lanes, log_softmax.WARPS, name)
+        visit = lanes | dict(BIAS=True, R=fused_rows.LANES)
+        rows = Contract(fused_rows.row_kernel, visit, fused_rows.WARPS, name)
+        narrow = dict(WIDE=False, C=4)
         table |= {
             f"log_softmax.forward{end}": forward,
             f"log_softmax.forward, odd stride{end}": replace(
@@ -118,23 +109,16 @@ def contracts() -> dict[str, Contract]:
         table["rows, on policy"] = replace(
             rows, constants=dict(ENTROPY_WEIGHT=None, **absent, **visit)
         )
-        part = replace(forward, kernel=log_softmax.part_kernel)
-        parts = triton.next_power_of_2(triton.cdiv(QWEN3, log_softmax.columns_of_part(R, C)))
-        block, warps = log_softmax.shape_of_gradient(QWEN3)
-        backward = Contract(log_softmax.backward_kernel, dict(BLOCK=block, **acc), warps)
+        block = dict(BLOCK=log_softmax.BLOCK)
+        backward = Contract(log_softmax.backward_kernel, block, log_softmax.WARPS)
         table |= {
-            "log_softmax.part": part,
-            "log_softmax.part, odd stride": replace(
-                part, constants=lanes | dict(WIDE=False), aligned=ODD
-            ),
-            "log_softmax.join": Contract(log_softmax.join_kernel, dict(PARTS_2=parts, **acc), 1),
             "log_softmax.backward": backward,
             "log_softmax.backward, odd stride": replace(backward, aligned=ODD),
         }
     policies = dict(BIAS=True, BLOCK=policy.BLOCK)
     block, warps = norm.shape_of_block(4096)
     return table | {
-        "textbook": Contract(textbook.textbook_kernel, dict(BLOCK=1024), 4),
+        "textbook": Contract(textbook.textbook_kernel, dict(BLOCK=textbook.BLOCK), 4),
         "policy": Contract(policy.policy_kernel, policies, policy.WARPS),
         "policy, on policy": Contract(
             policy.policy_kernel, dict(KL=None, **policies, **absent), policy.WARPS

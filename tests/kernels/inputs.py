@@ -5,13 +5,16 @@ units in the last place of float32, because eager PyTorch is sometimes exact by 
 module also gives the interpreter the GPU's multiply-add. Read next: test_log_softmax.py.
 """
 
+import contextlib
 import math
 
+import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from nanogrpo.kernels.reference import LossInputs, Objective
 
+from nanogrpo.kernels import fused_rows, log_softmax, policy, textbook
 from tests.conftest import CUDA, DEVICE
 from tests.kernels.aot import exact_fma
 
@@ -69,6 +72,17 @@ def placed(z, wide):
     stride = -(-vocab // 16) * 16 + (0 if wide else 1)
     copy = torch.empty(count, stride, dtype=z.dtype, device=z.device)[:, :vocab]
     return copy.copy_(z)
+
+
+@contextlib.contextmanager
+def small_blocks(lanes=4, block=32):
+    """Make blocks so small that a row of 100 logits has many of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (log_softmax, fused_rows):
+            patch.setattr(module, "LANES", lanes)
+        for module in (log_softmax, policy, textbook):
+            patch.setattr(module, "BLOCK", block)
+        yield
 
 
 KINDS = ["normal", "dominant", "equal", "far below", "-inf"]

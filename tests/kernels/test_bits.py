@@ -14,7 +14,7 @@ from bench import kernel_ops
 from nanogrpo.kernels import fused_rows, log_softmax, policy
 from nanogrpo.model import head as ops
 from tests.conftest import DEVICE
-from tests.kernels.inputs import CLIP, DTYPES, placed, rows_of_logits, token_vectors
+from tests.kernels.inputs import CLIP, DTYPES, placed, rows_of_logits, small_blocks, token_vectors
 
 KL = CLIP._replace(beta=0.1)
 ORDER = torch.tensor([3, 1, 5, 0, 2, 4])
@@ -25,16 +25,15 @@ def _same(a, b):
     return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _log_softmax(dtype, wide, few_rows, order=FIRST, in_place=False):
+def _log_softmax(dtype, wide, order=FIRST, in_place=False):
     """Log-softmax of six rows in the order given: log-prob, entropy, norm, dlogits."""
     z, targets = rows_of_logits(6, 100, "normal", dtype, 7)
     z, targets = placed(z[order], wide), targets[order]
     upstream = torch.randn(2, 6, generator=torch.Generator().manual_seed(5))[:, order].to(DEVICE)
-    logp, entropy, norm = log_softmax.log_softmax_forward(
-        z, targets, 0.7, lanes=4, few_rows=few_rows
-    )
-    args = targets, 0.7, norm, entropy, *upstream
-    dz = log_softmax.log_softmax_backward(z, *args, in_place=in_place, block=32)
+    with small_blocks():
+        logp, entropy, norm = log_softmax.log_softmax_forward(z, targets, 0.7)
+        args = targets, 0.7, norm, entropy, *upstream
+        dz = log_softmax.log_softmax_backward(z, *args, in_place=in_place)
     assert (dz is z) == in_place
     return logp, entropy, norm.T, dz
 
@@ -43,43 +42,42 @@ def _visit(dtype, wide, order=FIRST):
     """One visit of the same rows: log-prob, entropy, gradient of the logits."""
     z, targets = rows_of_logits(6, 100, "normal", dtype, 7)
     mine, (_, inputs) = placed(z[order], wide), token_vectors(6, 4)
-    out = fused_rows.policy_rows_(mine, targets[order], 0.7, inputs.at(order), KL, lanes=4)
+    with small_blocks():
+        out = fused_rows.policy_rows_(mine, targets[order], 0.7, inputs.at(order), KL)
     return *out, mine
 
 
-# full rows (few_rows 0), and rows in parts (9); each type in a visit, aligned and not
 @pytest.mark.parametrize(
-    ("dtype", "few_rows", "wide"),
+    ("dtype", "wide"),
     [
-        (torch.float32, 0, True),
-        (torch.float32, 9, False),
-        (torch.bfloat16, 9, True),
-        (torch.bfloat16, 0, False),
-        (torch.float16, 9, False),
+        (torch.float32, True),
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        (torch.float16, False),
     ],
 )
-def test_rows_repeated_permuted_and_in_place(dtype, few_rows, wide):
-    f32, args = torch.float32, (dtype, wide, few_rows)
+def test_rows_repeated_permuted_and_in_place(dtype, wide):
+    f32, args = torch.float32, (dtype, wide)
     first = _log_softmax(*args)
     assert [v.dtype for v in first] == [f32, f32, f32, dtype]
     assert _same(first, _log_softmax(*args, in_place=True))  # the same run twice, and in place
     assert _same([v[ORDER] for v in first], _log_softmax(*args, order=ORDER))
-    if few_rows:
-        first = _visit(dtype, wide)
-        assert [v.dtype for v in first] == [f32, f32, dtype]
-        assert _same(first, _visit(dtype, wide))
-        assert _same([v[ORDER] for v in first], _visit(dtype, wide, ORDER))
+    first = _visit(dtype, wide)
+    assert [v.dtype for v in first] == [f32, f32, dtype]
+    assert _same(first, _visit(dtype, wide))
+    assert _same([v[ORDER] for v in first], _visit(dtype, wide, ORDER))
 
 
-def test_policy_repeated_and_permuted():
+def test_policy_repeated_and_permuted(monkeypatch):
+    monkeypatch.setattr(policy, "BLOCK", 32)
     logp, inputs = token_vectors(100, 4)
     order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
-    first = policy.policy_forward(logp, inputs, KL, block=32)
+    first = policy.policy_forward(logp, inputs, KL)
     f32 = torch.float32
     assert [v.dtype for v in first] == [f32, f32, torch.int8, f32]
     # the loss too: no atomics
-    assert _same(first, policy.policy_forward(logp, inputs, KL, block=32))
-    permuted = policy.policy_forward(logp[order], inputs.at(order), KL, block=32)
+    assert _same(first, policy.policy_forward(logp, inputs, KL))
+    permuted = policy.policy_forward(logp[order], inputs.at(order), KL)
     # the loss is not compared: a sum in another order is another sum
     assert _same([v[order] for v in first[1:]], permuted[1:])
 
@@ -157,11 +155,10 @@ def test_offsets_pass_two_to_the_31():
     targets, ones = torch.tensor([1, 2, 39]).to(DEVICE), torch.ones(3, device=DEVICE)
     results = []
     for z in (far, near):
-        out = []
-        for few_rows in (0, 9):  # full rows, and rows in parts
-            out += log_softmax.log_softmax_forward(z, targets, 1.0, lanes=2, few_rows=few_rows)
-        args = targets, 1.0, out[2], out[1], ones, None
-        out.append(log_softmax.log_softmax_backward(z, *args))
-        out += fused_rows.policy_rows_(z, targets, 1.0, LossInputs(ones, ones), CLIP, lanes=2)
+        with small_blocks(lanes=2):
+            out = [*log_softmax.log_softmax_forward(z, targets, 1.0)]
+            args = targets, 1.0, out[2], out[1], ones, None
+            out.append(log_softmax.log_softmax_backward(z, *args))
+            out += fused_rows.policy_rows_(z, targets, 1.0, LossInputs(ones, ones), CLIP)
         results.append([*out, z])
     assert _same(*results)

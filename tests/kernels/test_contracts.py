@@ -50,11 +50,7 @@ def test_no_kernel_spills():
 def test_the_loop_over_logits_on_sm_90(dtype):
     per_lane = 4 if dtype == ", fp32" else 8  # 16 bytes
     # 16-bit numbers per thread; half as many of 32 bits
-    for name, per_thread in [
-        ("log_softmax.forward", 32),
-        ("rows", 16),
-        *([] if dtype else [("log_softmax.part", 32)]),  # the same loop as in `forward`
-    ]:
+    for name, per_thread in [("log_softmax.forward", 32), ("rows", 16)]:
         per_thread = per_thread * per_lane // 8
         loop = reports()[name + dtype, 90]["loops"][0]
         # One visit in float32 exceeds the limit by one instruction in a thread's 65: four bytes per
@@ -67,8 +63,7 @@ def test_the_loop_over_logits_on_sm_90(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_loop_over_rows_that_start_at_odd_places(dtype):
-    names = ["log_softmax.forward", "rows", *([] if dtype else ["log_softmax.part"])]
-    for name in names:
+    for name in ("log_softmax.forward", "rows"):
         loop = reports()[f"{name}, odd stride{dtype}", 90]["loops"][0]
         # One load per element instead of one per lane. Triton 3.6 takes two instructions more for
         # the 32 elements of a thread.

@@ -56,10 +56,6 @@ def test_add_rms_norm(dtype, count, width, monkeypatch):
         return F.rms_norm(x + residual, (width,), weight, 1e-6), x + residual
 
     _compare(lambda *v: norm.add_rms_norm(*v, 1e-6), eager, [x, residual, weight], dtype)
-    alone = lambda x, weight: F.rms_norm(x, (width,), weight, 1e-6)  # noqa: E731
-    _compare(
-        lambda x, weight: norm.add_rms_norm(x, None, weight, 1e-6)[0], alone, [x, weight], dtype
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,8 +71,6 @@ def test_norm_rope(dtype):
         return turned.to(x.dtype)
 
     _compare(lambda x, weight: rope.norm_rope(x, weight, cos, sin, 1e-6), eager, [x, weight], dtype)
-    with pytest.raises(ValueError, match="power of two"):
-        rope.norm_rope(x[..., :12], weight[:12], cos[:, :12], sin[:, :12], 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,9 +93,10 @@ def test_empty_inputs_work_and_second_derivatives_raise():
         grad.sum().backward()
 
 
-def test_textbook_softmax():
+def test_textbook_softmax(monkeypatch):
+    monkeypatch.setattr(textbook, "BLOCK", 32)
     z, targets = 3 * torch.randn(3, 150, device=DEVICE), torch.tensor([0, 149, 7], device=DEVICE)
     expected = reference.log_softmax_forward(z, targets, 0.7)
     torch.testing.assert_close(
-        textbook.textbook_log_softmax(z, targets, 0.7, block=32), expected[:2], rtol=1e-5, atol=1e-5
+        textbook.textbook_log_softmax(z, targets, 0.7), expected[:2], rtol=1e-5, atol=1e-5
     )
