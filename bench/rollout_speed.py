@@ -152,7 +152,7 @@ def measure(
     argv: Sequence[str],
 ) -> list[dict]:
     """Return the records of a case. All sides complete the same prompts with the same lengths."""
-    params = SamplingParams(max_tokens=max(args.length, args.longest), ignore_stop=True)
+    params = SamplingParams(max_tokens=max(args.length, args.longest))
     prompts = [
         Prompt(i, "", torch.randint(args.vocab, (args.prompt_length,)).tolist())
         for i in range(len(lengths) // args.group)

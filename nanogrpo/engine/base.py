@@ -37,7 +37,6 @@ class SamplingParams:
     min_p: float = 0.0  # drop tokens less likely than min_p times the most likely one
     max_tokens: int = 256  # completion tokens, including the stop token
     stop_token_ids: Sequence[int] = ()
-    ignore_stop: bool = False  # never stop early (for benches)
     seed: int = 0
 
 

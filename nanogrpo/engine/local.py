@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from nanogrpo.engine import sampler
 from nanogrpo.engine.base import SamplingParams, stream
-from nanogrpo.errors import UserError
 from nanogrpo.kernels.linear import PACK_FROM, packed
 from nanogrpo.model import lora
 from nanogrpo.model.attention import KVCache, Packed
@@ -134,7 +133,7 @@ class LocalEngine:
 
     def __init__(
         self,
-        model_cfg: ModelConfig,
+        cfg: ModelConfig,
         *,
         max_len: int,  # of the context: prompt and completion
         slots: int = 64,  # completions decoded at once
@@ -142,21 +141,15 @@ class LocalEngine:
         device: torch.device | str | None = None,
         graphs: bool = True,  # on a GPU, decode with CUDA graphs
     ):
-        c = model_cfg
-        if max_len > c.max_position_embeddings:
-            raise UserError(
-                f"max_len {max_len} exceeds max_position_embeddings {c.max_position_embeddings}; "
-                "lower it."
-            )
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         on_gpu = self.device.type == "cuda"
         self.dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
         self.max_len, self.slots, self.version = max_len, slots, -1
         # no random initialisation: it would take time and change the global random state
         with torch.device("meta"):
-            self.model = Decoder(c).to(self.dtype).requires_grad_(False)
+            self.model = Decoder(cfg).to(self.dtype).requires_grad_(False)
         self.model.to_empty(device=self.device).tie()
-        size = c.num_hidden_layers, slots, c.num_key_value_heads, max_len, c.head_dim
+        size = cfg.num_hidden_layers, slots, cfg.num_key_value_heads, max_len, cfg.head_dim
         self.cache = KVCache(*size, self.dtype, self.device)
         self.scheduler = Scheduler(self.cache, slots, self.device)
         self.logp = torch.zeros(slots, device=self.device)  # of each row's newest token
@@ -200,27 +193,15 @@ class LocalEngine:
         limits: Sequence[int] | None = None,
     ) -> list[Sample]:
         """Return n completions of each prompt, in order (see Engine.sample)."""
-        if self.version < 0:
-            raise RuntimeError("LocalEngine.load must be called before sample.")
-        completions = []
-        for p, limit in zip(prompts, limits or [params.max_tokens] * len(prompts)):
-            size = len(p.token_ids)
-            if size == 0 or limit < 1 or size + limit > self.max_len:
-                raise UserError(
-                    f"Prompt {p.id} has {size} tokens and max_tokens {limit}: both must be at "
-                    f"least 1, and their sum at most {self.max_len}, the engine's context."
-                )
-            completions += [
-                Completion(
-                    Sample(p, j, [], [], False, []), limit, stream(params.seed, step, p.id, j)
-                )
-                for j in range(n)
-            ]
-        stops = frozenset() if params.ignore_stop else frozenset(params.stop_token_ids)
+        completions = [
+            Completion(Sample(p, j, [], [], False, []), limit, stream(params.seed, step, p.id, j))
+            for p, limit in zip(prompts, limits or [params.max_tokens] * len(prompts))
+            for j in range(n)
+        ]
         self.scheduler.start(completions)
         while self.scheduler.schedule(self._prefill):
             tokens, logp = self._decode(self.scheduler.active, params)
-            self.scheduler.postprocess(tokens, logp, self.version, stops)
+            self.scheduler.postprocess(tokens, logp, self.version, params.stop_token_ids)
         return [c.sample for c in completions]
 
     def _prefill(self, prompts: Sequence[Prompt]) -> dict[int, Prefix]:

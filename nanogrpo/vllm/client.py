@@ -152,13 +152,9 @@ class VLLMEngine:
 
         A thread may call this while the loop trains (engine/ahead.py).
         """
-        if self.version < 0:
-            raise RuntimeError("VLLMEngine.load must be called before sample.")
-        limits = limits or [params.max_tokens] * len(prompts)
-        protocol.check(prompts, limits, self.max_len)
         groups = [
             GroupRequest(p, n, protocol.body(p, n, params, step, limit))
-            for p, limit in zip(prompts, limits)
+            for p, limit in zip(prompts, limits or [params.max_tokens] * len(prompts))
         ]
         idle = 0  # rounds in which a server was alive, but no group was finished
         while waiting := [g for g in groups if g.samples is None]:
@@ -233,9 +229,8 @@ class VLLMEngine:
             oldest = server.version
             try:
                 reply = server.generate(group.body | {"cache_salt": self.sync.label(oldest)})
-                return protocol.read(
-                    reply, group, self.sync.version_of, oldest, self.version, str(server)
-                )
+                known = {self.sync.label(v): v for v in range(oldest, self.version + 1)}
+                return protocol.read(reply, group, known, str(server))
             except ServerError as e:
                 if attempt == ATTEMPTS or e.status < 500 or not server.alive:
                     raise

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nanogrpo.engine.base import SamplingParams, stream
@@ -31,25 +30,6 @@ class GroupRequest:
     n: int
     body: dict  # without the fields that depend on the weight version
     samples: list[Sample] | None = None
-
-
-def check(prompts: Sequence[Prompt], limits: Sequence[int], max_len: int) -> None:
-    """Raise UserError if a prompt and its completion do not fit into the context.
-
-    limits: the completion tokens of each prompt. max_len: the context.
-    """
-    for p, limit in zip(prompts, limits):
-        size = len(p.token_ids)
-        if not size or limit < 1:
-            raise UserError(
-                f"Prompt {p.id} has {size} tokens and max_tokens {limit}; both must be at least 1."
-            )
-        if size + limit > max_len:
-            raise UserError(
-                f"Prompt {p.id} has {size} tokens and needs {size + limit} with its completion, "
-                f"but the engine's context is {max_len}; shorten the prompt or max_tokens, or "
-                "raise the context."
-            )
 
 
 def check_server(server: str, info: dict, cfg: ModelConfig, max_len: int, dtype: str) -> None:
@@ -88,24 +68,24 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int, limit: int) 
     so the same request always returns the same completions, on any server at any time. limit: of
     completion tokens.
     """
-    greedy = params.temperature == 0
     return {
         "token_ids": prompt.token_ids,
         "sampling_params": {
             # all greedy completions are equal, and vLLM refuses to make more than one
-            "n": 1 if greedy else n,
+            "n": n if params.temperature else 1,
             # 62 bits, so seed + i fits into vLLM's 63
             "seed": stream(params.seed, step, prompt.id, 0) >> 1,
             "temperature": params.temperature,
-            "top_k": 0 if greedy else params.top_k,
-            "top_p": 1.0 if greedy else params.top_p,
-            "min_p": 0.0 if greedy else params.min_p,
+            # --engine vllm refuses filters
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": 0.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
             "max_tokens": limit,
             "min_tokens": 0,
-            "stop_token_ids": [] if params.ignore_stop else list(params.stop_token_ids),
+            "stop_token_ids": list(params.stop_token_ids),
             # only our stop ids stop: the model's own end token may be a different one
             "ignore_eos": True,
             "logprobs": 0,  # only the sampled token's
@@ -117,10 +97,7 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int, limit: int) 
 def read(
     reply: dict,
     request: GroupRequest,
-    # label → version, or None for weights of another trainer
-    version_of: Callable[[str], int | None],
-    oldest: int,  # the version when the request was sent
-    newest: int,  # the version now: those in between may have written some of the tokens
+    known: dict[str, int],  # label → version, of the weights that may have written the tokens
     server: str,  # for the messages
 ) -> list[Sample]:
     """Return the group's n samples.
@@ -139,23 +116,24 @@ def read(
             raise ServerError(
                 f"{server} returned tokens of prompt {prompt.id} with log-probs of other tokens"
             )
-        logp = [x["logprob"] for x in content]
-        if not all(x is not None and math.isfinite(x) and x > SENTINEL for x in logp):
-            raise FloatingPointError(
-                f"{server} returned a log-prob of prompt {prompt.id} that is not finite at weight "
-                f"version {newest}; the weights contain NaN or infinity, or overflow: look at the "
-                "gradient norm of the steps before."
-            )
-        versions: list[int | None] = []
-        for span in choice["weight_versions"]:
-            versions += [version_of(span["version"])] * (span["end"] - span["start"])
-        ours = [v for v in versions if v is not None and oldest <= v <= newest]
-        if len(ours) < len(versions) or len(ours) != len(ids):
+        versions = [
+            known.get(span["version"], -1)
+            for span in choice["weight_versions"]
+            for _ in range(span["start"], span["end"])
+        ]
+        if -1 in versions or len(versions) != len(ids):
             raise ServerError(
                 f"{server} sampled from weights that this trainer did not send: it was restarted, "
                 "or another trainer uses it"
             )
-        return Sample(prompt, choice["index"], ids, logp, reason == "stop", ours)
+        logp = [x["logprob"] for x in content]
+        if not all(x is not None and math.isfinite(x) and x > SENTINEL for x in logp):
+            raise FloatingPointError(
+                f"{server} returned a log-prob of prompt {prompt.id} that is not finite at weight "
+                f"version {versions[-1]}; the weights contain NaN or infinity, or overflow: look "
+                "at the gradient norm of the steps before."
+            )
+        return Sample(prompt, choice["index"], ids, logp, reason == "stop", versions)
 
     try:
         samples = sorted(map(sample, reply["choices"]), key=lambda s: s.index)

@@ -80,11 +80,6 @@ class WeightSync:
         """Return the name under which servers know a version of this trainer's weights."""
         return f"{self.run}.{version}"
 
-    def version_of(self, label: str) -> int | None:
-        """Return the version of a label, or None for another trainer's."""
-        run, _, version = str(label).partition(".")
-        return int(version) if run == self.run and version.isdecimal() else None
-
     @torch.no_grad()
     def gather(self, model: nn.Module) -> None:
         """Fill rank 0's buckets with the model's current weights. Every rank must call."""

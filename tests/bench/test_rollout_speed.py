@@ -78,9 +78,7 @@ def test_both_sides_have_the_same_weights():
     prompt = Prompt(0, "", random_tokens(9).tolist())
     engine = LocalEngine(model.cfg, max_len=32, device="cpu")
     engine.load(model, version=0)
-    (ours,) = engine.sample(
-        [prompt], 1, SamplingParams(temperature=0.0, max_tokens=12, ignore_stop=True), step=0
-    )
+    (ours,) = engine.sample([prompt], 1, SamplingParams(temperature=0.0, max_tokens=12), step=0)
     ids = torch.tensor([prompt.token_ids])
     out = theirs.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12

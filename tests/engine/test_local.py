@@ -13,7 +13,6 @@ import torch
 from nanogrpo.engine import local
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
-from nanogrpo.errors import UserError
 from nanogrpo.model.attention import KVCache
 from nanogrpo.types import Prompt
 from tests.conftest import positions_of, tiny_config, tiny_model
@@ -219,7 +218,7 @@ def test_a_completion_ends_at_a_stop_token_or_at_its_limit():
         assert s.stopped or len(s.token_ids) == PARAMS.max_tokens
         assert len(s.logp) == len(s.versions) == len(s.token_ids)
     on = make_engine().sample(
-        make_prompts(), 8, dataclasses.replace(PARAMS, ignore_stop=True), step=0
+        make_prompts(), 8, dataclasses.replace(PARAMS, stop_token_ids=()), step=0
     )
     assert {len(s.token_ids) for s in on} == {PARAMS.max_tokens}
     assert not any(s.stopped for s in on)
@@ -228,7 +227,7 @@ def test_a_completion_ends_at_a_stop_token_or_at_its_limit():
 
 def test_the_last_allowed_token_may_be_a_stop_token():
     on = make_engine().sample(
-        make_prompts(), 4, dataclasses.replace(PARAMS, ignore_stop=True), step=0
+        make_prompts(), 4, dataclasses.replace(PARAMS, stop_token_ids=()), step=0
     )
     one = make_engine().sample(
         make_prompts(),
@@ -280,31 +279,6 @@ def test_non_finite_logits_raise_an_error_and_leave_no_nan_in_the_cache():
                 engine.sample(prompts, 2, PARAMS, step=0)
     engine.load(model, version=10)
     assert ids(engine.sample(prompts, 2, PARAMS, step=0)) == good
-
-
-@pytest.mark.parametrize(
-    ("length", "max_tokens", "message"),
-    [
-        (41, 24, "Prompt 100 has 41 tokens and max_tokens 24"),
-        (70, 1, "70 tokens and max_tokens 1"),
-        (0, 4, "0 tokens and max_tokens 4"),
-        (4, 0, "4 tokens and max_tokens 0"),
-    ],
-)
-def test_a_prompt_that_does_not_fit_is_an_error(length, max_tokens, message):
-    with pytest.raises(UserError, match=message):
-        make_engine().sample(
-            make_prompts([length]), 2, SamplingParams(max_tokens=max_tokens), step=0
-        )
-
-
-def test_a_context_beyond_the_models_is_an_error():
-    with pytest.raises(UserError, match="max_len 257 exceeds max_position_embeddings 256"):
-        LocalEngine(tiny_config(), max_len=257, device="cpu")
-    with pytest.raises(RuntimeError, match="load"):
-        LocalEngine(tiny_config(), max_len=64, device="cpu").sample(
-            make_prompts(), 1, PARAMS, step=0
-        )
 
 
 # --- GPU ---

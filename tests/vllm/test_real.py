@@ -98,9 +98,7 @@ def test_stop_tokens_and_lengths_are_the_trainers(tied):
         assert not any(t in stops for t in s.token_ids[:-1])
         assert s.stopped or len(s.token_ids) == 6
     assert {s.stopped for s in samples} == {True, False}
-    free = engine.sample(
-        PROMPTS, 2, SamplingParams(max_tokens=6, stop_token_ids=stops, ignore_stop=True), step=0
-    )
+    free = engine.sample(PROMPTS, 2, SamplingParams(max_tokens=6), step=0)
     assert all(len(s.token_ids) == 6 and not s.stopped for s in free)
     engine.close()
 
@@ -109,7 +107,7 @@ def test_versions_show_per_token_when_weights_change_during_a_completion(tied):
     model = checkpoint.load_model(tied.folder)
     engine = tied.engine(model, max_len=128)
     engine.load(model, 0)
-    long = SamplingParams(max_tokens=100, ignore_stop=True)
+    long = SamplingParams(max_tokens=100)
     # a fast server may finish before the weights arrive; then try again
     for version in range(8):
         samples, before = [], generated_tokens(tied.server)
