@@ -33,7 +33,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.vllm.auth import SECRET, SHORTEST, loopback
 
 # Half of vLLM's releases changed the bodies of the weight routes, so no other version is allowed.
-TESTED = ("0.32.0",)
+TESTED = "0.32.0"
 
 # Options that serve.py sets for vLLM. Training relies on these values, so they cannot be changed.
 FIXED = {
@@ -48,12 +48,11 @@ FIXED = {
     "--disable-uvicorn-access-log": None,
 }
 
-# Other options that are refused, by their beginning, with the reason and what to do.
+# Other options that are refused, as patterns, with the reason and what to do.
 REFUSED = {
-    "--api-key": f"it leaves vLLM's weight routes open; set {SECRET} or --secret-file instead",
-    "--config": "its file may set what training relies on; pass its options on the command line",
-    "--ssl": "trainer and server speak plain HTTP; put a proxy with TLS in front",
-    "--enable-ssl": "trainer and server speak plain HTTP; put a proxy with TLS in front",
+    "--api-key$": f"it leaves vLLM's weight routes open; set {SECRET} or --secret-file instead",
+    "--config$": "its file may set what training relies on; pass its options on the command line",
+    "--(enable-)?ssl": "trainer and server speak plain HTTP; put a proxy with TLS in front",
 }
 
 
@@ -79,8 +78,8 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str
     for word in rest:
         # as vLLM reads it: underscores, --no-…, keys of a dictionary
         option = re.split(r"[=.]", word)[0].replace("_", "-").replace("--no-", "--")
-        for name, reason in REFUSED.items():
-            if option == name or (name.endswith("ssl") and option.startswith(name)):
+        for pattern, reason in REFUSED.items():
+            if re.match(pattern, option):
                 raise UserError(f"{option} cannot be used: {reason}.")
         for name, value in FIXED.items():
             if len(option) > 4 and name.startswith(option):  # vLLM allows abbreviations
@@ -128,14 +127,14 @@ def check_vllm() -> str:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        if version.split("+")[0] not in TESTED:
+        if version.split("+")[0] != TESTED:
             raise UserError(
-                f"{name} {version} is installed, but the sidecar was tested with "
-                f"{', '.join(TESTED)}; install that version."
+                f"{name} {version} is installed, but the sidecar was tested with {TESTED}; install "
+                "that version."
             )
         return version
     raise UserError(
-        f"vLLM is not installed in {sys.executable}; install vllm=={TESTED[0]} there, or name "
+        f"vLLM is not installed in {sys.executable}; install vllm=={TESTED} there, or name "
         "another interpreter."
     )
 

@@ -203,7 +203,10 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
     if cfg.eval_steps:
         longest = max(len(p.token_ids) for p in problems)
         engine = LocalEngine(
-            shape, max_len=longest + cfg.max_completion_length, slots=cfg.max_concurrent
+            shape,
+            max_len=longest + cfg.max_completion_length,
+            slots=cfg.max_concurrent,
+            device="cuda" if torch.cuda.is_available() else "cpu",
         )
         greedy = SamplingParams(
             0.0, max_tokens=cfg.max_completion_length, stop_token_ids=tokenizer.stop_token_ids

@@ -156,40 +156,37 @@ def join(cfg: Config) -> Iterator[World]:
     watch = _connect(cfg, world)
     try:
         yield world
-        if dist.is_initialized():
+        if watch is not None:
+            dist.barrier()
+            # After this barrier, every rank has done its work. The watches stop before the second
+            # one, because after it the store, which lives in rank 0, may be gone, which would look
+            # like a failure. Connections are closed only after it, because gloo aborts a process
+            # whose peer has already closed its own.
+            watch.stop()
             dist.barrier()
     except BaseException as e:
         if watch is not None:
             watch.end_all(e)  # does not return
         finish_saves()
+        raise
+    finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        raise
-    # After the barrier above, every rank has done its work. The watches stop before the second
-    # barrier, because after it the store, which lives in rank 0, may be gone, which would look like
-    # a failure. Connections are closed only after it, because gloo aborts a process whose peer has
-    # already closed its own.
-    if watch is not None:
-        watch.stop()
-        dist.barrier()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _connect(cfg: Config, world: World) -> Watch | None:
     """Join the process group that torchrun describes. Raise UserError after --ddp-timeout."""
+    launched = "WORLD_SIZE" in os.environ
+    if not launched and world.device.type == "cpu":
+        return None
     # NCCL for tensors on GPUs, gloo for small Python objects and offloaded shards on the host.
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
-    if "WORLD_SIZE" not in os.environ:
-        # FSDP2 also lets one GPU compute in bfloat16 from float32 master weights.
-        if world.device.type == "cuda":
-            dist.init_process_group(
-                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-            )
-        return None
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        # Also for one GPU alone: FSDP2 lets it compute in bfloat16 from float32 master weights.
+        store: Any = dist.HashStore()
+        if launched:
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         # A store keeps its keys when torchrun restarts a run, and the new run must not read them.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         group = dist.PrefixStore(f"group {attempt}", store)
@@ -198,15 +195,10 @@ def _connect(cfg: Config, world: World) -> Watch | None:
         )
     except (dist.DistError, RuntimeError, ValueError) as e:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        if "EADDRINUSE" in str(e) or "address already in use" in str(e).lower():
-            reason = "the port is in use"
-            advice = "choose another port (torchrun --master-port)"
-        else:
-            reason = first_sentence(e)
-            advice = "check that all processes are started and can reach that address"
         raise UserError(
             f"rank {world.rank} could not join the {world.size} processes at {where} within "
-            f"{cfg.ddp_timeout} s ({reason}): {advice}."
+            f"{cfg.ddp_timeout} s ({first_sentence(e)}): check that all processes are started and "
+            "can reach that address, or choose another port (torchrun --master-port)."
         ) from e
     # The watch has a connection of its own, because a rank may wait in the other one for the rank
     # that failed.

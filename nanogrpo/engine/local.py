@@ -136,12 +136,11 @@ class LocalEngine:
         cfg: ModelConfig,
         *,
         max_len: int,  # of the context: prompt and completion
+        device: torch.device | str,
         slots: int = 64,  # completions decoded at once
         dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        graphs: bool = True,  # on a GPU, decode with CUDA graphs
     ):
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
         self.dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
         self.max_len, self.slots, self.version = max_len, slots, -1
@@ -156,7 +155,7 @@ class LocalEngine:
         self.head = logits  # the head operation (model.Head)
         # decode steps per transfer to the host, which waits for the GPU
         self.stride = 8 if on_gpu else 1
-        self.replays = on_gpu and graphs  # whether decode steps are CUDA graphs
+        self.replays = on_gpu  # whether decode steps are CUDA graphs
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
 
     @torch.no_grad()

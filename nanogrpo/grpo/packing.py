@@ -247,18 +247,11 @@ def pack(
 
     samples: at least those that the rank computes, by their index in the generation.
     """
-    return [
-        _pack(strip, samples, len(update.samples), update.n_tokens, cfg)
-        for strip in update.strips[rank]
-    ]
+    return [_pack(strip, samples, update, cfg) for strip in update.strips[rank]]
 
 
 def _pack(
-    strip: Strip,
-    samples: Mapping[int, Sample] | Sequence[Sample],
-    n_samples: int,
-    n_tokens: int,
-    cfg: Config,
+    strip: Strip, samples: Mapping[int, Sample] | Sequence[Sample], update: Update, cfg: Config
 ) -> PackedBatch:
     tokens: list[int] = []  # [T]
     positions: list[int] = []  # [T]
@@ -282,8 +275,6 @@ def _pack(
         shared = sequence(prompt.token_ids, 0, []) if len(piece.samples) > 1 else []
         for i in piece.samples:
             s, trained = samples[i], samples[i].model_token_indices
-            if s.prompt.token_ids != prompt.token_ids:
-                raise ValueError(f"Different prompts have the id {prompt.id}; ids must be unique.")
             ids = s.token_ids[: trained[-1]]  # the last one would predict a token nobody sampled
             if shared:  # the last prompt token predicts the first token of every completion
                 predicts = [shared[-1], *(sequence(ids, len(shared), shared) if ids else [])]
@@ -294,7 +285,7 @@ def _pack(
             targets += [s.token_ids[j] for j in trained]
             sample += [i] * n
             advantage += [s.advantage] * n
-            weight += [token_weight(n, n_samples, n_tokens, cfg)] * n
+            weight += [token_weight(n, len(update.samples), update.n_tokens, cfg)] * n
             logp += [s.logp[j] for j in trained]
     if not tokens:  # nothing to do; one token lets this rank join the others' collectives
         sequence([0], 0, [])

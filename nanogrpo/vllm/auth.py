@@ -111,8 +111,7 @@ def describe(state) -> dict:
     raw = model.hf_config.to_dict()
     if raw.get("head_dim") is None:
         raw["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
-    # transformers 5 keeps it in rope_parameters, transformers 4 at the top level
-    raw["rope_theta"] = (raw.get("rope_parameters") or raw)["rope_theta"]
+    raw["rope_theta"] = raw["rope_parameters"]["rope_theta"]
     return {
         "model": {name: raw.get(name) for name in FIELDS},
         "dtype": str(model.dtype).removeprefix("torch."),

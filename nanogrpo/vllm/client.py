@@ -175,14 +175,11 @@ class VLLMEngine:
 
         Every rank must call, with its own prompts. An error on rank 0 is raised on every rank.
         """
-
-        def fields() -> list[tuple]:
-            """All samples, without their prompts, because every rank has its own."""
-            return [(s.index, s.token_ids, s.logp, s.stopped, s.versions) for s in requested()]
-
-        skip = sum(self.world.gather(len(prompts))[: self.world.rank])
-        mine = self.world.once(fields)[skip * n : (skip + len(prompts)) * n]
-        return [Sample(prompts[i // n], *sample) for i, sample in enumerate(mine)]
+        first = n * sum(self.world.gather(len(prompts))[: self.world.rank])
+        mine = self.world.once(requested)[first : first + n * len(prompts)]
+        for i, sample in enumerate(mine):
+            sample.prompt = prompts[i // n]  # this rank's own object
+        return mine
 
     # --- sampling, on rank 0 ---
 
@@ -224,7 +221,8 @@ class VLLMEngine:
             raise errors[0]
 
     def _request(self, server: Server, group: GroupRequest) -> list[Sample]:
-        for attempt in range(1, ATTEMPTS + 1):
+        attempt = 1
+        while True:
             # While `load` runs in another thread, the server may still have older weights.
             oldest = server.version
             try:
@@ -236,7 +234,7 @@ class VLLMEngine:
                     raise
                 log.warning("%s; retrying", e)
                 time.sleep(0.1 * 2**attempt)
-        raise AssertionError("unreachable")
+                attempt += 1
 
     # --- sending weights, on rank 0 ---
 

@@ -15,6 +15,7 @@ import http.client
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -23,7 +24,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,22 +66,18 @@ class Server:
         timeout: float = 60.0,
         lease: threading.Event | None = None,
     ):
-        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
-        try:
-            self.host, self.port = str(parts.hostname or ""), parts.port or 0
-        except ValueError:  # the port is not a number, or too large
-            self.port = 0
-        valid = self.port and self.host and parts.scheme in ("http", "https")
-        if not valid or parts.path.strip("/"):
+        parts = re.fullmatch(r"(?:(https?)://)?([\w.-]+|\[[\w:%]+\]):(\d{1,5})/?", url)
+        if parts is None or not 0 < int(parts[3]) < 65536:
             raise UserError(f"--server {url} is not an address; write it as http://127.0.0.1:8000.")
+        scheme, self.host, self.port = parts[1] or "http", parts[2].strip("[]"), int(parts[3])
         if not secret.isascii() or not secret.isprintable():
             raise UserError(
                 f"{SECRET} must be printable ASCII characters; use the secret that serve.py was "
                 "started with."
             )
-        self.url = f"{parts.scheme}://{parts.netloc}"
+        self.url = f"{scheme}://{parts[2]}:{self.port}"
         self.kind: type[http.client.HTTPConnection] = (
-            http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+            http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
         )
         self.timeout = timeout  # seconds for every request except sampling
         self.headers = {"Content-Type": "application/json"}
@@ -92,9 +88,8 @@ class Server:
         self.version = -1  # of the weights that it received last
         self.error: Exception | None = None  # of the last heartbeat, or why it was lost
         self.reported = False  # whether the log has already reported the outage
-        self.group: BroadcastGroup | None = (
-            None  # the connection for weights, if they are broadcast
-        )
+        # the connection for weights, if they are broadcast
+        self.group: BroadcastGroup | None = None
         self.open: set[http.client.HTTPConnection] = set()
         self.lock = threading.Lock()
         if lease is not None:
@@ -228,7 +223,7 @@ class Sidecar:
         output: Path,  # the file for the server's messages
         startup_timeout: float = 900.0,
     ):
-        self.model, self.options, self.output = str(model), list(options), Path(output)
+        self.model, self.options, self.output = str(model), options, output
         self.python, self.startup_timeout = python or sys.executable, startup_timeout
         self.secret = secrets.token_urlsafe(32)
         self.process: subprocess.Popen | None = None
@@ -248,14 +243,7 @@ class Sidecar:
         command = [self.python, str(script("serve.py")), "--model", self.model, "--port", str(port)]
         command += ["--owner", str(os.getpid()), *self.options]
         try:
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            output = self.output.open("ab")
-        except OSError as e:
-            raise UserError(
-                f"{self.output} cannot be written ({e.strerror}); the sidecar's messages go there."
-            ) from e
-        try:
-            with output:
+            with self.output.open("ab") as output:
                 process = self.process = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
@@ -305,10 +293,9 @@ class Sidecar:
         return os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
 
     def _last_message(self) -> str:
-        text = self.output.read_text(errors="replace").splitlines()
-        lines = [x.strip() for x in text if x.strip()] or ["it wrote no message"]
-        errors = [x for x in lines if x.startswith("error: ")]
-        return (errors or lines)[-1].removeprefix("error: ").rstrip(".")[:300]
+        text = self.output.read_text(errors="replace").strip() or "it wrote no message"
+        errors = re.findall("^error: (.*)", text, re.MULTILINE)
+        return (errors or text.splitlines())[-1].rstrip(".")[:300]
 
     def stop(self, timeout: float = 15.0) -> None:
         """End the process by closing its pipe. Kill it after `timeout` seconds."""

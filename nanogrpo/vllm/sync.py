@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nanogrpo.model import lora
 from nanogrpo.vllm.auth import CONNECT, DISCONNECT, loopback
@@ -60,19 +60,13 @@ class WeightSync:
     ):
         entries = [(n, dtype, list(p.shape)) for n, p in lora.base_parameters(model)]
         self.layout = Layout(entries, bucket_bytes)
-        self.device, self.transport, self.timeout, self.main = device, transport, timeout, main
+        self.device, self.transport, self.timeout = device, transport, timeout
         self.dtype = DTYPES[dtype]
         self.sequence = 0  # the number of the last update; 0 before the first gather
         # distinguishes this trainer's labels and cached prefixes from those of other runs
         self.run = secrets.token_hex(6)
-        self.shared: SharedBuckets | None = None
-        self.buckets: list[Tensor] = []  # [size] uint8 each
-        if main and transport == "memory":
-            self.shared = SharedBuckets(self.layout.sizes, device)
-            self.buckets = self.shared.buckets
-        elif main:
-            sizes = self.layout.sizes
-            self.buckets = [torch.zeros(n, dtype=torch.uint8, device=device) for n in sizes]
+        self.shared = SharedBuckets(self.layout.sizes if main else [], device)
+        self.buckets = self.shared.buckets
         views = [self.layout.views(b, i) for i, b in enumerate(self.buckets)]
         self.slots = {name: view for bucket in views for name, view in bucket}
 
@@ -84,10 +78,10 @@ class WeightSync:
     def gather(self, model: nn.Module) -> None:
         """Fill rank 0's buckets with the model's current weights. Every rank must call."""
         for name, full in lora.full_parameters(model, self.dtype):
-            if self.main:
+            if self.buckets:
                 self.slots[name].copy_(full)
         self.sequence += 1
-        if self.main:
+        if self.buckets:
             sequence_of(self.buckets[0]).fill_(self.sequence)
         if self.device.type == "cuda":
             # another process or another communicator reads the buckets next
@@ -102,7 +96,7 @@ class WeightSync:
             "bucket_bytes": self.layout.bucket_bytes,
             "timeout": self.timeout,
         }
-        if self.shared is not None:
+        if self.transport == "memory":
             server.post(CONNECT, {"init_info": info | {"handles": self.shared.handles()}})
             return
         address = own_address(server)
@@ -159,8 +153,7 @@ class WeightSync:
             self.disconnect(server)
             with contextlib.suppress(ServerError):  # it may be gone already
                 server.post(DISCONNECT, timeout=5)
-        if self.shared is not None:
-            self.shared.close()
+        self.shared.close()
 
 
 def _on_thread(call: Callable[[], Any]) -> Future:

@@ -191,13 +191,6 @@ def test_the_example_in_the_docstring_of_packed_batch():
     assert (b.cu_seqlens.tolist(), b.rows.tolist(), b.kv_rows) == ([0, 4, 7], [1, 2, 3, 5, 6], None)
 
 
-def test_different_prompts_with_one_id_are_an_error():
-    samples = a_group()
-    samples[1].prompt = Prompt(0, "", [100, 102])
-    with pytest.raises(ValueError, match="Different prompts have the id 0"):
-        packed(samples, config())
-
-
 @given(
     st.integers(1, 4), st.integers(1, 4), st.integers(2, 4), st.integers(0, 99), st.integers(0, 99)
 )
