@@ -157,11 +157,13 @@ def measure(
         Prompt(i, "", torch.randint(args.vocab, (args.prompt_length,)).tolist())
         for i in range(len(lengths) // args.group)
     ]
-    repeated = [p for p in prompts for _ in range(args.group)]
+    # each completion is a prompt of its own, because a limit belongs to a prompt
+    repeated = [
+        dataclasses.replace(prompts[i // args.group], max_tokens=m) for i, m in enumerate(lengths)
+    ]
 
     def ours(name: str) -> None:
-        # each completion is a prompt of its own, because a limit belongs to a prompt
-        samples = engines[name].sample(repeated, 1, params, step=0, limits=lengths)
+        samples = engines[name].sample(repeated, 1, params, step=0)
         assert [len(s.token_ids) for s in samples] == lengths
 
     def theirs(name: str) -> None:

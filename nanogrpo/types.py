@@ -32,6 +32,8 @@ class Prompt:
     token_ids: list[int]  # after the chat template
     # every other column of the data set; reward functions receive them
     columns: dict = field(default_factory=dict)
+    # completion tokens at most; None: SamplingParams.max_tokens
+    max_tokens: int | None = None
 
 
 @dataclass

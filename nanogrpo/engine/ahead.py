@@ -72,15 +72,14 @@ class AheadEngine:
         n: int,
         params: SamplingParams,
         step: int,
-        limits: Sequence[int] | None = None,
     ) -> list[Sample]:
         """Return the samples of `step`; take the steps in order. Raise what sampling raised."""
         if (n, params) != (self.n, self.params):
-            return self.engine.sample(prompts, n, params, step, limits)
+            return self.engine.sample(prompts, n, params, step)
         if self.bound:
             samples = self._take(prompts, step)
         else:
-            samples = self.engine.sample(prompts, n, params, step, limits)
+            samples = self.engine.sample(prompts, n, params, step)
         self.step, self.versions = step, [Counter(s.versions) for s in samples]
         oldest = min((min(versions) for versions in self.versions), default=step)
         if oldest < step - self.bound:

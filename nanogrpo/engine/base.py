@@ -65,15 +65,14 @@ class Engine(Protocol):
         n: int,
         params: SamplingParams,
         step: int,
-        limits: Sequence[int] | None = None,
     ) -> list[Sample]:
         """Return n completions of each prompt, prompt by prompt, with index 0 … n-1 within each.
 
         Sets these fields of a Sample: prompt, index, token_ids (at least one), one log-prob and
         one version for each token, and `stopped` (whether the last token is one of
         params.stop_token_ids). The random numbers of a completion are a function of
-        `stream(params.seed, step, prompt.id, index)`. limits [len(prompts)] replaces
-        params.max_tokens by one limit per prompt.
+        `stream(params.seed, step, prompt.id, index)`. A completion has at most prompt.max_tokens
+        tokens, or else params.max_tokens.
         """
         ...
 

@@ -74,25 +74,25 @@ class Scheduler:
         """Queue these completions and forget all others."""
         self.waiting: deque[Completion] = deque(completions)
         self.active: list[Completion] = []
-        self.prefixes: dict[int, Prefix] = {}  # by id(prompt)
+        self.prefixes: dict[int, Prefix] = {}  # by id(prompt.token_ids)
         self.cache.clear()
 
-    def schedule(self, prefill: Callable[[list[Prompt]], dict[int, Prefix]]) -> bool:
+    def schedule(self, prefill: Callable[[list[list[int]]], dict[int, Prefix]]) -> bool:
         """Give the free rows to waiting completions. Return whether any row is active."""
         while self.waiting and len(self.active) < self.slots:
-            prompt, first = self.waiting[0].sample.prompt, len(self.active)
-            if id(prompt) not in self.prefixes:
+            ids, first = self.waiting[0].sample.prompt.token_ids, len(self.active)
+            if id(ids) not in self.prefixes:
                 # Completions wait in order, so nobody needs the old prefixes: free them first.
                 self.prefixes.clear()
-                self.prefixes |= prefill([c.sample.prompt for c in self.waiting])
+                self.prefixes |= prefill([c.sample.prompt.token_ids for c in self.waiting])
             while (
                 len(self.active) < self.slots
                 and self.waiting
-                and self.waiting[0].sample.prompt is prompt
+                and self.waiting[0].sample.prompt.token_ids is ids
             ):
                 self.active.append(self.waiting.popleft())
-            self.cache.fill(first, len(self.active), *self.prefixes[id(prompt)])
-            new = [(prompt.token_ids[-1], c.position, c.key) for c in self.active[first:]]
+            self.cache.fill(first, len(self.active), *self.prefixes[id(ids)])
+            new = [(ids[-1], c.position, c.key) for c in self.active[first:]]
             self.state[:, first : len(self.active)] = torch.tensor(new, device=self.state.device).T
         return bool(self.active)
 
@@ -189,12 +189,15 @@ class LocalEngine:
         n: int,
         params: SamplingParams,
         step: int,
-        limits: Sequence[int] | None = None,
     ) -> list[Sample]:
         """Return n completions of each prompt, in order (see Engine.sample)."""
         completions = [
-            Completion(Sample(p, j, [], [], False, []), limit, stream(params.seed, step, p.id, j))
-            for p, limit in zip(prompts, limits or [params.max_tokens] * len(prompts))
+            Completion(
+                Sample(p, j, [], [], False, []),
+                p.max_tokens or params.max_tokens,
+                stream(params.seed, step, p.id, j),
+            )
+            for p in prompts
             for j in range(n)
         ]
         self.scheduler.start(completions)
@@ -203,15 +206,15 @@ class LocalEngine:
             self.scheduler.postprocess(tokens, logp, self.version, params.stop_token_ids)
         return [c.sample for c in completions]
 
-    def _prefill(self, prompts: Sequence[Prompt]) -> dict[int, Prefix]:
+    def _prefill(self, prompts: Sequence[list[int]]) -> dict[int, Prefix]:
         """Compute the keys and values of the first prompts, as many as PREFILL_TOKENS allows."""
         pack: dict[int, list[int]] = {}
         room = PREFILL_TOKENS
-        for prompt in {id(p): p for p in prompts}.values():
-            room -= len(prompt.token_ids)
+        for ids in {id(p): p for p in prompts}.values():
+            room -= len(ids)
             if pack and room < 0:
                 break
-            pack[id(prompt)] = prompt.token_ids[:-1]
+            pack[id(ids)] = ids[:-1]
         lengths = [len(ids) for ids in pack.values()]
         some = [n for n in lengths if n]  # a prompt of one token leaves nothing to prefill
         if not some:

@@ -35,11 +35,7 @@ Rollout = Callable[[list[Sample], "Turns"], None]
 
 
 class Turns:
-    """The model, as a rollout function sees it.
-
-    n: samples per prompt. limits: id(sample) → most completion tokens, where they are not
-    params.max_tokens. gather: World.gather.
-    """
+    """The model, as a rollout function sees it. n: samples per prompt. gather: World.gather."""
 
     def __init__(
         self,
@@ -48,11 +44,10 @@ class Turns:
         n: int,
         params: SamplingParams,
         step: int,
-        limits: dict[int, int],
         gather: Callable[[str], list[str]],
     ):
         self.engine, self.tokenizer, self.n, self.params = engine, tokenizer, n, params
-        self.step, self.limits, self.gather = step, limits, gather
+        self.step, self.gather = step, gather
         self.count: Counter[int] = Counter()  # id(sample) → its turns: part of the random key
 
     def generate(self, samples: Sequence[Sample], stop: Sequence[str] = ()) -> list[Sample]:
@@ -85,7 +80,7 @@ class Turns:
 
     def room(self, sample: Sample) -> int:
         """Return how many tokens still fit."""
-        return self.limits.get(id(sample), self.params.max_tokens) - len(sample.token_ids)
+        return self.params.max_tokens - len(sample.token_ids)
 
     def _token(self, text: str) -> int:
         ids = self.tokenizer.encode(text)
@@ -114,20 +109,19 @@ class Turns:
             self.params, stop_token_ids=(*self.params.stop_token_ids, *stops)
         )
         if "later turn" in states:  # each sample is a prompt, with the key of its turn as id
-            n, asked = 1, samples
+            n = 1
             prompts = [
                 Prompt(
                     stream(s.prompt.id, s.index, self.count[id(s)], 0),
                     "",
                     s.prompt.token_ids + s.token_ids,
+                    max_tokens=self.room(s),
                 )
                 for s in samples
             ]
         else:
-            n, asked = self.n, samples[:: self.n]
-            prompts = [s.prompt for s in asked]
-        limits = [self.room(s) for s in asked]
-        for s, turn in zip(samples, self.engine.sample(prompts, n, params, self.step, limits)):
+            n, prompts = self.n, [s.prompt for s in samples[:: self.n]]
+        for s, turn in zip(samples, self.engine.sample(prompts, n, params, self.step)):
             _append(s, turn.token_ids, turn.logp, turn.versions, is_model_token=True)
             s.stopped = turn.token_ids[-1] in self.params.stop_token_ids
             self.count[id(s)] += 1
@@ -177,7 +171,6 @@ class TurnsEngine:
         n: int,
         params: SamplingParams,
         step: int,
-        limits: Sequence[int] | None = None,
     ) -> list[Sample]:
         """Return n completions of each prompt, in order.
 
@@ -186,9 +179,7 @@ class TurnsEngine:
         samples = [
             Sample(p, j, [], [], False, [], is_model_token=[]) for p in prompts for j in range(n)
         ]
-        limits = limits or [params.max_tokens] * len(prompts)
-        most = {id(s): limits[i // n] for i, s in enumerate(samples)}
-        turns = Turns(self.engine, self.tokenizer, n, params, step, most, self.gather)
+        turns = Turns(self.engine, self.tokenizer, n, params, step, self.gather)
         try:
             self.function(list(samples), turns)
         except (UserError, FloatingPointError):
@@ -198,7 +189,7 @@ class TurnsEngine:
         while turns.turn([], [], done=True):  # other ranks have more turns
             pass
         for s in samples:
-            self._check(s, most[id(s)])
+            self._check(s, params.max_tokens)
         return samples
 
     def _check(self, s: Sample, limit: int) -> None:

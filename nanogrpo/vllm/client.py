@@ -109,19 +109,13 @@ class VLLMEngine:
         n: int,
         params: SamplingParams,
         step: int,
-        limits: Sequence[int] | None = None,
     ) -> list[Sample]:
         """Return n completions of each of this rank's prompts, in order. Every rank must call.
 
         Raises UserError, ServerLost or FloatingPointError, on every rank.
         """
-        limits = limits or [params.max_tokens] * len(prompts)
-        everyone = self.world.concat([(p.id, p.token_ids, m) for p, m in zip(prompts, limits)])
-        all_prompts = [Prompt(i, "", ids) for i, ids, _ in everyone]
-        all_limits = [limit for _, _, limit in everyone]
-        return self.scatter(
-            lambda: self.request(all_prompts, n, params, step, all_limits), prompts, n
-        )
+        everyones = self.world.concat(list(prompts))
+        return self.scatter(lambda: self.request(everyones, n, params, step), prompts, n)
 
     def metrics(self) -> dict[str, float]:
         return {"vllm/restarts": self.restarts}
@@ -146,16 +140,12 @@ class VLLMEngine:
         n: int,
         params: SamplingParams,
         step: int,
-        limits: Sequence[int] | None = None,
     ) -> list[Sample]:
         """Sample for the prompts of all ranks, on rank 0 alone.
 
         A thread may call this while the loop trains (engine/ahead.py).
         """
-        groups = [
-            GroupRequest(p, n, protocol.body(p, n, params, step, limit))
-            for p, limit in zip(prompts, limits or [params.max_tokens] * len(prompts))
-        ]
+        groups = [GroupRequest(p, n, protocol.body(p, n, params, step)) for p in prompts]
         idle = 0  # rounds in which a server was alive, but no group was finished
         while waiting := [g for g in groups if g.samples is None]:
             self._recover()

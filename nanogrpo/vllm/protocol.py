@@ -61,12 +61,11 @@ def check_server(server: str, info: dict, cfg: ModelConfig, max_len: int, dtype:
         )
 
 
-def body(prompt: Prompt, n: int, params: SamplingParams, step: int, limit: int) -> dict:
+def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
     """Return the request for a group, with every sampling field, so no default applies.
 
     vLLM seeds completion i of a request with seed + i. The seed is a hash of (seed, step, prompt),
-    so the same request always returns the same completions, on any server at any time. limit: of
-    completion tokens.
+    so the same request always returns the same completions, on any server at any time.
     """
     return {
         "token_ids": prompt.token_ids,
@@ -83,7 +82,7 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int, limit: int) 
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
-            "max_tokens": limit,
+            "max_tokens": prompt.max_tokens or params.max_tokens,
             "min_tokens": 0,
             "stop_token_ids": list(params.stop_token_ids),
             # only our stop ids stop: the model's own end token may be a different one

@@ -179,13 +179,9 @@ def test_a_prompt_is_prefilled_once_for_its_group():
 def test_a_step_computes_only_the_active_rows():
     engine, seen = make_engine(slots=4), []
     engine.model.model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-    engine.sample(
-        make_prompts([1, 1, 1, 1, 1, 1]),
-        1,
-        SamplingParams(max_tokens=9),
-        step=0,
-        limits=[1, 2, 9, 1, 1, 3],
-    )
+    limits = (1, 2, None, 1, 1, 3)
+    prompts = [dataclasses.replace(p, max_tokens=m) for p, m in zip(make_prompts([1] * 6), limits)]
+    engine.sample(prompts, 1, SamplingParams(max_tokens=9), step=0)
     assert seen == [4, 4, 2, 2, 1, 1, 1, 1, 1]  # two waiting completions enter after the first step
 
 
