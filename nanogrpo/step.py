@@ -54,9 +54,8 @@ def fill_rewards(run: Run, samples: list[Sample]) -> None:
     """Set `text`, `rewards` and `reward` of each sample."""
     for sample in samples:
         sample.text = run.tokenizer.decode(sample.token_ids)
-    if samples:
-        epoch = run.done * run.cfg.prompts_per_step / len(run.prompts)
-        run.rewards.score(samples, TrainerState(run.done, run.cfg.max_steps, epoch))
+    epoch = run.done * run.cfg.prompts_per_step / len(run.prompts)
+    run.rewards.score(samples, TrainerState(run.done, run.cfg.max_steps, epoch))
 
 
 def assign_advantages(run: Run, samples: list[Sample]) -> None:
@@ -119,7 +118,7 @@ def begin(run: Run, stop: Stop) -> bool:
     if run.start == 0 and run.cfg.eval_steps and not run.world.any(stop.asked):
         evaluate(run)
     if not run.world.any(stop.asked):
-        run.trace.begin(run.start)
+        run.trace.step()
         return True
     log.info("asked to stop before the first step: nothing was trained, and nothing is saved")
     return False
@@ -205,4 +204,4 @@ def log_step(
         record["resampled_groups"] = run.resampled_groups
     run.log.step(step, facts, record, clock, run.rewards.metrics(world.gather))
     run.log.completions.log(step, samples)
-    run.trace.begin(step + 1)
+    run.trace.step()

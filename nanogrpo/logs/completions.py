@@ -59,7 +59,7 @@ class Completions:
         path = self.folder / f"completions_{step + 1:05d}.jsonl"
         # A lone surrogate has no UTF-8: write it as the escape that JSON uses.
         data = "".join(lines).encode("utf-8", "backslashreplace")
-        replace(path, data, "--log-completions")
+        replace(path, data)
 
 
 def record(step: int, sample: Sample) -> dict:

@@ -85,8 +85,9 @@ class Log:
                 self._truncate(start)
             head = provenance(cfg, world)
             self._append(head)
-            names = [name for name in cfg.report_to if name != "none"]
-            self.reporters = [REPORTERS[name](cfg, head, start) for name in names]
+            self.reporters = [
+                REPORTERS[name](cfg, head, start) for name in cfg.report_to if name != "none"
+            ]
 
     def _truncate(self, start: int) -> None:
         """Truncate the existing log to `start` steps, so a resumed run never logs a step twice.

@@ -47,9 +47,9 @@ def set_aside(path: Path) -> Path:
     return path.rename(next(name for name in names if not name.exists()))
 
 
-def replace(path: Path, data: bytes, option: str = "") -> None:
+def replace(path: Path, data: bytes) -> None:
     """Write a file in one step, and its folder: after a crash it holds the old data or the new."""
-    with writing(path, option):
+    with writing(path):
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(data)
@@ -57,10 +57,9 @@ def replace(path: Path, data: bytes, option: str = "") -> None:
 
 
 @contextmanager
-def writing(path: Path, option: str = "") -> Iterator[None]:
-    """Turn an error while `path` is written into a UserError. option: what asks for the file."""
+def writing(path: Path) -> Iterator[None]:
+    """Turn an error while `path` is written into a UserError."""
     try:
         yield
     except OSError as e:
-        advice = f"make room, or leave out {option}" if option else "make room"
-        raise UserError(f"{path} could not be written ({e.strerror}): {advice}.") from e
+        raise UserError(f"{path} could not be written ({e.strerror}): make room.") from e

@@ -54,7 +54,7 @@ class Meter:
         self.entropy_bonus = bonus
         self.parts: list[dict[str, Tensor]] = []
         self.loss: Tensor | float = 0.0
-        self.entropy_term: Tensor | None = None  # the entropy term of the loss; None: there is none
+        self.entropy_term: Tensor | float = 0.0  # of the loss
         self.norms: list[float] = []
         self.updates = 0
         self.first: int | None = None  # the first update with tokens
@@ -78,8 +78,7 @@ class Meter:
         self.parts.append(part)
         self.loss = self.loss + out.loss.detach()
         if batch.entropy_weight is not None:
-            bonus = (batch.entropy_weight * out.entropy).sum()
-            self.entropy_term = bonus if self.entropy_term is None else self.entropy_term + bonus
+            self.entropy_term = self.entropy_term + (batch.entropy_weight * out.entropy).sum()
 
     def end_update(self, norm: float) -> None:
         """End an optimizer step with this gradient norm. Every rank must call."""
@@ -95,7 +94,7 @@ class Meter:
             "grad_norm": statistics.fmean(self.norms),
             **self.entropy_bonus.metrics(),
         }
-        if self.entropy_term is not None:
+        if self.entropy_bonus.on:
             bonus = sum(world.gather(float(self.entropy_term)))
             out["policy_loss"] = out["loss"] + bonus / self.updates
         parts = world.concat(

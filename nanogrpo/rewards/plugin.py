@@ -51,9 +51,5 @@ def _load_file(file: str) -> ModuleType:
         assert spec.loader is not None
         # Registered before it runs, because dataclasses and pickle look the module up.
         sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]
-            raise
+        spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]

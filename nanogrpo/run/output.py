@@ -141,12 +141,10 @@ def origin(cfg: Config, world: World, prompts: Sequence[Prompt]) -> dict[str, st
         row = [p.id, p.token_ids, p.columns]
         known.update(json.dumps(row, sort_keys=True, default=str).encode())
     out = {"prompts": known.hexdigest()}
-    everyone = world.gather(out["prompts"])
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise UserError(
-                f"--data holds other prompts for rank {rank}: give all machines the same files."
-            )
+    if len(set(world.gather(out["prompts"]))) > 1:
+        raise UserError(
+            "--data holds different prompts for different ranks: give all machines the same files."
+        )
     for where in {spec.rpartition(":")[0] for spec in (*cfg.reward_funcs, cfg.rollout)} - {""}:
         module = None if where.endswith(".py") else importlib.util.find_spec(where)
         path = Path(module.origin or "" if module else where)

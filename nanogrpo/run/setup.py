@@ -30,7 +30,7 @@ from nanogrpo.engine.turns import TurnsEngine
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.grpo.entropy import Bonus
 from nanogrpo.logs.console import Log
-from nanogrpo.logs.trace import Trace
+from nanogrpo.logs.trace import make_trace
 from nanogrpo.model import adapters, checkpoint, lora
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ class Run:
     draw_all: Callable[[int, int], list[Prompt]]  # (seed, step) → the prompts of a step, all ranks
     sampling: SamplingParams  # of training completions
     log: Log
-    trace: Trace
+    trace: torch.profiler.profile
     saver: state.Saver
     estimate: int  # expected peak of device memory in bytes
     start: int  # first step: 0, or where a resumed run continues
@@ -157,7 +157,7 @@ def setup(cfg: Config, world: World) -> Run:
         draw_all=draw_all,
         sampling=sampling,
         log=Log(cfg, world, start),
-        trace=Trace(cfg, world),
+        trace=make_trace(cfg, world, start),
         saver=state.Saver(cfg, world, model, optimizer, tokenizer, config_json, origin, reference),
         estimate=estimate,
         start=start,
@@ -321,15 +321,14 @@ def check_vocabulary(tokenizer: Tokenizer, model: Decoder) -> None:
 
 def check_enough(cfg: Config, sizes: list[int]) -> None:
     """Require enough prompts for one step: a prompt drawn twice would count its group double."""
-    P = cfg.prompts_per_step
-    if not cfg.data_weights and sum(sizes) < P:
-        raise UserError(
-            f"--data {' '.join(cfg.data)} holds {sum(sizes)} prompts but a step draws {P} "
-            "different ones: add prompts, or lower --generation-batch-size."
-        )
-    for i, (name, size) in enumerate(zip(cfg.data, sizes)):
-        if cfg.data_weights and size < (wanted := data.smallest(cfg.data_weights, i, P)):
+    P, weights = cfg.prompts_per_step, cfg.data_weights
+    needed = [(" ".join(cfg.data), sum(sizes), P)]
+    if weights:
+        wanted = [data.smallest(weights, i, P) for i in range(len(weights))]
+        needed = [*zip(cfg.data, sizes, wanted)]
+    for name, size, least in needed:
+        if size < least:
             raise UserError(
-                f"--data {name} holds {size} prompts, but with its weight in --data-weights a step "
-                f"draws {wanted} different ones: lower its weight, or leave out --data-weights."
+                f"--data {name} holds {size} prompts but a step draws {least} different ones: add "
+                "prompts, or lower --generation-batch-size or its weight in --data-weights."
             )

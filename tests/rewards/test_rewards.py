@@ -185,11 +185,6 @@ def test_an_exception_is_reported_with_the_function_and_its_line():
         UserError, match=r"no_kwargs raised TypeError: .*unexpected keyword argument 'prompts'"
     ):
         score(make_samples(), [no_kwargs])
-    with pytest.raises(
-        UserError,
-        match="accuracy_reward raised ValueError: the data has neither a column `solution` nor `an",
-    ):
-        score(make_samples(), [accuracy_reward])
     # data/prompts.py refuses a column of this name
     with pytest.raises(TypeError, match="multiple values for keyword argument 'prompts'"):
         score(make_samples(prompts="taken"), [format_reward])
@@ -314,15 +309,3 @@ def test_a_spec_without_a_function_is_an_error(spec, message):
     with pytest.raises(UserError, match=message) as caught:
         load_function(spec)
     assert str(caught.value).startswith("reward_funcs: ")
-
-
-def test_a_file_that_failed_can_be_fixed_and_loaded_again(tmp_path):
-    path = tmp_path / "rewards.py"
-    path.write_text("1 / 0\n")
-    with pytest.raises(UserError, match="raised ZeroDivisionError") as caught:
-        [load_function(f"{path}:f")]
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    path.write_text("def f(completions, **kwargs):\n    return [3.0] * len(completions)  # fixed\n")
-    samples = make_samples()
-    score(samples, [load_function(f"{path}:f")])
-    assert samples[0].reward == 3.0

@@ -136,5 +136,6 @@ def other_data() -> str:
 def test_ranks_that_read_other_prompts_are_refused():
     assert (
         run(3, other_data)
-        == ["--data holds other prompts for rank 2: give all machines the same files."] * 3
+        == ["--data holds different prompts for different ranks: give all machines the same files."]
+        * 3
     )

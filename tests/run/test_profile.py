@@ -153,28 +153,31 @@ def test_one_step_is_traced_with_its_phases(tiny_base, files, tmp_path):
 
 def test_the_named_step_is_traced(tmp_path):
     cfg = train.Config(output_dir=str(tmp_path), trace_step=2)
-    with trace.Trace(cfg, SOLO) as tracing:
+
+    def recorded(world: World, start: int) -> list[bool]:
         running = []
-        for step in range(3):
-            tracing.begin(step)
-            running.append(tracing.profile is not None)
-    assert running == [False, True, False]
-    other = trace.Trace(cfg, World(1, 2, SOLO.device))
-    other.begin(1)
-    assert other.profile is None  # only on the main rank
+        with trace.make_trace(cfg, world, start) as tracing:
+            for _ in range(3):
+                tracing.step()
+                running.append(tracing.current_action == trace.ProfilerAction.RECORD_AND_SAVE)
+        return running
+
+    assert recorded(SOLO, 0) == [False, True, False]
+    assert recorded(SOLO, 1) == [True, False, False]  # resumed
+    assert recorded(SOLO, 2) == [False] * 3
+    assert recorded(World(1, 2, SOLO.device), 0) == [False] * 3  # only on the main rank
 
 
-def test_a_failing_step_raises_its_own_error_and_leaves_no_trace(tmp_path):
+def test_a_failing_step_that_is_traced_raises_its_own_error(tmp_path):
     cfg = train.Config(output_dir=str(tmp_path), trace_step=1)
 
     def fails() -> None:
-        with trace.Trace(cfg, SOLO) as tracing:
-            tracing.begin(0)
+        with trace.make_trace(cfg, SOLO, 0) as tracing:
+            tracing.step()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_logged_commit_is_not_that_of_an_enclosing_repository(tmp_path, monkeypatch):
