@@ -37,11 +37,10 @@ class Completions:
         starts over keeps the old folder under another name.
         """
         self.cfg, self.world, self.folder = cfg, world, Path(cfg.output_dir) / "completions"
-        if not world.main or not self.folder.exists():
+        if not world.main:
             return
-        if start == 0:
+        if start == 0 and self.folder.exists():
             set_aside(self.folder)
-            return
         for path in self.folder.glob("completions_*.jsonl"):
             number = re.fullmatch(r"completions_(\d+)", path.stem)
             if number and int(number[1]) > start:

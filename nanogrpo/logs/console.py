@@ -137,7 +137,7 @@ class Log:
         self._log(step, {"step": step - 1, "eval/after": step}, row, logged)
         names = [name for name in row if name != "eval/reward"]
         shown = [f"{n.removeprefix('eval/').removeprefix('rewards/')} {row[n]:.3f}" for n in names]
-        _print("  ".join(shown), (f"held-out, greedy, after {step} steps:  ", "bold"))
+        _print(f"held-out, greedy, after {step} steps:  {'  '.join(shown)}")
 
     def _log(self, done: int, place: dict, row: dict, logged: Mapping[str, float]) -> None:
         """Append a record to the file and send its metrics to the reporters under step `done`."""
@@ -160,5 +160,5 @@ class Log:
             reporter.close()
 
 
-def _print(text: str, *heading: tuple[str, str]) -> None:
-    console.print(Text.assemble(*heading, text), soft_wrap=True)
+def _print(text: str) -> None:
+    console.print(Text(text), soft_wrap=True)

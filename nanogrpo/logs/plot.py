@@ -61,9 +61,7 @@ def draw(runs: list[Path], out: Path) -> None:
             axis.plot(*series(rows, name), ".-" if name.startswith("eval/") else "-", label=label)
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
-        if name.endswith("accuracy_reward"):
-            axis.set_ylim(0, 1.02)
-        elif name.startswith("sampling/"):
+        if name.startswith("sampling/"):
             axis.set_yscale("log")
     if len(data) > 1:
         figure.axes[0].legend()

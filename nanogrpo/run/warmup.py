@@ -26,7 +26,7 @@ from rich.progress import track
 
 from nanogrpo.config import Config
 from nanogrpo.data.tasks import problems
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, read_json
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing
 from nanogrpo.model import checkpoint
@@ -156,10 +156,7 @@ def solved_sample(
 
 def ensure_base(folder: Path, seed: int, steps: int) -> None:
     """Call `make_base` unless the folder already holds the base of this seed and length."""
-    try:
-        made = json.loads((folder / MARK).read_text())
-    except (OSError, ValueError):
-        made = None
+    made = (folder / MARK).exists() and read_json(folder / MARK)
     if made != {"seed": seed, "steps": steps}:
         make_base(folder, seed, steps)
 
