@@ -159,17 +159,17 @@ def report(message: str, end: str = "\n") -> None:
 
 def wait_until_healthy(host: str, port: int, secret: str, seconds: float) -> None:
     """Report when the server is healthy. End the process if that takes too long."""
-    start, near = time.monotonic(), {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    start = time.monotonic()
     while (elapsed := time.monotonic() - start) < seconds:
         # not urllib, which would send the secret to $http_proxy
-        connection = http.client.HTTPConnection(near, port, timeout=5)
+        connection = http.client.HTTPConnection(host, port, timeout=5)
         with (
             contextlib.suppress(OSError, http.client.HTTPException),
             contextlib.closing(connection),
         ):
             connection.request("GET", "/health", headers={"Authorization": f"Bearer {secret}"})
             if connection.getresponse().status == 200:
-                where = f"[{near}]" if ":" in near else near
+                where = f"[{host}]" if ":" in host else host
                 report(f"serve: ready at http://{where}:{port} after {elapsed:.0f} s")
                 return
         if sys.stderr.isatty():

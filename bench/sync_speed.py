@@ -35,8 +35,8 @@ from nanogrpo.run.warmup import write_tokenizer
 from nanogrpo.types import Prompt
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Sidecar
-from nanogrpo.vllm.sync import TRANSPORTS
 
+TRANSPORTS = ("broadcast", "memory")
 SHAPES = {  # D, F, layers, heads, key/value heads, head size, vocabulary
     "0.3M": (96, 256, 3, 4, 2, 32, 104),
     "100M": (768, 2304, 12, 12, 4, 64, 16384),

@@ -33,7 +33,7 @@ from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.kernels.linear import PACK_FROM, packed
 from nanogrpo.model import lora
 from nanogrpo.model.attention import KVCache, Packed
-from nanogrpo.model.decoder import Decoder, logits
+from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample
 
@@ -152,7 +152,6 @@ class LocalEngine:
         self.cache = KVCache(*size, self.dtype, self.device)
         self.scheduler = Scheduler(self.cache, slots, self.device)
         self.logp = torch.zeros(slots, device=self.device)  # of each row's newest token
-        self.head = logits  # the head operation (model.Head)
         # decode steps per transfer to the host, which waits for the GPU
         self.stride = 8 if on_gpu else 1
         self.replays = on_gpu  # whether decode steps are CUDA graphs
@@ -172,6 +171,7 @@ class LocalEngine:
                 # this module's forward, not its class's
                 linear = packed(module.weight, module.bias, self.slots)
                 module.forward = linear  # type: ignore[method-assign]
+        # the head operation (model.Head)
         self.head = packed(self.model.lm_head.weight, None, self.slots)
         self.version = version
 
@@ -180,7 +180,7 @@ class LocalEngine:
 
     def close(self) -> None:
         """Free weights, cache and graphs; the engine cannot be used afterwards."""
-        del self.graphs, self.scheduler, self.cache, self.model, self.head
+        vars(self).clear()
 
     @torch.inference_mode()
     def sample(

@@ -23,6 +23,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -34,21 +35,18 @@ from nanogrpo.types import Prompt, Sample
 Rollout = Callable[[list[Sample], "Turns"], None]
 
 
+@dataclass
 class Turns:
     """The model, as a rollout function sees it. n: samples per prompt. gather: World.gather."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        n: int,
-        params: SamplingParams,
-        step: int,
-        gather: Callable[[str], list[str]],
-    ):
-        self.engine, self.tokenizer, self.n, self.params = engine, tokenizer, n, params
-        self.step, self.gather = step, gather
-        self.count: Counter[int] = Counter()  # id(sample) → its turns: part of the random key
+    engine: Engine
+    tokenizer: Tokenizer
+    n: int
+    params: SamplingParams
+    step: int
+    gather: Callable[[str], list[str]]
+    # id(sample) → its turns: part of the random key
+    count: Counter[int] = field(default_factory=Counter)
 
     def generate(self, samples: Sequence[Sample], stop: Sequence[str] = ()) -> list[Sample]:
         """Let the model write one turn in each sample that has room left.

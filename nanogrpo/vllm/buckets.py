@@ -227,8 +227,7 @@ class BroadcastGroup:
             self.broadcast(bucket)
 
     def close(self) -> None:
-        if hasattr(self.group, "abort"):
-            self.group.abort()  # also frees a peer that is inside a broadcast
+        self.group.abort()  # also frees a peer that is inside a broadcast
         del self.group, self.store
 
 

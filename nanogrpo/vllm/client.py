@@ -78,9 +78,7 @@ class VLLMEngine:
         self.lock = threading.RLock()
         self.servers: list[Server] = []  # on rank 0
         try:
-            if world.main:
-                self.servers = [Server(url, secret, timeout, self.over) for url in servers]
-            dtype = self.world.once(self._start)
+            dtype = self.world.once(lambda: self._start(servers, secret))
         except BaseException:
             self.over.set()  # nobody will call `close`, so end the threads here
             raise
@@ -262,8 +260,9 @@ class VLLMEngine:
 
     # --- servers that come and go, on rank 0 ---
 
-    def _start(self) -> str:
+    def _start(self, urls: Sequence[str], secret: str) -> str:
         """Find the servers. Return their dtype."""
+        self.servers = [Server(url, secret, self.timeout, self.over) for url in urls]
         if len({s.url for s in self.servers}) < len(self.servers):
             raise UserError(
                 "--server names an address twice; name each server once, because it takes weights "
@@ -271,7 +270,7 @@ class VLLMEngine:
             )
         if self.sidecar is not None:
             self.servers = [self.sidecar.start(self.timeout)]
-        seconds = self.timeout if self.sidecar else min(self.patience, 30.0)
+        seconds = min(self.patience, 30.0)
         for server in self.servers:
             if problem := retry(seconds, functools.partial(self._workers, server), self.over):
                 advice = "; start serve.py there first, or leave the option out to have it started"

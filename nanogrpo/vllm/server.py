@@ -227,7 +227,10 @@ class Sidecar:
         self.python, self.startup_timeout = python or sys.executable, startup_timeout
         self.secret = secrets.token_urlsafe(32)
         self.process: subprocess.Popen | None = None
-        self.link: tempfile.TemporaryDirectory | None = None
+        # A folder with a link to our package alone, for the server's interpreter. An installed
+        # package is next to others, such as torch, which that interpreter must not find.
+        self.link = tempfile.TemporaryDirectory(prefix="nanogrpo-")
+        Path(self.link.name, "nanogrpo").symlink_to(Path(nanogrpo.__file__).resolve().parent)
         self.over = threading.Event()  # set by `stop`: nothing is started after it
 
     def start(self, timeout: float) -> Server:
@@ -242,6 +245,7 @@ class Sidecar:
             port = sock.getsockname()[1]
         command = [self.python, str(script("serve.py")), "--model", self.model, "--port", str(port)]
         command += ["--owner", str(os.getpid()), *self.options]
+        path = filter(None, [self.link.name, os.environ.get("PYTHONPATH")])
         try:
             with self.output.open("ab") as output:
                 process = self.process = subprocess.Popen(
@@ -249,7 +253,7 @@ class Sidecar:
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,
-                    env=os.environ | {SECRET: self.secret, "PYTHONPATH": self._import_path()},
+                    env=os.environ | {SECRET: self.secret, "PYTHONPATH": os.pathsep.join(path)},
                     start_new_session=True,  # a process group, so its workers can be killed too
                 )
         except OSError as e:
@@ -276,21 +280,6 @@ class Sidecar:
         raise UserError(
             f"The vLLM sidecar was not healthy within {seconds:.0f} s; see {self.output}."
         )
-
-    def _import_path(self) -> str:
-        """Return a PYTHONPATH from which the server's interpreter can import nanogrpo.
-
-        An installed package is next to others, such as torch, which that interpreter must not find.
-        So it gets a folder with a link to the package alone.
-        """
-        package = Path(nanogrpo.__file__).resolve().parent
-        root = package.parent
-        if script("serve.py").parent != root:
-            self.link = self.link or tempfile.TemporaryDirectory(prefix="nanogrpo-")
-            root = Path(self.link.name)
-            with contextlib.suppress(FileExistsError):  # of an earlier start
-                (root / package.name).symlink_to(package)
-        return os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
 
     def _last_message(self) -> str:
         text = self.output.read_text(errors="replace").strip() or "it wrote no message"

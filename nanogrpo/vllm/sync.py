@@ -42,7 +42,6 @@ from nanogrpo.vllm.buckets import (
 from nanogrpo.vllm.server import Server, ServerError
 
 TORN = "torn"  # the label while weights are being replaced; it stays if that fails midway
-TRANSPORTS = ("broadcast", "memory")
 
 
 class WeightSync:
