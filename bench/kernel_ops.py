@@ -66,5 +66,5 @@ class _LogSoftmax(torch.autograd.Function):
     def backward(ctx, dlogp, dentropy):
         logits, targets, norm, entropy = ctx.saved_tensors
         rows, temperature = ctx.settings
-        args = logits, targets, temperature, norm, entropy, dlogp, dentropy
-        return rows.log_softmax_backward(*args), None, None
+        args = logits.clone(), targets, temperature, norm, entropy, dlogp, dentropy
+        return rows.log_softmax_backward_(*args), None, None

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .log_softmax import (
     LOG2E,
-    log_softmax_backward,
+    log_softmax_backward_,
     log_softmax_forward,
     results,
     row_gradient,
@@ -40,7 +40,7 @@ from .log_softmax import (
 from .policy import numbers_of, policy_forward, terms
 from .reference import LossInputs, Objective
 
-__all__ = ["log_softmax_backward", "log_softmax_forward", "policy_forward", "policy_rows_"]
+__all__ = ["log_softmax_backward_", "log_softmax_forward", "policy_forward", "policy_rows_"]
 
 # A program has twice the lanes of a forward, two per thread, so it fills a multiprocessor. Its
 # threads have 64 registers each. Narrow loads (`statistics` in log_softmax.py) need one register

@@ -71,12 +71,12 @@ class HeadLogp(torch.autograd.Function):
     def backward(ctx, dlogp, dentropy):
         hidden, lm_head, targets, norm, entropy = ctx.saved_tensors
         temperature, chunk, rows = ctx.settings
-        need_dhidden, need_dhead = ctx.needs_input_grad[:2]
+        need_dhead = ctx.needs_input_grad[1]
         dhidden, dhead = torch.zeros_like(hidden), None
         buffer = _buffer(hidden, lm_head, chunk)
         for index in _chunks((dlogp != 0) | (dentropy != 0), chunk):
             h = hidden[index]  # [C, D]
-            dlogits = rows.log_softmax_backward(
+            dlogits = rows.log_softmax_backward_(
                 product(h, lm_head, buffer),
                 targets[index],
                 temperature,
@@ -84,14 +84,12 @@ class HeadLogp(torch.autograd.Function):
                 entropy[index],
                 dlogp[index],
                 dentropy[index],
-                in_place=True,
             )  # [C, V]
-            if need_dhidden:
-                dhidden[index] = product(dlogits, lm_head.T)
+            dhidden[index] = product(dlogits, lm_head.T)
             if need_dhead:
                 dhead = _add_product(dhead, dlogits, h)
         dhead = _complete(dhead, lm_head).to(lm_head.dtype) if need_dhead else None
-        return dhidden if need_dhidden else None, dhead, None, None, None, None
+        return dhidden, dhead, None, None, None, None
 
 
 class HeadPolicyLoss(torch.autograd.Function):
@@ -105,13 +103,13 @@ class HeadPolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, lm_head, targets, inputs, o, temperature, chunk, rows):
-        need_dhidden, need_dhead = ctx.needs_input_grad[:2]
+        need_dhead = ctx.needs_input_grad[1]
         count, acc = len(hidden), accumulate(hidden.dtype)
         logp, entropy = (torch.zeros(count, dtype=acc, device=hidden.device) for _ in range(2))
         dhidden, dhead = torch.zeros_like(hidden), None
         buffer = _buffer(hidden, lm_head, chunk)
         computed, trained = _kinds(inputs, o)
-        if not (need_dhidden or need_dhead):
+        if not any(ctx.needs_input_grad):
             trained = torch.zeros_like(trained)
 
         for index in _chunks(computed & ~trained, chunk):
@@ -126,8 +124,7 @@ class HeadPolicyLoss(torch.autograd.Function):
                 logits, targets[index], temperature, inputs.at(index), o
             )
             dlogits = logits  # overwritten in place
-            if need_dhidden:
-                dhidden[index] = product(dlogits, lm_head.T)
+            dhidden[index] = product(dlogits, lm_head.T)
             if need_dhead:
                 dhead = _add_product(dhead, dlogits, h)
 
@@ -136,11 +133,7 @@ class HeadPolicyLoss(torch.autograd.Function):
         loss, _, clip, kl = rows.policy_forward(logp, inputs, o)
         if inputs.entropy_weight is not None:
             loss = loss - (inputs.entropy_weight * entropy).sum()
-        gradients = (
-            dhidden if need_dhidden else None,
-            _complete(dhead, lm_head) if need_dhead else None,
-        )
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(dhidden, _complete(dhead, lm_head) if need_dhead else None)
         ctx.dtypes = hidden.dtype, lm_head.dtype
         ctx.mark_non_differentiable(*(x for x in (logp, entropy, clip, kl) if x is not None))
         return loss, logp, entropy, clip, kl

@@ -30,7 +30,7 @@ Bytes.      Forward 2·N·V in bfloat16: 0.58 ms for N = 8192, V = 151,936 at 4.
             4·N·V: 1.16 ms.
 FLOP.       About 5 per element forward, 6 backward. The limit is issue slots (about 14 per element
             at that bandwidth); tests/kernels/test_contracts.py counts the instructions.
-Reference.  `log_softmax_forward`, `log_softmax_backward` in reference.py.
+Reference.  `log_softmax_forward`, `log_softmax_backward_` in reference.py.
 """
 
 from __future__ import annotations
@@ -186,48 +186,39 @@ def row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy):
 
 @triton.jit
 def backward_kernel(
-    LOGITS, TARGETS, NORM, ENTROPY, DLOGP, DENTROPY, OUT, stride, stride_out, N, V, k, inv_t,
+    LOGITS, TARGETS, NORM, ENTROPY, DLOGP, DENTROPY, stride, N, V, k, inv_t,
     blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of a row: each element depends on itself and six numbers of its row.
-
-    OUT may be LOGITS.
-    """
+    """One program per block of a row: each element depends on itself and six numbers of its row."""
     pid = tl.program_id(0).to(tl.int64)
     row = pid // blocks
     o = (pid % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
-    D = OUT + row * stride_out
+    L = LOGITS + row * stride
     dlogp = tl.load(DLOGP + row)
     dentropy = tl.load(DENTROPY + row)
     if (dlogp == 0.0) & (dentropy == 0.0):  # the gradient of this row is zero: do not read the row
-        tl.store(D + o, tl.zeros((BLOCK,), OUT.dtype.element_ty), mask=o < V)
+        tl.store(L + o, tl.zeros((BLOCK,), LOGITS.dtype.element_ty), mask=o < V)
         return
     y = tl.load(TARGETS + row)
-    x = tl.load(LOGITS + row * stride + o, mask=o < V, other=0.0).to(tl.float32)
+    x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
     q, log_l, entropy = tl.load(NORM + row), tl.load(NORM + N + row), tl.load(ENTROPY + row)
     dz = row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy) * inv_t
-    tl.store(D + o, dz.to(OUT.dtype.element_ty), mask=o < V)
+    tl.store(L + o, dz.to(LOGITS.dtype.element_ty), mask=o < V)
 
 
-def log_softmax_backward(
+def log_softmax_backward_(
     logits: Tensor,
     targets: Tensor,
     temperature: float,
     norm: Tensor,
     entropy: Tensor,
     dlogp: Tensor,
-    dentropy: Tensor | None,
-    *,
-    in_place: bool = False,
+    dentropy: Tensor,
 ) -> Tensor:
-    """Return dlogits [N, V] in the type of logits; `in_place` overwrites the logits with it."""
+    """Overwrite the logits [N, V] with their gradient, and return them."""
     count, vocab = logits.shape
-    out = logits if in_place else logits.new_empty(logits.shape)
-    dentropy = torch.zeros_like(dlogp) if dentropy is None else dentropy
     blocks = triton.cdiv(vocab, BLOCK)
     vectors = (v.contiguous() for v in (targets, norm, entropy, dlogp, dentropy))
-    strides = logits.stride(0), out.stride(0)
-    numbers = count, vocab, LOG2E.value / temperature, 1.0 / temperature, blocks
-    args = logits, *vectors, out, *strides, *numbers
-    backward_kernel[(count * blocks,)](*args, BLOCK=BLOCK, num_warps=WARPS)
-    return out
+    numbers = logits.stride(0), count, vocab, LOG2E.value / temperature, 1.0 / temperature, blocks
+    backward_kernel[(count * blocks,)](logits, *vectors, *numbers, BLOCK=BLOCK, num_warps=WARPS)
+    return logits

@@ -16,7 +16,7 @@ On a GPU, Triton kernels take the place of the last two. They have the same name
 
 | here | kernel |
 |---|---|
-| `log_softmax_forward`, `log_softmax_backward` | log_softmax.py |
+| `log_softmax_forward`, `log_softmax_backward_` | log_softmax.py |
 | `policy_forward`, and `policy_terms` for one token | policy.py |
 | `policy_rows_` | fused_rows.py |
 
@@ -175,7 +175,7 @@ def log_softmax_forward(
     return logp, entropy, torch.stack([q, s.log()])
 
 
-def log_softmax_backward(
+def log_softmax_backward_(
     logits: Tensor,
     targets: Tensor,
     temperature: float,
@@ -183,10 +183,8 @@ def log_softmax_backward(
     entropy: Tensor,
     dlogp: Tensor,
     dentropy: Tensor | None,
-    *,
-    in_place: bool = False,
 ) -> Tensor:
-    """Return dlogits [N, V] in the type of logits; `in_place` overwrites the logits with it.
+    """Overwrite the logits [N, V] with their gradient, and return them.
 
     logp = z_y - lse and dlse/dz_j = p_j give dlogp/dz_j = 1[j = y] - p_j. H = -Σ p log p with
     dp_i/dz_j = p_i (1[i = j] - p_j) gives dH/dz_j = -p_j (log p_j + H). dlogits = dz / T.
@@ -199,7 +197,7 @@ def log_softmax_backward(
         dz -= dentropy[:, None] * torch.where(p > 0, p * (logp_all + entropy[:, None]), 0.0)
     dz.scatter_add_(1, targets[:, None], dlogp[:, None])
     dz /= temperature
-    return logits.copy_(dz) if in_place else dz.to(logits.dtype)
+    return logits.copy_(dz)
 
 
 def policy_rows_(
@@ -214,6 +212,5 @@ def policy_rows_(
     _, dl, _, _ = policy_terms(logp, inputs, o)
     dlogp = torch.where(inputs.weight != 0, inputs.weight * dl, 0.0)
     dentropy = None if inputs.entropy_weight is None else -inputs.entropy_weight
-    args = logits, targets, temperature, norm, entropy, dlogp, dentropy
-    log_softmax_backward(*args, in_place=True)
+    log_softmax_backward_(logits, targets, temperature, norm, entropy, dlogp, dentropy)
     return logp, entropy

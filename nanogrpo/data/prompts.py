@@ -144,8 +144,6 @@ def draw(prompts: list[Prompt], n: int, seed: int, step: int) -> list[Prompt]:
     Each prompt comes once per epoch, even if n does not divide the data set, and none comes twice
     in a step while n ≤ len(prompts).
     """
-    if n < 1 or not prompts:
-        raise ValueError(f"cannot draw {n} of {len(prompts)} prompts")
     places = (divmod(i, len(prompts)) for i in range(step * n, step * n + n))
     return [prompts[_order(len(prompts), n, seed, epoch)[offset]] for epoch, offset in places]
 

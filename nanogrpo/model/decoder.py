@@ -43,20 +43,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + ε) · weight over the last dimension, with statistics in float32 (Zhang
-    and Sennrich 2019).
-    """
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-
 class Linear(nn.Linear):
     """nn.Linear, with a faster library for large float32 products on a CPU (kernels/linear.py)."""
 
@@ -76,8 +62,8 @@ class Attention(nn.Module):
         self.v_proj = Linear(D, K * E, bias=qkv_bias)
         self.o_proj = Linear(H * E, D, bias=cfg.attention_bias and qwen3)
         # Qwen3 normalizes each head's query and key before the rotation; Qwen2 does not.
-        self.q_norm = RMSNorm(E, cfg.rms_norm_eps) if qwen3 else nn.Identity()
-        self.k_norm = RMSNorm(E, cfg.rms_norm_eps) if qwen3 else nn.Identity()
+        self.q_norm = nn.RMSNorm(E, cfg.rms_norm_eps) if qwen3 else nn.Identity()
+        self.k_norm = nn.RMSNorm(E, cfg.rms_norm_eps) if qwen3 else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.E)))  # [T, H, E]
@@ -104,9 +90,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
-        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.self_attn = Attention(cfg, layer)
-        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.mlp = MLP(cfg)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -122,7 +108,7 @@ class Body(nn.Module):
         self.cfg = cfg
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
         self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.num_hidden_layers))
-        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         # Angles are float32 whatever the model's dtype: bf16 cannot tell positions above 256 apart.

@@ -233,13 +233,11 @@ class _Generation(Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
-def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+def _tojson(value, ensure_ascii=False, **options) -> str:
     """Return plain JSON. Jinja's own filter escapes <, > and & for HTML; models were not trained
     on that.
     """
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str):

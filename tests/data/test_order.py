@@ -6,7 +6,6 @@ Read next: test_prompts.py (where the prompts come from).
 
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,12 +74,6 @@ def test_seeds_and_epochs_differ_and_positions_are_fair():
     for place in range(4):
         seen = Counter(step[place] for step in drawn)
         assert all(abs(seen[i] - 200) < 63 for i in range(5))
-
-
-def test_drawing_nothing_raises_value_error():
-    for data, n in (([], 1), (prompts(2), 0)):
-        with pytest.raises(ValueError, match="cannot draw"):
-            draw(data, n, 0, 0)
 
 
 # --- draw_mixed ---

@@ -58,15 +58,14 @@ KINDS = {
             "DGATE",
             "DUP",
             "LOGITS",
-            "OUT",
         ],
         "*{}",
     ),
-    **{"TARGETS": "*i64", "CLIP": "*i8", "stride": "i64", "stride_out": "i64"},
+    **{"TARGETS": "*i64", "CLIP": "*i8", "stride": "i64"},
     **dict.fromkeys(["N", "V", "M", "T", "D", "blocks", "count", "heads"], "i32"),
 }
 # multiples of 16 for Qwen3's sizes, as Triton finds at a launch; pointers always are
-ALIGNED = ("stride", "stride_out", "V", "D")
+ALIGNED = ("stride", "V", "D")
 ODD = ("D",)  # where rows start at odd places
 
 
