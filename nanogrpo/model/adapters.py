@@ -11,43 +11,37 @@ before: lora.py. Read next: run/state.py (when adapters are saved).
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.model import lora
-from nanogrpo.model.checkpoint import fill
+from nanogrpo.model.checkpoint import copy_tensors, fill, tensors
 from nanogrpo.model.decoder import Decoder
-
-log = logging.getLogger("nanogrpo")
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # The fields of adapter_config.json that do not change the computation or that we compute too. Every
 # other field must be absent, empty or "none", including those that PEFT will add in future.
-KNOWN = set(
-    [
-        "peft_type",
-        "r",
-        "lora_alpha",
-        "target_modules",
-        "lora_dropout",
-        "task_type",
-        "inference_mode",
-        "auto_mapping",
-        "revision",
-        "base_model_name_or_path",
-        "peft_version",
-        "megatron_core",
-        "qalora_group_size",
-        "layers_pattern",
-    ]
-)
+KNOWN = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "lora_dropout",
+    "task_type",
+    "inference_mode",
+    "auto_mapping",
+    "revision",
+    "base_model_name_or_path",
+    "peft_version",
+    "megatron_core",
+    "qalora_group_size",
+    "layers_pattern",
+}
 # Accepted values of init_lora_weights. Others, such as "pissa", change the base weights too.
 PLAIN_STARTS = (None, True, False, "gaussian")
 
@@ -77,7 +71,6 @@ def initialize(model: Decoder, cfg: Config) -> None:
             p.zero_()
 
 
-@torch.no_grad()
 def load(model: Decoder, folder: Path, cfg: Config) -> None:
     """Read a folder in PEFT's format into the adapters. Raises UserError if something does not
     match the model or the options.
@@ -108,29 +101,13 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
             found.get(name) == ours,
             f"it has {name} = {found.get(name)}, but {option} is {ours}: use the same value",
         )
-    if found.get("lora_dropout"):
-        log.info(
-            "%s was trained with lora_dropout %s; nanogrpo has no dropout (lora.py explains why)",
-            folder,
-            found["lora_dropout"],
-        )
     wanted = {peft_name(name): p for name, p in model.named_parameters() if lora.is_adapter(name)}
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as f:
-            saved = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (no __iter__)
-            for name in sorted(saved.keys() | wanted.keys()):
-                there = tuple(saved[name].get_shape()) if name in saved else "none"
-                here = tuple(wanted[name].shape) if name in wanted else "none"
-                require(
-                    there == here,
-                    f"{name} has shape {there} there and {here} here; use the model and the "
-                    "--lora-target-modules it was trained with",
-                )
-                fill(wanted[name], saved[name])
-    except (SafetensorError, OSError) as e:
-        raise UserError(
-            f"--lora-adapter {folder}: {WEIGHTS} is missing or damaged ({e}): write it again."
-        ) from e
+    copy_tensors(
+        wanted,
+        tensors([folder / WEIGHTS]),
+        f"--lora-adapter {folder}",
+        "use the model and the --lora-target-modules it was trained with",
+    )
 
 
 @torch.no_grad()
@@ -147,8 +124,8 @@ def host_adapters(model: Decoder, keep: bool = True) -> dict[str, Tensor]:
     return out
 
 
-def write(tensors: dict[str, Tensor], folder: Path, cfg: Config) -> None:
-    """Write a folder in PEFT's format. tensors: from `host_adapters`."""
+def write(weights: dict[str, Tensor], folder: Path, cfg: Config) -> None:
+    """Write a folder in PEFT's format. weights: from `host_adapters`."""
     alpha = cfg.lora_alpha
     config = {
         "peft_type": "LORA",
@@ -163,4 +140,4 @@ def write(tensors: dict[str, Tensor], folder: Path, cfg: Config) -> None:
     }
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})

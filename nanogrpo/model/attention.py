@@ -107,11 +107,6 @@ def backend(device_type: str, dtype: torch.dtype) -> str:
             f"NANOGRPO_ATTENTION={name} is not an attention backend: choose one of "
             f"{', '.join(BACKENDS)}."
         )
-    if name != "reference" and not half:
-        raise UserError(
-            f"NANOGRPO_ATTENTION={name} needs bfloat16 on a GPU but this is {dtype} on "
-            f"{device_type}: choose reference."
-        )
     log.info("attention: %s (%s, %s)", name, device_type, dtype)
     return name
 

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,51 +76,53 @@ def files(folder: Path) -> list[Path]:
     return [folder / shard for shard in sorted(set(weight_map.values()))]
 
 
-def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (name, slice) for each tensor of a checkpoint: `slice[:]` reads all of it and
-    `slice[0:4]` only those rows.
+def tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, slice) for each tensor of the files: `slice[:]` reads all of it and `slice[0:4]`
+    only those rows.
     """
-    for file in files(folder):
+    for file in files:
         try:
             with safe_open(file, framework="pt") as f:
                 for name in f.keys():  # noqa: SIM118 (not a dict: it has no __iter__)
                     yield name, f.get_slice(name)
         except (SafetensorError, OSError) as e:
-            raise UserError(f"{file} is missing or damaged ({e}): download it again.") from e
+            raise UserError(f"{file} is missing or damaged ({e}): copy it again.") from e
+
+
+def load_weights(model: Decoder, folder: Path) -> None:
+    """Copy a checkpoint into a model."""
+    wanted = {n: p for n, p in model.state_dict(keep_vars=True).items() if not lora.is_adapter(n)}
+    found = tensors(files(folder))
+    if model.cfg.tie_word_embeddings:  # the head is the embedding, whatever the files hold
+        del wanted["lm_head.weight"]
+        found = (pair for pair in found if pair[0] != "lm_head.weight")
+    copy_tensors(wanted, found, str(folder), "use a config.json and weights of the same model")
 
 
 @torch.no_grad()
-def load_weights(model: Decoder, folder: Path) -> None:
-    """Copy a checkpoint into a model.
+def copy_tensors(
+    wanted: Mapping[str, Tensor], found: Iterable[tuple[str, Any]], where: str, advice: str
+) -> None:
+    """Copy the tensors of files into parameters of the same names.
 
     Raises UserError naming the first tensor that is missing, unknown or of the wrong shape.
     """
-    wanted = {
-        name: p for name, p in model.state_dict(keep_vars=True).items() if not lora.is_adapter(name)
-    }
     missing = set(wanted)
-    # a tied head is the embedding, even if a file has a tensor of its name
-    tied = {"lm_head.weight"} if model.cfg.tie_word_embeddings else set()
-    for name, tensor in tensors(folder):
+    for name, tensor in found:
         if name not in wanted:
             raise UserError(
-                f"{folder}: the tensor {name} does not belong to this architecture; use a "
-                "config.json and weights of the same model."
+                f"{where}: the tensor {name} does not belong to this architecture; {advice}."
             )
         shape, expected = tuple(tensor.get_shape()), tuple(wanted[name].shape)
         if shape != expected:
             raise UserError(
-                f"{folder}: the tensor {name} has shape {shape} but config.json asks for "
-                f"{expected}; use a config.json and weights of the same model."
+                f"{where}: the tensor {name} has shape {shape} but config.json asks for "
+                f"{expected}; {advice}."
             )
-        if name not in tied:
-            fill(wanted[name], tensor)
+        fill(wanted[name], tensor)
         missing.discard(name)
-    if missing := missing - tied:
-        raise UserError(
-            f"{folder}: the tensor {min(missing)} is missing; use a config.json and weights of the "
-            "same model."
-        )
+    if missing:
+        raise UserError(f"{where}: the tensor {min(missing)} is missing; {advice}.")
 
 
 def fill(parameter: Tensor, source) -> None:
@@ -210,13 +212,11 @@ def _flush(path: Path) -> None:
         os.close(fd)
 
 
-def export(
-    model: Decoder, folder: Path, tokenizer: Tokenizer | None = None, config: dict | None = None
-) -> None:
+def export(model: Decoder, folder: Path, tokenizer: Tokenizer | None = None) -> None:
     """Write a model into an existing folder, in its own dtype. Shards are gathered, so every rank
     must call this.
     """
-    write_model(host_weights(model), config or model.cfg.to_dict(), folder, tokenizer)
+    write_model(host_weights(model), model.cfg.to_dict(), folder, tokenizer)
 
 
 @torch.no_grad()

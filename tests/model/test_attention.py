@@ -124,13 +124,6 @@ def test_the_backend_is_logged_once_and_can_be_chosen(monkeypatch, caplog):
         attention.backend.__wrapped__("cpu", torch.float32)
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.float32)])
-def test_a_half_precision_backend_is_rejected_where_it_cannot_run(monkeypatch, device, dtype):
-    monkeypatch.setenv("NANOGRPO_ATTENTION", "torch")
-    with pytest.raises(UserError, match=r"NANOGRPO_ATTENTION=torch .*bfloat16.*reference"):
-        attention.backend.__wrapped__(device, dtype)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["torch", "flash"])

@@ -84,7 +84,8 @@ def test_fields_that_we_do_not_read_survive_an_export(tmp_path):
     (source / "config.json").write_text(json.dumps({**raw, **foreign, "torch_dtype": "float16"}))
     model, config = checkpoint.load_model(source), read_json(source / "config.json")
     shutil.rmtree(source)  # the export must not need it
-    checkpoint.export(model.to(torch.bfloat16), target, config=config)
+    weights = checkpoint.host_weights(model.to(torch.bfloat16))
+    checkpoint.write_model(weights, config, target)
     assert json.loads((target / "config.json").read_text()) == {
         **raw,
         **foreign,
@@ -145,7 +146,8 @@ def test_a_bfloat16_checkpoint_becomes_float32_masters_or_stays(tmp_path):
     assert_same(weights_of(checkpoint.load_model(tmp_path, torch.bfloat16)), weights_of(model))
     again = tmp_path / "again"
     again.mkdir()
-    checkpoint.export(masters.to(torch.bfloat16), again, config=read_json(tmp_path / "config.json"))
+    weights = checkpoint.host_weights(masters.to(torch.bfloat16))
+    checkpoint.write_model(weights, read_json(tmp_path / "config.json"), again)
     assert AutoModelForCausalLM.from_pretrained(again).dtype == torch.bfloat16
 
 

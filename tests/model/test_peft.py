@@ -123,7 +123,7 @@ WRONG = {
     "fewer layers": (
         lambda f: None,
         {"lora_target_modules": ("q_proj",)},
-        r"down_proj.lora_A.weight has shape .* there and none here",
+        r"the tensor \S+_proj.lora_A.weight does not belong .*; use the model and the --lora",
     ),
     "rslora": (
         lambda f: put(f, use_rslora=True),
@@ -171,7 +171,7 @@ WRONG = {
     "a tensor gone": (
         lambda f: drop(f),
         {},
-        r"lora_A.weight has shape none there and \(3, \d+\) here; use the",
+        r"lora_A.weight is missing; use the model",
     ),
 }
 
