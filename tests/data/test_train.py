@@ -136,7 +136,7 @@ SPLIT = ["--data", "{saved}", "--dataset-train-split", "a"]
 MISTAKES = {
     "too few for the weights": (
         ["--data-weights", "1"],
-        r"--data \S+three\.jsonl holds 3 prompts, but with its weight .* a step draws 9",
+        r"--data \S+three\.jsonl holds 3 prompts but a step draws 9",
     ),
     "a weight too many": (
         ["--data-weights", "1", "1"],
