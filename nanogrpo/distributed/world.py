@@ -200,7 +200,9 @@ def _connect(cfg: Config, world: World) -> Watch | None:
             f"{cfg.ddp_timeout} s ({first_sentence(e)}): check that all processes are started and "
             "can reach that address, or choose another port (torchrun --master-port)."
         ) from e
+    if world.size == 1:
+        return None
     # The watch has a connection of its own, because a rank may wait in the other one for the rank
     # that failed.
     watched = dist.PrefixStore(f"watch {attempt}", store.clone())
-    return Watch(watched, world.rank, world.size, cfg.heartbeat_timeout) if world.size > 1 else None
+    return Watch(watched, world.rank, world.size, cfg.heartbeat_timeout)

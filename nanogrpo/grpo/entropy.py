@@ -26,11 +26,13 @@ def quantile(values: Tensor, q: float, world: World) -> float:
     Like torch.quantile, but without its limit of 2²⁴ values; inf if there are no values. Every rank
     must call.
     """
-    ordered = torch.cat(world.gather(values)).sort().values
-    if not len(ordered):
+    together = torch.cat(world.gather(values))
+    if not len(together):
         return math.inf
-    position = q * (len(ordered) - 1)
-    low, high = (ordered[round_(position)].item() for round_ in (math.floor, math.ceil))
+    position = q * (len(together) - 1)
+    low, high = (
+        together.kthvalue(1 + round_(position)).values.item() for round_ in (math.floor, math.ceil)
+    )
     return low + (high - low) * (position - math.floor(position))
 
 
