@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nanogrpo.kernels.reference import LossInputs, Objective
 
-from bench import kernel_ops
 from nanogrpo.config import CHOICES, Config
 from nanogrpo.grpo import loss as grpo
+from nanogrpo.model import ops as kernel_ops
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import random_batch
 

@@ -20,7 +20,6 @@ import transformers
 import trl
 from trl.trainer.utils import add_fused_lm_head
 
-from bench import kernel_ops
 from bench.trl_peer import (
     LOSSES,
     OBJECTIVES,
@@ -42,6 +41,7 @@ from nanogrpo.config import CLIPPED
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import objectives
 from nanogrpo.model import checkpoint
+from nanogrpo.model import ops as kernel_ops
 from tests.conftest import packed, set_logp
 
 # of TRL to transformers, not of ours

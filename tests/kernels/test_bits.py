@@ -10,9 +10,9 @@ import torch
 from nanogrpo.kernels.reference import LossInputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import kernel_ops
 from nanogrpo.kernels import fused_rows, log_softmax, policy
 from nanogrpo.model import head as ops
+from nanogrpo.model import ops as kernel_ops
 from tests.conftest import DEVICE
 from tests.kernels.inputs import CLIP, DTYPES, placed, rows_of_logits, small_blocks, token_vectors
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from nanogrpo.kernels.reference import LossInputs, Objective
 
-from bench import kernel_ops
 from nanogrpo.kernels import fused_rows, log_softmax, reference
 from nanogrpo.model import head as ops
+from nanogrpo.model import ops as kernel_ops
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ import torch
 from nanogrpo.kernels.reference import LossInputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import kernel_ops
 from nanogrpo.model import head as ops
+from nanogrpo.model import ops as kernel_ops
 from tests.conftest import random_batch, tiny_model
 from tests.model.head_inputs import CLIP, D, M, V, draw
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanogrpo.kernels.reference import LossInputs, Objective
 
-from bench import kernel_ops
 from nanogrpo.kernels import fused_rows, log_softmax, policy, reference
 from nanogrpo.model import head as ops
+from nanogrpo.model import ops as kernel_ops
 from tests.conftest import DEVICE
 from tests.kernels.inputs import (
     CLIP,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from nanogrpo.kernels.reference import LossInputs
 
-from bench import kernel_ops
 from nanogrpo.model import head as ops
+from nanogrpo.model import ops as kernel_ops
 from tests.model.head_inputs import CLIP, D, M, T, V, draw
 
 pytestmark = pytest.mark.usefixtures("reference_ops")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from nanogrpo.kernels.reference import LossInputs
 
-from bench import kernel_ops
 from nanogrpo.errors import UserError
 from nanogrpo.kernels import reference
 from nanogrpo.model import head as ops
+from nanogrpo.model import ops as kernel_ops
 from nanogrpo.model.decoder import Head
 from tests.conftest import tiny_config
 from tests.model.head_inputs import CLIP, D, M, T, V, draw

@@ -1,18 +1,18 @@
-"""Two operations on results that exist already: the loss of log-probs, and the log-probs of logits.
+"""The two kernels as differentiable functions, for code that has logits or log-probs already.
 
-In: log-probs [M] with `LossInputs` [M], or logits [N, V] with targets [N]. Out: the loss, or
-log-prob and entropy [N], with gradients. A training step needs neither, because its fused head
-never holds all logits. The bench times the kernels through them, and tests compare them with the
-head. Read next: kernel_cases.py.
+In: logits [N, V] with targets [N], or log-probs [M] with `LossInputs` [M]. Out: log-probs and entropies
+or the loss, with gradients. Use them in experiments of your own. A training step calls
+head.py instead, whose fused head never holds all logits. Read next: kernels/log_softmax.py and
+kernels/policy.py.
 """
 
 from __future__ import annotations
 
 import torch
-from nanogrpo.kernels.reference import LossInputs, Objective
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nanogrpo.kernels.reference import LossInputs, Objective
 from nanogrpo.model.head import PolicyOut, row_functions
 
 
