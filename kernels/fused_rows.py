@@ -30,6 +30,7 @@ from torch import Tensor
 
 from .log_softmax import (
     LOG2E,
+    check_rows,
     log_softmax_backward_,
     log_softmax_forward,
     results,
@@ -110,6 +111,7 @@ def policy_rows_(
 
     As `policy_rows_` in reference.py.
     """
+    check_rows(logits)
     count, vocab = logits.shape
     logp, entropy = (
         torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2)

@@ -85,6 +85,12 @@ def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
     return min(512, max(1, int(64e6 // (vocab * dtype.itemsize))))
 
 
+def check_reference(inputs: LossInputs, objective: Objective) -> None:
+    """Raise ValueError if the KL has a weight but nothing to compare with."""
+    if objective.beta and inputs.ref_logp is None:
+        raise ValueError(f"beta is {objective.beta}, so ref_logp must not be None")
+
+
 @torch.compiler.disable  # torch.compile leaves the head alone: its shapes depend on the data
 def head_policy_loss(
     hidden: Tensor,
@@ -104,6 +110,7 @@ def head_policy_loss(
     entropy_weight are 0 are skipped (zeros in the results); tokens without advantage, KL or entropy
     term cost one product. Under `no_grad` every token costs one.
     """
+    check_reference(inputs, objective)
     if not torch.is_grad_enabled():
         hidden, lm_head = hidden.detach(), lm_head.detach()
     chunk = chunk or default_chunk(len(lm_head), hidden.dtype, hidden.device)

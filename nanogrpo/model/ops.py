@@ -1,9 +1,9 @@
 """The two kernels as differentiable functions, for code that has logits or log-probs already.
 
-In: logits [N, V] with targets [N], or log-probs [M] with `LossInputs` [M]. Out: log-probs and entropies
-or the loss, with gradients. Use them in experiments of your own. A training step calls
-head.py instead, whose fused head never holds all logits. Read next: kernels/log_softmax.py and
-kernels/policy.py.
+In: logits [N, V] with targets [N], or log-probs [M] with `LossInputs` [M]. Out: log-probs and
+entropies, or the loss, with gradients. Use them in experiments of your own. A training step calls
+head.py instead, because its fused head never holds all logits. Read next: kernels/log_softmax.py
+and kernels/policy.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nanogrpo.kernels.reference import LossInputs, Objective
-from nanogrpo.model.head import PolicyOut, row_functions
+from nanogrpo.model.head import PolicyOut, check_reference, row_functions
 
 
 def policy_loss(logp: Tensor, inputs: LossInputs, objective: Objective) -> PolicyOut:
@@ -22,6 +22,7 @@ def policy_loss(logp: Tensor, inputs: LossInputs, objective: Objective) -> Polic
     The gradient flows to logp alone. Tokens with weight 0 count for nothing, even where they hold
     NaN. The entropy is left empty: a log-prob does not determine it.
     """
+    check_reference(inputs, objective)
     loss, clip, kl = _PolicyLoss.apply(logp, inputs, objective)
     return PolicyOut(loss, logp.detach(), logp.new_empty(0), kl, {"clip": clip})
 

@@ -173,3 +173,12 @@ def test_a_head_of_another_type_raises_an_error():
     hidden, head, targets, _ = draw(torch.float32)
     with pytest.raises(RuntimeError, match="same dtype"):
         ops.head_logp(hidden, head.bfloat16(), targets)
+
+
+def test_a_kl_without_a_reference_is_an_error():
+    hidden, head, targets, inputs = draw()
+    inputs, o = inputs._replace(ref_logp=None), CLIP._replace(beta=0.1)
+    with pytest.raises(ValueError, match="ref_logp must not be None"):
+        ops.head_policy_loss(hidden, head, targets, inputs, o)
+    with pytest.raises(ValueError, match="ref_logp must not be None"):
+        kernel_ops.policy_loss(torch.zeros(len(targets)), inputs, o)
