@@ -90,9 +90,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def packed(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[..., Tensor]:
     """Return a function x ↦ F.linear(x, weight, bias) for the weight as it is now.
 
-    A float32 weight on a CPU is laid out as oneDNN prefers it for `rows` rows. 64 rows by a weight
-    [2048, 256] on one core of an AMD EPYC then take 0.29 ms, against 0.72 ms by the BLAS behind
-    F.linear. For inference only: a packed weight has no gradient.
+    On a CPU, a float32 weight is stored in the layout that oneDNN prefers for inputs of `rows`
+    rows. On one core of an AMD EPYC, multiplying 64 rows by a weight [2048, 256] then takes 0.29
+    ms, compared with 0.72 ms for the BLAS behind F.linear. For inference only: a packed weight has
+    no gradient.
     """
     if not (weight.is_cpu and weight.dtype == torch.float32 and _onednn is not None):
         return lambda x, *_: F.linear(x, weight, bias)

@@ -105,8 +105,8 @@ def statistics(L, V, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     if tail < V:
         o = tail + base
         x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
-        # Filled after the conversion, because float16 cannot hold -1e30. The filling is below any q
-        # even after it is multiplied by k, so e = 0.
+        # Pad after the conversion, because float16 cannot represent -1e30. The padding value is
+        # below any q even after multiplication by k, so e = 0.
         q, l, s = fold(tl.where(o < V, x, 2.0 * LOWEST / k), q, l, s, k)
     q, l, s = merge(q, l, s)
     if s != s:  # an entry of -inf made 0 · -inf: sum again, without entries of probability 0

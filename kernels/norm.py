@@ -11,9 +11,9 @@ Derivation. With n = h r and g = dy · weight:  dh = r (g - n mean(g n)) + dh_fr
             type first, as a separate add would round it.
 Sums.       dweight: each of P programs walks over every P-th row and keeps its part. The parts are
             added in order.
-Bytes.      Forward: reads 4·T·D and writes 4·T·D in bfloat16. Apart, add (6) and norm (4) move
-            10·T·D. Backward: reads 6, writes 2. T = 8192, D = 4096 at 4.3 TB/s: 62 µs each way.
-            FLOP: 6 per element.
+Bytes.      Forward: reads 4·T·D and writes 4·T·D in bfloat16. As separate kernels, the add (6) and
+            the norm (4) move 10·T·D. Backward: reads 6, writes 2. T = 8192, D = 4096 at 4.3 TB/s:
+            62 µs each way. FLOP: 6 per element.
 Reference.  `torch.nn.functional.rms_norm(x + residual, …)`.
 """
 

@@ -11,9 +11,9 @@ Derivation. dr/dlogp = r. The free arm min(r, δ) A has derivative r A while r <
             clamp(r) A while r lies in the clip range. The min passes on the derivative of the
             smaller arm (inside the range both arms are r A). dk3/dlogp = 1 - e^x; under bias
             correction r · (1 - e^x) + r · k3.
-NaN.        A NaN log-prob makes loss and gradient NaN, as in the reference, so the trainer sees it.
-            Hence comparisons ask for the values outside a range (`where(|d| > 20, 0, r)`, which NaN
-            fails), and every min and max propagates NaN.
+NaN.        A NaN log-prob makes loss and gradient NaN, as in the reference, so the trainer notices
+            it. Comparisons therefore test for values out of range: NaN fails the test in `where(|d|
+            > 20, 0, r)`, so it is not replaced by 0. Every min and max propagates NaN.
 Weights.    `weight` is mask × normalizer × every other factor known beforehand, so no kernel knows
             the name of a loss. Tokens with weight 0 are removed by `where`: they may hold NaN.
 Bytes.      At most 24 read and 9 written per token: 0.25 µs for M = 32,768 at 4.3 TB/s, less than

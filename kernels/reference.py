@@ -110,8 +110,8 @@ def policy_terms(
     """Return for each token the loss l, dl/dlogp, the clip flag (int8) and the KL (or None).
 
     l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A) · importance + β · KL. A NaN log-prob gives
-    a NaN loss and gradient, so the trainer notices it: every comparison below asks for the case
-    where the derivative is zero, and NaN fails it.
+    a NaN loss and gradient, so the trainer notices it: every comparison below tests whether the
+    derivative is zero, and NaN fails that test.
     """
     # ratio: r = π(token) / π_old(token) = exp(logp - old_logp), so dr/dlogp = r, or 0 if clamped
     log_ratio = torch.zeros_like(logp) if inputs.old_logp is None else logp - inputs.old_logp
@@ -205,8 +205,8 @@ def policy_rows_(
 ) -> tuple[Tensor, Tensor]:
     """Return log-prob and entropy [N]; overwrite the logits [N, V] with the gradient of the loss.
 
-    loss = Σ weight · l - entropy_weight · H. A row with weight 0 must be finite: head.py leaves
-    out the rows that have neither weight.
+    loss = Σ weight · l - entropy_weight · H. A row whose weight is 0 must still be finite. Rows
+    whose weight and entropy_weight are both 0 never get here: head.py skips them.
     """
     logp, entropy, norm = log_softmax_forward(logits, targets, temperature)
     _, dl, _, _ = policy_terms(logp, inputs, o)

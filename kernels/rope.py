@@ -1,5 +1,5 @@
-"""QK-norm and rotary embedding of every head in one visit. The model does not use it: only a GPU
-can show whether it is faster.
+"""QK-norm and rotary embedding of every head in one pass. The model does not use it: only a GPU can
+show whether it is faster.
 
 In: x [T, H, E] (queries or keys), weight [E], cos and sin [T, E] float32 (both halves alike). Out:
 [T, H, E] in the type of x. Read next: swiglu.py.

@@ -1,5 +1,5 @@
-"""The online softmax as in textbooks: the rung of the ladder below log_softmax.py. Only the bench
-uses it.
+"""The textbook online softmax: the rung below log_softmax.py on the ladder in README.md. Only the
+bench uses it.
 
 In: logits [N, V] bf16, fp16 or fp32, targets [N] int64. Out: log-prob and entropy [N] float32. Read
 next: log_softmax.py.

@@ -78,9 +78,9 @@ def resample(run: Run, samples: list[Sample], step: int) -> int:
     single functions may differ while their sums are equal.) Groups that still carry none after
     `max_resample_times` rounds stay. Returns the number of groups sampled again, over all ranks.
 
-    The new prompts and their random streams are functions of (seed, step, round, position among the
-    replaced), so neither a resume nor the number of ranks changes them. Every rank must call; each
-    samples the replacements of its own groups.
+    The new prompts and their random streams are functions of (seed, step, round, index of the
+    replaced group), so neither resuming nor the number of ranks changes them. Every rank must call;
+    each samples the replacements of its own groups.
     """
     n, world, count = run.cfg.num_generations, run.world, 0
     groups = len(samples) // n
@@ -130,8 +130,8 @@ def begin(run: Run, stop: Stop) -> bool:
 def pack(run: Run, samples: list[Sample], step: int) -> Iterator[list[PackedBatch]]:
     """Yield this rank's micro-batches of each optimizer step, num_iterations times over.
 
-    The log-probs that the loss compares with are computed before the first optimizer step. Every
-    rank must call and iterate. A sample changes rank only if the balance between ranks needs it.
+    The old and reference log-probs are computed before the first optimizer step. Every rank must
+    call and iterate. A sample changes rank only if the balance between ranks needs it.
     """
     world, cfg = run.world, run.cfg
     sizes = world.concat(packing.sizes(samples, cfg))
@@ -156,7 +156,7 @@ def logp(model: Decoder, batch: PackedBatch, cfg: Config) -> Tensor:
 
 @torch.no_grad()
 def add_logps(run: Run, batches: list[PackedBatch]) -> None:
-    """Set the log-probs that the loss of one optimizer step compares with.
+    """Fill in the old and reference log-probs that the loss of one optimizer step needs.
 
     old_logp: of the policy that sampled, from the trainer or the engine. It stays None on policy,
     where the ratio is 1. ref_logp: of the reference model, for the KL. From these follow the

@@ -48,8 +48,8 @@ def load_all(
     random key: adding a source at the end, or dropping a long prompt, changes no other prompt's id.
 
     `max_prompt_length` is in tokens, after the chat template. A longer prompt is never truncated,
-    because a question without its beginning has another answer. With `long_prompts` "drop" it is
-    left out; otherwise it raises UserError.
+    because cutting off the beginning of a question can change its answer. With `long_prompts`
+    "drop" it is left out; otherwise it raises UserError.
     """
     parts: list[list[Prompt]] = []
     first_id = 0
@@ -140,9 +140,9 @@ def draw(prompts: list[Prompt], n: int, seed: int, step: int) -> list[Prompt]:
     """Choose the n prompts of a step. This is a pure function, so a resumed run draws the same
     prompts as an uninterrupted one.
 
-    Lay the epochs, each in its own order, end to end: step s takes the positions s·n … s·n+n-1.
-    Each prompt comes once per epoch, even if n does not divide the data set, and none comes twice
-    in a step while n ≤ len(prompts).
+    Concatenate the epochs, each shuffled differently: step s takes positions s·n … s·n+n-1. Each
+    prompt occurs once per epoch, even if n does not divide the size of the dataset, and none occurs
+    twice in a step as long as n ≤ len(prompts).
     """
     places = (divmod(i, len(prompts)) for i in range(step * n, step * n + n))
     return [prompts[_order(len(prompts), n, seed, epoch)[offset]] for epoch, offset in places]
@@ -154,10 +154,11 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of the data set in an epoch: [count] int64, a permutation.
 
     A step that crosses the boundary of two epochs takes `tail` prompts from the old one and
-    n - tail from the new one. With independent permutations it could contain a prompt twice, whose
-    group would then count double. So the first n - tail prompts of the new epoch are chosen among
-    those outside that tail; the others keep their random order behind them. Each epoch thus depends
-    on the one before it, back to one that begins together with a step: at most n epochs.
+    n - tail from the new one. With independent permutations a step could contain a prompt twice,
+    which would give it twice the weight. So the first n - tail prompts of the new epoch are taken
+    from outside that tail; the others follow in their random order. An epoch's order therefore
+    depends on that of the previous epoch, and so on back to the last epoch that began at the start
+    of a step, which is at most n epochs back.
     """
     first = epoch
     while n <= count and first * count % n:  # with n > count, a step repeats prompts anyway
@@ -179,7 +180,7 @@ def draw_mixed(
 
     The weights are shares of the prompts drawn, whatever the sizes of the sources. Each source is
     shuffled and repeated in epochs of its own, so a small one with a large weight repeats often. No
-    prompt comes twice in a step (see `smallest`).
+    prompt occurs twice in a step (see `smallest`).
 
     The sources take turns by Sainte-Laguë's rule for sharing seats: the j-th prompt of source i is
     due at (j + 1/2) / share_i, and prompts come in the order in which they are due (a tie: by
@@ -188,7 +189,7 @@ def draw_mixed(
     """
     shares = _shares(weights)
     start = step * n
-    # The prompts due by start - len(shares): at most `start`, so the count can begin with them.
+    # Skip the prompts that are due by start - len(shares). There are at most `start` of them.
     taken = [math.floor(share * max(start - len(shares), 0)) for share in shares]
     chosen = []
     for position in range(sum(taken), start + n):
@@ -214,10 +215,10 @@ def _shares(weights: Sequence[float]) -> list[Fraction]:
 
 
 def _most(share: Fraction, sources: int, n: int) -> int:
-    """Return the most prompts that a step of n can take from a source with this share.
+    """Return the maximum number of prompts that a step of n can take from a source with this share.
 
-    Between the first and the last of c prompts in a row of source i lie at least
-    (c-1)·share_j/share_i - 1 prompts of each other source j, and together they are at most n.
+    If a step takes c prompts from source i, then at least (c-1)·share_j/share_i - 1 prompts of
+    every other source j lie between the first and the last of them, and the total is at most n.
     """
     return min(n, math.floor(share * (n + sources - 2)) + 1)
 
@@ -226,9 +227,10 @@ def _most(share: Fraction, sources: int, n: int) -> int:
 def _mixed_order(count: int, most: int, seed: int, epoch: int, source: int) -> np.ndarray:
     """Return the order of a mixture's source in an epoch: [count] int64, a permutation.
 
-    A step can cross the boundary of two epochs, with up to `most` prompts on either side. So the
-    first 2·most of a random permutation are rearranged: those among the last `most` of the epoch
-    before come last. Since count ≥ 3·most (see `smallest`), the end of the order is not touched.
+    A step can cross the boundary of two epochs, with up to `most` prompts on either side. To keep
+    it from drawing a prompt twice, the first 2·most prompts of a random permutation are reordered:
+    the ones that were among the last `most` of the previous epoch move to the end of those 2·most.
+    Since count ≥ 3·most (see `smallest`), the last `most` prompts of the order stay where they are.
     """
     order = _permutation(count, seed, epoch, source)
     if not epoch or not most:

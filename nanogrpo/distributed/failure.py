@@ -6,8 +6,8 @@
     on failure   the failing rank writes its error to the store that all ranks share. The others
                  read it within a second, complete the save in progress, and leave. Only the first
                  failing rank prints its error; the others would only report a lost peer.
-    on silence   a rank that was killed or suspended, or lost its machine, writes nothing. The
-                 previous rank in the ring misses its heartbeat and fails in its place.
+    on silence   a rank that was killed or suspended, or whose machine is down, writes nothing. The
+                 previous rank in the ring no longer receives its heartbeat and fails in its place.
 
 In: the store and signals. Out: exit statuses. 0: done, or stopped on request; 2: a user's mistake;
 1: a bug, or a failure of another rank; 128 + n: a second signal. Read before: world.py. Read next:
@@ -49,8 +49,8 @@ class Watch:
         poll       fail when nothing `exchange` reads has changed for `timeout` seconds. It never
                    blocks.
 
-    Each rank watches only the next one, so the load on the store grows with the number of ranks and
-    not with their pairs. We count missed polls rather than wall-clock time, so a rank that was
+    Each rank watches only the next one, so the load on the store grows linearly with the number of
+    ranks, not quadratically. We count missed polls rather than wall-clock time, so a rank that was
     itself suspended does not declare its peers dead when it resumes.
 
     A heartbeat needs Python's lock, which torch, safetensors and NCCL release while they work. A

@@ -132,8 +132,9 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
 
     Masters are float32; GPUs compute in bfloat16 and reduce in float32. `cast_forward_inputs` is
     off because it would turn the float32 rotary angles into bfloat16. A tied head is the embedding
-    and belongs to the root, whose parameters stay gathered between forward and backward. As its own
-    unit, the same matrix would be gathered twice and get its gradient from two places.
+    and belongs to the root, whose parameters stay gathered between forward and backward. If it were
+    a unit of its own, the same matrix would be gathered twice and receive gradients from two
+    places.
     """
     options: dict[str, Any] = {}
     cuda = world.device.type == "cuda"
@@ -158,8 +159,8 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters: after a forward without a backward the root is still gathered,
-    which hides its shards.
+    """Free the gathered parameters. After a forward pass without a backward pass the root is still
+    gathered, and its shards are not accessible.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,6 +1,6 @@
 """End a process when the process that started it ends, no matter how that one ended.
 
-In: a process id. Out: nothing, until that process is gone.
+In: a process id. Out: nothing; the effect comes when that process ends.
 
 There are two functions because no single mechanism covers both cases. `killed_with` asks the kernel
 to kill us. It works even when C code holds Python's lock forever, but only for our direct parent.

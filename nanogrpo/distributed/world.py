@@ -44,7 +44,8 @@ class World:
         return self.rank == 0
 
     def patient(self) -> World:
-        """Return the same world, but with exchanges in a group of its own that wait for a week.
+        """Return the same world with its own process group, whose exchanges time out only after a
+        week.
 
         The other ranks wait there while rank 0 samples from a server or restarts one, which may
         take longer than --ddp-timeout. failure.Watch still notices when a rank is gone.
@@ -112,8 +113,8 @@ class World:
     def once(self, work: Callable[[], Any]) -> Any:
         """Call `work` on the main rank. Return its result, or raise its error, on every rank.
 
-        Only errors that end a run with a message are shared. After any other one the main rank
-        fails alone, and failure.Watch ends the others.
+        Only errors that end a run with a message are shared. On any other exception the main rank
+        fails alone, and failure.Watch stops the others.
         """
         result, error = None, None
         if self.main:

@@ -48,8 +48,8 @@ class Completion:
     """A sample that is being written."""
 
     sample: Sample
-    limit: int  # completion tokens at most
-    key: int  # of its random stream
+    limit: int  # maximum number of completion tokens
+    key: int  # key of its random stream
 
     @property
     def finished(self) -> bool:
@@ -82,7 +82,8 @@ class Scheduler:
         while self.waiting and len(self.active) < self.slots:
             ids, first = self.waiting[0].sample.prompt.token_ids, len(self.active)
             if id(ids) not in self.prefixes:
-                # Completions wait in order, so nobody needs the old prefixes: free them first.
+                # Completions are queued in prompt order, so the old prefixes are no longer needed:
+                # free them.
                 self.prefixes.clear()
                 self.prefixes |= prefill([c.sample.prompt.token_ids for c in self.waiting])
             while (
@@ -135,7 +136,7 @@ class LocalEngine:
         self,
         cfg: ModelConfig,
         *,
-        max_len: int,  # of the context: prompt and completion
+        max_len: int,  # length of the context: prompt and completion
         device: torch.device | str,
         slots: int = 64,  # completions decoded at once
         dtype: torch.dtype | None = None,

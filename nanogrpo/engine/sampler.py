@@ -2,8 +2,8 @@
 
 In: logits `[b, V]`, and each row's random key and counter `[b]`. Out: tokens `[b]` and their
 log-probs `[b]` before the filters. The random numbers are counter-based: each one is a hash of the
-completion's key and the token's position, and of nothing else. So a completion comes out the same
-in any row, in any batch and on any rank. Read next: engine/local.py, which calls this.
+completion's key and the token's position, and of nothing else. So a completion is the same in any
+row, in any batch and on any rank. Read next: engine/local.py, which calls this.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if params.top_p < 1.0:
         ascending, order = logits.sort(dim=-1)
-        # unlikely tokens that the top_p set can do without
+        # unlikely tokens outside the top_p set
         tail = ascending.softmax(-1).cumsum(-1) <= 1.0 - params.top_p
         tail[:, -1] = False  # the likeliest token stays for every top_p
         logits = logits.masked_fill(tail.scatter(1, order, tail), float("-inf"))
@@ -73,6 +73,7 @@ def sample(
         cdf = (filter_logits(logits, params).softmax(-1) * 2.0**40).long().cumsum(-1)
         target = (uniform(key, counter)[:, None] * cdf[:, -1:]).long()  # [b, 1], below cdf[:, -1]
         token = torch.searchsorted(cdf, target, right=True)  # the first token with CDF > target
-        # Only NaN logits exceed it. The engine reports them; until then the gather must not fail.
+        # Only NaN logits give an index beyond it. The engine reports them later; the gather must
+        # not fail.
         token = token.clamp_(max=logits.shape[-1] - 1)
     return token[:, 0], logp.gather(1, token)[:, 0]

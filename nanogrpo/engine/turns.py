@@ -14,7 +14,7 @@ max_completion_length tokens. examples/calculator.py is a complete example.
 The ranks of a run sample together (rank 0 asks the vLLM servers for all), but their conversations
 differ in the number of turns. So the ranks exchange their state before each turn, and one that has
 finished takes part until all have. Read before: base.py. Read next: grpo/packing.py (how a
-completion with answers in it is trained).
+completion that contains tool output is trained on).
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ def _append(
 
 
 class TurnsEngine:
-    """An engine around an engine: a rollout function writes the completions (see the module)."""
+    """A wrapper around an engine: a rollout function writes the completions (see the module
+    docstring).
+    """
 
     def __init__(
         self,
@@ -172,7 +174,7 @@ class TurnsEngine:
     ) -> list[Sample]:
         """Return n completions of each prompt, in order.
 
-        Raises UserError if the function raises, or writes what cannot be trained on.
+        Raises UserError if the function raises, or if what it writes cannot be trained on.
         """
         samples = [
             Sample(p, j, [], [], False, [], is_model_token=[]) for p in prompts for j in range(n)

@@ -30,7 +30,7 @@ def nanstd(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 def centered(rewards: Tensor) -> Tensor:
     """Return r - mean over dim 1, ignoring NaN. Equal rewards give exactly 0: the lowest reward is
-    subtracted first, so the mean has nothing to round.
+    subtracted first, so the mean has no rounding error.
     """
     lowest = torch.where(rewards.isnan(), torch.inf, rewards).amin(dim=1, keepdim=True)
     return (rewards - lowest) - (rewards - lowest).nanmean(dim=1, keepdim=True)

@@ -2,8 +2,8 @@
 
 In: the micro-batches of an optimizer step on this rank. Out: their `entropy_mask` and
 `entropy_weight` [M], which the loss reads. Both are computed over the full optimizer step and all
-ranks, so no split into micro-batches changes the gradient. Both are off by default. Read before:
-grpo/loss.py.
+ranks, so the gradient does not depend on the split into micro-batches. Both are off by default.
+Read before: grpo/loss.py.
 """
 
 from __future__ import annotations

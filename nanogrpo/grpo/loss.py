@@ -8,11 +8,11 @@ loss. The loss itself is `policy_terms` in kernels/reference.py, about 25 lines:
     l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A)        the clipped surrogate
     loss = Σ weight·(l·importance + β·KL) - Σ entropy_weight·H
 
-`objective` runs it through `head_policy_loss`, which also computes the gradient in the same visit
-of the logits. That works for the default run and whenever the loss of a token depends on its own
-log-prob alone. All other objectives (ratios and masks of sequences, and the loss types besides the
-clip) go through `loss` below. It computes the same formula from log-probs that carry a gradient,
-and leaves derivatives to autograd.
+`objective` runs it through `head_policy_loss`, which also computes the gradient in the same pass
+over the logits. That works for the default run and whenever the loss of a token depends on its own
+log-prob alone. All other objectives (sequence-level ratios and masks, and loss types other than the
+clipped ones) go through `loss` below. It computes the same formula from log-probs that carry a
+gradient, and leaves derivatives to autograd.
 
 The formulas are those of TRL 1.16.0, and tests compare them with TRL's code. docs/equations.md
 lists the papers. Another algorithm takes a few lines (docs/fork.md). Read next:
@@ -37,7 +37,7 @@ from nanogrpo.types import PackedBatch, Sample
 
 
 def is_trained(sample: Sample, cfg: Config) -> bool:
-    """Whether the tokens of a completion carry loss.
+    """Return whether the tokens of a completion contribute to the loss.
 
     A completion truncated at the length limit says nothing about its end: DAPO masks it.
     """
@@ -47,15 +47,15 @@ def is_trained(sample: Sample, cfg: Config) -> bool:
 def token_weight(length: int, n_samples: int, n_tokens: int, cfg: Config) -> float:
     """Return the factor of each token of a completion.
 
-    It is fixed before the forward, so every split of a step has the same gradient. length: trained
-    tokens of this completion; n_samples, n_tokens: completions and trained tokens of the optimizer
-    step, over all micro-batches and ranks.
+    It is fixed before the forward pass, so the gradient does not depend on how a step is split.
+    length: trained tokens of this completion; n_samples, n_tokens: completions and trained tokens
+    of the optimizer step, over all micro-batches and ranks.
     """
     match cfg.loss_type:
         # mean over completions of the mean over tokens: Shao et al. 2024, equation 3
         case "grpo" | "sapo":
             return 1.0 / (n_samples * max(length, 1))
-        # a constant instead of the length, so length earns nothing: Liu et al. 2025
+        # a constant instead of the length, so length itself is not rewarded: Liu et al. 2025
         case "dr_grpo":
             return 1.0 / (n_samples * cfg.max_completion_length)
         # mean over completions of the sum over tokens: LUSPO 2026 (2602.05261)
@@ -115,7 +115,9 @@ def loss(logp: Tensor, entropy: Tensor, batch: PackedBatch, cfg: Config) -> Poli
     on = batch.weight != 0  # [M]
 
     def trained(x: Tensor) -> Tensor:
-        """Zero the other tokens: first the inputs, because NaN · 0 is NaN in a gradient too."""
+        """Zero the tokens that are not trained on. Zeroing their loss is not enough: a NaN input
+        would still make the gradient NaN, because NaN · 0 is NaN.
+        """
         return torch.where(on, x, 0.0)
 
     by_sequence = cfg.importance_sampling_level == "sequence"

@@ -1,5 +1,5 @@
-"""How far apart trainer and engine are on the same tokens, and a correction for it: pure functions
-of two vectors of log-probs.
+"""The gap between trainer and engine on the same tokens, and a correction for it: pure functions of
+two vectors of log-probs.
 
 In: the log-probs of the same M tokens by the trainer, before the first update, and by the engine
 that sampled them, both at the sampling temperature. Out: the figures that are logged every step
@@ -7,10 +7,11 @@ that sampled them, both at the sampling temperature. Out: the figures that are l
 
 Samples come from μ, the engine's policy, while π, the trainer's, is trained as if it had sampled
 them. Both hold the same weights. Other kernels, precisions and batch shapes make their log-probs
-differ a little; a faulty weight sync makes them differ a lot. So the figures are an alarm first. In
-float32 on one machine they are about 1e-6, and in bfloat16 a k3 of 1e-3 is usual. A mean ratio that
-grows past 1.02 over many steps means that the weights do not arrive. Names and modes are those of
-TRL 1.16's `vllm_importance_sampling_*`. Read before: grpo/loss.py. Read next: docs/metrics.md.
+differ a little; a faulty weight sync makes them differ a lot. So the figures serve above all as an
+alarm. In float32 on one machine they are about 1e-6, and in bfloat16 a k3 of 1e-3 is usual. A mean
+ratio that grows past 1.02 over many steps means that the weights do not arrive. Names and modes are
+those of TRL 1.16's `vllm_importance_sampling_*`. Read before: grpo/loss.py. Read next:
+docs/metrics.md.
 """
 
 from __future__ import annotations

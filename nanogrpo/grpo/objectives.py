@@ -28,7 +28,8 @@ Terms = tuple[Tensor, dict[str, Tensor]]  # the terms [M], and metrics [M] by th
 class Sequences:
     """Sums and means over the trained tokens of each sequence, repeated for each of its M tokens.
 
-    A sequence is never split between strips, so these need no other micro-batch or rank.
+    A sequence is never split between strips, so these need no data from other micro-batches or
+    ranks.
     """
 
     def __init__(self, sample: Tensor, trained: Tensor):
@@ -73,8 +74,9 @@ def clipped(t: Tokens, cfg: Config) -> Terms:
     """l = -min(min(w, δ)·A, clamp(w, 1-ε, 1+ε_high)·A): `clipped` of kernels/reference.py.
 
     A ratio per token usually takes the fused head, which calls the same function through
-    `policy_terms`. This one runs for ratios of a sequence (GSPO, Zheng et al. 2025, 2507.18071;
-    LUSPO 2026, 2602.05261) and with the off-policy mask, where autograd must see all tokens.
+    `policy_terms`. This function is used for sequence-level ratios (GSPO, Zheng et al. 2025,
+    2507.18071; LUSPO 2026, 2602.05261) and with the off-policy mask, where autograd must see all
+    tokens.
     """
     l, _, clip = reference.clipped(t.ratio, t.advantage, constants(cfg))
     return l, {"clip": clip}
@@ -92,10 +94,10 @@ def cispo(t: Tokens, cfg: Config) -> Terms:
 
 
 def sapo(t: Tokens, cfg: Config) -> Terms:
-    """l = -(4/τ)·σ(τ(w-1))·A, τ by the sign of A: a clip without an edge. Gao et al. 2025
+    """l = -(4/τ)·σ(τ(w-1))·A, where τ depends on the sign of A: a soft clip. Gao et al. 2025
     (2511.20347).
 
-    Its derivative in w is 4σ(1-σ)·A: A itself at w = 1, and fading on both sides.
+    Its derivative in w is 4σ(1-σ)·A, which equals A at w = 1 and decays on both sides.
     """
     tau = torch.where(t.advantage > 0, cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
     return -torch.sigmoid(tau * (t.ratio - 1)) * 4 / tau * t.advantage, {}
@@ -152,7 +154,7 @@ TERMS: dict[str, Callable[[Tokens, Config], Terms]] = {
 
 
 def on_policy_enough(t: Tokens, threshold: float) -> Tensor:
-    """Return [M] bool: False where A < 0 and mean_t(log μ - log π) > threshold, for the sequence.
+    """Return [M] bool: False for sequences with A < 0 and mean_t(log μ - log π) > threshold.
 
     DeepSeek-V3.2 2025 (2512.02556), equation 9: a bad completion that the policy has already left
     teaches nothing. A token without a log-prob from the engine (NaN) counts as unchanged.

@@ -1,7 +1,7 @@
 """Samples → strips of tokens: which rank trains which samples, in which micro-batches, and the
 tensors of each.
 
-In: the samples of a generation; only the sizes of other ranks' samples. Out: this rank's
+In: the samples of a generation; for those of other ranks, only their sizes. Out: this rank's
 micro-batches (`PackedBatch`) of each optimizer step. From the top down:
 
     generation ─ schedule ─► updates      one per optimizer step, made of complete groups
@@ -169,18 +169,18 @@ def _piece(samples: list[int], sizes: Sequence[Size], pair_cost: float) -> Piece
 
 
 def _home(sample: int, n_samples: int, world: int) -> int:
-    """Return the rank that sampled it: each rank samples a run of the generation."""
+    """Return the rank that sampled it: each rank samples a contiguous part of the generation."""
     return sample * world // n_samples
 
 
 def _spread(
     pieces: list[Piece], n_samples: int, budget: int, world: int
 ) -> tuple[list[Strip], float]:
-    """Fill as few strips as the budget allows, a multiple of `world`.
+    """Fill as few strips as the budget allows; their number is a multiple of `world`.
 
-    Return them with the costliest first, so `world` strips in a row make a micro-batch, and their
-    cost: ranks wait for each other, so a micro-batch costs what its first strip costs. A piece over
-    the budget has a strip of its own.
+    Return the strips, most expensive first, and their total cost. Each run of `world` strips makes
+    one micro-batch, one strip per rank. Ranks wait for each other, so a micro-batch costs as much
+    as its first strip. A piece that exceeds the budget gets a strip of its own.
 
     Longest processing time first: each piece goes to the cheapest strip with room for it. Where the
     budget does not bind, this costs at most 4/3 of the optimum (Graham 1969). Among equal pieces
@@ -215,8 +215,8 @@ def _spread(
 def _assign(strips: list[Strip], sizes: Sequence[Size]) -> list[Strip]:
     """Return the strips of a micro-batch in the order of the ranks that compute them.
 
-    Any order costs the same, so few tokens should change rank: the fewest for up to six ranks,
-    above that few by a greedy choice.
+    Any order takes the same time to compute, so we choose one that moves few tokens between ranks:
+    the minimum for up to six ranks, a greedy approximation for more.
     """
     world = len(strips)
     kept = [[0] * world for _ in strips]  # [strip][rank]: tokens that need not be sent
@@ -275,7 +275,7 @@ def _pack(
         shared = sequence(prompt.token_ids, 0, []) if len(piece.samples) > 1 else []
         for i in piece.samples:
             s, trained = samples[i], samples[i].model_token_indices
-            ids = s.token_ids[: trained[-1]]  # the last one would predict a token nobody sampled
+            ids = s.token_ids[: trained[-1]]  # the inputs: all before the last target
             if shared:  # the last prompt token predicts the first token of every completion
                 predicts = [shared[-1], *(sequence(ids, len(shared), shared) if ids else [])]
             else:

@@ -28,7 +28,9 @@ console = Console(stderr=True)
 
 
 class Completions:
-    """Call `log(step, samples)` after each step on every rank: a file holds the samples of all."""
+    """Call `log(step, samples)` after each step on every rank. The file contains the samples of all
+    ranks.
+    """
 
     def __init__(self, cfg: Config, world: World, start: int):
         """Prepare the folder for a run that continues after `start` steps.

@@ -1,9 +1,9 @@
 """The log of a run: `output_dir/metrics.jsonl`, a line on the console, and `--report-to`.
 
-In: the metrics of a step (logs/metrics.py). Out: one JSON object per line. The first is the head,
-with the options, versions and commit that produced the numbers; then come the steps and the
-evaluations. A killed run leaves at most a half-written last line. A resumed run continues in the
-same file and logs no step twice. Read next: logs/completions.py, logs/plot.py.
+In: the metrics of a step (logs/metrics.py). Out: one JSON object per line. The first is the header,
+with the options, versions and commit that produced the numbers; the steps and evaluations follow. A
+killed run leaves at most a half-written last line. A resumed run continues in the same file and
+logs no step twice. Read next: logs/completions.py, logs/plot.py.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def commit() -> str:
 
 
 def provenance(cfg: Config, world: World) -> dict:
-    """Return the head of a log: the options, versions, machine and commit behind the numbers."""
+    """Return the header of a log: the options, versions, machine and commit behind the numbers."""
     return {
         "run": dataclasses.asdict(cfg),
         "commit": commit(),

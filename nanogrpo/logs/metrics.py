@@ -46,8 +46,8 @@ class Clock:
 class Meter:
     """Collect the per-token results of a step's updates and reduce them once, at its end.
 
-    Nothing waits for the GPU in between. bonus: the entropy bonus of the run, whose coefficient
-    moves with each update.
+    Nothing waits for the GPU in between. bonus: the run's entropy bonus, whose coefficient may
+    change after each update.
     """
 
     def __init__(self, bonus: Bonus):

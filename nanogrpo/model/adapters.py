@@ -53,8 +53,8 @@ def peft_name(name: str) -> str:
 
 @torch.no_grad()
 def initialize(model: Decoder, cfg: Config) -> None:
-    """Fill the adapters of a full or sharded model: from --lora-adapter, or B = 0 and A drawn by
-    the seed as in PEFT.
+    """Initialize the adapters of a full or sharded model: from --lora-adapter, or, as in PEFT, with
+    B = 0 and a random A that depends on the seed.
 
     A is uniform within ±1/√in (kaiming_uniform with a = √5). Every rank draws all of A, so the
     values do not depend on the number of ranks.

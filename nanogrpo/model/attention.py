@@ -1,8 +1,8 @@
-"""Causal attention over packed sequences, and over a key/value cache: the two ways in which a
-decoder block looks back.
+"""Causal attention over packed sequences, and over a key/value cache: the two kinds of attention
+that a decoder block can use.
 
 In: queries `[T, H, E]`, keys and values `[T, K, E]` of sequences laid end to end (H is a multiple
-of K: grouped-query attention). Out: `[T, H, E]`. A block does not know which way it uses. It calls
+of K: grouped-query attention). Out: `[T, H, E]`. A block does not know which kind it uses. It calls
 `attend(layer, q, k, v)`, which is one of
 
 * `Packed`, for training, scoring and prefill. Each sequence attends to itself and to the prompt it
@@ -114,9 +114,9 @@ def backend(device_type: str, dtype: torch.dtype) -> str:
 class Packed:
     """Attend over sequences laid end to end.
 
-    The queries of sequence n are cu_seqlens[n] … cu_seqlens[n+1]. They see, causally, the keys of
-    the same rows. With `kv_rows`, they see the keys of the rows kv_rows[kv_cu_seqlens[n]] …, the
-    last of which are their own. So completions share one copy of their prompt: its keys are
+    The queries of sequence n are rows cu_seqlens[n] … cu_seqlens[n+1]. They attend causally to the
+    keys of the same rows. With `kv_rows`, they attend to the keys of rows kv_rows[kv_cu_seqlens[n]]
+    …, the last of which are their own. So completions share one copy of their prompt: its keys are
     gathered once per completion, and the backward of the gather adds up the gradients of the
     completions. With `keep`, the keys and values of each layer are kept in `kept` (prefill).
     """

@@ -1,4 +1,5 @@
-"""The operations on the output head: all that the rest of the project asks of the kernels.
+"""Operations on the output head: the only interface between the kernels and the rest of the
+project.
 
 In: hidden states [M, D], the output head [V, D], and per-token vectors [M]. Out: log-probs,
 entropies, and the policy loss with its gradient. Both operations hold the logits of one chunk of
@@ -107,8 +108,8 @@ def head_policy_loss(
     hidden [M, D], lm_head [V, D] of the same type, targets [M] int64; chunk: rows at a time. The
     gradients are computed during the forward pass, so the loss must be the root of the graph up to
     a scalar factor, and `inputs.weight` must be known beforehand. Tokens whose weight and
-    entropy_weight are 0 are skipped (zeros in the results); tokens without advantage, KL or entropy
-    term cost one product. Under `no_grad` every token costs one.
+    entropy_weight are both 0 are skipped (their results are 0). Tokens without an advantage, KL or
+    entropy term need only one matrix product, as do all tokens under `no_grad`.
     """
     check_reference(inputs, objective)
     if not torch.is_grad_enabled():

@@ -101,7 +101,7 @@ def full_parameters(
     """Yield (name, full tensor) for each parameter that a checkpoint has, with the adapters merged.
 
     Under FSDP2 every rank must consume the generator to its end, because each shard is gathered by
-    a collective. dtype: the one the caller needs; shards are cast to it before they travel.
+    a collective. dtype: the one the caller needs; shards are cast to it before they are gathered.
     Adapters are added in float32 and rounded once.
     """
     for name, p in base_parameters(model):

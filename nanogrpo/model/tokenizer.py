@@ -155,7 +155,9 @@ class Tokenizer:
         return read_json(self._folder / name) if name in self._files else {}
 
     def _stops(self) -> list[int]:
-        """Return the end token, then the ids that generation_config.json adds: one or a list."""
+        """Return the id of the end token, then those that generation_config.json adds (an int or a
+        list).
+        """
         stops = []
         if eos := self._special.get("eos_token"):
             if (stop := self._tokenizer.token_to_id(eos)) is None:

@@ -71,7 +71,7 @@ def length_reward(limit: int = 512, /, *, completion_ids: list[list[int]], **kwa
     return [max(-1.0, min(0.0, (limit - cache - len(ids)) / cache)) for ids in completion_ids]
 
 
-# --- answers in a text ---
+# --- extracting and comparing answers ---
 
 BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 FRAC = re.compile(r"^([+-]?)\\frac\{(\d+)\}\{(\d+)\}$")

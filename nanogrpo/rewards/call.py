@@ -75,8 +75,9 @@ class Functions:
     ) -> CallResult:
         """Call one synchronous function, or several async ones together.
 
-        functions: (index, name in errors) of each; labels: the B samples as errors name them;
-        timeout: ignored, because only a process can be killed.
+        functions: an (index, name for error messages) pair for each function; labels: a name for
+        each of the B samples, also for error messages; timeout: ignored, because only a process can
+        be killed.
 
         Raises UserError if a function raises or calls sys.exit, returns the wrong number of values,
         or a value that is not a number within ±MAX_REWARD. A 0 in its place would be trained on as

@@ -2,7 +2,7 @@
 
 In: the names of functions, which the process imports itself; then calls. Out: the result of each
 call, or `CallLost` after the time limit or when the process has died. Read next: rewards/runner.py,
-which decides what a lost call costs.
+which decides what happens after a lost call.
 
     trainer: RewardProcess.call ── pickle over a socket ──→ process: main → Functions.call
                                 ←── one line of JSON ──────

@@ -40,7 +40,7 @@ from nanogrpo.types import Sample
 
 logger = logging.getLogger("nanogrpo")
 
-MAX_LOST_CALLS = 3  # calls in a row in which every group is lost
+MAX_LOST_CALLS = 3  # consecutive calls in which every group is lost
 # Columns of the completions table besides those of the functions (logs/completions.py).
 COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stopped")
 
@@ -51,7 +51,7 @@ class Job:
 
     backend: Functions | RewardProcess
     functions: list[tuple[int, str]]  # (index in the backend, name in logs)
-    lost_calls: int = 0  # calls in a row in which every group was lost
+    lost_calls: int = 0  # consecutive calls in which every group was lost
 
     def __str__(self) -> str:
         names = [name for _, name in self.functions]
@@ -215,8 +215,8 @@ class Runner:
         total = sum(terms)
         if not abs(total) <= MAX_REWARD:
             raise UserError(
-                f"reward_weights make {total} of the rewards {rewards} for {_label(sample)}; make "
-                f"them smaller, because a sum must not be beyond {MAX_REWARD:g}"
+                f"the weighted sum of the rewards {rewards} for {_label(sample)} is {total}, which "
+                f"is beyond the limit of {MAX_REWARD:g}; lower reward_weights"
             )
         return total if terms else None
 

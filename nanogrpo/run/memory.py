@@ -23,11 +23,11 @@ b bytes per number (2 on a GPU, 4 on a CPU) on micro-batches of T tokens:
                                               copy in a checkpoint if it follows the policy
     reward models  b·n each                   on every rank
 
-With adapters, the optimizer, the gradients and the first term of the checkpoint count trained
-parameters only; the head has no gradient, and the reference is the model itself.
+With adapters, only trained parameters count towards the optimizer, the gradients and the first term
+of the checkpoint row. The head then has no gradient, and the reference needs no second model.
 
-Completion lengths are unknown in advance, so we assume the maximum. Read next: grpo/packing.py (why
-a strip is as long as it is).
+Completion lengths are unknown in advance, so we assume the maximum. Read next: grpo/packing.py
+(which determines the length of a strip).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def activation_bytes(c: ModelConfig, item: int, kind: str) -> tuple[int, int]:
 
 
 def adapter_bytes(model: Decoder, item: int, kind: str) -> tuple[int, int]:
-    """Return the same for the adapters of a layer: A x [r] each, and B A x [out] if results of
-    matrix products are kept.
+    """Return the same for the adapters of a layer. Each keeps A x [r], and also B A x [out] if the
+    results of matrix products are kept.
     """
     adapted = [m for m in model.model.layers[0].modules() if isinstance(m, lora.LoRALinear)]
     low = item * sum(len(m.lora_A) for m in adapted)
@@ -211,9 +211,9 @@ def check(
             largest = sorted(here, key=lambda row: -row.bytes)[:4]
             sizes = ", ".join(f"{row.name} {shown(row.bytes)}" for row in largest)
             raise UserError(
-                f"a process needs {shown(needed)} of memory but {place} has {shown(there)} for it "
-                f"({sizes}, …): lower --token-budget or --max-concurrent, use "
-                "--gradient-checkpointing full or --cpu-offload, or more processes."
+                f"a process needs {shown(needed)} of memory but {place} has {shown(there)} "
+                f"available ({sizes}, …): lower --token-budget or --max-concurrent, use "
+                "--gradient-checkpointing full or --cpu-offload, or use more processes."
             )
     return sum(row.bytes for row in on_gpu or on_host)
 

@@ -1,6 +1,6 @@
 """The output folder of a run: locked by one run at a time, shared by all ranks, cleaned on resume.
 
-In: --output-dir. Out: `claimed`, which holds the folder during a run; `origin`, hashes of the run's
+In: --output-dir. Out: `claimed`, which locks the folder during a run; `origin`, hashes of the run's
 inputs that every checkpoint stores. Read next: state.py (what is written into the folder).
 """
 
@@ -35,7 +35,7 @@ OURS = (
 
 @contextlib.contextmanager
 def claimed(cfg: Config, world: World) -> Iterator[None]:
-    """Hold the output folder during a run. Every rank must call.
+    """Lock the output folder during a run. Every rank must call.
 
     Raises UserError if the folder holds another run, is in use by one, is not writable, or is not
     the same folder for every rank.
@@ -62,7 +62,7 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
 
         world.once(claim)
         error = UserError(
-            f"--output-dir {folder} is another folder for rank {world.rank}: "
+            f"--output-dir {folder} is a different folder on rank {world.rank}: "
             "choose one that all machines share."
         )
         world.any(error=None if mark.exists() else error)
@@ -71,8 +71,9 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Return whether there is a checkpoint, or more in metrics.jsonl than the heads of runs. A run
-    that failed before its first step left nothing to lose; a foreign file is not ours to replace.
+    """Return whether there is a checkpoint, or anything in metrics.jsonl besides the header lines
+    of runs. A run that failed before its first step has left nothing worth keeping; a file that is
+    not ours must not be replaced.
     """
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines() if metrics.exists() else []

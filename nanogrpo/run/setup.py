@@ -45,7 +45,7 @@ from nanogrpo.vllm.server import ServerLost, Sidecar
 
 @dataclasses.dataclass
 class Run:
-    """Everything that a run holds. Made by `setup`."""
+    """The parts and counters of a run, created by `setup`."""
 
     cfg: Config
     world: World
@@ -60,14 +60,14 @@ class Run:
     entropy_bonus: Bonus  # off by default
     engine: Engine
     draw_all: Callable[[int, int], list[Prompt]]  # (seed, step) → the prompts of a step, all ranks
-    sampling: SamplingParams  # of training completions
+    sampling: SamplingParams  # for training completions
     log: Log
     trace: torch.profiler.profile
     saver: state.Saver
     estimate: int  # expected peak of device memory in bytes
     start: int  # first step: 0, or where a resumed run continues
     done: int  # finished steps, including those before `start`
-    resampled_groups: int = 0  # in the last step, by dynamic sampling
+    resampled_groups: int = 0  # groups that dynamic sampling replaced in the last step
 
     def draw(self, step: int) -> list[Prompt]:
         """Return this rank's share of the prompts of a step: a pure function of (seed, step)."""
@@ -320,7 +320,7 @@ def check_vocabulary(tokenizer: Tokenizer, model: Decoder) -> None:
 
 
 def check_enough(cfg: Config, sizes: list[int]) -> None:
-    """Require enough prompts for one step: a prompt drawn twice would count its group double."""
+    """Require enough prompts for one step: a prompt drawn twice would get twice the weight."""
     P, weights = cfg.prompts_per_step, cfg.data_weights
     needed = [(" ".join(cfg.data), sum(sizes), P)]
     if weights:

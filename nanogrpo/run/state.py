@@ -17,8 +17,8 @@ Nothing else needs saving: data, random streams and the learning rate are functi
                                                 └─ writes its file in state/ ────┐
     rank 0       gathers the weights to the host ── writes them, waits for state/ ─ flushes, renames
 
-Read before: model/checkpoint.py, output.py. Read next: optim.py (its state is saved), train.py
-(when it is saved).
+Read before: model/checkpoint.py, output.py. Read next: optim.py (whose state is saved), train.py
+(which decides when to save).
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def _latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] 
     if step > cfg.max_steps:
         raise UserError(
             f"--max-steps is {cfg.max_steps} but {folder} has {step} finished steps: "
-            "give as many or more."
+            f"set it to {step} or more."
         )
     # through JSON, because the file holds lists where the options are tuples
     now, defaults = json.loads(json.dumps([dataclasses.asdict(c) for c in (cfg, Config())]))

@@ -89,8 +89,8 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
     """Train the base model from scratch on `steps` batches of 64 solved problems and write its
     checkpoint.
 
-    It replaces the folder, and raises UserError if the folder holds anything but an earlier base:
-    a run inside it would be lost too, or the only copy of another model.
+    Replaces the folder. Raises UserError if the folder contains anything but an earlier base,
+    because that could be a run or the only copy of another model.
     """
     folder = folder.resolve()
     found = {path.name for path in folder.glob("*")}
@@ -155,7 +155,9 @@ def solved_sample(
 
 
 def ensure_base(folder: Path, seed: int, steps: int) -> None:
-    """Call `make_base` unless the folder already holds the base of this seed and length."""
+    """Call `make_base` unless the folder already contains a base model made with this seed and
+    number of steps.
+    """
     made = (folder / MARK).exists() and read_json(folder / MARK)
     if made != {"seed": seed, "steps": steps}:
         make_base(folder, seed, steps)

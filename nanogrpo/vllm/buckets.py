@@ -1,8 +1,8 @@
 """The format of a weight sync, shared by its two ends: the layout of weights in buckets, and the
 two ways in which buckets travel.
 
-In: the names, dtypes and shapes of a checkpoint. Out: a `Layout`, which maps each tensor to bytes
-of a bucket, and two transports from the trainer to the workers of a server:
+In: the names, dtypes and shapes of a checkpoint. Out: a `Layout`, which maps each tensor to a byte
+range in a bucket, and two transports from the trainer to the workers of a server:
 
     broadcast  a process group of the trainer and all workers: NCCL on GPUs, gloo on CPUs
     memory     the workers map the trainer's own buckets: shared memory on a CPU, CUDA IPC on a GPU
@@ -165,11 +165,11 @@ def listen(address: str) -> socket.socket:
 
 
 class BroadcastGroup:
-    """A process group of the trainer (rank 0) and the workers, next to any other groups they have.
+    """A process group of the trainer (rank 0) and the workers, separate from their other groups.
 
     The store through which the ranks meet also holds the number of the update that the trainer is
-    about to send. So a worker that anyone else asks to receive refuses at once, and does not wait
-    for a broadcast that never comes.
+    about to send. So if anyone but the trainer tells a worker to receive, the worker refuses
+    immediately instead of waiting for a broadcast that never comes.
     """
 
     def __init__(

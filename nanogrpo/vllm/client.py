@@ -11,7 +11,7 @@ whether the completion stopped, and the weight version that wrote each token. On
 Three rules make a reply trustworthy. Every sampling field is sent, so no default of the server
 applies. Each token carries the label of the weights that wrote it, and a server with labels that
 are not ours (it was restarted, or another trainer uses it) counts as lost. The prefix cache is
-salted with the label, so no prompt meets keys of older weights.
+salted with the label, so keys computed with older weights are never reused.
 
 With several trainer processes, rank 0 talks to the servers and shares the results and errors. Read
 next: sync.py, engine/ahead.py.
@@ -42,7 +42,7 @@ from nanogrpo.vllm.sync import WeightSync
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT = 5.0  # seconds between two checks that a server answers
+HEARTBEAT = 5.0  # seconds between health checks of a server
 ATTEMPTS = 3  # for a request that is answered with 5xx, before the server counts as lost
 
 
@@ -69,9 +69,9 @@ class VLLMEngine:
         self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, patience
         self.window, self.timeout = window, timeout
         self.interval = min(HEARTBEAT, timeout / 4)
-        self.version = -1  # of the weights
+        self.version = -1  # version of the weights
         self.dtype = ""  # of the servers
-        self.restarts = 0  # how often no server was left and one had to be restarted or reconnected
+        self.restarts = 0  # how many times all servers were lost and one came back
         self.problem: Exception | None = None  # why the last server was lost
         self.over = threading.Event()  # set by `close`
         # held while weights are gathered or sent, by the loop or by a recovery in another thread
@@ -144,7 +144,7 @@ class VLLMEngine:
         A thread may call this while the loop trains (engine/ahead.py).
         """
         groups = [GroupRequest(p, n, protocol.body(p, n, params, step)) for p in prompts]
-        idle = 0  # rounds in which a server was alive, but no group was finished
+        idle = 0  # consecutive rounds without a finished group, although a server was alive
         while waiting := [g for g in groups if g.samples is None]:
             self._recover()
             self._run(waiting)
@@ -238,7 +238,9 @@ class VLLMEngine:
         self._recover()
 
     def _send(self, server: Server) -> None:
-        """Connect a server, if it is not alive, and send it the weights. It is alive afterwards."""
+        """Connect to a server, unless it is already alive, and send it the weights. Afterwards it
+        counts as alive.
+        """
         try:
             if not server.alive:
                 self.sync.connect(server, self._workers(server))
@@ -246,7 +248,8 @@ class VLLMEngine:
         except UserError as e:
             if server.version < 0:
                 raise
-            # It had our weights before. Another server took its address, perhaps not for long.
+            # A server at this address had our weights before, so a different server may be using
+            # the address for a while.
             raise ServerError(str(e)) from e
         server.alive, server.version = not self.over.is_set(), self.version
         server.error, server.reported = None, False

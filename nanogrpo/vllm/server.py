@@ -3,9 +3,9 @@ the process if we start it ourselves (`Sidecar`).
 
 In: a URL and a secret. Out: `get` and `post`, which fail in two ways. A `ServerError` may go away
 with another attempt or another server: no answer in time, a lost connection, a status 5xx. A
-UserError needs the user: a wrong address, secret or model. HTTP is the standard library's, with one
-connection per request, so a retry never uses a stale connection. Read before: engine/base.py. Read
-next: sync.py, client.py.
+UserError needs the user: a wrong address, secret or model. HTTP requests use the standard library,
+with a new connection for each, so a retry never uses a stale connection. Read before:
+engine/base.py. Read next: sync.py, client.py.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ label with their version.
 All gathers end before the first send, so a rank never has two communicators in flight, which is how
 NCCL deadlocks. The price is one copy of the model on rank 0. In return, a server that restarts can
 be sent the same weights at any time, while the model is already being trained further. Nothing here
-waits without a limit: a broadcast cannot be timed out from outside, so it runs on a daemon thread,
-while its HTTP call, which has a timeout, stays on the caller's. Read before: buckets.py. Read next:
+waits forever. A broadcast has no timeout of its own, so it runs on a daemon thread; the caller's
+thread makes the matching HTTP request, which does have one. Read before: buckets.py. Read next:
 worker.py (the other end), client.py (the caller).
 """
 

@@ -93,7 +93,7 @@ def test_an_output_folder_that_is_not_shared_is_reported(tmp_path):
     """Two machines may have different folders with the same name."""
     found = run(2, elsewhere, tmp_path)
     assert found[0] == found[1]
-    assert f"--output-dir {tmp_path}/1 is another folder for rank 1" in found[0]
+    assert f"--output-dir {tmp_path}/1 is a different folder on rank 1" in found[0]
 
 
 def elsewhere(folder: Path) -> str:

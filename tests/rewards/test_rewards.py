@@ -213,7 +213,7 @@ def test_the_weighted_sum_must_not_overflow():
     for weights in ([1.0, 1.0], [1e300, 1e300], [1e300, -1e300]):
         samples = make_samples()
         with pytest.raises(
-            UserError, match=r"reward_weights make .* for sample 1 of prompt 17; make them smaller"
+            UserError, match=r"sum .* for sample 1 of prompt 17 is .*; lower reward_weights"
         ) as caught:
             score(samples, [returns(0.0, 1e30), returns(0, 1e30)], weights)
         assert "\n" not in str(caught.value)

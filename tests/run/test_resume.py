@@ -304,7 +304,7 @@ def test_max_steps_below_the_finished_steps_is_refused_and_equal_is_not(tmp_path
     start(tmp_path, tiny_base).advance(2).save()
     with pytest.raises(
         UserError,
-        match=r"--max-steps is 1 but \S+checkpoint-2 has 2 finished steps: give as many or more\.",
+        match=r"--max-steps is 1 but \S+checkpoint-2 has 2 finished steps: set it to 2 or more\.",
     ):
         start(tmp_path, tiny_base, resume=True, max_steps=1)
     assert start(tmp_path, tiny_base, resume=True, max_steps=2).step == 2
