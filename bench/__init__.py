@@ -1,3 +1,3 @@
-"""Benches: one script per question. Their records are in bench/results/; all tables and plots are
-made from them. Read first: common.py.
+"""Benchmarks, with one script per question. Their records are in bench/results/; all tables and
+plots are generated from them. Read first: common.py.
 """

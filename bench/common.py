@@ -1,12 +1,12 @@
-"""Tools that every bench shares: command line, timing, records and console tables.
+"""Tools shared by all benchmarks: command line, timing, records and console tables.
 
 In: functions to time. Out: `bench/results/<name>.json`, a list of records. Each record is
 self-contained: it says what was measured, on which machine, with which versions, at which commit
 and by which command. All tables and plots are generated from these records.
 
-A bench is a module with `main(argv)` that runs as `python -m bench.<name>`. It times its sides in
-turns in one process (`interleave`), so a busy machine or a hot chip affects all of them alike, and
-reports medians with their spread. Read next: rollout_speed.py.
+A benchmark is a module with `main(argv)` that runs as `python -m bench.<name>`. It times its sides
+alternately in one process (`interleave`), so a busy machine or a hot chip affects all of them
+equally, and reports medians with their spread. Read next: rollout_speed.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nanogrpo.model.hf_config import ModelConfig
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SIDES = ("nanogrpo", "TRL")  # the two sides of the benches that compare full runs
-# TRL trained on the completions that our run of the same seed sampled: only the training differs
+# TRL, trained on the completions that our run with the same seed sampled: only the training differs
 REPLAYED = "TRL, our completions"
 
 
@@ -79,9 +79,10 @@ def add_cases(parser: argparse.ArgumentParser, cases: Sequence[str]) -> None:
 
 
 def small_qwen3(hidden: int, layers: int, vocab: int, context: int) -> ModelConfig:
-    """Return the shape of the CPU benches: tied, two query heads per key head, heads of size 32.
+    """Return the shape for the CPU benchmarks: tied weights, two query heads per key head, head
+    size 32.
 
-    At 256 × 4 layers it has about 3 M parameters.
+    With a hidden size of 256 and 4 layers, the model has about 3 M parameters.
     """
     heads = max(2, hidden // 32)
     return ModelConfig(
@@ -104,7 +105,7 @@ LARGE = {"0.6B": (1024, 3072, 28, 16, 8), "1.7B": (2048, 6144, 28, 16, 8)}
 
 
 def large_qwen3(name: str, context: int) -> ModelConfig:
-    """Return the shape of a real Qwen3 with tied embeddings, for the GPU benches."""
+    """Return the shape of a real Qwen3 with tied embeddings, for the GPU benchmarks."""
     D, F, L, H, K = LARGE[name]
     return ModelConfig(
         "qwen3", 151936, D, F, L, H, K, 128, context, rope_theta=1e6, tie_word_embeddings=True
@@ -112,7 +113,7 @@ def large_qwen3(name: str, context: int) -> ModelConfig:
 
 
 def vllm_python() -> str:
-    """Return the interpreter that has vLLM (set up as in docs/vllm.md), or "" if there is none."""
+    """Return the Python of the environment with vLLM (see docs/vllm.md), or "" if there is none."""
     found = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
     return found if Path(found).exists() else ""
 
@@ -139,10 +140,10 @@ class Timing:
 def interleave(
     sides: dict[str, Callable[[], object]], repeats: int, warmup: int = 1, title: str = "timing"
 ) -> dict[str, Timing]:
-    """Time each side `repeats` times, in turns: A B C, B C A, C A B, …
+    """Time each side `repeats` times, in rotating order: A B C, B C A, C A B, …
 
-    The order rotates, so no side always follows the same neighbour. `warmup` untimed rounds come
-    first. On a GPU each call is followed by a synchronize. A progress bar is shown on stderr.
+    The order rotates, so that no side always runs after the same one. `warmup` untimed rounds come
+    first. On a GPU, each call is followed by a synchronization. A progress bar is shown on stderr.
     """
     names = list(sides)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -165,8 +166,8 @@ def interleave(
 def in_process(folder: Path, argv: Sequence[object], threads: int) -> dict:
     """Run `python -m argv…` in a new process and return the JSON it writes to folder/found.json.
 
-    A process of its own has its own threads, allocator and peak memory. Its output is shown only
-    if it fails.
+    A separate process has its own threads, allocator and peak memory. Its output is shown only if
+    it fails.
     """
     env = {
         **os.environ,
@@ -204,7 +205,7 @@ def checkout() -> dict:
 
 
 def machine() -> dict:
-    """Return hardware, versions and commit. Host name and paths are left out."""
+    """Return hardware, versions and commit, but no host name or paths."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -217,13 +218,13 @@ def machine() -> dict:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # no install has all of them; only what is installed is recorded
+            continue  # not every environment has all of them; only what is installed is recorded
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        # more than the number of threads means that something else was running
+        # a load above the number of threads means that something else was running
         "load_average": round(os.getloadavg()[0], 2),
         "versions": versions,
         **checkout(),
@@ -246,7 +247,7 @@ def record(
 ) -> dict:
     """Return one measurement of one side in one case.
 
-    figures: everything the bench derives, such as tokens per second, shapes and settings.
+    figures: everything else to record, such as tokens per second, shapes and settings.
     """
     times = timing and {
         "seconds_median": timing.median,
@@ -282,7 +283,9 @@ def read(name: str, folder: Path = RESULTS) -> list[dict]:
 
 
 def merge(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
-    """Write records, but keep earlier ones of other cases and sides: a bench can run in parts."""
+    """Write records and keep earlier ones of other cases and sides, so a benchmark can be run in
+    parts.
+    """
     fresh = {(record["case"], record["side"]): record for record in records}
     kept = [fresh.pop((r["case"], r["side"]), r) for r in read(name, folder)]
     return write(name, [*kept, *fresh.values()], folder)
@@ -292,7 +295,7 @@ def merge(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
 
 
 def show(x: object) -> str:
-    """Format a figure: three significant digits, thousands grouped."""
+    """Format a number with three significant digits and grouped thousands."""
     if isinstance(x, float):
         return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
     return f"{x:,}" if isinstance(x, int) else str(x)
@@ -314,7 +317,7 @@ def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]])
     for line in lines:
         out.add_row(*map(show, line))
     console = Console()
-    console.width = max(console.width, 150)  # a log file has no width: keep figures on one line
+    console.width = max(console.width, 150)  # a log file has no width; this keeps rows on one line
     console.print(out)
 
 

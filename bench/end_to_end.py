@@ -1,22 +1,22 @@
-"""How many full GRPO steps per second: ours with the embedded engine, TRL's with its default
-generation?
+"""How many full GRPO steps per second does our trainer run with the embedded engine, and TRL with
+its default generation?
 
-In: nothing; a random model that ends its completions as the case asks is made here. Out:
+In: nothing; this file creates a random model whose completions end as the case requires. Out:
 results/end_to_end.json with steps and tokens per second, seconds by phase and peak memory. A step
-is sampling, rewards, advantages, training, the weight update and its log: train.py's loop, and
-TRL's `GRPOTrainer.train()`. Each runs in a process of its own (runs.py). The sides take turns,
-`--rounds` runs each. Medians are over the steps of all rounds, without the first step of each run,
-which warms up.
+includes sampling, rewards, advantages, training, the weight update and logging. Our side runs
+train.py's loop, TRL's side `GRPOTrainer.train()`, each in its own process (runs.py). The sides run
+alternately, `--rounds` times each. Medians are taken over the steps of all rounds, except the first
+step of each run, which is a warm-up.
 
 * even: no completion ends before the length limit.
 * uneven: the model stops with the same probability at every token, chosen so the mean length is a
   third of the limit.
 
-Nothing forces these lengths from outside. The model itself has that stop probability
-(`ending_model`), and a learning rate of 1e-6 does not move it in so few steps. So both sides meet
-the same distribution but not the same random lengths; the table shows the mean length of both. With
---vllm our side samples from a vLLM server. TRL cannot do that on a CPU, and the table says why.
-TRL's settings are in trl_run.py. Read next: runs.py.
+The lengths are not enforced by the trainers. The model itself has that stop probability
+(`ending_model`), and with a learning rate of 1e-6 it hardly changes in so few steps. So the lengths
+on both sides are random, with the same distribution; the table shows the mean length of each side.
+With --vllm, our side samples from a vLLM server. TRL cannot do that on a CPU, and the table gives
+the reason. TRL's settings are in trl_run.py. Read next: runs.py.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from nanogrpo.run import warmup
 # Channel 0 of every hidden state: so large that the norm leaves it almost constant.
 STEADY = 30.0
 NO_VLLM = (
-    "its client syncs weights to a server over NCCL alone, which needs a CUDA device"
+    "its client syncs weights to a server only over NCCL, which needs a CUDA device"
     " (trl/generation/vllm_client.py)"
 )
 
 
 def stop_probability(mean: float, longest: int) -> float:
-    """Return the stop probability per token that gives completions this mean length.
+    """Return the stop probability per token for which completions have this mean length.
 
     A completion that reaches `longest` tokens ends there.
     """
@@ -88,7 +88,7 @@ def ending_model(cfg: ModelConfig, stop: int, probability: float) -> Decoder:
 
 
 def write_tokenizer(folder: Path, vocab: int) -> Tokenizer:
-    """Write the warm-up's character tokenizer, padded with one word for every further id."""
+    """Write the warm-up's character tokenizer, with one additional token for every further id."""
     size = warmup.write_tokenizer(folder).vocab_size
     padded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     padded.add_tokens([f"<{i}>" for i in range(size, vocab)])
@@ -127,7 +127,7 @@ def write_case(folder: Path, shape: ModelConfig, args: argparse.Namespace, even:
 def measure(
     cfg: Config, sides: Sequence[str], args: argparse.Namespace, progress: Progress, title: str
 ) -> dict[str, list[dict]]:
-    """Run each side `--rounds` times, in turns; return the runs of each."""
+    """Run the sides alternately, `--rounds` times each; return the runs of each side."""
     found: dict[str, list[dict]] = {side: [] for side in sides}
     task = progress.add_task(title, total=args.rounds * len(sides))
     for turn in range(args.rounds):
@@ -172,8 +172,8 @@ def main(argv: Sequence[str]) -> list[dict]:
         prompts=(8, "prompts per step"),
         group=(8, "completions per prompt"),
         prompt_length=(32, "tokens per prompt"),
-        length=(96, "tokens per completion of the even case"),
-        longest=(192, "length limit of the uneven case"),
+        length=(96, "tokens per completion in the even case"),
+        longest=(192, "length limit in the uneven case"),
         hidden=(256, "hidden size of the small model"),
         layers=(4, "layers of the small model"),
         vocab=(2048, "vocabulary of the small model"),
@@ -183,7 +183,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         "--shape",
         default="small",
         choices=["small", *common.LARGE],
-        help="the model: small (CPU, the default), or one for a GPU",
+        help="the model: small (for CPUs, the default) or one for a GPU",
     )
     parser.add_argument(
         "--vllm",
@@ -193,13 +193,11 @@ def main(argv: Sequence[str]) -> list[dict]:
     parser.add_argument(
         "--vllm-python",
         default=common.vllm_python(),
-        help="interpreter that has vLLM (default $NANOGRPO_VLLM_PYTHON)",
+        help="Python interpreter of an environment with vLLM (default $NANOGRPO_VLLM_PYTHON)",
     )
     args = parser.parse_args(argv)
     if args.vllm and not args.vllm_python:
-        parser.error(
-            "--vllm needs an interpreter that has vLLM: name it by --vllm-python (docs/vllm.md)."
-        )
+        parser.error("--vllm needs an environment with vLLM: set --vllm-python (docs/vllm.md).")
     # the trainer needs the cores too
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -243,7 +241,7 @@ def main(argv: Sequence[str]) -> list[dict]:
             ]
             if args.vllm:
                 records.append(common.record("end_to_end", label, "TRL", argv, why_not=NO_VLLM))
-            # written after each case: an interrupted bench keeps its results
+            # written after each case, so an interrupted run keeps its results
             path = common.merge("end_to_end", records, args.out)
     records = common.read("end_to_end", args.out)
     tables.show("end_to_end", records)

@@ -1,4 +1,4 @@
-"""The operations that bench/kernel_speed.py times: inputs, sides, float64 truth and floor of each.
+"""The operations that bench/kernel_speed.py times: their inputs, sides, float64 results and floors.
 
 In: a device, and whether the shapes are small. Out: one `Case` per operation, created when it is
 needed. Our side is defined here, the other sides in kernel_peers.py, and the operations of the
@@ -20,9 +20,9 @@ from nanogrpo.model import head as ops
 
 EPSILON, TEMPERATURE = 0.2, 0.7
 OBJECTIVE = reference.Objective(EPSILON, EPSILON)
-# The rows compared with float64: the first ones of the first sequence, which every side scores.
+# The rows compared with float64: the first rows of the first sequence, which every side computes.
 ROWS = 15
-# One H200's bytes copied per second and bfloat16 FLOP/s; the floors hold for it alone.
+# Copy bandwidth in bytes/s and bfloat16 FLOP/s of an H200; the floors are only valid for this GPU.
 BANDWIDTH, FLOPS = 4.3e12, 790e12
 
 Results = dict[str, Tensor]  # by name
@@ -30,7 +30,7 @@ Results = dict[str, Tensor]  # by name
 
 @dataclass
 class Case:
-    """One operation at one shape: its inputs, its sides, and the truth to compare with.
+    """One operation at one shape: its inputs, its sides, and the float64 results to compare with.
 
     A side is a function of the inputs that returns results by name. `truth` returns the first rows
     of some of them in float64.
@@ -47,7 +47,7 @@ class Case:
 
 
 def _tokens(count: int, device: str) -> dict[str, Tensor]:
-    """Return per-token vectors [count] of eight sequences, off policy, all with weight."""
+    """Return per-token vectors [count] of eight sequences, off policy, all with nonzero weight."""
     g = torch.Generator(device).manual_seed(0)
     per_sequence = torch.randn(8, 1, generator=g, device=device).expand(8, count // 8)
     off = 0.1 * torch.randn(count, generator=g, device=device)
@@ -165,7 +165,9 @@ def loss_case(count: int, device: str) -> Case:
 
 
 def cases(device: str, small: bool) -> list[Callable[[], Case]]:
-    """Return functions that create the cases: all inputs at once would not fit into memory."""
+    """Return functions that create the cases, because the inputs of all cases together would not
+    fit into memory.
+    """
     decoder = [lambda make=make: Case(**make()) for make in kernel_decoder.cases(device, small)]
     dtype, count, vocab, widths = torch.bfloat16, 8192, 151_936, (1024, 2048, 4096)
     if small:

@@ -48,7 +48,7 @@ def _fused(name: str) -> Callable[..., tuple[Tensor, ...]]:
 def _both_ways(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., dict[str, Tensor]]:
     """Return a side that computes the function and its gradients.
 
-    The upstream gradients are its own results: any would do, and these exist.
+    As upstream gradients it uses its own results, because they have the right shapes.
     """
 
     def side(**inputs: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The other sides of bench/kernel_speed.py: PyTorch, TRL and Liger, called as they document it.
+"""The peers in bench/kernel_speed.py: PyTorch, TRL and Liger, called as documented.
 
 In: a device. Out: sides by name. A side takes the inputs of a case and returns results by name. If
 a peer cannot run here, its entry is a string with the reason. The N tokens are eight sequences of
@@ -75,8 +75,8 @@ def log_softmax(device: str, temperature: float) -> Sides:
     def liger(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
 
-        # It wants one more position per sequence than it scores. As one sequence, all rows except
-        # the last are scored.
+        # Liger expects one more position per sequence than it scores. The rows are passed as one
+        # sequence, so all rows except the last are scored.
         logp = fused_selective_log_softmax(logits[None], targets[None, :-1], temperature)
         return {"logp": logp.flatten()}
 
@@ -119,7 +119,7 @@ def rows(device: str, temperature: float, epsilon: float) -> Sides:
     ) -> dict[str, Tensor]:
         from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-        # It wants one advantage per sequence, and one more position than it scores: the last
+        # Liger expects one advantage per sequence, and one more position than it scores: the last
         # position of each of the eight sequences is not scored.
         leaf = logits.detach().view(8, -1, logits.shape[-1]).requires_grad_()
         vectors = (v.view(8, -1)[:, :-1].contiguous() for v in (old, targets))
@@ -163,7 +163,7 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
         from trl.kernels import ChunkedLogProbFunction
         from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
-        outputs = ("entropy",)  # what its GRPO trainer asks for
+        outputs = ("entropy",)  # what TRL's GRPO trainer requests
         return ChunkedLogProbFunction.apply(
             hidden,
             lm_head,

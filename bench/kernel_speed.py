@@ -1,16 +1,16 @@
 """How fast are the kernels, compared with PyTorch, TRL 1.16 and Liger 0.8.5 on the same inputs?
 
-    python -m bench.kernel_speed            needs a GPU: Qwen3's vocabulary, bfloat16; five minutes
+    python -m bench.kernel_speed            needs a GPU; five minutes; Qwen3's vocabulary, bfloat16
     python -m bench.kernel_speed --check    runs anywhere: small shapes, errors only, nothing timed
 
 In: nothing; logits, hidden states and weights are random. Out: results/kernel_speed.json, one
 record per operation and side, with its time, floor (kernels/README.md explains how floors are
 found), peak memory, launches, and error against float64.
 
-The sides take turns within a round. Before each call the logits are restored and the L2 cache is
-overwritten, both untimed. Times come from CUDA events; the tables show the median, the fastest and
-the slowest. A peer that is not installed or fails is listed with the reason. Read next:
-kernel_cases.py, the operations and the sides of each.
+Each round runs all sides. Before each call, the logits are restored and the L2 cache is
+overwritten, which is not timed. Times are measured with CUDA events; the tables show the median,
+the fastest and the slowest time. A peer that fails or is not installed is listed with the reason.
+Read next: kernel_cases.py, the operations and the sides of each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.kernel_cases import Case, cases
 def errors(case: Case, results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     """Return the largest error of each result over the rows that `truth` has.
 
-    Errors of log-probs and entropies are absolute, others relative to the largest value.
+    Errors of log-probs and entropies are absolute; all others are relative to the largest value.
     """
     found = {}
     for name in truth.keys() & results.keys():
@@ -74,7 +74,7 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
         except Exception as problem:
             if name == "nanogrpo":
                 raise
-            # the failure of a peer is a result, which the table shows
+            # if a peer fails, the table shows the error
             case.sides[name] = f"{type(problem).__name__}: {problem}"
             del runnable[name]
             continue
@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         "kernel_speed",
         __doc__,
         threads=False,
-        seconds=(15.0, "seconds for the rounds of each operation, all sides together"),
+        seconds=(15.0, "total seconds for all rounds and sides of an operation"),
     )
     parser.add_argument(
         "--check", action="store_true", help="small shapes, errors only; needs no GPU"
@@ -169,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
         left_out += [
             (label, name, why[:120]) for name, why in case.sides.items() if isinstance(why, str)
         ]
-        # written after each operation: an interrupted bench keeps its results
+        # written after each operation, so an interrupted run keeps its results
         common.write("kernel_speed", records, args.out)
         del case
         torch.cuda.empty_cache()

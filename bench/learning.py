@@ -1,20 +1,22 @@
-"""Does our trainer learn as TRL's does, and how much sooner? The tiny task from one base model,
-with several seeds per side.
+"""Does our trainer learn as TRL's does, and how much faster? Both learn the tiny task from the same
+base model, with several seeds per side.
 
 In: nothing; the base is made as by `nanogrpo warmup` unless --base names one. Out:
 results/learning.json with one record per run, and docs/img/learning.png: reward and held-out
 accuracy by step and by second, mean and standard deviation over the seeds.
 
-Both sides train with SETTINGS and our other defaults (trl_run.py passes them to TRL), on the same
-prompts in the same order, with the same reward functions. Each seed has its own prompts. The sides
-differ in their implementation and in the random numbers of sampling. A third run of each seed
-removes the randomness: TRL trains on the completions that our run sampled and should end with the
-same model. One engine answers the held-out problems greedily for all runs; this is not timed.
+Both sides train with SETTINGS and otherwise with our defaults (trl_run.py passes them to TRL), on
+the same prompts in the same order, with the same reward functions. Each seed has its own prompts.
+The sides differ in their implementation and in the random numbers used for sampling. For each seed,
+a third run removes this randomness: TRL trains on the completions that our run sampled, and should
+end with the same model. In all runs, the same engine answers the held-out problems greedily; this
+is not timed.
 
-Why 16 seeds? The means of n runs of one trainer differ by sqrt(2/n) standard deviations on average.
-With 5 seeds one evaluation in nine is more than one deviation apart by chance, with 16 one in two
-hundred. Runs take turns. Each record is written when its run ends, and a run that has a record is
-not repeated, so an interrupted bench continues. Read next: runs.py.
+Why 16 seeds? The means of n runs of the same trainer typically differ by sqrt(2/n) standard
+deviations. With 5 seeds, one evaluation in nine differs by more than one standard deviation by
+chance; with 16 seeds, only one in two hundred does. The sides run alternately. A record is written
+when its run ends, and a run that has a record is not repeated, so an interrupted benchmark can be
+continued. Read next: runs.py.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         __doc__,
         seeds=(16, "runs of each kind, with seeds 0, 1, …"),
         steps=(40, "GRPO steps per run"),
-        eval_steps=(2, "steps between two evaluations on the held-out problems"),
+        eval_steps=(2, "number of steps between evaluations on the held-out problems"),
     )
     parser.add_argument(
         "--base",
@@ -87,9 +89,11 @@ def main(argv: Sequence[str]) -> list[dict]:
         default=common.ROOT / "runs/bench/base",
         help="the base model, created if missing (default runs/bench/base)",
     )
-    parser.add_argument("--afresh", action="store_true", help="repeat runs that have a record")
     parser.add_argument(
-        "--redraw", action="store_true", help="only make picture and table from the records"
+        "--afresh", action="store_true", help="repeat runs that already have a record"
+    )
+    parser.add_argument(
+        "--redraw", action="store_true", help="only create plot and table from the existing records"
     )
     parser.add_argument(
         "--picture",
@@ -111,7 +115,7 @@ def main(argv: Sequence[str]) -> list[dict]:
             "base": fingerprint(args.base),
             "settings": SETTINGS,
         }
-        # records of other options belong to another experiment
+        # records with different options belong to a different experiment
         records = [r for r in records if all(r[name] == value for name, value in same.items())]
         wanted = list(itertools.product(range(args.seeds), (*common.SIDES, common.REPLAYED)))
         with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -4,8 +4,8 @@
 In: nothing; random log-probs and rewards in float64 are made here. The cases are the tables of
 trl_peer.py and config.py, so a new objective is compared automatically. Out:
 results/parity_trl.json with the largest difference of every quantity in each case, relative to the
-largest value of that quantity. tests/grpo/test_trl_parity.py holds the same comparisons, case by
-case, to 1e-6 (metrics to 1e-5, because they are logged in float32).
+largest value of that quantity. tests/grpo/test_trl_parity.py requires that the differences are at
+most 1e-6 in every case (1e-5 for metrics, because they are logged in float32).
 
 The gradients are with respect to the log-probs; the tests also compare those of the full model.
 Read next: trl_peer.py.
@@ -76,7 +76,7 @@ def importance_of_both(
 
 
 def difference(ours: torch.Tensor | float, theirs: torch.Tensor | float) -> float:
-    """Return max |ours - theirs| / max |theirs|, or the absolute one if TRL has only zeros."""
+    """Return max |ours - theirs| / max |theirs|, or max |ours| if TRL has only zeros."""
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (ours, theirs))
     return ((a - b).abs().max() / (b.abs().max() if b.any() else 1.0)).item()
 
@@ -123,7 +123,7 @@ def cases(seeds: int) -> Iterator[tuple[str, str, list[Comparison]]]:
 
 def main(argv: Sequence[str]) -> list[dict]:
     parser = common.parser(
-        "parity_trl", __doc__, threads=False, seeds=(5, "random inputs of each loss and weight")
+        "parity_trl", __doc__, threads=False, seeds=(5, "random inputs per loss and weight")
     )
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore", FutureWarning)  # TRL uses deprecated parts of transformers

@@ -1,9 +1,9 @@
 """Write bench/README.md from the results: `python -m bench.readme`. With --check, only report
 whether the file is up to date.
 
-In: bench/results/*.json. Out: one section per bench with its question, its table, and the command,
-machine and commit of its records. tests/bench/test_readme.py fails when the file in the repository
-is out of date. Read next: tables.py.
+In: bench/results/*.json. Out: one section per benchmark, with its question, its table, and the
+command, machine and commit of its records. tests/bench/test_readme.py fails when the file in the
+repository is out of date. Read next: tables.py.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from pathlib import Path
 
 from bench import common, tables
 
-HEAD = """# Benches
+HEAD = """# Benchmarks
 
 This page is generated from the records in bench/results/ by `python -m bench.readme`; do not edit
-it. Each bench is a module with `--help`. Only `bench/gpu.sh` and `bench/gpu_train.sh` need a GPU.
+it. Each benchmark is a Python module; `--help` shows its options. Only `bench/gpu.sh` and
+`bench/gpu_train.sh` need a GPU.
 
-The sides take turns in one run, with the same number of threads. The tables show medians and the
-extremes. TRL is version 1.16.0 with the settings that are best for it (bench/trl_run.py). Where it
-is faster, the tables show that too. "Not yet measured" means that there is no record.
+Within a run, the sides alternate and use the same number of threads. The tables show medians and
+extremes. TRL is version 1.16.0, with the settings that are best for it (bench/trl_run.py). If TRL
+is faster, the tables show that, too. "Not yet measured" means that there is no record.
 """
 
 
@@ -30,7 +31,7 @@ ELSEWHERE = {"objectives": "docs/objectives.md"}  # results that have a page of 
 
 
 def origin(record: dict) -> str:
-    """Return command, machine and commit of a record as one line."""
+    """Return the command, machine and commit of a record as one line."""
     m = record["machine"]
     chip = m["gpu"] or f"{m['cpu']}, {m['cores']} cores"
     packages = ("python", "torch", "transformers", "trl")
@@ -46,7 +47,7 @@ def origin(record: dict) -> str:
 
 
 def section(name: str, records: list[dict]) -> str:
-    """Return the Markdown section of a bench."""
+    """Return the Markdown section of a benchmark."""
     bench = tables.BENCHES[name]
     rule = ["---"] * len(bench.columns)
     out = [f"## {name}", "", bench.question, ""]
@@ -67,7 +68,7 @@ def section(name: str, records: list[dict]) -> str:
 
 
 def render(folder: Path = common.RESULTS) -> str:
-    """Return the full page. Raise ValueError if no table shows a result, which would hide it."""
+    """Return the full page. Raise ValueError if a results file has no table to show it."""
     unknown = {path.stem for path in folder.glob("*.json")} - set(tables.BENCHES) - set(ELSEWHERE)
     if unknown:
         raise ValueError(f"no table in bench/tables.py shows {', '.join(sorted(unknown))}")

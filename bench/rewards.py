@@ -1,6 +1,7 @@
-"""The reward of benches whose models have nothing to learn.
+"""The reward function of benchmarks in which the model does not have to learn.
 
-It has a module of its own because it runs in the process for user rewards, which imports no torch.
+It is in its own module because it runs in the process for user rewards, which does not import
+torch.
 """
 
 

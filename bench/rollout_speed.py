@@ -4,21 +4,22 @@ weights?
 In: nothing; a random Qwen3 of about three million parameters is made here. Out:
 results/rollout_speed.json with two cases:
 
-* even: one batch of completions of equal length. This is the plain cost of a decode step.
+* even: one batch of completions of equal length, which measures the cost of decode steps alone.
 * uneven: several batches' worth of completions with lengths like those of reasoning models. Their
-  mean is a third of the maximum, and both sides run at most `--batch` at once. Our engine replaces
-  finished completions; generate keeps a batch until its longest row ends and pads the others. Only
-  the requested ("useful") tokens count.
+  mean is a third of the maximum, and both sides process at most `--batch` of them at a time. Our
+  engine replaces finished completions; generate continues each batch until its longest row ends and
+  pads the others. Only the requested ("useful") tokens are counted.
 
 generate runs at its best: default cache, inference mode, no logits processor (temperature 1 needs
-none), prompts of equal length so nothing is padded, and both attention implementations. The faster
-of the two is the peer in the ratio. Our engine also returns the log-prob of every token, which GRPO
-needs; generate does not. On a CPU our engine packs its weights for oneDNN and transformers does
-not; the side "nanogrpo, unpacked" shows how much that contributes.
+none), prompts of equal length so nothing is padded, and both attention implementations. The ratio
+compares with the faster of the two. Our engine also returns the log-prob of every token, which GRPO
+needs; generate does not. On a CPU, our engine packs its weights for oneDNN, but transformers does
+not; the side "nanogrpo, unpacked" shows how much this contributes.
 
-With vLLM installed (--vllm-python) its server is a side too. It is used over HTTP as in train.py
---engine vllm, but with one request per completion, the same threads, float32, and at most --batch
-completions at once. Read next: nanogrpo/engine/local.py.
+If vLLM is installed (--vllm-python), its server is included as well. It is used over HTTP as in
+train.py --engine vllm, but with one request per completion. It has the same number of threads,
+computes in float32, and processes at most --batch completions at a time. Read next:
+nanogrpo/engine/local.py.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ from nanogrpo.vllm.server import Sidecar
 def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
     """Return n lengths in 1 … longest with a mean of longest / 3.
 
-    They are exponentially distributed and clamped at the maximum, as a token limit does.
+    They are exponentially distributed and clamped to the maximum, as by a token limit.
     """
     generator = torch.Generator().manual_seed(seed)
     unit = torch.empty(n, dtype=torch.float64).exponential_(generator=generator)  # [n]
     low, high = 0.0, float(longest)
-    for _ in range(60):  # bisect the scale at which the clamped mean is right
+    for _ in range(60):  # find by bisection the scale that gives the desired mean
         scale = (low + high) / 2
         lengths = (unit * scale).ceil().clamp(1, longest)
         low, high = (low, scale) if lengths.mean() > longest / 3 else (scale, high)
@@ -82,7 +83,7 @@ def peer(model: Decoder, attention: str):
     config = Qwen3Config(**{**model.cfg.to_dict(), "attn_implementation": attention})
     theirs = Qwen3ForCausalLM(config).eval()
     theirs.load_state_dict(model.state_dict(), strict=True)
-    theirs.generation_config.eos_token_id = None  # lengths are forced
+    theirs.generation_config.eos_token_id = None  # the lengths are prescribed
     theirs.generation_config.pad_token_id = 0
     return theirs
 
@@ -122,7 +123,9 @@ def generate(theirs, prompts: list[Prompt], lengths: list[int], batch: int) -> l
 
 @contextlib.contextmanager
 def vllm_server(model: Decoder, args: argparse.Namespace) -> Iterator[VLLMEngine]:
-    """Run a vLLM server with the model's weights, and as many threads and sequences as the rest."""
+    """Run a vLLM server with the model's weights, and with as many threads and sequences as the
+    other sides.
+    """
     context = model.cfg.max_position_embeddings
     settings = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -202,7 +205,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         "rollout_speed",
         __doc__,
         repeats=(7, "timed runs of each side"),
-        batch=(64, "completions at once, on all sides"),
+        batch=(64, "completions processed at a time, on all sides"),
         group=(8, "completions per prompt"),
         prompt_length=(32, "tokens per prompt"),
         length=(128, "tokens per completion of the even case"),
@@ -215,13 +218,13 @@ def main(argv: Sequence[str]) -> list[dict]:
     parser.add_argument(
         "--vllm-python",
         default=common.vllm_python(),
-        help="interpreter that has vLLM; '' leaves it out (default $NANOGRPO_VLLM_PYTHON)",
+        help="Python of an environment with vLLM; '' leaves it out (default $NANOGRPO_VLLM_PYTHON)",
     )
     parser.add_argument(
         "--vllm-options",
         nargs="*",
         default=["--enforce-eager"],
-        help="more options of the server (default --enforce-eager)",
+        help="additional options of the server (default --enforce-eager)",
     )
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)

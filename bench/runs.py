@@ -1,10 +1,10 @@
-"""Run a full GRPO training in a process of its own: ours is train.py, TRL's is its GRPOTrainer.
+"""Run a full GRPO training in a separate process: ours with train.py, TRL's with its GRPOTrainer.
 
-In: a side (common.SIDES or common.REPLAYED) and a `Config`. Out: a dict with seconds, lengths and
-rewards of each step, held-out accuracy after the steps that evaluate, and peak memory. On both
+In: a side (common.SIDES or common.REPLAYED) and a `Config`. Out: a dict with the seconds, lengths
+and rewards of each step, the held-out accuracy at each evaluation, and the peak memory. On both
 sides the clock runs from the start of the first step to the end of the last update, logging
-included. It is paused during evaluation, which both sides do with the same engine and rewards.
-The time to build the model, the optimizer and the data is not counted.
+included. It is paused during evaluation, which both sides do with the same engine and rewards. The
+time to build the model, the optimizer and the data is not counted.
 
     found = run("TRL", Config(model="runs/base", data=("arithmetic",), …), threads=2)
 
@@ -50,7 +50,7 @@ def run(side: str, cfg: Config, threads: int) -> dict:
 
 
 class StepClock:
-    """Measure the seconds of each step; can be paused."""
+    """Measure the seconds of each step. The clock can be paused."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
@@ -72,7 +72,9 @@ class StepClock:
 
 
 def memory() -> dict[str, int]:
-    """Return {"now": bytes in use, "peak": most so far} of the GPU's allocator or this process."""
+    """Return {"now": bytes in use, "peak": most so far} for the GPU's allocator or for this
+    process.
+    """
     if torch.cuda.is_available():
         return {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -91,7 +93,7 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-# What is read from the log of both sides.
+# The metrics that are read from the logs of both sides.
 METRICS = {
     "reward": "reward",
     "accuracy": "rewards/accuracy_reward/mean",
@@ -126,7 +128,7 @@ def arguments(cfg: Config) -> list[str]:
 
 
 def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
-    """Run train.py's own loop with a clock attached.
+    """Run train.py's own loop and measure its steps.
 
     sampled: the samples of each step are appended to this list.
     """
@@ -180,10 +182,10 @@ def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
 
 
 def theirs(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
-    """Run TRL's trainer with a callback that keeps the time and evaluates.
+    """Run TRL's trainer with a callback that measures time and evaluates.
 
-    sampled: if given, TRL samples nothing and trains on these samples of each step instead. The
-    model is then saved in cfg.output_dir.
+    sampled: if given, TRL does not sample but trains on these samples, one list per step. The model
+    is then saved in cfg.output_dir.
     """
     import transformers
 
@@ -256,7 +258,7 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
 
 
 def rollout(samples: list[Sample], texts: list[str]) -> dict:
-    """Return the given completions of these prompts in the form of TRL's `rollout_func`."""
+    """Return the given completions of these prompts in the format of TRL's `rollout_func`."""
     if [s.prompt.text for s in samples] != texts:
         raise RuntimeError("the two sides draw different prompts")
     return {
@@ -267,10 +269,10 @@ def rollout(samples: list[Sample], texts: list[str]) -> dict:
 
 
 def replayed(cfg: Config) -> dict:
-    """Run ours, then TRL on the completions that ours sampled (one update per generation).
+    """Run our trainer, then TRL on the completions that ours sampled (one update per generation).
 
-    Adds "ours", our held-out accuracies, and "weights_apart": the distance between the two final
-    models, relative to how far ours moved from the base (Euclidean norms over all weights).
+    Adds "ours" (our held-out accuracies) and "weights_apart": the distance between the two final
+    models, relative to the distance of ours from the base (Euclidean norms over all weights).
     """
     sampled: list[list[Sample]] = []
     folder = f"{cfg.output_dir}/ours"
@@ -289,7 +291,7 @@ SIDES = {"nanogrpo": ours, "TRL": theirs, common.REPLAYED: replayed}
 
 
 def main(argv: list[str]) -> int:
-    """Run one side in this process; the benches start it by `run`."""
+    """Run one side in this process; the benchmarks start it with `run`."""
     parser = argparse.ArgumentParser(prog="python -m bench.runs", description=main.__doc__)
     parser.add_argument("side", choices=SIDES)
     parser.add_argument("folder", type=Path, help="has options.json, gets found.json")

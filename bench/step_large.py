@@ -1,24 +1,26 @@
 """Measure a training step of a real-sized model on a GPU, ours and TRL's: speed, MFU, peak memory.
 
-In: nothing; a random Qwen3 of the real shape and completions of uneven length (a third of the
-longest on average) are made here. Out: results/step_large.json. Our side is a run of one process:
-FSDP2 in a world of one, float32 master weights, bfloat16 compute, fused AdamW, strips of
-`token_budget` tokens. TRL's is its trainer with bf16=True, its fused head, fused AdamW, and
-micro-batches of as many padded tokens as our strips have, or slightly more. Both train all weights
-from the same start and must find the same gradient norm, to 2 % because bfloat16 rounds the two
-differently.
+In: nothing; this file creates a random Qwen3 of real size and completions of uneven length (on
+average a third of the longest). Out: results/step_large.json. Our side runs in one process with
+FSDP2, float32 master weights, bfloat16 compute, fused AdamW, and strips of `token_budget` tokens.
+TRL's side is its trainer with bf16=True, its fused head, fused AdamW, and micro-batches with as
+many padded tokens as our strips, or slightly more. Both train all weights, start from the same
+weights, and must have the same gradient norm. A difference of 2 % is allowed, because bfloat16
+rounds differently on the two sides.
 
-Each side is alone on the GPU, because its peak memory is measured. It runs with the first of its
-SETTINGS that fits. Less recomputation is faster, so it comes first; the record names the setting.
-"over TRL" and "of TRL's" compare with TRL's fastest setting. TRL with gradient checkpointing has a
-record of its own. Within a step, nothing synchronizes with the GPU to measure time.
+The sides run one after the other, because the peak memory of each is measured. Each side uses the
+first of its SETTINGS that fits into memory, and the record names this setting. Settings with less
+recomputation are faster, so they are tried first. "over TRL" and "of TRL's" compare with TRL's
+fastest setting. TRL with gradient checkpointing has a separate record. Within a step, nothing
+synchronizes with the GPU to measure time.
 
-    MFU = FLOP that the step needs / seconds / peak FLOP/s of the device
+    MFU = FLOP that the step requires / seconds / peak FLOP/s of the device
     FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs         (the same for both sides)
 
-N: weights of the blocks' matrices. T: tokens, the prompt of a group counted once, no padding. M:
-trained tokens, the only ones the head computes. pairs: (query, visible key) pairs. Padded, copied
-or recomputed tokens are not needed and do not count. Read next: step_sides.py.
+N: number of weights in the blocks' matrices. T: tokens without padding, where the prompt of a group
+counts once. M: trained tokens, the only ones that the head has to process. pairs: number of (query,
+visible key) pairs. Padded, copied and recomputed tokens are not required and are not counted. Read
+next: step_sides.py.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ from nanogrpo.types import PackedBatch, Sample
 
 # 41,000 trained tokens in three strips of about 15,000
 CASE = Case(P=15, G=8, prompt=256, longest=1024, vocab=151936)
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by a word of the device's name
-SLOWER = {"PCIe", "NVL", "MIG"}  # words in the names of variants with another peak
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 peak, by a word in the device's name
+SLOWER = {"PCIe", "NVL", "MIG"}  # words in the names of variants with a different peak
 Setting = tuple[str, float]  # gradient checkpointing, share of the token budget per micro-batch
 
 
@@ -66,7 +68,9 @@ def theirs(folder: Path, cfg: Config, samples: list[Sample], setting: Setting) -
 
 
 def micro_batches(samples: list[Sample], tokens: float) -> int:
-    """Return the most equal micro-batches that have at least `tokens` padded tokens each."""
+    """Return the largest number of equal micro-batches that have at least `tokens` padded tokens
+    each.
+    """
     n, width = len(samples), padded_width(samples)
     return max(k for k in range(1, n + 1) if n % k == 0 and (k == 1 or n // k * width >= tokens))
 
@@ -80,7 +84,7 @@ SETTINGS = {
 
 
 def needed_flops(c: ModelConfig, batches: Sequence[PackedBatch]) -> float:
-    """Return the FLOP of a step by the formula above; `batches` share their prompts."""
+    """Return the FLOP of a step according to the formula above; `batches` share their prompts."""
     heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     block = c.hidden_size * (2 * heads + 2 * kv_heads + 3 * c.intermediate_size)
     tokens, trained = sum(len(b.tokens) for b in batches), sum(len(b.rows) for b in batches)
@@ -94,7 +98,7 @@ def needed_flops(c: ModelConfig, batches: Sequence[PackedBatch]) -> float:
 
 
 def peak_flops(device: str | None) -> float | None:
-    """Return the peak of a device by its name, such as "NVIDIA H200", or None if unknown."""
+    """Return the peak FLOP/s of a device, given a name like "NVIDIA H200", or None if unknown."""
     words = set((device or "").split())
     known = [flops for name, flops in PEAK_FLOPS.items() if name in words]
     return known[0] if known and not words & SLOWER else None
@@ -157,7 +161,9 @@ def measure(
     argv: Sequence[str],
     **options,
 ) -> list[dict]:
-    """Return the records of a model; write them after each side. options: more of `Config`."""
+    """Return the records of a model; write them after each side. options: additional fields of
+    `Config`.
+    """
     cfg, samples = options_of(case, **options)
     trained = sum(len(s.token_ids) for s in samples)
     flops = needed_flops(shape, strips(samples, cfg, shape.pair_cost))

@@ -1,13 +1,13 @@
-"""How much memory does a training step need, ours and TRL's, each in a process of its own?
+"""How much memory does a training step need, ours and TRL's, each in its own process?
 
 In: nothing; models and completions are made as in step_time.py. Out: results/step_memory.json with
-the peak of resident memory while model and optimizer are built and two steps are trained. It is
-given for the process, and above what the process held after its imports.
+the peak of resident memory while model and optimizer are built and two steps are trained. The
+record contains the peak of the process, and the same minus the memory used after imports.
 
-The most important case is Qwen's vocabulary on a small body, where the logits dominate.
+The most important case is a small model with Qwen's vocabulary, where the logits dominate.
 
-TRL's settings are in trl_run.py. It runs twice: with the generation as one micro-batch, like our
-side, and with four micro-batches, which need less memory and the same time. Read next:
+TRL's settings are in trl_run.py. TRL runs twice: with the generation as one micro-batch, like our
+side, and with four micro-batches, which need less memory and take the same time. Read next:
 step_time.py.
 """
 

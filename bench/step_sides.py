@@ -1,9 +1,9 @@
 """The two sides of a training step on given completions: ours as in train.py, and TRL's.
 
-In: a checkpoint folder, options, and the random completions of a `Case`. Out: sides with the same
-`step(samples)`. A step covers everything between the samples and the new weights. It returns the
-norm of the gradient, so a bench can check that all sides compute the same thing. Read next:
-step_time.py (small models on a CPU), step_large.py (real sizes on a GPU), step_memory.py.
+In: a checkpoint folder, options, and the random completions of a `Case`. Out: sides that have the
+same method `step(samples)`. A step includes everything from the samples to the new weights. It
+returns the gradient norm, so that a benchmark can check that all sides compute the same thing. Read
+next: step_time.py (small models on a CPU), step_large.py (real sizes on a GPU), step_memory.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SOLO = World(0, 1, torch.device("cpu"))  # one process
 @dataclasses.dataclass(frozen=True)
 class Case:
     P: int  # prompts
-    G: int  # completions of each
+    G: int  # completions per prompt
     prompt: int  # tokens
     longest: int  # maximum number of tokens per completion
     even: bool = False  # all completions have `longest` tokens; otherwise a third of it on average
@@ -86,7 +86,9 @@ def strips(samples: list[Sample], cfg: Config, pair_cost: float) -> list[PackedB
 
 
 class Ours:
-    """Our side: FSDP2 shards the weights as in a run, and a step is the inner loop of train.py."""
+    """Our side: weights are sharded with FSDP2 as in a run, and a step is the inner loop of
+    train.py.
+    """
 
     def __init__(self, folder: Path, cfg: Config, world: World = SOLO):
         self.model = run.load_sharded(checkpoint.empty_model(folder), folder, world, cfg)
@@ -128,19 +130,19 @@ class Trl:
         from bench import trl_run
 
         cfg = dataclasses.replace(cfg, model=str(folder))
-        # the trainer wants a data set, but nothing is drawn from it
+        # the trainer requires a dataset, but nothing is drawn from it
         prompts = [Prompt(i, "0", [0]) for i in range(cfg.prompts_per_step)]
         output = Path(tempfile.mkdtemp())
         self.trainer = trl_run.trainer(cfg, prompts, [share_of_even], output, micro)
         self.trainer.create_optimizer()
-        # as Trainer.train does before its first step when its options ask for it
+        # Trainer.train does this before its first step if its options require it
         if checkpointing:
             self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.micro = self.trainer.current_gradient_accumulation_steps = micro
         self.clock = metrics.Clock()
 
     def batch(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
-        """Return TRL's batch: padded to the longest of all samples, as TRL pads a generation."""
+        """Return TRL's batch, padded to the longest of all samples, as TRL pads a generation."""
         pad_id = self.trainer.processing_class.pad_token_id
 
         def pad(ids: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,7 +189,9 @@ class Trl:
 
 
 def check_norms(case: str, norms: dict[str, float], tolerance: float = 1e-3) -> None:
-    """Raise RuntimeError if the sides' gradient norms differ: they did not do the same work."""
+    """Raise RuntimeError if the gradient norms of the sides differ, since they then did different
+    work.
+    """
     first = next(iter(norms.values()))
     if any(abs(norm - first) > tolerance * first for norm in norms.values()):
         raise RuntimeError(f"{case}: the gradient norms differ: {norms}")

@@ -1,17 +1,17 @@
 """How long does a training step on given completions take: ours with shared prompts, ours with a
 copy of the prompt per completion, and TRL's?
 
-In: nothing; a random Qwen3 of about three million parameters and random completions are made here.
-Out: results/step_time.json, and docs/img/step_time.png: how the time grows with tokens, G and
-vocabulary. A step covers everything between the samples and the new weights: packing or padding,
-forward, loss, backward, clipping and AdamW, on policy, in float32. The sides start from the same
-weights. Their gradient norms must agree to 1e-3 before anything is timed, so no side can be fast by
-computing something else.
+In: nothing; this file creates a random Qwen3 of about three million parameters and random
+completions. Out: results/step_time.json, and docs/img/step_time.png, which shows how the time grows
+with tokens, G and vocabulary. A step includes everything from the samples to the new weights:
+packing or padding, forward pass, loss, backward pass, clipping and AdamW, on policy, in float32.
+The sides start from the same weights. Before anything is timed, their gradient norms must agree to
+1e-3, so no side can be faster by computing something different.
 
 TRL's settings are in trl_run.py. Cases that are not run keep their results. "tokens/s" counts
-completion tokens, "computed tokens" everything the decoder ran over, padding included. Peak memory
-is measured by step_memory.py. With --shape the bench measures one step of a real model on a GPU
-instead: step_large.py. Read next: step_sides.py.
+completion tokens, and "computed tokens" all tokens that the decoder processed, including padding.
+Peak memory is measured by step_memory.py. With --shape the bench measures one step of a real model
+on a GPU instead: step_large.py. Read next: step_sides.py.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def measure(case: str, args: argparse.Namespace, argv: Sequence[str]) -> list[di
     if args.no_trl:
         names.remove("TRL")
     if case in LENGTHS | VOCABULARIES:
-        names.remove("nanogrpo, prompts copied")  # adds nothing to these cases
+        names.remove("nanogrpo, prompts copied")  # not informative in these cases
     with tempfile.TemporaryDirectory() as where:
         shape = write_model(CASES[case], Path(where), args)
         cfg, samples = options_of(CASES[case], args.scale)
@@ -166,7 +166,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         return step_large.main(args.shape, args.repeats, sides, args.out, argv)
     torch.set_num_threads(args.threads)
     for case in args.cases:
-        # written after each case: an interrupted bench keeps its results
+        # written after each case, so an interrupted run keeps its results
         path = common.merge("step_time", measure(case, args, argv), args.out)
     records = common.read("step_time", args.out)
     draw(records, args.picture)

@@ -1,16 +1,16 @@
 """How long does a weight sync take, from the trainer's parameters to a real vLLM that samples with
 them?
 
-In: nothing; two random Qwen3 models are made here, with 0.3 M and about 100 M parameters.
---vllm-python names the interpreter that has vLLM. Out: results/sync_speed.json with the seconds of
-each sync over both transports, p50 and p95, and GB/s.
+In: nothing; this file creates two random Qwen3 models, with 0.3 M and about 100 M parameters.
+--vllm-python is the interpreter of an environment with vLLM. Out: results/sync_speed.json with the
+seconds of each sync for both transports, p50 and p95, and GB/s.
 
-A sync is what the training loop waits for: gather into the buckets, pause, announce, transfer, load
-into vLLM's fused layers, label, resume (nanogrpo/vllm/sync.py). After each block of syncs the
-server samples, and its log-probs are compared with the trainer's, so a fast sync of wrong weights
-does not count. The transports take turns on the same server. On a CPU both ends and the load share
-the cores, so GB/s says more about copying than about the network. vLLM's own sync engine is not
-measured: it needs GPUs. Read next: nanogrpo/vllm/sync.py.
+A sync consists of everything that the training loop waits for: gather into the buckets, pause,
+announce, transfer, load into vLLM's fused layers, label, resume (nanogrpo/vllm/sync.py). After each
+block of syncs, the server samples, and its log-probs are compared with the trainer's, so a fast
+sync of wrong weights would be noticed. The transports are measured alternately on the same server.
+On a CPU, trainer and server share the cores, so GB/s depends more on copying than on the network.
+vLLM's own sync engine is not measured: it needs GPUs. Read next: nanogrpo/vllm/sync.py.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> list[dict]:
     parser.add_argument(
         "--vllm-python",
         default=common.vllm_python() or sys.executable,
-        help="interpreter that has vLLM (default $NANOGRPO_VLLM_PYTHON)",
+        help="Python interpreter of an environment with vLLM (default $NANOGRPO_VLLM_PYTHON)",
     )
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -94,15 +94,15 @@ def main(argv: Sequence[str]) -> list[dict]:
             sidecar = Sidecar(base, options, args.vllm_python, Path(folder) / "serve.log")
             first = VLLMEngine(model, max_len=32, sidecar=sidecar, transport=TRANSPORTS[0])
             engines = {TRANSPORTS[0]: first}
-            # one more client of the same server for each other transport
+            # an additional client of the same server for each further transport
             server = first.servers[0]
             secret = server.headers["Authorization"].removeprefix("Bearer ")
             for transport in TRANSPORTS[1:]:
                 engines[transport] = VLLMEngine(
                     model, max_len=32, servers=[server.url], secret=secret, transport=transport
                 )
-            # A server accepts one trainer at a time, so the transports take turns in blocks. The
-            # first, untimed syncs of a block connect it.
+            # A server accepts one trainer at a time, so the transports alternate in blocks. The
+            # first syncs of a block establish the connection and are not timed.
             seconds: dict[str, list[float]] = {name: [] for name in engines}
             for _ in range(2):
                 for name, engine in engines.items():

@@ -1,7 +1,8 @@
-"""Make the tables of the benches: on the console when a bench ends, and in bench/README.md.
+"""Create the tables of the benchmarks: on the console when a benchmark ends, and in
+bench/README.md.
 
-In: the records of a bench (dicts as common.py writes them). Out: table lines. Every figure comes
-from a record, and a cell of `wanted` that no record fills reads "not yet measured". These are pure
+In: the records of a benchmark (dicts as written by common.py). Out: table rows. Every number comes
+from a record, and a row of `wanted` without a record says "not yet measured". These are pure
 functions that do not need TRL. Read next: readme.py.
 """
 
@@ -19,7 +20,7 @@ Lines = list[tuple]
 
 @dataclass(frozen=True)
 class Bench:
-    """The table of a bench."""
+    """The table of a benchmark."""
 
     question: str
     columns: Sequence[str]
@@ -30,12 +31,12 @@ class Bench:
     notes: Callable[[list[dict]], list[str]] = lambda records: []
 
 
-# What training uses; all other quantities are metrics.
+# The quantities that training uses; all others are metrics.
 QUANTITIES = ("advantages", "loss", "gradient", "entropy gradient", "weight")
 
 
 def parity(records: list[dict]) -> Lines:
-    """Return a line for advantages, each loss type and the importance weights: its worst case."""
+    """Return the worst case of the advantages, of each loss type and of the importance weights."""
     groups: dict[str, list[dict]] = {}
     for r in records:
         name = r["case"].partition(":")[0] if r["what"] == "loss" else r["what"]
@@ -77,7 +78,7 @@ def end_to_end(records: list[dict]) -> Lines:
 
 
 def cannot(records: list[dict]) -> list[str]:
-    """Return why a side is missing."""
+    """Return notes that explain the memory column and why a side is missing."""
     missing = {(r["side"], r["why_not"]) for r in records if "why_not" in r}
     return [
         "Peak memory is that of the trainer's process, above its imported libraries. A vLLM"
@@ -131,18 +132,18 @@ GPU_CASES = [
 ]
 BENCHES = {
     "parity_trl": Bench(
-        "How far are our numbers from TRL 1.16.0's own code, in float64? The largest relative"
-        " difference of each quantity.",
+        "How much do our results differ from those of TRL 1.16.0's own code in float64? The table"
+        " shows the largest relative difference of each quantity.",
         ("what", "cases", "inputs", "values", "metrics"),
         parity,
         notes=lambda records: [
-            "The tests hold every case to 1e-6, and the metrics, which are logged in float32,"
-            " to 1e-5."
+            "The tests allow differences of at most 1e-6, or 1e-5 for metrics, which are logged in"
+            " float32."
         ],
     ),
     "learning": Bench(
-        "Does our trainer learn as TRL's does, and how much sooner? The tiny task from one base;"
-        " mean ± standard deviation over the seeds.",
+        "Does our trainer learn as TRL's does, and how much faster? Both learn the tiny task from"
+        " the same base model. The table shows mean ± standard deviation over the seeds.",
         (
             "side",
             "seeds",
@@ -157,7 +158,8 @@ BENCHES = {
         notes=tables_learning.curves_apart,
     ),
     "end_to_end": Bench(
-        "How many full GRPO steps per second: sampling, rewards, training, weight update?",
+        "How many full GRPO steps run per second? A step includes sampling, rewards, training and"
+        " the weight update.",
         (
             "case",
             "side",
@@ -197,8 +199,8 @@ BENCHES = {
         "step_time.png",
     ),
     "step_large": Bench(
-        "How long does a training step of a real model take on a GPU? All weights, float32 master"
-        " weights, bfloat16 compute, strips of 16,384 tokens.",
+        "How long does a training step of a real model take on a GPU? All weights are trained, with"
+        " float32 master weights, bfloat16 compute and strips of 16,384 tokens.",
         (
             "case",
             "side",
@@ -214,24 +216,24 @@ BENCHES = {
         GPU_CASES,
         command="python -m bench.step_time --shape 0.6B",
         notes=lambda records: [
-            "MFU: the FLOP that the step needs, without padding and recomputation, over the"
-            " device's dense peak."
+            "MFU is the FLOP/s that the step requires, without padding and recomputation, as a"
+            " fraction of the device's dense peak."
         ],
     ),
     "step_memory": Bench(
-        "How much memory does a training step need, each side in a process of its own?",
+        "How much memory does a training step need? Each side runs in its own process.",
         ("case", "side", "peak above the libraries", "peak of the process", "of TRL's"),
         tables_step.step_memory,
         (("V = 151,936", "nanogrpo"), ("V = 151,936", "TRL")),
     ),
     "rollout_speed": Bench(
-        "How fast does the embedded engine sample? Useful tokens per second.",
+        "How fast does the embedded engine sample? The table shows useful tokens per second.",
         ("case", "side", "tokens/s", "slowest – fastest", "over the best generate"),
         rollout_speed,
         (("even", "nanogrpo"), ("even", "vLLM"), ("uneven", "nanogrpo"), ("uneven", "vLLM")),
     ),
     "sync_speed": Bench(
-        "How long does a weight sync to a real vLLM take on the same machine?",
+        "How long does a weight sync to a real vLLM server on the same machine take?",
         ("model", "transport", "p50 ms", "p95 ms", "GB/s", "MB"),
         sync_speed,
         (("0.3M", "broadcast"), ("100M", "broadcast")),

@@ -1,4 +1,5 @@
-"""Make the table of bench.learning: both sides' curves, and TRL trained on our completions.
+"""Create the table of bench.learning from both sides' curves, and from TRL trained on our
+completions.
 
 In: records. Out: table lines and notes. Read next: tables.py.
 """
@@ -34,9 +35,9 @@ def curve(records: list[dict], name: str) -> tuple[list[int], list[float], list[
 def apart(records: list[dict], name: str) -> tuple[float, float]:
     """Compare the mean curves of the two sides.
 
-    Returns the share of steps at which they are within one standard deviation, and their largest
-    distance in standard deviations. The deviation of a step is the root of the two sides' mean
-    variance. Where neither side varies, only equal means count as within one deviation.
+    Returns the fraction of steps at which they are within one standard deviation, and their largest
+    distance in standard deviations. The deviation at a step is the square root of the mean of both
+    sides' variances. If neither side varies, only equal means count as within one deviation.
     """
     (_, a, sa), (_, b, sb) = (
         curve([r for r in records if r["side"] == side], name) for side in SIDES
@@ -66,7 +67,7 @@ def learning(records: list[dict]) -> list[tuple]:
             continue
         ends = [r["held_out"][max(r["held_out"], key=int)] for r in mine]
         reward = [statistics.fmean(r["reward"][-5:]) for r in mine]
-        seconds, to90 = "it samples nothing", ""
+        seconds, to90 = "does not sample", ""
         if side in SIDES:
             seconds = show([sum(r["seconds"]) for r in mine], 1)
             reached = [s for s in (seconds_to(r, 0.9) for r in mine) if s is not None]
@@ -89,8 +90,8 @@ def replay_apart(records: list[dict]) -> list[str]:
     equal, most = sum(a == b for a, b in both), max(abs(a - b) for a, b in both)
     weights = max(r["weights_apart"] for r in theirs)
     return [
-        "TRL also trained on the completions that our runs sampled, which leaves only the training"
-        f" to differ. Its held-out accuracy equals ours at {equal} of {len(both)} evaluations (at"
+        "TRL was also trained on the completions that our runs sampled, so that only the training"
+        f" can differ. Its held-out accuracy equals ours at {equal} of {len(both)} evaluations (at"
         f" most {most:.3f} apart). Its final weights differ from ours by at most {weights:.1e} of"
         " the distance from the base."
     ]
@@ -103,7 +104,7 @@ def curves_apart(records: list[dict]) -> list[str]:
     for name, title in (("held_out", "held-out accuracy"), ("reward", "reward")):
         share, most = apart(records, name)
         notes.append(
-            f"The two mean curves of {title} by step are within one standard deviation at"
+            f"The mean curves of {title} on the two sides are within one standard deviation at"
             f" {share:.0%} of the steps, and at most {most:.2f} standard deviations apart."
         )
     return notes + replay_apart(records)

@@ -1,4 +1,4 @@
-"""Make the tables of the training step: time on a CPU, on a GPU, and memory.
+"""Create the tables of the training step: time on a CPU, time on a GPU, and memory.
 
 In: records. Out: table lines. Read next: tables.py.
 """

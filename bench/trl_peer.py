@@ -6,10 +6,10 @@ rewards and log-probs.
     batch = peer.batch()
     (loss,) = peer.losses(batch)
 
-`Peer` is a `GRPOTrainer` with the attributes that its methods read, but without data set and
-optimizer. `advantages_of_both` and `losses_of_both` compute one case with TRL's code and with ours:
-tests/grpo/test_trl_parity.py checks that they are equal, parity_trl.py tabulates the differences.
-Read next: parity_trl.py.
+`Peer` is a `GRPOTrainer` that has the attributes that its methods read, but no dataset and no
+optimizer. `advantages_of_both` and `losses_of_both` compute one case with TRL's code and with ours.
+tests/grpo/test_trl_parity.py checks that the results are equal, and parity_trl.py tabulates the
+differences. Read next: parity_trl.py.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from nanogrpo.model.head import PolicyOut
 from nanogrpo.types import Prompt, Sample
 
 EOS, PAD = 5, 0
-G = 4  # completions a prompt
-LENGTHS = [3, 9, 1, 6, 12, 2, 12, 7]  # of the completions of two prompts
+G = 4  # completions per prompt
+LENGTHS = [3, 9, 1, 6, 12, 2, 12, 7]  # lengths of the completions of two prompts
 # Options that TRL has under the same name.
 SHARED = [
     "num_generations",
@@ -69,7 +69,8 @@ STOPPED = [True, True, True, False, False, True, True, True]
 OWN = ("kl", "entropy", "policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean")
 SOLO = World(0, 1, torch.device("cpu"))  # one process
 
-# The cases: of advantages, rewards by kind; of losses, what each type is combined with.
+# The cases. For advantages: different kinds of rewards. For losses: options to combine with each
+# type.
 REWARDS = {
     "plain": [1.0, 0.0, 0.25, 1.0, 0.5, 2.0, -1.0, 0.0],
     "equal": [0.1, 0.1, 0.1, 0.1, 1.0, 0.0, 0.0, 0.0],
@@ -149,7 +150,8 @@ def config(**options) -> Config:
 def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> trl.GRPOConfig:
     """Return the same options as TRL's config.
 
-    Off policy, gradients accumulate over half of the generation, so TRL computes old log-probs.
+    For the off-policy cases, gradients accumulate over half of the generation, so that TRL computes
+    old log-probs.
     """
     return trl.GRPOConfig(
         output_dir="unused",
@@ -164,7 +166,7 @@ def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> tr
 
 
 class NoModel(torch.nn.Module):
-    """Take the place of the model; TRL only reads its mode."""
+    """Replace the model, of which TRL only reads the mode."""
 
     is_gradient_checkpointing = False
 
@@ -220,17 +222,19 @@ class Peer(trl.GRPOTrainer):
         return rows, self.logp["entropy"][self.taken] if name == "now" else None, None
 
     def batch(self) -> dict:
-        """Return TRL's batch: padded ids, masks, advantages, log-probs, the normaliser."""
+        """Return TRL's batch: padded ids, masks, advantages, log-probs, the normalizer."""
         prompts = [{"prompt": s.prompt.text} for s in self.samples]
         batch = self._generate_and_score_completions(prompts)
-        # TRL divides the tokens of a generation by the updates that it expects; here one update
-        # has them all.
+        # TRL divides the tokens of a generation by the number of updates that it expects; here, a
+        # single update has all tokens.
         updates = self.args.steps_per_generation // self.args.gradient_accumulation_steps
         batch["num_items_in_batch"] *= updates
         return batch
 
     def losses(self, batch: dict) -> list[torch.Tensor]:
-        """Return one loss per micro-batch, as `training_step` would compute them in turn."""
+        """Return one loss per micro-batch, as `training_step` would compute them one after the
+        other.
+        """
         out, size = [], self.args.per_device_train_batch_size
         for start in range(0, len(self.samples), size):
             self.taken = slice(start, start + size)
@@ -278,7 +282,7 @@ def tables(seed: int) -> dict[str, torch.Tensor]:
     return tables
 
 
-# --- one case by TRL's code and by ours ---
+# --- one case with TRL's code and with ours ---
 
 
 def give_rewards(samples: list[Sample], rewards: list, cfg: Config) -> torch.Tensor:
@@ -311,7 +315,7 @@ def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
     for name, (expected, *_) in peer._metrics["train"].items():
         if not name.startswith("reward") and name != "frac_reward_zero_std":
             continue
-        # where there is nothing to log, TRL logs NaN and we log nothing
+        # if there is no value, TRL logs NaN and we log nothing
         theirs[name] = expected if expected == expected else 0.0
         ours[name] = row[name] if expected == expected else row.get(name, 0.0)
     return ours, theirs
@@ -320,7 +324,9 @@ def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
 def our_batch(
     samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool
 ) -> tuple[SimpleNamespace, tuple]:
-    """Return our batch of the same numbers in float64, and its tokens' indices in the tables."""
+    """Return our batch with the same numbers in float64, and the indices of its tokens in the
+    tables.
+    """
     n_tokens = packing.one_update(samples, cfg).n_tokens
     places = [
         (i, t)
@@ -354,7 +360,7 @@ def our_batch(
 def our_loss(
     samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool
 ) -> PolicyOut:
-    """Return the result of `grpo.loss`, which has every option.
+    """Return the result of `grpo.loss`, which supports all options.
 
     The fused head supports only those of the clipped loss; the tests compare the two.
     """
@@ -403,7 +409,7 @@ def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict
     meter.end_update(0.0)
     row = {**meter.summary(SOLO), **entropy.Bonus(cfg, SOLO).metrics()}
     names = {n for n in peer._metrics["train"] if n.startswith("clip_ratio/") or n in OWN}
-    # TRL counts a masked completion among the sequences, as unclipped
+    # TRL includes masked completions in the number of sequences, as unclipped
     if cfg.mask_truncated_completions and out.by_sequence:
         clips = ("clip_ratio/", "cispo_clip_ratio", "vespo/phi_seq_mean")
         names = {n for n in names if not n.startswith(clips)}

@@ -1,10 +1,10 @@
 """Build TRL's GRPOTrainer with our options and the settings that are best for it.
 
-In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. Options go by
-the same names where TRL has them. The best settings for the benches' models are: no gradient
-checkpointing, the full generation as one micro-batch, sdpa attention, TRL's default fused head and
-fused AdamW, float32 on a CPU as on our side, no data loader workers, no progress bar, nothing
-saved. Read next: runs.py, which runs both sides; trl_peer.py, TRL's code without a trainer.
+In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. Options that
+TRL has are passed under the same name. These settings are best for the benchmarks' models: no
+gradient checkpointing, the full generation as one micro-batch, sdpa attention, TRL's default fused
+head, fused AdamW, float32 on a CPU as on our side, no data loader workers, no progress bar and no
+checkpoints. Read next: runs.py, which runs both sides; trl_peer.py, TRL's code without a trainer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanogrpo.config import Config
 from nanogrpo.data import prompts as data
 from nanogrpo.types import Prompt
 
-# Options of the same name and meaning.
+# Options with the same name and meaning.
 SAME = (
     *SHARED,
     *("top_p", "top_k", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps"),
@@ -32,7 +32,7 @@ SAME = (
 
 
 def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
-    """Return our options as TRL's. micro: micro-batches per optimizer step."""
+    """Return TRL's options that correspond to ours. micro: micro-batches per optimizer step."""
     on_gpu = torch.cuda.is_available() and cfg.device != "cpu"
     return trl.GRPOConfig(
         output_dir=str(output_dir),
@@ -42,7 +42,7 @@ def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
         steps_per_generation=cfg.steps_per_generation * micro,
         gradient_accumulation_steps=micro,
         gradient_checkpointing=False,
-        shuffle_dataset=False,  # the prompts are already in the order of our side
+        shuffle_dataset=False,  # the prompts are already in the same order as on our side
         min_p=cfg.min_p or None,
         report_to="none",
         save_strategy="no",
@@ -60,7 +60,7 @@ def trainer(
     output_dir: Path,
     micro: int = 1,
 ) -> trl.GRPOTrainer:
-    """Return a trainer that sees in each step the prompts that `data.draw` gives our side."""
+    """Return a trainer that uses the same prompts in each step as our side."""
     warnings.simplefilter("ignore", FutureWarning)  # TRL uses deprecated parts of transformers
     drawn = [
         p
