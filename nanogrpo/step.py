@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.failure import Stop
+from nanogrpo.engine.ahead import staleness
 from nanogrpo.engine.base import stream
 from nanogrpo.grpo import entropy, mismatch, packing
 from nanogrpo.grpo import loss as grpo
@@ -199,6 +201,8 @@ def log_step(
     _, std = step_advantages([f.reward for f in facts], cfg, by_function)
     record = {**metrics.of_samples(facts, std), **meter.summary(world)}
     record |= {**memory.measured(world, run.estimate), **run.engine.metrics()}
+    if cfg.engine == "vllm":
+        record |= staleness(world.concat([Counter(s.versions) for s in samples]), step)
     record["learning_rate"] = run.optimizer.param_groups[0]["lr"]
     if cfg.max_resample_times:
         record["resampled_groups"] = run.resampled_groups

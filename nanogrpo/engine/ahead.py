@@ -2,7 +2,7 @@
 server).
 
 In: the engine, the prompts of each step, a bound S (--max-staleness). Out: the samples of each
-step, in order. With S = 0 it only checks versions and reports staleness.
+step, in order. With S = 0 it only checks versions.
 
     S = 0    sample 0 │ train 0 │ sync │ sample 1 │ train 1 │ sync │ …   always the newest weights
     S = 1    sample 0 │ train 0 ────────── sync │ train 1 ───────── sync │ …
@@ -52,8 +52,6 @@ class AheadEngine:
     ):
         self.engine, self.draw, self.n, self.params = engine, draw, n, params
         self.stop, self.bound, self.world = stop, bound, world
-        self.step = 0  # the step whose samples were returned last
-        self.versions: list[Counter[int]] = []  # for each of its completions: tokens per version
         # Steps under way, oldest first, each with the samples to come (None except on rank 0).
         self.requested: deque[tuple[int, Future | None]] = deque()
         # One thread, so steps are requested in their order. Rank 0 requests for all ranks.
@@ -80,8 +78,7 @@ class AheadEngine:
             samples = self._take(prompts, step)
         else:
             samples = self.engine.sample(prompts, n, params, step)
-        self.step, self.versions = step, [Counter(s.versions) for s in samples]
-        oldest = min((min(versions) for versions in self.versions), default=step)
+        oldest = min((min(s.versions) for s in samples), default=step)
         if oldest < step - self.bound:
             raise AssertionError(
                 f"a token of step {step} was written by version {oldest}, which is older than "
@@ -107,8 +104,7 @@ class AheadEngine:
         return self.pool.submit(request, self.draw(step), self.n, self.params, step)
 
     def metrics(self) -> dict[str, float]:
-        """Return the engine's metrics and the staleness of the last step. Every rank must call."""
-        return self.engine.metrics() | staleness(self.world.concat(self.versions), self.step)
+        return self.engine.metrics()
 
     def close(self) -> None:
         """Drop the steps that are under way, then close the engine."""

@@ -110,6 +110,16 @@ def test_sampling_ahead_keeps_its_bound_and_requests_no_step_beyond_the_last(arg
     assert all(row["clip_ratio/region_mean"] > 0 for row in rows)
 
 
+def test_staleness_describes_the_samples_that_are_trained_on(argv, tmp_path):
+    """Every group is sampled again with the current weights, because all rewards are equal."""
+    function = "def f(prompts, **kwargs):\n    return [1.0] * len(prompts)\n"
+    (tmp_path / "reward.py").write_text(function)
+    options = ["--reward-funcs", f"{tmp_path / 'reward.py'}:f", "--max-resample-times", "1"]
+    assert train.main(argv("--max-staleness", "1", *options)) == 0
+    for row in steps(tmp_path):
+        assert (row["resampled_groups"], row["staleness/mean"], row["staleness/max"]) == (4, 0, 0)
+
+
 def test_a_server_lost_while_sampling_leaves_a_checkpoint_to_resume(argv, tmp_path, fake, capsys):
     fake.disturb = generation(fake, 5)  # in the second step
     assert train.main(argv("--server-patience", "0.3")) == 2
