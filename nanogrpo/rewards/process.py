@@ -118,8 +118,10 @@ class RewardProcess:
         except (ConnectionError, EOFError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(POLL)
+            status = self.process.poll()  # None if it still runs; `kill` would set it
             self.kill()
-            status = self.process.returncode
+            if status is None:
+                raise CallLost("closed its connection") from None
             killed = f"was killed by {signal.Signals(-status).name}" if status < 0 else ""
             raise CallLost(killed or f"exited with status {status}") from None
         if kind == "error":

@@ -113,6 +113,11 @@ async def awaits_and_raises(prompts, **kwargs):
     raise KeyError("no such judge")
 
 
+def closes_its_connection(prompts, **kwargs):
+    os.closerange(3, 256)
+    time.sleep(1000)
+
+
 def dies_but_leaves_a_child(prompts, **kwargs):
     if os.fork() == 0:
         time.sleep(1000)  # holds every open file, including the connection to the trainer

@@ -226,6 +226,14 @@ def test_a_child_that_holds_the_connection_open_does_not_hide_a_crash():
     assert time.monotonic() - begun < 60
 
 
+def test_a_process_that_closes_its_connection_is_not_called_killed():
+    process = RewardProcess(named("closes_its_connection"))
+    with pytest.raises(CallLost, match=r"^closed its connection$"):
+        process.call(
+            [(0, "f")], {"prompts": ["a"], "completion_ids": [[5]]}, ["sample 0"], timeout=60.0
+        )
+
+
 # --- mistakes ---
 
 
