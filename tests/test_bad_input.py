@@ -193,7 +193,7 @@ MODELS = {
     ),
     "an absurd vocabulary": (
         set_fields(vocab_size=10**13),
-        "vocab_size is 10000000000000 but must be .* and below 1048576",
+        "vocab_size is 10000000000000 but must be .* and below 16777216",
     ),
     "absurd layers": (
         set_fields(num_hidden_layers=10**9),
@@ -211,7 +211,7 @@ MODELS = {
         set_fields(
             hidden_size=2**30, num_attention_heads=2**30, num_key_value_heads=2**30, head_dim=2**30
         ),
-        "hidden_size is 1073741824 but must be a whole number above 0 and below 1048576",
+        "hidden_size is 1073741824 but must be a whole number above 0 and below 16777216",
     ),
     "heads": (
         set_fields(num_key_value_heads=3),

@@ -90,7 +90,7 @@ class ModelConfig:
                 right, wanted = isinstance(value, bool), "true or false"
             else:
                 types, kind = NUMBERS[str(field.type)]
-                limit = LIMITS.get(field.name, 2**20)
+                limit = LIMITS.get(field.name, 2**24)
                 right = type(value) in types and 0 < value < limit
                 wanted = f"{kind} above 0 and below {limit}"
             require(right, f"{field.name} is {value!r:.60} but must be {wanted}")

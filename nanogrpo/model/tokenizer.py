@@ -154,18 +154,24 @@ class Tokenizer:
     def _json(self, name: str) -> dict:
         return read_json(self._folder / name) if name in self._files else {}
 
+    def _id(self, name: str) -> int | None:
+        """Return the id of a special token, None if the config does not name one."""
+        if (token := self._special.get(name)) is None:
+            return None
+        if (found := self._tokenizer.token_to_id(token)) is None:
+            raise UserError(
+                f"{self._folder}: {name} {token!r} is not in tokenizer.json; make the two files "
+                "agree."
+            )
+        return found
+
     def _stops(self) -> list[int]:
         """Return the id of the end token, then those that generation_config.json adds (an int or a
         list).
         """
-        stops = []
-        if eos := self._special.get("eos_token"):
-            if (stop := self._tokenizer.token_to_id(eos)) is None:
-                raise UserError(
-                    f"{self._folder}: eos_token {eos!r} is not in tokenizer.json; make the two "
-                    "files agree."
-                )
-            stops = [stop]
+        self._id("pad_token")  # checked for those who load our checkpoints: we never pad
+        eos = self._id("eos_token")
+        stops = [] if eos is None else [eos]
         more = self._json("generation_config.json").get("eos_token_id")
         stops += more if isinstance(more, list) else [] if more is None else [more]
         for stop in stops:
@@ -197,7 +203,7 @@ class Tokenizer:
         if isinstance(template, list) and all(
             isinstance(e, dict) and {"name", "template"} <= e.keys() for e in template
         ):
-            template = {e["name"]: e["template"] for e in template}.get("default")
+            template = next((e["template"] for e in template if e["name"] == "default"), None)
         if template is None:
             return None
         if not isinstance(template, str):

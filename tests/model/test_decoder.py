@@ -251,3 +251,7 @@ def test_every_spelling_of_the_rotary_base_is_read(spelling):
     raw = {**QWEN3_RAW, **spelling}
     assert Qwen3Config(**raw).rope_parameters["rope_theta"] == 5e5
     assert ModelConfig.from_dict(raw).rope_theta == 5e5
+
+
+def test_a_vocabulary_of_a_million_is_read():
+    assert ModelConfig.from_dict({**QWEN3_RAW, "vocab_size": 2**20}).vocab_size == 2**20

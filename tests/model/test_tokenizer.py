@@ -184,8 +184,9 @@ def test_save_copies_the_files_byte_for_byte_even_if_the_source_is_gone(tmp_path
 
 def test_the_default_template_is_chosen_and_cannot_read_the_date(tmp_path):
     several = [
-        {"name": "tool_use", "template": "T"},
+        {"name": ["tool_use"], "template": "T"},
         {"name": "default", "template": "D{{ bos_token }}{{ strftime_now is defined }}"},
+        {"name": "default", "template": "not the first"},
     ]
     ours = Tokenizer(make_folder(tmp_path, several, in_config=True))
     assert ours.render(CHATS[0]) == "DFalse"  # a null bos_token is empty, not "None"
@@ -220,10 +221,11 @@ def test_a_damaged_folder_is_reported_in_one_sentence(tmp_path):
     (listed / "generation_config.json").write_text("[1]")
     fails(r"listed/generation_config\.json holds no JSON object", listed)
     fails("names no eos_token", make_folder(tmp_path / "endless", config={"eos_token": None}))
-    fails(
-        "'<eos>' is not in tokenizer.json",
-        make_folder(tmp_path / "other", config={"eos_token": "<eos>"}),
-    )
+    for i, (name, token) in enumerate(
+        [("eos_token", "<eos>"), ("eos_token", ""), ("pad_token", "<pad>")]
+    ):
+        other = make_folder(tmp_path / f"other{i}", config={name: token})
+        fails(f"{name} {token!r} is not in tokenizer.json", other)
     fails("cannot be compiled", make_folder(tmp_path / "typo", "{% if %}"))
     deep = make_folder(tmp_path / "deep", generation={})
     (deep / "generation_config.json").write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
