@@ -143,7 +143,9 @@ def parse(argv: list[str] | None = None) -> Config:
     print_config = given.pop("print_config", False)
     if profile not in (None, *PROFILES):
         raise UserError(f"--profile is {profile!r}: choose one of {', '.join(PROFILES)}.")
-    options: dict[str, Any] = PROFILES.get(profile, {}) | (_read(Path(file)) if file else {})
+    options: dict[str, Any] = dict(PROFILES.get(profile, {}))
+    if file is not None:
+        options |= _read(Path(file))
     for name, value in given.items():
         options[name] = tuple(value) if isinstance(value, list) else value
     cfg = Config(**options)
