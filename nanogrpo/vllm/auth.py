@@ -26,7 +26,8 @@ DISCONNECT = "/shutdown_weight_transfer_engine"
 ROUTES = {
     *("/health", "/v1/models", "/version", "/metrics"),
     *("/v1/completions", "/inference/v1/generate", "/pause", "/resume", "/is_paused"),
-    *("/weight_info", "/update_weight_version"),
+    *("/abort_requests", "/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping"),
+    *("/get_world_size", "/weight_info", "/update_weight_version"),
     *(CONNECT, "/start_weight_update", "/update_weights", "/finish_weight_update", DISCONNECT),
 }
 TRAINER = "X-Nanogrpo-Trainer"  # the header with a trainer's random id

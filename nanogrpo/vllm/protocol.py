@@ -65,8 +65,15 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
     """Return the request for a group, with every sampling field, so no default applies.
 
     vLLM seeds completion i of a request with seed + i. The seed is a hash of (seed, step, prompt),
-    so the same request always returns the same completions, on any server at any time.
+    so the same request always returns the same completions, on any server at any time. Raises
+    UserError for a filter: training cannot reproduce vLLM's log-probs after it.
     """
+    for name, off in {"top_k": 0, "top_p": 1.0, "min_p": 0.0}.items():
+        if params.temperature and getattr(params, name) != off:
+            raise UserError(
+                f"--{name.replace('_', '-')} {getattr(params, name)} cannot be used with --engine "
+                f"vllm, because training cannot reproduce filtered log-probs: leave it at {off}."
+            )
     return {
         "token_ids": prompt.token_ids,
         "sampling_params": {
@@ -75,7 +82,6 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
             # 62 bits, so seed + i fits into vLLM's 63
             "seed": stream(params.seed, step, prompt.id, 0) >> 1,
             "temperature": params.temperature,
-            # --engine vllm refuses filters
             "top_k": 0,
             "top_p": 1.0,
             "min_p": 0.0,

@@ -46,6 +46,14 @@ def test_every_sampling_field_is_sent(fake):
     }
 
 
+@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_filters_that_training_cannot_reproduce_are_refused(fake, filters):
+    option = next(iter(filters)).replace("_", "-")
+    with pytest.raises(UserError, match=f"--{option} .* cannot be used with --engine vllm"):
+        engine_of(fake).sample(PROMPTS, 2, SamplingParams(max_tokens=4, **filters), step=0)
+    assert not fake.generated()
+
+
 def test_seeds_are_a_function_of_seed_step_prompt_and_sample(fake):
     engine = engine_of(fake)
     first = content(engine.sample(PROMPTS, 4, PARAMS, step=1))

@@ -246,6 +246,7 @@ def control(monkeypatch):
 
 
 def test_requests_with_the_secret_are_let_in(control):
+    assert {"/sleep", "/wake_up", "/reset_prefix_cache", "/abort_requests"} <= ROUTES
     for path in ROUTES:
         assert ask(control, path) == (200, b"")
         for wrong in (None, "", LONG[:-1], LONG + "0", LONG.upper()):
