@@ -165,7 +165,7 @@ class LocalEngine:
         Every rank calls this, because shards are gathered.
         """
         mine = dict(self.model.named_parameters())
-        for name, weight in lora.full_parameters(model, self.dtype):
+        for name, weight in lora.full_parameters(model, computed=True):
             mine[name].copy_(weight)
         for module in self.model.modules():
             if isinstance(module, nn.Linear) and module.weight.numel() >= PACK_FROM:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,31 +87,42 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in model.named_parameters() if not is_adapter(name))
 
 
-def gathered(p: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a parameter without its gradient. A shard is cast to `dtype` and gathered by a
-    collective.
-    """
+def gathered(p: Tensor) -> Tensor:
+    """Return a parameter without its gradient. A shard is gathered by a collective."""
     p = p.detach()
-    # only a DTensor has full_tensor
-    return p.to(dtype).full_tensor() if hasattr(p, "full_tensor") else p  # type: ignore[attr-defined]
+    return p.full_tensor() if hasattr(p, "full_tensor") else p  # only a DTensor has it
 
 
-def full_parameters(
-    model: nn.Module, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def full_parameters(model: nn.Module, computed: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) for each parameter that a checkpoint has, with the adapters merged.
 
-    Under FSDP2 every rank must consume the generator to its end, because each shard is gathered by
-    a collective. dtype: the one the caller needs; shards are cast to it before they are gathered.
-    Adapters are added in float32 and rounded once.
+    Under FSDP2 every rank must consume the generator to its end, because shards are gathered by
+    collectives. By default these are the masters, one by one. With `computed`, FSDP gathers each of
+    its units in one collective, on the device and in the dtype of training: these are the bits that
+    the model computes with. Such a tensor is valid until the next one is requested.
     """
-    for name, p in base_parameters(model):
-        owner, _, own = name.rpartition(".")
-        layer = model.get_submodule(owner)
-        if not (isinstance(layer, LoRALinear) and own == "weight"):
-            yield name, gathered(p, dtype)
-            continue
-        w = gathered(p)
-        exact = torch.promote_types(w.dtype, torch.float32)
-        delta = gathered(layer.lora_B).to(exact) @ gathered(layer.lora_A).to(exact)  # [out, in]
-        yield name, (w.to(exact) + layer.scale * delta).to(w.dtype)
+    names = {name for name, _ in base_parameters(model)}  # without a tied parameter's second name
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        unit: Any = module if computed and hasattr(module, "unshard") else None  # an FSDPModule
+        if unit:
+            unit.unshard()
+        for name, p in module.named_parameters(recurse=False):
+            if prefix + name in names:
+                yield prefix + name, _merged(module, name, p)
+        for name, child in module.named_children():
+            yield from walk(child, f"{prefix}{name}.")
+        if unit:
+            unit.reshard()
+
+    return walk(model, "")
+
+
+def _merged(layer: nn.Module, name: str, p: Tensor) -> Tensor:
+    """Return a full parameter. Adapters are added in float32, and the sum is rounded once."""
+    w = gathered(p)
+    if not (isinstance(layer, LoRALinear) and name == "weight"):
+        return w
+    exact = torch.promote_types(w.dtype, torch.float32)
+    delta = gathered(layer.lora_B).to(exact) @ gathered(layer.lora_A).to(exact)  # [out, in]
+    return (w.to(exact) + layer.scale * delta).to(w.dtype)

@@ -76,7 +76,7 @@ class WeightSync:
     @torch.no_grad()
     def gather(self, model: nn.Module) -> None:
         """Fill rank 0's buckets with the model's current weights. Every rank must call."""
-        for name, full in lora.full_parameters(model, self.dtype):
+        for name, full in lora.full_parameters(model, computed=True):
             if self.buckets:
                 self.slots[name].copy_(full)
         self.sequence += 1

@@ -191,6 +191,7 @@ def gather_on_two_ranks() -> dict[str, bool]:
                 (None, "float32"),
                 (torch.bfloat16, "bfloat16"),
                 (None, "bfloat16"),
+                (torch.bfloat16, "float32"),  # servers get the bits that the trainer computes with
             ):
                 full, model = (tiny_model(tie_word_embeddings=tied) for _ in range(2))
                 mixed = MixedPrecisionPolicy(param_dtype=policy)
@@ -199,7 +200,9 @@ def gather_on_two_ranks() -> dict[str, bool]:
                 fully_shard(model, mp_policy=mixed)
                 sync = WeightSync(model, dtype, world.device, bucket_bytes=4096, main=world.main)
                 sync.gather(model)
-                expected = {n: p.detach().to(DTYPES[dtype]) for n, p in full.named_parameters()}
+                expected = {
+                    n: p.detach().to(policy).to(DTYPES[dtype]) for n, p in full.named_parameters()
+                }
                 if world.main:
                     out[f"{tied} {policy} {dtype}"] = sync.slots.keys() == expected.keys() and all(
                         torch.equal(sync.slots[n], p) for n, p in expected.items()
@@ -216,7 +219,7 @@ def gather_on_two_ranks() -> dict[str, bool]:
 
 def test_gathers_from_fsdp_shards_have_the_bits_of_the_full_model():
     first, second = run(2, gather_on_two_ranks)
-    assert (len(first), len(second)) == (13, 7)
+    assert (len(first), len(second)) == (17, 9)
     assert all(first.values())
     assert all(second.values())
 
