@@ -55,9 +55,9 @@ class HeadLogp(torch.autograd.Function):
         count, acc = len(hidden), accumulate(hidden.dtype)
         logp, entropy = (torch.empty(count, dtype=acc, device=hidden.device) for _ in range(2))
         norm = torch.empty(2, count, dtype=acc, device=hidden.device)  # opaque: for `rows` alone
-        buffer = _buffer(hidden, lm_head, chunk)
-        for start in range(0, count, chunk):
-            part = slice(start, start + chunk)
+        parts = [slice(start, start + chunk) for start in range(0, count, chunk)]
+        buffer = _buffer(hidden, lm_head, [targets[part] for part in parts])
+        for part in parts:
             logits = product(hidden[part], lm_head, buffer)  # [C, V]
             logp[part], entropy[part], norm[:, part] = rows.log_softmax_forward(
                 logits, targets[part], temperature
@@ -73,8 +73,9 @@ class HeadLogp(torch.autograd.Function):
         temperature, chunk, rows = ctx.settings
         need_dhead = ctx.needs_input_grad[1]
         dhidden, dhead = torch.zeros_like(hidden), None
-        buffer = _buffer(hidden, lm_head, chunk)
-        for index in _chunks((dlogp != 0) | (dentropy != 0), chunk):
+        chunks = _chunks((dlogp != 0) | (dentropy != 0), chunk)
+        buffer = _buffer(hidden, lm_head, chunks)
+        for index in chunks:
             h = hidden[index]  # [C, D]
             dlogits = rows.log_softmax_backward_(
                 product(h, lm_head, buffer),
@@ -103,28 +104,30 @@ class HeadPolicyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, lm_head, targets, inputs, o, temperature, chunk, rows):
-        need_dhead = ctx.needs_input_grad[1]
+        need_dhidden, need_dhead = ctx.needs_input_grad[:2]
         count, acc = len(hidden), accumulate(hidden.dtype)
         logp, entropy = (torch.zeros(count, dtype=acc, device=hidden.device) for _ in range(2))
-        dhidden, dhead = torch.zeros_like(hidden), None
-        buffer = _buffer(hidden, lm_head, chunk)
+        dhidden, dhead = torch.zeros_like(hidden) if need_dhidden else None, None
         computed, trained = _kinds(inputs, o)
         if not any(ctx.needs_input_grad):
             trained = torch.zeros_like(trained)
+        one_product, three_products = (_chunks(m, chunk) for m in (computed & ~trained, trained))
+        buffer = _buffer(hidden, lm_head, [*one_product, *three_products])
 
-        for index in _chunks(computed & ~trained, chunk):
+        for index in one_product:
             logits = product(hidden[index], lm_head, buffer)  # [C, V]
             logp[index], entropy[index], _ = rows.log_softmax_forward(
                 logits, targets[index], temperature
             )
-        for index in _chunks(trained, chunk):
+        for index in three_products:
             h = hidden[index]  # [C, D]
             logits = product(h, lm_head, buffer)  # [C, V]
             logp[index], entropy[index] = rows.policy_rows_(
                 logits, targets[index], temperature, inputs.at(index), o
             )
             dlogits = logits  # overwritten in place
-            dhidden[index] = product(dlogits, lm_head.T)
+            if dhidden is not None:
+                dhidden[index] = product(dlogits, lm_head.T)
             if need_dhead:
                 dhead = _add_product(dhead, dlogits, h)
 
@@ -168,9 +171,9 @@ def _chunks(mask: Tensor, size: int) -> Sequence[Tensor]:
     return index.split(size) if len(index) else ()
 
 
-def _buffer(hidden: Tensor, lm_head: Tensor, chunk: int) -> Tensor:
-    """Return memory for a chunk of logits [C, V], which all chunks share."""
-    return hidden.new_empty(min(chunk, len(hidden)), len(lm_head))
+def _buffer(hidden: Tensor, lm_head: Tensor, chunks: Sequence[Tensor]) -> Tensor:
+    """Return memory for the logits [C, V] of the longest chunk, which all chunks share."""
+    return hidden.new_empty(max(map(len, chunks), default=0), len(lm_head))
 
 
 def _add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:

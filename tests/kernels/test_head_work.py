@@ -89,6 +89,16 @@ def test_logits_are_never_more_than_a_chunk():
     assert max(numel for numel, _ in results.made) == 8 * 512
 
 
+def test_memory_is_taken_only_for_the_rows_and_gradients_that_are_computed():
+    hidden, head, targets, _ = draw(torch.float32)
+    hidden, inputs = hidden.detach(), LossInputs(torch.ones(M), (torch.arange(M) < 5).float())
+    with _Results() as results:
+        ops.head_policy_loss(hidden, head, targets, inputs, CLIP)
+    sizes = {numel for numel, _ in results.made}
+    assert 5 * V in sizes  # the logits
+    assert not sizes & {M * V, M * D}
+
+
 def _largest_allocation(function) -> int:
     """Bytes of the largest allocation of a call, including its backward."""
     activities = [torch.profiler.ProfilerActivity.CPU]
