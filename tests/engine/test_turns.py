@@ -319,8 +319,10 @@ def test_the_calculator(text, answer):
     assert plugin.load(f"{CALCULATOR}:calculate", "")(text) == answer
 
 
-def test_a_run_with_the_calculator(tiny_base, files, tmp_path):
-    more = ["--max-resample-times", "2", "--num-iterations", "2", "--beta", "0.1"]
+@pytest.mark.parametrize(
+    "more", [[], ["--max-resample-times", "2", "--num-iterations", "2", "--beta", "0.1"]]
+)
+def test_a_run_with_the_calculator(tiny_base, files, tmp_path, more):
     options = ["--rollout", f"{CALCULATOR}:rollout", "--max-completion-length", "16", *more]
     assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 0
     rows = steps(tmp_path)

@@ -9,11 +9,13 @@ import pytest
 
 import train
 from nanogrpo.config import Config
+from nanogrpo.distributed.world import join
 from nanogrpo.errors import UserError
 from nanogrpo.logs.completions import Completions
 from nanogrpo.rewards.runner import COLUMNS
 from tests.conftest import SOLO, arguments, steps
 from tests.logs.conftest import sample
+from tests.ranks import run
 
 REWARD = """
 def even(completion_ids, log_extra, **kwargs):
@@ -75,6 +77,17 @@ def test_a_lone_surrogate_is_written_as_an_escape(tmp_path):
     (given := sample(3, a=1.0)).extra = {"source": "a\ud800é"}
     Completions(config(tmp_path), SOLO, start=0).log(0, [given])
     assert table(tmp_path, 1)[0]["source"] == "a\ud800é"
+
+
+def log_on_two_ranks(folder: str) -> None:
+    with join(Config(device="cpu")) as world:
+        samples = [sample(1 + world.rank, a=float(world.rank)), sample(3, a=2.0 + world.rank)]
+        Completions(config(folder), world, start=0).log(0, samples)
+
+
+def test_the_file_holds_the_completions_of_all_ranks_in_their_order(tmp_path):
+    run(2, log_on_two_ranks, str(tmp_path))
+    assert [row["reward"] for row in table(tmp_path, 1)] == [0.0, 2.0, 1.0, 3.0]
 
 
 def config(folder, **options) -> Config:
