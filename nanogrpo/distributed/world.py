@@ -47,8 +47,8 @@ class World:
         """Return the same world with its own process group, whose exchanges time out only after a
         week.
 
-        The other ranks wait there while rank 0 samples from a server or restarts one, which may
-        take longer than --ddp-timeout. failure.Watch still notices when a rank is gone.
+        The other ranks wait in these exchanges while rank 0 samples from a server or restarts one,
+        which may take longer than --ddp-timeout. failure.Watch still notices when a rank is gone.
         """
         if self.size == 1:
             return self
@@ -56,7 +56,7 @@ class World:
         return dataclasses.replace(self, group=group)
 
     def part(self, items: Sequence) -> Sequence:
-        """Return this rank's part of a list that every rank holds.
+        """Return this rank's part of a list that every rank has.
 
         Parts are contiguous and of equal length, but the last ones may be shorter or empty.
         """
@@ -64,7 +64,7 @@ class World:
         return items[self.rank * part : (self.rank + 1) * part]
 
     def gather(self, mine: Any) -> list:
-        """Return every rank's value, in the order of ranks."""
+        """Return every rank's value, in rank order."""
         if self.size == 1:
             return [mine]
         everyone: list = [None] * self.size
@@ -78,8 +78,8 @@ class World:
     def exchange(self, mine: Sequence[Sample], wanted: Sequence[set[int]]) -> Mapping[int, Sample]:
         """Return the samples that this rank trains on, by their index in the generation.
 
-        A sample that changes rank is sent to that rank only. mine: the samples of this rank's
-        prompts, a contiguous part of the generation in the order of ranks. wanted[r]: the indices
+        A sample that moves to a different rank is sent only to that rank. mine: the samples of this
+        rank's prompts, a contiguous part of the generation, in rank order. wanted[r]: the indices
         that rank r trains on.
         """
         start = sum(self.gather(len(mine))[: self.rank])
@@ -93,7 +93,7 @@ class World:
         return {i: own[i] for i in sorted(wanted[self.rank])}
 
     def _deliver(self, parcels: Sequence[Any]) -> list:
-        """Send parcels[r] to rank r. Return the parcels for this rank, in the order of ranks."""
+        """Send parcels[r] to rank r. Return the parcels for this rank, in rank order."""
         pickled = [pickle.dumps(parcel) for parcel in parcels]
         sizes = self.gather([len(p) for p in pickled])  # [from][to]
         outgoing = torch.frombuffer(bytearray(b"".join(pickled)), dtype=torch.uint8)
@@ -160,9 +160,9 @@ def join(cfg: Config) -> Iterator[World]:
         if watch is not None:
             dist.barrier()
             # After this barrier, every rank has done its work. The watches stop before the second
-            # one, because after it the store, which lives in rank 0, may be gone, which would look
-            # like a failure. Connections are closed only after it, because gloo aborts a process
-            # whose peer has already closed its own.
+            # barrier: after it, the store in rank 0's process may be gone, which would look like a
+            # failure. Connections are closed only after the second barrier, because gloo aborts a
+            # process whose peer has already closed its own.
             watch.stop()
             dist.barrier()
     except BaseException as e:
@@ -184,7 +184,8 @@ def _connect(cfg: Config, world: World) -> Watch | None:
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
     try:
-        # Also for one GPU alone: FSDP2 lets it compute in bfloat16 from float32 master weights.
+        # A single GPU needs a group too, because FSDP2 is what lets it compute in bfloat16 from
+        # float32 master weights.
         store: Any = dist.HashStore()
         if launched:
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -203,7 +204,7 @@ def _connect(cfg: Config, world: World) -> Watch | None:
         ) from e
     if world.size == 1:
         return None
-    # The watch has a connection of its own, because a rank may wait in the other one for the rank
-    # that failed.
+    # The watch has a connection of its own, because the first one may be blocked while this rank
+    # waits for the rank that failed.
     watched = dist.PrefixStore(f"watch {attempt}", store.clone())
     return Watch(watched, world.rank, world.size, cfg.heartbeat_timeout)

@@ -58,7 +58,7 @@ class Completions:
             return
         lines = [json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in records]
         path = self.folder / f"completions_{step + 1:05d}.jsonl"
-        # A lone surrogate has no UTF-8: write it as the escape that JSON uses.
+        # A lone surrogate cannot be encoded in UTF-8, so it is written as a JSON escape.
         data = "".join(lines).encode("utf-8", "backslashreplace")
         replace(path, data)
 
@@ -88,5 +88,5 @@ def show(samples: Sequence[Sample]) -> None:
 
 
 def _plain(text: str) -> Text:
-    """Replace the control characters that a model may write and a terminal would obey."""
+    """Replace control characters: a model may write them, and a terminal would interpret them."""
     return Text("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))

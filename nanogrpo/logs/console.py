@@ -33,7 +33,7 @@ from nanogrpo.logs.report import REPORTERS
 logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 
-# The metrics on the console, in this order and under these names.
+# The metrics shown on the console, in this order and under these names.
 SHOWN = {
     "reward": "reward",
     "accuracy": "rewards/accuracy_reward/mean",
@@ -48,7 +48,8 @@ SHOWN = {
 def commit() -> str:
     """Return the commit of this checkout, or "unknown" if the package was installed elsewhere.
 
-    It may then lie inside the repository of another project, so we name the repository.
+    An installed package may lie inside the repository of another project, whose commit must not be
+    reported. So git is given the path of our own repository.
     """
     git = ["git", "--git-dir", str(ROOT / ".git"), "rev-parse", "HEAD"]
     try:
@@ -116,7 +117,7 @@ class Log:
         clock: Clock,
         logged: Mapping[str, float],
     ) -> None:
-        """Log a step. record: metrics other than tokens and times; logged: those of the rewards."""
+        """Log a step. record: metrics other than tokens and times; logged: reward metrics."""
         if not self.main:
             return
         self.tokens += sum(s.length + s.prompt_length for s in samples)
@@ -155,7 +156,7 @@ class Log:
             f.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
-        """Let the reporters send the records that they still hold."""
+        """Let the reporters send the records that they have not sent yet."""
         for reporter in self.reporters:
             reporter.close()
 

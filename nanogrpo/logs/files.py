@@ -42,13 +42,13 @@ def read_records(path: Path) -> Iterator[tuple[bytes, dict]]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename `name.suffix` to the first free one of `name-1.suffix`, `name-2.suffix`, …"""
+    """Rename `name.suffix` to the first unused name of `name-1.suffix`, `name-2.suffix`, …"""
     names = (path.with_stem(f"{path.stem}-{i}") for i in itertools.count(1))
     return path.rename(next(name for name in names if not name.exists()))
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file in one step, and its folder: after a crash it holds the old data or the new."""
+    """Write a file atomically, so a crash leaves the old or the new data. Create its folder."""
     with writing(path):
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".tmp")

@@ -54,7 +54,7 @@ class Meter:
         self.entropy_bonus = bonus
         self.parts: list[dict[str, Tensor]] = []
         self.loss: Tensor | float = 0.0
-        self.entropy_term: Tensor | float = 0.0  # of the loss
+        self.entropy_term: Tensor | float = 0.0  # its part of the loss
         self.norms: list[float] = []
         self.updates = 0
         self.first: int | None = None  # the first update with tokens
@@ -68,8 +68,8 @@ class Meter:
         if out.kl is not None:
             part["kl"] = out.kl
         self.first = self.updates if self.first is None else self.first
-        # In the first update the weights are still those that sampled, so any difference is
-        # between trainer and engine.
+        # In the first update the weights are still those that sampled, so any difference in
+        # log-probs is a difference between trainer and engine.
         if self.updates == self.first:
             part["delta"] = out.logp - batch.sampling_logp
             if batch.importance is not None:
@@ -167,7 +167,8 @@ def facts(samples: Sequence[Sample], world: World) -> list[Facts]:
 
 
 def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
-    """Return the metrics of the samples: lengths, rewards, and the share of groups without signal.
+    """Return the metrics of the samples: lengths, rewards, and the fraction of groups without a
+    signal.
 
     std: the standard deviations that grpo/advantages.py returns.
     """

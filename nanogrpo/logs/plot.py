@@ -14,7 +14,7 @@ from pathlib import Path
 from nanogrpo.errors import UserError
 from nanogrpo.logs.files import read_records
 
-# title → metric. The metrics of an evaluation are drawn at "eval/after".
+# title → metric. For the metrics of an evaluation, the x value is "eval/after".
 PANELS = {
     "training reward": "reward",
     "held-out accuracy (greedy)": "eval/rewards/accuracy_reward",
@@ -34,13 +34,15 @@ def read(run: Path) -> list[dict]:
 
 
 def series(rows: list[dict], name: str) -> tuple[list[float], list[float]]:
-    """Return (finished steps, values) of a metric. The last record of a step counts."""
+    """Return (finished steps, values) of a metric. If a step has several records, the last one
+    counts.
+    """
     found = {row.get("eval/after", row["step"] + 1): row[name] for row in rows if name in row}
     return sorted(found), [found[step] for step in sorted(found)]
 
 
 def draw(runs: list[Path], out: Path) -> None:
-    """Write the picture `out` in the format of its suffix."""
+    """Write the picture `out` in the format that its suffix names."""
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
@@ -67,7 +69,7 @@ def draw(runs: list[Path], out: Path) -> None:
         figure.axes[0].legend()
     try:
         figure.savefig(out, dpi=110, format=out.suffix.removeprefix("."))
-    except (OSError, ValueError) as e:  # the latter: an unknown suffix
+    except (OSError, ValueError) as e:  # ValueError: an unknown suffix
         raise UserError(f"--out {out} cannot be written: {e}; choose another file.") from e
 
 

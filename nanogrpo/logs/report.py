@@ -2,7 +2,7 @@
 
 In: the metrics of a step, and the number of finished steps. Out: event files in
 output_dir/tensorboard, or a run of Weights & Biases, which takes its project, name and offline mode
-from the WANDB_ variables. Read before: logs/console.py.
+from the WANDB_… environment variables. Read before: logs/console.py.
 
 A resumed run continues the same curves: TensorBoard drops the values after the checkpoint, and W&B
 gets the id of the earlier run.
@@ -20,7 +20,7 @@ from nanogrpo.errors import UserError
 
 
 class TensorBoard:
-    """`tensorboard --logdir RUNS` shows the curves; its text tab holds the options."""
+    """`tensorboard --logdir RUNS` shows the curves; its text tab shows the options."""
 
     def __init__(self, cfg: Config, head: dict, start: int):
         try:
@@ -29,8 +29,8 @@ class TensorBoard:
             raise UserError(
                 "--report-to tensorboard needs its package: pip install -e .[tensorboard]"
             ) from e
-        # The steps that a resumed run repeats are hidden in the old files. Step 0 holds an
-        # evaluation, which a run that starts over repeats too.
+        # The steps that a resumed run repeats are hidden in the old files. Step 0 contains an
+        # evaluation, which a run that starts over also repeats.
         self.writer = SummaryWriter(
             str(Path(cfg.output_dir) / "tensorboard"), purge_step=start + 1 if start else 0
         )

@@ -87,7 +87,7 @@ def extract_answer(text: str) -> str | None:
     completion that repeats an unclosed \\boxed{ up to the length limit.
     """
     text = text.rpartition("</think>")[2]
-    last_start, last_box = -1, ""  # of the last closed box
+    last_start, last_box = -1, ""  # start and content of the last closed box
     open_braces: list[tuple[int, bool]] = []  # (start of the content, whether it is a box)
     for match in BRACES.finditer(text):
         if match[0].endswith("{") and match[0] != r"\{":
@@ -107,7 +107,8 @@ def extract_answer(text: str) -> str | None:
 
 
 def same_answer(a: str, b: str) -> bool:
-    """Return whether two answers are equal, as exact numbers if both are numbers, else as texts.
+    """Return whether two answers are equal, as exact numbers if both are numbers, otherwise as
+    strings.
 
     "1,234" equals "1234.0" and "\\frac{1}{2}" equals "0.5". Units are dropped, not converted: "$5"
     is 5 and "50\\%" is 50, not 0.5. Nothing is rounded: 0.333 is not 1/3.

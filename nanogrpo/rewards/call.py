@@ -34,7 +34,8 @@ from typing import Any, NamedTuple
 
 from nanogrpo.errors import UserError
 
-# Names of the log that log_metric may not use. logs/console.py checks the names of the metrics.
+# Names that log_metric may not use, because the log uses them itself. logs/console.py checks the
+# names of the metrics.
 RESERVED_METRICS = ("run", "step", "after", "eval/after", "rewards/failures")
 # Bound on the size of a reward and of a weighted sum. It is far below float32's largest value, so
 # the advantages stay finite too.
@@ -63,7 +64,8 @@ class Functions:
         unwrapped = [_unwrap(function) for function in functions]
         self.names = [getattr(f, "__name__", type(f).__name__) for f in unwrapped]
         self.is_async = [_is_async(f) for f in unwrapped]
-        # One loop for all calls, because an HTTP client's open connections belong to their loop.
+        # Use one event loop for all calls, because an HTTP client's open connections are bound to
+        # the loop that opened them.
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def call(
@@ -101,9 +103,9 @@ class Functions:
                 raise ValueError(f"log_metric({name!r}, …): the log already uses this name")
             metrics.append((name, value))
 
-        # Each function gets its own copy, so its edits reach neither the next function nor the
-        # samples. Pickle is faster than deepcopy. Most of the data are token ids, which need no
-        # more than a copy of each list.
+        # Each function gets its own copy, so the changes it makes affect neither the next function
+        # nor the samples. Pickle is faster than deepcopy. Most of the data are token ids, for which
+        # it is enough to copy each list.
         ids = arguments["completion_ids"]
         others = pickle.dumps({**arguments, "completion_ids": None})
         calls = []
@@ -189,7 +191,7 @@ def _number(value: Any, name: str, label: str) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a table value as something that JSON can hold."""
+    """Return a table value as something that JSON can represent."""
     value = _scalar(value)
     return value if value is None or isinstance(value, str | bool | int | float) else str(value)
 

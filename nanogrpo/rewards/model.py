@@ -1,9 +1,10 @@
 """A reward model: a Qwen3 or Qwen2 decoder whose head outputs a single score instead of logits.
 
-In: a folder or hub id of a Hugging Face ...ForSequenceClassification with one label, and texts.
-Out: one reward per sample, which is the score of the last token of prompt and completion.
-Use it with `--reward-funcs model:FOLDER`. Every rank holds the full model and judges its own
-samples. Read next: model/decoder.py, rewards/runner.py (which calls this like any function).
+In: a folder or hub id of a Hugging Face ...ForSequenceClassification model with one label, and
+texts to score. Out: one reward per sample, which is the score of the last token of prompt and
+completion.
+Use it with `--reward-funcs model:FOLDER`. Every rank has a full copy of the model and scores its
+own samples. Read next: model/decoder.py, rewards/runner.py (which calls this like any function).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from nanogrpo.model.decoder import Body
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 
-TOKEN_BUDGET = 16384  # per forward pass: as many texts as fit, but at least one
+TOKEN_BUDGET = 16384  # tokens per forward pass: as many texts as fit, but at least one
 
 
 class RewardModel(nn.Module):
@@ -45,7 +46,7 @@ class RewardModel(nn.Module):
     def load(cls, name: str, device: torch.device | str = "cpu") -> RewardModel:
         """Load a folder or hub id, in bfloat16 on a GPU and in float32 on a CPU.
 
-        Raises UserError if it is not a reward model of a kind that this class computes.
+        Raises UserError if it is not a reward model that this class supports.
         """
         folder = checkpoint.locate(name, "--reward-funcs model:")
         path = folder / "config.json"
@@ -58,13 +59,13 @@ class RewardModel(nn.Module):
                 f"{path}: a reward model is a ...ForSequenceClassification with one label, but "
                 f"this is a {kind} with {len(labels)}; name another folder after model:"
             )
-        # The embeddings have no vocabulary head that could be tied to them.
+        # There is no vocabulary head that could be tied to the embeddings.
         cfg = dataclasses.replace(ModelConfig.from_dict(raw, str(path)), tie_word_embeddings=False)
         with torch.device("meta"):
             model = cls(cfg)
         device = torch.device(device)
         model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
-        # load_weights uses nothing of a Decoder but its config and its state.
+        # load_weights only uses the config and the state of a Decoder.
         checkpoint.load_weights(model, folder)  # type: ignore[arg-type]
         model.tokenizer = Tokenizer(folder)
         model.pad_token_id = raw.get("pad_token_id")

@@ -1,6 +1,6 @@
 """Load the user's own functions by name: "package.module:name" or "path/to/file.py:name".
 
-In: the value of an option. Out: the function, or a UserError that says why there is none.
+In: the value of an option. Out: the function, or a UserError that says why it cannot be loaded.
 Read next: rewards/builtin.py and engine/turns.py, which define the functions that a user can write.
 """
 

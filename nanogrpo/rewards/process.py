@@ -7,10 +7,11 @@ which decides what happens after a lost call.
     trainer: RewardProcess.call ── pickle over a socket ──→ process: main → Functions.call
                                 ←── one line of JSON ──────
 
-Answers are JSON, which holds only numbers and text, so the trainer never unpickles anything from
-user code. The process is a new program, not a fork: it shares nothing with the trainer, above all
-no CUDA context and no open connections. It starts once and serves all calls; a call costs about
-0.1 ms more than the function itself. When the trainer ends for any reason, the process ends too.
+Answers are JSON, which can only represent plain data, so the trainer never unpickles anything from
+user code. The process is a new program, not a fork: it shares nothing with the trainer, in
+particular no CUDA context and no open connections. It starts once and serves all calls; a call
+costs about 0.1 ms more than the function itself. When the trainer ends for any reason, the process
+ends too.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ from nanogrpo.errors import UserError
 from nanogrpo.rewards.builtin import load_function
 from nanogrpo.rewards.call import CallResult, Functions
 
-# Seconds to import the functions; long, because a user's file may load a model of its own.
+# Time limit in seconds for importing the functions. It is long because a user's file may load a
+# model of its own.
 IMPORT_TIMEOUT = 300.0
-# Seconds between checks that the process is alive. The socket alone does not show its death,
+# Seconds between checks that the process is alive. The socket alone does not show that it has died,
 # because children of the process may still hold it open.
 POLL = 0.5
 
 
 class CallLost(Exception):
-    """A call that got no answer. The message is the reason, as in "gave no answer within 60 s"."""
+    """Raised if a call got no answer. The message is the reason, as in "gave no answer within 60
+    s".
+    """
 
 
 # --- in the trainer ---
@@ -158,7 +162,7 @@ def _kill(process: subprocess.Popen, connection: socket.socket) -> None:
 
 
 def main(descriptor: int, trainer: int) -> None:
-    """Import the functions, then answer calls until the trainer is gone."""
+    """Import the functions, then answer calls until the trainer has ended."""
     killed_with(trainer)  # a loop inside C code would not notice the closed socket
     faulthandler.enable()  # reports where a segmentation fault happened
     faulthandler.register(signal.SIGUSR1, all_threads=False)

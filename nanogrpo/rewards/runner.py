@@ -15,9 +15,9 @@ can be killed (rewards/process.py):
     a lost group       does not take part in the step: the rewards of its samples are None, so it
                        has no advantage and no gradient. A warning names it, and `rewards/failures`
                        counts it. A 0 would be trained on as if it were a judgement.
-    every group lost   in three calls in a row: the run stops.
-    a mistake          An exception, a wrong number of values, or a value that is not a number stops
-                       the run at once, because the function would be wrong again.
+    every group lost in three consecutive calls: the run stops.
+    a mistake An exception, a wrong number of values, or a value that is not a number stops the run
+    immediately, because the function would fail in the same way again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from nanogrpo.types import Sample
 logger = logging.getLogger("nanogrpo")
 
 MAX_LOST_CALLS = 3  # consecutive calls in which every group is lost
-# Columns of the completions table besides those of the functions (logs/completions.py).
+# Columns of the completions table other than those of the functions (logs/completions.py).
 COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stopped")
 
 
@@ -92,7 +92,7 @@ class Runner:
         local = [s for s in specs if s not in remote]
         self.timeout, self.local = timeout, Functions([load(spec) for spec in local])
         self.process = RewardProcess(remote) if remote else None
-        self.names: list[str] = []  # in logs; equal names get the suffixes _2, _3, …
+        self.names: list[str] = []  # as in the logs; duplicates get the suffixes _2, _3, …
         self.weights = weights or [1.0] * len(specs)
         jobs: dict[tuple, Job] = {}
         for spec in specs:
@@ -111,7 +111,7 @@ class Runner:
 
     @property
     def models(self) -> list[RewardModel]:
-        """The reward models, for the table of memory."""
+        """The reward models, whose memory the estimate includes."""
         return [function for function in self.local.functions if isinstance(function, RewardModel)]
 
     @property
@@ -205,7 +205,8 @@ class Runner:
                     group[0].prompt.id,
                     len(group),
                 )
-            # A restart of the process takes time too, but never from the other groups' equal parts.
+            # Restarting the process takes time too, but not out of the time allotted to the other
+            # groups.
             left -= min(time.monotonic() - begun, limit)
         return results
 
@@ -227,7 +228,7 @@ def _label(sample: Sample) -> str:
 
 def _arguments(samples: Sequence[Sample], state: TrainerState) -> dict[str, Any]:
     """Return the keyword arguments of a reward function for these samples."""
-    # All columns of any sample, in order of appearance.
+    # The columns of all samples, in order of appearance.
     columns = dict.fromkeys(name for sample in samples for name in sample.prompt.columns)
     return dict(
         prompts=[sample.prompt.text for sample in samples],

@@ -1,4 +1,4 @@
-"""Estimate the memory of a run before anything is allocated, and refuse what cannot fit.
+"""Estimate the memory of a run before anything is allocated, and refuse a run that cannot fit.
 
 In: the model's sizes, the options, the number of ranks. Out: a table in bytes for one rank, and the
 memory that is available.
@@ -64,16 +64,16 @@ class Row(NamedTuple):
 
 
 def activation_bytes(c: ModelConfig, item: int, kind: str) -> tuple[int, int]:
-    """Return the bytes per token that (each layer keeps, one layer recomputes) for the backward.
-
-    The count follows Block.forward, with each tensor that autograd keeps: 4·D (input and output of
-    two norms), q and k before and after norm and rotation, v, attention's result and its copy for
-    o_proj, gate, up, silu(gate), and their product.
+    """Return (kept, recomputed): the bytes per token that each layer keeps for the backward pass,
+    and that one layer recomputes in it. The count follows Block.forward and includes each tensor
+    that autograd keeps: 4·D (input and output of two norms), q and k before and after norm and
+    rotation, v, attention's result and its copy for o_proj, gate, up, silu(gate), and their
+    product.
     """
     D, F = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     norms = 2 if c.model_type == "qwen3" else 1  # copies of q and k: before the norm, and rotated
-    # float32: one per norm, and one per head's softmax
+    # float32 statistics: one number for each norm, and for each head's softmax
     statistics = 4 * (2 + 2 * c.num_attention_heads + c.num_key_value_heads)
     everything = item * (4 * D + (norms + 2) * q + (norms + 1) * kv + 4 * F) + statistics
     if kind == "none":
@@ -86,8 +86,8 @@ def activation_bytes(c: ModelConfig, item: int, kind: str) -> tuple[int, int]:
 
 
 def adapter_bytes(model: Decoder, item: int, kind: str) -> tuple[int, int]:
-    """Return the same for the adapters of a layer. Each keeps A x [r], and also B A x [out] if the
-    results of matrix products are kept.
+    """Return the same two numbers for the adapters of a layer. Each keeps A x [r], and also B A x
+    [out] if the results of matrix products are kept.
     """
     adapted = [m for m in model.model.layers[0].modules() if isinstance(m, lora.LoRALinear)]
     low = item * sum(len(m.lora_A) for m in adapted)
@@ -115,7 +115,8 @@ def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[in
 def table(
     model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()
 ) -> list[Row]:
-    """Return the estimate for one rank. It needs shapes only, so models may be on the meta device.
+    """Return the estimate for one rank. It only needs shapes, so the models may be on the meta
+    device.
 
     judges: the reward models.
     """
@@ -151,7 +152,7 @@ def table(
     per_token = c.num_hidden_layers * kept + again + 3 * item * c.hidden_size
     out.append(Row(f"activations of {T:,} tokens", T * per_token))
     key_row = 2 * item * c.num_key_value_heads * c.head_dim  # keys and values of a token in a layer
-    layers = c.num_hidden_layers if kind == "none" else 1  # that keep them for the backward
+    layers = c.num_hidden_layers if kind == "none" else 1  # that keep them for the backward pass
     out.append(Row(f"keys and values gathered for {Tk:,} rows", layers * key_row * (Tk - T)))
     rows = min(T, ops.default_chunk(c.vocab_size, dtype, world.device))
     head = c.vocab_size * c.hidden_size if model.lm_head.weight.requires_grad else 0
@@ -159,7 +160,7 @@ def table(
     out.append(Row(f"logits of {rows:,} tokens", item * rows * c.vocab_size + gradient))
 
     weights = item * sum(p.numel() for _, p in lora.base_parameters(model))
-    if cfg.engine == "vllm":  # a process of its own; rank 0 holds the weights it sends
+    if cfg.engine == "vllm":  # a separate process; rank 0 has a copy of the weights to send
         out.append(Row("weights to be sent", weights * world.main))
     else:
         positions = longest_prompt + cfg.max_completion_length
@@ -193,8 +194,8 @@ def shown(n: float) -> str:
 def check(
     model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()
 ) -> int:
-    """Log the table and return the bytes on the device. Raises UserError if they exceed what there
-    is.
+    """Log the table and return the estimated bytes on the device. Raises UserError if they exceed
+    the available memory.
     """
     rows = table(model, cfg, world, longest_prompt, judges)
     device, host = capacity(world)
@@ -221,8 +222,8 @@ def check(
 def measured(world: World, estimate: int) -> dict[str, float]:
     """Return the peak memory in GiB for the log. Every rank must call.
 
-    On the host: of any process so far. On a GPU: of the tensors of any rank since the last call,
-    together with the estimate.
+    On the host, it is the highest peak of any process so far. On a GPU, it is the highest peak of
+    any rank's tensors since the last call, logged together with the estimate.
     """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB
     out = {"memory/host_peak_gib": max(world.gather(peak)) / 2**20}

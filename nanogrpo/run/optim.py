@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedule, and one clipped step.
+"""AdamW, its learning-rate schedule, and one optimizer step with gradient clipping.
 
 In: a model with gradients. Out: updated weights and the gradient norm. Read next: state.py (how the
 optimizer's state is saved).
@@ -18,8 +18,8 @@ def make_optimizer(model: nn.Module, cfg: Config) -> torch.optim.AdamW:
     """Return AdamW in the parameters' precision (float32), with weight decay on matrices only.
 
     It is fused: one kernel for all tensors instead of a dozen for each. We create its state here as
-    zeros, not at the first step, so a model that does not fit fails before the first sample, and a
-    checkpoint is read straight into it.
+    zeros, not at the first step, so a run that does not fit into memory fails before it samples,
+    and a checkpoint can be read directly into it.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -57,8 +57,8 @@ def learning_rate(update: int, cfg: Config) -> float:
 def clip_and_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, rate: float, max_grad_norm: float
 ) -> float:
-    """Clip the gradient to a global norm of `max_grad_norm` (0: never), update the weights, and
-    return the norm before clipping.
+    """Clip the gradient to a global norm of `max_grad_norm` (0: no clipping), update the weights,
+    and return the norm before clipping.
 
     A norm that is not finite raises before any weight changes, so the checkpoint on disk remains
     the last good one.

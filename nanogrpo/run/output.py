@@ -37,8 +37,8 @@ OURS = (
 def claimed(cfg: Config, world: World) -> Iterator[None]:
     """Lock the output folder during a run. Every rank must call.
 
-    Raises UserError if the folder holds another run, is in use by one, is not writable, or is not
-    the same folder for every rank.
+    Raises UserError if the folder contains another run, is in use by another run, is not writable,
+    or is not the same folder for every rank.
     """
     folder = Path(cfg.output_dir)
     mark = folder / ".writable"
@@ -71,9 +71,9 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Return whether there is a checkpoint, or anything in metrics.jsonl besides the header lines
-    of runs. A run that failed before its first step has left nothing worth keeping; a file that is
-    not ours must not be replaced.
+    """Return whether the folder contains a checkpoint, or a metrics.jsonl with anything but header
+    lines. A run that failed before its first step has left nothing worth keeping, but a file that
+    is not ours must not be replaced.
     """
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines() if metrics.exists() else []
@@ -83,7 +83,7 @@ def _holds_a_run(folder: Path) -> bool:
 
 def _lock(file: IO[str], folder: Path) -> None:
     """Lock the file. The kernel releases the lock when this process ends, however it ends; child
-    processes do not inherit it, and the file itself has no meaning.
+    processes do not inherit it, and it does not matter whether the file exists.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,7 +124,7 @@ def remove_unfinished(cfg: Config) -> None:
         log.warning("removed %s: the run ended while it was writing this checkpoint", path)
         shutil.rmtree(path)
     # The old version of a checkpoint that was being replaced. If the run was killed between the two
-    # renames, the old one is the only one.
+    # renames, the old one is the only one left.
     for old in folder.glob(".checkpoint-*.old"):
         final = folder / old.name[1 : -len(".old")]
         shutil.rmtree(old) if final.exists() else old.rename(final)

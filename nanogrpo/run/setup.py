@@ -54,12 +54,13 @@ class Run:
     eval_prompts: list[Prompt]
     rewards: Runner
     model: Decoder
-    # Frozen; or the model itself, to be used with its adapters off; None when beta is 0.
+    # The frozen reference model; or the model itself, to be used with its adapters off; or None
+    # when beta is 0.
     reference: Decoder | None
     optimizer: torch.optim.Optimizer
     entropy_bonus: Bonus  # off by default
     engine: Engine
-    draw_all: Callable[[int, int], list[Prompt]]  # (seed, step) → the prompts of a step, all ranks
+    draw_all: Callable[[int, int], list[Prompt]]  # (seed, step) → all ranks' prompts of a step
     sampling: SamplingParams  # for training completions
     log: Log
     trace: torch.profiler.profile
@@ -76,7 +77,7 @@ class Run:
     def evaluates(self, stopping: bool) -> bool:
         """Return whether to evaluate now: every `eval_steps` steps and after the last step.
 
-        A run that stops early does not evaluate, because its owner wants it to end.
+        A run that stops early does not evaluate, because the user wants it to end.
         """
         every, last = self.cfg.eval_steps, self.done == self.cfg.max_steps
         return every > 0 and (last or (self.done % every == 0 and not stopping))
@@ -119,7 +120,7 @@ def setup(cfg: Config, world: World) -> Run:
     load_sharded(model, source, world, cfg)
     reference = make_reference(model, source, world, cfg)
     optimizer = optim.make_optimizer(model, cfg)
-    world.once(lambda: output.clear(cfg))  # not earlier: everything that can be checked has been
+    world.once(lambda: output.clear(cfg))  # only now, after everything that can be checked
     start, carried = state.resume(cfg, world, model, optimizer, origin, reference)
     sampling = SamplingParams(
         temperature=cfg.temperature,
@@ -193,7 +194,7 @@ def load_sharded(model: Decoder, source: Path, world: World, cfg: Config) -> Dec
 
 
 def make_reference(model: Decoder, source: Path, world: World, cfg: Config) -> Decoder | None:
-    """Return the frozen model that the KL compares with; None when beta is 0.
+    """Return the frozen reference model for the KL penalty; None when beta is 0.
 
     With LoRA it is the model itself, because without its adapters it is the starting model.
     """
@@ -206,9 +207,9 @@ def make_reference(model: Decoder, source: Path, world: World, cfg: Config) -> D
 
 
 def make_engine(cfg: Config, world: World, model: Decoder, source: Path, max_len: int) -> Engine:
-    """Return the engine that samples, still without weights.
+    """Return the engine that samples. It has no weights yet.
 
-    Unless --server names vLLM servers, one is started here, and ends with the run.
+    With --engine vllm and no --server, a vLLM server is started here and ends with the run.
     """
     if cfg.engine == "local":
         return LocalEngine(
@@ -236,7 +237,7 @@ def make_engine(cfg: Config, world: World, model: Decoder, source: Path, max_len
 
 
 def make_rewards(cfg: Config, world: World) -> Runner:
-    """Import the reward functions, and check that a slow one cannot trip the ranks' timeout."""
+    """Import the reward functions, and check that a slow one cannot exceed --ddp-timeout."""
     rewards = Runner(
         cfg.reward_funcs,
         cfg.reward_weights,

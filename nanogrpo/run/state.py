@@ -1,7 +1,7 @@
 """Save the exact state of a run while it trains, and restore it bit for bit on any number of ranks.
 
 In: a model and an optimizer, sharded or not. Out: folders in output_dir. Each is a checkpoint that
-transformers loads:
+transformers can load:
 
     checkpoint-N/
         config.json  model*.safetensors  tokenizer.json …  weights in the base model's dtype
@@ -59,7 +59,8 @@ warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
 )
 
-# Options that may differ when a run is resumed: they change nothing, or only rounding.
+# Options that may differ when a run is resumed: they have no effect on the result, or only on its
+# rounding.
 FREE = """
     resume output_dir overwrite_output_dir max_steps save_steps save_total_limit report_to
     trace_step log_completions num_completions_to_print
@@ -73,11 +74,12 @@ FREE = """
 def tensors(
     model: nn.Module, optimizer: Optimizer, reference: nn.Module | None = None
 ) -> dict[str, Tensor]:
-    """Return the masters and moments by name, and the number of updates, to write or to read into.
+    """Return the master weights and moments by name, and the number of updates. The caller saves
+    these tensors or loads values into them.
 
     With adapters, only trained parameters are included, because the base is read from --model.
     Pass `reference` if it follows the policy. The tensors of a sharded model are DTensors, which
-    know their place in the full tensor, so any number of ranks can read its own parts.
+    know their place in the full tensor, so on any number of ranks, each can read its own parts.
     """
     fsdp.reshard(model)
     out: dict[str, Tensor] = {}
@@ -89,7 +91,7 @@ def tensors(
             moments = optimizer.state[p]
             out[f"master.{name}"] = p.detach()
             out |= {f"{kind}.{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
-            # one count for all, because each update moves every parameter
+            # one count for all, because each update changes every parameter
             out.setdefault("updates", moments["step"])
     return out
 
@@ -100,8 +102,9 @@ def tensors(
 class Saver:
     """Write checkpoints while training continues, one at a time.
 
-    `with Saver(…) as saver: … saver.save(step)`. Leaving the block waits for the last one. A failed
-    save is reported at the end of the next step (`failure`), when the ranks communicate anyway.
+    `with Saver(…) as saver: … saver.save(step)`. Leaving the block waits for the last save. A
+    failed save is reported at the end of the next step (`failure`), when the ranks communicate
+    anyway.
     """
 
     def __init__(
@@ -118,11 +121,11 @@ class Saver:
         self.cfg, self.world, self.model, self.optimizer = cfg, world, model, optimizer
         self.tokenizer, self.config_json, self.origin = tokenizer, config_json, origin
         self.reference = reference if cfg.sync_ref_model else None
-        # float16 could not represent every master
+        # float16 could not represent every master weight
         bf16 = config_json.get("dtype", config_json.get("torch_dtype")) == "bfloat16"
         self.dtype = torch.bfloat16 if bf16 else torch.float32
-        # The writing threads communicate at the same time as the main ones, so they need their own
-        # group.
+        # The writing threads communicate at the same time as the main threads, so they need their
+        # own group.
         timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
         self.group = (
             dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
@@ -136,8 +139,8 @@ class Saver:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Wait for the last save. After a failure, leave that to world.join: the other ranks, which
-        must complete their parts, learn of the failure first.
+        """Wait for the last save. After a failure, leave the waiting to world.join, because the
+        other ranks must first learn of the failure and then complete their parts.
         """
         if kind is None:
             self.finish()
@@ -147,7 +150,7 @@ class Saver:
         """Start writing `checkpoint-{step}`, the state after `step` finished steps. Return when the
         weights may change again. Every rank must call.
 
-        carried: the few numbers besides the tensors that one step passes to the next.
+        carried: the few values, other than tensors, that one step passes to the next.
         """
         self.finish()
         self.final = Path(self.cfg.output_dir).absolute() / f"checkpoint-{step}"
@@ -220,8 +223,8 @@ class Saver:
 
 
 def reason(error: BaseException) -> str:
-    """Return one line about an exception. Of those that torch.distributed.checkpoint gathers from
-    the ranks, take the first.
+    """Return a one-line description of an exception. If torch.distributed.checkpoint has gathered
+    several from the ranks, describe the first.
     """
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
@@ -241,14 +244,14 @@ def resume(
 ) -> tuple[int, dict]:
     """Restore the last checkpoint, if any. Every rank must call.
 
-    Returns the number of finished steps and what `Saver.save` got as `carried`.
+    Returns the number of finished steps and the value that `Saver.save` was given as `carried`.
 
     origin: hashes of the run's inputs (output.origin). Resuming with different prompts is an error,
     because sampling would diverge. A changed reward or rollout file only logs a warning, since even
     a comment changes its hash.
 
-    A finished folder that cannot be read is an error. Falling back to the checkpoint before it
-    would lose steps, and that is for the user to decide.
+    A finished folder that cannot be read is an error. Falling back to the previous checkpoint would
+    lose steps, so the user must decide.
     """
     found = world.once(lambda: _latest(cfg, origin)) if cfg.resume else None
     if found is None:
@@ -278,12 +281,12 @@ def _latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] 
             f"--max-steps is {cfg.max_steps} but {folder} has {step} finished steps: "
             f"set it to {step} or more."
         )
-    # through JSON, because the file holds lists where the options are tuples
+    # Convert through JSON, because the file contains lists where the options are tuples.
     now, defaults = json.loads(json.dumps([dataclasses.asdict(c) for c in (cfg, Config())]))
     free = set(FREE.split())
     if cfg.lr_scheduler_type != "constant":
         free.remove("max_steps")
-    # an option newer than the checkpoint had no effect then, like its default
+    # an option that did not exist yet had no effect, which is also what its default has
     for name, value in (defaults | config).items():
         if name not in free and now.get(name) != value:
             raise UserError(

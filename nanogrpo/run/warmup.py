@@ -5,9 +5,10 @@
 
 The model first learns to work out sums term by term. Then it briefly imitates a lazy student, who
 works out short sums four times out of five, and blurts out the answer to long sums four times out
-of five. The base model copies both habits and so fails at sums it could solve: its blurted answers
-are mostly wrong, its worked ones mostly right. Nothing tells it which habit is better. GRPO finds
-out. In: a seed. Out: a checkpoint folder in Hugging Face's layout. Read next: train.py.
+of five. The base model copies both habits and so fails at sums it could solve: the answers it
+blurts out are mostly wrong, and those it works out are mostly right. Nothing in this training says
+which habit is better. GRPO finds that out. In: a seed. Out: a checkpoint folder in Hugging Face's
+layout. Read next: train.py.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TAGS = ["<|user|>", "<|assistant|>", "<|end|>", "<think>", "</think>", "<answer>
 
 
 def solution(text: str, rng: random.Random, lazy: bool) -> str:
-    """Return a completion of the warm-up: always worked out, or by the lazy student."""
+    """Return a completion for the warm-up: fully worked out, or as the lazy student writes it."""
     first, *terms = re.findall(r"[+-]?\d+", text)
     think = not lazy or (rng.random() < 0.8) == (len(terms) == 1)
     total, steps = int(first), []
@@ -57,7 +58,7 @@ def solution(text: str, rng: random.Random, lazy: bool) -> str:
 
 
 def write_tokenizer(folder: Path) -> Tokenizer:
-    """Write a tokenizer of printable ASCII characters and a few tags, in Hugging Face's files."""
+    """Write a tokenizer of printable ASCII characters and a few tags, as Hugging Face's files."""
     tokens = ["<|pad|>", "\n", *map(chr, range(32, 127)), *TAGS]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))

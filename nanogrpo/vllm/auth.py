@@ -1,8 +1,8 @@
 """Access control for the sidecar: ASGI middleware in front of vLLM's HTTP server.
 
-In: every request. Out: 401 without the secret, 409 for a trainer while another trainer holds the
-server, 404 for every route that GRPO does not need. It adds one route, `GET /nanogrpo`, which
-describes the server to a trainer.
+In: every request. Out: status 401 for requests without the secret, 409 for a trainer while another
+trainer uses the server, and 404 for every route that GRPO does not need. It adds one route, `GET
+/nanogrpo`, which describes the server to a trainer.
 
 vLLM's own `--api-key` leaves the weight routes open, and some of its development routes
 (collective_rpc, server_info, profiling) should not be reachable by anyone. serve.py passes this
@@ -19,7 +19,7 @@ import time
 # The environment variable that holds the secret. It is never passed on a command line, which other
 # users of the machine can read.
 SECRET = "NANOGRPO_SECRET"
-SHORTEST = 16  # characters of a secret
+SHORTEST = 16  # minimum length of a secret in characters
 
 INFO, CONNECT = "/nanogrpo", "/init_weight_transfer_engine"
 DISCONNECT = "/shutdown_weight_transfer_engine"
@@ -31,9 +31,9 @@ ROUTES = {
     *(CONNECT, "/start_weight_update", "/update_weights", "/finish_weight_update", DISCONNECT),
 }
 TRAINER = "X-Nanogrpo-Trainer"  # the header with a trainer's random id
-LEASE = 20.0  # seconds after its last request for which a trainer keeps the server to itself
+LEASE = 20.0  # seconds for which a trainer keeps the server to itself after its last request
 
-# The fields of ModelConfig that must be equal for a server to take a trainer's weights.
+# The fields of ModelConfig that must match before a server can accept a trainer's weights.
 FIELDS = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"),
@@ -47,7 +47,7 @@ def loopback(address: str) -> bool:
 
 
 class AccessControl:
-    """Pure ASGI middleware (https://asgi.readthedocs.io). Reads the secret once, at the start."""
+    """Pure ASGI middleware (https://asgi.readthedocs.io). It reads the secret only once."""
 
     def __init__(self, app):
         self.app = app
@@ -77,11 +77,11 @@ class AccessControl:
         return not self.secret or hmac.compare_digest(header, b"Bearer " + self.secret)
 
     def renew(self, trainer: bytes, path: str) -> float | None:
-        """Renew the trainer's lease. If another trainer holds it, return the seconds since its last
-        request instead.
+        """Renew the trainer's lease. If another trainer holds the lease, return the seconds since
+        its last request instead.
 
-        Without a lease, two trainers would replace each other's weights forever. With several API
-        processes, each knows only about the requests that it has received itself.
+        Without a lease, two trainers would keep overwriting each other's weights. If there are
+        several API processes, each only knows about the requests that it has received itself.
         """
         now = time.monotonic()
         if not trainer:
@@ -105,7 +105,7 @@ async def answer(send, status: int, content: dict) -> None:
 def describe(state) -> dict:
     """Return the facts that a trainer checks before it uses this server.
 
-    state: the application's, as vLLM fills it.
+    state: the state of the application, as filled in by vLLM.
     """
     config = state.engine_client.vllm_config
     model = config.model_config

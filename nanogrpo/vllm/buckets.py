@@ -1,5 +1,5 @@
-"""The format of a weight sync, shared by its two ends: the layout of weights in buckets, and the
-two ways in which buckets travel.
+"""The format of a weight sync, shared by the trainer and the server: how weights are laid out in
+buckets, and the two ways in which buckets are sent.
 
 In: the names, dtypes and shapes of a checkpoint. Out: a `Layout`, which maps each tensor to a byte
 range in a bucket, and two transports from the trainer to the workers of a server:
@@ -31,12 +31,12 @@ from torch import Tensor
 from nanogrpo.vllm.auth import loopback
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Large enough for full bandwidth, small compared to a model.
+# Large enough to reach full bandwidth, but small compared with a model.
 BUCKET_BYTES = 256 << 20
-ALIGN = 64  # bytes; tensors start on cache lines, and on multiples of every dtype's size
+ALIGN = 64  # bytes; each tensor starts on a cache line, which suits every dtype
 # Bytes before the first tensor of bucket 0. The first 8 hold the number of the update.
 HEADER = 64
-LARGEST = 1 << 44  # bytes of a model: 16 TiB, far above any model and far below integer overflow
+LARGEST = 1 << 44  # maximum bytes of a model, 16 TiB: above any model, below integer overflow
 
 
 # --- the layout ---
@@ -44,7 +44,7 @@ LARGEST = 1 << 44  # bytes of a model: 16 TiB, far above any model and far below
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one tensor."""
+    """The position of one tensor in a bucket."""
 
     name: str
     dtype: torch.dtype
@@ -55,11 +55,12 @@ class Slot:
 
 
 class Layout:
-    """Tensors laid end to end in buckets of at most `bucket_bytes`. A larger tensor gets its own.
+    """Tensors stored one after another in buckets of at most `bucket_bytes`. A larger tensor gets a
+    bucket of its own.
 
-    entries: [name, dtype name, shape] of each tensor, in the order of the model's layers. vLLM then
-    finishes one layer after the other, and never holds back more than one. Raises ValueError for
-    anything that cannot be a model.
+    entries: [name, dtype name, shape] of each tensor, in the order of the model's layers. vLLM can
+    then load one layer after another, and never has more than one incomplete layer. Raises
+    ValueError if the entries cannot describe a model.
 
     >>> Layout([("a", "float32", [2, 3]), ("b", "float32", [1])]).sizes  # 64 + 24 → 128, + 4
     [132]
@@ -128,7 +129,7 @@ class InitInfo:
     address: str = ""  # broadcast: the address of the trainer's store
     port: int = 0
     group: str = ""  # a random name, so two groups never mix
-    size: int = 0  # of the group: the trainer is rank 0, the workers are 1, 2, …
+    size: int = 0  # number of ranks: the trainer is rank 0, the workers are ranks 1, 2, …
     handles: Sequence = ()  # memory: one per bucket, from `SharedBuckets.handles`
 
     def __post_init__(self):
@@ -167,9 +168,9 @@ def listen(address: str) -> socket.socket:
 class BroadcastGroup:
     """A process group of the trainer (rank 0) and the workers, separate from their other groups.
 
-    The store through which the ranks meet also holds the number of the update that the trainer is
-    about to send. So if anyone but the trainer tells a worker to receive, the worker refuses
-    immediately instead of waiting for a broadcast that never comes.
+    The store through which the ranks connect also contains the number of the update that the
+    trainer is about to send. So if anyone but the trainer tells a worker to receive, the worker
+    refuses immediately instead of waiting for a broadcast that never comes.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class BroadcastGroup:
         info: InitInfo,
         rank: int,
         device: torch.device,
-        sock: socket.socket | None = None,  # the trainer's, which serves the store
+        sock: socket.socket | None = None,  # the trainer's socket, which serves the store
     ):
         wait = timedelta(seconds=info.timeout)
         # the store closes the socket
@@ -208,18 +209,20 @@ class BroadcastGroup:
     def announce(self, sequence: int) -> None:
         """Publish the number of the next update. Return when the workers can see it."""
         self.store.set("update", str(sequence))
-        # `set` only sends. An answer to `get` means that the store has processed it.
+        # `set` only sends. An answer to `get` means that the store has processed the `set`.
         self.store.get("update")
 
     def announced(self, sequence: int) -> bool:
         return self.store.check(["update"]) and self.store.get("update") == str(sequence).encode()
 
     def broadcast(self, bucket: Tensor) -> None:
-        """Copy the trainer's bucket, [size] uint8 on the group's device, into everyone's."""
+        """Copy the trainer's bucket, [size] uint8 on the group's device, into the buckets of all
+        workers.
+        """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self.group.broadcast([bucket], options).wait()
-        if self.device.type == "cuda":  # NCCL's wait only orders streams
+        if self.device.type == "cuda":  # NCCL's wait does not block the host
             torch.cuda.current_stream(self.device).synchronize()
 
     def send(self, buckets: Sequence[Tensor]) -> None:
@@ -227,7 +230,7 @@ class BroadcastGroup:
             self.broadcast(bucket)
 
     def close(self) -> None:
-        self.group.abort()  # also frees a peer that is inside a broadcast
+        self.group.abort()  # also releases a peer that is blocked in a broadcast
         del self.group, self.store
 
 
@@ -274,7 +277,7 @@ def attach(handle: Any, size: int, device: torch.device) -> Tensor:
         raise ValueError("a handle must be an object")
     if device.type != "cuda":
         path = handle.get("path")
-        # A worker may be asked to open an anonymous file of a trainer, and no other file.
+        # A trainer may ask a worker to open an anonymous file of its own, but no other file.
         if not isinstance(path, str) or not re.fullmatch(r"/proc/\d{1,10}/fd/\d{1,7}", path):
             raise ValueError("the handle's path is not a shared bucket")
         try:

@@ -1,8 +1,8 @@
 """The client of the vLLM sidecar: an engine (engine/base.py) that samples from servers over HTTP.
 
 In: prompts (token ids). Out: `Sample`s: token ids, their log-probs at the sampling temperature,
-whether the completion stopped, and the weight version that wrote each token. One request per group
-(n = G), with up to `window` under way on each server:
+whether the completion stopped, and the weight version that wrote each token. One request is sent
+per group (n = G), with up to `window` requests in progress on each server:
 
     waiting groups ──► any server with room ──► checked ──► samples, in the order of the prompts
           ▲                     │ it dies, hangs, or answers 5xx
@@ -47,20 +47,20 @@ ATTEMPTS = 3  # for a request that is answered with 5xx, before the server count
 
 
 class VLLMEngine:
-    """Samples from vLLM servers, and sends them the trainer's weights (an engine/base.Served)."""
+    """An engine (engine/base.Served) that samples from vLLM servers and sends them the weights."""
 
     def __init__(
         self,
-        # Full or sharded. The servers must have the same configuration.
+        # The model may be full or sharded. The servers must have the same configuration.
         model: Decoder,
         *,
         max_len: int,  # the context: prompt and completion
         servers: Sequence[str] = (),  # addresses, or
         sidecar: Sidecar | None = None,  # a process to start
         secret: str = "",
-        transport: str = "broadcast",  # of weights: see buckets.py
-        window: int = 64,  # groups under way on one server
-        # seconds within which a healthy server answers a heartbeat and takes the weights
+        transport: str = "broadcast",  # how weights are sent: see buckets.py
+        window: int = 64,  # groups in progress on one server
+        # seconds within which a healthy server answers a heartbeat and accepts the weights
         timeout: float = 60.0,
         patience: float = 600.0,  # seconds to wait for a server that we cannot restart
         world: World = ALONE,
@@ -70,7 +70,7 @@ class VLLMEngine:
         self.window, self.timeout = window, timeout
         self.interval = min(HEARTBEAT, timeout / 4)
         self.version = -1  # version of the weights
-        self.dtype = ""  # of the servers
+        self.dtype = ""  # the dtype of the servers
         self.restarts = 0  # how many times all servers were lost and one came back
         self.problem: Exception | None = None  # why the last server was lost
         self.over = threading.Event()  # set by `close`
@@ -80,7 +80,7 @@ class VLLMEngine:
         try:
             dtype = self.world.once(lambda: self._start(servers, secret))
         except BaseException:
-            self.over.set()  # nobody will call `close`, so end the threads here
+            self.over.set()  # `close` will not be called, so end the threads here
             raise
         self.sync = WeightSync(
             model, dtype, world.device, transport, timeout=timeout, main=world.main
@@ -94,8 +94,8 @@ class VLLMEngine:
         Raises ServerLost if no server could take them.
         """
         with self.lock:
-            # Rank 0 may wait for the lock. The others wait for it here, because the collectives
-            # that gather have a time limit.
+            # Rank 0 may have to wait for the lock. The other ranks wait for rank 0 here, because
+            # the collectives that gather the weights have a timeout.
             self.world.once(lambda: None)
             self.sync.gather(model)
             self.version = version
@@ -121,7 +121,7 @@ class VLLMEngine:
     def close(self) -> None:
         """Release the servers, and end the one that we started.
 
-        Requests of other threads raise ServerLost.
+        Requests that other threads have in progress raise ServerLost.
         """
         self.over.set()
         connected = [server for server in self.servers if server.alive]
@@ -173,7 +173,7 @@ class VLLMEngine:
 
     def _run(self, groups: list[GroupRequest]) -> None:
         """Request the groups from all servers that are alive, until all are done or no server is
-        alive. Raise every error that is not a server's.
+        alive. Raise every error that was not caused by a server.
         """
         waiting = deque(groups)
         errors: list[Exception] = []
@@ -186,7 +186,7 @@ class VLLMEngine:
                     return
                 try:
                     group.samples = self._request(server, group)
-                except (ServerError, UserError) as e:  # UserError: it was restarted differently
+                except (ServerError, UserError) as e:  # UserError: restarted with different options
                     waiting.append(group)
                     if not errors:  # otherwise we ended the request ourselves
                         self._lose(server, e)
@@ -248,8 +248,8 @@ class VLLMEngine:
         except UserError as e:
             if server.version < 0:
                 raise
-            # A server at this address had our weights before, so a different server may be using
-            # the address for a while.
+            # A server at this address has accepted our weights before, so the one that refuses them
+            # now may be a different server that uses the address temporarily.
             raise ServerError(str(e)) from e
         server.alive, server.version = not self.over.is_set(), self.version
         server.error, server.reported = None, False
@@ -261,7 +261,7 @@ class VLLMEngine:
         self.dtype = info["dtype"]
         return info["workers"]
 
-    # --- servers that come and go, on rank 0 ---
+    # --- losing and recovering servers, on rank 0 ---
 
     def _start(self, urls: Sequence[str], secret: str) -> str:
         """Find the servers. Return their dtype."""
@@ -285,9 +285,10 @@ class VLLMEngine:
     def _watch(self, server: Server) -> None:
         """Start a thread that checks regularly whether the server's engine answers.
 
-        The engine, not only its HTTP front end, must answer. So a server that is suspended is
-        noticed although its connections stay open. So is one that is paused, which would never
-        finish a request: another trainer may have died while it sent weights.
+        The engine must answer, not only its HTTP front end. This detects a suspended server
+        although its connections stay open. It also detects a paused server, which would never
+        finish a request; a server stays paused if another trainer died while it was sending
+        weights.
         """
 
         def heartbeat() -> None:
@@ -298,7 +299,7 @@ class VLLMEngine:
                         if server.alive and server.get("/is_paused")["is_paused"]:
                             raise ServerError(f"{server} is paused, but not by this trainer")
                 if not server.alive:
-                    server.error = None  # it can be sent weights again
+                    server.error = None  # weights may be sent to it again
             except (ServerError, UserError) as e:
                 if server.alive:
                     self._lose(server, e)
@@ -339,7 +340,7 @@ class VLLMEngine:
 
     def _restart(self, sidecar: Sidecar) -> Exception | None:
         """Reconnect to our own server, or restart it. Return the last error, or None."""
-        # It may only have lost a connection, so try it once as it is.
+        # It may only have lost a connection, so try once without restarting it.
         problem: Exception | None = retry(0.0, self._send_to_any, self.over)
         for _ in range(ATTEMPTS):
             if problem is None or self.over.is_set() or asked.is_set():
@@ -355,7 +356,9 @@ class VLLMEngine:
         return problem
 
     def _send_to_any(self) -> None:
-        """Send the weights to the first server that takes them. Raise the last one's error."""
+        """Send the weights to the first server that accepts them. If none does, raise the last
+        error.
+        """
         for i, server in enumerate(self.servers):
             try:
                 return self._send(server)

@@ -1,9 +1,9 @@
 """The requests for completions and their replies: pure functions on JSON.
 
-In: a prompt and SamplingParams → the body of `POST /inference/v1/generate`. In: its reply →
-`Sample`s, or the reason not to trust it. The route takes token ids and returns token ids. No text
-is tokenized twice, so no token can change on the way. Read before: engine/base.py. Read next:
-client.py, which sends the requests.
+`body` turns a prompt and SamplingParams into the body of `POST /inference/v1/generate`. `read`
+turns the reply into `Sample`s, or raises an error that says why the reply cannot be used. The route
+takes token ids and returns token ids. No text is tokenized a second time, so the tokens cannot
+change in transit. Read before: engine/base.py. Read next: client.py, which sends the requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SENTINEL = -9999.0  # vLLM's HTTP layer writes this for a log-prob that is NaN o
 
 @dataclass
 class GroupRequest:
-    """One request: for the G completions of a prompt."""
+    """A request for the G completions of one prompt."""
 
     prompt: Prompt
     n: int
@@ -79,7 +79,7 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
         "sampling_params": {
             # all greedy completions are equal, and vLLM refuses to make more than one
             "n": n if params.temperature else 1,
-            # 62 bits, so seed + i fits into vLLM's 63
+            # 62 bits, so that seed + i fits into the 63 bits that vLLM allows
             "seed": stream(params.seed, step, prompt.id, 0) >> 1,
             "temperature": params.temperature,
             "top_k": 0,
@@ -91,9 +91,9 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
             "max_tokens": prompt.max_tokens or params.max_tokens,
             "min_tokens": 0,
             "stop_token_ids": list(params.stop_token_ids),
-            # only our stop ids stop: the model's own end token may be a different one
+            # stop only at our stop ids, because the model's own end token may differ
             "ignore_eos": True,
-            "logprobs": 0,  # only the sampled token's
+            "logprobs": 0,  # only of the sampled token
             "detokenize": False,
         },
     }
@@ -102,13 +102,13 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
 def read(
     reply: dict,
     request: GroupRequest,
-    known: dict[str, int],  # label → version, of the weights that may have written the tokens
-    server: str,  # for the messages
+    known: dict[str, int],  # label → version, for the weights that may have sampled the tokens
+    server: str,  # for error messages
 ) -> list[Sample]:
     """Return the group's n samples.
 
-    Raises ServerError if the reply is incomplete or from other weights, and FloatingPointError if a
-    log-prob is not finite.
+    Raises ServerError if the reply is incomplete or was sampled from unknown weights, and
+    FloatingPointError if a log-prob is not finite.
     """
     prompt, n = request.prompt, request.n
 

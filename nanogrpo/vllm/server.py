@@ -1,11 +1,11 @@
 """One vLLM sidecar as the trainer sees it: an HTTP client with the server's state (`Server`), and
 the process if we start it ourselves (`Sidecar`).
 
-In: a URL and a secret. Out: `get` and `post`, which fail in two ways. A `ServerError` may go away
-with another attempt or another server: no answer in time, a lost connection, a status 5xx. A
-UserError needs the user: a wrong address, secret or model. HTTP requests use the standard library,
-with a new connection for each, so a retry never uses a stale connection. Read before:
-engine/base.py. Read next: sync.py, client.py.
+In: a URL and a secret. Out: `get` and `post`, which raise two kinds of errors. A `ServerError` (no
+answer in time, a lost connection, a status 5xx) may be solved by another attempt or another server.
+A UserError (a wrong address, secret or model) must be solved by the user. HTTP requests use the
+standard library, with a new connection for each request, so a retry never uses a stale connection.
+Read before: engine/base.py. Read next: sync.py, client.py.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from nanogrpo.vllm.buckets import BroadcastGroup
 log = logging.getLogger(__name__)
 
 RENEW = LEASE / 4  # seconds between two requests that renew the lease of a server
-DAY = 86400.0  # seconds: the limit of a request for completions, which may take long
+DAY = 86400.0  # seconds: the timeout of a request for completions, which may take a long time
 
 
 class ServerError(Exception):
-    """A server fails: it is dead, hangs or reports an error. `status` is 0 without an answer."""
+    """A server has died, hangs or reports an error. `status` is 0 if there was no answer."""
 
     def __init__(self, message: str, status: int = 0):
         super().__init__(message)
@@ -50,13 +50,13 @@ class ServerError(Exception):
 
 
 class ServerLost(UserError):
-    """No server is left, after all attempts. The loop saves a checkpoint and stops."""
+    """No server is left after all retries. The loop saves a checkpoint and stops."""
 
 
 class Server:
     """An HTTP client of one server, and what is known about it. Its requests are thread-safe.
 
-    lease: keep the server for this trainer alone, with regular requests until the event is set.
+    lease: reserve the server for this trainer, with regular requests until the event is set.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Server:
         if secret:
             self.headers["Authorization"] = f"Bearer {secret}"
         # State, set by client.py and sync.py:
-        self.alive = False  # it is connected, has the current weights, and is given work
-        self.version = -1  # of the weights that it received last
-        self.error: Exception | None = None  # of the last heartbeat, or why it was lost
+        self.alive = False  # it is connected, has the current weights, and receives requests
+        self.version = -1  # the version of the last weights it received
+        self.error: Exception | None = None  # from the last heartbeat, or why it was lost
         self.reported = False  # whether the log has already reported the outage
         # the connection for weights, if they are broadcast
         self.group: BroadcastGroup | None = None
@@ -106,7 +106,7 @@ class Server:
         return self._request("POST", path, body or {}, timeout or self.timeout)
 
     def generate(self, body: dict) -> dict:
-        """Request completions. This may take long, and ends early if the server is lost."""
+        """Request completions. This may take a long time, but ends early if the server is lost."""
         return self._request("POST", "/inference/v1/generate", body, DAY, only_if_alive=True)
 
     def _request(
@@ -137,7 +137,7 @@ class Server:
             connection.close()
         try:
             content = json.loads(raw) if raw.strip() else {}  # /health has no body
-        except ValueError:  # another kind of server, or one in trouble
+        except ValueError:  # not a vLLM server, or one that is failing
             content = {"error": raw[:200].decode(errors="replace")}
         if reply.status == 200 and isinstance(content, dict):
             return content
@@ -168,21 +168,20 @@ class Server:
         return ServerError(f"{self.url} answered {path} with status {status}: {message}", status)
 
     def _renew(self, over: threading.Event) -> None:
-        """Keep the lease: the trainer may send no requests for a long time.
-
-        Requests from another trainer than the holder change nothing.
+        """Renew the lease regularly, because the trainer may send no other requests for a long
+        time. If another trainer holds the lease, these requests have no effect.
         """
         while not over.wait(RENEW):
-            # errors are reported by whoever needs the server
+            # errors are reported by the requests that need the server
             with contextlib.suppress(ServerError, UserError):
                 self.get("/health", timeout=RENEW)
 
     def abort(self) -> None:
-        """End all requests under way in other threads. They raise ServerError."""
+        """End all requests in progress in other threads, which then raise ServerError."""
         with self.lock:
             for connection in self.open:
                 if connection.sock is not None:
-                    with contextlib.suppress(OSError):  # it may have ended by itself
+                    with contextlib.suppress(OSError):  # the request may have just ended
                         connection.sock.shutdown(socket.SHUT_RDWR)
             self.open.clear()  # requests that are still connecting check this
 
@@ -211,8 +210,9 @@ def retry(
 class Sidecar:
     """A server process of our own, which can be restarted with the same options.
 
-    It listens on loopback only, with a random secret that the environment carries. It ends when
-    this process ends, no matter how: it reads a pipe that we hold, and watches our process id.
+    It listens on loopback only, with a random secret that is passed in the environment. It ends
+    when this process ends, for whatever reason: it reads a pipe that we keep open, and watches our
+    process id.
     """
 
     def __init__(
@@ -227,20 +227,22 @@ class Sidecar:
         self.python, self.startup_timeout = python or sys.executable, startup_timeout
         self.secret = secrets.token_urlsafe(32)
         self.process: subprocess.Popen | None = None
-        # A folder with a link to our package alone, for the server's interpreter. An installed
-        # package is next to others, such as torch, which that interpreter must not find.
+        # A folder that contains only a link to our package, for the server's interpreter. If our
+        # package is installed, its folder also contains others, such as torch, which that
+        # interpreter must not find.
         self.link = tempfile.TemporaryDirectory(prefix="nanogrpo-")
         Path(self.link.name, "nanogrpo").symlink_to(Path(nanogrpo.__file__).resolve().parent)
-        self.over = threading.Event()  # set by `stop`: nothing is started after it
+        self.over = threading.Event()  # set by `stop`; nothing is started afterwards
 
     def start(self, timeout: float) -> Server:
-        """Start the process and wait until it is healthy. timeout: for the Server's requests.
+        """Start the process and wait until it is healthy. timeout: for requests to it.
 
-        Raises UserError if the process ends, is not healthy in time, or `stop` is called meanwhile.
+        Raises UserError if the process ends, does not become healthy in time, or `stop` is called
+        in the meantime.
         """
         self.kill()
         with socket.socket() as sock:
-            # If another process takes this port in between, serve.py reports it.
+            # If another process takes this port before serve.py does, serve.py reports it.
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
         command = [self.python, str(script("serve.py")), "--model", self.model, "--port", str(port)]
@@ -296,11 +298,11 @@ class Sidecar:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process and all its workers, even if it hangs or left them behind."""
+        """Kill the process and all its workers, even if it hangs, or has ended without them."""
         process, self.process = self.process, None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):  # all of the group have ended
+        with contextlib.suppress(ProcessLookupError):  # the whole group has already ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdin.close()  # type: ignore[union-attr]  # it is a pipe

@@ -6,12 +6,12 @@ label with their version.
     every rank   gather   full parameters, cast to the servers' dtype, into the buckets of rank 0
     rank 0       send     pause → start → update ∥ broadcast → finish, with a new label → resume
 
-All gathers end before the first send, so a rank never has two communicators in flight, which is how
-NCCL deadlocks. The price is one copy of the model on rank 0. In return, a server that restarts can
-be sent the same weights at any time, while the model is already being trained further. Nothing here
-waits forever. A broadcast has no timeout of its own, so it runs on a daemon thread; the caller's
-thread makes the matching HTTP request, which does have one. Read before: buckets.py. Read next:
-worker.py (the other end), client.py (the caller).
+All gathers end before the first send, because NCCL can deadlock if a rank uses two communicators at
+the same time. This costs one copy of the model on rank 0. In return, the same weights can be sent
+at any time to a server that restarts, while the model is already being trained further. Nothing
+here waits forever. A broadcast has no timeout of its own, so it runs on a daemon thread; the
+caller's thread makes the matching HTTP request, which does have a timeout. Read before: buckets.py.
+Read next: worker.py (the other end), client.py (the caller).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WeightSync:
     def __init__(
         self,
         model: nn.Module,
-        dtype: str,  # of the servers: float32, bfloat16 or float16
+        dtype: str,  # the dtype of the servers: float32, bfloat16 or float16
         device: torch.device,
         transport: str = "broadcast",
         bucket_bytes: int = BUCKET_BYTES,
@@ -87,7 +87,7 @@ class WeightSync:
             torch.cuda.synchronize(self.device)
 
     def connect(self, server: Server, workers: int) -> None:
-        """Tell a server the layout and how the buckets will travel. workers: how many it has."""
+        """Tell a server the layout and transport of the buckets. workers: their number on it."""
         self.disconnect(server)
         info: dict[str, Any] = {
             "transport": self.transport,
@@ -102,7 +102,7 @@ class WeightSync:
         sock = listen(address)
         info |= {"address": address, "port": sock.getsockname()[1]}
         info |= {"group": secrets.token_hex(8), "size": 1 + workers}
-        # the check that the worker makes
+        # the worker makes the same check
         join = InitInfo(**info)
         joining = _on_thread(lambda: BroadcastGroup(join, 0, self.device, sock))
         server.post(CONNECT, {"init_info": info}, timeout=self.timeout + 10)
@@ -116,9 +116,9 @@ class WeightSync:
     def send(self, server: Server, version: int) -> None:
         """Send the buckets to a connected server, as `version`.
 
-        After a ServerError the server must be connected again. Requests under way are paused, keep
-        their cache, and continue with the new weights. New requests never reuse prefixes of older
-        weights, because they salt the cache (see client.py).
+        After a ServerError the server must be connected again. Requests in progress are paused,
+        keep their KV cache, and continue with the new weights. New requests never reuse prefixes
+        cached under older weights, because they salt the prefix cache (see client.py).
         """
         group = server.group
         server.post("/pause?mode=keep&clear_cache=false")
@@ -126,7 +126,7 @@ class WeightSync:
             server.post("/update_weight_version", {"new_version": TORN})
             try:
                 server.post("/start_weight_update")
-            except ServerError:  # an earlier trainer ended between its start and its finish
+            except ServerError:  # an earlier trainer died between start and finish
                 server.post("/finish_weight_update")
                 server.post("/start_weight_update")
             sending = None
@@ -150,7 +150,7 @@ class WeightSync:
         """Disconnect from the servers and release them for other trainers."""
         for server in servers:
             self.disconnect(server)
-            with contextlib.suppress(ServerError):  # it may be gone already
+            with contextlib.suppress(ServerError):  # the server may already be gone
                 server.post(DISCONNECT, timeout=5)
         self.shared.close()
 
@@ -172,7 +172,7 @@ def _on_thread(call: Callable[[], Any]) -> Future:
 def _result(future: Future, timeout: float) -> Any:
     try:
         return future.result(timeout)
-    except Exception as e:  # of the call, or a timeout, which has no text
+    except Exception as e:  # raised by the call, or a timeout, which has no message
         reason = str(e) or f"it did not end within {timeout:g} s"
         raise ServerError(f"the broadcast to the server failed: {reason}") from e
 

@@ -1,8 +1,8 @@
 """The server's end of the weight sync: a weight-transfer engine for vLLM. No other file uses vLLM's
 internals.
 
-In: buckets of checkpoint tensors (buckets.py), by broadcast or by shared memory. Out: vLLM's model
-holds them, fused, sharded or packed as its kernels need them. vLLM imports this file in every
+In: buckets of checkpoint tensors (buckets.py), by broadcast or by shared memory. Out: these weights
+in vLLM's model, fused, sharded or packed as its kernels need them. vLLM imports this file in every
 worker before it loads the model (`--worker-extension-cls`, see serve.py). The trainer never imports
 it. vLLM calls these methods for the routes of the same names:
 
@@ -34,11 +34,11 @@ from vllm.model_executor.model_loader.reload import (
 from nanogrpo.distributed.parent import on_end
 from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, attach, sequence_of
 
-NAME = "nanogrpo"  # of the engine, in --weight-transfer-config
+NAME = "nanogrpo"  # the engine's name in --weight-transfer-config
 
 
 class Transfer(WeightTransferEngine):
-    """Receives a trainer's weights. Errors become status 500 and leave the server alive."""
+    """Receives a trainer's weights. After an error, it answers status 500 and keeps running."""
 
     init_info_cls = InitInfo
     supports_draft_weight_update = False
@@ -58,8 +58,8 @@ class Transfer(WeightTransferEngine):
         self.info = info
 
     def start_weight_update(self) -> None:
-        """Do nothing. vLLM's own engines take the old weights away here. We do it in
-        `update_weights`, so a start without an update does no harm.
+        """Do nothing. vLLM's own engines discard the old weights here. We do this in
+        `update_weights`, so a start that is not followed by an update does no harm.
         """
 
     def update_weights(self, update_info: dict) -> None:
@@ -85,12 +85,12 @@ class Transfer(WeightTransferEngine):
                 if self.mapped is not None:
                     bucket = self.mapped[i]
                 else:
-                    # A new buffer each time, because vLLM keeps a layer's tensors until the layer
-                    # is complete.
+                    # Allocate a new buffer each time, because vLLM keeps a layer's tensors until
+                    # the layer is complete.
                     bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
                     self.group.broadcast(bucket)
                 loaded |= self.model.load_weights(self.info.plan.views(bucket, i))
-        finally:  # after a failed broadcast, this restores the weights that were not reached
+        finally:  # after a failed broadcast, this restores the weights that did not arrive
             finalize_layerwise_reload(self.model, self.model_config)
             self._repack_tied_head()
         expected = {name for name, _ in self.model.named_parameters()}
@@ -101,9 +101,9 @@ class Transfer(WeightTransferEngine):
             torch.cuda.synchronize(self.device)
 
     def _repack_tied_head(self) -> None:
-        """Refresh the packed copy of the head that vLLM multiplies with on a CPU.
+        """Refresh the packed copy of the head that vLLM uses on a CPU.
 
-        A reload refreshes it too, except when the head is tied to the embedding.
+        Reloading the weights refreshes it too, except when the head is tied to the embedding.
         """
         head = getattr(self.model, "lm_head", None)
         if torch.device(self.device).type == "cpu" and getattr(head, "weight", None) is not None:
