@@ -44,9 +44,7 @@ POLL = 0.5
 
 
 class CallLost(Exception):
-    """Raised if a call got no answer. The message is the reason, as in "gave no answer within 60
-    s".
-    """
+    """Raised if a call gets no answer. The message is the reason: "gave no answer within 60 s"."""
 
 
 # --- in the trainer ---

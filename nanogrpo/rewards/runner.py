@@ -15,9 +15,9 @@ can be killed (rewards/process.py):
     a lost group       does not take part in the step: the rewards of its samples are None, so it
                        has no advantage and no gradient. A warning names it, and `rewards/failures`
                        counts it. A 0 would be trained on as if it were a judgement.
-    every group lost in three consecutive calls: the run stops.
-    a mistake An exception, a wrong number of values, or a value that is not a number stops the run
-    immediately, because the function would fail in the same way again.
+    every group lost   in three consecutive calls: the run stops.
+    a mistake          An exception, a wrong number of values, or a value that is not a number stops
+                       the run immediately, because the function would fail in the same way again.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ def _latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] 
     free = set(FREE.split())
     if cfg.lr_scheduler_type != "constant":
         free.remove("max_steps")
-    # an option that did not exist yet had no effect, which is also what its default has
+    # an option that did not exist yet is set to its default, which has no effect
     for name, value in (defaults | config).items():
         if name not in free and now.get(name) != value:
             raise UserError(

@@ -1,8 +1,8 @@
 """Access control for the sidecar: ASGI middleware in front of vLLM's HTTP server.
 
 In: every request. Out: status 401 for requests without the secret, 409 for a trainer while another
-trainer uses the server, and 404 for every route that GRPO does not need. It adds one route, `GET
-/nanogrpo`, which describes the server to a trainer.
+trainer uses the server, and 404 for every route that GRPO does not need. It adds one route,
+`GET /nanogrpo`, which describes the server to a trainer.
 
 vLLM's own `--api-key` leaves the weight routes open, and some of its development routes
 (collective_rpc, server_info, profiling) should not be reachable by anyone. serve.py passes this
