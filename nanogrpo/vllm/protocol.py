@@ -1,8 +1,9 @@
 """The requests for completions and their replies: pure functions on JSON.
 
 In: a prompt and SamplingParams, then a reply. Out: the body of `POST /inference/v1/generate`, then
-`Sample`s, or an error that says why the reply cannot be used. The route takes token ids and returns token ids. No text is tokenized a second time, so the tokens cannot
-change in transit. Read before: engine/base.py. Read next: client.py, which sends the requests.
+`Sample`s, or an error that says why the reply cannot be used. The route takes token ids
+and returns token ids. No text is tokenized a second time, so the tokens cannot change in transit.
+Read before: engine/base.py. Read next: client.py, which sends the requests.
 """
 
 from __future__ import annotations
