@@ -99,7 +99,7 @@ def three_steps(base: Path, options: dict, world: World = SOLO) -> tuple[dict, d
                 gradient[name] = lora.gathered(p.grad).clone()
         optim.clip_and_step(model, optimizer, cfg.learning_rate, 1.0)
     assert all(lora.is_adapter(name) for name in gradient)
-    sent = {name: p.clone() for name, p in lora.full_parameters(model)}
+    sent = {name: p.clone() for name, p in lora.full_parameters(model, computed=True)}
     positions, attend = positions_of([13])
     with torch.no_grad(), lora.disabled(model):
         off = model(random_tokens(13, 104), positions, attend)
