@@ -2,9 +2,9 @@
 of the loss.
 
 In: logits [N, V] (overwritten), targets [N], `LossInputs` [N]. Out: log-prob and entropy [N]
-float32, and dloss/dlogits in place of the logits. This file also collects the row functions of this
-folder under the names of reference.py, so head.py can use either file as one module. Read next:
-head.py, which calls `policy_rows_` on a chunk of logits between two matrix products.
+float32, and dloss/dlogits in place of the logits. This file also re-exports the other row functions
+of this folder under the names that they have in reference.py, so head.py can use either file. Read
+next: head.py, which calls `policy_rows_` on a chunk of logits between two matrix products.
 
 Equation.   (logp, H): log_softmax.py on the row;  (l, dl): policy.py `terms` of logp;
             loss = weight · l - entropy_weight · H
@@ -19,7 +19,7 @@ Bytes.      4·N·V in bfloat16 if the second pass hits the L2 cache: 1.16 ms fo
             program has 32 warps: only one of them fits on a multiprocessor at a time.
 Skipped.    A row with a gradient of 0 (no advantage, or clipped) is filled with zeros without being
             read again, unless its log-prob is NaN. Rows whose weight and entropy_weight are both 0
-            never get here: head.py skips them.
+            never reach this kernel: head.py skips them.
 Reference.  `policy_rows_` in reference.py.
 """
 
@@ -45,9 +45,9 @@ from .reference import LossInputs, Objective
 
 __all__ = ["log_softmax_backward_", "log_softmax_forward", "policy_forward", "policy_rows_"]
 
-# A program has twice the lanes of a forward, two per thread, so it fills a multiprocessor. Its
-# threads have 64 registers each. Narrow loads (`statistics` in log_softmax.py) need one register
-# per number: then a lane has 4 numbers.
+# A program has twice as many lanes as a program of the forward kernel, two per thread, so it fills
+# a multiprocessor. Each thread has 64 registers. Narrow loads (`statistics` in log_softmax.py) need
+# one register per number, so each lane then has only 4 numbers.
 LANES, WARPS = 2048, 32
 
 
@@ -63,7 +63,7 @@ def row_kernel(
     BLOCK: tl.constexpr = R * C
     weight = tl.load(WEIGHT + row)
     y = tl.load(TARGETS + row)
-    zy = tl.load(L + y).to(tl.float32)  # before it is overwritten
+    zy = tl.load(L + y).to(tl.float32)  # read before the row is overwritten
     q, l, s = statistics(L, V, k, WIDE, R, C)
     logp, entropy, log_l = results(zy, k, q, l, s)
     tl.store(LOGP + row, logp)
@@ -87,7 +87,7 @@ def row_kernel(
         dentropy = -tl.load(ENTROPY_WEIGHT + row)
     lanes = tl.arange(0, BLOCK)
     blocks = tl.cdiv(V, BLOCK)
-    # A row of NaN gives NaN, as in the reference.
+    # A row with a NaN log-prob gets a NaN gradient, as in the reference.
     if (dlogp == 0.0) & (dentropy == 0.0) & (logp == logp):
         for c in tl.range(0, V, BLOCK):
             o = c + lanes
@@ -111,7 +111,7 @@ def policy_rows_(
 ) -> tuple[Tensor, Tensor]:
     """Return log-prob and entropy [N]; overwrite the logits [N, V] with the gradient of the loss.
 
-    As `policy_rows_` in reference.py.
+    This does the same as `policy_rows_` in reference.py.
     """
     check_rows(logits)
     count, vocab = logits.shape

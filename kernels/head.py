@@ -1,34 +1,36 @@
-"""The output head in chunks: log-probs, entropies, the policy loss and its gradients, without ever
-holding all logits.
+"""Compute log-probs, entropies, the policy loss and its gradients at the output head, in chunks of
+tokens, without ever storing all logits.
 
 In: hidden [M, D], lm_head [V, D], targets [M], `LossInputs` [M]. Out: vectors [M], and in the
-backward dhidden [M, D] and dhead [V, D]. Matrix products are cuBLAS's (or the CPU library's).
-Between them run the row functions of `rows`: reference.py, or fused_rows.py with the Triton kernels
-of the same names. So both implementations share the loop over chunks, and the two autograd
-Functions below. Read next: nanogrpo/model/head.py.
+backward dhidden [M, D] and dhead [V, D]. cuBLAS computes the matrix products (on a CPU, the library
+of linear.py). Between them run the functions of the module `rows`: reference.py, or fused_rows.py,
+which has Triton kernels of the same names. So both implementations share the loop over chunks and
+the two autograd Functions below. Read next: nanogrpo/model/head.py.
 
 Equation.   z_i = h_i Wᵀ / T;  logp_i = z_{i,y_i} - lse(z_i);
             L = Σ_i weight_i l(logp_i) - entropy_weight_i H_i.
-Derivation. Token i's part of L depends on h_i and W alone, and weight_i is known beforehand. So
-            dL/dz_i = weight_i l'(logp_i) (1[j = y_i] - p_ij) / T + … is known as soon as row i of
-            the logits is. The gradients are therefore computed while the chunk's logits exist:
-            dh = dz W,  dW = Σ_chunks dzᵀ h.  The backward only multiplies by the upstream scalar.
+Derivation. The contribution of token i to L depends only on h_i and W, and weight_i is known
+            beforehand. So dL/dz_i = weight_i l'(logp_i) (1[j = y_i] - p_ij) / T + … is known as
+            soon as row i of the logits is. The gradients are therefore computed while the chunk's
+            logits exist: dh = dz W,  dW = Σ_chunks dzᵀ h.  The backward only multiplies by the
+            upstream scalar.
 Work.       Three matrix products, 6·M·V·D FLOP. Recomputing the logits in the backward would take
             four (8·M·V·D). At M = 8192, V = 151,936 and 790 TFLOP/s: 9.7 / 19.4 / 38.7 ms for
             D = 1024 / 2048 / 4096.
 Memory.     One chunk of logits, C·V·2 bytes in bfloat16 (2.5 GB at C = 8192), dW in float32
             (4·V·D bytes) and dh.
 Bytes.      Rows are read and written once, in place: 4·M·V (1.16 ms at 4.3 TB/s). Each chunk after
-            the first reads and writes dW again: 8·V·D bytes, 245/C of the time of its products for
-            every D. So prefer one chunk of 8192 rows to many small ones.
+            the first reads and writes dW again. These 8·V·D bytes take 245/C of the time of the
+            chunk's matrix products, for any D. So one chunk of 8192 rows is better than many small
+            ones.
 Reference.  `log_softmax_forward` and `policy_rows_` on all logits (tests/model/test_head.py).
 
-The gradients cannot be computed in the forward if a token's coefficient depends on other tokens'
-log-probs, as with a ratio or a mask of sequences. `HeadLogp` then splits the work into two phases,
-with four products.
+The gradients cannot be computed in the forward pass if a token's coefficient depends on other
+tokens' log-probs, as with sequence-level ratios or masks. `HeadLogp` then splits the work into two
+phases, with four matrix products.
 
-Rows are chosen by `nonzero`, which waits for the device: twice in `HeadPolicyLoss`, once in the
-backward of `HeadLogp`. The head takes milliseconds, a wait microseconds.
+Rows are selected with `nonzero`, which waits for the device: twice in `HeadPolicyLoss`, once in the
+backward of `HeadLogp`. Each wait takes microseconds, while the head takes milliseconds.
 """
 
 from __future__ import annotations
@@ -46,15 +48,16 @@ from .reference import LossInputs, Objective, accumulate
 class HeadLogp(torch.autograd.Function):
     """(hidden, lm_head, targets, temperature, chunk, rows) → log-prob [M], entropy [M].
 
-    The forward takes one product. The backward computes each chunk's logits again and takes three
-    products, or two if the head is frozen. It skips rows with two upstream gradients of 0.
+    The forward needs one matrix product. The backward recomputes each chunk's logits and needs
+    three matrix products in total, or two if the head is frozen. It skips rows for which both
+    upstream gradients are 0.
     """
 
     @staticmethod
     def forward(ctx, hidden, lm_head, targets, temperature, chunk, rows):
         count, acc = len(hidden), accumulate(hidden.dtype)
         logp, entropy = (torch.empty(count, dtype=acc, device=hidden.device) for _ in range(2))
-        norm = torch.empty(2, count, dtype=acc, device=hidden.device)  # opaque: for `rows` alone
+        norm = torch.empty(2, count, dtype=acc, device=hidden.device)  # only `rows` interprets it
         parts = [slice(start, start + chunk) for start in range(0, count, chunk)]
         buffer = _buffer(hidden, lm_head, [targets[part] for part in parts])
         for part in parts:
@@ -97,9 +100,9 @@ class HeadPolicyLoss(torch.autograd.Function):
     """(hidden, lm_head, targets, inputs, objective, temperature, chunk, rows) → loss, log-prob [M],
     entropy [M], clip flags [M] and KL [M] or None. Only the loss is differentiable.
 
-    There are three kinds of tokens. A token with neither weight nor entropy weight is not computed:
-    its results are zeros. A token without advantage, KL or entropy term has no gradient and takes
-    one product. All others take three.
+    There are three kinds of tokens. A token whose weight and entropy weight are both 0 is skipped,
+    and its results are zeros. A token without an advantage, KL or entropy term has no gradient and
+    needs one matrix product. All other tokens need three.
     """
 
     @staticmethod
@@ -131,8 +134,8 @@ class HeadPolicyLoss(torch.autograd.Function):
             if need_dhead:
                 dhead = _add_product(dhead, dlogits, h)
 
-        # The value of the loss is a sum over all tokens, whatever their kind and chunk. It costs
-        # microseconds next to the products.
+        # The value of the loss is a sum over all tokens, regardless of their kind and chunk.
+        # Computing it takes microseconds, much less than the matrix products.
         loss, _, clip, kl = rows.policy_forward(logp, inputs, o)
         if inputs.entropy_weight is not None:
             loss = loss - (inputs.entropy_weight * entropy).sum()
@@ -144,7 +147,7 @@ class HeadPolicyLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream, *_):
-        # Into a tensor of the final type: a float32 copy of dhead would double its memory.
+        # Write into a tensor of the final dtype: a float32 copy of dhead would double its memory.
         scaled = (
             None if g is None else torch.mul(g, upstream, out=torch.empty_like(g, dtype=dtype))
             for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
@@ -166,21 +169,21 @@ def _kinds(inputs: LossInputs, o: Objective) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(mask: Tensor, size: int) -> Sequence[Tensor]:
-    """Return the indices where mask holds, at most `size` in each piece."""
+    """Return the indices where the mask is True, in pieces of at most `size`."""
     index = mask.nonzero().squeeze(1)
     return index.split(size) if len(index) else ()
 
 
 def _buffer(hidden: Tensor, lm_head: Tensor, chunks: Sequence[Tensor]) -> Tensor:
-    """Return memory for the logits [C, V] of the longest chunk, which all chunks share."""
+    """Return a buffer for the logits [C, V] of the longest chunk, which all chunks reuse."""
     return hidden.new_empty(max(map(len, chunks), default=0), len(lm_head))
 
 
 def _add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
-    """Add dlogitsᵀ h [V, D] to the total, in place; the first product (total None) starts it.
+    """Add dlogitsᵀ h [V, D] to the total in place. If total is None, start with this product.
 
-    The total has the accumulator's type: bfloat16 sums drift with the number of chunks (an error of
-    1.6e-3 becomes 2.6e-3 over 8).
+    The total has the dtype that `accumulate` returns, because the error of a sum in bfloat16 grows
+    with the number of chunks (from 1.6e-3 to 2.6e-3 over 8 chunks).
     """
     if by_onednn(h.T, dlogits.T):
         part = product(h.T, dlogits.T).T  # [V, D], transposed in memory
@@ -194,12 +197,12 @@ def _add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
     if h.is_cuda:  # 16-bit operands, float32 accumulator and result in one product
         dtype = total.dtype
         return torch.addmm(total, dlogits.T, h, out_dtype=dtype, beta=beta, out=total)
-    # The CPU has no product of 16-bit operands with a float32 result.
+    # On a CPU, torch has no matrix product of 16-bit operands with a float32 result.
     return torch.addmm(total, dlogits.float().T, h.float(), beta=beta, out=total)
 
 
 def _complete(total: Tensor | None, lm_head: Tensor) -> Tensor:
-    """Return the sum of the chunks, zeros if there was none."""
+    """Return the sum over the chunks, or zeros if there were none."""
     if total is None:
         return torch.zeros_like(lm_head, dtype=accumulate(lm_head.dtype))
     return total

@@ -1,17 +1,17 @@
-"""Float32 matrix products on a CPU by oneDNN where it is available, and the linear layers made of
-them. All oneDNN calls of the project are in this file.
+"""Float32 matrix products on a CPU, computed by oneDNN where it is available, and linear layers
+that use them. All oneDNN calls of the project are in this file.
 
 In: x [T, I], weight [O, I], optionally a bias [O]. Out: y [T, O] and its gradients. Nothing here is
-approximate: everything is float32, and only the order of the sums is another library's.
+approximate: everything is float32, and results differ from F.linear only by the order of summation.
 
 Equation.   Y = X Wᵀ + b;  dX = dY W;  dW = dYᵀ X;  db = Σ_rows dY. All three products have the form
             A Bᵀ, which is `product`.
-Why.        torch gives float32 products on a CPU to the BLAS it was built with, which may not be
-            the fastest on this CPU. On one core of an AMD EPYC, MKL reaches 110 GFLOP/s; oneDNN,
-            which torch includes too, reaches 186 to 253. oneDNN reads a transposed view of B as it
-            is and copies one of A. A call costs 10 µs more, and half a millisecond when oneDNN
-            generates code for a number of rows it has not seen.
-Elsewhere.  GPUs, other types, autocast, torch.compile and small products use F.linear.
+Why.        torch passes float32 matrix products on a CPU to the BLAS it was built with, which may
+            not be the fastest on this CPU. On one core of an AMD EPYC, MKL reaches 110 GFLOP/s;
+            oneDNN, which torch includes too, reaches 186 to 253. oneDNN reads a transposed view of
+            B directly, but copies a transposed view of A. A call takes 10 µs longer, or half a
+            millisecond longer when oneDNN must generate code for a new number of rows.
+Elsewhere.  GPUs, other dtypes, autocast, torch.compile and small products use F.linear.
             `torch.backends.mkldnn.flags(enabled=False)` turns oneDNN off, here as in torch.
 
 Read next: head.py (the products of the output head), nanogrpo/model/decoder.py (the layers).
@@ -27,19 +27,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-WORTH = 1 << 22  # multiply-adds above which oneDNN's product is faster, including the call
-PACK_FROM = 1 << 14  # elements of a weight above which `packed` pays for itself
-# some builds of torch lack it
+WORTH = 1 << 22  # number of multiply-adds above which oneDNN is faster, call overhead included
+PACK_FROM = 1 << 14  # number of elements of a weight above which `packed` is worthwhile
+# some builds of torch do not include it
 _onednn: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def by_onednn(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN computes `product(a, b)`.
+    """Return whether oneDNN computes `product(a, b)`.
 
-    It does for large, plain float32 matrices on a CPU: no DTensor, and no tracing.
+    It does for large float32 matrices on a CPU, unless they are DTensors or are being traced.
     """
     return (
-        a.is_cpu  # first, because on a GPU it is the only check
+        a.is_cpu  # checked first, so on a GPU no other check runs
         and b.is_cpu
         and a.dtype == b.dtype == torch.float32
         and _onednn is not None
@@ -66,7 +66,7 @@ def product(a: Tensor, b: Tensor, buffer: Tensor | None = None) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
-        # A frozen weight (LoRA's base) keeps no activation.
+        # If the weight is frozen (LoRA's base), the activation is not saved.
         for_dx, for_dweight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if for_dweight else None, weight if for_dx else None)
         return _onednn(x, weight, bias, "none", [], "")  # [T, O]
@@ -83,12 +83,12 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return F.linear(x, weight, bias), differentiable once where oneDNN computes it."""
+    """Return F.linear(x, weight, bias). If oneDNN computes it, it is differentiable only once."""
     return _Linear.apply(x, weight, bias) if by_onednn(x, weight) else F.linear(x, weight, bias)
 
 
 def packed(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[..., Tensor]:
-    """Return a function x ↦ F.linear(x, weight, bias) for the weight as it is now.
+    """Return a function x ↦ F.linear(x, weight, bias) that uses the current values of the weight.
 
     On a CPU, a float32 weight is stored in the layout that oneDNN prefers for inputs of `rows`
     rows. On one core of an AMD EPYC, multiplying 64 rows by a weight [2048, 256] then takes 0.29

@@ -1,7 +1,7 @@
-"""Selective log-softmax: the log-prob of one target per row, and the row's entropy, in one read of
-the logits.
+"""Selective log-softmax: the log-prob of one target per row, and the row's entropy, in one pass
+over the logits.
 
-In: logits [N, V] (bf16, fp16 or fp32; the numbers of a row are adjacent), targets [N] int64,
+In: logits [N, V] (bf16, fp16 or fp32; the entries of a row must be adjacent), targets [N] int64,
 temperature. Out: log-prob [N] and entropy [N] in nats, both float32. Read next: policy.py, then
 fused_rows.py, which joins the two.
 
@@ -9,27 +9,29 @@ Equation.   z = x / T;  logp = z_y - log Σ_j e^{z_j};  H = -Σ_j p_j log p_j.
             Online: keep (q, l, s) with l = Σ e^{z_j - q} and s = Σ e^{z_j - q} (z_j - q) over the
             columns seen. A larger q' rescales both by a = e^{q - q'}:
             l ← l a,  s ← (s + l (q - q')) a.  At the end logp = z_y - q - log l, H = log l - s / l.
-            All in powers of two: k = log2(e) / T folds the temperature into the one multiply-add
-            that exp needs anyway.
+            All exponentials are powers of two: k = log2(e) / T folds the temperature into the one
+            multiply-add that exp needs anyway.
 Lanes.      Every lane (8 adjacent bfloat16 numbers, one 16-byte load) keeps its own (q, l, s).
-            Lanes are merged once, after the row. A textbook online softmax merges once per block:
-            its barriers and shuffles cost more than the loads.
+            Lanes are merged once, at the end of the row. A textbook online softmax merges once per
+            block, and its barriers and shuffles take longer than the loads.
 Exactness.  q is rounded, but every term uses the same rounded q. So fma(x, k, -q) has one rounding,
             near the result, and a row around -10,000 is as exact as one around 0. An entry of -inf
-            has e = 0 but e · t = NaN: that (rare) row is summed a second time, and the common loop
-            has no instruction for it. A sum of 151,936 terms is a tree over 1024 lanes, each of
-            which adds 19 sums of 8. The entropy is always computed: it reads nothing more, and the
-            instruction limit below includes it.
+            has e = 0 but e · t = NaN: such a (rare) row is summed a second time, so the main loop
+            needs no instruction for it. A sum of 151,936 terms is computed as a tree over 1024
+            lanes, each of which adds 19 sums of 8 terms. The entropy is always computed: it needs
+            no further reads, and the instruction count below includes it.
 Domain.     |max_j z_j| log2(e) < 2^31: logits around ±1.4e9 at T = 1, or around 100 at T = 1e-7.
-            Beyond, rounding q shifts e by more than 2^64, and sums overflow. The form
-            (x - max) k has no such limit, but costs one more instruction per element.
+            Beyond that, the rounding of q changes e by a factor of more than 2^64, and sums
+            overflow. The form (x - max) k has no such limit, but costs one more instruction per
+            element.
 Derivation. dlogp/dz_j = 1[j = y] - p_j and dH/dz_j = -p_j (log p_j + H). With the upstream
             gradients g of logp and h of H:  dx_j = (g (1[j = y] - p_j) - h p_j (log p_j + H)) / T,
             p_j = 2^{fma(x_j, k, -q) - log2 l}. The forward saves q and log2 l.
 Bytes.      Forward 2·N·V in bfloat16: 0.58 ms for N = 8192, V = 151,936 at 4.3 TB/s. Backward
             4·N·V: 1.16 ms.
-FLOP.       About 5 per element forward, 6 backward. The limit is issue slots (about 14 per element
-            at that bandwidth); tests/kernels/test_contracts.py counts the instructions.
+FLOP.       About 5 per element forward, 6 backward. The limit is the number of instructions that
+            can be issued (about 14 per element at that bandwidth);
+            tests/kernels/test_contracts.py counts them.
 Reference.  `log_softmax_forward`, `log_softmax_backward_` in reference.py.
 """
 
@@ -42,17 +44,17 @@ from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Means "nothing seen yet". It is finite, so differences of it are never NaN.
+# Means "nothing seen yet". It is finite, so the difference of two such values is not NaN.
 LOWEST = tl.constexpr(-1e30)
 
-# The shapes of a launch are constants, not the choice of an autotuner, so tests see the shapes that
-# run. Every lane of the forward holds 16 bytes: one load.
+# Launch shapes are constants and not chosen by an autotuner, so the tests cover the shapes that
+# run. Every lane of the forward kernel processes 16 bytes at a time, which take one load.
 LANES, WARPS = 1024, 8
 BLOCK = 4096  # columns per program of the backward
 
 
 def wide(logits: Tensor) -> bool:
-    """Whether every row starts at a multiple of 16 bytes: Triton asks the same of a launch."""
+    """Return whether all rows start at multiples of 16 bytes, by Triton's own test for a launch."""
     return logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0
 
 
@@ -63,7 +65,7 @@ def wide(logits: Tensor) -> bool:
 def fold(x, q, l, s, k):
     """Fold the block x [R, C] into the lanes' statistics q, l, s [R].
 
-    Axis 1 lies within a thread, so threads exchange nothing.
+    Axis 1 lies within a thread, so threads exchange no data.
     """
     q_new = tl.maximum(q, tl.max(x, 1) * k)
     a = tl.exp2(q - q_new)
@@ -86,10 +88,10 @@ def merge(q, l, s):
 def statistics(L, V, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """Return (q, l, s) of the V columns of the row at L.
 
-    WIDE: the C numbers of a lane are adjacent and take one load. If rows do not start at multiples
+    WIDE: the C numbers of a lane are adjacent and need one load. If rows do not start at multiples
     of 16 bytes, that load is impossible, and Triton would spread the C numbers over several
-    threads. So a lane then takes every R-th number, and adjacent lanes take adjacent numbers:
-    narrow loads, no exchange.
+    threads. So each lane then takes every R-th number, and adjacent lanes read adjacent numbers.
+    The loads are narrow, but threads exchange no data.
     """
     BLOCK: tl.constexpr = R * C
     if WIDE:
@@ -160,7 +162,7 @@ def log_softmax_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-prob [N], entropy [N], and (q, log2 l) [2, N] for the backward of this file.
 
-    logits [N, V], targets [N]; rows may be strided, the entries of a row may not.
+    logits [N, V], targets [N]; rows may be strided, but the entries within a row must be adjacent.
     """
     check_rows(logits)
     count, vocab = logits.shape
@@ -181,7 +183,7 @@ def log_softmax_forward(
 def row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy):
     """Return dlogp (1[o = y] - p) - dentropy p (log p + H) for the logits x at columns o.
 
-    1 - p is formed in float32.
+    1 - p is computed in float32.
     """
     t = tl.fma(x, k + tl.zeros_like(x), -q + tl.zeros_like(x)) - log_l  # log2 p
     p = tl.exp2(t)
@@ -196,7 +198,7 @@ def backward_kernel(
     LOGITS, TARGETS, NORM, ENTROPY, DLOGP, DENTROPY, stride, N, V, k, inv_t,
     blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of a row: each element depends on itself and six numbers of its row."""
+    """One program per block of a row: a gradient depends on its logit and six values per row."""
     pid = tl.program_id(0).to(tl.int64)
     row = pid // blocks
     o = (pid % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)

@@ -1,16 +1,16 @@
-"""RMSNorm with the residual add before it, in one read and one write. The model does not use it:
-only a GPU can show whether it is faster.
+"""The residual add and the RMSNorm after it, fused into one kernel. The model does not use it:
+whether it is faster must be measured on a GPU.
 
-In: x [T, D], residual [T, D], weight [D]; bf16, fp16 or fp32. Out: the normed [T, D]
-and the sum [T, D], which is the next residual. Read next: rope.py.
+In: x [T, D], residual [T, D], weight [D]; bf16, fp16 or fp32. Out: the normalized sum [T, D], and
+the sum itself [T, D], which is the next residual. Read next: rope.py.
 
 Equation.   h = x + residual;  r = (mean(h²) + ε)^{-1/2};  y = h r · weight
             (Zhang and Sennrich 2019, arXiv 1910.07467)
 Derivation. With n = h r and g = dy · weight:  dh = r (g - n mean(g n)) + dh_from_the_residual;
-            dx = dresidual = dh;  dweight = Σ_t dy n. Statistics are in float32. h is rounded to its
-            type first, as a separate add would round it.
-Sums.       dweight: each of P programs walks over every P-th row and keeps its part. The parts are
-            added in order.
+            dx = dresidual = dh;  dweight = Σ_t dy n. Statistics are computed in float32. h is first
+            rounded to its dtype, as a separate add would do.
+Sums.       dweight: each of P programs processes every P-th row and keeps a partial sum. The
+            partial sums are then added in order.
 Bytes.      Forward: reads 4·T·D and writes 4·T·D in bfloat16. As separate kernels, the add (6) and
             the norm (4) move 10·T·D. Backward: reads 6, writes 2. T = 8192, D = 4096 at 4.3 TB/s:
             62 µs each way. FLOP: 6 per element.
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# programs of the backward, about two per multiprocessor; also the rows of the table of parts
+# number of programs of the backward, about two per multiprocessor; each fills one row of PARTS
 PROGRAMS = 256
 
 
@@ -37,7 +37,7 @@ def forward_kernel(X, RESIDUAL, WEIGHT, Y, SUM, RSTD, D, eps, BLOCK: tl.constexp
     h += tl.load(RESIDUAL + row * D + j, mask=j < D, other=0.0).to(tl.float32)
     rounded = h.to(SUM.dtype.element_ty)
     tl.store(SUM + row * D + j, rounded, mask=j < D)
-    h = rounded.to(tl.float32)  # the backward sees the rounded sum
+    h = rounded.to(tl.float32)  # the backward uses the rounded sum
     rstd = 1.0 / tl.sqrt(tl.sum(h * h, 0) / D + eps)
     w = tl.load(WEIGHT + j, mask=j < D, other=0.0).to(tl.float32)
     tl.store(Y + row * D + j, (h * rstd * w).to(Y.dtype.element_ty), mask=j < D)
@@ -46,7 +46,7 @@ def forward_kernel(X, RESIDUAL, WEIGHT, Y, SUM, RSTD, D, eps, BLOCK: tl.constexp
 
 @triton.jit
 def backward_kernel(H, WEIGHT, RSTD, DY, DSUM, DX, PARTS, T, D, BLOCK: tl.constexpr):
-    """Program p visits rows p, p + P, …; its part of dweight goes to row p of PARTS [P, D]."""
+    """Program p processes rows p, p + P, …; its partial dweight goes to row p of PARTS [P, D]."""
     pid = tl.program_id(0)
     j = tl.arange(0, BLOCK)
     w = tl.load(WEIGHT + j, mask=j < D, other=0.0).to(tl.float32)
@@ -65,7 +65,7 @@ def backward_kernel(H, WEIGHT, RSTD, DY, DSUM, DX, PARTS, T, D, BLOCK: tl.conste
 
 
 def shape_of_block(width: int) -> tuple[int, int]:
-    """Return the numbers (a full row) and the warps of a program."""
+    """Return the block size of a program, which covers a full row, and its number of warps."""
     block = triton.next_power_of_2(width)
     return block, max(1, min(16, block // 512))
 
@@ -98,7 +98,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the normed [T, D] and x + residual [T, D], both in the type of x.
+    """Return the normalized sum [T, D] and the sum x + residual [T, D], both in the dtype of x.
 
     x and residual [T, D], weight [D].
     """

@@ -1,4 +1,4 @@
-"""The clipped policy loss with masking, and its gradient: one launch and one small reduction.
+"""The masked and clipped policy loss and its gradient, in one launch and one small reduction.
 
 In: log-probs and `LossInputs` [M], float32. Out: the loss, dloss/dlogp [M], clip flags and KL. Read
 next: fused_rows.py, which applies the same `terms` to a row of logits.
@@ -7,19 +7,21 @@ Equation.   r = exp(logp - old);  L = Σ weight · l;
             l = -min(min(r, δ) A, clamp(r, 1 - ε, 1 + ε_high) A) · importance + β · KL.
             KL = k3 = e^x - x - 1 with x = ref - logp, or r · k3 under bias correction. Log-ratios
             are clamped to ±20 before exp.
-Derivation. dr/dlogp = r. The free arm min(r, δ) A has derivative r A while r <= δ, the held arm
-            clamp(r) A while r lies in the clip range. The min passes on the derivative of the
-            smaller arm (inside the range both arms are r A). dk3/dlogp = 1 - e^x; under bias
-            correction r · (1 - e^x) + r · k3.
+Derivation. dr/dlogp = r. The unclipped term min(r, δ) A, called `free` below, has derivative r A
+            while r <= δ. The clipped term clamp(r) A, called `held`, has it while r lies in the
+            clip range. The min has the derivative of the smaller term (inside the range both are r
+            A). dk3/dlogp = 1 - e^x; under bias correction r · (1 - e^x) + r · k3.
 NaN.        A NaN log-prob makes loss and gradient NaN, as in the reference, so the trainer notices
             it. Comparisons therefore test for values out of range: NaN fails the test in `where(|d|
             > 20, 0, r)`, so it is not replaced by 0. Every min and max propagates NaN.
-Weights.    `weight` is mask × normalizer × every other factor known beforehand, so no kernel knows
-            the name of a loss. Tokens with weight 0 are removed by `where`: they may hold NaN.
-Bytes.      At most 24 read and 9 written per token: 0.25 µs for M = 32,768 at 4.3 TB/s, less than
-            one launch takes. The gain is in launches: 2, where eager PyTorch needs dozens.
-Sums.       Each program writes its part of the loss to a table; one more program adds the table in
-            order. There are no atomics, so the result is the same bit for bit each time.
+Weights.    `weight` is mask × normalizer × every other factor known beforehand, so the kernels do
+            not depend on the loss type. Tokens with weight 0 are removed by `where`, because they
+            may contain NaN.
+Bytes.      At most 24 bytes are read and 9 written per token: 0.25 µs for M = 32,768 at 4.3 TB/s,
+            less than one launch takes. The gain is that only 2 launches are needed, where eager
+            PyTorch needs dozens.
+Sums.       Each program writes its partial loss to a table, which one more program adds up in
+            order. There are no atomics, so the result is bitwise reproducible.
 Reference.  `policy_terms`, `policy_forward` in reference.py.
 """
 
@@ -42,7 +44,7 @@ BLOCK, WARPS = 1024, 4  # tokens and warps per program
 def growth_and_k3(x):
     """Return e^x - 1 and e^x - x - 1 without cancellation.
 
-    Below 1/2 by their series; its first omitted term is under 1e-8 of k3.
+    For |x| < 1/2 both are computed as a series, whose first omitted term is under 1e-8 of k3.
     """
     series = 1.0 + x / 8.0 * (1.0 + x / 9.0)
     for i in tl.static_range(7, 2, -1):
@@ -63,7 +65,7 @@ def clamp(x, low, high):
 def terms(logp, adv, old, ref, imp, low, high, delta, beta, BIAS: tl.constexpr):
     """Return l, dl/dlogp, clip flag (int32) and KL of one token, or of a block of them.
 
-    `policy_terms` of reference.py, step by step; absent inputs are None.
+    This is `policy_terms` of reference.py, step by step. Absent inputs are None.
     """
     zero = tl.zeros_like(logp)
     d = zero
@@ -100,7 +102,7 @@ def policy_kernel(
     LOGP, ADV, WEIGHT, OLD, REF, IMP, GRAD, CLIP, KL, PARTS, M, low, high, delta, beta,
     BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of tokens: gradient, clip flag and KL of each; their loss to PARTS."""
+    """One program per block of tokens. It writes gradients, clip flags, KL, and their loss."""
     pid = tl.program_id(0).to(tl.int64)
     j = pid * BLOCK + tl.arange(0, BLOCK)
     here = j < M
@@ -127,7 +129,7 @@ def policy_kernel(
 
 @triton.jit
 def sum_kernel(PARTS, LOSS, count, BLOCK: tl.constexpr):
-    """One program: adds PARTS [count] in a fixed order."""
+    """Add up PARTS [count] in a fixed order, in a single program."""
     total = tl.zeros((BLOCK,), PARTS.dtype.element_ty)
     for start in tl.range(0, count, BLOCK):
         j = start + tl.arange(0, BLOCK)
@@ -145,7 +147,8 @@ def policy_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the loss [], dloss/dlogp [M], clip flags [M] int8 and the KL [M] or None.
 
-    As `policy_forward` in reference.py. The backward is `upstream · dloss/dlogp`.
+    This does the same as `policy_forward` in reference.py. The backward multiplies dloss/dlogp by
+    the upstream gradient.
     """
     count, blocks = len(logp), triton.cdiv(len(logp), BLOCK)
     vectors = logp.contiguous(), *inputs.map(Tensor.contiguous)[:5]

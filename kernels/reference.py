@@ -1,11 +1,12 @@
-"""The GRPO loss and the log-softmax in plain PyTorch: what a CPU runs, and what kernels must equal.
+"""The GRPO loss and the log-softmax in plain PyTorch: the code that runs on a CPU, and the results
+that kernels must match.
 
 In: logits [N, V] or per-token vectors [M], any float type. Out: float32 (float64 for float64
 inputs, which finite differences need).
 
-**Start with `policy_terms`.** It is the loss of the default run: ratio, clip and KL of each token,
-each equation above the line that computes it. On a CPU exactly this function runs, three calls
-below train.py:
+**Start with `policy_terms`.** It is the loss of the default run: the ratio, clip and KL of each
+token, with each equation above the line that computes it. On a CPU, exactly this function runs,
+three calls below train.py:
 
     objective (nanogrpo/grpo/loss.py)       picks the vectors of the batch and the constants
     └─ head_policy_loss (model/head.py)     multiplies hidden states by the output head, in chunks
@@ -34,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Log-ratios are clamped here before exp. e^20 is finite in every float type, and so is its square.
+# Log-ratios are clamped here before exp. e^20 and its square are finite in float32.
 LOG_RATIO_MAX = 20.0
 
 
@@ -43,7 +44,7 @@ class Objective(NamedTuple):
 
     epsilon: float
     epsilon_high: float
-    delta: float = math.inf  # cap of the ratio, whatever the sign of the advantage
+    delta: float = math.inf  # upper bound of the ratio, for either sign of the advantage
     beta: float = 0.0  # factor of the KL
     bias_correction: bool = True  # True: KL = ratio · k3, differentiated through both; False: k3
 
@@ -63,12 +64,12 @@ class LossInputs(NamedTuple):
         return LossInputs._make(None if v is None else function(v) for v in self)
 
     def at(self, index: Tensor) -> LossInputs:
-        """Return the vectors of some tokens only."""
+        """Return the vectors of the tokens in `index`."""
         return self.map(lambda v: v[index])
 
 
 def accumulate(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which statistics and losses are computed."""
+    """Return the dtype in which statistics and losses are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -83,7 +84,7 @@ def exp(log_ratio: Tensor) -> Tensor:
 def k3(x: Tensor) -> Tensor:
     """Return e^x - x - 1 with x clamped to ±20: never negative, and 0 where x = 0.
 
-    expm1 keeps the digits near 0, where e^x - x - 1 would cancel.
+    expm1 keeps its precision near 0, where e^x - x - 1 would suffer from cancellation.
     """
     x = x.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
     return torch.expm1(x) - x
@@ -141,7 +142,7 @@ def policy_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the loss Σ weight · l [], dloss/dlogp [M], the clip flags [M] and the KL [M] or None.
 
-    Tokens with weight 0 give zeros, even where they hold NaN.
+    For tokens with weight 0 all results are zero, even if their inputs are NaN.
     """
     l, dl, clip, kl = policy_terms(logp, inputs, o)
     on = inputs.weight != 0
@@ -161,8 +162,8 @@ def log_softmax_forward(
 
     Q = max_j x_j;  t_j = (x_j - Q) / T;  S = Σ_j e^{t_j};  logp = t_y - log S;
     H = log S - Σ_j e^{t_j} t_j / S.
-    Everything is relative to Q, so a row around -10,000 is as exact as one around 0. An entry of
-    -inf has probability 0 and adds 0 to H. (Q, log S) is what the backward needs.
+    Everything is relative to Q, so a row of logits around -10,000 is as exact as one around 0. An
+    entry of -inf has probability 0 and adds 0 to H. (Q, log S) is what the backward needs.
     """
     x = logits.to(accumulate(logits.dtype))  # [N, V]
     q = x.amax(-1) if x.numel() else x.new_zeros(x.shape[0])  # [N]
@@ -206,7 +207,7 @@ def policy_rows_(
     """Return log-prob and entropy [N]; overwrite the logits [N, V] with the gradient of the loss.
 
     loss = Σ weight · l - entropy_weight · H. A row whose weight is 0 must still be finite. Rows
-    whose weight and entropy_weight are both 0 never get here: head.py skips them.
+    whose weight and entropy_weight are both 0 never reach this function: head.py skips them.
     """
     logp, entropy, norm = log_softmax_forward(logits, targets, temperature)
     _, dl, _, _ = policy_terms(logp, inputs, o)

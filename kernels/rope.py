@@ -1,20 +1,21 @@
-"""QK-norm and rotary embedding of every head in one pass. The model does not use it: only a GPU can
-show whether it is faster.
+"""QK-norm and rotary embedding of every head in one pass. The model does not use it: whether it is
+faster must be measured on a GPU.
 
-In: x [T, H, E] (queries or keys), weight [E], cos and sin [T, E] float32 (both halves alike). Out:
-[T, H, E] in the type of x. Read next: swiglu.py.
+In: x [T, H, E] (queries or keys), weight [E], cos and sin [T, E] float32 (with two equal halves).
+Out: [T, H, E] in the dtype of x. Read next: swiglu.py.
 
 Equation.   n = x (mean(x²) + ε)^{-1/2};  u = n · weight, in halves (a, b);
             y = (a cos - b sin, b cos + a sin)
             (RMSNorm per head as in Qwen3; Su et al. 2021, arXiv 2104.09864, pairs i with i + E/2)
-Derivation. The transpose of a rotation is the rotation back: da = dya cos + dyb sin,
-            db = dyb cos - dya sin. Then RMSNorm's: g = du · weight;  dx = r (g - n mean(g n));
-            dweight = Σ du n. r is computed again from x, which is loaded anyway.
-Sums.       dweight: a fixed number of programs, each with its part, added in order.
-Bytes.      Forward 4·T·H·E in bfloat16 (norm and rotation apart move 8 or more); backward 6.
-            T = 8192, H = 32, E = 128: 31 µs at 4.3 TB/s. FLOP: 12 per element.
-Reference.  `nanogrpo.model.decoder.rotate` of `torch.nn.functional.rms_norm`, without the rounding
-            between the two.
+Derivation. The transpose of a rotation is its inverse: da = dya cos + dyb sin, db = dyb cos - dya
+            sin. Then the derivative of RMSNorm: g = du · weight;  dx = r (g - n mean(g n)); dweight
+            = Σ du n. r is recomputed from x, which is loaded anyway.
+Sums.       dweight: each of a fixed number of programs computes a partial sum. These are added in
+            order.
+Bytes.      Forward 4·T·H·E in bfloat16 (separate kernels for norm and rotation move 8 or more);
+            backward 6. T = 8192, H = 32, E = 128: 31 µs at 4.3 TB/s. FLOP: 12 per element.
+Reference.  `nanogrpo.model.decoder.rotate` applied to `torch.nn.functional.rms_norm`, without the
+            rounding between the two.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512  # programs of the backward, and rows of the table of parts
-ROWS = 16  # heads that a program holds at once
+PROGRAMS = 512  # number of programs of the backward; each fills one row of PARTS
+ROWS = 16  # number of heads that a program processes at a time
 
 
 @triton.jit
 def load_row(X, COS, SIN, WEIGHT, i, count, heads, eps, HALF: tl.constexpr):
-    """Return the normed halves [ROWS, HALF] of the rows i, 1/rms [ROWS, 1], cos, sin and the halves
-    of the weight; before them, the addresses and the mask.
+    """Return the addresses and the mask of the rows i, their normalized halves [ROWS, HALF], 1/rms
+    [ROWS, 1], cos, sin, and the two halves of the weight.
     """
     j = tl.arange(0, HALF)
     here = (i < count)[:, None]
@@ -51,7 +52,7 @@ def load_row(X, COS, SIN, WEIGHT, i, count, heads, eps, HALF: tl.constexpr):
 def forward_kernel(
     X, WEIGHT, COS, SIN, Y, count, heads, eps, HALF: tl.constexpr, ROWS: tl.constexpr
 ):
-    """One program per ROWS of the count = T·H rows."""
+    """Each program processes ROWS of the count = T·H rows."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at, here, na, nb, _, cos, sin, wa, wb = load_row(
         X, COS, SIN, WEIGHT, i, count, heads, eps, HALF
@@ -66,7 +67,7 @@ def forward_kernel(
 def backward_kernel(
     X, WEIGHT, COS, SIN, DY, DX, PARTS, count, heads, eps, HALF: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Program p visits blocks p, p + P, …; its part of dweight goes to PARTS[p], [2·HALF]."""
+    """Program p processes blocks p, p + P, …; its partial dweight goes to PARTS[p], [2·HALF]."""
     pid = tl.program_id(0)
     j = tl.arange(0, HALF)
     dwa = tl.zeros((HALF,), tl.float32)
@@ -118,9 +119,9 @@ class _NormRope(torch.autograd.Function):
 
 
 def norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Return [T, H, E] in the type of x.
+    """Return x normalized and rotated, [T, H, E], in the dtype of x.
 
-    x [T, H, E] (E a power of two, like every block of Triton), weight [E], cos and sin [T, E]
-    float32.
+    x [T, H, E] (E must be a power of two, like the size of every Triton block), weight [E], cos and
+    sin [T, E] float32.
     """
     return _NormRope.apply(x, weight, cos, sin, eps)

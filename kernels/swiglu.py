@@ -1,7 +1,7 @@
-"""The elementwise half of SwiGLU, silu(gate) · up. The model does not use it: only a GPU can show
-whether it is faster.
+"""The elementwise part of SwiGLU, silu(gate) · up. The model does not use it: whether it is faster
+must be measured on a GPU.
 
-In: gate [T, F], up [T, F]; bf16, fp16 or fp32. Out: [T, F] in their type. Read next: README.md.
+In: gate [T, F], up [T, F]; bf16, fp16 or fp32. Out: [T, F] in the same dtype. Read next: README.md.
 
 Equation.   σ = 1 / (1 + e^{-g});  y = g σ u                    (Shazeer 2020, arXiv 2002.05202)
 Derivation. dy/du = g σ;  dy/dg = u σ (1 + g (1 - σ)). Only the two inputs are saved.
