@@ -1,4 +1,4 @@
-"""Two uses of the policy's entropy: train only on uncertain tokens, and a bonus for uncertainty.
+"""Two uses of the policy's entropy: training only on uncertain tokens, and a bonus for uncertainty.
 
 In: the micro-batches of an optimizer step on this rank. Out: their `entropy_mask` and
 `entropy_weight` [M], which the loss reads. Both are computed over the full optimizer step and all
@@ -41,23 +41,25 @@ def keep_top(
 ) -> None:
     """Set `entropy_mask`, which keeps the `share` of the trained tokens with the highest entropy.
 
-    Wang et al. 2025 (2506.01939). entropies: [M] per micro-batch, under the weights that sampled.
-    The share is taken over the optimizer step and all ranks. Every rank must call.
+    Wang et al. 2025 (2506.01939). entropies: [M] per micro-batch, computed with the weights that
+    sampled the tokens. The share is that of the tokens of the optimizer step on all ranks. Every
+    rank must call.
     """
     values = [h.float().cpu() for h in entropies]
     trained = [h[b.weight.cpu() != 0] for h, b in zip(values, batches)]
-    # As a tensor, the threshold is rounded to float32 like the values.
+    # As a tensor, the threshold is rounded to float32, as the values are.
     threshold = torch.tensor(quantile(torch.cat([torch.empty(0), *trained]), 1 - share, world))
     for batch, h in zip(batches, values):
         batch.entropy_mask = (h >= threshold).to(batch.weight.device)
 
 
 class Bonus:
-    """The entropy bonus: a term -coef · H of the loss, H the mean over the step's trained tokens.
+    """The entropy bonus: a loss term -coef · H, where H is the mean over the step's trained tokens.
 
-    The coefficient may adapt, as in Skywork-OR1 (2505.22312): after each optimizer step it rises by
-    `entropy_coef_delta` if the entropy is at or below the target, and falls otherwise. The bonus
-    then applies only if the entropy of the previous optimizer step was at or below the target.
+    The coefficient can be adaptive, as in Skywork-OR1 (2505.22312): after each optimizer step it
+    rises by `entropy_coef_delta` if the entropy is at or below the target, and falls otherwise. The
+    bonus then applies only if the entropy of the previous optimizer step was at or below the
+    target.
 
         bonus.weigh(batches) → for each batch: loss, bonus.add(batch, out) → bonus.end_update()
 
@@ -74,7 +76,7 @@ class Bonus:
 
     @staticmethod
     def tokens(batch: PackedBatch) -> Tensor:
-        """Return which tokens get the bonus, [M] bool."""
+        """Return a mask [M] bool of the tokens that get the bonus."""
         trained = batch.weight != 0
         return trained if batch.entropy_mask is None else trained & batch.entropy_mask
 
@@ -91,7 +93,7 @@ class Bonus:
             batch.entropy_weight = self.tokens(batch) * weight
 
     def add(self, batch: PackedBatch, out: PolicyOut) -> None:
-        """Add the entropies of one micro-batch to the measurement."""
+        """Add the entropies of one micro-batch to the running mean."""
         if self.cfg.use_adaptive_entropy:
             tokens = self.tokens(batch)
             self.sums[0] = self.sums[0] + out.entropy[tokens].double().sum()

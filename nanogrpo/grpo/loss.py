@@ -11,12 +11,12 @@ loss. The loss itself is `policy_terms` in kernels/reference.py, about 25 lines:
 `objective` runs it through `head_policy_loss`, which also computes the gradient in the same pass
 over the logits. That works for the default run and whenever the loss of a token depends on its own
 log-prob alone. All other objectives (sequence-level ratios and masks, and loss types other than the
-clipped ones) go through `loss` below. It computes the same formula from log-probs that carry a
-gradient, and leaves derivatives to autograd.
+clipped ones) go through `loss` below. It computes the same formula from log-probs that require a
+gradient, and autograd computes the derivatives.
 
 The formulas are those of TRL 1.16.0, and tests compare them with TRL's code. docs/equations.md
-lists the papers. Another algorithm takes a few lines (docs/fork.md). Read next:
-kernels/reference.py (the loss of a token), objectives.py (the other loss types), packing.py (who
+lists the papers. Adding another algorithm takes a few lines (docs/fork.md). Read next:
+kernels/reference.py (the loss of a token), objectives.py (the other loss types), packing.py (which
 sets the weights).
 """
 
@@ -39,13 +39,14 @@ from nanogrpo.types import PackedBatch, Sample
 def is_trained(sample: Sample, cfg: Config) -> bool:
     """Return whether the tokens of a completion contribute to the loss.
 
-    A completion truncated at the length limit says nothing about its end: DAPO masks it.
+    A completion truncated at the length limit does not show how it would have ended, so DAPO masks
+    it.
     """
     return sample.stopped or not cfg.mask_truncated_completions
 
 
 def token_weight(length: int, n_samples: int, n_tokens: int, cfg: Config) -> float:
-    """Return the factor of each token of a completion.
+    """Return the factor by which each token of a completion is weighted in the loss.
 
     It is fixed before the forward pass, so the gradient does not depend on how a step is split.
     length: trained tokens of this completion; n_samples, n_tokens: completions and trained tokens
@@ -61,9 +62,9 @@ def token_weight(length: int, n_samples: int, n_tokens: int, cfg: Config) -> flo
         # mean over completions of the sum over tokens: LUSPO 2026 (2602.05261)
         case "luspo":
             return 1.0 / n_samples
-        # dapo and the others: each token of the step counts the same (Yu et al. 2025, equation 8).
-        # bnpo is this mean over one micro-batch; we do not want a gradient that depends on the
-        # split into micro-batches, so here it equals dapo.
+        # dapo and the others: all tokens of the step have the same weight (Yu et al. 2025, equation
+        # 8). bnpo averages over one micro-batch only. Our gradient must not depend on the split
+        # into micro-batches, so here bnpo equals dapo.
         case _:
             return 1.0 / max(n_tokens, 1)
 
@@ -72,8 +73,8 @@ def objective(batch: PackedBatch, cfg: Config) -> HeadOp:
     """Return the loss of a batch as a head operation: (hidden [M, D], lm_head [V, D]) → PolicyOut.
 
     If each token's loss depends on its own log-prob alone, the fused head computes it in three
-    matrix products. Otherwise the log-probs come first and the loss second: two phases, four
-    products. Both give the same value.
+    matrix products. Otherwise the log-probs are computed first and the loss second: two phases with
+    four matrix products. Both give the same value.
     """
     per_token = cfg.importance_sampling_level == "token" and cfg.off_policy_mask_threshold is None
     if cfg.loss_type in CLIPPED and per_token:
@@ -94,7 +95,7 @@ def objective(batch: PackedBatch, cfg: Config) -> HeadOp:
 
 
 def loss_inputs(batch: PackedBatch, importance: bool = True) -> LossInputs:
-    """Return the vectors of the loss; the entropy mask is part of the importance."""
+    """Return the vectors that the loss reads. The entropy mask becomes part of the importance."""
     factor = batch.importance if importance else None  # [M]
     if batch.entropy_mask is not None:
         mask = batch.entropy_mask.to(batch.weight.dtype)
@@ -104,13 +105,13 @@ def loss_inputs(batch: PackedBatch, importance: bool = True) -> LossInputs:
 
 
 def loss(logp: Tensor, entropy: Tensor, batch: PackedBatch, cfg: Config) -> PolicyOut:
-    """Compute the loss of any objective from log-probs and entropies [M] that carry a gradient.
+    """Compute the loss of any objective from log-probs and entropies [M] that require a gradient.
 
         loss = Σ weight·(l·importance + β·KL) - Σ entropy_weight·H
 
-    l is one of objectives.TERMS. Its ratio is exp(logp - old_logp), or exp of the mean over the
-    sequence; on policy (old_logp None) it is 1 and still carries the gradient. No mask multiplies
-    the KL, as in TRL.
+    l is one of objectives.TERMS. Its ratio is exp(logp - old_logp), or exp of the mean of the
+    differences over the sequence. On policy (old_logp is None) it is 1, but its gradient is not 0.
+    As in TRL, masks do not apply to the KL.
     """
     on = batch.weight != 0  # [M]
 

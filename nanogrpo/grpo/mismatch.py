@@ -1,17 +1,17 @@
 """The gap between trainer and engine on the same tokens, and a correction for it: pure functions of
 two vectors of log-probs.
 
-In: the log-probs of the same M tokens by the trainer, before the first update, and by the engine
-that sampled them, both at the sampling temperature. Out: the figures that are logged every step
-(`compare`), and a weight for each token's loss (`correction`).
+In: the log-probs of the same M tokens, as computed by the trainer before the first update and by
+the engine that sampled them, both at the sampling temperature. Out: the metrics that are logged
+every step (`compare`), and a weight for each token's loss (`correction`).
 
-Samples come from μ, the engine's policy, while π, the trainer's, is trained as if it had sampled
-them. Both hold the same weights. Other kernels, precisions and batch shapes make their log-probs
-differ a little; a faulty weight sync makes them differ a lot. So the figures serve above all as an
-alarm. In float32 on one machine they are about 1e-6, and in bfloat16 a k3 of 1e-3 is usual. A mean
-ratio that grows past 1.02 over many steps means that the weights do not arrive. Names and modes are
-those of TRL 1.16's `vllm_importance_sampling_*`. Read before: grpo/loss.py. Read next:
-docs/metrics.md.
+Samples come from μ, the engine's policy, while π, the trainer's policy, is trained as if it had
+sampled them. Both have the same weights. Different kernels, precisions and batch shapes make their
+log-probs differ a little; a faulty weight sync makes them differ a lot. So these metrics serve
+above all as an alarm. In float32 on one machine they are about 1e-6, and in bfloat16 a k3 of 1e-3
+is normal. A mean ratio that grows past 1.02 over many steps means that the engine does not receive
+the weights. Names and modes are those of TRL 1.16's `vllm_importance_sampling_*`. Read before:
+grpo/loss.py. Read next: docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from nanogrpo.kernels.reference import LOG_RATIO_MAX
 
 
 def compare(delta: Tensor, weight: Tensor | None = None) -> dict[str, float]:
-    """Return the figures over M tokens.
+    """Return the metrics over M tokens.
 
-    delta: [M] float32, Δ = log π − log μ. weight: [M], from `correction`; it adds the last three.
+    delta: [M] float32, Δ = log π − log μ. weight: [M], from `correction`; without it, the last
+    three are left out.
 
     sampling_logp_difference/mean, max     of |Δ|, as in TRL
     k3                                     mean of e^Δ − 1 − Δ, never negative: an estimate of
@@ -36,7 +37,7 @@ def compare(delta: Tensor, weight: Tensor | None = None) -> dict[str, float]:
     ess                                    effective share of the tokens, (Σw)² / (M · Σw²): 1 when
                                            all weights are equal
     """
-    delta = delta.double()  # a difference of 1e-6 has no digits to lose
+    delta = delta.double()  # so that a difference of 1e-6 keeps its precision
     clamped = delta.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
     out = {
         "sampling_logp_difference/mean": delta.abs().mean(),
@@ -52,7 +53,7 @@ def compare(delta: Tensor, weight: Tensor | None = None) -> dict[str, float]:
             "importance_sampling_ratio/mean": w.mean(),
             "importance_sampling_ratio/max": w.max(),
             "masked": (w == 0).double().mean(),
-            # without any weight, squares is 0 and so is the sum
+            # if all weights are 0, so is the result
             "ess": w.sum() ** 2 / (len(w) * squares) if squares > 0 else squares,
         }
     return {f"sampling/{name}": value.item() for name, value in out.items()}
@@ -66,11 +67,11 @@ def correction(
     clip_max: float,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Return the factors of the tokens' losses that make up for sampling from μ instead of π.
+    """Return the factors of the tokens' losses that correct for sampling from μ instead of π.
 
     trainer_logp, engine_logp: [M]; sample: [M] int64, the sample each token belongs to. Returns [M]
-    float32, without gradient. ρ = π/μ is per token, or per sample as the product over its tokens
-    (not their mean). Bounds are clip_min (None: 0) and clip_max.
+    float32, without gradient. ρ = π/μ is computed per token, or per sample as the product (not the
+    mean) over its tokens. Its bounds are clip_min (None: 0) and clip_max.
 
     token_truncate, sequence_truncate    ρ clamped to the bounds         (TIS: Yao et al. 2025)
     token_mask, sequence_mask            ρ within the bounds, else 0     (IcePop, MIS)

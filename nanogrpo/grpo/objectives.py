@@ -1,10 +1,10 @@
-"""The loss types: how a token contributes to the loss, one short function per objective. Pure
-functions of vectors, no model.
+"""The loss types: one short function per objective, which computes how each token contributes to
+the loss. All are pure functions of vectors and need no model.
 
 In: `Tokens`, the M completion tokens of a strip. Out: their terms [M], and metrics [M] for the log.
 `loss` in loss.py multiplies the terms by masks and weights, adds the KL and sums them. The gradient
 flows through `logp`, `log_ratio` and `ratio`. To add an objective, write a function like these and
-enter its name in TERMS and in `CHOICES` (docs/fork.md); `token_weight` in loss.py sets how it is
+add its name to TERMS and to `CHOICES` (docs/fork.md); `token_weight` in loss.py sets how it is
 averaged. Names and formulas are those of TRL 1.16.0 where TRL has them. Read before: loss.py. Read
 next: docs/equations.md.
 """
@@ -54,12 +54,12 @@ class Sequences:
 class Tokens(NamedTuple):
     """The inputs of an objective for M completion tokens, all [M]."""
 
-    logp: Tensor  # under the policy in training; carries the gradient
+    logp: Tensor  # under the policy in training; the gradient flows through it
     sampling_logp: Tensor  # under the policy that sampled, computed by the engine
     advantage: Tensor
     log_ratio: Tensor  # logp - old_logp
     ratio: Tensor  # exp of log_ratio, or of its mean over the sequence
-    # mismatch.correction, for objectives that use it inside; loss.py multiplies the others by it
+    # mismatch.correction, for terms that use it; loss.py multiplies the other terms by it
     importance: Tensor | None
     sequences: Sequences
 
@@ -73,7 +73,7 @@ def constants(cfg: Config) -> Objective:
 def clipped(t: Tokens, cfg: Config) -> Terms:
     """l = -min(min(w, δ)·A, clamp(w, 1-ε, 1+ε_high)·A): `clipped` of kernels/reference.py.
 
-    A ratio per token usually takes the fused head, which calls the same function through
+    Token-level ratios usually go through the fused head, which calls the same function through
     `policy_terms`. This function is used for sequence-level ratios (GSPO, Zheng et al. 2025,
     2507.18071; LUSPO 2026, 2602.05261) and with the off-policy mask, where autograd must see all
     tokens.
@@ -106,8 +106,9 @@ def sapo(t: Tokens, cfg: Config) -> Terms:
 def vespo(t: Tokens, cfg: Config) -> Terms:
     """l = -sg(φ(W))·A·logp, φ(W) = W^k·e^(λ-λW), which is 1 at W = 1.
 
-    W = Π_t w_t·ρ_t over the sequence; (k, λ) by the sign of A. Shen et al. 2026 (2602.10693). ρ,
-    the correction for the engine's log-probs, is part of W and does not multiply l.
+    W = Π_t w_t·ρ_t over the sequence; (k, λ) depend on the sign of A. Shen et al. 2026
+    (2602.10693). ρ, the correction for the engine's log-probs, is part of W and does not multiply
+    l.
     """
     floor = math.log(1e-8)
     log_w = t.sequences.sum(t.log_ratio.detach().clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX))
@@ -122,13 +123,14 @@ def vespo(t: Tokens, cfg: Config) -> Terms:
 
 
 def dppo(t: Tokens, cfg: Config) -> Terms:
-    """l = -m·w·A + c·(log w)², with m = 0 where the step has gone far enough: A > 0, p > μ and
-    D > ε_high, or A < 0, p < μ and D > ε.
+    """l = -m·w·A + c·(log w)², with m = 0 where the policy has moved far enough: A > 0, p > μ and D
+    > ε_high, or A < 0, p < μ and D > ε.
 
     Qi et al. 2026 (2602.04879). The trust region limits a divergence D between p, the policy in
     training, and μ, the engine that sampled, each as a distribution over "this token" and "any
-    other". dppo_tv: D = |p - μ|.  dppo_kl: D = μ log(μ/p) + (1-μ) log((1-μ)/(1-p)).  A rare token
-    may change by any ratio, a common one by little. The penalty c is prime-rl's.
+    other". dppo_tv: D = |p - μ|.  dppo_kl: D = μ log(μ/p) + (1-μ) log((1-μ)/(1-p)).  The
+    probability of a rare token may change by any ratio, that of a common one only a little. The
+    penalty c comes from prime-rl.
     """
     p, mu = (x.detach().exp().clamp(max=1 - 1e-6) for x in (t.logp, t.sampling_logp))
     if cfg.loss_type == "dppo_tv":
@@ -156,8 +158,8 @@ TERMS: dict[str, Callable[[Tokens, Config], Terms]] = {
 def on_policy_enough(t: Tokens, threshold: float) -> Tensor:
     """Return [M] bool: False for sequences with A < 0 and mean_t(log μ - log π) > threshold.
 
-    DeepSeek-V3.2 2025 (2512.02556), equation 9: a bad completion that the policy has already left
-    teaches nothing. A token without a log-prob from the engine (NaN) counts as unchanged.
+    DeepSeek-V3.2 2025 (2512.02556), equation 9: a bad completion that the policy has already moved
+    away from teaches nothing. A token without a log-prob from the engine (NaN) counts as unchanged.
     """
     gap = t.sequences.mean((t.sampling_logp - t.logp.detach()).nan_to_num(0.0))
     return (t.advantage >= 0) | (gap <= threshold)

@@ -1,23 +1,23 @@
-"""Samples → strips of tokens: which rank trains which samples, in which micro-batches, and the
-tensors of each.
+"""Turn samples into strips of tokens: decide which rank trains on which samples in which
+micro-batches, and build the tensors.
 
-In: the samples of a generation; for those of other ranks, only their sizes. Out: this rank's
-micro-batches (`PackedBatch`) of each optimizer step. From the top down:
+In: the samples of a generation. Of the samples of other ranks, only the sizes are needed. Out: this
+rank's micro-batches (`PackedBatch`) of each optimizer step. The steps are:
 
     generation ─ schedule ─► updates      one per optimizer step, made of complete groups
     update ─ plan ─► strips               one per rank and micro-batch, within the token budget
     strip ─ pack ─► PackedBatch           nothing is padded
 
-A strip is made of pieces: completions of one prompt, which share its tokens. Here are the prompt
-pqr with completions ab, c and def, and the prompt xy with completion g. The last token of each
-completion is predicted but not computed:
+A strip consists of pieces. A piece is a set of completions of one prompt, which share its tokens.
+In this example, the prompt pqr has the completions ab, c and def, and the prompt xy has the
+completion g. The last token of each completion is predicted, but is not an input:
 
     tokens      p q r     │ a       │ d e       │ x y       T = 8 instead of 14
     sees        p q r     │ p q r a │ p q r d e │ x y
     predicts    · · a,c,d │ b       │ e f       │ · g       M = 7
 
 `schedule` is a pure function of the sizes, so all ranks agree on it without communication. The
-gradient does not depend on it. Read next: model/decoder.py (which runs over a strip),
+gradient does not depend on the schedule. Read next: model/decoder.py (which runs over a strip),
 model/attention.py (how a completion sees its prompt).
 """
 
@@ -36,7 +36,7 @@ from nanogrpo.config import Config
 from nanogrpo.grpo.loss import is_trained, token_weight
 from nanogrpo.types import PackedBatch, Sample
 
-KEY_ROWS = 4  # key rows that a strip may have per token of the budget (see Piece.room)
+KEY_ROWS = 4  # maximum number of key rows of a strip per token of the budget (see Piece.room)
 
 
 class Size(NamedTuple):
@@ -45,27 +45,30 @@ class Size(NamedTuple):
     Example: Size(prompt=7, prompt_tokens=11, completion_tokens=22, trained_tokens=22)
     """
 
-    prompt: int  # its id: completions of one prompt can share its tokens
+    prompt: int  # the prompt's id: completions of one prompt can share its tokens
     prompt_tokens: int
     completion_tokens: int  # up to the last trained one; 0: nothing is trained or computed
-    trained_tokens: int  # without a tool's answers, which are only computed
+    trained_tokens: int  # excluding tool answers, which are only inputs
 
 
 class Piece(NamedTuple):
     """Completions of one prompt in one strip."""
 
     samples: list[int]  # by their index in the generation
-    tokens: int  # computed: the prompt once, and each completion without its last token
-    key_rows: int  # that attention reads (Tk of PackedBatch): each completion reads the prompt's
-    cost: float  # tokens, plus query-key pairs in units of tokens
+    # number of input tokens: the prompt once, and each completion without its last token
+    tokens: int
+    # number of key rows that attention reads (Tk of PackedBatch): the prompt's once per completion
+    key_rows: int
+    cost: float  # number of tokens, plus the query-key pairs converted to tokens
 
     @property
     def room(self) -> int:
-        """The part of the token budget that the piece takes.
+        """The part of the token budget that the piece uses.
 
-        A key row costs a few percent of a token (run/memory.py), but there can be many: 64
-        completions of 100 tokens on a prompt of 1,000 are 7,400 tokens and 71,400 key rows. So the
-        budget holds for the tokens, and KEY_ROWS times the budget for the key rows.
+        A key row takes a few percent of the memory of a token (run/memory.py), but there can be
+        many: 64 completions of 100 tokens for a prompt of 1,000 tokens need 7,400 tokens and 71,400
+        key rows. So the number of tokens is limited to the budget, and the number of key rows to
+        KEY_ROWS times the budget.
         """
         return max(self.tokens, math.ceil(self.key_rows / KEY_ROWS))
 
@@ -78,7 +81,7 @@ class Update:
     """One optimizer step: its samples over all ranks, and their strips."""
 
     samples: list[int]  # by their index in the generation
-    n_tokens: int  # trained, over all ranks and micro-batches: the normaliser
+    n_tokens: int  # number of trained tokens over all ranks and micro-batches: the normalizer
     strips: list[list[Strip]]  # [world][micro-batch]
 
 
@@ -92,7 +95,7 @@ def sizes(samples: Sequence[Sample], cfg: Config) -> list[Size]:
     return out
 
 
-# --- who computes what ---
+# --- which rank computes what ---
 
 
 def schedule(
@@ -118,7 +121,7 @@ def one_update(samples: Sequence[Sample], cfg: Config) -> Update:
 
 
 def wanted(updates: Sequence[Update], world: int) -> list[set[int]]:
-    """Return the samples that each rank computes."""
+    """Return the indices of the samples that each rank computes."""
     return [
         {i for u in updates for strip in u.strips[rank] for piece in strip for i in piece.samples}
         for rank in range(world)
@@ -130,10 +133,10 @@ def plan(
 ) -> Update:
     """Divide the samples of one update into strips.
 
-    Strips stay within the token budget and cost about the same. Every rank has as many strips as
-    the others: none if no sample is trained, and empty ones if there is less work than ranks. A
-    group is split where that makes the step cheaper: its prompt is then computed twice, but the
-    load is more even.
+    Strips stay within the token budget and cost about the same. All ranks have the same number of
+    strips. It is zero if no sample is trained on, and some strips are empty if there is too little
+    work for all ranks. A group is split if that makes the step cheaper: its prompt is then computed
+    twice, but the load is more even.
     """
     groups: dict[int, list[int]] = {}
     for i in samples:
@@ -142,7 +145,7 @@ def plan(
     best: list[Strip] = []
     least = math.inf
     most = max(map(len, groups.values()), default=0) if cfg.share_prompts else min(len(groups), 1)
-    while most:  # completions in a piece
+    while most:  # the maximum number of completions in a piece
         pieces = [
             _piece(group[j : j + most], sizes, pair_cost)
             for group in groups.values()
@@ -176,15 +179,15 @@ def _home(sample: int, n_samples: int, world: int) -> int:
 def _spread(
     pieces: list[Piece], n_samples: int, budget: int, world: int
 ) -> tuple[list[Strip], float]:
-    """Fill as few strips as the budget allows; their number is a multiple of `world`.
+    """Distribute the pieces over as few strips as the budget allows, but a multiple of `world`.
 
-    Return the strips, most expensive first, and their total cost. Each run of `world` strips makes
-    one micro-batch, one strip per rank. Ranks wait for each other, so a micro-batch costs as much
-    as its first strip. A piece that exceeds the budget gets a strip of its own.
+    Return the strips, most expensive first, and their total cost. Each group of `world` consecutive
+    strips is one micro-batch, with one strip per rank. Ranks wait for each other, so a micro-batch
+    costs as much as its first strip. A piece that exceeds the budget gets a strip of its own.
 
-    Longest processing time first: each piece goes to the cheapest strip with room for it. Where the
-    budget does not bind, this costs at most 4/3 of the optimum (Graham 1969). Among equal pieces
-    the ranks take turns, so each strip tends to hold the samples of one rank.
+    Longest processing time first: each piece goes to the cheapest strip with room for it. If the
+    budget does not limit the choice, the cost is at most 4/3 of the optimum (Graham 1969). Among
+    equal pieces the ranks take turns, so each strip tends to get the samples of one rank.
     """
 
     def order(piece: Piece) -> tuple:
@@ -259,7 +262,7 @@ def _pack(
     starts, kv_starts = [0], [0]  # [N+1]
 
     def sequence(ids: list[int], position: int, sees: list[int]) -> list[int]:
-        """Append a sequence that sees the rows `sees` and then itself; return its own rows."""
+        """Append a sequence that attends to the rows `sees` and to itself; return its own rows."""
         own = list(range(len(tokens), len(tokens) + len(ids)))
         tokens.extend(ids)
         positions.extend(range(position, position + len(ids)))
@@ -275,7 +278,7 @@ def _pack(
         shared = sequence(prompt.token_ids, 0, []) if len(piece.samples) > 1 else []
         for i in piece.samples:
             s, trained = samples[i], samples[i].model_token_indices
-            ids = s.token_ids[: trained[-1]]  # the inputs: all before the last target
+            ids = s.token_ids[: trained[-1]]  # the inputs: all tokens before the last target
             if shared:  # the last prompt token predicts the first token of every completion
                 predicts = [shared[-1], *(sequence(ids, len(shared), shared) if ids else [])]
             else:
@@ -287,7 +290,7 @@ def _pack(
             advantage += [s.advantage] * n
             weight += [token_weight(n, len(update.samples), update.n_tokens, cfg)] * n
             logp += [s.logp[j] for j in trained]
-    if not tokens:  # nothing to do; one token lets this rank join the others' collectives
+    if not tokens:  # nothing to compute; with one token, this rank can take part in the collectives
         sequence([0], 0, [])
 
     def longest(bounds: list[int]) -> int:
