@@ -31,11 +31,10 @@ from nanogrpo.distributed.failure import Stop
 from nanogrpo.distributed.world import World, join
 from nanogrpo.errors import UserError
 from nanogrpo.grpo.loss import objective
-from nanogrpo.logs.metrics import Clock, Meter
 from nanogrpo.run import output
 from nanogrpo.run.optim import clip_and_step, learning_rate
 from nanogrpo.run.setup import closing, setup
-from nanogrpo.step import assign_advantages, begin, evaluate, log_step, pack, score, sync
+from nanogrpo.step import assign_advantages, begin, evaluate, log_step, measure, pack, score, sync
 
 
 def train(cfg: Config, world: World, stop: Stop) -> None:
@@ -49,7 +48,7 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
         if not begin(run, stop):  # evaluates the starting model; False: a signal asked to stop
             return
         for step in range(run.start, cfg.max_steps):
-            clock, meter = Clock(), Meter(run.entropy_bonus)
+            clock, meter = measure(run)
 
             with clock("sync"):
                 sync(run)  # the engine gets the current weights

@@ -120,10 +120,19 @@ def begin(run: Run, stop: Stop) -> bool:
     if run.start == 0 and run.cfg.eval_steps and not run.world.any(stop.asked):
         evaluate(run)
     if not run.world.any(stop.asked):
-        run.trace.step()
         return True
     log.info("asked to stop before the first step: nothing was trained, and nothing is saved")
     return False
+
+
+def measure(run: Run) -> tuple[metrics.Clock, metrics.Meter]:
+    """Return the clock and the meter of a new step, after ending the trace of the step before.
+
+    The trace ends here because one that cannot be written must not cost its step the evaluation
+    and the checkpoint.
+    """
+    run.trace.step()
+    return metrics.Clock(), metrics.Meter(run.entropy_bonus)
 
 
 # --- micro-batches --------------------------------------------------------------------------------
@@ -208,4 +217,3 @@ def log_step(
         record["resampled_groups"] = run.resampled_groups
     run.log.step(step, facts, record, clock, run.rewards.metrics(world.gather))
     run.log.completions.log(step, samples)
-    run.trace.step()

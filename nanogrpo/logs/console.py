@@ -83,7 +83,8 @@ class Log:
         self.reporters: list = []
         if self.main:
             if self.path.exists():
-                self._truncate(start)
+                with writing(self.path):
+                    self._truncate(start)
             head = provenance(cfg, world)
             self._append(head)
             self.reporters = [

@@ -273,8 +273,8 @@ def _latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] 
     folder = found[-1]
     with _readable(folder):
         saved = read_json(folder / "state.json")
-        step, config, inputs = saved["step"], saved["config"], saved["origin"]
-        if folder.name != f"checkpoint-{step}":
+        step, config, inputs = saved["step"], {**saved["config"]}, {**saved.get("origin", {})}
+        if not isinstance(step, int) or folder.name != f"checkpoint-{step}":
             raise UserError(f"state.json belongs to step {step}")
     if step > cfg.max_steps:
         raise UserError(

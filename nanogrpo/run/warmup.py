@@ -95,7 +95,7 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
     """
     folder = folder.resolve()
     found = {path.name for path in folder.glob("*")}
-    if found and (MARK not in found or not found <= FILES):
+    if found and (None in mark(folder) or not found <= FILES):
         raise UserError(
             f"{folder} holds files that no warm-up wrote, which would be lost: "
             "choose another folder."
@@ -159,9 +159,17 @@ def ensure_base(folder: Path, seed: int, steps: int) -> None:
     """Call `make_base` unless the folder already contains a base model made with this seed and
     number of steps.
     """
-    made = (folder / MARK).exists() and read_json(folder / MARK)
-    if made != {"seed": seed, "steps": steps}:
+    if mark(folder) != (seed, steps):
         make_base(folder, seed, steps)
+
+
+def mark(folder: Path) -> tuple[int | None, int | None]:
+    """Return the seed and the steps of the base model in a folder; both are None if it holds none."""
+    try:
+        made = read_json(folder / MARK)
+    except UserError:
+        return None, None
+    return made.get("seed"), made.get("steps")
 
 
 def main(argv: list[str] | None = None) -> int:

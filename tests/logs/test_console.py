@@ -4,6 +4,7 @@ Read before: test_metrics.py. Read next: test_completions.py, test_report.py.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,7 +173,7 @@ def test_the_names_of_the_log_cannot_be_logged(tmp_path):
     assert [row.get("mine", row.get("eval/mine")) for row in rows(tmp_path)[1:]] == [2.0, 3.0]
 
 
-def test_a_full_disk_is_a_user_error(tmp_path):
+def test_a_log_that_cannot_be_read_or_written_is_a_user_error(tmp_path, monkeypatch):
     log = Log(config(tmp_path), world=SOLO, start=0)
     log.path = log.path.parent / "gone" / "metrics.jsonl"
     with pytest.raises(UserError, match=r"metrics\.jsonl could not be written .*: make room"):
@@ -182,6 +183,15 @@ def test_a_full_disk_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match=r"metrics\.jsonl could not be written .*: make room"):
         Log(config(tmp_path), world=SOLO, start=1)
     assert [row["step"] for row in rows(tmp_path) if "step" in row] == [0, 1]
+
+    def fails(*_):
+        raise OSError(30, "Read-only file system")
+
+    for method in ("rename", "read_bytes"):  # a run that starts over renames the log
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, fails)
+            with pytest.raises(UserError, match=r"\.jsonl could not be written \(Read-only file"):
+                Log(config(tmp_path), world=SOLO, start=0)
 
 
 def test_completions_are_printed(capsys):

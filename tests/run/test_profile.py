@@ -8,6 +8,7 @@ import os
 import subprocess
 
 import pytest
+import torch
 
 import train
 from nanogrpo.distributed.world import World
@@ -56,6 +57,12 @@ def test_the_debug_profile_runs_every_part_and_can_be_repeated(tmp_path, monkeyp
 def test_another_seed_or_length_makes_another_base(tmp_path):
     warmup.ensure_base(tmp_path / "base", seed=0, steps=1)
     first = (tmp_path / "base" / "model.safetensors").read_bytes()
+    # version 0.1.0 also wrote the names of the files
+    mark = {"seed": 0, "steps": 1, "files": ["config.json"]}
+    (tmp_path / "base" / warmup.MARK).write_text(json.dumps(mark))
+    made = (tmp_path / "base" / "model.safetensors").stat().st_mtime_ns
+    warmup.ensure_base(tmp_path / "base", seed=0, steps=1)
+    assert (tmp_path / "base" / "model.safetensors").stat().st_mtime_ns == made
     for seed, count in ((0, 1), (1, 1), (1, 2)):
         warmup.ensure_base(tmp_path / "base", seed, count)
         assert ((tmp_path / "base" / "model.safetensors").read_bytes() == first) == (
@@ -63,7 +70,7 @@ def test_another_seed_or_length_makes_another_base(tmp_path):
         )
 
 
-@pytest.mark.parametrize("model", ["warmup:", "warmup:0", "warmup:two"])
+@pytest.mark.parametrize("model", ["warmup:", "warmup:0", "warmup:-1", "warmup:two", "warmup"])
 def test_a_base_without_steps_is_refused(tmp_path, capsys, model):
     assert train.main([*SHORT, "--output-dir", str(tmp_path), "--model", model]) == 2
     assert (
@@ -149,6 +156,25 @@ def test_one_step_is_traced_with_its_phases(tiny_base, files, tmp_path):
     assert all(phases.count(phase) == 1 for phase in ("sync", "sample", "score", "train"))
     assert any(event["name"].startswith("aten::mm") for event in events)
     assert not list(tmp_path.glob("trace-[13].json"))
+
+
+def test_a_trace_that_cannot_be_written_costs_no_evaluation_and_no_checkpoint(
+    tiny_base, files, tmp_path, monkeypatch, capsys
+):
+    def full(*_) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", full)
+    options = ["--trace-step", "1", "--eval-steps", "1", "--max-completion-length", "4"]
+    options += ["--generation-batch-size", "4", "--eval-data", str(files / "data.jsonl")]
+    # the last step, and an earlier one
+    for last, more in (("1", []), ("2", ["--save-steps", "1"])):
+        folder = tmp_path / last
+        argv = arguments(tiny_base, files, folder, *options, *more, "--max-steps", last)
+        assert train.main(argv) == 2
+        assert "trace-1.json could not be written" in capsys.readouterr().err
+        assert [p.name for p in checkpoints(folder)] == ["checkpoint-1"]
+        assert [row["eval/after"] for row in lines(folder) if "eval/after" in row] == [0, 1]
 
 
 def test_the_named_step_is_traced(tmp_path):

@@ -143,16 +143,30 @@ def more_weights(folder):
     (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
 
 
+def no_mark_of_ours(folder):
+    (folder / warmup.MARK).write_text("[]")
+
+
+def anothers_mark(folder):
+    (folder / warmup.MARK).write_text('{"not": "ours"}')
+
+
 @pytest.mark.parametrize(
     ("change", "linked"),
-    [(another_model, False), (a_run_inside, True), (more_weights, False)],
+    [
+        (another_model, False),
+        (a_run_inside, True),
+        (more_weights, False),
+        (no_mark_of_ours, False),
+        (anothers_mark, True),
+    ],
 )
 def test_other_files_are_never_overwritten(tmp_path, capsys, change, linked):
     folder = tmp_path / "models"
     folder.mkdir()
     names = ["config.json", "model.safetensors", warmup.MARK]
     for name in names:
-        (folder / name).write_text(json.dumps({"files": sorted(names)}))
+        (folder / name).write_text(json.dumps({"seed": 0, "steps": 600}))
     change(folder)
     before = sorted(path.name for path in folder.iterdir())
     (tmp_path / "link").symlink_to(folder)
