@@ -200,7 +200,8 @@ def test_a_run_under_torchrun_is_that_of_one_process_and_a_signal_saves_it(bases
         f"--model {bases[True]} --data {DATA} --eval-data {DATA} --device cpu "
         f"--reward-funcs {REWARD}:even "
         "--num-generations 4 --generation-batch-size 16 --max-completion-length 12 "
-        "--learning-rate 3e-3 --save-steps 2 --eval-steps 2 --eval-samples 16 --output-dir"
+        "--learning-rate 3e-3 --save-steps 2 --save-total-limit 0 --eval-steps 2 "
+        "--eval-samples 16 --output-dir"
     ).split()
     assert train.main([*options, str(tmp_path / "one"), "--max-steps", "4"]) == 0
     script = ["train.py", *options, str(tmp_path / "two"), "--max-steps", "100000"]
@@ -219,6 +220,8 @@ def test_a_run_under_torchrun_is_that_of_one_process_and_a_signal_saves_it(bases
         for name in mine:
             scale = max(abs(mine[name]), 1.0)
             assert abs(mine[name] - theirs[name]) < 2e-6 * scale, (mine["step"], name)
+    one, two = (checkpoint.load_model(tmp_path / n / "checkpoint-4") for n in ("one", "two"))
+    assert differ(one.state_dict(), two.state_dict()) < 1e-5
     head = lines(tmp_path / "two")[0]
     assert head["processes"] == 2
     assert Config(**head["run"]).max_steps == 100000

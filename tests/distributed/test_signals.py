@@ -21,7 +21,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.rewards.runner import Runner
 from nanogrpo.run import state
 from tests.conftest import write_base
-from tests.ranks import PATIENCE, argv, insist, run, running, start, steps, torchrun, until
+from tests.ranks import PATIENCE, argv, insist, running, start, steps, torchrun, until
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +33,17 @@ def base(tmp_path_factory) -> Path:
 
 
 def test_a_signal_to_any_rank_finishes_the_step_saves_and_ends_all_with_success(base, tmp_path):
-    ranks = start(2, train.main, argv(base, tmp_path))
-    until(running(tmp_path))
-    os.kill(ranks.processes[1].pid, signal.SIGTERM)
-    assert ranks.ends(PATIENCE) == [0, 0], ranks.errors()
-    assert ranks.results() == [0, 0]
-    done = len(steps(tmp_path))
-    assert [p.name for p in sorted(tmp_path.iterdir())] == [
-        ".lock",
-        f"checkpoint-{done}",
-        "metrics.jsonl",
-    ]
-    assert "SIGTERM: finishing and saving this step, then the run ends" in ranks.errors()[1]
-    more = argv(base, tmp_path, "--resume", "--max-steps", str(done + 1))
-    assert run(2, train.main, more) == [0, 0]
-    assert steps(tmp_path) == list(range(done + 1))
+    done, saved = 1, []
+    for who, number in ((1, signal.SIGTERM), (0, signal.SIGINT)):  # the second one is resumed
+        ranks = start(2, train.main, argv(base, tmp_path, "--resume"))
+        until(running(tmp_path, beyond=done))
+        os.kill(ranks.processes[who].pid, number)
+        assert ranks.ends(PATIENCE) == [0, 0], ranks.errors()
+        assert ranks.results() == [0, 0]
+        saved.append(f"checkpoint-{(done := len(steps(tmp_path)))}")
+        assert steps(tmp_path) == list(range(done))
+        assert {p.name for p in tmp_path.iterdir()} == {".lock", "metrics.jsonl", *saved}
+        assert f"{number.name}: finishing and saving this step, then" in ranks.errors()[who]
 
 
 def test_two_signals_within_a_second_count_as_one_and_one_process_saves_too(base, tmp_path):
@@ -117,22 +113,22 @@ def fails_in_the_third_step(options: list[str], who: int, how: str) -> int:
 
 @pytest.mark.parametrize("how", ["mistake", "bug", "killed"])
 def test_one_failing_rank_ends_the_others_and_only_one_reports(base, tmp_path, how):
-    options = argv(base, tmp_path, "--save-steps", "1")
-    ranks = start(2, fails_in_the_third_step, options, 1, how)
+    options = argv(base, tmp_path, "--save-steps", "1", "--generation-batch-size", "12")
+    ranks = start(3, fails_in_the_third_step, options, 2, how)
     ends = ranks.ends(PATIENCE)
     errors = "".join(ranks.errors())
     reports = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert len(reports) == 1, errors
-    assert ends == [1, {"mistake": 2, "bug": 1, "killed": -signal.SIGKILL}[how]], errors
+    assert ends == [1, 1, {"mistake": 2, "bug": 1, "killed": -signal.SIGKILL}[how]], errors
     if how == "mistake":
         assert reports == ["error: the reward is missing: fix it."]
         assert "Traceback" not in errors
     elif how == "bug":
-        assert reports == ["error: rank 1 failed: ZeroDivisionError: no such luck"]
+        assert reports == ["error: rank 2 failed: ZeroDivisionError: no such luck"]
         assert errors.count("Traceback") == 1
     else:
         assert re.fullmatch(
-            r"error: rank 0 lost its connection to another process \(.+\): "
+            r"error: rank [01] lost its connection to another process \(.+\): "
             r"find out what ended it.* --resume\.",
             reports[0],
         )

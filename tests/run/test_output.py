@@ -91,15 +91,19 @@ def begun(base, files, tmp_path) -> list[str]:
     return [*options, "--resume", "--max-steps", "3"]
 
 
-@pytest.mark.parametrize("change", ["another prompt", "another column", "another order"])
+@pytest.mark.parametrize(
+    "change", ["another prompt", "another column", "another order", "one more"]
+)
 def test_other_prompts_are_refused(begun, tmp_path, capsys, change):
     rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
     if change == "another prompt":
         rows[3]["prompt"] = "7+7="
     elif change == "another column":
         rows[3]["answer"] = "14"
-    else:
+    elif change == "another order":
         rows = rows[::-1]
+    else:
+        rows.append({"prompt": "7+7="})
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     capsys.readouterr()
     assert train.main(begun) == 2

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import train
 from nanogrpo.config import Config
+from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.failure import Watch
 from nanogrpo.engine import local as local_engine
 from nanogrpo.logs import console as log
@@ -81,7 +82,10 @@ def close(a: list[dict], b: list[dict]) -> bool:
 POINTS = {
     # name: (owner, function, whether the process dies before or after the counted call)
     "sampling": (local_engine.LocalEngine, "_decode", "before"),
+    "between forward and backward": (fsdp, "backward", "before"),
+    "between backward and optimizer step": (train, "clip_and_step", "before"),
     "after the optimizer's step": (train, "clip_and_step", "after"),
+    "weight sync": (local_engine.LocalEngine, "load", "before"),
     "logging": (log.Log, "step", "before"),
     "a save begins": (state.Saver, "save", "before"),
     "weights half written": (checkpoint, "write_model", "before"),
@@ -120,6 +124,8 @@ def train_until_killed(options: list[str], kill: tuple[str, int, int | None] | N
 # (point, call, rank) on two ranks; each run resumes what the one before it left
 KILLS = [
     ("sampling", 9, 1),
+    ("between forward and backward", 3, 0),
+    ("between backward and optimizer step", 4, None),
     ("a save begins", 1, 1),
     ("weights half written", 1, 0),
     ("after the rename", 6, None),
@@ -127,6 +133,7 @@ KILLS = [
     ("shards being written", 1, 1),
     ("shards written, not finished", 1, None),
     ("before the rename", 3, 0),
+    ("weight sync", 2, 0),
     ("logging", 2, None),
 ]
 
@@ -145,7 +152,7 @@ def uninterrupted(base, tmp_path_factory) -> dict[int, Path]:
 def test_a_run_killed_anywhere_and_resumed_is_the_uninterrupted_one_bit_for_bit(
     base, uninterrupted, tmp_path
 ):
-    """Nine kills, of one rank and of both: losses, rewards, norms and the last checkpoint equal
+    """Twelve kills, of one rank and of both: losses, rewards, norms and the last checkpoint equal
     those of the uninterrupted run.
     """
     output, story = tmp_path / "run", []
@@ -172,12 +179,14 @@ def test_a_run_killed_anywhere_and_resumed_is_the_uninterrupted_one_bit_for_bit(
 
 
 def test_a_run_continues_on_any_number_of_ranks(base, uninterrupted, tmp_path):
-    """Two steps without a process group, then two each on two ranks, four, and one."""
+    """Two steps without a process group, then killed while they sample on two ranks and on four,
+    and the rest on one.
+    """
     assert train.main(argv(base, tmp_path, "--max-steps", "2")) == 0
     files = sorted(p.name for p in (tmp_path / "checkpoint-2" / "state").iterdir())
     assert files == [".metadata", "__0_0.distcp"]
-    for size, last in ((2, 4), (4, 6), (1, 8)):
-        options = argv(base, tmp_path, "--resume", "--max-steps", str(last))
-        assert run(size, train_until_killed, options, None) == [0] * size
+    for size, kill in ((2, ("sampling", 14, None)), (4, ("sampling", 14, None)), (1, None)):
+        ranks = start(size, train_until_killed, argv(base, tmp_path, "--resume"), kill)
+        assert set(ranks.ends()) == {-signal.SIGKILL if kill else 0}, ranks.errors()
     assert [row["step"] for row in rows(tmp_path)] == list(range(8))
     assert close(rows(tmp_path), rows(uninterrupted[1]))
