@@ -164,7 +164,7 @@ def ensure_base(folder: Path, seed: int, steps: int) -> None:
 
 
 def mark(folder: Path) -> tuple[int | None, int | None]:
-    """Return the seed and the steps of the base model in a folder; both are None if it holds none."""
+    """Return the seed and steps of the base model in a folder, or two None if it holds none."""
     try:
         made = read_json(folder / MARK)
     except UserError:
