@@ -1,5 +1,5 @@
-"""`UserError`, a mistake of the user's (in the config, data, a checkpoint, a server address), and
-the JSON reader that raises it.
+"""`UserError`, raised for mistakes of the user (in the config, the data, a checkpoint or a server
+address), and a JSON reader that raises it.
 
 The message is one sentence: it names the option, or the file and line, and says what to do.
 `train.py` and `serve.py` print it without a traceback and exit with status 2. Every other exception

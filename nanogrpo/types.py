@@ -1,11 +1,11 @@
 """The three types that carry the data of a step: `Prompt` → `Sample` → `PackedBatch`.
 
-They import nothing from nanogrpo, and every folder uses them. Read next: grpo/loss.py (what is
-computed on them), grpo/packing.py (how samples become batches).
+This module imports nothing from nanogrpo, and every folder uses it. Read next: grpo/loss.py (what
+is computed from these types), grpo/packing.py (how samples become batches).
 
 Dimension key, used in every shape comment of the project: T tokens of a packed strip · N sequences
-in it · M completion tokens in it that are trained on · D hidden · H query heads · K key/value heads
-· E head size · F MLP width · V vocabulary · G group size · P prompts per step.
+in the strip · M completion tokens in the strip that are trained on · D hidden · H query heads · K
+key/value heads · E head size · F MLP width · V vocabulary · G group size · P prompts per step.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Prompt:
     Example: Prompt(id=7, text="3+4=", token_ids=[1, 18, 14, 19, 30, 2], columns={"answer": "7"})
     """
 
-    # position in the data set; it is part of the random key, so it must not change between runs
+    # position in the data set; it is part of the random key, so it must be the same in every run
     id: int
     # as in the data: plain text, or messages [{"role": ..., "content": ...}]
     text: str | list[dict]
     token_ids: list[int]  # after the chat template
     # every other column of the data set; reward functions receive them
     columns: dict = field(default_factory=dict)
-    # completion tokens at most; None: SamplingParams.max_tokens
+    # maximum number of completion tokens; None: SamplingParams.max_tokens
     max_tokens: int | None = None
 
 
@@ -51,11 +51,11 @@ class Sample:
     # reported by the engine, never guessed from the ids; False: truncated at the length limit
     stopped: bool
     versions: list[int]  # the version of the weights that sampled each token
-    # per token: True if the model sampled it, False if it is a tool's answer, which is not trained
-    # on (engine/turns.py); None: the model sampled all of them
+    # per token: True if the model sampled it, False if it is part of a tool's answer, which is not
+    # trained on (engine/turns.py); None: the model sampled all of them
     is_model_token: list[bool] | None = None
     text: str = ""  # the decoded completion, without special tokens
-    # the reward from each function, by its name; None: the function does not apply
+    # the reward from each function, by function name; None: the function does not apply
     rewards: dict[str, float | None] = field(default_factory=dict)
     # the weighted sum; None: no function applied, or the rewards of the group were lost
     reward: float | None = None
@@ -75,13 +75,13 @@ class PackedBatch:
     trained on.
 
     The decoder computes all T tokens. The output head computes only the M rows that contribute to
-    the loss, so no logits are computed for prompt tokens. Entry j means: the hidden state `rows[j]`
-    predicts the token `targets[j]`. The last token of a completion is a target but not an input,
-    because its successor was never sampled.
+    the loss, so no logits are computed for prompt tokens. For each j, the hidden state in row
+    `rows[j]` predicts the token `targets[j]`. The last token of a completion is a target but not an
+    input, because its successor was never sampled.
 
-    Example: two samples of one prompt (p0 p1), with completions (a b c) and (d e), on policy, and
-    the token mean over 5 tokens. The prompt is computed once: it is sequence 0, and each completion
-    sees its keys and then its own:
+    Example: two samples of one prompt (p0 p1), with completions (a b c) and (d e), on policy, with
+    the loss averaged over 5 tokens. The prompt is computed once: it is sequence 0, and each
+    completion attends to the prompt's keys and then to its own:
         tokens        = p0 p1 a  b  d             [T=5]
         positions     = 0  1  2  3  2             [T]
         cu_seqlens    = 0 2 4 5                   [N+1]
@@ -100,9 +100,9 @@ class PackedBatch:
     positions: Tensor  # [T] int64
     cu_seqlens: Tensor  # [N+1] int32: sequence n is tokens[cu_seqlens[n] : cu_seqlens[n+1]]
     max_len: int  # length of the longest sequence
-    # [Tk] int64: the rows whose keys each sequence sees, its own rows last; None: only its own
+    # [Tk] int64: the rows whose keys each sequence attends to, its own last; None: only its own
     kv_rows: Tensor | None
-    # [N+1] int32: sequence n sees kv_rows[kv_cu_seqlens[n] : kv_cu_seqlens[n+1]]
+    # [N+1] int32: sequence n attends to kv_rows[kv_cu_seqlens[n] : kv_cu_seqlens[n+1]]
     kv_cu_seqlens: Tensor | None
     kv_max_len: int
     rows: Tensor  # [M] int64: index into T of the hidden state that predicts the target
@@ -113,13 +113,13 @@ class PackedBatch:
     # [M] float32: the normalizer of the loss type, over the full optimizer step and all ranks
     weight: Tensor
     sampling_logp: Tensor  # [M] float32: the engine's log-prob
-    # [M] float32: the log-prob of the policy that sampled, by the trainer before the first update
-    # or by the engine; None: on policy, so the ratio is 1
+    # [M] float32: the log-prob under the policy that sampled, computed by the trainer before the
+    # first update or by the engine; None: on policy, so the ratio is 1
     old_logp: Tensor | None = None
-    # [M] float32: the log-prob of the reference model; None: beta is 0
+    # [M] float32: the log-prob under the reference model; None: beta is 0
     ref_logp: Tensor | None = None
-    # [M] float32: trainer's over engine's probability (grpo/mismatch.py); a factor of every term
-    # but the KL
+    # [M] float32: the trainer's probability divided by the engine's (grpo/mismatch.py); a factor of
+    # every term except the KL
     importance: Tensor | None = None
     # [M] bool: whether a token is among the least certain of the step; None: train on all tokens
     entropy_mask: Tensor | None = None

@@ -1,3 +1,3 @@
-"""The model: decoder, attention, output head and adapters, and the Hugging Face files they are read
-from and written to. Start with decoder.py.
+"""The model: decoder, attention, output head and adapters, and the reading and writing of their
+Hugging Face files. Start with decoder.py.
 """

@@ -4,8 +4,8 @@ adapter_model.safetensors.
 In: a model with adapters (lora.py), and the options. Out: adapters, initialized or loaded, and
 folders that peft loads over the base model:
 `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)`. PEFT's tensor names
-are ours with a prefix and a suffix. Features of PEFT that we do not have are rejected by name. Read
-before: lora.py. Read next: run/state.py (when adapters are saved).
+are ours with a prefix and a suffix. PEFT features that we do not support are rejected, with their
+name in the message. Read before: lora.py. Read next: run/state.py (when adapters are saved).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from nanogrpo.model.checkpoint import copy_tensors, fill, tensors
 from nanogrpo.model.decoder import Decoder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# The fields of adapter_config.json that do not change the computation or that we compute too. Every
-# other field must be absent, empty or "none", including those that PEFT will add in future.
+# The fields of adapter_config.json that do not change the computation, or whose effect we support.
+# Every other field must be absent, empty or "none", including fields that PEFT may add in future.
 KNOWN = {
     "peft_type",
     "r",
@@ -42,7 +42,7 @@ KNOWN = {
     "qalora_group_size",
     "layers_pattern",
 }
-# Accepted values of init_lora_weights. Others, such as "pissa", change the base weights too.
+# Accepted values of init_lora_weights. Other values, such as "pissa", also change the base weights.
 PLAIN_STARTS = (None, True, False, "gaussian")
 
 
@@ -56,8 +56,8 @@ def initialize(model: Decoder, cfg: Config) -> None:
     """Initialize the adapters of a full or sharded model: from --lora-adapter, or, as in PEFT, with
     B = 0 and a random A that depends on the seed.
 
-    A is uniform within ±1/√in (kaiming_uniform with a = √5). Every rank draws all of A, so the
-    values do not depend on the number of ranks.
+    A is uniform within ±1/√in (kaiming_uniform with a = √5). Every rank draws the full matrix A, so
+    its values do not depend on the number of ranks.
     """
     if cfg.lora_adapter:
         load(model, Path(cfg.lora_adapter), cfg)
@@ -113,7 +113,7 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
 @torch.no_grad()
 def host_adapters(model: Decoder, keep: bool = True) -> dict[str, Tensor]:
     """Return copies of the adapters in host memory, under PEFT's names and in float32. Every rank
-    must call this; a rank with `keep` off gets none.
+    must call this; a rank with `keep` off gets an empty dict.
     """
     out = {}
     for name, p in model.named_parameters():

@@ -8,7 +8,7 @@ of K: grouped-query attention). Out: `[T, H, E]`. A block does not know which ki
 * `Packed`, for training, scoring and prefill. Each sequence attends to itself and to the prompt it
   shares; nothing is padded.
 * `KVCache`, for decoding. Each row is the next token of one sequence. Its key and value are written
-  to the cache, then it attends to all that the cache holds for the sequence.
+to the cache, and then it attends to all cached tokens of its sequence.
 
 `Packed` has three backends with the same signature: the flash-attn package, torch's varlen
 attention, and a reference that runs anywhere. Read next: decoder.py (which calls this),
@@ -34,15 +34,16 @@ log = logging.getLogger("nanogrpo")
 
 # --- packed sequences ---
 
-# Each backend takes q [Tq, H, E] of sequences bounded by cu_q [N+1] int32, the longest of max_q
-# tokens, and k, v [Tk, K, E] bounded by cu_k and max_k. The queries of a sequence belong to its
-# last keys: each query sees the keys up to its own.
+# Each backend takes the queries q [Tq, H, E] of N sequences. Sequence n has rows cu_q[n] …
+# cu_q[n+1] (int32), and the longest has max_q rows. In the same way, cu_k and max_k describe k and
+# v [Tk, K, E]. The queries of a sequence belong to the last of its keys, and each query attends to
+# the keys up to its own.
 
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor, max_k: int
 ) -> Tensor:
-    """Call torch's attention once per sequence: plain, exact, and as fast on a CPU as padding."""
+    """Call torch's attention once per sequence. It is exact, and as fast as padding on a CPU."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H or K, Tq or Tk, E]
     queries, keys = cu_q.diff().tolist(), cu_k.diff().tolist()
     out = []
@@ -63,7 +64,7 @@ def torch_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor, max_k: int
 ) -> Tensor:
     """Call `torch.nn.attention.varlen.varlen_attn` (CUDA, half precision). It runs FlashAttention
-    without another package.
+    without the flash-attn package.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -74,7 +75,7 @@ def torch_varlen(
         kwargs["enable_gqa"] = True
     else:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # [Tk, H, E]
-    # a tuple is only returned when more outputs are asked for
+    # it only returns a tuple if more outputs are requested
     return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **kwargs)  # type: ignore[return-value]
 
 
@@ -96,8 +97,8 @@ BACKENDS = {"reference": reference, "torch": torch_varlen, "flash": flash}
 
 @functools.cache
 def backend(device_type: str, dtype: torch.dtype) -> str:
-    """Return the name of the fastest backend that can run, or the one named by NANOGRPO_ATTENTION.
-    Logs it once.
+    """Return the name of the fastest backend that can run, or of the one that NANOGRPO_ATTENTION
+    names. The name is logged once.
     """
     half = device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
     fast = "flash" if importlib.util.find_spec("flash_attn") else "torch"
@@ -117,7 +118,7 @@ class Packed:
     The queries of sequence n are rows cu_seqlens[n] … cu_seqlens[n+1]. They attend causally to the
     keys of the same rows. With `kv_rows`, they attend to the keys of rows kv_rows[kv_cu_seqlens[n]]
     …, the last of which are their own. So completions share one copy of their prompt: its keys are
-    gathered once per completion, and the backward of the gather adds up the gradients of the
+    gathered once per completion, and the backward of this gather sums the gradients of all
     completions. With `keep`, the keys and values of each layer are kept in `kept` (prefill).
     """
 
@@ -147,16 +148,16 @@ class Packed:
 
 
 class KVCache:
-    """Keys and values of B sequences of at most S tokens. Attends for one new token in each of the
-    first rows.
+    """The keys and values of B sequences of at most S tokens. Calling it attends with one new token
+    for each of the first b rows.
 
-    Before a step, call `begin(positions, span)`: row b writes its token at `positions[b]` and sees
-    the columns up to and including it. Only `span` columns are read, so short sequences stay cheap
-    in a long cache.
+    Before each step, call `begin(positions, span)`: row i writes its token to column `positions[i]`
+    and attends to the columns up to and including it. Only the first `span` columns are read, so
+    short sequences are fast even in a long cache.
 
-    On a CPU the cache starts narrow and widens as sequences grow, because rows that are close
-    together in memory are read about 1.5 times as fast. On a GPU it has all S columns from the
-    start: CUDA graphs need fixed addresses.
+    On a CPU the cache starts with few columns and is widened as sequences grow, because rows that
+    are close together in memory are read about 1.5 times as fast. On a GPU it has all S columns
+    from the start: CUDA graphs need fixed addresses.
     """
 
     def __init__(
@@ -173,8 +174,8 @@ class KVCache:
         return self.k.shape[3]
 
     def clear(self) -> None:
-        """Narrow and zero the cache. A NaN left in a masked column would spread, since 0 · NaN is
-        NaN.
+        """Narrow the cache to its initial width and zero it. A NaN left in a masked column would
+        spread, since 0 · NaN is NaN.
         """
         if self.width > self.narrow:
             self.k, self.v = (x[:, :, :, : self.narrow].clone() for x in (self.k, self.v))
@@ -198,7 +199,7 @@ class KVCache:
         self.v[:, target, :, :span] = self.v[:, source, :, :span]
 
     def begin(self, positions: Tensor, span: int) -> None:
-        """Prepare a step. positions: [b] int64, b ≤ B, all below `span`; span: at most S."""
+        """Prepare a step. positions: [b] int64 with b ≤ B, all below `span`; span: at most S."""
         self.widen(span)
         self.positions, self.span = positions, span
         unseen = self.columns[:span] > positions[:, None]  # [b, span]
@@ -212,12 +213,12 @@ class KVCache:
         keys[self.index[:b], :, self.positions] = k
         values[self.index[:b], :, self.positions] = v
         keys, values = keys[:b, :, : self.span], values[:b, :, : self.span]
-        # the H/K queries of a key head take the place of a query length, so no key is repeated
+        # the H/K query heads of a key head act as the query length, so no key must be repeated
         q = q.view(b, K, H // K, E)
         if q.is_cuda:
             out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.bias)
         else:
-            # at these sizes two plain matmuls take a third of the time of the fused call on a CPU
+            # on a CPU, two plain matmuls at these sizes take a third of the time of the fused call
             scores = torch.matmul(q * E**-0.5, keys.transpose(-1, -2))  # [b, K, H/K, span]
             out = torch.matmul(scores.add_(self.bias).softmax(-1), values)  # [b, K, H/K, E]
         return out.reshape(b, H, E)

@@ -2,8 +2,8 @@
 
 In: a folder or hub id with config.json and safetensors (one file, or several with an index). Out: a
 `Decoder`, full or sharded, and folders that transformers and vLLM load unchanged. A folder is
-written under a temporary name, flushed, and renamed, so it is complete or absent. Read next:
-run/state.py (what else a run needs to resume).
+written under a temporary name, flushed to disk, and then renamed, so it is either complete or
+absent. Read next: run/state.py (what else a run needs to resume).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_FILE_BYTES = 5 * 10**9  # of weights per safetensors file, as in transformers
+MAX_FILE_BYTES = 5 * 10**9  # maximum size of a safetensors file, as in transformers
 
 
 # --- reading ---
@@ -51,9 +51,9 @@ def locate(name: str, option: str = "--model") -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    # the hub client raises errors of many libraries; each one means that there is no model
+    # the hub client raises errors from many libraries; each one means that the download failed
     except Exception as e:
-        # the first line; some messages are a paragraph
+        # only the first line, because some messages are long
         reason = f"{type(e).__name__}: {str(e).strip()}".splitlines()[0].rstrip(".")
         raise UserError(
             f"{option} {name}: no such folder, and the download from the hub failed ({reason})."
@@ -93,7 +93,8 @@ def load_weights(model: Decoder, folder: Path) -> None:
     """Copy a checkpoint into a model."""
     wanted = {n: p for n, p in model.state_dict(keep_vars=True).items() if not lora.is_adapter(n)}
     found = tensors(files(folder))
-    if model.cfg.tie_word_embeddings:  # the head is the embedding, whatever the files hold
+    # the head is the embedding, even if the files contain a separate head
+    if model.cfg.tie_word_embeddings:
         del wanted["lm_head.weight"]
         found = (pair for pair in found if pair[0] != "lm_head.weight")
     copy_tensors(wanted, found, str(folder), "use a config.json and weights of the same model")
@@ -140,7 +141,7 @@ def fill(parameter: Tensor, source) -> None:
 
 
 def empty_model(folder: Path) -> Decoder:
-    """Return a checkpoint's model on the meta device. Its weights take no time or memory yet."""
+    """Return a checkpoint's model on the meta device, where weights need no time or memory."""
     where = folder / "config.json"
     with torch.device("meta"):
         return Decoder(ModelConfig.from_dict(read_json(where), str(where)))
@@ -150,7 +151,7 @@ def load_model(
     folder: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Decoder:
     """Return the model of a checkpoint folder, its weights cast to `dtype`."""
-    # in this order no float32 copy exists
+    # in this order, no float32 copy is ever created
     model = empty_model(folder).to(dtype).to_empty(device=device)
     model.tie()
     load_weights(model, folder)
@@ -182,9 +183,9 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         for path in (*temporary.rglob("*"), temporary):
             if path.is_file():
                 path.chmod(mode)
-            # unless the data is flushed, the rename may reach the disk before it
+            # without this flush, the rename might reach the disk before the data
             _flush(path)
-        # A folder cannot be renamed over another one, so `final` is moved away first.
+        # A folder cannot be renamed to the name of an existing one, so `final` is moved away first.
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
@@ -226,11 +227,11 @@ def host_weights(
     """Return copies of the full weights in host memory, with adapters merged and without a tied
     head.
 
-    Shards are gathered one by one, so every rank must call this. A rank with `keep` off drops each
-    tensor at once.
+    Shards are gathered one by one, so every rank must call this. A rank with `keep` off discards
+    each tensor immediately.
     """
     out: dict[str, Tensor] = {}
-    # of a tied pair, the embedding comes first and is the one that is kept
+    # if head and embedding are tied, only the embedding is yielded
     for name, full in lora.full_parameters(model):
         if keep:
             out[name] = full.to("cpu", dtype, copy=True).contiguous()
@@ -242,8 +243,8 @@ def write_model(
 ) -> None:
     """Write config.json, the weights and the tokenizer's files into an existing folder.
 
-    config: the fields of config.json. For a loaded model, pass all fields of the source, including
-    those we do not read.
+    config: the fields of config.json. For a loaded model, pass all fields of its original
+    config.json, including those that we do not read.
     """
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     config = {**config, "dtype": dtype, "torch_dtype": dtype}

@@ -1,16 +1,16 @@
 """The decoder: Qwen3, and from the same config.json fields Qwen2 and Qwen2.5.
 
-In: token ids `[T]` and positions `[T]` of packed sequences, a way to attend (attention.py), and the
-rows that predict a wanted token. Out: the result of the head operation on the hidden states of
-those rows: logits `[M, V]`, log-probs `[M]`, or a loss. Parameters have Hugging Face's names, so
-checkpoints load and save without a mapping (checkpoint.py).
+In: token ids `[T]` and positions `[T]` of packed sequences, an attention object (attention.py), and
+the rows whose predictions are needed. Out: the result of the head operation on the hidden states of
+those rows: logits `[M, V]`, log-probs `[M]`, or a loss. Parameters have the same names as in
+Hugging Face, so loading and saving checkpoints needs no mapping (checkpoint.py).
 
     x → embed ─┬→ RMSNorm → attention ─(+)─┬→ RMSNorm → SwiGLU ─(+)→ … → RMSNorm → head operation
                └───────────────────────────┘└────────────────────┘
 
 The model knows nothing about GRPO, engines, or sharding, which distributed/fsdp.py adds from
-outside. Training runs the packed forward and decoding the cached one: the code is the same, only
-`attend` differs. Read next: attention.py, then head.py.
+outside. Training uses the packed forward and decoding the cached one. Both run the same code and
+differ only in `attend`. Read next: attention.py, then head.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary position embedding (Su et al. 2021). It pairs dimensions i and i + E/2, as
     Hugging Face does.
 
-    x: [T, heads, E]; cos, sin: [T, 1, E] float32. Computes at least in float32 and returns x's
-    dtype.
+    x: [T, heads, E]; cos, sin: [T, 1, E] float32. The computation is at least in float32, and the
+    result has x's dtype.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     a, b = wide.chunk(2, dim=-1)
@@ -44,7 +44,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """nn.Linear, with a faster library for large float32 products on a CPU (kernels/linear.py)."""
+    """nn.Linear, but faster for large float32 matrix products on a CPU (kernels/linear.py)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -111,7 +111,8 @@ class Body(nn.Module):
         self.norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        # Angles are float32 whatever the model's dtype: bf16 cannot tell positions above 256 apart.
+        # Angles are float32 for any dtype of the model: bf16 cannot represent all positions above
+        # 256.
         even = torch.arange(0, self.cfg.head_dim, 2, device=tokens.device, dtype=torch.float32)
         frequency = 1.0 / self.cfg.rope_theta ** (even / self.cfg.head_dim)  # [E/2]
         angles = positions[:, None].float() * frequency  # [T, E/2]
@@ -126,7 +127,7 @@ class Body(nn.Module):
 class Head(nn.Module):
     """The output matrix [V, D]. The caller decides what to compute with it: `op(hidden, weight)`.
 
-    Only this module's forward reads the weight, so FSDP can gather it once per call.
+    The weight is only read in this module's forward, so FSDP can gather it once per call.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -138,8 +139,8 @@ class Head(nn.Module):
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Head operation for decoding: [M, D] → [M, V]. Training uses those of head.py, which do not
-    keep the logits.
+    """Head operation for decoding: [M, D] → [M, V]. Training uses the operations of head.py, which
+    do not keep the logits.
     """
     return F.linear(hidden, weight)
 
@@ -160,8 +161,8 @@ class Decoder(nn.Module):
         self.reset_parameters()
 
     def tie(self) -> None:
-        """Make head and embedding one parameter if the config asks for it. Call this again after
-        `to_empty`, which separates them.
+        """Make the head and the embedding one parameter if the config requires it. Call this again
+        after `to_empty`, which separates them.
         """
         if self.cfg.tie_word_embeddings:
             # nn.Embedding declares its weight as a Tensor
@@ -169,7 +170,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw matrices from Normal(0, 0.02), as transformers does. Norms are 1, biases 0."""
+        """Draw matrices from Normal(0, 0.02), as transformers does. Norms become 1 and biases 0."""
         for name, p in self.named_parameters():
             if name.endswith("norm.weight"):
                 p.fill_(1.0)

@@ -2,16 +2,16 @@
 project.
 
 In: hidden states [M, D], the output head [V, D], and per-token vectors [M]. Out: log-probs,
-entropies, and the policy loss with its gradient. Both operations hold the logits of one chunk of
-rows, never [M, V].
+entropies, and the policy loss with its gradient. Both operations store the logits of only one chunk
+of rows at a time, never all [M, V].
 
 | operation | in → out | used for |
 |---|---|---|
 | `head_policy_loss` | hidden [M, D] → loss | the training step: three matrix products |
 | `head_logp` | hidden [M, D] → log-prob, entropy [M] | old and reference log-probs |
 
-On CUDA they run the Triton kernels, elsewhere the equations of kernels/reference.py. The
-environment variable NANOGRPO_OPS (`triton` or `torch`) forces one of the two. Read next:
+On CUDA they run the Triton kernels, and on other devices the PyTorch code of kernels/reference.py.
+The environment variable NANOGRPO_OPS (`triton` or `torch`) forces one of the two. Read next:
 kernels/reference.py (the loss), kernels/head.py (the loop over chunks), kernels/README.md.
 """
 
@@ -37,17 +37,17 @@ HeadOp = Callable[[Tensor, Tensor], Any]
 
 
 class PolicyOut(NamedTuple):
-    """The result of a loss. Only `loss` has a gradient; tokens with weight 0 hold zeros."""
+    """The result of a loss. Only `loss` has a gradient. Tokens with weight 0 have zero entries."""
 
     loss: Tensor  # [] float32: Σ weight · l - entropy_weight · H
     logp: Tensor  # [M] float32
     entropy: Tensor  # [M] float32, nats
     kl: Tensor | None  # [M] float32: the KL of kernels/reference.py; None without ref_logp
-    # More vectors [M] by the name under which the log shows their mean. "clip" is int8: -1 clipped
-    # low, +1 clipped high, else 0.
+    # More vectors [M], each under the name that its mean has in the log. "clip" is int8: -1 if
+    # clipped low, +1 if clipped high, else 0.
     metrics: dict[str, Tensor]
-    # The metrics hold one value per sequence, repeated for its tokens: their means are over
-    # sequences.
+    # Whether each metric has one value per sequence, repeated for its tokens. If so, its mean is
+    # taken over sequences.
     by_sequence: bool = False
 
 
@@ -75,11 +75,11 @@ def _module(device: str, forced: str) -> ModuleType:
 
 
 def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many rows of logits a chunk has: 2.5 GB on CUDA (8228 rows of Qwen3 in bfloat16),
-    64 MB and at most 512 rows elsewhere.
+    """Return the number of rows of logits in a chunk: 2.5 GB on CUDA (8228 rows of Qwen3 in
+    bfloat16), 64 MB and at most 512 rows elsewhere.
 
     The limit of 512 keeps the temporaries of a chunk small, so the allocator reuses their memory.
-    Larger ones cost fresh pages of the operating system each time (docs/log.md).
+    Larger temporaries would need new pages from the operating system each time (docs/log.md).
     """
     if device.type == "cuda":
         return max(1, int(2.5e9 // (vocab * dtype.itemsize)))
@@ -87,12 +87,12 @@ def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
 
 
 def check_reference(inputs: LossInputs, objective: Objective) -> None:
-    """Raise ValueError if the KL has a weight but nothing to compare with."""
+    """Raise ValueError if the KL has a nonzero weight but there are no reference log-probs."""
     if objective.beta and inputs.ref_logp is None:
         raise ValueError(f"beta is {objective.beta}, so ref_logp must not be None")
 
 
-@torch.compiler.disable  # torch.compile leaves the head alone: its shapes depend on the data
+@torch.compiler.disable  # torch.compile skips the head, because its shapes depend on the data
 def head_policy_loss(
     hidden: Tensor,
     lm_head: Tensor,
@@ -105,11 +105,11 @@ def head_policy_loss(
 ) -> PolicyOut:
     """Compute Σ weight · l - Σ entropy_weight · H in three matrix products.
 
-    hidden [M, D], lm_head [V, D] of the same type, targets [M] int64; chunk: rows at a time. The
-    gradients are computed during the forward pass, so the loss must be the root of the graph up to
-    a scalar factor, and `inputs.weight` must be known beforehand. Tokens whose weight and
-    entropy_weight are both 0 are skipped (their results are 0). Tokens without an advantage, KL or
-    entropy term need only one matrix product, as do all tokens under `no_grad`.
+    hidden [M, D] and lm_head [V, D] of the same dtype, targets [M] int64; chunk: number of rows
+    processed at a time. The gradients are computed during the forward pass, so the loss must be the
+    root of the graph up to a scalar factor, and `inputs.weight` must be known beforehand. Tokens
+    whose weight and entropy_weight are both 0 are skipped (their results are 0). Tokens without an
+    advantage, KL or entropy term need only one matrix product, as do all tokens under `no_grad`.
     """
     check_reference(inputs, objective)
     if not torch.is_grad_enabled():
@@ -131,10 +131,10 @@ def head_logp(
 ) -> tuple[Tensor, Tensor]:
     """Return log-prob and entropy [M] float32 under softmax(hidden @ lm_head.T / temperature).
 
-    hidden [M, D], lm_head [V, D] of the same type, targets [M] int64; chunk: rows at a time.
-    Differentiable: the backward computes each chunk's logits again, except for rows with an
-    upstream gradient of 0. Logits are rounded to the type of hidden, as inference engines do;
-    everything after them is float32.
+    hidden [M, D] and lm_head [V, D] of the same dtype, targets [M] int64; chunk: number of rows
+    processed at a time. The function is differentiable: the backward recomputes each chunk's
+    logits, except for rows whose upstream gradients are 0. Logits are rounded to the dtype of
+    hidden, as in inference engines; everything after them is computed in float32.
     """
     chunk = chunk or default_chunk(len(lm_head), hidden.dtype, hidden.device)
     args = targets, temperature, chunk, row_functions(hidden.device)

@@ -1,7 +1,7 @@
 """The model configuration: read, check and write Hugging Face's config.json.
 
 In: the dict of a config.json. Out: `ModelConfig`, the fields that decide what the decoder computes,
-or a UserError that names the field. Read next: decoder.py, which computes it.
+or a UserError that names the field. Read next: decoder.py, which uses the configuration.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nanogrpo.errors import UserError
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 NUMBERS = {"int": ((int,), "a whole number"), "float": ((int, float), "a number")}
-# Larger numbers are mistakes: such a model would take forever to build or overflow 64 bits.
+# Larger numbers must be mistakes: such a model would take too long to build or overflow 64 bits.
 LIMITS: dict[str, float] = {
     "num_hidden_layers": 2**12,
     "max_position_embeddings": 2**31,
@@ -24,7 +24,7 @@ LIMITS: dict[str, float] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The fields of config.json that decide the computation, under their Hugging Face names."""
+    """The fields of config.json that affect the computation, under their Hugging Face names."""
 
     model_type: str
     vocab_size: int
@@ -44,7 +44,7 @@ class ModelConfig:
     @property
     def pair_cost(self) -> float:
         """Return the cost of attention for one query-key pair, 4·H·E FLOP, in units of the matrix
-        products of one token, 2 FLOP per weight. Both are counted in one layer.
+        products of one token, 2 FLOP per weight. Both are counted for a single layer.
         """
         heads = self.num_attention_heads * self.head_dim
         kv_heads = self.num_key_value_heads * self.head_dim
@@ -53,10 +53,10 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> ModelConfig:
-        """Read the dict of a config.json. An absent field has the default of transformers.
+        """Read the dict of a config.json. A missing field gets its default value from transformers.
 
         Raises UserError on a missing or wrong field, and on an architecture or feature that the
-        decoder does not compute. `where` names the file in the message.
+        decoder does not support. `where` is the name of the file in the message.
         """
 
         def require(ok: bool, problem: str, advice: str = "use the model's original file") -> None:
@@ -80,7 +80,7 @@ class ModelConfig:
         for field in dataclasses.fields(cls)[1:]:
             value: Any = theta if field.name == "rope_theta" else raw.get(field.name)
             if value is None and field.name == "head_dim":
-                # Qwen3's default is a constant, which can differ from D / H
+                # Qwen3's default is a constant, which may differ from D / H
                 qwen2 = found["model_type"] == "qwen2"
                 value = found["hidden_size"] // found["num_attention_heads"] if qwen2 else 128
             if value is None and field.default is not dataclasses.MISSING:

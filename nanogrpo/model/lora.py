@@ -1,8 +1,8 @@
 """Low-rank adapters (Hu et al. 2021, 2106.09685): y = W x + alpha/r · B A x, where only A [r, in]
 and B [out, r] are trained.
 
-In: a Decoder. Its chosen matrices become `LoRALinear`; parameter names do not change. Out: the same
-model, which others use in two ways:
+In: a Decoder. Its chosen layers are replaced by `LoRALinear`; parameter names do not change. Out:
+the same model, which can be used in two ways:
 
     merged      W + alpha/r · B A as a new tensor: engines sample with it and transformers loads it.
                 W itself is never overwritten.
@@ -29,8 +29,8 @@ from nanogrpo.model.decoder import Decoder
 
 
 class LoRALinear(nn.Module):
-    """A linear layer with frozen weight and bias, and its adapters. They are uninitialized until
-    `adapters.initialize`.
+    """A linear layer with frozen weight and bias, and its adapters, which `adapters.initialize`
+    initializes.
     """
 
     def __init__(self, base: nn.Linear, r: int, alpha: float):
@@ -67,7 +67,7 @@ def attach(model: Decoder, cfg: Config) -> None:
 
 @contextlib.contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Disable the model's adapters, if it has any, inside a `with`."""
+    """Disable the model's adapters, if it has any, within a `with` block."""
     adapted = [m for m in model.modules() if isinstance(m, LoRALinear)]
     for m in adapted:
         m.enabled = False
@@ -83,12 +83,12 @@ def is_adapter(name: str) -> bool:
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, parameter) for each parameter that a checkpoint of the model has, once."""
+    """Yield (name, parameter) for each parameter that a checkpoint contains, each one once."""
     return ((name, p) for name, p in model.named_parameters() if not is_adapter(name))
 
 
 def gathered(p: Tensor) -> Tensor:
-    """Return a parameter without its gradient. A shard is gathered by a collective."""
+    """Return a parameter, detached. If it is sharded, a collective gathers the shards."""
     p = p.detach()
     return p.full_tensor() if hasattr(p, "full_tensor") else p  # only a DTensor has it
 

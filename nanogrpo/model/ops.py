@@ -1,8 +1,8 @@
-"""The two kernels as differentiable functions, for code that has logits or log-probs already.
+"""The two kernels as differentiable functions, for code that already has logits or log-probs.
 
 In: logits [N, V] with targets [N], or log-probs [M] with `LossInputs` [M]. Out: log-probs and
-entropies, or the loss, with gradients. Use them in experiments of your own. A training step calls
-head.py instead, because its fused head never holds all logits. Read next: kernels/log_softmax.py
+entropies, or the loss, with gradients. Use them in your own experiments. A training step calls
+head.py instead, because its fused head never stores all logits. Read next: kernels/log_softmax.py
 and kernels/policy.py.
 """
 
@@ -19,8 +19,8 @@ from nanogrpo.model.head import PolicyOut, check_reference, row_functions
 def policy_loss(logp: Tensor, inputs: LossInputs, objective: Objective) -> PolicyOut:
     """Return Σ weight · l over [M] log-probs, with l as in `kernels.reference.policy_terms`.
 
-    The gradient flows to logp alone. Tokens with weight 0 count for nothing, even where they hold
-    NaN. The entropy is left empty: a log-prob does not determine it.
+    The gradient flows only to logp. Tokens with weight 0 are ignored, even if their values are NaN.
+    The entropy is left empty, because a log-prob does not determine it.
     """
     check_reference(inputs, objective)
     loss, clip, kl = _PolicyLoss.apply(logp, inputs, objective)
@@ -32,8 +32,8 @@ def selective_log_softmax(
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(logits / temperature)[targets] [N] and the entropy [N], float32.
 
-    logits [N, V], targets [N] int64. The softmax is never written to memory. Differentiable through
-    both results.
+    logits [N, V], targets [N] int64. The softmax is never written to memory. Both results are
+    differentiable.
     """
     return _LogSoftmax.apply(logits, targets, temperature)
 

@@ -1,7 +1,7 @@
 """Text ↔ token ids, and messages → text: the `tokenizers` package plus the model's own chat
 template, without transformers.
 
-In: a model folder in Hugging Face's layout. Out: `Tokenizer`; its `encode_prompt` makes the
+In: a model folder in Hugging Face's layout. Out: `Tokenizer`, whose `encode_prompt` returns the
 `token_ids` of a `Prompt`. Read next: data/prompts.py, which calls it once per prompt. The engines
 only use `decode` and `stop_token_ids`.
 
@@ -23,8 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanogrpo.errors import UserError, read_json
 
-# Read at load and written unchanged by `save`. The last three repeat tokenizer.json for the slow
-# tokenizers of transformers.
+# These files are read when the tokenizer is loaded and written unchanged by `save`. The last three
+# repeat parts of tokenizer.json for the slow tokenizers of transformers.
 FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,13 +38,13 @@ FILES = [
 
 
 class Tokenizer:
-    """Encode, decode and render with the tokenizer of one model. Nothing is batched or padded.
+    """Encode, decode and render text with the tokenizer of one model, without batching or padding.
 
-    `vocab_size`: every id is below it. The model's vocabulary may be padded beyond it, with ids
-    that have no text.
-    `stop_token_ids`: every id that ends a completion, the tokenizer's own end token first. Chat
-    models list several in generation_config.json (Qwen3: <|im_end|> and <|endoftext|>). If one were
-    missing here, completions that end with it would run on to the length limit.
+    `vocab_size`: all ids are below this number. The model's vocabulary may be padded to a larger
+    size, with ids that have no text.
+    `stop_token_ids`: all ids that end a completion, starting with the tokenizer's own end token.
+    Chat models list several in generation_config.json (Qwen3: <|im_end|> and <|endoftext|>). If one
+    were missing here, completions that end with it would continue to the length limit.
     """
 
     def __init__(self, folder: str | Path):
@@ -58,19 +58,19 @@ class Tokenizer:
         self._files = {path.name: path.read_bytes() for path in present}
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(self._files["tokenizer.json"].decode())
-        except Exception as e:  # the Rust library raises plain Exception, whatever is wrong
+        except Exception as e:  # the Rust library raises a plain Exception for every error
             raise UserError(
                 f"{folder}/tokenizer.json cannot be read ({e}): copy it again from the model."
             ) from e
-        # Some tokenizer.json files carry settings for truncation and padding. Neither may change a
-        # prompt.
+        # Some tokenizer.json files have settings for truncation and padding, which must not change
+        # a prompt.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
         config = {**self._json("special_tokens_map.json"), **self._json("tokenizer_config.json")}
         # A special token is written as "text" or as {"content": "text", …}. Templates receive the
-        # text: {"eos_token": "<|im_end|>"}. They never receive a null.
+        # text: {"eos_token": "<|im_end|>"}. They never receive null values.
         tokens = {k: v for k, v in config.items() if k.endswith("_token")}
         tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
         self._special = {k: v for k, v in tokens.items() if isinstance(v, str)}
@@ -90,9 +90,10 @@ class Tokenizer:
         """Return the ids of a text. No tokens are added at its start or end.
 
         A special token that is written in the text becomes one id, which templates rely on. With
-        `special` off it is ordinary text: use this for text from outside, such as a tool's answer.
+        `special` off, it is encoded as ordinary text: use this for text from untrusted sources,
+        such as a tool's answer.
         """
-        self._tokenizer.encode_special_tokens = not special  # the library means: as ordinary text
+        self._tokenizer.encode_special_tokens = not special  # True encodes them as ordinary text
         try:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         # half of a surrogate pair, which can come from "\\ud800" in JSON
@@ -115,8 +116,8 @@ class Tokenizer:
         enable_thinking: bool | None = None,
         **kwargs,
     ) -> str:
-        """Return the text that the chat template makes of messages, as `apply_chat_template` of
-        transformers does, except that templates cannot read today's date.
+        """Return the text that the chat template produces for the messages, like
+        `apply_chat_template` of transformers, except that templates cannot read the current date.
 
         `enable_thinking` is Qwen3's switch; None leaves it undefined, so the template uses its own
         default (Qwen3: think). `kwargs` become variables of the template. Raises UserError if there
@@ -146,7 +147,7 @@ class Tokenizer:
     def encode_prompt(
         self, prompt: str | list[dict], *, enable_thinking: bool | None = None
     ) -> list[int]:
-        """Return the ids of a prompt: a text as it is, or messages through the chat template."""
+        """Return the ids of a prompt. Text is encoded as is, messages with the chat template."""
         if not isinstance(prompt, str):
             prompt = self.render(prompt, enable_thinking=enable_thinking)
         return self.encode(prompt)
@@ -166,8 +167,8 @@ class Tokenizer:
         return found
 
     def _stops(self) -> list[int]:
-        """Return the id of the end token, then those that generation_config.json adds (an int or a
-        list).
+        """Return the id of the end token, followed by the ids that generation_config.json adds (an
+        int or a list).
         """
         self._id("pad_token")  # checked for those who load our checkpoints: we never pad
         eos = self._id("eos_token")
@@ -189,8 +190,8 @@ class Tokenizer:
         return list(dict.fromkeys(stops))
 
     def _compile(self, template: str | list[dict] | None) -> jinja2.Template | None:
-        """Compile the chat template: that of chat_template.jinja if there is one, else the one in
-        the config, which is a string or a list of {"name", "template"}.
+        """Compile the chat template. It is read from chat_template.jinja if that file exists, or
+        else from the config, where it is a string or a list of {"name", "template"}.
         """
         if "chat_template.jinja" in self._files:
             try:
@@ -217,11 +218,11 @@ class Tokenizer:
         )
         env.filters["tojson"] = _tojson
         env.globals["raise_exception"] = _raise_exception
-        # `strftime_now` is missing on purpose: with today's date in a prompt, a run resumed
-        # tomorrow would see another prompt.
+        # `strftime_now` is omitted on purpose: with the current date in a prompt, a run that is
+        # resumed the next day would get a different prompt.
         try:
             return env.from_string(template)
-        # jinja compiles to Python, which has limits of its own, such as the depth of nested loops
+        # jinja compiles to Python, which has its own limits, such as the depth of nested loops
         except Exception as e:
             raise UserError(
                 f"the chat template of {self._folder} cannot be compiled ({e}): repair it."
@@ -242,8 +243,8 @@ class _Generation(Extension):
 
 
 def _tojson(value, ensure_ascii=False, **options) -> str:
-    """Return plain JSON. Jinja's own filter escapes <, > and & for HTML; models were not trained
-    on that.
+    """Return plain JSON. Jinja's own filter escapes <, > and & for HTML, but models were not
+    trained on escaped text.
     """
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
