@@ -1,3 +1,3 @@
-"""Benchmarks, with one script per question. Their records are in bench/results/; all tables and
-plots are generated from them. Read first: common.py.
+"""Benchmarks: each script answers one question. Their records are in bench/results/, and all tables
+and plots are generated from these records. Read first: common.py.
 """

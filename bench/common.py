@@ -37,7 +37,7 @@ from nanogrpo.model.hf_config import ModelConfig
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SIDES = ("nanogrpo", "TRL")  # the two sides of the benches that compare full runs
-# TRL, trained on the completions that our run with the same seed sampled: only the training differs
+# TRL trains on the completions that our run with the same seed sampled; only the training differs
 REPLAYED = "TRL, our completions"
 
 
@@ -79,8 +79,8 @@ def add_cases(parser: argparse.ArgumentParser, cases: Sequence[str]) -> None:
 
 
 def small_qwen3(hidden: int, layers: int, vocab: int, context: int) -> ModelConfig:
-    """Return the shape for the CPU benchmarks: tied weights, two query heads per key head, head
-    size 32.
+    """Return the shape for the CPU benchmarks: tied weights, two query heads per key head, and a
+    head size of 32.
 
     With a hidden size of 256 and 4 layers, the model has about 3 M parameters.
     """
@@ -277,14 +277,14 @@ def write(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
 
 
 def read(name: str, folder: Path = RESULTS) -> list[dict]:
-    """Return the records of a bench, or none if it has not run."""
+    """Return the records of a bench, or an empty list if it has not run."""
     path = folder / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else []
 
 
 def merge(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
-    """Write records and keep earlier ones of other cases and sides, so a benchmark can be run in
-    parts.
+    """Write records, and keep earlier records of cases and sides that these do not cover, so a
+    benchmark can be run in parts.
     """
     fresh = {(record["case"], record["side"]): record for record in records}
     kept = [fresh.pop((r["case"], r["side"]), r) for r in read(name, folder)]

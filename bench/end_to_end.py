@@ -1,5 +1,5 @@
-"""How many full GRPO steps per second does our trainer run with the embedded engine, and TRL with
-its default generation?
+"""How many full GRPO steps per second does our trainer run with the embedded engine, and how many
+does TRL run with its default generation?
 
 In: nothing; this file creates a random model whose completions end as the case requires. Out:
 results/end_to_end.json with steps and tokens per second, seconds by phase and peak memory. A step
@@ -15,8 +15,8 @@ step of each run, which is a warm-up.
 The lengths are not enforced by the trainers. The model itself has that stop probability
 (`ending_model`), and with a learning rate of 1e-6 it hardly changes in so few steps. So the lengths
 on both sides are random, with the same distribution; the table shows the mean length of each side.
-With --vllm, our side samples from a vLLM server. TRL cannot do that on a CPU, and the table gives
-the reason. TRL's settings are in trl_run.py. Read next: runs.py.
+With --vllm, our side samples from a vLLM server. TRL cannot do that on a CPU; the table gives the
+reason. TRL's settings are in trl_run.py. Read next: runs.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import warmup
 
-# Channel 0 of every hidden state: so large that the norm leaves it almost constant.
+# The value of channel 0 in every hidden state. It is so large that it stays almost constant after
+# the norm.
 STEADY = 30.0
 NO_VLLM = (
     "its client syncs weights to a server only over NCCL, which needs a CUDA device"
@@ -56,7 +57,7 @@ NO_VLLM = (
 
 
 def stop_probability(mean: float, longest: int) -> float:
-    """Return the stop probability per token for which completions have this mean length.
+    """Return the stop probability per token that gives completions this mean length.
 
     A completion that reaches `longest` tokens ends there.
     """
@@ -198,7 +199,7 @@ def main(argv: Sequence[str]) -> list[dict]:
     args = parser.parse_args(argv)
     if args.vllm and not args.vllm_python:
         parser.error("--vllm needs an environment with vLLM: set --vllm-python (docs/vllm.md).")
-    # the trainer needs the cores too
+    # because the trainer also needs the cores
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
     context = args.prompt_length + max(args.length, args.longest)
@@ -206,7 +207,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         shape = common.small_qwen3(args.hidden, args.layers, args.vocab, context)
     else:
         shape = common.large_qwen3(args.shape, context)
-    # untied: only the head may know when to stop
+    # untied, because only the head may raise the stop probability
     shape = dataclasses.replace(shape, tie_word_embeddings=False)
     server = {
         "engine": "vllm",

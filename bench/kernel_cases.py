@@ -1,8 +1,8 @@
 """The operations that bench/kernel_speed.py times: their inputs, sides, float64 results and floors.
 
 In: a device, and whether the shapes are small. Out: one `Case` per operation, created when it is
-needed. Our side is defined here, the other sides in kernel_peers.py, and the operations of the
-decoder in kernel_decoder.py. Read next: kernel_speed.py, which measures.
+needed. Our side is defined here, the other sides are in kernel_peers.py, and the operations of the
+decoder are in kernel_decoder.py. Read next: kernel_speed.py, which measures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS = 15
 # Copy bandwidth in bytes/s and bfloat16 FLOP/s of an H200; the floors are only valid for this GPU.
 BANDWIDTH, FLOPS = 4.3e12, 790e12
 
-Results = dict[str, Tensor]  # by name
+Results = dict[str, Tensor]  # results by name
 
 
 @dataclass

@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # a missing peer has no records either
+            continue  # a missing peer has no records
     return found
 
 

@@ -67,7 +67,7 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
         inputs.restore()
         flush.zero_()
 
-    for name, side in list(runnable.items()):  # compile, and measure everything but time
+    for name, side in list(runnable.items()):  # compile, and measure everything except time
         prepare()
         try:
             side(**case.inputs)

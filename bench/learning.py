@@ -1,7 +1,7 @@
-"""Does our trainer learn as TRL's does, and how much faster? Both learn the tiny task from the same
-base model, with several seeds per side.
+"""Does our trainer learn as well as TRL's, and how much faster? Both learn the tiny task from the
+same base model, with several seeds per side.
 
-In: nothing; the base is made as by `nanogrpo warmup` unless --base names one. Out:
+In: nothing; unless --base names a base model, one is made as by `nanogrpo warmup`. Out:
 results/learning.json with one record per run, and docs/img/learning.png: reward and held-out
 accuracy by step and by second, mean and standard deviation over the seeds.
 
@@ -14,9 +14,9 @@ is not timed.
 
 Why 16 seeds? The means of n runs of the same trainer typically differ by sqrt(2/n) standard
 deviations. With 5 seeds, one evaluation in nine differs by more than one standard deviation by
-chance; with 16 seeds, only one in two hundred does. The sides run alternately. A record is written
-when its run ends, and a run that has a record is not repeated, so an interrupted benchmark can be
-continued. Read next: runs.py.
+chance; with 16 seeds, only one evaluation in two hundred does. The sides run alternately. A record
+is written when its run ends, and a run that has a record is not repeated, so an interrupted
+benchmark can be continued. Read next: runs.py.
 """
 
 from __future__ import annotations

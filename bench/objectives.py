@@ -1,7 +1,7 @@
 """How well do the objectives and the advantage estimators learn? Each is trained off policy on the
 tiny task, with several seeds per case.
 
-In: nothing; the base is made as by `nanogrpo warmup` unless --base names one. Out:
+In: nothing; unless --base names a base model, one is made as by `nanogrpo warmup`. Out:
 results/objectives.json with one record per run, and docs/objectives.md, the table made from it.
 Each run is train.py with SETTINGS. There are four updates per generation, so that the ratios differ
 from 1 (on policy, all objectives agree except for their normalizers). The learning rate is the same
@@ -105,7 +105,7 @@ def quiet() -> None:
 
 
 def run_case(base: str, options: str, seed: int, steps: int) -> dict:
-    """Run train.py once; return its time and the metrics of its log."""
+    """Run train.py once; return the time it took and the metrics from its log."""
     with tempfile.TemporaryDirectory() as where:
         command = (
             f"{SETTINGS} --data arithmetic --seed {seed} --max-steps {steps}"
@@ -161,7 +161,7 @@ def lines_of(records: Sequence[dict]) -> list[list[str]]:
 
 
 def page(records: Sequence[dict]) -> str:
-    """Return docs/objectives.md: the table in Markdown, and how it was made."""
+    """Return docs/objectives.md: the table in Markdown, and a description of how it was made."""
     last = records[-1]
     machine = last["machine"]
     table = [COLUMNS, ["---"] * len(COLUMNS), *lines_of(records)]
@@ -222,7 +222,7 @@ def main(argv: Sequence[str]) -> list[dict]:
             "options": CASES[case],
             "seed": seed,
         }
-        for seed in range(args.seeds)  # outer loop, so all cases get equally many seeds
+        for seed in range(args.seeds)  # outer loop, so all cases advance evenly
         for case in args.cases
     ]
     have = {key(record) for record in records}

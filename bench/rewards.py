@@ -1,4 +1,4 @@
-"""The reward function of benchmarks in which the model does not have to learn.
+"""The reward function for benchmarks in which the model does not have to learn.
 
 It is in its own module because it runs in the process for user rewards, which does not import
 torch.

@@ -10,11 +10,11 @@ results/rollout_speed.json with two cases:
   engine replaces finished completions; generate continues each batch until its longest row ends and
   pads the others. Only the requested ("useful") tokens are counted.
 
-generate runs at its best: default cache, inference mode, no logits processor (temperature 1 needs
-none), prompts of equal length so nothing is padded, and both attention implementations. The ratio
-compares with the faster of the two. Our engine also returns the log-prob of every token, which GRPO
-needs; generate does not. On a CPU, our engine packs its weights for oneDNN, but transformers does
-not; the side "nanogrpo, unpacked" shows how much this contributes.
+generate runs with its fastest settings: default cache, inference mode, no logits processor
+(temperature 1 needs none), prompts of equal length so nothing is padded, and both attention
+implementations. The ratio compares with the faster of the two. Our engine also returns the log-prob
+of every token, which GRPO needs; generate does not. On a CPU, our engine packs its weights for
+oneDNN, but transformers does not; the side "nanogrpo, unpacked" shows how much this contributes.
 
 If vLLM is installed (--vllm-python), its server is included as well. It is used over HTTP as in
 train.py --engine vllm, but with one request per completion. It has the same number of threads,
@@ -52,7 +52,7 @@ from nanogrpo.vllm.server import Sidecar
 def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
     """Return n lengths in 1 … longest with a mean of longest / 3.
 
-    They are exponentially distributed and clamped to the maximum, as by a token limit.
+    They are exponentially distributed and clamped to the maximum, as a token limit would do.
     """
     generator = torch.Generator().manual_seed(seed)
     unit = torch.empty(n, dtype=torch.float64).exponential_(generator=generator)  # [n]
@@ -69,7 +69,7 @@ def make_engine(model: Decoder, slots: int, packed: bool) -> LocalEngine:
     engine = LocalEngine(
         model.cfg, max_len=model.cfg.max_position_embeddings, slots=slots, device="cpu"
     )
-    # without oneDNN the engine has nothing to pack for
+    # without oneDNN the engine does not pack its weights
     library = linear._onednn if packed else None
     with patch.object(linear, "_onednn", library):
         engine.load(model, version=0)
@@ -83,13 +83,13 @@ def peer(model: Decoder, attention: str):
     config = Qwen3Config(**{**model.cfg.to_dict(), "attn_implementation": attention})
     theirs = Qwen3ForCausalLM(config).eval()
     theirs.load_state_dict(model.state_dict(), strict=True)
-    theirs.generation_config.eos_token_id = None  # the lengths are prescribed
+    theirs.generation_config.eos_token_id = None  # the lengths are fixed in advance
     theirs.generation_config.pad_token_id = 0
     return theirs
 
 
 def generate(theirs, prompts: list[Prompt], lengths: list[int], batch: int) -> list[int]:
-    """Complete prompt i with lengths[i] tokens, `batch` rows at a time.
+    """Generate lengths[i] tokens for prompt i, processing `batch` prompts at a time.
 
     Returns the number of useful tokens of each completion.
     """
@@ -160,7 +160,7 @@ def measure(
         Prompt(i, "", torch.randint(args.vocab, (args.prompt_length,)).tolist())
         for i in range(len(lengths) // args.group)
     ]
-    # each completion is a prompt of its own, because a limit belongs to a prompt
+    # each completion gets a separate prompt, because limits are set per prompt
     repeated = [
         dataclasses.replace(prompts[i // args.group], max_tokens=m) for i, m in enumerate(lengths)
     ]

@@ -72,7 +72,7 @@ class StepClock:
 
 
 def memory() -> dict[str, int]:
-    """Return {"now": bytes in use, "peak": most so far} for the GPU's allocator or for this
+    """Return {"now": bytes in use, "peak": maximum so far} for the GPU's allocator or for this
     process.
     """
     if torch.cuda.is_available():
@@ -102,7 +102,7 @@ METRICS = {
 
 
 def series(steps: list[dict]) -> dict[str, list]:
-    """Return those of METRICS that the run logged, one list of values per metric."""
+    """Return the METRICS that the run logged, as one list of values per metric."""
     return {
         name: [step[metric] for step in steps]
         for name, metric in METRICS.items()

@@ -8,11 +8,11 @@ many padded tokens as our strips, or slightly more. Both train all weights, star
 weights, and must have the same gradient norm. A difference of 2 % is allowed, because bfloat16
 rounds differently on the two sides.
 
-The sides run one after the other, because the peak memory of each is measured. Each side uses the
+The sides run one after another, because the peak memory of each is measured. Each side uses the
 first of its SETTINGS that fits into memory, and the record names this setting. Settings with less
 recomputation are faster, so they are tried first. "over TRL" and "of TRL's" compare with TRL's
-fastest setting. TRL with gradient checkpointing has a separate record. Within a step, nothing
-synchronizes with the GPU to measure time.
+fastest setting. A separate record is kept for TRL with gradient checkpointing. Within a step,
+nothing synchronizes with the GPU to measure time.
 
     MFU = FLOP that the step requires / seconds / peak FLOP/s of the device
     FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs         (the same for both sides)
@@ -46,7 +46,7 @@ from nanogrpo.types import PackedBatch, Sample
 
 # 41,000 trained tokens in three strips of about 15,000
 CASE = Case(P=15, G=8, prompt=256, longest=1024, vocab=151936)
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16 peak, by a word in the device's name
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by a word in the device name
 SLOWER = {"PCIe", "NVL", "MIG"}  # words in the names of variants with a different peak
 Setting = tuple[str, float]  # gradient checkpointing, share of the token budget per micro-batch
 
@@ -137,7 +137,7 @@ def first_that_fits(
 ) -> tuple[common.Timing, dict] | None:
     """Measure with the first setting that fits into memory; return None if none does."""
     for setting in SETTINGS[name][1]:
-        # free the memory of an earlier side or attempt
+        # free the memory used by an earlier side or attempt
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where CUDA is not in use
         with contextlib.suppress(torch.OutOfMemoryError):

@@ -1,12 +1,12 @@
-"""How much memory does a training step need, ours and TRL's, each in its own process?
+"""How much memory does a training step need, ours compared with TRL's, each in its own process?
 
 In: nothing; models and completions are made as in step_time.py. Out: results/step_memory.json with
 the peak of resident memory while model and optimizer are built and two steps are trained. The
-record contains the peak of the process, and the same minus the memory used after imports.
+record contains the peak of the process, and that peak minus the memory used after imports.
 
 The most important case is a small model with Qwen's vocabulary, where the logits dominate.
 
-TRL's settings are in trl_run.py. TRL runs twice: with the generation as one micro-batch, like our
+TRL's settings are in trl_run.py. TRL runs twice: with the generation as one micro-batch, as on our
 side, and with four micro-batches, which need less memory and take the same time. Read next:
 step_time.py.
 """

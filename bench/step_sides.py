@@ -1,7 +1,7 @@
 """The two sides of a training step on given completions: ours as in train.py, and TRL's.
 
-In: a checkpoint folder, options, and the random completions of a `Case`. Out: sides that have the
-same method `step(samples)`. A step includes everything from the samples to the new weights. It
+In: a checkpoint folder, options, and the random completions of a `Case`. Out: two sides, which both
+have a method `step(samples)`. A step includes everything from the samples to the new weights. It
 returns the gradient norm, so that a benchmark can check that all sides compute the same thing. Read
 next: step_time.py (small models on a CPU), step_large.py (real sizes on a GPU), step_memory.py.
 """
@@ -39,7 +39,7 @@ class Case:
     prompt: int  # tokens
     longest: int  # maximum number of tokens per completion
     even: bool = False  # all completions have `longest` tokens; otherwise a third of it on average
-    vocab: int = 104  # the tokenizer's own; in a larger one the other ids belong to no token
+    vocab: int = 104  # the tokenizer's size; if larger, the other ids belong to no token
 
 
 def make_samples(case: Case, prompt: int, longest: int) -> list[Sample]:
@@ -189,8 +189,8 @@ class Trl:
 
 
 def check_norms(case: str, norms: dict[str, float], tolerance: float = 1e-3) -> None:
-    """Raise RuntimeError if the gradient norms of the sides differ, since they then did different
-    work.
+    """Raise RuntimeError if the gradient norms of the sides differ, because then the sides did
+    different work.
     """
     first = next(iter(norms.values()))
     if any(abs(norm - first) > tolerance * first for norm in norms.values()):

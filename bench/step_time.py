@@ -128,7 +128,7 @@ def draw(records: list[dict], path: Path) -> None:
             )
             axis.plot(*zip(*points) if points else ([], []), marker="o", label=side)
         axis.set_xlabel(title)
-        axis.locator_params(axis="x", nbins=5)  # labels have six digits
+        axis.locator_params(axis="x", nbins=5)  # because labels have six digits
         axis.set_ylim(bottom=0)
     axes[0].set_ylabel("seconds per training step (median)")
     axes[0].legend()

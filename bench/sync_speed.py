@@ -1,9 +1,9 @@
 """How long does a weight sync take, from the trainer's parameters to a real vLLM that samples with
 them?
 
-In: nothing; this file creates two random Qwen3 models, with 0.3 M and about 100 M parameters.
---vllm-python is the interpreter of an environment with vLLM. Out: results/sync_speed.json with the
-seconds of each sync for both transports, p50 and p95, and GB/s.
+In: nothing; this file creates two random Qwen3 models, one with 0.3 M and one with about 100 M
+parameters. --vllm-python is the interpreter of an environment with vLLM. Out:
+results/sync_speed.json with the seconds of each sync for both transports, p50 and p95, and GB/s.
 
 A sync consists of everything that the training loop waits for: gather into the buckets, pause,
 announce, transfer, load into vLLM's fused layers, label, resume (nanogrpo/vllm/sync.py). After each
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> list[dict]:
             sidecar = Sidecar(base, options, args.vllm_python, Path(folder) / "serve.log")
             first = VLLMEngine(model, max_len=32, sidecar=sidecar, transport=TRANSPORTS[0])
             engines = {TRANSPORTS[0]: first}
-            # an additional client of the same server for each further transport
+            # each further transport gets an additional client of the same server
             server = first.servers[0]
             secret = server.headers["Authorization"].removeprefix("Bearer ")
             for transport in TRANSPORTS[1:]:

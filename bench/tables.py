@@ -27,7 +27,7 @@ class Bench:
     lines: Callable[[list[dict]], Lines]
     wanted: Sequence[tuple] = ()  # leading cells of rows to show as MISSING until measured
     picture: str = ""
-    command: str = ""  # if not `python -m bench.<name>`
+    command: str = ""  # only if it is not `python -m bench.<name>`
     notes: Callable[[list[dict]], list[str]] = lambda records: []
 
 

@@ -148,7 +148,7 @@ def config(**options) -> Config:
 
 
 def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> trl.GRPOConfig:
-    """Return the same options as TRL's config.
+    """Return these options as a config for TRL.
 
     For the off-policy cases, gradients accumulate over half of the generation, so that TRL computes
     old log-probs.
@@ -166,7 +166,7 @@ def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> tr
 
 
 class NoModel(torch.nn.Module):
-    """Replace the model, of which TRL only reads the mode."""
+    """A stand-in for the model. TRL only reads whether it is in training mode."""
 
     is_gradient_checkpointing = False
 
@@ -246,7 +246,7 @@ class Peer(trl.GRPOTrainer):
 def make_samples(seed: int = 0, vocab: int = 100) -> list[Sample]:
     """Return two groups of four completions, some truncated.
 
-    The first prompt is longer than the second, so TRL pads on both sides.
+    The first prompt is longer than the second, so TRL pads on the left and on the right.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -277,7 +277,7 @@ def tables(seed: int) -> dict[str, torch.Tensor]:
         "ref": now.detach() + 0.3 * noise[1],
     }
     tables["engine"] = now.detach() + 0.5 * noise[2]
-    tables["importance"] = (0.3 * noise[3]).exp().float().double()  # float32, as ours are
+    tables["importance"] = (0.3 * noise[3]).exp().float().double()  # in float32, as ours are
     tables["entropy"] = torch.rand(8, 12, generator=g).double().requires_grad_()
     return tables
 
@@ -371,7 +371,7 @@ def our_loss(
 def their_batch(peer: Peer, cfg: Config, off_policy: bool) -> dict:
     """Return TRL's batch, with the engine's log-probs and, if `cfg` says so, their correction."""
     batch = peer.batch()
-    assert ("old_per_token_logps" in batch) == off_policy  # TRL and we agree on what is off policy
+    assert ("old_per_token_logps" in batch) == off_policy  # both sides agree on this
     batch["sampling_per_token_logps"] = peer.logp["engine"]
     if cfg.vllm_importance_sampling_mode != "off":
         peer.use_vllm = peer.vllm_importance_sampling_correction = True

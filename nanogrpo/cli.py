@@ -35,7 +35,7 @@ PROFILES: dict[str, dict] = {
         "model": "warmup:60",
         "data": ("arithmetic",),
         "output_dir": "runs/debug",
-        "overwrite_output_dir": True,  # the command is repeated after each change
+        "overwrite_output_dir": True,  # because the command is repeated after each change
         "max_steps": 4,
         "num_generations": 8,
         "generation_batch_size": 32,
@@ -54,10 +54,10 @@ PROFILES: dict[str, dict] = {
     "full": {
         "num_generations": 16,  # on hard problems, fewer groups without any correct answer
         "generation_batch_size": 512,  # 32 prompts per step
-        # four updates of 128 completions for one round of sampling; the clip limits the drift
+        # four updates of 128 completions per round of sampling; the clip limits the drift
         "steps_per_generation": 4,
         "max_completion_length": 4096,  # room to reason; watch completions/clipped_ratio
-        # DAPO's clip-higher: unlikely tokens can become likelier, so entropy lasts longer
+        # DAPO's clip-higher: unlikely tokens can become likelier, so entropy falls more slowly
         "epsilon_high": 0.28,
         "learning_rate": 1e-6,  # for training all weights
         "warmup_steps": 20,  # AdamW's moments are unreliable during the first updates
@@ -91,7 +91,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return a parser of all options. It leaves out those that were not given."""
+    """Return a parser of all options. Its result contains only the options that were given."""
     out = _Parser(
         usage="train.py [--profile NAME] [--config FILE] [options]",
         description=DESCRIPTION,
@@ -185,12 +185,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _typed(kind: str, value: Any) -> Any:
-    """Return a JSON value as a field of this type, or raise TypeError."""
+    """Return a JSON value in the form that a field of this type takes, or raise TypeError."""
     if value is None and kind.endswith(" | None"):
         return None
     if kind.startswith("tuple") and isinstance(value, list):
         return tuple(_typed(kind[len("tuple[") : -len(", ...]")], item) for item in value)
-    # compare names because isinstance(True, int) holds
+    # compare names because isinstance(True, int) is true
     if kind.startswith("float") and type(value).__name__ in ("int", "float"):
         return float(value)
     if type(value).__name__ != kind:

@@ -1,8 +1,8 @@
-"""What a step does with its samples: reward, advantage, micro-batches, and the record in the log.
+"""What a step does with its samples: rewards, advantages, micro-batches, and the log record.
 
-In: the samples of a step. Out: the same samples with rewards and advantages, then the `PackedBatch`
-es of each optimizer step. This file moves data between the parts of a run and its ranks. The
-algorithm itself is in grpo/. Read before: train.py. Read next: grpo/advantages.py.
+In: the samples of a step. Out: the same samples with rewards and advantages, then the micro-batches
+(`PackedBatch`) of each optimizer step. This file moves data between the parts of a run and its
+ranks. The algorithm itself is in grpo/. Read before: train.py. Read next: grpo/advantages.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def fill_rewards(run: Run, samples: list[Sample]) -> None:
 
 
 def assign_advantages(run: Run, samples: list[Sample]) -> None:
-    """Set `advantage` of each sample: how much better than its group it did."""
+    """Set `advantage` of each sample: how much better it scored than its group."""
     for sample, advantage in zip(samples, run.world.part(advantages(run, samples))):
         sample.advantage = advantage
 
@@ -73,12 +73,13 @@ def advantages(run: Run, samples: list[Sample]) -> list[float]:
 
 
 def resample(run: Run, samples: list[Sample], step: int) -> int:
-    """Replace groups without a signal by groups of other prompts (DAPO, Yu et al. 2025, 3.2).
+    """Replace groups without a signal by groups from different prompts (DAPO, Yu et al. 2025, 3.2).
 
     A group carries no signal if all its advantages are 0. (Equal rewards are not the criterion:
     maxrl also gives 0 if the mean is not positive, and under normalize_then_sum the rewards of
-    single functions may differ while their sums are equal.) Groups that still carry none after
-    `max_resample_times` rounds stay. Returns the number of groups sampled again, over all ranks.
+    single functions may differ while their sums are equal.) Groups that still carry no signal after
+    `max_resample_times` rounds are kept. Returns the number of groups sampled again, over all
+    ranks.
 
     The new prompts and their random streams are functions of (seed, step, round, index of the
     replaced group), so neither resuming nor the number of ranks changes them. Every rank must call;
@@ -86,13 +87,14 @@ def resample(run: Run, samples: list[Sample], step: int) -> int:
     """
     n, world, count = run.cfg.num_generations, run.world, 0
     groups = len(samples) // n
-    first = sum(world.gather(groups)[: world.rank])  # index in the step of this rank's first group
+    first = sum(world.gather(groups)[: world.rank])  # index of this rank's first group in the step
     for attempt in range(1, run.cfg.max_resample_times + 1):
         found = advantages(run, samples)
         flat = [g for g in range(len(found) // n) if not any(found[g * n : (g + 1) * n])]
         if not flat:
             break
-        # A seed of its own: another order of prompts, and other completions if one comes up again.
+        # A separate seed gives a different order of prompts, and different completions if a prompt
+        # is drawn again.
         seed = stream(run.cfg.seed, step, attempt, 0)
         pairs = zip(flat, run.draw_all(seed, step))
         mine = [(g - first, prompt) for g, prompt in pairs if first <= g < first + groups]
@@ -106,7 +108,7 @@ def resample(run: Run, samples: list[Sample], step: int) -> int:
 
 
 def evaluate(run: Run) -> None:
-    """Decode the held-out prompts greedily, score them with the same rewards, and log it."""
+    """Complete the held-out prompts greedily, score them with the same rewards, and log it all."""
     sync(run)
     greedy = dataclasses.replace(run.sampling, temperature=0.0)
     samples = run.engine.sample(run.world.part(run.eval_prompts), 1, greedy, step=0)
@@ -139,10 +141,11 @@ def measure(run: Run) -> tuple[metrics.Clock, metrics.Meter]:
 
 
 def pack(run: Run, samples: list[Sample], step: int) -> Iterator[list[PackedBatch]]:
-    """Yield this rank's micro-batches of each optimizer step, num_iterations times over.
+    """Yield this rank's micro-batches of each optimizer step, repeated num_iterations times.
 
     The old and reference log-probs are computed before the first optimizer step. Every rank must
-    call and iterate. A sample changes rank only if the balance between ranks needs it.
+    call and iterate. A sample moves to a different rank only if that is needed to balance the
+    ranks.
     """
     world, cfg = run.world, run.cfg
     sizes = world.concat(packing.sizes(samples, cfg))
@@ -170,9 +173,9 @@ def add_logps(run: Run, batches: list[PackedBatch]) -> None:
     """Fill in the old and reference log-probs that the loss of one optimizer step needs.
 
     old_logp: of the policy that sampled, from the trainer or the engine. It stays None on policy,
-    where the ratio is 1. ref_logp: of the reference model, for the KL. From these follow the
-    importance weights that correct for the engine (mismatch.py), and from the entropies the tokens
-    that are trained (--top-entropy-quantile).
+    where the ratio is 1. ref_logp: of the reference model, for the KL. These also determine the
+    importance weights that correct for the engine (mismatch.py). The entropies determine which
+    tokens are trained (--top-entropy-quantile).
     """
     cfg, entropies = run.cfg, []
     mode, top = cfg.vllm_importance_sampling_mode, cfg.top_entropy_quantile < 1
@@ -203,7 +206,7 @@ def add_logps(run: Run, batches: list[PackedBatch]) -> None:
 def log_step(
     run: Run, step: int, samples: list[Sample], meter: metrics.Meter, clock: metrics.Clock
 ) -> None:
-    """Write the metrics of a step, and its completions if asked for. Every rank must call."""
+    """Write the metrics of a step, and its completions if requested. Every rank must call."""
     world, cfg = run.world, run.cfg
     facts = metrics.facts(samples, world)
     by_function = [[*f.rewards.values()] for f in facts]

@@ -1,10 +1,10 @@
 """End all ranks of a run together, and never hang.
 
-    normally     every rank leaves after the same step (world.join defines the order of teardown)
+    normally     every rank exits after the same step (world.join defines the order of teardown)
     on request   SIGTERM or Ctrl-C at any rank: `Stop` records it; at the end of the step the ranks
-                 agree to stop, save and leave
+                 agree to stop, save and exit
     on failure   the failing rank writes its error to the store that all ranks share. The others
-                 read it within a second, complete the save in progress, and leave. Only the first
+                 read it within a second, complete the save in progress, and exit. Only the first
                  failing rank prints its error; the others would only report a lost peer.
     on silence   a rank that was killed or suspended, or whose machine is down, writes nothing. The
                  previous rank in the ring no longer receives its heartbeat and fails in its place.
@@ -54,9 +54,9 @@ class Watch:
     itself suspended does not declare its peers dead when it resumes.
 
     A heartbeat needs Python's lock, which torch, safetensors and NCCL release while they work. A
-    single C call that holds it for more than `timeout` seconds, such as a regular expression that
-    explodes, makes its rank look dead. Only a rollout function, or a reward with
-    --reward-timeout 0, can do that; then raise --heartbeat-timeout.
+    single C call that holds it for more than `timeout` seconds, such as a regular expression with
+    exponential backtracking, makes its rank look dead. Only a rollout function, or a reward with
+    --reward-timeout 0, can do that; in that case, increase --heartbeat-timeout.
     """
 
     interval = 0.5  # seconds between heartbeats, and between polls
@@ -104,13 +104,13 @@ class Watch:
                 self._leave(1, self.failure or self._report(f"{self.lost}: {LOST}"))
 
     def end_all(self, error: BaseException) -> None:
-        """Report the error, unless another rank has failed before, and exit without waiting."""
+        """Report the error, unless another rank failed first, and exit without waiting."""
         self.ending.acquire()  # never released: `poll` must not exit before this thread reports
         message, status, bug = str(error), 1, None
         if isinstance(error, (UserError, FloatingPointError)):
             status = 2
         elif isinstance(error, dist.DistError) or "gloo" in message:
-            # no exception type separates a lost peer from a bug in a collective
+            # no exception type distinguishes a lost peer from a bug in a collective
             message = (
                 f"rank {self.rank} lost its connection to another process "
                 f"({first_sentence(error)}): {LOST}"
@@ -122,7 +122,7 @@ class Watch:
     def _report(self, message: str, bug: BaseException | None = None) -> bytes:
         """Print why the run ends if this rank is the first to fail; return the first report."""
         mine = f"{self.rank} error: {message}"  # two ranks may send the same message
-        first = [mine.encode()]  # if the store is gone or does not answer, nobody else can report
+        first = [mine.encode()]  # if the store does not answer, no other rank can report
 
         def write() -> None:
             with contextlib.suppress(RuntimeError):
@@ -138,10 +138,10 @@ class Watch:
     def _leave(self, status: int, report: bytes) -> None:
         """Complete the save in progress, pass the report to torchrun, and exit.
 
-        Without torchrun the store lives in rank 0, which waits until the others have left or are
+        Without torchrun the store lives in rank 0, which waits until the others have exited or are
         presumably dead.
         """
-        # the report is out, so the other ranks complete their parts of the save too
+        # the others can read the report by now, so they complete their parts of the save too
         finish_saves(LOST.encode() in report)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             # torchrun prints the content of this file as `traceback` in its closing report
@@ -165,7 +165,7 @@ class Watch:
 
 def first_sentence(error: BaseException) -> str:
     """Return the first sentence of a message, without the source location or error number that it
-    begins with. In C++, advice and a stack trace follow it.
+    begins with. In errors from C++, advice and a stack trace follow it.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[(\S+:|Errno )\d+\] ", "", lines[0]).split(". ")[0].rstrip(".")
@@ -212,8 +212,8 @@ asked = threading.Event()
 class Stop:
     """Record whether a signal asked the run to stop: `with Stop() as stop: … if stop.asked: …`.
 
-    A second signal exits at once. Signals within one second count as one, because schedulers signal
-    every process, and torchrun forwards the signals it receives.
+    A second signal exits immediately. Signals within one second count as one, because schedulers
+    signal every process, and torchrun forwards the signals it receives.
     """
 
     signals = (signal.SIGTERM, signal.SIGINT)

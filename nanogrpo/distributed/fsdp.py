@@ -1,8 +1,8 @@
 """Shard the model over the ranks (FSDP2), recompute activations, and compile blocks.
 
 In: a model without weights, and the world. Out: the same model with DTensor parameters. Each rank
-holds some rows of every parameter (possibly none) as float32 masters. A block is gathered just
-before it computes, in the dtype it computes in, and freed afterwards:
+holds some rows of every parameter (possibly none) as float32 master weights. A block is gathered
+just before it computes, in the dtype it computes in, and freed afterwards:
 
     forward   gather block 0 │ compute 0 ∥ gather 1 │ compute 1 ∥ gather 2 │ …  (∥: another stream)
     backward  … │ compute 1 ∥ gather 0 ∥ reduce-scatter the gradients of 2 │ …
@@ -37,7 +37,8 @@ from nanogrpo.model.decoder import Attend, Block, Decoder
 
 # Selective checkpointing keeps the results of matrix products and attention, which cost most to
 # recompute. The operations between them (norms, rotation, SwiGLU) are cheap to repeat but take most
-# of the memory. These are parts of names, because not every installation has all of them.
+# of the memory. The operations are given by parts of their names, because not every installation
+# has all of them.
 KEPT: tuple[str, ...] = (
     "aten.mm.",
     "aten.addmm.",
@@ -51,8 +52,8 @@ KEPT += ("_scaled_dot_product_", "varlen_attn", "flash_attn")
 def prepare(model: Decoder, world: World, cfg: Config) -> None:
     """Compile each block, then wrap it in activation checkpointing, then shard the model.
 
-    The order matters: FSDP's hooks, which gather a block, must run once around the forward and its
-    recomputation, and the compiler must not see them.
+    The order matters: FSDP's hooks, which gather a block, must run only once around the forward
+    pass and once around its recomputation, and the compiler must not see them.
     """
     known = torch.compiler.list_backends(exclude_tags=()) if cfg.torch_compile else []
     if cfg.torch_compile and cfg.torch_compile_backend not in known:
@@ -93,8 +94,8 @@ def _compiled(block: Block, backend: str) -> Callable[..., Tensor]:
 
     Lengths are symbolic (dynamic=True), so all strips share the graphs too. But the compiler treats
     a module's integers as constants: with distinct layer numbers, each block would get its own
-    graph, and blocks beyond the eighth none. Attention in training does not use the number, so we
-    set it to 0 everywhere.
+    graph, and blocks beyond the eighth would not be compiled. Attention in training does not use
+    the number, so we set it to 0 everywhere.
     """
     block.self_attn.layer = 0
     forward = torch.compile(block.forward, dynamic=True, backend=backend)
@@ -106,7 +107,7 @@ def _compiled(block: Block, backend: str) -> Callable[..., Tensor]:
 
 
 def _recomputed(forward: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
-    """Wrap `forward` so that the backward recomputes its activations instead of keeping them."""
+    """Wrap `forward` so that the backward pass recomputes its activations."""
     # there is no dropout, so there is no random state to restore
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
@@ -128,13 +129,14 @@ def _policy(op: torch._ops.OpOverload) -> CheckpointPolicy:
 
 
 def _shard(model: Decoder, world: World, cfg: Config) -> None:
-    """Shard each block as one unit, an untied head as another, and the rest at the root.
+    """Shard each block as one unit, an untied head as another, and all other parameters at the
+    root.
 
-    Masters are float32; GPUs compute in bfloat16 and reduce in float32. `cast_forward_inputs` is
-    off because it would turn the float32 rotary angles into bfloat16. A tied head is the embedding
-    and belongs to the root, whose parameters stay gathered between forward and backward. If it were
-    a unit of its own, the same matrix would be gathered twice and receive gradients from two
-    places.
+    Master weights are float32; GPUs compute in bfloat16 and reduce in float32.
+    `cast_forward_inputs` is off because it would turn the float32 rotary angles into bfloat16. A
+    tied head is the embedding and belongs to the root, whose parameters stay gathered between
+    forward and backward. If it were a unit of its own, the same matrix would be gathered twice and
+    receive gradients from two places.
     """
     options: dict[str, Any] = {}
     cuda = world.device.type == "cuda"
@@ -148,11 +150,12 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
     for block in blocks:
         fully_shard(block, reshard_after_forward=cfg.reshard_after_forward, **options)
     if not model.cfg.tie_word_embeddings:
-        # its backward follows its forward at once
+        # its backward pass immediately follows its forward pass
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
     # FSDP2 prefetches only when the host reaches the next block. With packed strips the host often
-    # waits (it reads their bounds back), so we prefetch one block ahead explicitly in both passes.
+    # waits for the GPU (to read their bounds), so we prefetch one block ahead explicitly in both
+    # passes.
     for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
@@ -187,8 +190,8 @@ def update_reference(
     """Move the reference model towards the policy every `ref_model_sync_steps` steps.
 
     reference ← α · model + (1 - α) · reference, with α = `ref_model_mixup_alpha`. Both models are
-    sharded alike, so each rank mixes its own shards without communication. Does nothing without
-    --sync-ref-model.
+    sharded in the same way, so each rank mixes its own shards without communication. Does nothing
+    without --sync-ref-model.
     """
     if reference is None or not cfg.sync_ref_model or finished_steps % cfg.ref_model_sync_steps:
         return

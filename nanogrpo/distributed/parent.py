@@ -1,4 +1,4 @@
-"""End a process when the process that started it ends, no matter how that one ended.
+"""End a process when the process that started it ends, for whatever reason.
 
 In: a process id. Out: nothing; the effect comes when that process ends.
 
@@ -32,8 +32,8 @@ def killed_with(parent: int) -> None:
 def on_end(pid: int, then: Callable[[], object], pipe: int | None = None) -> None:
     """Call `then` on a thread once process `pid` ends, or the other end of `pipe` is closed.
 
-    Each covers a gap of the other: some containers forbid `pidfd_open`, and a child forked by the
-    process keeps its end of the pipe open.
+    Each of the two detects cases that the other misses: some containers forbid `pidfd_open`, and a
+    child forked by the process keeps its end of the pipe open.
     """
     watched = [] if pipe is None else [pipe]
     try:

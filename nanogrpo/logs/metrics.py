@@ -147,7 +147,7 @@ def _mean_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 class Facts(NamedTuple):
-    """The part of a sample that the metrics need. Ranks exchange these instead of tokens."""
+    """The facts about a sample that the metrics need. Ranks exchange these instead of tokens."""
 
     length: int
     prompt_length: int

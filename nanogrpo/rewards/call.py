@@ -43,7 +43,9 @@ MAX_REWARD = 1e30
 
 
 class TrainerState(NamedTuple):
-    """The progress of training under TRL's names. A step is a generation, as in --max-steps."""
+    """The progress of training, with field names from TRL. A step is a generation, as in
+    --max-steps.
+    """
 
     global_step: int = 0
     max_steps: int = 0

@@ -6,9 +6,9 @@ memory that is available.
 With n parameters (n_b in a block, n_r in the rest: embedding, head, norms) on W ranks, computing in
 b bytes per number (2 on a GPU, 4 on a CPU) on micro-batches of T tokens:
 
-    parameters     4·n/W                      float32 masters
+    parameters     4·n/W                      float32 master weights
     optimizer      8·n/W                      two float32 moments
-    gradients      4·n/W, or 4·n + 4·n/W      the second while several micro-batches accumulate
+    gradients      4·n/W, or 4·n + 4·n/W      the second if several micro-batches accumulate
     gathered       b·(n_r + 2·n_b), or b·n    by FSDP: the root and two blocks, or (ZeRO-2) all
     activations    T · per_token              per layer: `activation_bytes`
     key rows       2·b·K·E · (Tk - T)         per layer: keys and values of shared prompts, gathered
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
     name: str
     bytes: int
-    on_host: bool = False  # in host memory although the run computes on a GPU
+    on_host: bool = False  # in host memory, although the run computes on a GPU
 
 
 def activation_bytes(c: ModelConfig, item: int, kind: str) -> tuple[int, int]:
@@ -96,8 +96,8 @@ def adapter_bytes(model: Decoder, item: int, kind: str) -> tuple[int, int]:
 
 
 def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[int, int, bool]:
-    """Return a rank's largest micro-batch: its tokens T, its key rows Tk (above T if completions
-    share a prompt), and whether an update may need several micro-batches.
+    """Return the size of a rank's largest micro-batch: its tokens T, its key rows Tk (more than T
+    if completions share a prompt), and whether an update may need several micro-batches.
     """
     prompts = -(-cfg.prompts_per_step // (cfg.steps_per_generation * world_size))
     longest = cfg.max_completion_length - 1

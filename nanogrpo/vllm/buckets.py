@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Large enough to reach full bandwidth, but small compared with a model.
 BUCKET_BYTES = 256 << 20
 ALIGN = 64  # bytes; each tensor starts on a cache line, which suits every dtype
-# Bytes before the first tensor of bucket 0. The first 8 hold the number of the update.
+# Bytes before the first tensor of bucket 0. The first 8 contain the number of the update.
 HEADER = 64
 LARGEST = 1 << 44  # maximum bytes of a model, 16 TiB: above any model, below integer overflow
 
@@ -97,7 +97,7 @@ class Layout:
 
 
 def sequence_of(bucket: Tensor) -> Tensor:
-    """Return a view of bucket 0, [1] int64: the number of the update that it holds."""
+    """Return a view of bucket 0, [1] int64: the number of the update that it contains."""
     return bucket[:8].view(torch.int64)
 
 

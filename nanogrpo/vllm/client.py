@@ -71,7 +71,7 @@ class VLLMEngine:
         self.interval = min(HEARTBEAT, timeout / 4)
         self.version = -1  # version of the weights
         self.dtype = ""  # the dtype of the servers
-        self.restarts = 0  # how many times all servers were lost and one came back
+        self.restarts = 0  # how many times all servers were lost and one was recovered
         self.problem: Exception | None = None  # why the last server was lost
         self.over = threading.Event()  # set by `close`
         # held while weights are gathered or sent, by the loop or by a recovery in another thread
@@ -321,7 +321,7 @@ class VLLMEngine:
         server.abort()
 
     def _recover(self) -> None:
-        """Return once at least one server is alive. Raise ServerLost if that takes too long."""
+        """Wait until at least one server is alive. Raise ServerLost if that takes too long."""
         with self.lock:
             if self.over.is_set():
                 raise ServerLost("the run has ended")
