@@ -1,1 +1,1 @@
-"""Prompts: where they come from, and which of them a step draws. Start with prompts.py."""
+"""Prompts: where they come from, and which ones each step draws. Start with prompts.py."""

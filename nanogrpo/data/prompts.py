@@ -1,7 +1,7 @@
-"""Prompts from data sources, and the choice of the prompts of each step.
+"""Turn the records of data sources into prompts, and choose the prompts of each step.
 
-In: the records of files or built-in tasks (sources.py). Out: `Prompt`s with token ids; `draw` and
-`draw_mixed` choose those of a step. Read next: sources.py (where records come from),
+In: the records of files or built-in tasks (sources.py). Out: `Prompt`s with token ids. `draw` and
+`draw_mixed` choose the prompts of a step. Read next: sources.py (where records come from),
 rewards/runner.py (what receives the other columns).
 
 A record is one of
@@ -28,7 +28,7 @@ from nanogrpo.types import Prompt
 
 log = logging.getLogger("nanogrpo")
 
-# Arguments that reward functions receive from the runner, so no column may have these names.
+# These arguments of reward functions come from the runner, so no column may have such a name.
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -44,8 +44,9 @@ def load_all(
 ) -> list[list[Prompt]]:
     """Return the prompts of each source. `split` and `held_out` are explained in sources.py.
 
-    `Prompt.id` is the position of the record in all sources laid end to end. It is part of the
-    random key: adding a source at the end, or dropping a long prompt, changes no other prompt's id.
+    `Prompt.id` is the position of the record in the concatenation of all sources. It is part of the
+    random key. Adding a source at the end, or dropping a long prompt, does not change the id of any
+    other prompt.
 
     `max_prompt_length` is in tokens, after the chat template. A longer prompt is never truncated,
     because cutting off the beginning of a question can change its answer. With `long_prompts`
@@ -87,7 +88,7 @@ def from_record(
     place: str = "record",
     enable_thinking: bool | None = None,
 ) -> Prompt:
-    """Turn a record (see the top of this file) into a prompt. `place` names it in errors."""
+    """Turn a record (see the top of this file) into a prompt. `place` names it in error messages."""
 
     def require(ok: bool, problem: str) -> None:
         if not ok:
@@ -125,7 +126,7 @@ def from_record(
     )
     try:
         token_ids = tokenizer.encode_prompt(text, enable_thinking=enable_thinking)
-    except UserError as e:  # the template rejected the messages
+    except UserError as e:  # for example, the template rejected the messages
         raise UserError(f"{place}: {e}") from e
     require(
         len(token_ids) > 0, "the prompt is empty; a completion needs at least one token to continue"
@@ -141,8 +142,8 @@ def draw(prompts: list[Prompt], n: int, seed: int, step: int) -> list[Prompt]:
     prompts as an uninterrupted one.
 
     Concatenate the epochs, each shuffled differently: step s takes positions s·n … s·n+n-1. Each
-    prompt occurs once per epoch, even if n does not divide the size of the dataset, and none occurs
-    twice in a step as long as n ≤ len(prompts).
+    prompt occurs once per epoch, even if n does not divide the size of the dataset. No prompt
+    occurs twice in a step as long as n ≤ len(prompts).
     """
     places = (divmod(i, len(prompts)) for i in range(step * n, step * n + n))
     return [prompts[_order(len(prompts), n, seed, epoch)[offset]] for epoch, offset in places]
@@ -155,13 +156,13 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
 
     A step that crosses the boundary of two epochs takes `tail` prompts from the old one and
     n - tail from the new one. With independent permutations a step could contain a prompt twice,
-    which would give it twice the weight. So the first n - tail prompts of the new epoch are taken
-    from outside that tail; the others follow in their random order. An epoch's order therefore
-    depends on that of the previous epoch, and so on back to the last epoch that began at the start
-    of a step, which is at most n epochs back.
+    which would give it twice the weight. So the first n - tail prompts of the new epoch are chosen
+    from those that are not in that tail; the others follow in their random order. The order of an
+    epoch therefore depends on that of the previous epoch, and so on, back to the last epoch that
+    began at the start of a step. That epoch is at most n epochs back.
     """
     first = epoch
-    while n <= count and first * count % n:  # with n > count, a step repeats prompts anyway
+    while n <= count and first * count % n:  # with n > count, steps repeat prompts anyway
         first -= 1
     order = _permutation(count, seed, first)
     for e in range(first + 1, epoch + 1):
@@ -175,17 +176,17 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
 def draw_mixed(
     parts: Sequence[list[Prompt]], weights: Sequence[float], n: int, seed: int, step: int
 ) -> list[Prompt]:
-    """Choose the n prompts of a step from several sources, like `draw`. Of any k prompts in a row,
-    source i provides k · weights[i] / sum(weights), up to rounding.
+    """Choose the n prompts of a step from several sources, like `draw`. Of any k consecutive
+    prompts, source i provides k · weights[i] / sum(weights), up to rounding.
 
-    The weights are shares of the prompts drawn, whatever the sizes of the sources. Each source is
-    shuffled and repeated in epochs of its own, so a small one with a large weight repeats often. No
-    prompt occurs twice in a step (see `smallest`).
+    The weights are shares of the prompts drawn, regardless of the sizes of the sources. Each source
+    is shuffled and repeated in its own epochs, so a small source with a large weight is repeated
+    often. No prompt occurs twice in a step (see `smallest`).
 
-    The sources take turns by Sainte-Laguë's rule for sharing seats: the j-th prompt of source i is
-    due at (j + 1/2) / share_i, and prompts come in the order in which they are due (a tie: by
-    source). Fractions make this exact. With float rounding, a resumed run could differ from an
-    uninterrupted one.
+    The sources take turns according to the Sainte-Laguë method, which allocates seats in
+    parliaments: the j-th prompt of source i is due at (j + 1/2) / share_i, and prompts are drawn in
+    the order in which they are due (ties: in the order of sources). Fractions make this exact. With
+    float rounding, a resumed run could differ from an uninterrupted one.
     """
     shares = _shares(weights)
     start = step * n
@@ -203,8 +204,8 @@ def draw_mixed(
 
 
 def smallest(weights: Sequence[float], i: int, n: int) -> int:
-    """Return the number of prompts that source i of a mixture needs, so that no prompt comes twice
-    in a step of n.
+    """Return the number of prompts that source i of a mixture needs, so that no prompt occurs twice
+    in a step of n prompts.
     """
     return max(3 * (_most(_shares(weights)[i], len(weights), n) - 1), 1)
 
@@ -218,14 +219,15 @@ def _most(share: Fraction, sources: int, n: int) -> int:
     """Return the maximum number of prompts that a step of n can take from a source with this share.
 
     If a step takes c prompts from source i, then at least (c-1)·share_j/share_i - 1 prompts of
-    every other source j lie between the first and the last of them, and the total is at most n.
+    every other source j are drawn between the first and the last of them, and the total is at most
+    n.
     """
     return min(n, math.floor(share * (n + sources - 2)) + 1)
 
 
 @lru_cache(maxsize=64)
 def _mixed_order(count: int, most: int, seed: int, epoch: int, source: int) -> np.ndarray:
-    """Return the order of a mixture's source in an epoch: [count] int64, a permutation.
+    """Return the order of one source of a mixture in an epoch: [count] int64, a permutation.
 
     A step can cross the boundary of two epochs, with up to `most` prompts on either side. To keep
     it from drawing a prompt twice, the first 2·most prompts of a random permutation are reordered:

@@ -1,11 +1,12 @@
 """Read the records of a data source: JSONL, Parquet, a folder saved by Hugging Face's `datasets`,
 or a built-in task.
 
-In: the name of a source. Out: its records (dicts) in order, each with the text that locates it in
-an error message. Read next: prompts.py, which turns them into prompts.
+In: the name of a source. Out: its records (dicts) in order, each with a text that says where it is,
+for error messages. Read next: prompts.py, which turns them into prompts.
 
-The `datasets` package is not needed. `save_to_disk` writes Arrow streams and a state.json that
-lists them. A `DatasetDict` is a folder of such folders, one per split, listed in dataset_dict.json.
+The `datasets` package is not needed, because its `save_to_disk` writes Arrow streams and a
+state.json that lists them. A `DatasetDict` is a folder of such folders, one per split, listed in
+dataset_dict.json.
 """
 
 from __future__ import annotations
@@ -64,8 +65,7 @@ def _numbered(source: str | Path, records: list[dict]) -> list[Record]:
 
 def _jsonl(path: Path) -> Iterator[Record]:
     """Yield the records of a file. Lines are counted from 1, including blank ones."""
-    # Lines end at b"\n" only. str.splitlines would also split at U+2028, which JSON allows in a
-    # text.
+    # Only b"\n" ends a line. str.splitlines would also split at U+2028, which JSON strings allow.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:

@@ -1,9 +1,9 @@
 """The built-in task `arithmetic`: sums of two to four terms, answered as
 `<think>…</think><answer>…</answer>`.
 
-In: the name of a split. Out: records for data/prompts.py. A hash of its text decides the split of a
-problem, so no held-out problem occurs in a training prompt or a warm-up text. Read next:
-run/warmup.py (a base model that still has something to learn here), rewards/builtin.py.
+In: the name of a split. Out: records for data/prompts.py. A hash of a problem's text decides its
+split, so no held-out problem occurs in a training prompt or a warm-up text. Read next:
+run/warmup.py (a base model that still has something to learn on this task), rewards/builtin.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SIZE = {"train": 8192, "eval": 256}
 
 
 def problem(rng: random.Random) -> str:
-    """Return a sum of two to four terms whose running total stays within 0 … 99: "34+5-7"."""
+    """Return a sum of two to four terms, such as "34+5-7", with all partial sums in 0 … 99."""
     while True:
         total = rng.randint(10, 89)
         text = str(total)
@@ -32,14 +32,14 @@ def problem(rng: random.Random) -> str:
 
 
 def held_out(text: str) -> bool:
-    """Return whether a problem is held out, as one in eight is. Only its text decides."""
+    """Return whether a problem is held out, as one in eight is. This depends only on its text."""
     return hashlib.blake2b(text.encode()).digest()[0] % 8 == 0
 
 
 def problems(split: str, count: int, seed: int) -> list[str]:
     """Return `count` different problems of the split "train" or "eval"."""
     rng = random.Random(f"arithmetic,{split},{seed}")
-    found: dict[str, None] = {}  # an ordered set
+    found: dict[str, None] = {}  # used as an ordered set
     while len(found) < count:
         text = problem(rng)
         if held_out(text) == (split == "eval"):
@@ -48,7 +48,7 @@ def problems(split: str, count: int, seed: int) -> list[str]:
 
 
 def records(split: str) -> list[dict]:
-    """Return the data set, the same for every run: {"prompt": [one message], "answer": "32"}."""
+    """Return the records {"prompt": [one message], "answer": "32"}, the same in every run."""
     return [
         {"prompt": [{"role": "user", "content": f"{text}="}], "answer": str(value(text))}
         for text in problems(split, SIZE[split], seed=0)

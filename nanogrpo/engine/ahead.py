@@ -1,20 +1,22 @@
 """Sample ahead of training: a wrapper around an engine that runs in other processes (a vLLM
 server).
 
-In: the engine, the prompts of each step, a bound S (--max-staleness). Out: the samples of each
+In: the engine, the prompts of each step, and a bound S (--max-staleness). Out: the samples of each
 step, in order. With S = 0 it only checks versions.
 
     S = 0    sample 0 │ train 0 │ sync │ sample 1 │ train 1 │ sync │ …   always the newest weights
     S = 1    sample 0 │ train 0 ────────── sync │ train 1 ───────── sync │ …
                       │ sample 1 ──────────┼────│ sample 2 ──── …        the server never waits
 
-The bound holds by admission, so finished work is never thrown away: the samples of step t are
-requested only once step t − S begins to train. They therefore start from the weights after t − S
-steps, or newer ones. This is AReaL's admission rule (arXiv:2505.24298), counted in steps.
+The bound is enforced before sampling, so finished samples are never discarded: the samples of step
+t are requested only once the training of step t − S begins. Their sampling therefore starts with
+the weights after t − S steps, or newer ones. This is AReaL's admission rule (arXiv:2505.24298),
+counted in steps.
 
-Weights may change in the middle of a completion. It then continues with the keys and values that it
-has cached, some of which older weights computed. Every token carries the version of the weights
-that wrote it, and `sample` checks the bound on each. Read before: base.py, vllm/client.py.
+Weights may change in the middle of a completion. It then continues with its cached keys and values,
+some of which were computed with older weights. Each token is labelled with the version of the
+weights that sampled it, and `sample` checks the bound for each token. Read before: base.py,
+vllm/client.py.
 """
 
 from __future__ import annotations
@@ -52,9 +54,10 @@ class AheadEngine:
     ):
         self.engine, self.draw, self.n, self.params = engine, draw, n, params
         self.stop, self.bound, self.world = stop, bound, world
-        # Steps under way, oldest first, each with the samples to come (None except on rank 0).
+        # The steps in progress, oldest first, each with a Future of its samples (None except on
+        # rank 0).
         self.requested: deque[tuple[int, Future | None]] = deque()
-        # One thread, so steps are requested in their order. Rank 0 requests for all ranks.
+        # A single thread, so steps are requested in order. Rank 0 sends the requests for all ranks.
         self.pool = ThreadPoolExecutor(1, "sample") if bound and world.main else None
 
     @property
@@ -71,7 +74,9 @@ class AheadEngine:
         params: SamplingParams,
         step: int,
     ) -> list[Sample]:
-        """Return the samples of `step`; take the steps in order. Raise what sampling raised."""
+        """Return the samples of `step`. Call this for the steps in order. Exceptions of sampling
+        are raised here.
+        """
         if (n, params) != (self.n, self.params):
             return self.engine.sample(prompts, n, params, step)
         if self.bound:
@@ -107,17 +112,17 @@ class AheadEngine:
         return self.engine.metrics()
 
     def close(self) -> None:
-        """Drop the steps that are under way, then close the engine."""
+        """Drop the steps in progress, then close the engine."""
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
         self.engine.close()
 
 
 def staleness(versions: Sequence[Counter[int]], step: int) -> dict[str, float]:
-    """Return how many versions behind `step` its tokens are, and the share of mixed completions.
+    """Return by how many versions the tokens lag behind `step`, and the share of mixed completions.
 
-    versions: one counter per completion, of how many of its tokens each version wrote. A mixed
-    completion has tokens of more than one version.
+    versions: one counter per completion, with the number of its tokens that each version sampled. A
+    mixed completion has tokens of more than one version.
     """
     tokens = sum((Counter(v) for v in versions), Counter())
     mean = sum((step - v) * n for v, n in tokens.items()) / tokens.total()

@@ -7,7 +7,7 @@ In: prompts. Out: `Sample`s (types.py), grouped by prompt in the order given.
     turns.py          a wrapper around an engine: a user's function decides on turns and tool calls
     ahead.py          a wrapper around an engine: samples steps ahead of training
 
-The loop treats all of them alike. Read next: local.py.
+The training loop uses all of them in the same way. Read next: local.py.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ class SamplingParams:
     """How completions are sampled.
 
     Log-probs are always those of softmax(logits / temperature) over the full vocabulary. The
-    filters top_k, top_p and min_p apply after the temperature, in that order, as in transformers
-    and vLLM.
+    filters top_k, top_p and min_p are applied after the temperature, in this order, as in
+    transformers and vLLM.
     """
 
-    temperature: float = 1.0  # 0: greedy, with the log-probs of temperature 1
+    temperature: float = 1.0  # 0: greedy, with log-probs at temperature 1
     top_k: int = 0  # keep the k most likely tokens; 0: all
-    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
-    min_p: float = 0.0  # drop tokens less likely than min_p times the most likely one
-    max_tokens: int = 256  # completion tokens, including the stop token
+    top_p: float = 1.0  # keep the smallest set of tokens with at least this total probability
+    min_p: float = 0.0  # drop tokens whose probability is below min_p times the highest
+    max_tokens: int = 256  # maximum number of completion tokens, including the stop token
     stop_token_ids: Sequence[int] = ()
     seed: int = 0
 
 
 class Engine(Protocol):
-    """The only interface through which the loop samples. docs/fork.md shows how to write one.
+    """The only interface through which the training loop samples. docs/fork.md shows how to write
+    an engine.
 
     Every rank has an engine, and the ranks call each method together. `prompts` are this rank's
     share, which may be empty.
@@ -49,11 +50,11 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the weights it samples from; -1 before the first `load`."""
+        """The version of the weights that it samples with; -1 before the first `load`."""
         ...
 
     def load(self, model: nn.Module, version: int) -> None:
-        """Copy the model's current weights, with adapters merged. New samples carry `version`.
+        """Copy the model's current weights, with adapters merged. New samples are labelled `version`.
 
         It must be a copy, because training changes the originals while the engine samples.
         """
@@ -66,7 +67,8 @@ class Engine(Protocol):
         params: SamplingParams,
         step: int,
     ) -> list[Sample]:
-        """Return n completions of each prompt, prompt by prompt, with index 0 … n-1 within each.
+        """Return n completions of each prompt, prompt by prompt, with indices 0 … n-1 for each
+        prompt.
 
         Sets these fields of a Sample: prompt, index, token_ids (at least one), one log-prob and
         one version for each token, and `stopped` (whether the last token is one of
@@ -77,7 +79,7 @@ class Engine(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return what this engine adds to the log of a step. Every rank must call."""
+        """Return the metrics that this engine adds to the log of a step. Every rank must call."""
         ...
 
     def close(self) -> None:
@@ -86,9 +88,9 @@ class Engine(Protocol):
 
 
 class Served(Engine, Protocol):
-    """An engine of other processes, which a thread may use while the loop trains.
+    """An engine that runs in other processes, so a thread can use it while the loop trains.
 
-    Sampling ahead (--max-staleness, ahead.py) needs one.
+    Sampling ahead (--max-staleness, ahead.py) requires such an engine.
     """
 
     def request(
@@ -111,8 +113,8 @@ class Served(Engine, Protocol):
 def stream(seed: int, step: int, prompt: int, sample: int) -> int:
     """Return the key of a completion's random stream: a 63-bit hash, the same on every machine.
 
-    It depends on nothing else, so a resumed run repeats the interrupted one, and neither batching
-    nor the number of ranks changes a sample.
+    It depends only on these arguments, so a resumed run repeats the interrupted one, and neither
+    batching nor the number of ranks changes a sample.
     """
     digest = hashlib.blake2b(f"{seed},{step},{prompt},{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,18 +1,19 @@
 """The embedded engine: samples completions from our own decoder, in the trainer's process, with a
 key/value cache.
 
-In: prompts (token ids), the number of completions of each, `SamplingParams`. Out: `Sample`s.
+In: prompts (token ids), the number of completions per prompt, and `SamplingParams`. Out: `Sample`s.
 
     waiting ──► schedule: give free rows ──► decode: one new token ──► postprocess: append it, ──┐
                 to waiting completions       for each active row       free the finished rows    │
                           ▲                                                                      │
                           └──────────────────────────────────────────────────────────────────────┘
 
-A finished row is filled at once, by a waiting completion or by the last active one. So the active
-rows are always rows 0 … b-1 of the cache, and a step costs only what is still active.
+A finished row is refilled immediately, by a waiting completion or by the last active one. So the
+active rows are always rows 0 … b-1 of the cache, and a step only computes active rows.
 
 A prompt is prefilled once for its group, *without its last token*, which is the first input of
-decoding. So prefill needs neither output head nor sampling, and tokens are sampled in one place.
+decoding. So prefill needs neither the output head nor sampling, and all tokens are sampled in one
+place.
 
 Read before: engine/base.py (the interface), model/attention.py (the cache). Read next:
 engine/sampler.py (how a token is sampled), vllm/client.py (the other engine).
@@ -37,7 +38,7 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample
 
-PREFILL_TOKENS = 8192  # prompts are prefilled together up to this many tokens, to bound the memory
+PREFILL_TOKENS = 8192  # maximum number of tokens prefilled together, which limits the memory
 
 # keys and values of a prompt without its last token, [L, K, length - 1, E] each
 Prefix = tuple[Tensor, Tensor]
@@ -62,16 +63,16 @@ class Completion:
 
 
 class Scheduler:
-    """Which completion has which row: row r of the cache and of `state` belongs to active[r]."""
+    """Assigns rows to completions: row r of the cache and of `state` belongs to active[r]."""
 
     def __init__(self, cache: KVCache, slots: int, device: torch.device):
         self.cache, self.slots = cache, slots
-        # [3, slots]: each row's next input token, its position, its key. It stays in place,
-        # because CUDA graphs point to it.
+        # [3, slots]: the next input token of each row, the token's position, and the row's random
+        # key. The tensor is never replaced, because CUDA graphs use its address.
         self.state = torch.zeros(3, slots, dtype=torch.int64, device=device)
 
     def start(self, completions: Iterable[Completion]) -> None:
-        """Queue these completions and forget all others."""
+        """Queue these completions, and drop all others."""
         self.waiting: deque[Completion] = deque(completions)
         self.active: list[Completion] = []
         self.prefixes: dict[int, Prefix] = {}  # by id(prompt.token_ids)
@@ -82,8 +83,7 @@ class Scheduler:
         while self.waiting and len(self.active) < self.slots:
             ids, first = self.waiting[0].sample.prompt.token_ids, len(self.active)
             if id(ids) not in self.prefixes:
-                # Completions are queued in prompt order, so the old prefixes are no longer needed:
-                # free them.
+                # Completions are queued in prompt order, so the old prefixes are no longer needed.
                 self.prefixes.clear()
                 self.prefixes |= prefill([c.sample.prompt.token_ids for c in self.waiting])
             while (
@@ -100,7 +100,7 @@ class Scheduler:
     def postprocess(
         self, tokens: Tensor, logp: Tensor, version: int, stops: Container[int]
     ) -> None:
-        """Append the new tokens [steps, b] to their samples, then close up the rows."""
+        """Append the new tokens [steps, b] to their samples, then close gaps between rows."""
         for c, ids, values in zip(self.active, tokens.T.tolist(), logp.T.tolist()):
             # tokens after a stop token are discarded
             size = next((i + 1 for i, t in enumerate(ids) if t in stops), len(ids))
@@ -110,7 +110,7 @@ class Scheduler:
             c.sample.stopped = ids[size - 1] in stops
         kept = [r for r, c in enumerate(self.active) if not c.finished]
         gaps = [r for r in range(len(kept)) if self.active[r].finished]
-        if gaps:  # the last unfinished rows fill them
+        if gaps:  # fill them with the last unfinished rows
             moved = kept[-len(gaps) :]
             self.cache.move(moved, gaps, max(self.active[r].position for r in moved))
             self.state[:, gaps] = self.state[:, moved]
@@ -120,16 +120,16 @@ class Scheduler:
 
 
 def _bucket(x: int, least: int, most: int) -> int:
-    """Round x up to least · 2ⁱ, at most `most`: few shapes, so few graphs."""
+    """Round x up to least · 2ⁱ, but at most to `most`, so that there are few shapes and graphs."""
     return min(least << (-(-x // least) - 1).bit_length(), most)
 
 
 class LocalEngine:
     """Samples from a copy of the trainer's weights (an `engine.base.Engine`).
 
-    The copy costs one pass over the weights. It keeps an optimizer step from changing what
-    `version` means midway, and lets the engine have a dtype of its own: float32 on a CPU, bfloat16
-    on CUDA unless `dtype` is given. Log-probs are always float32.
+    Copying takes one pass over the weights. The copy keeps an optimizer step from changing the
+    weights of a `version`, and lets the engine use a different dtype: float32 on a CPU, bfloat16 on
+    CUDA unless `dtype` is given. Log-probs are always float32.
     """
 
     def __init__(
@@ -138,29 +138,30 @@ class LocalEngine:
         *,
         max_len: int,  # length of the context: prompt and completion
         device: torch.device | str,
-        slots: int = 64,  # completions decoded at once
+        slots: int = 64,  # number of completions decoded at the same time
         dtype: torch.dtype | None = None,
     ):
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
         self.dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
         self.max_len, self.slots, self.version = max_len, slots, -1
-        # no random initialisation: it would take time and change the global random state
+        # on the meta device, because a random initialization takes time and changes the global
+        # random state
         with torch.device("meta"):
             self.model = Decoder(cfg).to(self.dtype).requires_grad_(False)
         self.model.to_empty(device=self.device).tie()
         size = cfg.num_hidden_layers, slots, cfg.num_key_value_heads, max_len, cfg.head_dim
         self.cache = KVCache(*size, self.dtype, self.device)
         self.scheduler = Scheduler(self.cache, slots, self.device)
-        self.logp = torch.zeros(slots, device=self.device)  # of each row's newest token
-        # decode steps per transfer to the host, which waits for the GPU
+        self.logp = torch.zeros(slots, device=self.device)  # log-prob of each row's newest token
+        # number of decode steps per transfer to the host, because each transfer waits for the GPU
         self.stride = 8 if on_gpu else 1
-        self.replays = on_gpu  # whether decode steps are CUDA graphs
+        self.replays = on_gpu  # whether decode steps run as CUDA graphs
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
 
     @torch.no_grad()
     def load(self, model: nn.Module, version: int) -> None:
-        """Copy the weights of a Decoder with the same configuration, its adapters merged.
+        """Copy the weights of a Decoder with the same configuration, with its adapters merged.
 
         Every rank calls this, because shards are gathered.
         """
@@ -169,10 +170,10 @@ class LocalEngine:
             mine[name].copy_(weight)
         for module in self.model.modules():
             if isinstance(module, nn.Linear) and module.weight.numel() >= PACK_FROM:
-                # this module's forward, not its class's
+                # replace the forward of this module, not of its class
                 linear = packed(module.weight, module.bias, self.slots)
                 module.forward = linear  # type: ignore[method-assign]
-        # the head operation (model.Head)
+        # the head operation (decoder.Head)
         self.head = packed(self.model.lm_head.weight, None, self.slots)
         self.version = version
 
@@ -226,7 +227,7 @@ class LocalEngine:
         cu_seqlens = torch.tensor([0, *some], device=self.device).cumsum(0).int()  # [N+1]
         attend = Packed(cu_seqlens, max(some), keep=True)
         self.model.model(tokens, positions, attend)  # without the head: nothing is sampled here
-        layers = zip(*(attend.kept or {}).values())  # the keys of all layers, then the values
+        layers = zip(*(attend.kept or {}).values())  # first the keys of all layers, then the values
         keys, values = (torch.stack(kept).transpose(1, 2) for kept in layers)  # [L, K, T, E] each
         return dict(zip(pack, zip(keys.split(lengths, dim=2), values.split(lengths, dim=2))))
 
@@ -238,7 +239,7 @@ class LocalEngine:
         steps = min(self.stride, min(c.limit - len(c.sample.token_ids) for c in active))
         span = max(c.position for c in active) + steps
         forward = self._forward
-        # A graph has fixed shapes: rows b … rows-1 are computed too, at a position that exists.
+        # A graph has fixed shapes, so rows b … rows-1 are computed too, at a valid position.
         if self.replays:
             rows, span = _bucket(b, 1, self.slots), _bucket(span, 64, self.max_len)
             self.scheduler.state[1, b:rows] = 0
@@ -257,7 +258,8 @@ class LocalEngine:
         return tokens, logp
 
     def _forward(self, rows: int, span: int, params: SamplingParams) -> None:
-        """Sample one token for each of the first `rows` rows: advances `state`, writes `logp`.
+        """Sample one token for each of the first `rows` rows. This advances `state` and writes
+        `logp`.
 
         Nothing in here depends on the host, so a CUDA graph can replay it.
         """
@@ -269,8 +271,8 @@ class LocalEngine:
         position += 1
 
     def _replay(self, rows: int, span: int, params: SamplingParams) -> None:
-        """Run `_forward` as a CUDA graph, captured when its shape first occurs: one launch, not
-        hundreds.
+        """Run `_forward` as a CUDA graph, with one launch instead of hundreds. The graph is
+        captured when its shape first occurs.
         """
         # everything that is constant in a graph
         shape = (rows, span, params.temperature, params.top_k, params.top_p, params.min_p)
@@ -280,7 +282,7 @@ class LocalEngine:
             before = state.clone()
             aside.wait_stream(now)
             # Capturing needs a warm-up run, in which libraries allocate their workspaces. The real
-            # step overwrites what it writes to the cache.
+            # step overwrites what the warm-up writes to the cache.
             with torch.cuda.stream(aside):
                 self._forward(rows, span, params)
             now.wait_stream(aside)

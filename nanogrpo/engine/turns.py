@@ -1,5 +1,5 @@
 """Completions in several turns: a user's function decides when the model writes and what it reads
-in between, such as the answers of a tool.
+in between, such as a tool's answers.
 
     def rollout(samples, turns):                              # --rollout file.py:rollout
         while samples := turns.generate(samples, stop=("=",)):    # those that stopped at "="
@@ -8,13 +8,13 @@ in between, such as the answers of a tool.
 
 In: the samples of a step, without tokens. Out: the same samples with token_ids, is_model_token
 (false for a tool's answer), logp (0 for an answer) and versions. A function may also set these
-itself, from an engine of its own. A completion, including tool answers, has at most
+fields itself, from its own engine. A completion, including tool answers, has at most
 max_completion_length tokens. examples/calculator.py is a complete example.
 
 The ranks of a run sample together (rank 0 asks the vLLM servers for all), but their conversations
-differ in the number of turns. So the ranks exchange their state before each turn, and one that has
-finished takes part until all have. Read before: base.py. Read next: grpo/packing.py (how a
-completion that contains tool output is trained on).
+differ in the number of turns. So the ranks exchange their state before each turn, and a rank that
+has finished keeps taking part until all have. Read before: base.py. Read next: grpo/packing.py (how
+a completion that contains tool output is trained on).
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Turns:
     params: SamplingParams
     step: int
     gather: Callable[[str], list[str]]
-    # id(sample) → its turns: part of the random key
+    # id(sample) → its number of turns so far, which is part of the random key
     count: Counter[int] = field(default_factory=Counter)
 
     def generate(self, samples: Sequence[Sample], stop: Sequence[str] = ()) -> list[Sample]:
-        """Let the model write one turn in each sample that has room left.
+        """Let the model write one turn of each sample that has room left.
 
-        A turn ends where the completion ends, or at one of `stop`, which are texts of one token
-        each; that token is part of the turn. Return the samples that ended at one of `stop` and
-        still have room.
+        A turn ends where the completion ends, or at one of the strings in `stop`. Each of them must
+        be a single token, which is part of the turn. Return the samples that ended at one of `stop`
+        and still have room.
         """
         stops = tuple(self._token(text) for text in stop)
         todo = [s for s in samples if self.room(s) > 0]
@@ -61,10 +61,12 @@ class Turns:
         return [s for s in todo if s.token_ids[-1] in stops and not s.stopped and self.room(s) > 0]
 
     def observe(self, sample: Sample, answer: str | Sequence[int]) -> None:
-        """Append text or token ids that the model did not write, as far as there is room.
+        """Append text or token ids that the model did not write, truncated to the room that is
+        left.
 
-        Special tokens in a text stay text, so a tool that answers "<|im_end|>" cannot end the turn.
-        To frame an answer with special tokens, pass ids: turns.tokenizer.encode("<|im_end|>").
+        Special tokens in text are encoded as ordinary text, so a tool that answers "<|im_end|>"
+        cannot end the turn. To add special tokens around an answer, pass ids:
+        turns.tokenizer.encode("<|im_end|>").
         """
         if isinstance(answer, str):
             answer = self.tokenizer.encode(answer, special=False)
@@ -90,12 +92,14 @@ class Turns:
         return ids[0]
 
     def turn(self, samples: Sequence[Sample], stops: Sequence[int], done: bool = False) -> bool:
-        """Append one turn to each sample. Every rank calls; `done` ranks have no more samples.
+        """Append one turn to each sample. Every rank must call; with `done`, it has no more
+        samples.
 
-        Return whether any rank has more to do.
+        Return whether any rank still has turns to sample.
         """
-        # Untouched groups can share the computation of their prompt. A function may also pass some
-        # of the samples, or another order.
+        # In the first turn of complete groups, the completions of a group can share the computation
+        # of their prompt. But a function may also pass only some of the samples, or a different
+        # order.
         groups = len(samples) % self.n == 0 and all(
             s.prompt is samples[i - i % self.n].prompt for i, s in enumerate(samples)
         )
@@ -106,7 +110,8 @@ class Turns:
         params = dataclasses.replace(
             self.params, stop_token_ids=(*self.params.stop_token_ids, *stops)
         )
-        if "later turn" in states:  # each sample is a prompt, with the key of its turn as id
+        # each sample becomes a prompt, whose id is the random key of its turn
+        if "later turn" in states:
             n = 1
             prompts = [
                 Prompt(
@@ -186,7 +191,7 @@ class TurnsEngine:
             raise
         except Exception as e:  # the user's code may raise anything
             raise UserError(f"{self.name} raised {type(e).__name__}: {e}; fix the function.") from e
-        while turns.turn([], [], done=True):  # other ranks have more turns
+        while turns.turn([], [], done=True):  # while other ranks have more turns
             pass
         for s in samples:
             self._check(s, params.max_tokens)
