@@ -88,7 +88,7 @@ def from_record(
     place: str = "record",
     enable_thinking: bool | None = None,
 ) -> Prompt:
-    """Turn a record (see the top of this file) into a prompt. `place` names it in error messages."""
+    """Turn a record (see the top of this file) into a prompt. `place` names it in messages."""
 
     def require(ok: bool, problem: str) -> None:
         if not ok:

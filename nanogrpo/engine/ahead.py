@@ -74,9 +74,7 @@ class AheadEngine:
         params: SamplingParams,
         step: int,
     ) -> list[Sample]:
-        """Return the samples of `step`. Call this for the steps in order. Exceptions of sampling
-        are raised here.
-        """
+        """Return the samples of `step`; call it for steps in order. Sampling errors are raised."""
         if (n, params) != (self.n, self.params):
             return self.engine.sample(prompts, n, params, step)
         if self.bound:

@@ -54,7 +54,7 @@ class Engine(Protocol):
         ...
 
     def load(self, model: nn.Module, version: int) -> None:
-        """Copy the model's current weights, with adapters merged. New samples are labelled `version`.
+        """Copy the model's current weights, with adapters merged. New samples have this `version`.
 
         It must be a copy, because training changes the originals while the engine samples.
         """

@@ -13,7 +13,7 @@ In this example, the prompt pqr has the completions ab, c and def, and the promp
 completion g. The last token of each completion is predicted, but is not an input:
 
     tokens      p q r     │ a       │ d e       │ x y       T = 8 instead of 14
-    sees        p q r     │ p q r a │ p q r d e │ x y
+    attends to  p q r     │ p q r a │ p q r d e │ x y
     predicts    · · a,c,d │ b       │ e f       │ · g       M = 7
 
 `schedule` is a pure function of the sizes, so all ranks agree on it without communication. The
