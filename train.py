@@ -38,7 +38,7 @@ from nanogrpo.step import assign_advantages, begin, evaluate, log_step, measure,
 
 
 def train(cfg: Config, world: World, stop: Stop) -> None:
-    """Train from cfg.model, or from the run's last checkpoint with --resume, to the last step.
+    """Train to the last step, starting from cfg.model, or with --resume from the last checkpoint.
 
     Every rank runs this function, on its own share of the samples.
     """

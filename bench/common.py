@@ -5,8 +5,8 @@ self-contained: it says what was measured, on which machine, with which versions
 and by which command. All tables and plots are generated from these records.
 
 A benchmark is a module with `main(argv)` that runs as `python -m bench.<name>`. It times its sides
-alternately in one process (`interleave`), so a busy machine or a hot chip affects all of them
-equally, and reports medians with their spread. Read next: rollout_speed.py.
+alternately in one process (`interleave`), so that a busy machine or a hot chip affects all of them
+equally, and it reports medians with their spread. Read next: rollout_speed.py.
 """
 
 from __future__ import annotations

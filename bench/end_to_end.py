@@ -12,11 +12,11 @@ step of each run, which is a warm-up.
 * uneven: the model stops with the same probability at every token, chosen so the mean length is a
   third of the limit.
 
-The lengths are not enforced by the trainers. The model itself has that stop probability
-(`ending_model`), and with a learning rate of 1e-6 it hardly changes in so few steps. So the lengths
-on both sides are random, with the same distribution; the table shows the mean length of each side.
-With --vllm, our side samples from a vLLM server. TRL cannot do that on a CPU; the table gives the
-reason. TRL's settings are in trl_run.py. Read next: runs.py.
+The trainers do not enforce the lengths. The model itself has this stop probability
+(`ending_model`), and with a learning rate of 1e-6 the probability hardly changes in so few steps.
+So the lengths on both sides are random, with the same distribution; the table shows the mean length
+of each side. With --vllm, our side samples from a vLLM server. TRL cannot do that on a CPU; the
+table gives the reason. TRL's settings are in trl_run.py. Read next: runs.py.
 """
 
 from __future__ import annotations

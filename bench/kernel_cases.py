@@ -20,7 +20,8 @@ from nanogrpo.model import head as ops
 
 EPSILON, TEMPERATURE = 0.2, 0.7
 OBJECTIVE = reference.Objective(EPSILON, EPSILON)
-# The rows compared with float64: the first rows of the first sequence, which every side computes.
+# The rows that are compared with float64: the first rows of the first sequence, because every side
+# computes them.
 ROWS = 15
 # Copy bandwidth in bytes/s and bfloat16 FLOP/s of an H200; the floors are only valid for this GPU.
 BANDWIDTH, FLOPS = 4.3e12, 790e12

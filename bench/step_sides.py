@@ -2,8 +2,9 @@
 
 In: a checkpoint folder, options, and the random completions of a `Case`. Out: two sides, which both
 have a method `step(samples)`. A step includes everything from the samples to the new weights. It
-returns the gradient norm, so that a benchmark can check that all sides compute the same thing. Read
-next: step_time.py (small models on a CPU), step_large.py (real sizes on a GPU), step_memory.py.
+returns the gradient norm, so that a benchmark can check that all sides compute the same gradient.
+Read next: step_time.py (small models on a CPU), step_large.py (real sizes on a GPU),
+step_memory.py.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def make_samples(case: Case, prompt: int, longest: int) -> list[Sample]:
 def options_of(
     case: Case, scale: float = 1.0, device: str = "cpu", **options
 ) -> tuple[Config, list[Sample]]:
-    """Return the options and the samples of the case's step, all lengths multiplied by `scale`."""
+    """Return the options and the samples for a step of the case, with all lengths times `scale`."""
     prompt, longest = (max(2, round(n * scale)) for n in (case.prompt, case.longest))
     samples = make_samples(case, prompt, longest)
     cfg = Config(

@@ -266,7 +266,7 @@ def lines_of(name: str, records: list[dict]) -> Lines:
     bench = BENCHES[name]
     lines = bench.lines(records)
     for cells in bench.wanted:
-        # a case may carry its shape: "head, hidden to gradients N=… V=…"
+        # the name of a case may contain its shape: "head, hidden to gradients N=… V=…"
         filled = (
             all(f"{have} ".startswith(f"{want} ") for have, want in zip(line, cells))
             for line in lines

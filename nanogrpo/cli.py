@@ -31,7 +31,7 @@ PROFILES: dict[str, dict] = {
     # sampling, training, evaluation, checkpoints, logs. The run is too short to learn anything;
     # `make demo` is long enough.
     "debug": {
-        # it answers in the right format often enough for rewards to differ
+        # it uses the right format often enough for rewards to differ
         "model": "warmup:60",
         "data": ("arithmetic",),
         "output_dir": "runs/debug",
@@ -41,7 +41,7 @@ PROFILES: dict[str, dict] = {
         "generation_batch_size": 32,
         "max_concurrent": 32,
         "max_completion_length": 32,
-        "learning_rate": 1e-4,  # a tiny model takes large steps
+        "learning_rate": 1e-4,  # a tiny model tolerates a high rate
         "eval_steps": 2,
         "eval_samples": 32,
         "save_steps": 2,
@@ -49,10 +49,10 @@ PROFILES: dict[str, dict] = {
         "num_completions_to_print": 2,
     },
     # Start a real run: a model of 0.5 to 8 billion parameters, on GPUs, with answers that can be
-    # verified. The values are common to published runs (DAPO, arXiv:2503.14476; TRL's defaults).
+    # verified. The values are common in published runs (DAPO, arXiv:2503.14476; TRL's defaults).
     # They were not tuned here.
     "full": {
-        "num_generations": 16,  # on hard problems, fewer groups without any correct answer
+        "num_generations": 16,  # so that on hard problems fewer groups have no correct answer
         "generation_batch_size": 512,  # 32 prompts per step
         # four updates of 128 completions per round of sampling; the clip limits the drift
         "steps_per_generation": 4,
@@ -63,13 +63,13 @@ PROFILES: dict[str, dict] = {
         "warmup_steps": 20,  # AdamW's moments are unreliable during the first updates
         "max_grad_norm": 1.0,
         "max_steps": 500,
-        "token_budget": 32768,  # one strip holds as many completions as fit
+        "token_budget": 32768,  # a strip contains as many completions as fit
         "gradient_checkpointing": "selective",  # keep matrix products, recompute the rest
         "max_concurrent": 256,  # for the local engine; a vLLM server decides for itself
         "eval_steps": 25,
         "save_steps": 25,
         "save_total_limit": 3,
-        "log_completions": True,  # the first thing to read when a reward rises too fast
+        "log_completions": True,  # the first place to look when a reward rises too fast
         "num_completions_to_print": 1,
     },
 }

@@ -3,9 +3,9 @@
     Config(model="runs/base", data=("arithmetic",)).validate()
 
 In: values, usually from the command line (cli.py). Out: a `Config`, which is frozen; `validate`
-raises a UserError that names the option and says what to do. Options have the names of TRL's
-GRPOConfig wherever the meaning is the same (docs/trl.md). To add one, add a field: `--help`, the
-command line, the JSON file and the checks follow from it. Read next: train.py.
+raises a UserError that names the option and says what to do. Options have the same names as in
+TRL's GRPOConfig wherever the meaning is the same (docs/trl.md). To add one, add a field: `--help`,
+the command line, the JSON file and the checks follow from it. Read next: train.py.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Config:
     reward_weights: tuple[float, ...] = option(
         (), "weight of each reward function; empty: 1 for all"
     )
-    # The default is far longer than a judge model or a run of generated code needs, and twice that
-    # is far below ddp_timeout.
+    # The default is far longer than a judge model or the execution of generated code needs, and
+    # twice the default is far below ddp_timeout.
     reward_timeout: float = option(
         60.0,
         "seconds allowed for one call of a reward function from a module or file; 0: no limit, and"
@@ -504,13 +504,13 @@ class Config:
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps per generation."""
+        """The number of optimizer steps per generation."""
         return self.num_iterations * self.steps_per_generation
 
     @property
     def on_policy(self) -> bool:
-        """Whether the trained policy is the one that sampled: the ratio is then 1 and needs no old
-        log-probs.
+        """Whether the trained policy is the one that sampled. If so, the ratio is 1 and no old
+        log-probs are needed.
         """
         return self.updates_per_step == 1 and not self.old_from_engine
 
@@ -531,7 +531,7 @@ class Config:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def validate(self) -> None:
-        """Raise a UserError for the first value that cannot work."""
+        """Raise a UserError for the first invalid value."""
         for check in (_values, _sizes, _loss, _engine, _ignored):
             for problem in check(self):
                 raise UserError(problem)

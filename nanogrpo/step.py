@@ -34,7 +34,7 @@ log = logging.getLogger("nanogrpo")
 
 
 def sync(run: Run) -> None:
-    """Send the current weights to the engine, unless it already has them."""
+    """Send the current weights to the engine, unless it has them already."""
     if run.engine.version != run.done:
         run.engine.load(run.model, version=run.done)
 
@@ -45,7 +45,7 @@ def sync(run: Run) -> None:
 def score(run: Run, samples: list[Sample], step: int) -> None:
     """Decode the samples and call the reward functions on them.
 
-    With dynamic sampling (--max-resample-times), groups that carry no signal are then replaced.
+    With dynamic sampling (--max-resample-times), groups without a signal are then replaced.
     """
     fill_rewards(run, samples)
     if run.cfg.max_resample_times:
@@ -75,15 +75,15 @@ def advantages(run: Run, samples: list[Sample]) -> list[float]:
 def resample(run: Run, samples: list[Sample], step: int) -> int:
     """Replace groups without a signal by groups from different prompts (DAPO, Yu et al. 2025, 3.2).
 
-    A group carries no signal if all its advantages are 0. (Equal rewards are not the criterion:
-    maxrl also gives 0 if the mean is not positive, and under normalize_then_sum the rewards of
-    single functions may differ while their sums are equal.) Groups that still carry no signal after
+    A group has no signal if all its advantages are 0. (Equal rewards are not the criterion: maxrl
+    also gives 0 if the mean is not positive, and under normalize_then_sum the rewards of individual
+    functions may differ although their sums are equal.) Groups that still have no signal after
     `max_resample_times` rounds are kept. Returns the number of groups sampled again, over all
     ranks.
 
     The new prompts and their random streams are functions of (seed, step, round, index of the
     replaced group), so neither resuming nor the number of ranks changes them. Every rank must call;
-    each samples the replacements of its own groups.
+    each rank samples the replacements of its own groups.
     """
     n, world, count = run.cfg.num_generations, run.world, 0
     groups = len(samples) // n
@@ -172,10 +172,10 @@ def logp(model: Decoder, batch: PackedBatch, cfg: Config) -> Tensor:
 def add_logps(run: Run, batches: list[PackedBatch]) -> None:
     """Fill in the old and reference log-probs that the loss of one optimizer step needs.
 
-    old_logp: of the policy that sampled, from the trainer or the engine. It stays None on policy,
-    where the ratio is 1. ref_logp: of the reference model, for the KL. These also determine the
-    importance weights that correct for the engine (mismatch.py). The entropies determine which
-    tokens are trained (--top-entropy-quantile).
+    old_logp: log-probs under the policy that sampled, from the trainer or the engine. It stays None
+    on policy, where the ratio is 1. ref_logp: log-probs under the reference model, for the KL.
+    These also determine the importance weights that correct for the engine (mismatch.py). The
+    entropies determine which tokens are trained (--top-entropy-quantile).
     """
     cfg, entropies = run.cfg, []
     mode, top = cfg.vllm_importance_sampling_mode, cfg.top_entropy_quantile < 1

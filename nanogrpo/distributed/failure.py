@@ -1,4 +1,4 @@
-"""End all ranks of a run together, and never hang.
+"""End all ranks of a run together, without ever hanging.
 
     normally     every rank exits after the same step (world.join defines the order of teardown)
     on request   SIGTERM or Ctrl-C at any rank: `Stop` records it; at the end of the step the ranks
@@ -53,10 +53,11 @@ class Watch:
     ranks, not quadratically. We count missed polls rather than wall-clock time, so a rank that was
     itself suspended does not declare its peers dead when it resumes.
 
-    A heartbeat needs Python's lock, which torch, safetensors and NCCL release while they work. A
-    single C call that holds it for more than `timeout` seconds, such as a regular expression with
-    exponential backtracking, makes its rank look dead. Only a rollout function, or a reward with
-    --reward-timeout 0, can do that; in that case, increase --heartbeat-timeout.
+    Sending a heartbeat requires Python's global lock (the GIL), which torch, safetensors and NCCL
+    release while they work. A single C call that keeps it for more than `timeout` seconds, such as
+    a regular expression with exponential backtracking, makes its rank look dead. Only a rollout
+    function, or a reward with --reward-timeout 0, can do that; in that case, increase
+    --heartbeat-timeout.
     """
 
     interval = 0.5  # seconds between heartbeats, and between polls
@@ -173,7 +174,7 @@ def first_sentence(error: BaseException) -> str:
 
 def leave(status: int) -> None:
     """Exit immediately. An ordinary exit would destroy the process group, which waits for ranks
-    that are gone.
+    that have already ended.
     """
     try:
         for stream in (sys.stdout, sys.stderr):

@@ -36,9 +36,9 @@ from nanogrpo.errors import UserError
 from nanogrpo.model.decoder import Attend, Block, Decoder
 
 # Selective checkpointing keeps the results of matrix products and attention, which cost most to
-# recompute. The operations between them (norms, rotation, SwiGLU) are cheap to repeat but take most
-# of the memory. The operations are given by parts of their names, because not every installation
-# has all of them.
+# recompute. The operations between them (norms, rotation, SwiGLU) are cheap to recompute but their
+# results use most of the memory. The list contains parts of operation names, because not every
+# installation has all of them.
 KEPT: tuple[str, ...] = (
     "aten.mm.",
     "aten.addmm.",
@@ -135,7 +135,7 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
     Master weights are float32; GPUs compute in bfloat16 and reduce in float32.
     `cast_forward_inputs` is off because it would turn the float32 rotary angles into bfloat16. A
     tied head is the embedding and belongs to the root, whose parameters stay gathered between
-    forward and backward. If it were a unit of its own, the same matrix would be gathered twice and
+    forward and backward. If it were a separate unit, the same matrix would be gathered twice and
     receive gradients from two places.
     """
     options: dict[str, Any] = {}

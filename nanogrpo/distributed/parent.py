@@ -3,8 +3,8 @@
 In: a process id. Out: nothing; the effect comes when that process ends.
 
 There are two functions because no single mechanism covers both cases. `killed_with` asks the kernel
-to kill us. It works even when C code holds Python's lock forever, but only for our direct parent.
-`on_end` waits on a thread. It works for any process, and lets the caller choose what to do.
+to kill us. It works even if C code never releases Python's global lock, but only for our direct
+parent. `on_end` waits on a thread. It works for any process, and lets the caller choose what to do.
 
 Standard library only: vLLM's interpreter imports this file too. Used by serve.py, vllm/worker.py
 and rewards/process.py.

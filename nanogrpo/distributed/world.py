@@ -1,4 +1,4 @@
-"""The processes of a run, and the values that they exchange.
+"""The processes of a run, and how they exchange values.
 
 In: the environment that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
 Out: a `World`. Without torchrun it has one process and needs none of these variables, so the loop
@@ -204,7 +204,7 @@ def _connect(cfg: Config, world: World) -> Watch | None:
         ) from e
     if world.size == 1:
         return None
-    # The watch has a connection of its own, because the first one may be blocked while this rank
+    # The watch has a separate connection, because the first one may be blocked while this rank
     # waits for the rank that failed.
     watched = dist.PrefixStore(f"watch {attempt}", store.clone())
     return Watch(watched, world.rank, world.size, cfg.heartbeat_timeout)

@@ -142,7 +142,7 @@ class Log:
         _print(f"held-out, greedy, after {step} steps:  {'  '.join(shown)}")
 
     def _log(self, done: int, place: dict, row: dict, logged: Mapping[str, float]) -> None:
-        """Append a record to the file and send its metrics to the reporters under step `done`."""
+        """Append a record to the file, and send its metrics to the reporters for step `done`."""
         for name in logged.keys() & row.keys():
             raise UserError(
                 f"log_metric({name.removeprefix('eval/')!r}, …): the log already uses this name; "

@@ -1,8 +1,8 @@
 """The metrics of a step, under TRL's names. docs/metrics.md explains each one.
 
 In: the samples, each micro-batch with the output of its loss (`Meter.add`), and the seconds of each
-phase (`Clock`). Out: dicts from name to number. A mean is taken over all tokens or all completions
-of the step; it is never a mean of means. Read next: console.py, which writes them.
+phase (`Clock`). Out: dicts that map names to numbers. Each mean is taken over all tokens or all
+completions of the step and is never a mean of means. Read next: console.py, which writes them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Send the metrics to a dashboard: `--report-to tensorboard wandb`, each an optional package.
 
 In: the metrics of a step, and the number of finished steps. Out: event files in
-output_dir/tensorboard, or a run of Weights & Biases, which takes its project, name and offline mode
+output_dir/tensorboard, or a run of Weights & Biases, which reads its project, name and offline mode
 from the WANDB_… environment variables. Read before: logs/console.py.
 
 A resumed run continues the same curves: TensorBoard drops the values after the checkpoint, and W&B
@@ -29,7 +29,7 @@ class TensorBoard:
             raise UserError(
                 "--report-to tensorboard needs its package: pip install -e .[tensorboard]"
             ) from e
-        # The steps that a resumed run repeats are hidden in the old files. Step 0 contains an
+        # Steps in the old files that a resumed run repeats are hidden. Step 0 contains an
         # evaluation, which a run that starts over also repeats.
         self.writer = SummaryWriter(
             str(Path(cfg.output_dir) / "tensorboard"), purge_step=start + 1 if start else 0
@@ -70,7 +70,7 @@ class Wandb:
                 f"--report-to wandb: {first_sentence(e)}: log in, set WANDB_MODE=offline, or leave "
                 "it out."
             ) from e
-        # W&B's own step counter refuses the steps that a resumed run repeats.
+        # W&B's own step counter would reject the steps that a resumed run repeats.
         self.run.define_metric("*", step_metric="done")
 
     def log(self, row: Mapping[str, float], done: int) -> None:

@@ -1,7 +1,7 @@
 """The built-in reward functions, and loading any reward function by its name.
 
-In: completions and the columns of the data, as lists (rewards/call.py defines the signature).
-Out: one number for each completion, or None. Read next: rewards/runner.py, which calls them.
+In: completions and the columns of the data, as lists (rewards/call.py defines the signature). Out:
+for each completion, a number or None. Read next: rewards/runner.py, which calls them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def accuracy_reward(
     """Return 1 where the extracted answer equals the reference, 0 where it differs or is missing.
 
     The reference is the record's `solution`, or else its `answer`: a bare result ("42", 42) or a
-    text that `extract_answer` can read. The reward is None where a record has neither.
+    text from which `extract_answer` can extract one. The reward is None where a record has neither.
     """
     blank = [None] * len(completions)
     rewards: list[float | None] = []
@@ -63,8 +63,8 @@ def length_reward(limit: int = 512, /, *, completion_ids: list[list[int]], **kwa
     """Return DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
 
     It is 0 up to 4/5 of `limit` tokens (the paper's cache is limit / 5) and falls linearly to -1 at
-    `limit`. It depends on one completion only: if it compared a completion with the longest of its
-    batch, the same text would earn different rewards in different steps. `limit` is
+    `limit`. It depends on one completion only: if it compared a completion with the longest one in
+    its batch, the same text would get different rewards in different steps. `limit` is
     positional-only, because the data may have a column of that name.
     """
     cache = limit / 5
@@ -152,7 +152,7 @@ BUILT_IN: dict[str, Callable] = {
 
 
 def is_builtin(spec: str) -> bool:
-    """Return whether `spec` names code of this package, which needs no process of its own."""
+    """Return whether `spec` names code of this package, which does not need a separate process."""
     return spec in BUILT_IN or spec.startswith(("length:", "model:"))
 
 

@@ -28,8 +28,8 @@ TOKEN_BUDGET = 16384  # tokens per forward pass: as many texts as fit, but at le
 class RewardModel(nn.Module):
     """A reward function: `model(prompts=…, completions=…)` returns B floats.
 
-    Texts are built as in TRL. Messages go through the model's own chat template, prompt and answer
-    together and without the start of another turn. Plain texts are concatenated.
+    Texts are built as in TRL. Messages are formatted by the model's own chat template: prompt and
+    answer together, without a generation prompt at the end. Plain texts are concatenated.
     """
 
     __name__: str  # in logs

@@ -1,8 +1,8 @@
 """Run the user's reward functions in a process that can be killed when one hangs or crashes.
 
-In: the names of functions, which the process imports itself; then calls. Out: the result of each
-call, or `CallLost` after the time limit or when the process has died. Read next: rewards/runner.py,
-which decides what happens after a lost call.
+In: the names of functions, which the process itself imports; then calls. Out: the result of each
+call, or `CallLost` if the time limit is exceeded or the process has died. Read next:
+rewards/runner.py, which decides what happens after a lost call.
 
     trainer: RewardProcess.call ── pickle over a socket ──→ process: main → Functions.call
                                 ←── one line of JSON ──────
@@ -39,7 +39,7 @@ from nanogrpo.rewards.call import CallResult, Functions
 # model of its own.
 IMPORT_TIMEOUT = 300.0
 # Seconds between checks that the process is alive. The socket alone does not show that it has died,
-# because children of the process may still hold it open.
+# because children of the process may keep it open.
 POLL = 0.5
 
 
@@ -51,7 +51,7 @@ class CallLost(Exception):
 
 
 class RewardProcess:
-    """The functions named by `specs`, in a process of their own.
+    """The functions named by `specs`, in a separate process.
 
     >>> process = RewardProcess(["my_rewards.py:brevity"])
     >>> process.call([(0, "brevity")], {"completions": ["a"], "completion_ids": [[5]]},
@@ -71,8 +71,8 @@ class RewardProcess:
             "from nanogrpo.rewards.process import main; main(*map(int, sys.argv[2:]))"
         )
         options = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
-        # A session of its own means that Ctrl-C in the terminal only reaches the trainer, and that
-        # the process can be killed together with its children.
+        # With a separate session, Ctrl-C in the terminal only reaches the trainer, and the process
+        # can be killed together with its children.
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program, *options],

@@ -1,4 +1,4 @@
-"""Score the samples of a step: run each reward function where it belongs and sum the results.
+"""Score the samples of a step: run each reward function in the right process and sum the results.
 
 In: samples with their decoded `text`. Out: `sample.rewards[name]`, their weighted sum
 `sample.reward`, and `sample.extra`. Read next: rewards/call.py (the signature of a function),
@@ -10,8 +10,8 @@ can be killed (rewards/process.py):
                        (--reward-timeout).
     hang or crash      The call is lost. The process is restarted and the groups are tried one by
                        one, within one more timeout: each group may use an equal part of the time
-                       that is left. So only the groups at fault are lost, and a function takes at
-                       most twice its timeout, plus restarts.
+                       that is left. So only the groups that cause the problem are lost, and a
+                       function takes at most twice its timeout, plus restarts.
     a lost group       does not take part in the step: the rewards of its samples are None, so it
                        has no advantage and no gradient. A warning names it, and `rewards/failures`
                        counts it. A 0 would be trained on as if it were a judgement.
@@ -116,7 +116,9 @@ class Runner:
 
     @property
     def longest(self) -> float:
-        """Seconds that a step may spend in the reward process, not counting its restarts."""
+        """The maximum number of seconds that a step can spend in the reward process, without
+        restarts.
+        """
         return 2 * self.timeout * sum(job.backend is self.process for job in self.jobs)
 
     def score(self, samples: Sequence[Sample], state: TrainerState | None = None) -> None:

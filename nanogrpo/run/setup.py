@@ -1,8 +1,8 @@
-"""Build and check the parts of a run before its first expensive step.
+"""Check the options and build the parts of a run before its first expensive step.
 
-In: the options and the world. Out: a `Run`, which train.py and step.py use. A user's mistake that
-can be found before training is reported here, in one sentence. Read next: state.py (checkpoints),
-engine/local.py and vllm/client.py (the engines).
+In: the options and the world. Out: a `Run`, which train.py and step.py use. A mistake by the user
+that can be found before training is reported here, in one sentence. Read next: state.py
+(checkpoints), engine/local.py and vllm/client.py (the engines).
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ def find_model(cfg: Config, world: World) -> Path:
 def load_sharded(model: Decoder, source: Path, world: World, cfg: Config) -> Decoder:
     """Load weights into an empty model.
 
-    The model is sharded over the ranks before anything is read, so no rank ever holds more than its
-    shard.
+    The model is sharded over the ranks before anything is read, so no rank ever stores more than
+    its shard.
     """
     fsdp.prepare(model, world, cfg)
     model.to_empty(device="cpu" if cfg.cpu_offload else world.device)

@@ -1,14 +1,14 @@
 """Save the exact state of a run while it trains, and restore it bit for bit on any number of ranks.
 
-In: a model and an optimizer, sharded or not. Out: folders in output_dir. Each is a checkpoint that
-transformers can load:
+In: a model and an optimizer, sharded or not. Out: folders in output_dir, each of which is a
+checkpoint that transformers can load:
 
     checkpoint-N/
         config.json  model*.safetensors  tokenizer.json …  weights in the base model's dtype
         adapter/                                           with --lora-r: the adapters for peft
                                                            (also merged into the weights above)
         state.json                                         finished steps, options, ranks, hashes
-        state/__0_0.distcp  __1_0.distcp …  .metadata      float32 masters and AdamW's moments:
+        state/__0_0.distcp  __1_0.distcp …  .metadata      float32 weights and AdamW's moments:
                                                            one file per rank
 
 Nothing else needs saving: data, random streams and the learning rate are functions of the step.
@@ -114,7 +114,7 @@ class Saver:
         model: Decoder,
         optimizer: Optimizer,
         tokenizer: Tokenizer,
-        config_json: dict,  # of the base model; its folder may be gone when we save
+        config_json: dict,  # the base model's, whose folder may be deleted before we save
         origin: dict[str, str],  # from output.origin
         reference: Decoder | None = None,  # saved if it follows the policy
     ):
@@ -147,8 +147,8 @@ class Saver:
             failure.unfinished.remove(self.wait)
 
     def save(self, step: int, carried: dict | None = None) -> None:
-        """Start writing `checkpoint-{step}`, the state after `step` finished steps. Return when the
-        weights may change again. Every rank must call.
+        """Start writing `checkpoint-{step}`, the state after `step` finished steps. Return as soon
+        as the weights may change again. Every rank must call.
 
         carried: the few values, other than tensors, that one step passes to the next.
         """
@@ -205,7 +205,9 @@ class Saver:
             wait([self.job])
 
     def failure(self) -> UserError | None:
-        """Return the error of a finished save, once. None while it runs or if it succeeded."""
+        """Return the error of a finished save, but only once. Return None while a save is in
+        progress or if it succeeded.
+        """
         if self.job is None or not self.job.done():
             return None
         error, self.job = self.job.exception(), None

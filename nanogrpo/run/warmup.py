@@ -4,8 +4,8 @@
     python train.py --model runs/base --data arithmetic …
 
 The model first learns to work out sums term by term. Then it briefly imitates a lazy student, who
-works out short sums four times out of five, and blurts out the answer to long sums four times out
-of five. The base model copies both habits and so fails at sums it could solve: the answers it
+works out short sums in four cases out of five, and blurts out the answer to long sums in four cases
+out of five. The base model copies both habits and so fails at sums it could solve: the answers it
 blurts out are mostly wrong, and those it works out are mostly right. Nothing in this training says
 which habit is better. GRPO finds that out. In: a seed. Out: a checkpoint folder in Hugging Face's
 layout. Read next: train.py.
@@ -123,11 +123,11 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
 
 
 def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int) -> None:
-    """Train any model that can hold the tokenizer's ids. The last quarter of the steps shows the
-    lazy student.
+    """Train any model whose vocabulary includes the tokenizer's ids. The last quarter of the steps
+    trains on the lazy student's solutions.
 
-    Supervised learning is the policy gradient of someone else's completions with advantage 1, so
-    this uses the trainer's own loss.
+    Supervised learning is the policy gradient on completions from another source with advantage 1,
+    so this uses the trainer's own loss.
     """
     cfg = Config(loss_type="dapo")
     rng = random.Random(f"warm-up,{seed}")

@@ -16,8 +16,8 @@ import json
 import os
 import time
 
-# The environment variable that holds the secret. It is never passed on a command line, which other
-# users of the machine can read.
+# The environment variable that contains the secret. It is never passed on a command line, which
+# other users of the machine can read.
 SECRET = "NANOGRPO_SECRET"
 SHORTEST = 16  # minimum length of a secret in characters
 

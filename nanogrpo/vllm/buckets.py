@@ -120,12 +120,12 @@ def _entry(entry: Any) -> tuple[str, str, list[int]]:
 
 @dataclass
 class InitInfo:
-    """The body of /init_weight_transfer_engine: everything that stays the same between updates."""
+    """The body of /init_weight_transfer_engine: everything that does not change between updates."""
 
     transport: str  # broadcast or memory
     layout: list  # [[name, dtype, shape], …]
     bucket_bytes: int
-    timeout: float  # seconds that a worker waits for the trainer
+    timeout: float  # seconds for which a worker waits for the trainer
     address: str = ""  # broadcast: the address of the trainer's store
     port: int = 0
     group: str = ""  # a random name, so two groups never mix
@@ -156,7 +156,7 @@ class InitInfo:
 def listen(address: str) -> socket.socket:
     """Return a socket that listens on a free port of one address.
 
-    torch's store by itself would listen on every interface of the machine.
+    By default, torch's store would listen on every network interface of the machine.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)

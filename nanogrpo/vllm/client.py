@@ -1,17 +1,17 @@
 """The client of the vLLM sidecar: an engine (engine/base.py) that samples from servers over HTTP.
 
 In: prompts (token ids). Out: `Sample`s: token ids, their log-probs at the sampling temperature,
-whether the completion stopped, and the weight version that wrote each token. One request is sent
-per group (n = G), with up to `window` requests in progress on each server:
+whether the completion stopped, and the version of the weights that sampled each token. One request
+is sent per group (n = G), with up to `window` requests in progress on each server:
 
     waiting groups ──► any server with room ──► checked ──► samples, in the order of the prompts
           ▲                     │ it dies, hangs, or answers 5xx
           └──── the group ◄─────┘ is requested again with the same seeds
 
 Three rules make a reply trustworthy. Every sampling field is sent, so no default of the server
-applies. Each token carries the label of the weights that wrote it, and a server with labels that
-are not ours (it was restarted, or another trainer uses it) counts as lost. The prefix cache is
-salted with the label, so keys computed with older weights are never reused.
+applies. Each token is returned with the label of the weights that sampled it, and a server that
+returns unknown labels (because it was restarted, or another trainer uses it) counts as lost. The
+prefix cache is salted with the label, so keys computed with older weights are never reused.
 
 With several trainer processes, rank 0 talks to the servers and shares the results and errors. Read
 next: sync.py, engine/ahead.py.
@@ -74,7 +74,7 @@ class VLLMEngine:
         self.restarts = 0  # how many times all servers were lost and one was recovered
         self.problem: Exception | None = None  # why the last server was lost
         self.over = threading.Event()  # set by `close`
-        # held while weights are gathered or sent, by the loop or by a recovery in another thread
+        # locked while weights are gathered or sent, by the loop or by a recovery in another thread
         self.lock = threading.RLock()
         self.servers: list[Server] = []  # on rank 0
         try:
@@ -91,7 +91,7 @@ class VLLMEngine:
     def load(self, model: nn.Module, version: int) -> None:
         """Gather the model's weights and send them to every server. Every rank must call.
 
-        Raises ServerLost if no server could take them.
+        Raises ServerLost if no server accepts them.
         """
         with self.lock:
             # Rank 0 may have to wait for the lock. The other ranks wait for rank 0 here, because
@@ -238,8 +238,8 @@ class VLLMEngine:
         self._recover()
 
     def _send(self, server: Server) -> None:
-        """Connect to a server, unless it is already alive, and send it the weights. Afterwards it
-        counts as alive.
+        """Connect to a server, unless it is already alive, and send it the weights. Afterwards the
+        server counts as alive.
         """
         try:
             if not server.alive:

@@ -1,5 +1,5 @@
-"""One vLLM sidecar as the trainer sees it: an HTTP client with the server's state (`Server`), and
-the process if we start it ourselves (`Sidecar`).
+"""The trainer's view of one vLLM sidecar: an HTTP client with the server's state (`Server`), and
+the server process if we start it ourselves (`Sidecar`).
 
 In: a URL and a secret. Out: `get` and `post`, which raise two kinds of errors. A `ServerError` (no
 answer in time, a lost connection, a status 5xx) may be solved by another attempt or another server.
@@ -87,7 +87,7 @@ class Server:
         self.alive = False  # it is connected, has the current weights, and receives requests
         self.version = -1  # the version of the last weights it received
         self.error: Exception | None = None  # from the last heartbeat, or why it was lost
-        self.reported = False  # whether the log has already reported the outage
+        self.reported = False  # whether the outage has already been logged
         # the connection for weights, if they are broadcast
         self.group: BroadcastGroup | None = None
         self.open: set[http.client.HTTPConnection] = set()

@@ -55,7 +55,7 @@ class WeightSync:
         transport: str = "broadcast",
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 60.0,  # seconds for each request, and for each broadcast
-        main: bool = True,  # whether this is rank 0, which holds the buckets
+        main: bool = True,  # whether this is rank 0, which has the buckets
     ):
         entries = [(n, dtype, list(p.shape)) for n, p in lora.base_parameters(model)]
         self.layout = Layout(entries, bucket_bytes)
@@ -70,7 +70,7 @@ class WeightSync:
         self.slots = {name: view for bucket in views for name, view in bucket}
 
     def label(self, version: int) -> str:
-        """Return the name under which servers know a version of this trainer's weights."""
+        """Return the name by which servers identify a version of this trainer's weights."""
         return f"{self.run}.{version}"
 
     @torch.no_grad()
