@@ -1,5 +1,5 @@
-"""One program per row computes log-prob and entropy, then overwrites the logits with the gradient
-of the loss.
+"""One program per row computes log-prob and entropy, then overwrites the row with the gradient of
+the loss.
 
 In: logits [N, V] (overwritten), targets [N], `LossInputs` [N]. Out: log-prob and entropy [N]
 float32, and dloss/dlogits in place of the logits. This file also re-exports the other row functions
@@ -10,16 +10,16 @@ Equation.   (logp, H): log_softmax.py on the row;  (l, dl): policy.py `terms` of
             loss = weight · l - entropy_weight · H
 Derivation. dloss/dx_j = (weight · dl (1[j = y] - p_j) + entropy_weight · p_j (log p_j + H)) / T.
             Once the row's sums are known, its gradient needs nothing from other rows. So the
-            program that has just read the row goes over it a second time, backwards, and overwrites
-            the logits with the gradient. It starts with the last columns because they were read
-            most recently and are still in the nearest cache.
+            program that has just read the row processes it a second time, from the last column to
+            the first, and overwrites the logits with the gradient. The last columns come first
+            because they were read most recently and are still in the nearest cache.
 Bytes.      4·N·V in bfloat16 if the second pass hits the L2 cache: 1.16 ms for N = 8192 at 4.3
             TB/s. Separate forward and backward kernels would move 6·N·V. A row of Qwen3 has 304 KB,
             so one row per multiprocessor fills 40 MB of an H200's 50 MB of L2. That is why a
-            program has 32 warps: only one of them fits on a multiprocessor at a time.
-Skipped.    A row with a gradient of 0 (no advantage, or clipped) is filled with zeros without being
-            read again, unless its log-prob is NaN. Rows whose weight and entropy_weight are both 0
-            never reach this kernel: head.py skips them.
+            program has 32 warps: only one such program fits on a multiprocessor at a time.
+Skipped.    If the gradient of a row is 0 (no advantage, or clipped), the row is filled with zeros
+            and not read again, unless its log-prob is NaN. Rows whose weight and entropy_weight are
+            both 0 never reach this kernel: head.py skips them.
 Reference.  `policy_rows_` in reference.py.
 """
 

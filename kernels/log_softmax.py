@@ -3,7 +3,7 @@ over the logits.
 
 In: logits [N, V] (bf16, fp16 or fp32; the entries of a row must be adjacent), targets [N] int64,
 temperature. Out: log-prob [N] and entropy [N] in nats, both float32. Read next: policy.py, then
-fused_rows.py, which joins the two.
+fused_rows.py, which combines the two.
 
 Equation.   z = x / T;  logp = z_y - log Σ_j e^{z_j};  H = -Σ_j p_j log p_j.
             Online: keep (q, l, s) with l = Σ e^{z_j - q} and s = Σ e^{z_j - q} (z_j - q) over the

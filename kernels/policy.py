@@ -37,7 +37,7 @@ from .reference import LossInputs, Objective
 
 LOG_RATIO_MAX = tl.constexpr(reference.LOG_RATIO_MAX)
 NAN = tl.constexpr(tl.PropagateNan.ALL)  # min(NaN, 1) is NaN; without it a GPU returns 1
-BLOCK, WARPS = 1024, 4  # tokens and warps per program
+BLOCK, WARPS = 1024, 4  # number of tokens and of warps per program
 
 
 @triton.jit

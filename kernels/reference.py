@@ -21,9 +21,9 @@ On a GPU, Triton kernels take the place of the last two. They have the same name
 | `policy_forward`, and `policy_terms` for one token | policy.py |
 | `policy_rows_` | fused_rows.py |
 
-Derivatives are written out instead of left to autograd. They specify the kernels, and the fused
-head needs them during its forward pass. tests/model/test_head.py checks them against autograd and
-finite differences. Read next: log_softmax.py.
+Derivatives are written out and not left to autograd, because they specify the kernels and because
+the fused head needs them during its forward pass. tests/model/test_head.py checks them against
+autograd and finite differences. Read next: log_softmax.py.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def policy_terms(
     """Return for each token the loss l, dl/dlogp, the clip flag (int8) and the KL (or None).
 
     l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A) · importance + β · KL. A NaN log-prob gives
-    a NaN loss and gradient, so the trainer notices it: every comparison below tests whether the
-    derivative is zero, and NaN fails that test.
+    a NaN loss and gradient, so the trainer notices it. To this end, every comparison below tests
+    for the case in which the derivative is zero, and NaN fails such a test.
     """
     # ratio: r = π(token) / π_old(token) = exp(logp - old_logp), so dr/dlogp = r, or 0 if clamped
     log_ratio = torch.zeros_like(logp) if inputs.old_logp is None else logp - inputs.old_logp

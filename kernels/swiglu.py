@@ -4,7 +4,8 @@ must be measured on a GPU.
 In: gate [T, F], up [T, F]; bf16, fp16 or fp32. Out: [T, F] in the same dtype. Read next: README.md.
 
 Equation.   σ = 1 / (1 + e^{-g});  y = g σ u                    (Shazeer 2020, arXiv 2002.05202)
-Derivation. dy/du = g σ;  dy/dg = u σ (1 + g (1 - σ)). Only the two inputs are saved.
+Derivation. dy/du = g σ;  dy/dg = u σ (1 + g (1 - σ)). Only the two inputs are saved for the
+            backward.
 Bytes.      Forward 6·T·F in bfloat16, backward 10·T·F. T = 8192, F = 12,288 at 4.3 TB/s: 140 and
             234 µs. FLOP: 5 per element.
 Reference.  `torch.nn.functional.silu(gate) * up`.

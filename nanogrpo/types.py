@@ -1,4 +1,4 @@
-"""The three types that carry the data of a step: `Prompt` → `Sample` → `PackedBatch`.
+"""The three types that contain the data of a step: `Prompt` → `Sample` → `PackedBatch`.
 
 This module imports nothing from nanogrpo, and every folder uses it. Read next: grpo/loss.py (what
 is computed from these types), grpo/packing.py (how samples become batches).
@@ -30,7 +30,7 @@ class Prompt:
     # as in the data: plain text, or messages [{"role": ..., "content": ...}]
     text: str | list[dict]
     token_ids: list[int]  # after the chat template
-    # every other column of the data set; reward functions receive them
+    # all other columns of the data set, which reward functions receive
     columns: dict = field(default_factory=dict)
     # maximum number of completion tokens; None: SamplingParams.max_tokens
     max_tokens: int | None = None

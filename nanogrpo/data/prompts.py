@@ -49,8 +49,8 @@ def load_all(
     other prompt.
 
     `max_prompt_length` is in tokens, after the chat template. A longer prompt is never truncated,
-    because cutting off the beginning of a question can change its answer. With `long_prompts`
-    "drop" it is left out; otherwise it raises UserError.
+    because cutting off the beginning of a question can change its answer. If `long_prompts` is
+    "drop", it is left out; otherwise it raises UserError.
     """
     parts: list[list[Prompt]] = []
     first_id = 0
@@ -141,9 +141,9 @@ def draw(prompts: list[Prompt], n: int, seed: int, step: int) -> list[Prompt]:
     """Choose the n prompts of a step. This is a pure function, so a resumed run draws the same
     prompts as an uninterrupted one.
 
-    Concatenate the epochs, each shuffled differently: step s takes positions s·n … s·n+n-1. Each
-    prompt occurs once per epoch, even if n does not divide the size of the dataset. No prompt
-    occurs twice in a step as long as n ≤ len(prompts).
+    The epochs, each shuffled differently, form one long sequence, of which step s takes positions
+    s·n … s·n+n-1. Each prompt occurs once per epoch, even if n does not divide the size of the
+    dataset. No prompt occurs twice in a step as long as n ≤ len(prompts).
     """
     places = (divmod(i, len(prompts)) for i in range(step * n, step * n + n))
     return [prompts[_order(len(prompts), n, seed, epoch)[offset]] for epoch, offset in places]

@@ -2,7 +2,7 @@
 server).
 
 In: the engine, the prompts of each step, and a bound S (--max-staleness). Out: the samples of each
-step, in order. With S = 0 it only checks versions.
+step, in order. With S = 0 it only checks the versions of the tokens.
 
     S = 0    sample 0 │ train 0 │ sync │ sample 1 │ train 1 │ sync │ …   always the newest weights
     S = 1    sample 0 │ train 0 ────────── sync │ train 1 ───────── sync │ …

@@ -46,7 +46,7 @@ Prefix = tuple[Tensor, Tensor]
 
 @dataclass
 class Completion:
-    """A sample that is being written."""
+    """A sample that is being generated."""
 
     sample: Sample
     limit: int  # maximum number of completion tokens
@@ -209,7 +209,7 @@ class LocalEngine:
         return [c.sample for c in completions]
 
     def _prefill(self, prompts: Sequence[list[int]]) -> dict[int, Prefix]:
-        """Compute the keys and values of the first prompts, as many as PREFILL_TOKENS allows."""
+        """Compute the keys and values of as many of the first prompts as PREFILL_TOKENS allows."""
         pack: dict[int, list[int]] = {}
         room = PREFILL_TOKENS
         for ids in {id(p): p for p in prompts}.values():

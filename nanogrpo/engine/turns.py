@@ -2,19 +2,19 @@
 in between, such as a tool's answers.
 
     def rollout(samples, turns):                              # --rollout file.py:rollout
-        while samples := turns.generate(samples, stop=("=",)):    # those that stopped at "="
+        while samples := turns.generate(samples, stop=("=",)):    # samples that stopped at "="
             for s in samples:
-                turns.observe(s, calculate(turns.text(s)))        # read, but never trained on
+                turns.observe(s, calculate(turns.text(s)))        # read, but not trained on
 
 In: the samples of a step, without tokens. Out: the same samples with token_ids, is_model_token
 (false for a tool's answer), logp (0 for an answer) and versions. A function may also set these
 fields itself, from its own engine. A completion, including tool answers, has at most
 max_completion_length tokens. examples/calculator.py is a complete example.
 
-The ranks of a run sample together (rank 0 asks the vLLM servers for all), but their conversations
-differ in the number of turns. So the ranks exchange their state before each turn, and a rank that
-has finished keeps taking part until all have. Read before: base.py. Read next: grpo/packing.py (how
-a completion that contains tool output is trained on).
+The ranks of a run sample together (rank 0 sends the requests of all ranks to the vLLM servers), but
+their conversations differ in the number of turns. So the ranks exchange their state before each
+turn, and a rank that has finished keeps taking part until all have. Read before: base.py. Read
+next: grpo/packing.py (how a completion that contains tool output is trained on).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Rollout = Callable[[list[Sample], "Turns"], None]
 
 @dataclass
 class Turns:
-    """The model, as a rollout function sees it. n: samples per prompt. gather: World.gather."""
+    """The model, as a rollout function uses it. n: samples per prompt. gather: World.gather."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -79,7 +79,7 @@ class Turns:
         return self.tokenizer.decode(sample.token_ids)
 
     def room(self, sample: Sample) -> int:
-        """Return how many tokens still fit."""
+        """Return how many more tokens fit into the completion."""
         return self.params.max_tokens - len(sample.token_ids)
 
     def _token(self, text: str) -> int:

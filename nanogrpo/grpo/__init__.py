@@ -1,3 +1,3 @@
-"""The algorithm as pure functions: advantages, loss, objectives, packing, entropy. Start with
-loss.py.
+"""The GRPO algorithm as pure functions: advantages, loss, objectives, packing and entropy. Start
+with loss.py.
 """

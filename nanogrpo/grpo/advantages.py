@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanogrpo.config import Config
 
-STD_EPS = 1e-4  # added to every standard deviation, as TRL does
+STD_EPS = 1e-4  # added to every standard deviation, as in TRL
 
 
 def nanstd(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
@@ -92,7 +92,7 @@ def step_advantages(
     rewards: the weighted sums, G consecutive completions per group; None: no reward function
     applied, and the advantage is 0. by_function: the rewards of each function before they were
     summed, which `normalize_then_sum` needs. With several ranks, pass the rewards of all ranks. The
-    standard deviations, [P, 1] or [1, 1], show which groups carry no signal.
+    standard deviations, [P, 1] or [1, 1], show which groups have no learning signal.
     """
 
     def tensor(values: Sequence) -> Tensor:

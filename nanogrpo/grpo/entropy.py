@@ -63,14 +63,14 @@ class Bonus:
 
         bonus.weigh(batches) → for each batch: loss, bonus.add(batch, out) → bonus.end_update()
 
-    step.pack calls `weigh`; metrics.Meter calls the others. Between steps only `state` is kept,
-    which a checkpoint stores.
+    step.pack calls `weigh`; metrics.Meter calls the others. Only `state` is kept from step to step,
+    and checkpoints store it.
     """
 
     def __init__(self, cfg: Config, world: World, state: dict | None = None):
         self.cfg, self.world = cfg, world
         self.on = cfg.entropy_coef != 0 or cfg.use_adaptive_entropy
-        # last_entropy None: not measured yet
+        # last_entropy is None until it has been measured
         self.state = state or {"entropy_coef": cfg.entropy_coef, "last_entropy": None}
         self.sums: list = [0.0, 0]  # entropy and number of tokens since the last update
 
@@ -106,7 +106,7 @@ class Bonus:
             return
         total, count = (sum(x) for x in zip(*self.world.gather([float(x) for x in self.sums])))
         self.sums = [0.0, 0]
-        if not count:  # every completion was masked, so there is no entropy to compare
+        if not count:  # all completions were masked, so there is no entropy to compare
             return
         entropy = total / count
         step = cfg.entropy_coef_delta if entropy <= cfg.entropy_target else -cfg.entropy_coef_delta

@@ -161,6 +161,6 @@ def loss(logp: Tensor, entropy: Tensor, batch: PackedBatch, cfg: Config) -> Poli
 def logp_of(batch: PackedBatch, cfg: Config) -> HeadOp:
     """Return a head operation for the log-probs of the targets at the sampling temperature.
 
-    It gives logp [M] and entropy [M].
+    The operation returns logp [M] and entropy [M].
     """
     return functools.partial(head.head_logp, targets=batch.targets, temperature=cfg.temperature)

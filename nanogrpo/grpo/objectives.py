@@ -83,7 +83,8 @@ def clipped(t: Tokens, cfg: Config) -> Terms:
 
 
 def cispo(t: Tokens, cfg: Config) -> Terms:
-    """l = -sg(min(w, ε_high))·A·logp: clips the weight, not the gradient.
+    """l = -sg(min(w, ε_high))·A·logp: this clips the weight w and keeps the gradient of every
+    token.
 
     MiniMax-M1 2025 (2506.13585), equation 4.
     """

@@ -18,7 +18,7 @@ completion g. The last token of each completion is predicted, but is not an inpu
 
 `schedule` is a pure function of the sizes, so all ranks agree on it without communication. The
 gradient does not depend on the schedule. Read next: model/decoder.py (which runs over a strip),
-model/attention.py (how a completion sees its prompt).
+model/attention.py (how a completion attends to its prompt).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Size(NamedTuple):
 class Piece(NamedTuple):
     """Completions of one prompt in one strip."""
 
-    samples: list[int]  # by their index in the generation
+    samples: list[int]  # as indices into the generation
     # number of input tokens: the prompt once, and each completion without its last token
     tokens: int
     # number of key rows that attention reads (Tk of PackedBatch): the prompt's once per completion
@@ -80,7 +80,7 @@ Strip = list[Piece]
 class Update:
     """One optimizer step: its samples over all ranks, and their strips."""
 
-    samples: list[int]  # by their index in the generation
+    samples: list[int]  # as indices into the generation
     n_tokens: int  # number of trained tokens over all ranks and micro-batches: the normalizer
     strips: list[list[Strip]]  # [world][micro-batch]
 
@@ -116,7 +116,7 @@ def schedule(
 
 
 def one_update(samples: Sequence[Sample], cfg: Config) -> Update:
-    """Put all samples into one optimizer step of one process."""
+    """Plan a single optimizer step of one process with all samples."""
     return plan(list(range(len(samples))), sizes(samples, cfg), cfg)
 
 
@@ -218,11 +218,11 @@ def _spread(
 def _assign(strips: list[Strip], sizes: Sequence[Size]) -> list[Strip]:
     """Return the strips of a micro-batch in the order of the ranks that compute them.
 
-    Any order takes the same time to compute, so we choose one that moves few tokens between ranks:
-    the minimum for up to six ranks, a greedy approximation for more.
+    Every order takes the same time to compute, so we choose one that sends few tokens between
+    ranks. For up to six ranks it is the best one, for more a greedy approximation.
     """
     world = len(strips)
-    kept = [[0] * world for _ in strips]  # [strip][rank]: tokens that need not be sent
+    kept = [[0] * world for _ in strips]  # [strip][rank]: number of tokens that need not be sent
     for strip, row in zip(strips, kept):
         for i in itertools.chain(*(piece.samples for piece in strip)):
             row[_home(i, len(sizes), world)] += sizes[i].completion_tokens
@@ -248,7 +248,7 @@ def pack(
 ) -> list[PackedBatch]:
     """Return a rank's micro-batches of an optimizer step.
 
-    samples: at least those that the rank computes, by their index in the generation.
+    samples: at least the samples that the rank computes, by their index in the generation.
     """
     return [_pack(strip, samples, update, cfg) for strip in update.strips[rank]]
 

@@ -2,7 +2,7 @@
 adapter_model.safetensors.
 
 In: a model with adapters (lora.py), and the options. Out: adapters, initialized or loaded, and
-folders that peft loads over the base model:
+folders that peft can load on top of the base model:
 `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)`. PEFT's tensor names
 are ours with a prefix and a suffix. PEFT features that we do not support are rejected, with their
 name in the message. Read before: lora.py. Read next: run/state.py (when adapters are saved).

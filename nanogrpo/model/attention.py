@@ -1,5 +1,5 @@
-"""Causal attention over packed sequences, and over a key/value cache: the two kinds of attention
-that a decoder block can use.
+"""The two kinds of attention that a decoder block can use: causal attention over packed sequences,
+and over a key/value cache.
 
 In: queries `[T, H, E]`, keys and values `[T, K, E]` of sequences laid end to end (H is a multiple
 of K: grouped-query attention). Out: `[T, H, E]`. A block does not know which kind it uses. It calls

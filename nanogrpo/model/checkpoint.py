@@ -77,8 +77,8 @@ def files(folder: Path) -> list[Path]:
 
 
 def tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, slice) for each tensor of the files: `slice[:]` reads all of it and `slice[0:4]`
-    only those rows.
+    """Yield (name, slice) for each tensor in the files: `slice[:]` reads the full tensor, and
+    `slice[0:4]` only its first four rows.
     """
     for file in files:
         try:
@@ -106,7 +106,7 @@ def copy_tensors(
 ) -> None:
     """Copy the tensors of files into parameters of the same names.
 
-    Raises UserError naming the first tensor that is missing, unknown or of the wrong shape.
+    Raises a UserError that names a tensor if it is missing, unknown or of the wrong shape.
     """
     missing = set(wanted)
     for name, tensor in found:
@@ -166,7 +166,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     """Yield a folder to write into, and rename it to `final` at the end. A crash or an exception
     leaves `final` as it was.
 
-    An existing checkpoint is replaced. A folder that holds anything else raises UserError.
+    An existing checkpoint is replaced. A folder with any other content raises UserError.
     """
     final = final.absolute()  # "." has no name
     temporary, old = final.with_name(f".{final.name}.tmp"), final.with_name(f".{final.name}.old")

@@ -97,9 +97,10 @@ def full_parameters(model: nn.Module, computed: bool = False) -> Iterator[tuple[
     """Yield (name, full tensor) for each parameter that a checkpoint has, with the adapters merged.
 
     Under FSDP2 every rank must consume the generator to its end, because shards are gathered by
-    collectives. By default these are the masters, one by one. With `computed`, FSDP gathers each of
-    its units in one collective, on the device and in the dtype of training: these are the bits that
-    the model computes with. Such a tensor is valid until the next one is requested.
+    collectives. By default it yields the master weights, gathered one by one. With `computed`, FSDP
+    gathers each of its units in one collective, on the device and in the dtype of training, so the
+    values are exactly those that the model computes with. Such a tensor is only valid until the
+    next one is requested.
     """
     names = {name for name, _ in base_parameters(model)}  # without a tied parameter's second name
 

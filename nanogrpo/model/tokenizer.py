@@ -1,5 +1,5 @@
-"""Text ↔ token ids, and messages → text: the `tokenizers` package plus the model's own chat
-template, without transformers.
+"""Convert text to token ids and back, and messages to text, with the `tokenizers` package and the
+model's own chat template instead of transformers.
 
 In: a model folder in Hugging Face's layout. Out: `Tokenizer`, whose `encode_prompt` returns the
 `token_ids` of a `Prompt`. Read next: data/prompts.py, which calls it once per prompt. The engines
@@ -156,7 +156,7 @@ class Tokenizer:
         return read_json(self._folder / name) if name in self._files else {}
 
     def _id(self, name: str) -> int | None:
-        """Return the id of a special token, None if the config does not name one."""
+        """Return the id of a special token, or None if the config does not define it."""
         if (token := self._special.get(name)) is None:
             return None
         if (found := self._tokenizer.token_to_id(token)) is None:
@@ -170,7 +170,7 @@ class Tokenizer:
         """Return the id of the end token, followed by the ids that generation_config.json adds (an
         int or a list).
         """
-        self._id("pad_token")  # checked for those who load our checkpoints: we never pad
+        self._id("pad_token")  # only a check: we never pad, but users of our checkpoints might
         eos = self._id("eos_token")
         stops = [] if eos is None else [eos]
         more = self._json("generation_config.json").get("eos_token_id")
