@@ -144,7 +144,7 @@ def check_port(host: str, port: int) -> None:
     """Raise UserError if the port is taken, before vLLM spends a minute loading."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
-        # as the server will: a port that was just closed is free
+        # like the server itself, treat a port that was just closed as free
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((host, port))

@@ -62,7 +62,7 @@ def _both_ways(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., dic
 
 def cases(device: str, small: bool) -> list[Callable[[], dict]]:
     dtype = torch.float32 if small else torch.bfloat16
-    # as in Qwen3-8B
+    # the sizes of Qwen3-8B
     T, D, H, E, W = (16, 48, 3, 16, 80) if small else (8192, 4096, 32, 128, 12_288)
 
     def draw(*shape: int) -> Tensor:

@@ -46,7 +46,7 @@ def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
         min_p=cfg.min_p or None,
         report_to="none",
         save_strategy="no",
-        logging_steps=1,  # as on our side
+        logging_steps=1,  # log every step, as our side does
         disable_tqdm=True,
         model_init_kwargs={"attn_implementation": "sdpa", "dtype": torch.float32},
         **{name: getattr(cfg, name) for name in SAME},

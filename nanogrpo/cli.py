@@ -59,13 +59,13 @@ PROFILES: dict[str, dict] = {
         "max_completion_length": 4096,  # room to reason; watch completions/clipped_ratio
         # DAPO's clip-higher: unlikely tokens can become likelier, so entropy falls more slowly
         "epsilon_high": 0.28,
-        "learning_rate": 1e-6,  # for training all weights
+        "learning_rate": 1e-6,  # suitable for training all weights
         "warmup_steps": 20,  # AdamW's moments are unreliable during the first updates
         "max_grad_norm": 1.0,
         "max_steps": 500,
         "token_budget": 32768,  # a strip contains as many completions as fit
         "gradient_checkpointing": "selective",  # keep matrix products, recompute the rest
-        "max_concurrent": 256,  # for the local engine; a vLLM server decides for itself
+        "max_concurrent": 256,  # only for the local engine; a vLLM server decides for itself
         "eval_steps": 25,
         "save_steps": 25,
         "save_total_limit": 3,

@@ -32,7 +32,7 @@ class RewardModel(nn.Module):
     answer together, without a generation prompt at the end. Plain texts are concatenated.
     """
 
-    __name__: str  # in logs
+    __name__: str  # the name in logs
     tokenizer: Tokenizer
     pad_token_id: int | None = None
 

@@ -225,7 +225,7 @@ def measured(world: World, estimate: int) -> dict[str, float]:
     On the host, it is the highest peak of any process so far. On a GPU, it is the highest peak of
     any rank's tensors since the last call, logged together with the estimate.
     """
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # its unit is KiB
     out = {"memory/host_peak_gib": max(world.gather(peak)) / 2**20}
     if world.device.type == "cuda":
         peak = max(world.gather(torch.cuda.max_memory_allocated(world.device)))

@@ -30,7 +30,8 @@ def make_optimizer(model: nn.Module, cfg: Config) -> torch.optim.AdamW:
     optimizer = torch.optim.AdamW(
         groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, fused=True
     )
-    # as AdamW itself would: a float32 counter on the parameter's device, and sharded moments
+    # the same state that AdamW would create: a float32 counter on the parameter's device, and
+    # sharded moments
     for p in parameters:
         step = torch.zeros((), dtype=torch.float32, device=p.device)
         moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}

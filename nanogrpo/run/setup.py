@@ -61,7 +61,7 @@ class Run:
     entropy_bonus: Bonus  # off by default
     engine: Engine
     draw_all: Callable[[int, int], list[Prompt]]  # (seed, step) → all ranks' prompts of a step
-    sampling: SamplingParams  # for training completions
+    sampling: SamplingParams  # how training completions are sampled
     log: Log
     trace: torch.profiler.profile
     saver: state.Saver

@@ -115,7 +115,7 @@ class Saver:
         optimizer: Optimizer,
         tokenizer: Tokenizer,
         config_json: dict,  # the base model's, whose folder may be deleted before we save
-        origin: dict[str, str],  # from output.origin
+        origin: dict[str, str],  # hashes of the inputs, from output.origin
         reference: Decoder | None = None,  # saved if it follows the policy
     ):
         self.cfg, self.world, self.model, self.optimizer = cfg, world, model, optimizer

@@ -43,7 +43,7 @@ from nanogrpo.vllm.sync import WeightSync
 log = logging.getLogger(__name__)
 
 HEARTBEAT = 5.0  # seconds between health checks of a server
-ATTEMPTS = 3  # for a request that is answered with 5xx, before the server counts as lost
+ATTEMPTS = 3  # attempts at a request that fails with 5xx, before the server counts as lost
 
 
 class VLLMEngine:

@@ -86,7 +86,7 @@ class Server:
         # State, set by client.py and sync.py:
         self.alive = False  # it is connected, has the current weights, and receives requests
         self.version = -1  # the version of the last weights it received
-        self.error: Exception | None = None  # from the last heartbeat, or why it was lost
+        self.error: Exception | None = None  # why the last heartbeat failed, or it was lost
         self.reported = False  # whether the outage has already been logged
         # the connection for weights, if they are broadcast
         self.group: BroadcastGroup | None = None
@@ -218,7 +218,7 @@ class Sidecar:
     def __init__(
         self,
         model: str | Path,
-        options: Sequence[str],  # for serve.py and vLLM
+        options: Sequence[str],  # options for serve.py and vLLM
         python: str,  # the interpreter that has vLLM
         output: Path,  # the file for the server's messages
         startup_timeout: float = 900.0,
