@@ -57,7 +57,7 @@ def row_kernel(
     stride, V, k, inv_t, low, high, delta, beta,
     BIAS: tl.constexpr, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Each program processes one row."""
     row = tl.program_id(0).to(tl.int64)
     L = LOGITS + row * stride
     BLOCK: tl.constexpr = R * C

@@ -156,7 +156,7 @@ class HeadPolicyLoss(torch.autograd.Function):
 
 
 def _kinds(inputs: LossInputs, o: Objective) -> tuple[Tensor, Tensor]:
-    """Return two masks [M]: the tokens that are computed, and those of them with a gradient."""
+    """Return two masks [M]: the tokens to compute, and the subset that needs a gradient."""
     computed = trained = inputs.weight != 0
     if inputs.ref_logp is None or o.beta == 0.0:
         trained = trained & (inputs.advantage != 0)

@@ -139,7 +139,7 @@ def forward_kernel(
     LOGITS, TARGETS, LOGP, ENTROPY, NORM, stride, N, V, k,
     WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Each program processes one row."""
     row = tl.program_id(0).to(tl.int64)  # row · V exceeds 2^31 at 14,134 rows of Qwen3
     L = LOGITS + row * stride
     q, l, s = statistics(L, V, k, WIDE, R, C)
@@ -198,7 +198,7 @@ def backward_kernel(
     LOGITS, TARGETS, NORM, ENTROPY, DLOGP, DENTROPY, stride, N, V, k, inv_t,
     blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of a row: a gradient depends on its logit and six values per row."""
+    """Each program processes a block of a row: only six values per row are shared."""
     pid = tl.program_id(0).to(tl.int64)
     row = pid // blocks
     o = (pid % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)

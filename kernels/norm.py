@@ -30,7 +30,7 @@ PROGRAMS = 256
 
 @triton.jit
 def forward_kernel(X, RESIDUAL, WEIGHT, Y, SUM, RSTD, D, eps, BLOCK: tl.constexpr):
-    """One program per row."""
+    """Each program processes one row."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCK)
     h = tl.load(X + row * D + j, mask=j < D, other=0.0).to(tl.float32)

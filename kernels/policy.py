@@ -102,7 +102,7 @@ def policy_kernel(
     LOGP, ADV, WEIGHT, OLD, REF, IMP, GRAD, CLIP, KL, PARTS, M, low, high, delta, beta,
     BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of tokens. It writes gradients, clip flags, KL, and their loss."""
+    """Each program writes gradient, clip flag and KL of its tokens, and their total loss."""
     pid = tl.program_id(0).to(tl.int64)
     j = pid * BLOCK + tl.arange(0, BLOCK)
     here = j < M

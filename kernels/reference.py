@@ -60,7 +60,7 @@ class LossInputs(NamedTuple):
     entropy_weight: Tensor | None = None  # None: no entropy bonus
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LossInputs:
-        """Apply a function to every vector that is present."""
+        """Apply a function to every vector that is not None."""
         return LossInputs._make(None if v is None else function(v) for v in self)
 
     def at(self, index: Tensor) -> LossInputs:

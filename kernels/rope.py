@@ -52,7 +52,7 @@ def load_row(X, COS, SIN, WEIGHT, i, count, heads, eps, HALF: tl.constexpr):
 def forward_kernel(
     X, WEIGHT, COS, SIN, Y, count, heads, eps, HALF: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Each program processes ROWS of the count = T·H rows."""
+    """Each program processes ROWS rows, out of count = T·H."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at, here, na, nb, _, cos, sin, wa, wb = load_row(
         X, COS, SIN, WEIGHT, i, count, heads, eps, HALF

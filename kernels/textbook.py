@@ -25,7 +25,7 @@ BLOCK = 1024  # columns per step of the loop
 
 @triton.jit
 def textbook_kernel(LOGITS, TARGETS, LOGP, ENTROPY, stride, V, k, BLOCK: tl.constexpr):
-    """One program per row."""
+    """Each program processes one row."""
     row = tl.program_id(0).to(tl.int64)
     L = LOGITS + row * stride
     m = LOWEST

@@ -74,7 +74,7 @@ class AheadEngine:
         params: SamplingParams,
         step: int,
     ) -> list[Sample]:
-        """Return the samples of `step`; call it for steps in order. Sampling errors are raised."""
+        """Return the samples of `step`. Steps must come in order. Raises sampling errors."""
         if (n, params) != (self.n, self.params):
             return self.engine.sample(prompts, n, params, step)
         if self.bound:

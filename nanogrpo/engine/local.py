@@ -79,7 +79,7 @@ class Scheduler:
         self.cache.clear()
 
     def schedule(self, prefill: Callable[[list[list[int]]], dict[int, Prefix]]) -> bool:
-        """Give the free rows to waiting completions. Return whether any row is active."""
+        """Assign the free rows to waiting completions. Return whether any row is active."""
         while self.waiting and len(self.active) < self.slots:
             ids, first = self.waiting[0].sample.prompt.token_ids, len(self.active)
             if id(ids) not in self.prefixes:
@@ -100,7 +100,7 @@ class Scheduler:
     def postprocess(
         self, tokens: Tensor, logp: Tensor, version: int, stops: Container[int]
     ) -> None:
-        """Append the new tokens [steps, b] to their samples, then close gaps between rows."""
+        """Append the new tokens [steps, b] to their samples, then fill the gaps in the rows."""
         for c, ids, values in zip(self.active, tokens.T.tolist(), logp.T.tolist()):
             # tokens after a stop token are discarded
             size = next((i + 1 for i, t in enumerate(ids) if t in stops), len(ids))
@@ -234,7 +234,7 @@ class LocalEngine:
     def _decode(
         self, active: Sequence[Completion], params: SamplingParams
     ) -> tuple[Tensor, Tensor]:
-        """Sample up to `stride` tokens for every active row → tokens and log-probs [steps, b]."""
+        """Sample up to `stride` tokens per active row. Return tokens and log-probs [steps, b]."""
         rows = b = len(active)
         steps = min(self.stride, min(c.limit - len(c.sample.token_ids) for c in active))
         span = max(c.position for c in active) + steps

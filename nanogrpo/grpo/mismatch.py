@@ -28,11 +28,11 @@ def compare(delta: Tensor, weight: Tensor | None = None) -> dict[str, float]:
     delta: [M] float32, Δ = log π − log μ. weight: [M], from `correction`; without it, the last
     three are left out.
 
-    sampling_logp_difference/mean, max     of |Δ|, as in TRL
+    sampling_logp_difference/mean, max     mean and maximum of |Δ|, as in TRL
     k3                                     mean of e^Δ − 1 − Δ, never negative: an estimate of
                                            KL(μ‖π) on μ's own tokens (Schulman 2020)
-    ratio                                  mean of e^|Δ|: 1 when they agree
-    importance_sampling_ratio/min, …       of the weights, as in TRL
+    ratio                                  mean of e^|Δ|: 1 if both policies agree
+    importance_sampling_ratio/min, …       minimum, mean and maximum of the weights, as in TRL
     masked                                 share of tokens with weight 0
     ess                                    effective share of the tokens, (Σw)² / (M · Σw²): 1 when
                                            all weights are equal

@@ -86,7 +86,7 @@ class Update:
 
 
 def sizes(samples: Sequence[Sample], cfg: Config) -> list[Size]:
-    """Return the sizes of samples; a masked completion has size 0."""
+    """Return the sizes of the samples; a masked completion has size 0."""
     out = []
     for s in samples:
         trained = s.model_token_indices if is_trained(s, cfg) else []
@@ -172,7 +172,7 @@ def _piece(samples: list[int], sizes: Sequence[Size], pair_cost: float) -> Piece
 
 
 def _home(sample: int, n_samples: int, world: int) -> int:
-    """Return the rank that sampled it: each rank samples a contiguous part of the generation."""
+    """Return the rank of a sample: each rank samples a contiguous part of the generation."""
     return sample * world // n_samples
 
 
@@ -219,7 +219,7 @@ def _assign(strips: list[Strip], sizes: Sequence[Size]) -> list[Strip]:
     """Return the strips of a micro-batch in the order of the ranks that compute them.
 
     Every order takes the same time to compute, so we choose one that sends few tokens between
-    ranks. For up to six ranks it is the best one, for more a greedy approximation.
+    ranks. For up to six ranks it is the best order, for more ranks a greedy approximation.
     """
     world = len(strips)
     kept = [[0] * world for _ in strips]  # [strip][rank]: number of tokens that need not be sent
