@@ -45,7 +45,7 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
     run = setup(cfg, world)
     model, optimizer = run.model, run.optimizer
     with closing(run):  # if the last vLLM server is lost, this saves before it closes everything
-        if not begin(run, stop):  # evaluates the starting model; False: a signal asked to stop
+        if not begin(run, stop):  # with --eval-steps, it evaluates first; False: a signal came
             return
         for step in range(run.start, cfg.max_steps):
             clock, meter = measure(run)
@@ -70,16 +70,18 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
                     for batch in batches:
                         # Σ weight · (-min(ratio·A, clip(ratio)·A) + beta·KL) over the tokens, with
                         # ratio = policy / old policy: see policy_terms in kernels/reference.py. By
-                        # default there is one optimizer step per generation, so every ratio is 1.
+                        # default there is one optimizer step per generation: then every ratio is 1,
+                        # nothing is clipped, and the gradient is that of -A · log π. The weight is
+                        # 1 / (tokens of the optimizer step, over all ranks).
                         out = model.forward_packed(batch, objective(batch, cfg))
-                        # Gradients are summed over micro-batches and ranks.
+                        # Sums gradients over micro-batches and ranks.
                         fsdp.backward(model, out.loss, world, last=batch is batches[-1])
                         meter.add(batch, out)
                     rate = learning_rate(step * cfg.updates_per_step + meter.updates, cfg)
                     meter.end_update(clip_and_step(model, optimizer, rate, cfg.max_grad_norm))
 
             run.done = step + 1
-            fsdp.update_reference(run.reference, model, cfg, run.done)
+            fsdp.update_reference(run.reference, model, cfg, run.done)  # with --sync-ref-model
             log_step(run, step, samples, meter, clock)
             # True if a signal reached any rank. If a save failed on any rank, its error is raised
             # here.

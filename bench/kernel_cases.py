@@ -14,9 +14,10 @@ import torch
 from nanogrpo.kernels.reference import LossInputs
 from torch import Tensor
 
-from bench import kernel_decoder, kernel_ops, kernel_peers
+from bench import kernel_decoder, kernel_peers
 from nanogrpo.kernels import reference
 from nanogrpo.model import head as ops
+from nanogrpo.model import ops as kernel_ops
 
 EPSILON, TEMPERATURE = 0.2, 0.7
 OBJECTIVE = reference.Objective(EPSILON, EPSILON)
