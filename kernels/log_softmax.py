@@ -198,7 +198,7 @@ def backward_kernel(
     LOGITS, TARGETS, NORM, ENTROPY, DLOGP, DENTROPY, stride, N, V, k, inv_t,
     blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program processes a block of a row: only six values per row are shared."""
+    """Each program processes one block of a row, with six values that belong to the row."""
     pid = tl.program_id(0).to(tl.int64)
     row = pid // blocks
     o = (pid % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)

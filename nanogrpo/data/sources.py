@@ -1,8 +1,8 @@
 """Read the records of a data source: JSONL, Parquet, a folder saved by Hugging Face's `datasets`,
 or a built-in task.
 
-In: the name of a source. Out: its records (dicts) in order, each with a text that says where it is,
-for error messages. Read next: prompts.py, which turns them into prompts.
+In: the name of a source. Out: its records (dicts) in order, each with its location for error
+messages. Read next: prompts.py, which turns them into prompts.
 
 The `datasets` package is not needed, because its `save_to_disk` writes Arrow streams and a
 state.json that lists them. A `DatasetDict` is a folder of such folders, one per split, listed in

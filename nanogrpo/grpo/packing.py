@@ -172,7 +172,7 @@ def _piece(samples: list[int], sizes: Sequence[Size], pair_cost: float) -> Piece
 
 
 def _home(sample: int, n_samples: int, world: int) -> int:
-    """Return the rank of a sample: each rank samples a contiguous part of the generation."""
+    """Return the rank that drew a sample: each rank samples a contiguous part of the generation."""
     return sample * world // n_samples
 
 

@@ -125,7 +125,7 @@ def host_adapters(model: Decoder, keep: bool = True) -> dict[str, Tensor]:
 
 
 def write(weights: dict[str, Tensor], folder: Path, cfg: Config) -> None:
-    """Write a folder in PEFT's format. weights: from `host_adapters`."""
+    """Write a folder in PEFT's format. weights: the result of `host_adapters`."""
     alpha = cfg.lora_alpha
     config = {
         "peft_type": "LORA",

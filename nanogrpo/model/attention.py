@@ -43,7 +43,7 @@ log = logging.getLogger("nanogrpo")
 def reference(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor, max_k: int
 ) -> Tensor:
-    """Call torch's attention once per sequence. It is exact, and as fast as padding on a CPU."""
+    """Call torch's attention once per sequence. It is exact and, on a CPU, as fast as padding."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H or K, Tq or Tk, E]
     queries, keys = cu_q.diff().tolist(), cu_k.diff().tolist()
     out = []
@@ -194,7 +194,7 @@ class KVCache:
         self.v[:, first:end, :, : v.shape[2]] = v[:, None]
 
     def move(self, source: list[int], target: list[int], span: int) -> None:
-        """Copy the first `span` columns of row source[i] to row target[i]. No row may be both."""
+        """Copy the first `span` columns of row source[i] to row target[i]. Rows may not be in both."""
         self.k[:, target, :, :span] = self.k[:, source, :, :span]
         self.v[:, target, :, :span] = self.v[:, source, :, :span]
 

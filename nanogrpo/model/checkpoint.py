@@ -90,7 +90,7 @@ def tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:
 
 
 def load_weights(model: Decoder, folder: Path) -> None:
-    """Copy a checkpoint into a model."""
+    """Copy the weights of a checkpoint into a model."""
     wanted = {n: p for n, p in model.state_dict(keep_vars=True).items() if not lora.is_adapter(n)}
     found = tensors(files(folder))
     # the head is the embedding, even if the files contain a separate head
@@ -150,7 +150,7 @@ def empty_model(folder: Path) -> Decoder:
 def load_model(
     folder: Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Decoder:
-    """Return the model of a checkpoint folder, its weights cast to `dtype`."""
+    """Return the model of a checkpoint folder, with its weights cast to `dtype`."""
     # in this order, no float32 copy is ever created
     model = empty_model(folder).to(dtype).to_empty(device=device)
     model.tie()

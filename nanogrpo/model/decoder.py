@@ -111,8 +111,7 @@ class Body(nn.Module):
         self.norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        # Angles are float32 for any dtype of the model: bf16 cannot represent all positions above
-        # 256.
+        # Angles are always float32, because bf16 cannot represent all positions above 256.
         even = torch.arange(0, self.cfg.head_dim, 2, device=tokens.device, dtype=torch.float32)
         frequency = 1.0 / self.cfg.rope_theta ** (even / self.cfg.head_dim)  # [E/2]
         angles = positions[:, None].float() * frequency  # [T, E/2]

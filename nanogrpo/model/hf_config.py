@@ -108,7 +108,7 @@ class ModelConfig:
         return cfg
 
     def to_dict(self) -> dict:
-        """Return a config.json that transformers (4 and 5) and vLLM read."""
+        """Return the dict of a config.json that transformers (4 and 5) and vLLM can read."""
         return {
             "architectures": [ARCHITECTURES[self.model_type]],
             **dataclasses.asdict(self),

@@ -78,7 +78,7 @@ class Tokenizer:
         self._template = self._compile(config.get("chat_template"))
 
     def save(self, folder: Path) -> None:
-        """Write the loaded files byte for byte, so a checkpoint tokenizes exactly as its base."""
+        """Write the loaded files byte for byte, so a checkpoint tokenizes exactly like its base."""
         for name, content in self._files.items():
             (folder / name).write_bytes(content)
 
@@ -147,7 +147,7 @@ class Tokenizer:
     def encode_prompt(
         self, prompt: str | list[dict], *, enable_thinking: bool | None = None
     ) -> list[int]:
-        """Return the ids of a prompt. Text is encoded as is, messages with the chat template."""
+        """Return the ids of a prompt: plain text, or messages for the chat template."""
         if not isinstance(prompt, str):
             prompt = self.render(prompt, enable_thinking=enable_thinking)
         return self.encode(prompt)
