@@ -194,7 +194,7 @@ class KVCache:
         self.v[:, first:end, :, : v.shape[2]] = v[:, None]
 
     def move(self, source: list[int], target: list[int], span: int) -> None:
-        """Copy the first `span` columns of row source[i] to row target[i]. Rows may not be in both."""
+        """Copy the first `span` columns of row source[i] to row target[i]. No row is in both."""
         self.k[:, target, :, :span] = self.k[:, source, :, :span]
         self.v[:, target, :, :span] = self.v[:, source, :, :span]
 
