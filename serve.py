@@ -181,7 +181,7 @@ def wait_until_healthy(host: str, port: int, secret: str, seconds: float) -> Non
 
 
 def end(grace: float = 10.0) -> None:
-    """End the server in an orderly way. After `grace` seconds, kill it.
+    """Shut the server down cleanly; kill it after `grace` seconds.
 
     vLLM ignores SIGTERM while it loads.
     """

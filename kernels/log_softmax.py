@@ -48,7 +48,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)
 
 # Launch shapes are constants and not chosen by an autotuner, so the tests cover the shapes that
-# run. Every lane of the forward kernel processes 16 bytes at a time, which take one load.
+# run. Every lane of the forward kernel processes 16 bytes at a time, which is a single load.
 LANES, WARPS = 1024, 8
 BLOCK = 4096  # columns per program of the backward
 

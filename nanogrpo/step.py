@@ -174,8 +174,9 @@ def add_logps(run: Run, batches: list[PackedBatch]) -> None:
 
     old_logp: log-probs under the policy that sampled, from the trainer or the engine. It stays None
     on policy, where the ratio is 1. ref_logp: log-probs under the reference model, for the KL.
-    These also determine the importance weights that correct for the engine (mismatch.py). The
-    entropies determine which tokens are trained (--top-entropy-quantile).
+    These also determine the importance weights that correct for the mismatch between engine and
+    trainer (mismatch.py). The entropies determine which tokens are trained
+    (--top-entropy-quantile).
     """
     cfg, entropies = run.cfg, []
     mode, top = cfg.vllm_importance_sampling_mode, cfg.top_entropy_quantile < 1

@@ -140,7 +140,7 @@ class Watch:
         """Complete the save in progress, pass the report to torchrun, and exit.
 
         Without torchrun the store lives in rank 0, which waits until the others have exited or are
-        presumably dead.
+        presumed dead.
         """
         # the others can read the report by now, so they complete their parts of the save too
         finish_saves(LOST.encode() in report)

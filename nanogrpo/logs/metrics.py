@@ -68,7 +68,7 @@ class Meter:
         if out.kl is not None:
             part["kl"] = out.kl
         self.first = self.updates if self.first is None else self.first
-        # In the first update the weights are still those that sampled, so any difference in
+        # In the first update the weights are still those used for sampling, so any difference in
         # log-probs is a difference between trainer and engine.
         if self.updates == self.first:
             part["delta"] = out.logp - batch.sampling_logp

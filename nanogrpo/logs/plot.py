@@ -42,7 +42,7 @@ def series(rows: list[dict], name: str) -> tuple[list[float], list[float]]:
 
 
 def draw(runs: list[Path], out: Path) -> None:
-    """Write the picture `out` in the format that its suffix names."""
+    """Write the plot to `out`, in the format given by its suffix."""
     try:
         from matplotlib.figure import Figure
     except ImportError as e:

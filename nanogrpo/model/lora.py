@@ -8,10 +8,10 @@ the same model, which can be used in two ways:
                 W itself is never overwritten.
     disabled    the base model: the reference policy when beta > 0, so no second model is kept
 
-B starts at zero, so the first policy is the base. There is no dropout: engines sample with the
-merged weights, so a policy trained with dropout would differ from the one that sampled, and its
-on-policy ratio would not be 1. Read next: adapters.py (PEFT's files), vllm/sync.py (how the merged
-weights reach a server).
+B starts at zero, so the initial policy equals the base model. There is no dropout: engines sample
+with the merged weights, so a policy trained with dropout would differ from the one that sampled,
+and its on-policy ratio would not be 1. Read next: adapters.py (PEFT's files), vllm/sync.py (how the
+merged weights reach a server).
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class Functions:
         be killed.
 
         Raises UserError if a function raises or calls sys.exit, returns the wrong number of values,
-        or a value that is not a number within ±MAX_REWARD. A 0 in its place would be trained on as
-        if it were a judgement.
+        or a value that is not a number within ±MAX_REWARD. Replacing it with 0 would train the
+        model as if the function had returned 0.
         """
         extra: list[tuple[str, list]] = []
         metrics: list[tuple[str, float]] = []

@@ -196,7 +196,7 @@ def load_sharded(model: Decoder, source: Path, world: World, cfg: Config) -> Dec
 def make_reference(model: Decoder, source: Path, world: World, cfg: Config) -> Decoder | None:
     """Return the frozen reference model for the KL penalty; None when beta is 0.
 
-    With LoRA it is the model itself, because without its adapters it is the starting model.
+    With LoRA the model itself is returned: with its adapters disabled, it is the starting model.
     """
     if not cfg.beta or cfg.lora_r:
         return model if cfg.beta else None
