@@ -82,6 +82,7 @@ TYPES = {
     "str": "a string",
     "tuple[str, ...]": "a list of strings",
     "tuple[float, ...]": "a list of numbers",
+    "dict[str, Any]": "an object",
 }
 
 
@@ -124,6 +125,8 @@ def parser() -> argparse.ArgumentParser:
             how |= {"type": convert, "metavar": choices if field.name in CHOICES else letter}
             if kind.startswith("tuple"):
                 how["nargs"] = "*"
+            if kind.startswith("dict"):
+                how |= {"type": _json_object, "metavar": "JSON"}
         group.add_argument(f"--{dashed(field.name)}", **how)
     return out
 
@@ -163,6 +166,17 @@ def _unknown(name: str, known: Iterable[str]) -> str:
     return f"{name} is not an option: {advice}."
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    """Return the object that a JSON text on the command line stands for."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object such as '{{\"a\": true}}'")
+    return value
+
+
 def _read(path: Path) -> dict[str, Any]:
     """Return the options in a JSON file, with the types of `Config`."""
     try:
@@ -190,6 +204,8 @@ def _typed(kind: str, value: Any) -> Any:
         return None
     if kind.startswith("tuple") and isinstance(value, list):
         return tuple(_typed(kind[len("tuple[") : -len(", ...]")], item) for item in value)
+    if kind.startswith("dict") and isinstance(value, dict):
+        return value
     # compare names because isinstance(True, int) is true
     if kind.startswith("float") and type(value).__name__ in ("int", "float"):
         return float(value)

@@ -47,9 +47,10 @@ class Config:
     )
     data: tuple[str, ...] = option(
         (),
-        "training prompts: .jsonl or .parquet files, folders written by save_to_disk, or the"
+        "training prompts: .jsonl, .csv or .parquet files, folders written by save_to_disk, hub ids"
+        " of data sets, reasoning_gym:NAME, or the built-in task arithmetic",
+        required="give a .jsonl, .csv or .parquet file of prompts, the hub id of a data set, or the"
         " built-in task arithmetic",
-        required="give a .jsonl or .parquet file of prompts, or the built-in task arithmetic",
     )
     data_weights: tuple[float, ...] = option(
         (), "share of the prompts drawn from each source; empty: treat all sources as one", "> 0"
@@ -59,14 +60,32 @@ class Config:
         "held-out prompts for evaluation; empty: use the test split of the training data, if any",
         needs="eval_steps",
     )
-    dataset_train_split: str = option("train", "split of a saved DatasetDict to train on")
-    dataset_test_split: str = option("test", "split of a saved DatasetDict to evaluate on")
+    dataset_config: str = option("", "configuration of a data set of the hub, such as main")
+    dataset_train_split: str = option(
+        "train", "split to train on, of a data set of the hub or a saved DatasetDict"
+    )
+    dataset_test_split: str = option("test", "split of the same to evaluate on")
+    prompt_column: str = option(
+        "", "column with the prompt; empty: the first of prompt, question and problem"
+    )
+    answer_column: str = option(
+        "",
+        "column with the reference answer, which becomes solution (of a text with ####, the rest)",
+    )
+    system_prompt: str = option(
+        "",
+        "text, or file with the text, of a system message before each prompt; without a chat"
+        " template, a text before it",
+    )
     output_dir: str = option(
         "runs/grpo",
         "folder for metrics.jsonl and checkpoints",
         required="name the folder to write the run to",
     )
     enable_thinking: bool = option(True, "turn on thinking in Qwen3's chat template")
+    chat_template_kwargs: dict[str, Any] | None = option(  # noqa: RUF009 (a field, as all others)
+        None, "JSON object of further variables for the chat template"
+    )
     max_prompt_length: int = option(
         0,
         "longest prompt in tokens, after the chat template; 0: as long as the context allows",
@@ -577,6 +596,10 @@ def _sizes(c: Config) -> Iterator[str]:
     kind, _, count = c.model.partition(":")
     if kind == "warmup" and not (count.isdecimal() and int(count)):
         yield f"--model {c.model!r} has no number of steps: write, for example, warmup:60."
+    for name in ("enable_thinking", "tools", "messages", "add_generation_prompt"):
+        if name in (c.chat_template_kwargs or {}):
+            instead = "use --no-enable-thinking" if name == "enable_thinking" else "leave it out"
+            yield f"--chat-template-kwargs sets {name}, which the trainer sets itself: {instead}."
     for values, sources in (("data_weights", "data"), ("reward_weights", "reward_funcs")):
         given, expected = len(getattr(c, values)), len(getattr(c, sources))
         if given not in (0, expected):

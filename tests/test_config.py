@@ -4,6 +4,7 @@ Read next: test_bad_input.py, where mistakes go through the program.
 """
 
 import dataclasses
+import json
 import math
 import re
 
@@ -65,6 +66,8 @@ def other_value(name: str):
         return (other,) if kind.startswith("tuple") else other
     if kind.startswith("tuple"):
         return (1.5, 2.0, 1e-3) if "float" in kind else ("a", "b:c")
+    if kind.startswith("dict"):
+        return {"a": [True, None]}
     value = 2.0 if name == "vllm_importance_sampling_clip_max" else 0.125
     return {"bool": not f.default, "int": 7, "str": "other"}.get(kind, value)
 
@@ -78,7 +81,8 @@ def test_the_command_line_sets_every_field(name):
         argv = [option if value else option.replace("--", "--no-", 1)]
         assert getattr(parse([option]), name) is True
     else:
-        argv = [option, *map(str, value if isinstance(value, tuple) else (value,))]
+        given = json.dumps(value) if isinstance(value, dict) else value
+        argv = [option, *map(str, given if isinstance(given, tuple) else (given,))]
     cfg = parse(argv)
     assert type(getattr(cfg, name)) is type(value)
     assert cfg == dataclasses.replace(Config(), **{name: value})
@@ -110,6 +114,8 @@ def test_a_command_line_with_several_options():
         ("--reward-weights 1 two", "--reward-weights: invalid float value: 'two'"),
         ("--seed", "--seed: expected one argument"),
         ("--resume=yes", "--resume"),
+        ("--chat-template-kwargs {", "--chat-template-kwargs: '{' is no JSON object such as"),
+        ("--chat-template-kwargs 3", "--chat-template-kwargs: '3' is no JSON object"),
     ],
 )
 def test_a_command_line_that_cannot_be_parsed(argv, message):
@@ -129,6 +135,8 @@ def outside(limit: str) -> float:
 
 
 BAD = [
+    ("chat_template_kwargs", {"enable_thinking": False}),
+    ("chat_template_kwargs", {"tools": []}),
     ("model", ""),
     ("model", "warmup:"),
     ("model", "warmup:0"),
@@ -172,7 +180,7 @@ def test_every_rule_names_the_option_and_the_value(name, value):
     assert sentence.startswith(f"--{dashed(name)} ")
     assert sentence.endswith(".")
     assert "\n" not in sentence
-    if value and not isinstance(value, tuple):
+    if value and not isinstance(value, tuple | dict):
         assert str(value) in sentence
 
 

@@ -71,6 +71,8 @@ ONLY_IN = {
     "triton": "kernels/ bench/ tests/",
     "flash_attn": "nanogrpo/model/attention.py bench/ tests/",
     "pyarrow": "nanogrpo/data/sources.py tests/",
+    "datasets": "nanogrpo/data/hub.py bench/ tests/",
+    "reasoning_gym": "nanogrpo/data/gym.py tests/",
     "wandb": "nanogrpo/logs/report.py tests/",
     "tensorboard": "nanogrpo/logs/report.py tests/",
     "matplotlib": "nanogrpo/logs/plot.py bench/",

@@ -35,7 +35,7 @@ def test_the_options_in_the_tables_exist():
     assert listed("Same option, different default") <= OURS.keys() & ALL
     names = listed("Same option, different name", column=2) - {"serve", "fork"}
     assert names <= OURS.keys()
-    assert names >= {"engine", "server", "rollout", "token_budget", "enable_thinking"}
+    assert names >= {"engine", "server", "rollout", "token_budget"}
 
 
 def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():

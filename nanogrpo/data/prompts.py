@@ -7,17 +7,23 @@ rewards/runner.py (what receives the other columns).
 A record is one of
     {"prompt": "3+4=", ...}                                      a text, tokenized as it is
     {"prompt": [{"role": "user", "content": "3+4="}], ...}       messages, for the chat template
-    {"question": "What is 3+4?", "answer": "It is 7.\\n#### 7"}   GSM8K: a prompt and the column
-                                                                 `solution`
+    {"question": "What is 3+4?", "answer": "It is 7.\\n#### 7"}   GSM8K: a user message and the
+                                                                 column `solution`
+    {"problem": "What is 3+4?", "solution": "It is \\boxed{7}."}  MATH: a user message
+`from_record` explains the options that change this.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,19 +36,24 @@ log = logging.getLogger("nanogrpo")
 
 # These arguments of reward functions come from the runner, so no column may have such a name.
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+# The columns that can hold the prompt if --prompt-column names none, in this order.
+PROMPT_COLUMNS = ("prompt", "question", "problem")
 
 
 def load_all(
-    names: Sequence[str],
+    data: Sequence[sources.Source],
     tokenizer: Tokenizer,
     *,
     split: str = "train",
     held_out: bool = False,
-    enable_thinking: bool | None = None,
+    config: str = "",
     max_prompt_length: int | None = None,
     long_prompts: str = "refuse",
+    **how: Any,
 ) -> list[list[Prompt]]:
-    """Return the prompts of each source. `split` and `held_out` are explained in sources.py.
+    """Return the prompts of each source: a name, or the records themselves.
+
+    sources.py explains `split`, `held_out` and `config`; `how` are options of `from_record`.
 
     `Prompt.id` is the position of the record in the concatenation of all sources. It is part of the
     random key. Adding a source at the end, or dropping a long prompt, does not change the id of any
@@ -54,11 +65,11 @@ def load_all(
     """
     parts: list[list[Prompt]] = []
     first_id = 0
-    for name in names:
-        records = sources.read(name, split, held_out)
+    for source in data:
+        name, records = sources.name(source), sources.read(source, split, held_out, config)
         kept = []
         for id, (place, record) in enumerate(records, first_id):
-            prompt = from_record(record, tokenizer, id, place, enable_thinking)
+            prompt = from_record(record, tokenizer, id, place, **how)
             length = len(prompt.token_ids)
             if max_prompt_length is None or length <= max_prompt_length:
                 kept.append(prompt)
@@ -86,9 +97,25 @@ def from_record(
     tokenizer: Tokenizer,
     id: int = 0,
     place: str = "record",
+    *,
+    prompt_column: str = "",
+    answer_column: str = "",
+    system_prompt: str = "",
+    tools: Sequence[dict] = (),
     enable_thinking: bool | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """Turn a record (see the top of this file) into a prompt. `place` names it in messages."""
+    """Turn a record (see the top of this file) into a prompt. `place` names it in messages.
+
+    prompt_column: the column with the prompt; by default the first of PROMPT_COLUMNS. A text in the
+    column `prompt` is tokenized as it is. A text in any other column becomes a user message if the
+    model has a chat template.
+    answer_column: the column that becomes `solution`; of a text with GSM8K's ####, the result.
+    system_prompt: a system message before the prompt, which then becomes messages. Without a chat
+    template it is a text before the prompt, followed by an empty line.
+    tools: JSON schemas of functions, for the chat template; a record can have its own in `tools`.
+    enable_thinking, template_kwargs: variables of the chat template (`Tokenizer.render`).
+    """
 
     def require(ok: bool, problem: str) -> None:
         if not ok:
@@ -98,40 +125,123 @@ def from_record(
         isinstance(record, dict),
         f'a record must be an object like {{"prompt": ...}}, not a {type(record).__name__}',
     )
+    columns, found = dict(record), ", ".join(map(repr, record)) or "no columns at all"
+    column = prompt_column or next((name for name in PROMPT_COLUMNS if name in record), "")
+    require(
+        bool(column),
+        f"it has no `prompt`, `question` or `problem` but {found}; name the column of the prompt "
+        "with --prompt-column",
+    )
+    for option, named in (("--prompt-column", column), ("--answer-column", answer_column)):
+        require(
+            not named or named in record,
+            f"it has no column {named!r} but {found}; name one of these with {option}",
+        )
+    text = columns.pop(column)
     for name in RESERVED:
         require(
-            name not in record,
+            name not in columns,
             f"reward functions already receive an argument {name!r}; rename the column",
         )
-    columns = dict(record)
-    question, answer = record.get("question"), record.get("answer")
-    if "prompt" in record:
-        text = columns.pop("prompt")
-    else:
-        require(
-            isinstance(question, str) and isinstance(answer, str) and "####" in answer,
-            "it has no `prompt`; add one, or GSM8K's `question` and `answer` with `#### result`",
-        )
-        del columns["question"]
-        chat = tokenizer.has_chat_template
-        text = [{"role": "user", "content": question}] if chat else question
-        columns.setdefault("solution", str(answer).rpartition("####")[2].strip())
+    answer = record.get("answer")
+    if answer_column:
+        columns["solution"] = _result(record[answer_column])
+    elif column == "question" and _result(answer) != answer:
+        columns.setdefault("solution", _result(answer))
+    own_tools = _parse_tools(record.get("tools"))
+    require(
+        own_tools is not None,
+        "`tools` must be a list of JSON schemas; correct the record, or rename the column",
+    )
+    require(
+        not (tools and own_tools),
+        "it has `tools` of its own, but --tools names others; leave one of them out",
+    )
+    tools = tools or own_tools or ()
+    require(text != "", "the prompt is empty; a completion needs at least one token to continue")
+    chat = tokenizer.has_chat_template
+    if isinstance(text, str) and chat and (column != "prompt" or system_prompt or tools):
+        text = [{"role": "user", "content": text}]
     is_chat = isinstance(text, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
         for m in text
     )
     require(
         isinstance(text, str) or (is_chat and text),
-        '`prompt` must be a text or a list of {"role": text, "content": text}; correct the record',
+        f'`{column}` must be a text or a list of {{"role": text, "content": text}}; correct the '
+        "record",
     )
+    require(
+        not tools or tokenizer.shows_tools,
+        "the model's chat template, if it has one, does not show tools to it; leave them out, or "
+        "use a template that does",
+    )
+    if isinstance(text, str):
+        text = f"{system_prompt}\n\n{text}" if system_prompt else text
+    elif system_prompt:
+        require(
+            not any(m["role"] in ("system", "developer") for m in text),
+            "the messages have a system message already; leave --system-prompt out, or remove it "
+            "from the data",
+        )
+        text = [{"role": "system", "content": system_prompt}, *text]
     try:
-        token_ids = tokenizer.encode_prompt(text, enable_thinking=enable_thinking)
+        variables = {"enable_thinking": enable_thinking, **(template_kwargs or {})}
+        token_ids = tokenizer.encode_prompt(text, tools, **variables)
     except UserError as e:  # for example, the template rejected the messages
         raise UserError(f"{place}: {e}") from e
     require(
         len(token_ids) > 0, "the prompt is empty; a completion needs at least one token to continue"
     )
     return Prompt(id=id, text=text, token_ids=token_ids, columns=columns)
+
+
+def _result(answer: Any) -> Any:
+    """Return the result after GSM8K's ####, or the answer as it is if it has none."""
+    has_result = isinstance(answer, str) and "####" in answer
+    return answer.rpartition("####")[2].strip() if has_result else answer
+
+
+def _parse_tools(value: Any) -> list[dict] | None:
+    """Return the tools of a record, which can be a list or its JSON text. None: they are neither.
+
+    Arrow fills up the fields that one schema lacks and another has with nulls, which are dropped.
+    """
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    tools = _without_nulls(value or [])
+    ok = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    return tools if ok else None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def system_prompt(option: str) -> str:
+    """Return the text of --system-prompt: the option's value, or the content of the file it names.
+
+    White space at both ends is removed, such as the last line break of a file.
+    """
+    if os.path.isfile(option):
+        try:
+            text = Path(option).read_text(encoding="utf-8")
+        except (OSError, ValueError) as e:
+            raise UserError(f"--system-prompt {option} cannot be read ({e}): give UTF-8.") from e
+        if not text.strip():
+            raise UserError(f"--system-prompt {option} is an empty file: write the text into it.")
+        return text.strip()
+    if option and not option.strip():
+        raise UserError("--system-prompt is blank: give a text or a file, or leave it out.")
+    # one word with an ending: probably a path with a mistake
+    if Path(option).suffix in (".txt", ".md") and len(option.split()) == 1:
+        raise UserError(f"--system-prompt {option} is not a file: correct the path.")
+    return option.strip()
 
 
 # --- the prompts of a step ---

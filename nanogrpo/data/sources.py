@@ -1,66 +1,148 @@
-"""Read the records of a data source: JSONL, Parquet, a folder saved by Hugging Face's `datasets`,
-or a built-in task.
+"""Read the records of a data source: a JSONL, CSV or Parquet file, a folder saved by Hugging Face's
+`datasets`, a data set of the hub, a built-in task, or the records themselves.
 
-In: the name of a source. Out: its records (dicts) in order, each with its location for error
-messages. Read next: prompts.py, which turns them into prompts.
+In: a source. Out: its records (dicts) in order, each with its location for error messages. Read
+next: prompts.py, which turns them into prompts; hub.py and gym.py, which need extra packages.
 
-The `datasets` package is not needed, because its `save_to_disk` writes Arrow streams and a
-state.json that lists them. A `DatasetDict` is a folder of such folders, one per split, listed in
-dataset_dict.json.
+The `datasets` package is not needed for a saved folder, because its `save_to_disk` writes Arrow
+streams and a state.json that lists them. A `DatasetDict` is a folder of such folders, one per
+split, listed in dataset_dict.json.
 """
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from nanogrpo.data import tasks
+from nanogrpo.data import gym, hub, tasks
 from nanogrpo.errors import UserError, read_json
 
 Record = tuple[str, dict]  # (where it is: "file.jsonl:12" or "folder, row 3"; the record)
+# A name, or records: a list of dicts, a `datasets.Dataset`, or a `DatasetDict` with splits.
+Source = str | Iterable[dict] | Mapping[str, Any]
 
 
-def read(source: str, split: str = "train", held_out: bool = False) -> list[Record]:
+def read(
+    source: Source, split: str = "train", held_out: bool = False, config: str = ""
+) -> list[Record]:
     """Return all records of a source.
 
-    `split` selects the split of a saved `DatasetDict`. `held_out` selects the held-out problems of
-    a built-in task, which defines its own split. Raises UserError, with the file and line, if
-    something is missing, empty or damaged.
+    `split` selects one of the splits of a data set of the hub or of a saved `DatasetDict`.
+    `held_out` selects the held-out problems of a task, which defines its own split. `config` is the
+    configuration of a data set of the hub. Raises UserError, with the file and line, if something
+    is missing, empty or damaged.
     """
-    path = Path(source)
-    if source in tasks.TASKS:
-        return _numbered(source, tasks.records("eval" if held_out else "train"))
-    if path.is_dir():
-        found = _saved(path, split)
-    elif not path.is_file():
-        raise UserError(
-            f"{path} is not a file: name a .jsonl or .parquet file, a folder written by "
-            "save_to_disk, or a built-in task."
-        )
-    elif path.suffix == ".parquet":
-        found = _parquet(path)
-    elif path.suffix in (".jsonl", ".json"):
-        found = list(_jsonl(path))
+    if not isinstance(source, str):
+        found = _given(source, split)
+    elif source in tasks.TASKS:
+        found = _numbered(source, tasks.records("eval" if held_out else "train"))
+    elif source.startswith(gym.PREFIX):
+        found = _numbered(source, gym.records(source, held_out))
+    elif uses_hub(source):
+        splits = hub.load(source, config)
+        found = _numbered(source, _of_split(splits, split, source).to_list())
     else:
-        raise UserError(
-            f"{path}: the format {path.suffix!r} is unknown; use .jsonl (one JSON object per line) "
-            "or .parquet."
-        )
+        found = _from_path(Path(source), split)
     if not found:
-        raise UserError(f"{source} holds no prompts: put at least one record in it.")
+        raise UserError(f"{name(source)} holds no prompts: put at least one record in it.")
     return found
 
 
-def holds_out(source: str, split: str) -> bool:
-    """Return whether a source has held-out prompts: a built-in task, or a saved `DatasetDict` with
-    that split.
-    """
-    return source in tasks.TASKS or split in _splits(Path(source))
+def holds_out(source: Source, split: str, config: str = "") -> bool:
+    """Return whether a source has held-out prompts: a task, or a data set with that split."""
+    if not isinstance(source, str):
+        return isinstance(source, Mapping) and split in source
+    if source in tasks.TASKS or source.startswith(gym.PREFIX):
+        return True
+    return split in (hub.load(source, config) if uses_hub(source) else _splits(Path(source)))
 
 
-def _numbered(source: str | Path, records: list[dict]) -> list[Record]:
+def name(source: Source) -> str:
+    """Return what messages call a source: its name, or "data" for records."""
+    return source if isinstance(source, str) else "data"
+
+
+def uses_hub(source: Source) -> bool:
+    """Return whether the package `datasets` reads a source: a hub id, or a folder of data files."""
+    if not isinstance(source, str) or source in tasks.TASKS:
+        return False
+    saved = [Path(source, name) for name in ("state.json", "dataset_dict.json")]
+    return hub.is_name(source) and not any(path.is_file() for path in saved)
+
+
+def _given(source: Iterable[dict] | Mapping[str, Any], split: str) -> list[Record]:
+    records = _of_split(source, split, "data") if isinstance(source, Mapping) else source
+    if not isinstance(records, Iterable):
+        raise UserError(
+            f"data is a {type(records).__name__}: give names, or an iterable of records such as a "
+            "list of dicts."
+        )
+    return _numbered("data", records)
+
+
+def _of_split(splits: Mapping[str, Any], split: str, source: str) -> Any:
+    _check_split(source, split, splits)
+    return splits[split]
+
+
+def _check_split(source: str | Path, split: str, splits: Iterable[str]) -> None:
+    if split not in splits:
+        raise UserError(
+            f"{source} has no split {split!r} but {', '.join(map(repr, splits))}: name one with "
+            "--dataset-train-split or --dataset-test-split."
+        )
+
+
+def _from_path(path: Path, split: str) -> list[Record]:
+    if path.is_dir():
+        return _saved(path, split)
+    if not path.is_file():
+        raise UserError(
+            f"{path} is not a file: name a .jsonl, .csv or .parquet file, a folder written by "
+            "save_to_disk, the hub id of a data set (owner/name), reasoning_gym:NAME, or the "
+            "built-in task arithmetic."
+        )
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    if path.suffix == ".csv":
+        return list(_csv(path))
+    if path.suffix in (".jsonl", ".json"):
+        return list(_jsonl(path))
+    raise UserError(
+        f"{path}: the format {path.suffix!r} is unknown; use .jsonl (one JSON object per line), "
+        ".csv or .parquet."
+    )
+
+
+def _numbered(source: str | Path, records: Iterable[dict]) -> list[Record]:
     return [(f"{source}, row {i}", record) for i, record in enumerate(records, start=1)]
+
+
+def _csv(path: Path) -> Iterator[Record]:
+    """Yield the records of a file whose first line names the columns. All values are texts."""
+    csv.field_size_limit(1 << 30)  # a long solution is no reason to stop
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, strict=True)
+        try:
+            columns = next(rows, [])
+            if len(set(columns)) < len(columns):
+                raise UserError(f"{path}:1: two columns have the same name; rename one of them.")
+            for row in rows:
+                place = f"{path}:{rows.line_num}"
+                if row and len(row) != len(columns):
+                    raise UserError(
+                        f"{place}: it has {len(row)} fields but the first line names "
+                        f"{len(columns)} columns; put texts with commas in double quotes."
+                    )
+                if row:
+                    yield place, dict(zip(columns, row))
+        except (csv.Error, UnicodeDecodeError) as e:
+            raise UserError(
+                f"{path}:{rows.line_num}: not CSV in UTF-8 ({e}); write the file again."
+            ) from e
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
@@ -92,11 +174,7 @@ def _parquet(path: Path) -> list[Record]:
 def _saved(folder: Path, split: str) -> list[Record]:
     """Read a folder of `Dataset.save_to_disk`, or one split of `DatasetDict.save_to_disk`."""
     if splits := _splits(folder):
-        if split not in splits:
-            raise UserError(
-                f"{folder} has no split {split!r} but {', '.join(map(repr, splits))}: name one "
-                "with --dataset-train-split."
-            )
+        _check_split(folder, split, splits)
         folder = folder / split
     pyarrow = _pyarrow(folder)
     from pyarrow import ipc

@@ -14,9 +14,12 @@ A worked example, with a Qwen3 folder:
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jinja2
+import jinja2.meta
 import tokenizers
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -75,7 +78,7 @@ class Tokenizer:
         tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
         self._special = {k: v for k, v in tokens.items() if isinstance(v, str)}
         self.stop_token_ids = self._stops()
-        self._template = self._compile(config.get("chat_template"))
+        self._templates = self._compile(config.get("chat_template"))
 
     def save(self, folder: Path) -> None:
         """Write the loaded files byte for byte, so a checkpoint tokenizes exactly like its base."""
@@ -84,7 +87,19 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return "default" in self._templates
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template prints the tools that it receives."""
+        template = self._template(with_tools=True)
+        return template is not None and "tools" in template.reads
+
+    @property
+    def template_variables(self) -> set[str]:
+        """Return the variables that the chat template reads, such as `enable_thinking`."""
+        found: set[str] = set()
+        return found.union(*(template.reads for template in self._templates.values()))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Return the ids of a text. No tokens are added at its start or end.
@@ -111,19 +126,23 @@ class Tokenizer:
     def render(
         self,
         messages: list[dict],
+        /,
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[dict] | None = None,
         enable_thinking: bool | None = None,
         **kwargs,
     ) -> str:
         """Return the text that the chat template produces for the messages, like
         `apply_chat_template` of transformers, except that templates cannot read the current date.
 
-        `enable_thinking` is Qwen3's switch; None leaves it undefined, so the template uses its own
-        default (Qwen3: think). `kwargs` become variables of the template. Raises UserError if there
-        is no template or it rejects the messages.
+        `tools` are JSON schemas of functions that the model may call. `enable_thinking` is Qwen3's
+        switch; None leaves it undefined, so the template uses its own default (Qwen3: think).
+        `kwargs` become variables of the template. Raises UserError if there is no template or it
+        rejects the messages.
         """
-        if self._template is None:
+        template = self._template(bool(tools))
+        if template is None:
             raise UserError(
                 f"{self._folder} has no chat template: use text prompts or add chat_template.jinja."
             )
@@ -133,9 +152,10 @@ class Tokenizer:
         # As in transformers, a null field counts as absent. Otherwise `content: null` would be
         # printed as "None".
         messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        fields = {"tools": None, "documents": None, **self._special, **kwargs}
+        # an empty list is no tools: some templates would print a heading for it
+        fields = {"tools": tools or None, "documents": None, **self._special, **kwargs}
         try:
-            return self._template.render(
+            return template.program.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **fields
             )
         # a template is a program, so any exception is possible
@@ -145,12 +165,23 @@ class Tokenizer:
             ) from e
 
     def encode_prompt(
-        self, prompt: str | list[dict], *, enable_thinking: bool | None = None
+        self,
+        prompt: str | list[dict],
+        /,
+        tools: Sequence[dict] | None = None,
+        **template_kwargs: Any,
     ) -> list[int]:
-        """Return the ids of a prompt: plain text, or messages for the chat template."""
+        """Return the ids of a prompt: plain text, or messages and tools for the chat template.
+
+        `template_kwargs` are the other arguments of `render`.
+        """
         if not isinstance(prompt, str):
-            prompt = self.render(prompt, enable_thinking=enable_thinking)
+            prompt = self.render(prompt, tools=tools, **template_kwargs)
         return self.encode(prompt)
+
+    def _template(self, with_tools: bool) -> _Template | None:
+        template = self._templates.get("tool_use") if with_tools else None
+        return template or self._templates.get("default")
 
     def _json(self, name: str) -> dict:
         return read_json(self._folder / name) if name in self._files else {}
@@ -189,25 +220,33 @@ class Tokenizer:
             )
         return list(dict.fromkeys(stops))
 
-    def _compile(self, template: str | list[dict] | None) -> jinja2.Template | None:
-        """Compile the chat template. It is read from chat_template.jinja if that file exists, or
-        else from the config, where it is a string or a list of {"name", "template"}.
+    def _compile(self, source: str | list[dict] | None) -> dict[str, _Template]:
+        """Compile the chat template, and the one for messages with tools if there is one.
+
+        It is read from chat_template.jinja if that file exists, or else from the config, where it
+        is a string or a list of {"name", "template"} with the names "default" and "tool_use".
         """
         if "chat_template.jinja" in self._files:
             try:
-                template = self._files["chat_template.jinja"].decode()
+                source = self._files["chat_template.jinja"].decode()
             except UnicodeDecodeError as e:
                 raise UserError(
                     f"{self._folder}/chat_template.jinja is not UTF-8 ({e}): copy it again from "
                     "the model."
                 ) from e
-        if isinstance(template, list) and all(
-            isinstance(e, dict) and {"name", "template"} <= e.keys() for e in template
+        named = [{"name": "default", "template": source}]
+        if isinstance(source, list) and all(
+            isinstance(e, dict) and {"name", "template"} <= e.keys() for e in source
         ):
-            template = next((e["template"] for e in template if e["name"] == "default"), None)
-        if template is None:
-            return None
-        if not isinstance(template, str):
+            named = source
+        # of two templates with the same name, the first counts
+        texts = {
+            name: e["template"]
+            for name in ("default", "tool_use")
+            for e in reversed(named)
+            if e["name"] == name and e["template"] is not None
+        }
+        if not all(isinstance(text, str) for text in texts.values()):
             raise UserError(
                 f"{self._folder}/tokenizer_config.json: chat_template must be a text, or a list of "
                 '{"name": text, "template": text}; correct it or remove it.'
@@ -221,12 +260,24 @@ class Tokenizer:
         # `strftime_now` is omitted on purpose: with the current date in a prompt, a run that is
         # resumed the next day would get a different prompt.
         try:
-            return env.from_string(template)
+            return {
+                name: _Template(env.from_string(text), _reads(env, text))
+                for name, text in texts.items()
+            }
         # jinja compiles to Python, which has its own limits, such as the depth of nested loops
         except Exception as e:
             raise UserError(
                 f"the chat template of {self._folder} cannot be compiled ({e}): repair it."
             ) from e
+
+
+def _reads(env: jinja2.Environment, text: str) -> set[str]:
+    return jinja2.meta.find_undeclared_variables(env.parse(text)) - env.globals.keys()
+
+
+class _Template(NamedTuple):
+    program: jinja2.Template
+    reads: set[str]  # the variables that it reads, such as "messages" and "tools"
 
 
 class _Generation(Extension):

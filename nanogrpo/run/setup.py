@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 import shlex
 from collections.abc import Callable, Iterator
@@ -41,6 +42,8 @@ from nanogrpo.types import Prompt
 from nanogrpo.vllm.auth import SECRET
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import ServerLost, Sidecar
+
+log = logging.getLogger("nanogrpo")
 
 
 @dataclasses.dataclass
@@ -271,16 +274,23 @@ def load_prompts(
     load = functools.partial(
         data.load_all,
         tokenizer=tokenizer,
+        config=cfg.dataset_config,
+        prompt_column=cfg.prompt_column,
+        answer_column=cfg.answer_column,
+        system_prompt=data.system_prompt(cfg.system_prompt),
         enable_thinking=cfg.enable_thinking,
+        template_kwargs=cfg.chat_template_kwargs,
         long_prompts=cfg.long_prompts,
         max_prompt_length=min(cfg.max_prompt_length or room, room),
     )
+    check_data_options(cfg, tokenizer)
     parts = load(cfg.data, split=cfg.dataset_train_split)
     check_enough(cfg, [len(part) for part in parts])
     if not cfg.eval_steps:
         return parts, []
     split = cfg.dataset_test_split if cfg.dataset_test_split != cfg.dataset_train_split else ""
-    held_out = cfg.eval_data or [name for name in cfg.data if sources.holds_out(name, split)]
+    holds = functools.partial(sources.holds_out, split=split, config=cfg.dataset_config)
+    held_out = cfg.eval_data or list(filter(holds, cfg.data))
     if not held_out:
         raise UserError(
             "--eval-steps asks for evaluation, but there are no held-out prompts: name some with "
@@ -299,6 +309,26 @@ def check_world(cfg: Config, world: World) -> None:
             f"the {cfg.prompts_per_step} prompts of a step (--generation-batch-size / "
             f"--num-generations) cannot be shared evenly by {world.size} processes: choose a "
             "multiple."
+        )
+
+
+def check_data_options(cfg: Config, tokenizer: Tokenizer) -> None:
+    """Report options that would have no effect on this data or with this chat template."""
+    if cfg.dataset_config and not any(map(sources.uses_hub, (*cfg.data, *cfg.eval_data))):
+        raise UserError(
+            f"--dataset-config {cfg.dataset_config} has no effect, because no source is a data set "
+            "of the hub: leave it out."
+        )
+    read = tokenizer.template_variables
+    if ignored := (cfg.chat_template_kwargs or {}).keys() - read:
+        raise UserError(
+            f"--chat-template-kwargs sets {min(ignored)}, but the model's chat template reads only "
+            f"{', '.join(sorted(read)) or 'no variables'}: leave it out."
+        )
+    if cfg.system_prompt and not tokenizer.has_chat_template:
+        log.info(
+            "the model has no chat template: --system-prompt is put before each prompt as text, "
+            "with an empty line between them"
         )
 
 

@@ -4,17 +4,18 @@ Read next: test_order.py (which prompts a step draws), tests/rewards/test_reward
 columns).
 """
 
+import csv
 import json
 from pathlib import Path
 
 import pytest
 
-from nanogrpo.data.prompts import from_record, load_all
+from nanogrpo.data.prompts import from_record, load_all, system_prompt
 from nanogrpo.data.sources import holds_out
 from nanogrpo.errors import UserError
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards.builtin import same_answer
-from tests.model.tokenizer_folder import make_folder
+from tests.model.tokenizer_folder import CHATML, make_folder
 
 GSM8K = Path(__file__).parent / "assets" / "gsm8k_tiny.jsonl"
 
@@ -129,6 +130,163 @@ def test_a_solution_column_is_not_overwritten_and_a_prompt_comes_before_a_questi
     assert (second.text, second.columns) == ("p", {"question": "q", "answer": "#### 1"})
 
 
+def test_problems_and_questions_are_read_without_options(chat, plain):
+    rows = [
+        {"problem": "1+1?", "solution": "It is \\boxed{2}.", "level": 1},
+        {"question": "1+1?", "answer": "two"},
+    ]
+    for row, column in zip(rows, ("problem", "question")):
+        message, text = from_record(row, chat), from_record(row, plain)
+        assert message.text == [{"role": "user", "content": "1+1?"}]
+        assert text.text == "1+1?"
+        rest = {name: value for name, value in row.items() if name != column}
+        assert message.columns == text.columns == rest
+
+
+def test_the_columns_of_prompt_and_answer_can_be_named(chat):
+    row = {"prompt": "no", "query": "1+1?", "gold": "So\n#### 2 ", "solution": "long"}
+    prompt = from_record(row, chat, prompt_column="query", answer_column="gold")
+    assert prompt.text == [{"role": "user", "content": "1+1?"}]
+    assert prompt.columns == {"prompt": "no", "gold": "So\n#### 2 ", "solution": "2"}
+    messages = [{"role": "user", "content": "1+1?"}]
+    assert from_record({"chat": messages}, chat, prompt_column="chat").text == messages
+    assert from_record({"prompt": "1+1="}, chat, prompt_column="prompt").text == "1+1="
+    number = from_record({"prompt": "1+1=", "n": 2}, chat, answer_column="n")
+    assert number.columns == {"n": 2, "solution": 2}
+    # a column with a name that only reward functions must not see can hold the prompt
+    assert from_record({"prompts": "1+1="}, chat, prompt_column="prompts").columns == {}
+    for option in ("prompt_column", "answer_column"):
+        with pytest.raises(UserError) as caught:
+            from_record({"prompt": "a", "b": 1}, chat, **{option: "c"})
+        dashed = option.replace("_", "-")
+        assert str(caught.value) == (
+            f"record: it has no column 'c' but 'prompt', 'b'; name one of these with --{dashed}."
+        )
+
+
+def test_a_system_prompt_comes_before_each_prompt(chat, plain):
+    system = {"role": "system", "content": "Be brief."}
+    user = {"role": "user", "content": "1+1?"}
+    for row in ({"prompt": "1+1?"}, {"question": "1+1?"}, {"prompt": [user]}):
+        prompt = from_record(row, chat, system_prompt="Be brief.")
+        assert prompt.text == [system, user]
+        assert prompt.token_ids == chat.encode(chat.render([system, user]))
+        if row["prompt" if "prompt" in row else "question"] != [user]:
+            assert from_record(row, plain, system_prompt="Be brief.").text == "Be brief.\n\n1+1?"
+    for role in ("system", "developer"):
+        row = {"prompt": [{"role": role, "content": "Be long."}, user]}
+        with pytest.raises(
+            UserError, match=r"have a system message already; leave --system-prompt"
+        ):
+            from_record(row, chat, system_prompt="Be brief.")
+    with pytest.raises(UserError, match="the prompt is empty"):
+        from_record({"prompt": ""}, chat, system_prompt="Be brief.")
+
+
+def test_the_system_prompt_is_a_text_or_a_file(tmp_path):
+    file = tmp_path / "system.txt"
+    file.write_text("Denke „gut“ nach.\nThen answer.\n\n", encoding="utf-8")
+    assert system_prompt(str(file)) == "Denke „gut“ nach.\nThen answer."
+    for text in ("", "Be brief.", "no/such/folder", "See notes.txt for it in a.txt", "a\n" * 5000):
+        assert system_prompt(text) == text.strip()
+    latin = tmp_path / "latin"
+    latin.write_bytes(b"\xff")
+    empty = tmp_path / "empty.txt"
+    empty.write_text(" \n")
+    for option, message in [
+        (str(tmp_path / "none.txt"), r"none\.txt is not a file: correct the path"),
+        (str(latin), r"latin cannot be read \(.*: give UTF-8"),
+        (str(empty), r"empty\.txt is an empty file"),
+        ("  ", "--system-prompt is blank"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            system_prompt(option)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def test_tools_of_a_record_and_of_the_run_reach_the_chat_template(tmp_path, chat, plain):
+    user = [{"role": "user", "content": "1+1?"}]
+    want = chat.encode(chat.render(user, tools=[TOOL]))
+    assert '"name": "add"' in chat.decode(want)
+    filled = {**TOOL, "strict": None}  # as Arrow returns it if another schema has the field
+    for row in ({"prompt": user}, {"prompt": "1+1?"}, {"question": "1+1?"}):
+        for tools in ([TOOL], [filled], json.dumps([TOOL])):
+            own = from_record({**row, "tools": tools}, chat)
+            assert (own.token_ids, own.text) == (want, user)
+            assert own.columns == {"tools": tools}
+        ((given,),) = load_all([[row]], chat, tools=[TOOL])
+        assert (given.token_ids, given.columns) == (want, {})
+    for none in (None, [], ""):
+        assert from_record({"prompt": "1+1=", "tools": none}, chat).text == "1+1="
+    with pytest.raises(UserError, match=r"`tools` of its own, but --tools names others"):
+        from_record({"prompt": user, "tools": [TOOL]}, chat, tools=[TOOL])
+    silent = Tokenizer(make_folder(tmp_path, CHATML))
+    for tokenizer in (silent, plain):
+        with pytest.raises(UserError, match=r"chat template, if it has one, does not show tools"):
+            from_record({"prompt": "1+1?"}, tokenizer, tools=[TOOL])
+
+
+def test_variables_of_the_chat_template_are_passed_on(tmp_path):
+    template = "{{ messages[0].content }} {{ style | default('plain') }}"
+    tokenizer = Tokenizer(make_folder(tmp_path, template))
+    row = {"prompt": [{"role": "user", "content": "hi"}]}
+    styled = from_record(row, tokenizer, template_kwargs={"style": "terse"})
+    assert tokenizer.decode(styled.token_ids) == "hi terse"
+    assert tokenizer.decode(from_record(row, tokenizer).token_ids) == "hi plain"
+
+
+# --- files and records ---
+
+
+def test_records_are_accepted_in_place_of_a_name(plain):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"{i}+1=", "solution": str(i + 1)} for i in range(4)]
+    saved = datasets.Dataset.from_list(rows)
+    both = datasets.DatasetDict(train=saved, test=saved.select([2]))
+    for source in (rows, tuple(rows), iter(rows), saved, both):
+        (prompts,) = load_all([source], plain)
+        assert fields(prompts) == fields(from_record(row, plain) for row in rows)
+    assert [p.text for p in load(both, plain, split="test")] == ["2+1="]
+    assert [holds_out(s, "test") for s in (both, saved, rows)] == [True, False, False]
+    assert [p.id for part in load_all([rows, saved], plain) for p in part] == list(range(8))
+    for source, message in [
+        ([], "data holds no prompts"),
+        ([{"prompt": "a"}, {"prompt": 3}], r"^data, row 2: `prompt` must be"),
+        (["arithmetic"], "data, row 1: a record must be an object"),
+        (3, "data is a int: give names, or an iterable of records"),
+        (datasets.DatasetDict(a=saved), "data has no split 'train' but 'a'"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            load(source, plain)
+
+
+def test_csv_gives_the_same_prompts_as_jsonl(tmp_path, chat):
+    rows = [
+        {"question": 'Is "1, 2"\na pair?', "answer": "Yes.\n#### 1,200", "level": ""},
+        {"question": "ü?", "answer": "7", "level": "3"},
+    ]
+    with (tmp_path / "d.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    lines = write(tmp_path / "d.jsonl", *(json.dumps(row) for row in rows))
+    assert fields(load(str(tmp_path / "d.csv"), chat)) == fields(load(lines, chat))
+    for text, message in [
+        ("prompt,a\nx,1\n\ny\n", r":4: it has 1 fields but the first line names 2 columns"),
+        ("prompt,a\nx,1,2\n", r":2: it has 3 fields but the first line names 2 columns"),
+        ("prompt,prompt\nx,1\n", r":1: two columns have the same name"),
+        ('prompt,a\nx,"1\n', r":2: not CSV in UTF-8 \(unexpected end of data\)"),
+        (b"prompt,a\nx,\xff\n", r"not CSV in UTF-8 .*utf-8"),
+        ("prompt,a\n", r"d\.csv holds no prompts"),
+        ("", r"d\.csv holds no prompts"),
+        ("a,b\n1,2\n", r":2: it has no `prompt`, .* but 'a', 'b'"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            load(write(tmp_path / "d.csv", text), chat)
+
+
 def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path, chat):
     # in the test extra; nanogrpo runs without it
     pyarrow = pytest.importorskip("pyarrow")
@@ -163,8 +321,12 @@ GOOD = '{"prompt": "a"}'
         (b'{"prompt": "\xff"}', "not JSON .*utf-8"),
         ('{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "not JSON .*recursion"),
         ('["a"]', "a record must be an object .* not a list"),
-        ("{}", "it has no `prompt`"),
-        ('{"question": "q", "answer": "42"}', "it has no `prompt`"),
+        ("{}", "it has no `prompt`, `question` or `problem` but no columns at all; name the"),
+        ('{"query": "q", "a": 1}', "it has no `prompt`.* but 'query', 'a'; .* --prompt-column"),
+        ('{"question": ""}', "the prompt is empty"),
+        ('{"problem": 3}', "`problem` must be"),
+        ('{"prompt": "a", "tools": "hammer"}', "`tools` must be a list of JSON schemas"),
+        ('{"prompt": "a", "tools": [3]}', "`tools` must be a list of JSON schemas"),
         ('{"prompt": 3}', "`prompt` must be"),
         ('{"prompt": null}', "`prompt` must be"),
         ('{"prompt": []}', "`prompt` must be"),
@@ -198,8 +360,7 @@ def test_a_long_prompt_is_reported_with_its_line_its_length_and_the_limit(tmp_pa
 def test_a_file_that_is_not_a_data_set_is_reported(tmp_path, chat, plain):
     for path, message in [
         (str(tmp_path / "none.jsonl"), r"none\.jsonl is not a file"),
-        (str(tmp_path), r"state\.json is missing"),
-        (write(tmp_path / "d.csv", "a,b"), "the format '.csv' is unknown"),
+        (write(tmp_path / "d.tsv", "a,b"), "the format '.tsv' is unknown"),
         (write(tmp_path / "empty.jsonl"), r"empty\.jsonl holds no prompts"),
         (write(tmp_path / "blank.jsonl", "", "  "), r"blank\.jsonl holds no prompts"),
     ]:

@@ -268,6 +268,31 @@ def test_a_template_that_is_not_a_text_is_rejected(tmp_path, template):
     assert "\n" not in str(caught.value)
 
 
+def test_the_template_for_tools_is_chosen_as_in_transformers(tmp_path):
+    from transformers import AutoTokenizer
+
+    several = [
+        {"name": "default", "template": "D{{ messages[0].content }}"},
+        {"name": "tool_use", "template": "T{{ tools | tojson }}{{ namespace is defined }}"},
+    ]
+    for named in (several, several[:1]):
+        folder = make_folder(tmp_path / str(len(named)), named, in_config=True)
+        ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        for tools in ([{"type": "function", "function": {"name": "f"}}], None):
+            want = theirs.apply_chat_template(CHATS[0], tools=tools, tokenize=False)
+            assert ours.render(CHATS[0], tools=tools, add_generation_prompt=False) == want
+        assert ours.shows_tools == (named is several)
+        assert ours.template_variables == {"messages"} | ({"tools"} if named is several else set())
+    qwen = Tokenizer(make_folder(tmp_path / "qwen"))
+    assert qwen.shows_tools
+    assert qwen.template_variables == {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "enable_thinking",
+    }
+
+
 def test_a_list_without_a_default_has_no_template(tmp_path):
     several = [{"name": "tool_use", "template": "T"}]
     assert not Tokenizer(make_folder(tmp_path, several, in_config=True)).has_chat_template
