@@ -37,6 +37,18 @@ class Prompt:
 
 
 @dataclass
+class Conversation:
+    """A completion with tool calls, as messages (engine/tools.py)."""
+
+    # as in TRL: assistant messages, with their tool_calls, and a message of role "tool" per answer
+    messages: list[dict]
+    calls: int = 0
+    failures: int = 0  # of these calls
+    # with --environment-factory: the sample's environment, until the reward is known
+    environment: Any = None
+
+
+@dataclass
 class Sample:
     """One completion of a prompt.
 
@@ -55,6 +67,8 @@ class Sample:
     # trained on (engine/turns.py); None: the model sampled all of them
     is_model_token: list[bool] | None = None
     text: str = ""  # the decoded completion, without special tokens
+    # what reward functions receive instead of the text, if the model may call tools
+    conversation: Conversation | None = None
     # the reward from each function, by function name; None: the function does not apply
     rewards: dict[str, float | None] = field(default_factory=dict)
     # the weighted sum; None: no function applied, or the rewards of the group were lost

@@ -50,6 +50,7 @@ from nanogrpo.types import PackedBatch, Sample
 PEERS = [
     "grpo/test_trl_parity.py",
     "grpo/test_trl_objectives.py",
+    "engine/test_trl_tools.py",
     "test_trl_options.py",
     "bench/test_runs.py",
 ]
