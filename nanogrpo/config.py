@@ -40,8 +40,8 @@ def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
 class Config:
     model: str = option(
         "",
-        "folder or hub id of a Qwen3 or Qwen2 checkpoint; warmup:STEPS first teaches a tiny model"
-        " some arithmetic",
+        "folder or hub id of a Qwen3, Qwen2, Llama or Mistral checkpoint; warmup:STEPS first"
+        " teaches a tiny model some arithmetic",
         group="Model, data and output",
         required="give the folder or hub id of a checkpoint, or try --profile debug",
     )

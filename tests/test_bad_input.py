@@ -126,26 +126,80 @@ MODELS = {
     ),
     "config a list": (write_file("config.json", "[]"), r"base/config\.json holds no JSON object"),
     "architecture": (
-        set_fields(model_type="llama"),
-        r"config\.json: model_type 'llama' is not supported.*qwen3 or qwen2",
+        set_fields(model_type="gemma3"),
+        r"config\.json: model_type 'gemma3' is not supported.*qwen3, qwen2, llama or mistral",
     ),
     "mixture of experts": (
         set_fields(model_type="qwen3_moe"),
         "model_type 'qwen3_moe' is not supported",
     ),
     "no architecture": (set_fields(model_type=...), "model_type None is not supported"),
-    "rope": (
-        set_fields(rope_parameters={"rope_type": "yarn", "factor": 4.0}),
-        "rope_type 'yarn' is not supported",
-    ),
-    "old rope": (
+    **{
+        f"rope {kind}": (
+            set_fields(rope_parameters=..., rope_scaling={"type": kind, "factor": 2.0}),
+            f"rope_type '{kind}' is not supported; it must be default, linear, llama3 or yarn",
+        )
+        for kind in ("dynamic", "longrope", "su", "mrope", "ntk")
+    },
+    "rope without a factor": (
         set_fields(rope_parameters=..., rope_scaling={"type": "linear"}),
-        "rope_type 'linear' is not supported",
+        "factor is None but rope_type linear needs a number above 0",
+    ),
+    "rope with a text": (
+        set_fields(rope_parameters={"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}),
+        "beta_fast is '32' but rope_type yarn needs a number above 0",
+    ),
+    "rope with crossed bounds": (
+        set_fields(
+            rope_parameters={
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 4,
+                "high_freq_factor": 1,
+            }
+        ),
+        "low_freq_factor 4 is not below high_freq_factor 1",
+    ),
+    "rope with a base of one": (
+        set_fields(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1}),
+        "rope_theta 1 cannot be scaled, because it is not above 1",
+    ),
+    "rope by layer": (
+        set_fields(rope_parameters={"full_attention": {"rope_type": "default"}}),
+        r"rope_parameters that differ by layer \(full_attention\) are not supported",
+    ),
+    "layers of another kind": (
+        set_fields(layer_types=["full_attention", "sliding_attention"]),
+        r"layer_types \['full_attention', 'sliding_attention'\] is not supported; every layer",
     ),
     "sliding window": (
         set_fields(use_sliding_window=True),
-        "use_sliding_window True is not supported",
+        "use_sliding_window True is not supported; it must be False",
     ),
+    "sliding window of Mistral": (
+        set_fields(model_type="mistral", sliding_window=4096),
+        "sliding_window 4096 is not supported; it must be null",
+    ),
+    "default sliding window of Mistral": (
+        set_fields(model_type="mistral"),
+        "sliding_window 4096 is not supported; it must be null",
+    ),
+    **{
+        name: (set_fields(**{name: value}), f"{name} .* is not supported; it must be")
+        for name, value in {
+            "partial_rotary_factor": 0.5,
+            "is_causal": False,
+            "qk_norm": True,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0078125,
+            "logit_scale": 0.0625,
+            "logits_scaling": 8.0,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "quantization_config": {"quant_method": "fp8"},
+        }.items()
+    },
     "activation": (set_fields(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     **{
         f"no {field}": (set_fields(**{field: ...}), rf"config\.json: the field {field} is missing")
@@ -185,7 +239,7 @@ MODELS = {
     ),
     "rope a string": (
         set_fields(rope_parameters=..., rope_scaling="linear"),
-        "rope_parameters is 'linear' but must be an object",
+        "rope_scaling is 'linear' but must be an object",
     ),
     "an architecture that is a list": (
         set_fields(model_type=["qwen3"]),

@@ -1,4 +1,4 @@
-"""The decoder: Qwen3, and from the same config.json fields Qwen2 and Qwen2.5.
+"""The decoder: Qwen3, and from the same config.json fields Qwen2, Llama and Mistral.
 
 In: token ids `[T]` and positions `[T]` of packed sequences, an attention object (attention.py), and
 the rows whose predictions are needed. Out: the result of the head operation on the hidden states of
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanogrpo.kernels.linear import linear
+from nanogrpo.model import rope
 from nanogrpo.model.attention import Packed
 from nanogrpo.model.head import HeadOp
 from nanogrpo.model.hf_config import ModelConfig
@@ -54,16 +55,15 @@ class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
         D, H, K, E = cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim
-        qwen3 = cfg.model_type == "qwen3"
-        qkv_bias = cfg.attention_bias or not qwen3
+        qkv_bias = cfg.attention_bias or cfg.model_type == "qwen2"
         self.layer, self.E = layer, E
         self.q_proj = Linear(D, H * E, bias=qkv_bias)
         self.k_proj = Linear(D, K * E, bias=qkv_bias)
         self.v_proj = Linear(D, K * E, bias=qkv_bias)
-        self.o_proj = Linear(H * E, D, bias=cfg.attention_bias and qwen3)
-        # Qwen3 normalizes each head's query and key before the rotation; Qwen2 does not.
-        self.q_norm = nn.RMSNorm(E, cfg.rms_norm_eps) if qwen3 else nn.Identity()
-        self.k_norm = nn.RMSNorm(E, cfg.rms_norm_eps) if qwen3 else nn.Identity()
+        self.o_proj = Linear(H * E, D, bias=cfg.attention_bias)
+        # Only Qwen3 normalizes each head's query and key before the rotation.
+        self.q_norm = nn.RMSNorm(E, cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(E, cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.E)))  # [T, H, E]
@@ -78,9 +78,9 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.gate_proj = Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.up_proj = Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.down_proj = Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
+        self.gate_proj = Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.mlp_bias)
+        self.up_proj = Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.mlp_bias)
+        self.down_proj = Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = F.silu(self.gate_proj(x)) * self.up_proj(x)  # [T, F]
@@ -111,12 +111,14 @@ class Body(nn.Module):
         self.norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        c = self.cfg
+        frequencies, factor = rope.frequencies(
+            c.rope_theta, c.head_dim, c.rope_scaling, tokens.device
+        )
         # Angles are always float32, because bf16 cannot represent all positions above 256.
-        even = torch.arange(0, self.cfg.head_dim, 2, device=tokens.device, dtype=torch.float32)
-        frequency = 1.0 / self.cfg.rope_theta ** (even / self.cfg.head_dim)  # [E/2]
-        angles = positions[:, None].float() * frequency  # [T, E/2]
+        angles = positions[:, None].float() * frequencies  # [T, E/2]
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [T, 1, E]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * factor, angles.sin() * factor
         x = self.embed_tokens(tokens)  # [T, D]
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
@@ -145,7 +147,7 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """A Qwen3 or Qwen2 language model.
+    """A Qwen3, Qwen2, Llama or Mistral language model.
 
     >>> attend = Packed(cu_seqlens, max_len)
     >>> out = model(tokens, positions, attend, rows, logits)  # [T], [T], [M] → [M, V]

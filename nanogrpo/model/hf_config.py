@@ -1,24 +1,52 @@
 """The model configuration: read, check and write Hugging Face's config.json.
 
 In: the dict of a config.json. Out: `ModelConfig`, the fields that decide what the decoder computes,
-or a UserError that names the field. Read next: decoder.py, which uses the configuration.
+or a UserError that names the field. Read next: rope.py (the fields of rotary embedding), then
+decoder.py, which uses the configuration.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from nanogrpo.errors import UserError
+from nanogrpo.model import rope
 
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+log = logging.getLogger("nanogrpo")
+
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
 NUMBERS = {"int": ((int,), "a whole number"), "float": ((int, float), "a number")}
 # Larger numbers must be mistakes: such a model would take too long to build or overflow 64 bits.
 LIMITS: dict[str, float] = {
     "num_hidden_layers": 2**12,
     "max_position_embeddings": 2**31,
     "rope_theta": 1e30,
+}
+# Fields that would change the computation in transformers, vLLM or both, and the only value (next
+# to null) with which the decoder computes the same.
+NEUTRAL: dict[str, Any] = {
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1,
+    "is_causal": True,
+    "qk_norm": False,
+    "embedding_multiplier": 1,
+    "residual_multiplier": 1,
+    "attention_multiplier": None,
+    "logit_scale": 1,
+    "logits_scaling": 1,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "per_layer_config": None,
+    "quantization_config": None,
 }
 
 
@@ -38,8 +66,15 @@ class ModelConfig:
     rope_theta: float
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    # Qwen3 only: a bias on q, k, v and o. Qwen2 always has one on q, k and v.
+    # Qwen3 and Llama only: a bias on q, k, v and o. Qwen2 always has one on q, k and v.
     attention_bias: bool = False
+    mlp_bias: bool = False  # Llama only: a bias on gate, up and down
+    rope_scaling: rope.Scaling | None = None
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head's query and key are normalized before the rotation."""
+        return self.model_type == "qwen3"
 
     @property
     def pair_cost(self) -> float:
@@ -63,40 +98,62 @@ class ModelConfig:
             if not ok:
                 raise UserError(f"{where}: {problem}; {advice}.")
 
-        # rope_parameters in transformers 5, rope_scaling in 4
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        require(isinstance(rope, dict), f"rope_parameters is {rope!r:.60} but must be an object")
-        for name, given, supported in (
-            ("model_type", raw.get("model_type"), [*ARCHITECTURES]),
-            ("rope_type", rope.get("rope_type", rope.get("type", "default")), ["default"]),
-            ("hidden_act", raw.get("hidden_act", "silu"), ["silu"]),
-            ("use_sliding_window", raw.get("use_sliding_window") or False, [False]),
-        ):
-            names = " or ".join(map(str, supported))
-            require(given in supported, f"{name} {given!r} is not supported", f"it must be {names}")
+        kind, names = raw.get("model_type"), [*ARCHITECTURES]
+        advice = f"it must be {', '.join(names[:-1])} or {names[-1]}"
+        require(kind in names, f"model_type {kind!r:.60} is not supported", advice)
+        for name, neutral in NEUTRAL.items():
+            given = raw.get(name)
+            advice = f"it must be {'null' if neutral is None else neutral}"
+            require(given in (None, neutral), f"{name} {given!r:.60} is not supported", advice)
+        # Mistral has a window of 4096 tokens in transformers unless the field is null.
+        window = raw.get("sliding_window", 4096 if kind == "mistral" else None)
+        ignored = kind in ("qwen2", "qwen3")  # which have use_sliding_window
+        require(
+            ignored or window is None,
+            f"sliding_window {window!r:.60} is not supported",
+            "it must be null",
+        )
+        layers = raw.get("layer_types") or []
+        require(
+            isinstance(layers, list) and all(layer == "full_attention" for layer in layers),
+            f"layer_types {layers!r:.60} is not supported",
+            "every layer must be full_attention",
+        )
 
-        theta = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
-        found: dict = {"model_type": raw["model_type"]}
-        for field in dataclasses.fields(cls)[1:]:
-            value: Any = theta if field.name == "rope_theta" else raw.get(field.name)
-            if value is None and field.name == "head_dim":
+        # transformers 5 writes rope_parameters, but reads rope_scaling of transformers 4 first.
+        source = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+        angles = raw.get(source) or {}
+        require(isinstance(angles, dict), f"{source} is {angles!r:.60} but must be an object")
+        scaling = rope.read(angles, raw, require)
+        theta = angles.get("rope_theta") or raw.get("rope_theta") or 10_000.0
+
+        found: dict = {"model_type": kind}
+        for field in dataclasses.fields(cls)[1:-1]:
+            name = field.name
+            value: Any = theta if name == "rope_theta" else raw.get(name)
+            if value is None and name == "head_dim":
                 # Qwen3's default is a constant, which may differ from D / H
-                qwen2 = found["model_type"] == "qwen2"
-                value = found["hidden_size"] // found["num_attention_heads"] if qwen2 else 128
+                divided = found["hidden_size"] // found["num_attention_heads"]
+                value = 128 if kind == "qwen3" else divided
+            if value is None and name == "num_key_value_heads" and (kind == "llama" or name in raw):
+                value = found["num_attention_heads"]  # the first Llama models have no such field
             if value is None and field.default is not dataclasses.MISSING:
                 continue
-            require(value is not None, f"the field {field.name} is missing")
+            require(value is not None, f"the field {name} is missing")
             if field.type == "bool":
                 right, wanted = isinstance(value, bool), "true or false"
             else:
-                types, kind = NUMBERS[str(field.type)]
-                limit = LIMITS.get(field.name, 2**24)
+                types, number = NUMBERS[str(field.type)]
+                limit = LIMITS.get(name, 2**24)
                 right = type(value) in types and 0 < value < limit
-                wanted = f"{kind} above 0 and below {limit}"
-            require(right, f"{field.name} is {value!r:.60} but must be {wanted}")
-            found[field.name] = value
+                wanted = f"{number} above 0 and below {limit}"
+            require(right, f"{name} is {value!r:.60} but must be {wanted}")
+            found[name] = value
 
-        cfg = cls(**found)
+        # transformers reads these fields for some architectures only
+        found["attention_bias"] = kind in ("qwen3", "llama") and found.get("attention_bias", False)
+        found["mlp_bias"] = kind == "llama" and found.get("mlp_bias", False)
+        cfg = cls(**found, rope_scaling=scaling)
         require(
             cfg.num_attention_heads % cfg.num_key_value_heads == 0,
             "num_attention_heads must be a multiple of num_key_value_heads",
@@ -105,14 +162,35 @@ class ModelConfig:
             cfg.head_dim % 2 == 0,
             f"head_dim {cfg.head_dim} is odd, but the rotary embedding pairs dimensions",
         )
+        require(
+            scaling is None or theta > 1,
+            f"rope_theta {theta} cannot be scaled, because it is not above 1",
+        )
+        other = raw.get("rope_parameters")
+        unused = other.get("rope_theta", theta) if isinstance(other, dict) else theta
+        if unused != theta:
+            log.warning(
+                "%s: rope_theta is %s, because rope_scaling takes the place of rope_parameters with"
+                " %s; write rope_theta into rope_scaling",
+                where,
+                theta,
+                unused,
+            )
         return cfg
 
     def to_dict(self) -> dict:
         """Return the dict of a config.json that transformers (4 and 5) and vLLM can read."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[:-1]}
+        if self.model_type != "llama":
+            del fields["mlp_bias"]
+        scaling = self.rope_scaling.to_dict() if self.rope_scaling else {"rope_type": "default"}
+        angles = {**scaling, "rope_theta": self.rope_theta}
+        window = "sliding_window" if self.model_type == "mistral" else "use_sliding_window"
         return {
             "architectures": [ARCHITECTURES[self.model_type]],
-            **dataclasses.asdict(self),
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            **fields,
+            "rope_parameters": angles,
+            **({"rope_scaling": angles} if self.rope_scaling else {}),  # for transformers 4
             "hidden_act": "silu",
-            "use_sliding_window": False,
+            window: None if self.model_type == "mistral" else False,
         }

@@ -1,4 +1,4 @@
-"""A reward model: a Qwen3 or Qwen2 decoder whose head outputs a single score instead of logits.
+"""A reward model: our decoder, with a head that outputs a single score instead of logits.
 
 In: a folder or hub id of a Hugging Face ...ForSequenceClassification model with one label, and
 texts to score. Out: one reward per sample, which is the score of the last token of prompt and

@@ -72,7 +72,7 @@ def activation_bytes(c: ModelConfig, item: int, kind: str) -> tuple[int, int]:
     """
     D, F = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    norms = 2 if c.model_type == "qwen3" else 1  # copies of q and k: before the norm, and rotated
+    norms = 2 if c.qk_norm else 1  # copies of q and k: before the norm, and rotated
     # float32 statistics: one number for each norm, and for each head's softmax
     statistics = 4 * (2 + 2 * c.num_attention_heads + c.num_key_value_heads)
     everything = item * (4 * D + (norms + 2) * q + (norms + 1) * kv + 4 * F) + statistics

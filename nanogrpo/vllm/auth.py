@@ -16,6 +16,9 @@ import json
 import os
 import time
 
+from nanogrpo.errors import UserError
+from nanogrpo.model import rope
+
 # The environment variable that contains the secret. It is never passed on a command line, which
 # other users of the machine can read.
 SECRET = "NANOGRPO_SECRET"
@@ -37,7 +40,7 @@ LEASE = 20.0  # seconds for which a trainer keeps the server to itself after its
 FIELDS = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"),
-    "tie_word_embeddings",
+    *("rope_scaling", "tie_word_embeddings"),
 )
 
 
@@ -102,6 +105,20 @@ async def answer(send, status: int, content: dict) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def scaling(angles: dict, raw: dict) -> dict | None:
+    """Return the scaling of a model's rotary embedding as a trainer writes it, or None."""
+
+    def require(ok: bool, *problem: str) -> None:
+        if not ok:
+            raise UserError(*problem)
+
+    try:
+        found = rope.read(angles, raw, require)
+    except UserError:  # no trainer computes this kind, so it differs from every trainer's
+        return angles
+    return found.to_dict() if found else None
+
+
 def describe(state) -> dict:
     """Return the facts that a trainer checks before it uses this server.
 
@@ -113,6 +130,7 @@ def describe(state) -> dict:
     if raw.get("head_dim") is None:
         raw["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
     raw["rope_theta"] = raw["rope_parameters"]["rope_theta"]
+    raw["rope_scaling"] = scaling(raw["rope_parameters"], raw)
     return {
         "model": {name: raw.get(name) for name in FIELDS},
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.errors import UserError
+from nanogrpo.model import rope
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.auth import FIELDS
@@ -43,6 +44,8 @@ def check_server(server: str, info: dict, cfg: ModelConfig, max_len: int, dtype:
         )
     for name in FIELDS:
         ours, theirs = getattr(cfg, name), info["model"].get(name)
+        if isinstance(ours, rope.Scaling):
+            ours = ours.to_dict()
         if ours != theirs:
             raise UserError(
                 f"--server {server} serves another model: its {name} is {theirs}, but --model has "

@@ -14,6 +14,7 @@ from nanogrpo.engine import local
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.model.attention import KVCache
+from nanogrpo.model.rope import Scaling
 from nanogrpo.types import Prompt
 from tests.conftest import positions_of, tiny_model
 
@@ -62,8 +63,9 @@ def trainer_logp(model, samples, temperature):
         {"num_key_value_heads": 4},
         {"num_key_value_heads": 1},
         {"model_type": "qwen2"},
+        {"model_type": "llama", "mlp_bias": True, "rope_scaling": Scaling("yarn", 4.0, 32)},
     ],
-    ids=["gqa", "tied", "multi_head", "multi_query", "qwen2"],
+    ids=["gqa", "tied", "multi_head", "multi_query", "qwen2", "llama"],
 )
 def test_decoding_with_the_cache_equals_the_full_forward(changes):
     model = tiny_model(**changes).double()  # in float32 the last digits depend on the machine
@@ -106,8 +108,14 @@ def test_log_probs_equal_the_trainers(temperature):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"model_type": "qwen2"}, {"tie_word_embeddings": True}],
-    ids=["qwen3", "biases", "tied"],
+    [
+        {},
+        {"model_type": "qwen2"},
+        {"tie_word_embeddings": True},
+        {"model_type": "llama", "mlp_bias": True, "rope_scaling": Scaling("yarn", 4.0, 32)},
+        {"model_type": "mistral"},
+    ],
+    ids=["qwen3", "biases", "tied", "llama", "mistral"],
 )
 def test_packed_weights_compute_the_same_and_follow_a_load(changes, monkeypatch):
     # every weight of the tiny model, not the head alone

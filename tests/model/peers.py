@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.rope import Scaling
 from tests.conftest import random_tokens, tiny_config
 
 CONFIGS = {
@@ -24,7 +24,35 @@ CONFIGS = {
     "qwen2_tied": tiny_config(
         model_type="qwen2", head_dim=12, tie_word_embeddings=True, rope_theta=1e6
     ),
+    "qwen2_linear": tiny_config(
+        model_type="qwen2", head_dim=12, rope_scaling=Scaling("linear", 4.0)
+    ),
+    "qwen3_yarn": tiny_config(
+        head_dim=32, rope_scaling=Scaling("yarn", 4.0, original_max_position_embeddings=64)
+    ),
+    "llama": tiny_config(model_type="llama", head_dim=12, rms_norm_eps=1e-5),
+    "llama_biases": tiny_config(
+        model_type="llama",
+        head_dim=16,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "llama_scaled": tiny_config(
+        model_type="llama",
+        head_dim=12,
+        rope_theta=5e5,
+        rope_scaling=Scaling(
+            "llama3",
+            8.0,
+            original_max_position_embeddings=64,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
+    ),
+    "mistral": tiny_config(model_type="mistral", head_dim=16, num_key_value_heads=1),
 }
+CLASSES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
 
 
 def peer(model: Decoder) -> torch.nn.Module:
@@ -32,17 +60,18 @@ def peer(model: Decoder) -> torch.nn.Module:
     `to_dict` is under test.
     """
     fields = dataclasses.asdict(model.cfg)
-    theta = fields.pop("rope_theta")
-    kind, make = {
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    }[fields.pop("model_type")]
-    config = kind(
+    theta, scaling = fields.pop("rope_theta"), fields.pop("rope_scaling")
+    name = CLASSES[fields.pop("model_type")]
+    if name == "Mistral":
+        fields["sliding_window"] = None
+    config = getattr(transformers, f"{name}Config")(
         **fields,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        rope_parameters={**(scaling or {"rope_type": "default"}), "rope_theta": theta},
         attn_implementation="eager",
     )
-    theirs = make(config).to(model.lm_head.weight.dtype).eval()
+    theirs = (
+        getattr(transformers, f"{name}ForCausalLM")(config).to(model.lm_head.weight.dtype).eval()
+    )
     theirs.load_state_dict(model.state_dict(), strict=True)  # parameters have the same names
     return theirs
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.model import checkpoint
 from tests.conftest import positions_of, random_tokens, tiny_model, write_base
-from tests.model.peers import CONFIGS, peer, theirs_alone
+from tests.model.peers import CLASSES, CONFIGS, peer, theirs_alone
 
 TOKENS = random_tokens(20)
 POSITIONS, ATTEND = positions_of([20])
@@ -43,10 +43,7 @@ def test_an_export_loads_in_transformers_with_the_same_logits(tmp_path, name):
         tmp_path, output_loading_info=True, attn_implementation="eager"
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert (
-        type(theirs).__name__
-        == {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}[model.cfg.model_type]
-    )
+    assert type(theirs).__name__ == f"{CLASSES[model.cfg.model_type]}ForCausalLM"
     assert theirs.dtype == torch.float32
     expected = theirs_alone(theirs, TOKENS, POSITIONS)
     torch.testing.assert_close(model(TOKENS, POSITIONS, ATTEND), expected, rtol=0, atol=1e-5)
@@ -122,7 +119,9 @@ def test_large_weights_are_split_into_files_with_an_index(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("name", "shards"), [("qwen3", 4), ("qwen3_tied", 1), ("qwen2", 1), ("qwen2_tied", 4)]
+    ("name", "shards"),
+    [("qwen3", 4), ("qwen3_tied", 1), ("qwen2", 1), ("qwen2_tied", 4), ("llama_biases", 1)]
+    + [("llama_scaled", 1), ("mistral", 4), ("qwen3_yarn", 1), ("qwen2_linear", 1)],
 )
 def test_a_checkpoint_of_transformers_loads_here(tmp_path, name, shards):
     model = tiny_model(CONFIGS[name], seed=5)
@@ -151,12 +150,53 @@ def test_a_bfloat16_checkpoint_becomes_float32_masters_or_stays(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(again).dtype == torch.bfloat16
 
 
-def test_a_tied_head_in_the_file_does_not_matter(tmp_path):
+def test_a_tied_head_in_the_file_must_equal_the_embedding(tmp_path):
+    """transformers uses a head that differs, although the config ties it to the embedding."""
     model = tiny_model(tie_word_embeddings=True)
     checkpoint.export(model, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": torch.zeros(151, 48)}, tmp_path / "model.safetensors")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, file)
     assert_same(weights_of(checkpoint.load_model(tmp_path)), weights_of(model))
+    head[150, 47] += 1
+    save_file({**tensors, "lm_head.weight": head}, file)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (theirs_alone(theirs, TOKENS, POSITIONS) - model(TOKENS, POSITIONS, ATTEND)).any()
+    with pytest.raises(
+        UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"
+    ):
+        checkpoint.load_model(tmp_path)
+
+
+def test_tables_of_angles_in_old_llama_checkpoints_are_ignored(tmp_path):
+    model = tiny_model(CONFIGS["llama"])
+    checkpoint.export(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
+    save_file({**tensors, **table}, tmp_path / "model.safetensors")
+    assert_same(weights_of(checkpoint.load_model(tmp_path)), weights_of(model))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint8]
+)
+def test_weights_that_are_not_floating_point_are_refused(tmp_path, dtype):
+    checkpoint.export(tiny_model(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {**tensors, "model.norm.weight": torch.ones(48).to(dtype)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(UserError, match=r"the tensor model\.norm\.weight is stored as [A-Z]"):
+        checkpoint.load_model(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_weights_of_every_floating_point_type_are_read(tmp_path, dtype):
+    model = tiny_model().to(dtype)
+    checkpoint.export(model, tmp_path)
+    found = weights_of(checkpoint.load_model(tmp_path))
+    assert_same(found, {n: t.float() for n, t in weights_of(model).items()})
 
 
 def test_a_model_is_found_in_a_folder_or_rejected_in_one_sentence(tiny_base, monkeypatch, tmp_path):

@@ -8,13 +8,13 @@ a missing norm, bias or rotation shows. Read next: test_checkpoint.py (the same 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Qwen2Config, Qwen3Config
+import transformers
 
 from nanogrpo.model.attention import Packed
 from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.model.hf_config import ModelConfig
 from tests.conftest import positions_of, random_batch, random_tokens, tiny_config, tiny_model
-from tests.model.peers import CONFIGS, peer, theirs_alone
+from tests.model.peers import CLASSES, CONFIGS, peer, theirs_alone
 
 RAGGED = [7, 1, 33, 2, 20]
 
@@ -49,7 +49,9 @@ def test_positions_may_be_large_and_have_gaps(theta, start):
     assert (ours - nearby).abs().max() > 0.1  # positions matter to this model at all
 
 
-@pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_attention_bias", "qwen2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_tied", "qwen3_attention_bias", "qwen2", "llama_biases", "mistral"]
+)
 def test_gradients_are_transformers_gradients(name):
     model = tiny_model(CONFIGS[name], seed=2)
     theirs = peer(model)
@@ -70,7 +72,7 @@ def test_gradients_are_transformers_gradients(name):
         assert (p.grad - expected[parameter].grad).abs().max() <= 2e-5 * scale, parameter
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama_scaled"])
 def test_bfloat16_is_about_as_far_from_float32_as_transformers_is(name):
     """The root mean square error over all logits is at most twice that of transformers."""
     model = tiny_model(CONFIGS[name], seed=3)
@@ -227,13 +229,17 @@ QWEN3_RAW = {
 
 def test_defaults_of_config_json_are_those_of_transformers():
     """An absent field has the same default here and there: head_dim is 128 in Qwen3, not D / H."""
-    for kind, theirs in {"qwen3": Qwen3Config, "qwen2": Qwen2Config}.items():
-        raw = {**QWEN3_RAW, "model_type": kind}
-        ours, expected = ModelConfig.from_dict(raw), theirs(**raw)
+    for kind, name in CLASSES.items():
+        raw = {**QWEN3_RAW, "model_type": kind, "sliding_window": None}
+        if kind == "llama":
+            del raw["num_key_value_heads"]  # the first Llama models have none
+        ours, expected = ModelConfig.from_dict(raw), getattr(transformers, f"{name}Config")(**raw)
         assert ours.head_dim == getattr(expected, "head_dim", 64 // 4)
         assert ours.rope_theta == expected.rope_parameters["rope_theta"]
-        assert ours.rms_norm_eps == expected.rms_norm_eps
-        assert ours.tie_word_embeddings == expected.tie_word_embeddings
+        for field in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+            assert getattr(ours, field) == getattr(expected, field)
+        for field in ("attention_bias", "mlp_bias"):
+            assert getattr(ours, field) == getattr(expected, field, False)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +255,7 @@ def test_defaults_of_config_json_are_those_of_transformers():
 )
 def test_every_spelling_of_the_rotary_base_is_read(spelling):
     raw = {**QWEN3_RAW, **spelling}
-    assert Qwen3Config(**raw).rope_parameters["rope_theta"] == 5e5
+    assert transformers.Qwen3Config(**raw).rope_parameters["rope_theta"] == 5e5
     assert ModelConfig.from_dict(raw).rope_theta == 5e5
 
 

@@ -54,7 +54,7 @@ def make(
         "max_position_embeddings": 256,
         "initializer_range": 0.2,
     }
-    if kind == "qwen2":
+    if kind in ("qwen2", "llama"):
         fields["head_dim"] = 12
     config = transformers.AutoConfig.for_model(
         kind, **{**fields, **changes}, pad_token_id=theirs.pad_token_id, num_labels=labels
@@ -87,7 +87,7 @@ def theirs(folder: Path, prompts: list, completions: list) -> list[float]:
     return scores
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize(
     "changes", [{}, {"tie_word_embeddings": True, "rope_theta": 1e6, "num_key_value_heads": 4}]
 )

@@ -5,16 +5,24 @@ Read next: test_real.py.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.errors import UserError
+from nanogrpo.model.rope import Scaling
+from nanogrpo.vllm import auth
+from nanogrpo.vllm.protocol import check_server
 from nanogrpo.vllm.server import Server, ServerError, ServerLost
 from tests.conftest import tiny_config
+from tests.model.peers import CONFIGS
 from tests.ranks import free_port
 from tests.vllm.fake import MODEL, PARAMS, PROMPTS, FakeVLLM, content, engine_of, wait_until
 
@@ -312,6 +320,35 @@ def test_a_server_of_another_model_is_refused(fake, field):
     fake.facts["model"][field] = 77
     with pytest.raises(
         UserError, match=rf"serves another model: its {field} is 77, but --model has"
+    ):
+        engine_of(fake, load=False)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_server_of_the_same_model_is_accepted(tmp_path, name):
+    """A server describes the config that transformers has read, with all defaults filled in."""
+    cfg = CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(cfg.to_dict()))
+    model = SimpleNamespace(
+        hf_config=transformers.AutoConfig.from_pretrained(tmp_path), dtype="", max_model_len=64
+    )
+    config = SimpleNamespace(
+        model_config=model, parallel_config=SimpleNamespace(world_size_across_dp=1)
+    )
+    state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config))
+    info = json.loads(json.dumps(auth.describe(state)))
+    check_server("here", info, cfg, 64, "")
+    other = dataclasses.replace(cfg, rope_scaling=Scaling("linear", 3.0))
+    with pytest.raises(
+        UserError, match=r"its rope_scaling is .*, but --model has .*'factor': 3\.0"
+    ):
+        check_server("here", info, other, 64, "")
+
+
+def test_a_server_with_another_rope_scaling_is_refused(fake):
+    fake.facts["model"]["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(
+        UserError, match=r"its rope_scaling is \{'rope_type': 'linear'.*but --model has None"
     ):
         engine_of(fake, load=False)
 

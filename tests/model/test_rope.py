@@ -1,0 +1,149 @@
+"""Frequencies, angles and logits with RoPE scaling equal those of transformers, whichever way a
+config.json describes the scaling.
+
+Read next: test_bad_input.py, where other kinds of scaling are refused.
+"""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from nanogrpo.model import checkpoint, rope
+from nanogrpo.model.hf_config import ModelConfig
+from tests.conftest import positions_of, random_tokens, tiny_model
+from tests.model.peers import CONFIGS, hugging_face, peer, theirs_alone
+
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 9,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+TRAINED = st.sampled_from([32, 2048, 8192, 32768])
+FACTORS = st.sampled_from([1, 1.5, 4.0, 8, 40])
+THETAS = st.sampled_from([1e4, 5e5, 1_000_000])
+NAMES = st.sampled_from(["rope_type", "type"])
+
+
+def optional(**fields):
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+@st.composite
+def scalings(draw) -> dict:
+    """Return an object for rope_scaling or rope_parameters."""
+    kind = draw(st.sampled_from(["default", "linear", "llama3", "yarn"]))
+    fields = {draw(NAMES): kind}
+    if kind != "default":
+        fields["factor"] = draw(FACTORS)
+    if kind == "llama3":
+        fields["low_freq_factor"] = draw(st.sampled_from([1, 2.0]))
+        fields["high_freq_factor"] = draw(st.sampled_from([4, 8.0]))
+    if kind in ("llama3", "yarn"):
+        fields |= draw(optional(original_max_position_embeddings=TRAINED))
+    if kind == "yarn":
+        fields |= draw(
+            optional(
+                attention_factor=st.sampled_from([None, 1.0, 1.3]),
+                mscale=st.sampled_from([None, 0, 0.707, 1.0]),
+                mscale_all_dim=st.sampled_from([None, 0, 1.0, 0.5]),
+                beta_fast=st.sampled_from([None, 0, 32, 16.0]),
+                beta_slow=st.sampled_from([None, 1, 2.0]),
+                truncate=st.sampled_from([None, True, False]),
+            )
+        )
+    return fields | draw(optional(rope_theta=THETAS))
+
+
+@given(
+    size=st.sampled_from([4, 64, 80, 128]),
+    context=st.sampled_from([64, 2048, 131_072]),
+    fields=st.fixed_dictionaries(
+        {},
+        optional={
+            "rope_scaling": st.none() | scalings(),
+            "rope_parameters": st.none() | scalings(),
+            "rope_theta": THETAS,
+            "original_max_position_embeddings": TRAINED,
+        },
+    ),
+)
+@settings(max_examples=150)
+def test_frequencies_and_angles_equal_transformers(size, context, fields):
+    """For every spelling, also when both objects are there; and again after writing the config."""
+    raw = {
+        **SHAPE,
+        "hidden_size": 2 * size,
+        "head_dim": size,
+        "max_position_embeddings": context,
+        **fields,
+    }
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(raw)))
+    ours = ModelConfig.from_dict(raw)
+    written = ours.to_dict()
+    assert ModelConfig.from_dict(written) == ours
+    again = LlamaRotaryEmbedding(transformers.LlamaConfig(**written))
+    positions = torch.tensor([0, 1, 31, 4095, 131_071])
+    for expected in (theirs, again):
+        found, factor = rope.frequencies(
+            ours.rope_theta, size, ours.rope_scaling, torch.device("cpu")
+        )
+        torch.testing.assert_close(found, expected.inv_freq, rtol=1e-6, atol=0)
+        cos, sin = expected(torch.zeros(()), positions[None])
+        angles = positions[:, None].float() * found
+        for table, function in ((cos, torch.cos), (sin, torch.sin)):
+            mine = function(angles) * factor
+            torch.testing.assert_close(mine, table[0, :, : size // 2], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"type": "linear", "factor": 2.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4},
+        {"rope_type": "default", "rope_theta": 500.0},
+    ],
+    ids=lambda fields: fields.get("rope_type", "linear"),
+)
+def test_scaling_that_a_user_adds_to_a_saved_model_takes_effect(tmp_path, name, scaling):
+    """transformers 5 writes rope_parameters, but users add rope_scaling, as Qwen's guide says."""
+    model = tiny_model(CONFIGS[name], seed=2)
+    peer(model).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["rope_parameters"]["rope_type"] == "default"
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "rope_scaling": scaling}))
+    tokens = random_tokens(40)
+    positions, attend = positions_of([40])
+    with torch.no_grad():
+        expected = theirs_alone(hugging_face(tmp_path), tokens, positions)
+        found = checkpoint.load_model(tmp_path)(tokens, positions, attend)
+        plain = model(tokens, positions, attend)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (found - plain).abs().max() > 0.1
+
+
+def test_a_lost_base_is_reported(caplog):
+    """transformers drops rope_parameters, and with it rope_theta, if there is rope_scaling."""
+    raw = {
+        **SHAPE,
+        "hidden_size": 64,
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }
+    assert ModelConfig.from_dict(raw).rope_theta == 10_000
+    assert "rope_theta is 10000.0, because rope_scaling takes the place" in caplog.text
+    caplog.clear()
+    raw["rope_scaling"]["rope_theta"] = 1e6
+    assert ModelConfig.from_dict(raw).rope_theta == 1e6
+    assert not caplog.text
