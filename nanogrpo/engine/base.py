@@ -114,7 +114,8 @@ def stream(seed: int, step: int, prompt: int, sample: int) -> int:
     """Return the key of a completion's random stream: a 63-bit hash, the same on every machine.
 
     It depends only on these arguments, so a resumed run repeats the interrupted one, and neither
-    batching nor the number of ranks changes a sample.
+    batching nor the number of ranks changes the random numbers of a sample. (In bfloat16, batching
+    can still change a sample, because it changes how logits are rounded.)
     """
     digest = hashlib.blake2b(f"{seed},{step},{prompt},{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -2,8 +2,9 @@
 
 In: logits `[b, V]`, and each row's random key and counter `[b]`. Out: tokens `[b]` and their
 log-probs `[b]` before the filters. The random numbers are counter-based: each one is a hash of the
-completion's key and the token's position only. So a completion is the same in any row, in any batch
-and on any rank. Read next: engine/local.py, which calls this.
+completion's key and the token's position only. So they are the same in any row, in any batch and on
+any rank. The completion is the same, too, unless a different batch rounds its logits differently,
+as can happen in bfloat16. Read next: engine/local.py, which calls this.
 """
 
 from __future__ import annotations

@@ -32,6 +32,9 @@ from nanogrpo.model.tokenizer import Tokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9  # maximum size of a safetensors file, as in transformers
+TIED = ("lm_head.weight", "model.embed_tokens.weight")
+# the types of weights that are read; quantized weights would need more than a cast
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 # --- reading ---
@@ -92,12 +95,35 @@ def tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:
 def load_weights(model: Decoder, folder: Path) -> None:
     """Copy the weights of a checkpoint into a model."""
     wanted = {n: p for n, p in model.state_dict(keep_vars=True).items() if not lora.is_adapter(n)}
-    found = tensors(files(folder))
-    # the head is the embedding, even if the files contain a separate head
+    # tables of angles, which the first Llama checkpoints contain
+    skipped: tuple[str, ...] = (".rotary_emb.inv_freq",)
     if model.cfg.tie_word_embeddings:
+        check_tied_head(folder)
         del wanted["lm_head.weight"]
-        found = (pair for pair in found if pair[0] != "lm_head.weight")
+        skipped += ("lm_head.weight",)
+    found = (pair for pair in tensors(files(folder)) if not pair[0].endswith(skipped))
     copy_tensors(wanted, found, str(folder), "use a config.json and weights of the same model")
+
+
+def check_tied_head(folder: Path) -> None:
+    """Raise UserError if the files contain a head that differs from the embedding.
+
+    transformers would use such a head although the config says that the two are one matrix.
+    """
+    pair = {name: tensor for name, tensor in tensors(files(folder)) if name in TIED}
+    if len(pair) < 2:
+        return
+    head, embedding = (pair[name] for name in TIED)
+    same = head.get_shape() == embedding.get_shape()
+    step = 4096  # rows compared at a time
+    for i in range(0, head.get_shape()[0] if same else 0, step):
+        rows = slice(i, i + step)
+        same = same and torch.equal(head[rows].float(), embedding[rows].float())
+    if not same:
+        raise UserError(
+            f"{folder}: {TIED[0]} differs from {TIED[1]}, although config.json ties them: set "
+            "tie_word_embeddings to false there."
+        )
 
 
 @torch.no_grad()
@@ -106,7 +132,8 @@ def copy_tensors(
 ) -> None:
     """Copy the tensors of files into parameters of the same names.
 
-    Raises a UserError that names a tensor if it is missing, unknown or of the wrong shape.
+    Raises a UserError that names a tensor if it is missing, unknown, of the wrong shape or not
+    floating point.
     """
     missing = set(wanted)
     for name, tensor in found:
@@ -119,6 +146,11 @@ def copy_tensors(
             raise UserError(
                 f"{where}: the tensor {name} has shape {shape} but config.json asks for "
                 f"{expected}; {advice}."
+            )
+        if tensor.get_dtype() not in FLOATS:
+            raise UserError(
+                f"{where}: the tensor {name} is stored as {tensor.get_dtype()}, which is not "
+                "supported; convert it to bfloat16 or float32."
             )
         fill(wanted[name], tensor)
         missing.discard(name)

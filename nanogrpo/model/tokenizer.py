@@ -46,8 +46,9 @@ class Tokenizer:
     `vocab_size`: all ids are below this number. The model's vocabulary may be padded to a larger
     size, with ids that have no text.
     `stop_token_ids`: all ids that end a completion, starting with the tokenizer's own end token.
-    Chat models list several in generation_config.json (Qwen3: <|im_end|> and <|endoftext|>). If one
-    were missing here, completions that end with it would continue to the length limit.
+    Chat models list several in generation_config.json (Qwen3: <|im_end|> and <|endoftext|>), or in
+    config.json if that file has none. If one were missing here, completions that end with it would
+    continue to the length limit.
     """
 
     def __init__(self, folder: str | Path):
@@ -101,8 +102,9 @@ class Tokenizer:
         found: set[str] = set()
         return found.union(*(template.reads for template in self._templates.values()))
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Return the ids of a text. No tokens are added at its start or end.
+    def encode(self, text: str, special: bool = True, surround: bool = False) -> list[int]:
+        """Return the ids of a text. With `surround`, the tokenizer adds the tokens that it puts at
+        the start or end of every text, such as BOS in Llama; otherwise nothing is added.
 
         A special token that is written in the text becomes one id, which templates rely on. With
         `special` off, it is encoded as ordinary text: use this for text from untrusted sources,
@@ -110,7 +112,7 @@ class Tokenizer:
         """
         self._tokenizer.encode_special_tokens = not special  # True encodes them as ordinary text
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._tokenizer.encode(text, add_special_tokens=surround).ids
         # half of a surrogate pair, which can come from "\\ud800" in JSON
         except TypeError as e:
             raise UserError(
@@ -171,13 +173,15 @@ class Tokenizer:
         tools: Sequence[dict] | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Return the ids of a prompt: plain text, or messages and tools for the chat template.
+        """Return the ids of a prompt, as TRL does: plain text, to which the tokenizer may add BOS,
+        or messages and tools for the chat template.
 
         `template_kwargs` are the other arguments of `render`.
         """
-        if not isinstance(prompt, str):
-            prompt = self.render(prompt, tools=tools, **template_kwargs)
-        return self.encode(prompt)
+        if isinstance(prompt, str):
+            return self.encode(prompt, surround=True)
+        # templates write BOS themselves
+        return self.encode(self.render(prompt, tools=tools, **template_kwargs))
 
     def _template(self, with_tools: bool) -> _Template | None:
         template = self._templates.get("tool_use") if with_tools else None
@@ -198,18 +202,22 @@ class Tokenizer:
         return found
 
     def _stops(self) -> list[int]:
-        """Return the id of the end token, followed by the ids that generation_config.json adds (an
-        int or a list).
+        """Return the id of the end token, followed by the ids (an int or a list) that
+        generation_config.json adds, or else config.json.
         """
         self._id("pad_token")  # only a check: we never pad, but users of our checkpoints might
         eos = self._id("eos_token")
         stops = [] if eos is None else [eos]
-        more = self._json("generation_config.json").get("eos_token_id")
+        source = "generation_config.json"
+        more = self._json(source).get("eos_token_id")
+        if more is None and (self._folder / "config.json").is_file():
+            source = "config.json"
+            more = read_json(self._folder / source).get("eos_token_id")
         stops += more if isinstance(more, list) else [] if more is None else [more]
         for stop in stops:
             if type(stop) is not int or not 0 <= stop < self.vocab_size:  # True is not an id
                 raise UserError(
-                    f"{self._folder}/generation_config.json: eos_token_id holds {stop!r}, which is "
+                    f"{self._folder}/{source}: eos_token_id holds {stop!r}, which is "
                     f"not an id of tokenizer.json; use whole numbers from 0 to "
                     f"{self.vocab_size - 1}."
                 )

@@ -145,6 +145,41 @@ def test_stop_ids_come_from_the_tokenizer_and_the_generation_config(tmp_path):
     assert stops({}).stop_token_ids == [2]
 
 
+def test_stop_ids_come_from_the_model_config_if_there_is_no_generation_config(tmp_path):
+    """As in transformers, which makes its generation config from config.json then."""
+    folder = make_folder(tmp_path)
+    (folder / "config.json").write_text('{"eos_token_id": [0, 2]}')
+    assert Tokenizer(folder).stop_token_ids == [2, 0]
+    (folder / "config.json").write_text('{"eos_token_id": 302}')
+    with pytest.raises(
+        UserError, match=r"/config\.json: eos_token_id holds 302, which is not an id"
+    ):
+        Tokenizer(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert Tokenizer(folder).stop_token_ids == [2, 0]
+
+
+def test_a_text_prompt_gets_the_tokens_that_the_tokenizer_adds_and_messages_do_not(tmp_path):
+    """As in TRL, which calls the tokenizer with a text and its chat template with messages."""
+    from transformers import AutoTokenizer
+
+    folder = make_folder(tmp_path, CHATML, config={"bos_token": "<|endoftext|>"})
+    saved = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    saved.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    saved.save(str(folder / "tokenizer.json"))
+    ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in ("3+4=", "", "<|im_start|>3"):
+        assert ours.encode_prompt(text) == theirs(text=[text])["input_ids"][0]
+        assert ours.encode_prompt(text)[0] == 0
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+    for chat in CHATS:
+        want = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert ours.encode_prompt(chat) == want
+        assert 0 not in want
+
+
 def test_special_tokens_map_supplies_tokens_that_the_config_lacks(tmp_path):
     folder = make_folder(tmp_path)
     config = json.loads((folder / "tokenizer_config.json").read_text())
