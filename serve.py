@@ -56,6 +56,22 @@ REFUSED = {
     "--(enable-)?ssl": "trainer and server speak plain HTTP; put a proxy with TLS in front",
 }
 
+# Options that serve.py sets on a CPU, unless the user does.
+ON_CPU = {
+    # If the prompt of a seeded request is split over two steps, vLLM turns its random stream back,
+    # which fails on a CPU and ends the engine. So a prompt that does not fit into a step waits.
+    "--no-enable-chunked-prefill": None,
+    # The completions of a group share the full blocks of their prompt. vLLM's default for CPUs,
+    # 128 tokens, is longer than many prompts. Its fast kernel needs a multiple of 32.
+    "--block-size": "32",
+}
+# Options that cannot be used on a CPU, because they split prompts.
+SPLITTING = ("--enable-chunked-prefill", "--long-prefill-token-threshold")
+# Options that choose the size of the KV cache.
+MEMORY = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--device-memory-utilization")
+LARGEST = 16 << 30  # bytes of a KV cache that we choose; vLLM fills it with zeros at the start
+SPACE = "VLLM_CPU_KVCACHE_SPACE"  # vLLM's environment variable for the same, in GiB
+
 
 def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Return our options, and the rest for vLLM. Raise UserError for options that cannot work."""
@@ -77,18 +93,55 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str
     add("--owner", type=int, metavar="PID", help="end with this process, or when stdin is closed")
     ours, rest = parser.parse_known_args(argv)
     for word in rest:
-        # normalized as by vLLM: underscores, --no-…, keys of a dictionary
-        option = re.split(r"[=.]", word)[0].replace("_", "-").replace("--no-", "--")
+        option = name_of(word)
         for pattern, reason in REFUSED.items():
             if re.match(pattern, option):
                 raise UserError(f"{option} cannot be used: {reason}.")
         for name, value in FIXED.items():
-            if len(option) > 4 and name.startswith(option):  # vLLM allows abbreviations
+            if names(option, name):
                 raise UserError(
                     f"{name} cannot be set: training relies on {value or 'it being on'}; leave the "
                     "option out."
                 )
     return ours, rest
+
+
+def name_of(word: str) -> str:
+    """Return the option that a word is for vLLM, which accepts underscores, --no-…, and keys."""
+    return re.split(r"[=.]", word)[0].replace("_", "-").replace("--no-", "--")
+
+
+def names(option: str, name: str) -> bool:
+    """Return whether `option` is `name`, or an abbreviation of it, which vLLM accepts."""
+    return len(option) > 4 and name.startswith(option)
+
+
+def cpu_options(rest: list[str], free: int) -> list[str]:
+    """Return the options to add on a CPU.
+
+    rest: the user's options for vLLM. free: the bytes of memory that are free now. Raise UserError
+    for options that cannot work on a CPU.
+    """
+    for word in rest:
+        for name in SPLITTING:
+            if names(name_of(word), name) and not word.startswith(("--no-", "--no_")):
+                raise UserError(
+                    f"{name} cannot be used on a CPU: vLLM cannot compute the prompt of a seeded "
+                    "request in several parts there; leave the option out."
+                )
+
+    def has(name: str) -> bool:
+        return any(names(name_of(word), name_of(name)) for word in rest)
+
+    added = [word for pair in ON_CPU.items() if not has(pair[0]) for word in pair if word]
+    if os.environ.get(SPACE) or any(map(has, MEMORY)):
+        return added
+    size = min(free // 4, LARGEST)
+    report(
+        f"serve: KV cache of {size / 2**30:.1f} GiB, chosen from {free / 2**30:.1f} GiB of free "
+        f"memory ({MEMORY[0]} changes it)"
+    )
+    return [*added, MEMORY[0], str(size)]
 
 
 def find_secret(host: str, file: Path | None) -> str:
@@ -199,33 +252,46 @@ def main(argv: list[str] | None = None) -> int:
         version = check_vllm()
         secret = find_secret(ours.host, ours.secret_file)
         check_port(ours.host, ours.port)
+        set_environment(secret)
+        report(f"serve: vLLM {version}, {ours.model}")
+        args = (ours.host, ours.port, secret, ours.startup_timeout)
+        threading.Thread(target=wait_until_healthy, args=args, daemon=True).start()
+        if ours.owner:
+            on_end(ours.owner, end, pipe=sys.stdin.fileno())
+
+        # imported only now, because they read the environment
+        from vllm.platforms import current_platform
+        from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node
+
+        if current_platform.is_cpu():
+            # vLLM checks later that this much is free
+            free = get_memory_node_info(get_visible_memory_node()[0]).available_memory
+            rest = [*cpu_options(rest, free), *rest]
     except UserError as e:
         report(f"error: {e}")
         return 2
+    fixed = [word for pair in FIXED.items() for word in pair if word is not None]
+    where = ["--model", ours.model, "--host", ours.host, "--port", str(ours.port)]
+    sys.argv = ["vllm serve", *where, *fixed, *rest]
+
+    from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
+
+    vllm_main()
+    return 0
+
+
+def set_environment(secret: str) -> None:
+    """Set the variables that vLLM, its workers and our access control read."""
     os.environ[SECRET] = secret
     os.environ["NANOGRPO_SERVER"] = str(os.getpid())  # the workers end with this process
     # vLLM offers its weight routes only in this mode. Our access control closes its other routes.
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.pop("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", None)  # such a server would be of no use
     # spawned workers must find nanogrpo too
     root = str(Path(nanogrpo.__file__).absolute().parents[1])  # not resolved: it may be a link
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-
-    report(f"serve: vLLM {version}, {ours.model}")
-    args = (ours.host, ours.port, secret, ours.startup_timeout)
-    threading.Thread(target=wait_until_healthy, args=args, daemon=True).start()
-    if ours.owner:
-        on_end(ours.owner, end, pipe=sys.stdin.fileno())
-    fixed = [word for pair in FIXED.items() for word in pair if word is not None]
-    where = ["--model", ours.model, "--host", ours.host, "--port", str(ours.port)]
-    sys.argv = ["vllm serve", *where, *fixed, *rest]
-
-    # imported only now, because it reads the environment
-    from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
-
-    vllm_main()
-    return 0
 
 
 if __name__ == "__main__":  # spawned workers import this file again

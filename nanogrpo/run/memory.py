@@ -55,6 +55,11 @@ from nanogrpo.model.hf_config import ModelConfig
 log = logging.getLogger("nanogrpo")
 
 
+# Left free on a GPU that trainer and vLLM share: contexts, communication buffers, fragmentation.
+MARGIN = 2 << 30
+MOST = 0.92  # the largest share for vLLM, its own default
+
+
 class Row(NamedTuple):
     """One line of the table. Example: Row("optimizer", 4_768_000_000)"""
 
@@ -217,6 +222,37 @@ def check(
                 "--gradient-checkpointing full or --cpu-offload, or use more processes."
             )
     return sum(row.bytes for row in on_gpu or on_host)
+
+
+def server_share(world: World, estimate: int, given: Sequence[str]) -> list[str]:
+    """Return the option with the share of the trainer's GPU that a vLLM server of our own may use,
+    unless the user has `given` one. On a CPU, serve.py chooses.
+
+    The server gets what is free now, except for a margin and what the trainer is still expected to
+    allocate. So the share also holds when the server is restarted later.
+    """
+    chosen = ("--gpu-mem", "--device-mem", "--kv-cache-mem")
+    if world.device.type == "cpu" or any(w.replace("_", "-").startswith(chosen) for w in given):
+        return []
+    free, total = torch.cuda.mem_get_info(world.device)
+    growth = max(estimate - torch.cuda.memory_allocated(world.device), 0)
+    left = free - growth - MARGIN
+    if left <= 0:
+        raise UserError(
+            f"--engine vllm: of the {shown(free)} that are free on the GPU, the trainer will need "
+            f"{shown(growth)}, which leaves nothing for vLLM: lower --token-budget, start serve.py "
+            "on another GPU and name it with --server, or set --gpu-memory-utilization in "
+            "--vllm-options."
+        )
+    share = min(left / total, MOST)
+    log.info(
+        'the vLLM sidecar may use %.0f %% of the GPU (--vllm-options="--gpu-memory-utilization …"'
+        " changes it): %s are free, the trainer will need %s more",
+        100 * share,
+        shown(free),
+        shown(growth),
+    )
+    return ["--gpu-memory-utilization", f"{share:.3f}"]
 
 
 def measured(world: World, estimate: int) -> dict[str, float]:

@@ -138,7 +138,7 @@ def setup(cfg: Config, world: World) -> Run:
     if cfg.data_weights:
         draw_all = functools.partial(data.draw_mixed, parts, cfg.data_weights, cfg.prompts_per_step)
     max_len = longest + cfg.max_completion_length
-    engine = make_engine(cfg, world, model, source, max_len)
+    engine = make_engine(cfg, world, model, source, max_len, estimate)
     if rollout:
         engine = TurnsEngine(engine, rollout, tokenizer, model.cfg.vocab_size, world.gather)
     if cfg.engine == "vllm":
@@ -209,8 +209,12 @@ def make_reference(model: Decoder, source: Path, world: World, cfg: Config) -> D
     return reference.requires_grad_(False)
 
 
-def make_engine(cfg: Config, world: World, model: Decoder, source: Path, max_len: int) -> Engine:
+def make_engine(
+    cfg: Config, world: World, model: Decoder, source: Path, max_len: int, estimate: int
+) -> Engine:
     """Return the engine that samples. It has no weights yet.
+
+    estimate: the expected peak of the trainer's device memory in bytes.
 
     With --engine vllm and no --server, a vLLM server is started here and ends with the run.
     """
@@ -223,7 +227,9 @@ def make_engine(cfg: Config, world: World, model: Decoder, source: Path, max_len
         python = cfg.vllm_python or os.environ.get("NANOGRPO_VLLM_PYTHON", "")
         # CPUs compute bfloat16 slowly, and the server must agree with the trainer's float32.
         dtype = ["--dtype", "float32"] if world.device.type == "cpu" else []
-        options = ["--max-model-len", str(max_len), *dtype, *shlex.split(cfg.vllm_options)]
+        given = shlex.split(cfg.vllm_options)
+        share = world.once(lambda: memory.server_share(world, estimate, given))
+        options = ["--max-model-len", str(max_len), *dtype, *share, *given]
         sidecar = Sidecar(source, options, python, Path(cfg.output_dir) / "serve.log")
     return VLLMEngine(
         model,

@@ -24,10 +24,10 @@ from nanogrpo.model import rope
 SECRET = "NANOGRPO_SECRET"
 SHORTEST = 16  # minimum length of a secret in characters
 
-INFO, CONNECT = "/nanogrpo", "/init_weight_transfer_engine"
+HEALTH, INFO, CONNECT = "/health", "/nanogrpo", "/init_weight_transfer_engine"
 DISCONNECT = "/shutdown_weight_transfer_engine"
 ROUTES = {
-    *("/health", "/v1/models", "/version", "/metrics"),
+    *(HEALTH, "/v1/models", "/version", "/metrics"),
     *("/v1/completions", "/inference/v1/generate", "/pause", "/resume", "/is_paused"),
     *("/abort_requests", "/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping"),
     *("/get_world_size", "/weight_info", "/update_weight_version"),

@@ -35,7 +35,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm import protocol
-from nanogrpo.vllm.auth import INFO
+from nanogrpo.vllm.auth import HEALTH, INFO
 from nanogrpo.vllm.protocol import GroupRequest
 from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar, retry
 from nanogrpo.vllm.sync import WeightSync
@@ -43,6 +43,7 @@ from nanogrpo.vllm.sync import WeightSync
 log = logging.getLogger(__name__)
 
 HEARTBEAT = 5.0  # seconds between health checks of a server
+FIRST = 30.0  # seconds to wait for a server that we have not used before
 ATTEMPTS = 3  # attempts at a request that fails with 5xx, before the server counts as lost
 
 
@@ -145,11 +146,13 @@ class VLLMEngine:
         """
         groups = [GroupRequest(p, n, protocol.body(p, n, params, step)) for p in prompts]
         idle = 0  # consecutive rounds without a finished group, although a server was alive
+        # Restarting our own server takes a minute, and the second one fails like the first.
+        most = ATTEMPTS if self.sidecar is None else 2
         while waiting := [g for g in groups if g.samples is None]:
             self._recover()
             self._run(waiting)
             idle = idle + 1 if all(g.samples is None for g in waiting) else 0
-            if idle == ATTEMPTS:
+            if idle == most:
                 raise ServerLost(
                     f"No vLLM server returns completions ({self.problem}); the run stops; continue "
                     "with --resume."
@@ -257,6 +260,7 @@ class VLLMEngine:
     def _workers(self, server: Server) -> int:
         """Check that the server can serve this trainer. Return its number of workers."""
         info = server.get(INFO, timeout=min(self.timeout, 10.0))
+        server.get(HEALTH, timeout=min(self.timeout, 10.0))  # INFO does not reach the engine
         protocol.check_server(str(server), info, self.cfg, self.max_len, self.dtype)
         self.dtype = info["dtype"]
         return info["workers"]
@@ -273,9 +277,11 @@ class VLLMEngine:
             )
         if self.sidecar is not None:
             self.servers = [self.sidecar.start(self.timeout)]
-        seconds = min(self.patience, 30.0)
         for server in self.servers:
-            if problem := retry(seconds, functools.partial(self._workers, server), self.over):
+            call = functools.partial(self._workers, server)
+            if problem := retry(min(self.patience, FIRST), call, self.over):
+                if self.sidecar is not None:
+                    raise UserError(f"{problem}; see {self.sidecar.output}.")
                 advice = "; start serve.py there first, or leave the option out to have it started"
                 # the message of status 409 already contains advice
                 raise UserError(f"--server: {problem}{'' if problem.status == 409 else advice}.")
@@ -329,7 +335,10 @@ class VLLMEngine:
                 return
             self.restarts += 1
             if self.sidecar is None:
-                problem: Exception | None = retry(self.patience, self._send_to_any, self.over)
+                # A server that was never usable will not become so if we wait long.
+                known = any(server.version >= 0 for server in self.servers)
+                seconds = self.patience if known else min(self.patience, FIRST)
+                problem: Exception | None = retry(seconds, self._send_to_any, self.over)
             else:
                 problem = self._restart(self.sidecar)
             if problem is not None:

@@ -5,7 +5,7 @@ In: a URL and a secret. Out: `get` and `post`, which raise two kinds of errors. 
 answer in time, a lost connection, a status 5xx) may be solved by another attempt or another server.
 A UserError (a wrong address, secret or model) must be solved by the user. HTTP requests use the
 standard library, with a new connection for each request, so a retry never uses a stale connection.
-Read before: engine/base.py. Read next: sync.py, client.py.
+Read before: engine/base.py. Read next: cause.py, sync.py, client.py.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ import nanogrpo
 from nanogrpo.commands import script
 from nanogrpo.distributed.failure import asked
 from nanogrpo.errors import UserError
-from nanogrpo.vllm.auth import INFO, LEASE, SECRET, TRAINER
+from nanogrpo.vllm.auth import HEALTH, INFO, LEASE, SECRET, TRAINER
 from nanogrpo.vllm.buckets import BroadcastGroup
+from nanogrpo.vllm.cause import root_cause
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +43,14 @@ DAY = 86400.0  # seconds: the timeout of a request for completions, which may ta
 
 
 class ServerError(Exception):
-    """A server has died, hangs or reports an error. `status` is 0 if there was no answer."""
+    """A server has died, hangs or reports an error. `status` is 0 if there was no answer.
 
-    def __init__(self, message: str, status: int = 0):
+    final: the server is a process of our own that has ended, so no retry can succeed.
+    """
+
+    def __init__(self, message: str, status: int = 0, final: bool = False):
         super().__init__(message)
-        self.status = status
+        self.status, self.final = status, final
 
 
 class ServerLost(UserError):
@@ -57,6 +61,7 @@ class Server:
     """An HTTP client of one server, and what is known about it. Its requests are thread-safe.
 
     lease: reserve the server for this trainer, with regular requests until the event is set.
+    sidecar: the process, if it is our own.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Server:
         secret: str = "",
         timeout: float = 60.0,
         lease: threading.Event | None = None,
+        sidecar: Sidecar | None = None,
     ):
         parts = re.fullmatch(r"(?:(https?)://)?([\w.-]+|\[[\w:%]+\]):(\d{1,5})/?", url)
         if parts is None or not 0 < int(parts[3]) < 65536:
@@ -80,6 +86,7 @@ class Server:
             http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
         )
         self.timeout = timeout  # seconds for every request except sampling
+        self.sidecar = sidecar
         self.headers = {"Content-Type": "application/json"}
         if secret:
             self.headers["Authorization"] = f"Bearer {secret}"
@@ -129,6 +136,8 @@ class Server:
         except TimeoutError as e:
             raise ServerError(f"{self.url} did not answer {path} within {limit:g} s") from e
         except (OSError, http.client.HTTPException) as e:
+            if self.sidecar is not None and (end := self.sidecar.end()):
+                raise ServerError(end, final=True) from e
             reason = str(e) or type(e).__name__
             raise ServerError(f"{self.url} did not answer {path} ({reason})") from e
         finally:
@@ -147,6 +156,8 @@ class Server:
         message = content.get("error") if isinstance(content, dict) else content
         message = message.get("message", message) if isinstance(message, dict) else message
         message = (str(message).strip().splitlines() or [""])[-1][:300]
+        if status >= 500 and self.sidecar is not None:
+            message = self.sidecar.cause() or message  # which may only refer to the log
         if status == 409 and TRAINER in self.headers:
             return ServerError(
                 f"{self.url} is taken ({message}); give each trainer a server of its own", 409
@@ -160,6 +171,8 @@ class Server:
             return UserError(
                 f"{self.url} is not a sidecar of this project; start it with serve.py."
             )
+        if status == 503 and path == HEALTH:
+            return ServerError(f"{self.url} answers, but its engine has died", status)
         if 400 <= status < 500 and status not in (408, 425, 429):
             return UserError(
                 f"{self.url} refuses {path} ({status}: {message}); trainer and server are not of "
@@ -174,7 +187,7 @@ class Server:
         while not over.wait(RENEW):
             # errors are reported by the requests that need the server
             with contextlib.suppress(ServerError, UserError):
-                self.get("/health", timeout=RENEW)
+                self.get(HEALTH, timeout=RENEW)
 
     def abort(self) -> None:
         """End all requests in progress in other threads, which then raise ServerError."""
@@ -191,7 +204,8 @@ def retry(
 ) -> ServerError | None:
     """Call `attempt` until it succeeds, with exponential back-off. Return None, or its last error.
 
-    Give up after `seconds`, at the end of the run, or when a signal asks the run to stop.
+    Give up after `seconds`, when our own server has ended, at the end of the run, or when a signal
+    asks the run to stop.
     """
     deadline, pause = time.monotonic() + seconds, 0.5
     while True:
@@ -200,7 +214,7 @@ def retry(
             return None
         except ServerError as e:
             left = deadline - time.monotonic()
-            if left <= 0 or over.is_set() or asked.is_set():
+            if e.final or left <= 0 or over.is_set() or asked.is_set():
                 return e
             log.warning("%s; retrying for another %.0f s", e, left)
             over.wait(min(pause, left))
@@ -227,6 +241,7 @@ class Sidecar:
         self.python, self.startup_timeout = python or sys.executable, startup_timeout
         self.secret = secrets.token_urlsafe(32)
         self.process: subprocess.Popen | None = None
+        self.logged = 0  # bytes in `output` before the process started
         # A folder that contains only a link to our package, for the server's interpreter. If our
         # package is installed, its folder also contains others, such as torch, which that
         # interpreter must not find.
@@ -250,6 +265,7 @@ class Sidecar:
         path = filter(None, [self.link.name, os.environ.get("PYTHONPATH")])
         try:
             with self.output.open("ab") as output:
+                self.logged = output.tell()
                 process = self.process = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
@@ -263,30 +279,51 @@ class Sidecar:
                 f"--vllm-python {self.python} cannot be run ({e.strerror}); name the interpreter "
                 "that has vLLM."
             ) from e
-        server = Server(f"http://127.0.0.1:{port}", self.secret, timeout)
+        server = Server(f"http://127.0.0.1:{port}", self.secret, timeout, sidecar=self)
         begin, seconds = time.monotonic(), 0.0
         log.info("starting the vLLM sidecar; its messages go to %s", self.output)
         while seconds < self.startup_timeout and not self.over.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(timeout=0.25)
-                raise UserError(
-                    f"The vLLM sidecar ended with status {status} ({self._last_message()}); see "
-                    f"{self.output}."
-                )
+                process.wait(timeout=0.25)
+                end = self.end() or "The vLLM sidecar was stopped"
+                raise UserError(f"{end}; see {self.output}.")
             seconds = time.monotonic() - begin
             with contextlib.suppress(ServerError):
-                server.get("/health", timeout=5)
-                log.info("the vLLM sidecar is ready after %.0f s", seconds)
+                server.get(HEALTH, timeout=5)
+                log.info("the vLLM sidecar is ready after %.0f s%s", seconds, self._memory())
                 return server
         self.kill()
         raise UserError(
             f"The vLLM sidecar was not healthy within {seconds:.0f} s; see {self.output}."
         )
 
-    def _last_message(self) -> str:
-        text = self.output.read_text(errors="replace").strip() or "it wrote no message"
-        errors = re.findall("^error: (.*)", text, re.MULTILINE)
-        return (errors or text.splitlines())[-1].rstrip(".")[:300]
+    def end(self) -> str:
+        """Return how and why the process ended, or "" if it is running."""
+        process = self.process
+        if process is None or (status := process.poll()) is None:
+            return ""
+        if status == -signal.SIGKILL:  # it could not write a message
+            return "The vLLM sidecar was killed (if not by you, the machine ran out of memory)"
+        text = self._log().strip() or "it wrote no message"
+        # messages of serve.py itself, and of vLLM's parser of options
+        errors = re.findall("^(?:[\\w. ]+: )?error: (.*)", text, re.MULTILINE)
+        reason = errors[-1] if errors else root_cause(text) or text.splitlines()[-1][:300]
+        return f"The vLLM sidecar ended with status {status} ({reason.rstrip('.')})"
+
+    def cause(self) -> str:
+        """Return the last exception in the log of the current process, or ""."""
+        return root_cause(self._log())
+
+    def _memory(self) -> str:
+        """Return the memory that serve.py chose, or "" if the user did."""
+        chosen = re.search("^serve: (KV cache .*)", self._log(), re.MULTILINE)
+        return f"; {chosen[1]}" if chosen else ""
+
+    def _log(self) -> str:
+        """Return what the current process has written."""
+        with self.output.open("rb") as file:
+            file.seek(self.logged)
+            return file.read().decode(errors="replace")
 
     def stop(self, timeout: float = 15.0) -> None:
         """End the process by closing its pipe. Kill it after `timeout` seconds."""

@@ -334,3 +334,46 @@ def forward_with_all_logits(model: Decoder, batch, loss):
     # [M, 1]
     logp = (hidden @ model.lm_head.weight.T).log_softmax(-1).gather(1, batch.targets[:, None])
     return types.SimpleNamespace(loss=logp.mean())
+
+
+# --- a vLLM server on the same GPU ---
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Return a function: pretend to be on a GPU with so many GiB in total, free and allocated."""
+
+    def pretend(total: float, free: float, allocated: float) -> World:
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda d: (int(free * 2**30), int(total * 2**30))
+        )
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda d: int(allocated * 2**30))
+        return World(0, 1, torch.device("cuda", 0))
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "allocated", "estimate", "share"),
+    [
+        (80, 70, 8, 30, "0.575"),  # 70 - 22 - 2 = 46
+        (80, 79, 0, 0, "0.920"),  # no more than vLLM would take by itself
+        (24, 20, 9, 5, "0.750"),  # the estimate was too low
+    ],
+)
+def test_a_server_gets_what_the_trainer_does_not_need(gpu, total, free, allocated, estimate, share):
+    world = gpu(total, free, allocated)
+    assert memory.server_share(world, estimate * 2**30, ["--dtype", "half"]) == [
+        "--gpu-memory-utilization",
+        share,
+    ]
+
+
+@pytest.mark.parametrize("word", ["--gpu-memory-utilization=0.5", "--kv_cache_memory_bytes"])
+def test_the_users_share_is_kept(gpu, word):
+    assert memory.server_share(gpu(80, 1, 8), 70 * 2**30, [word]) == []
+
+
+def test_a_gpu_without_room_for_a_server_is_reported(gpu):
+    with pytest.raises(UserError, match=r"of the 20,480.0 MiB that are free .* nothing for vLLM"):
+        memory.server_share(gpu(80, 20, 60), 80 * 2**30, [])

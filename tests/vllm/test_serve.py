@@ -71,6 +71,58 @@ def test_options_for_encryption_are_refused(word):
         serve.options(["--model", "m", word])
 
 
+GIB = 1 << 30
+DEFAULTS = ["--no-enable-chunked-prefill", "--block-size", "32"]
+
+
+def test_on_a_cpu_prompts_are_not_split_and_the_cache_takes_a_quarter_of_what_is_free(
+    monkeypatch, capsys
+):
+    monkeypatch.delenv(serve.SPACE, raising=False)
+    for free, size in ((8 * GIB, 2 * GIB), (1000 * GIB, 16 * GIB)):
+        assert serve.cpu_options(["--dtype", "float32"], free) == [
+            *DEFAULTS,
+            "--kv-cache-memory-bytes",
+            str(size),
+        ]
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"serve: KV cache of {size / GIB:.1f} GiB, chosen from {free / GIB}")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--kv-cache-memory-bytes=1G",
+        "--kv_cache_memory_bytes",
+        "--gpu-memory-utilization=0.5",
+        "--gpu-mem",
+        "--device-memory-utilization",
+    ],
+)
+def test_on_a_cpu_the_users_size_of_the_cache_is_kept(monkeypatch, capsys, word):
+    monkeypatch.delenv(serve.SPACE, raising=False)
+    assert serve.cpu_options([word, "1"], 8 * GIB) == DEFAULTS
+    monkeypatch.setenv(serve.SPACE, "2")
+    assert serve.cpu_options([], 8 * GIB) == DEFAULTS
+    assert capsys.readouterr().err == ""
+
+
+def test_on_a_cpu_the_users_blocks_are_kept(monkeypatch):
+    monkeypatch.setenv(serve.SPACE, "2")
+    assert serve.cpu_options(["--block-size", "64"], GIB) == DEFAULTS[:1]
+    for word in ("--no-enable-chunked-prefill", "--no_enable_chunked_prefill"):
+        assert serve.cpu_options([word], GIB) == DEFAULTS[1:]
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--enable-chunked-prefill", "--enable_chunked_prefill", "--long-prefill-token-threshold=9"],
+)
+def test_on_a_cpu_options_that_split_a_prompt_are_refused(word):
+    with pytest.raises(UserError, match=r"cannot be used on a CPU: .*; leave the option out"):
+        serve.cpu_options([word], GIB)
+
+
 def test_the_health_check_uses_no_proxy_and_works_with_ipv6(monkeypatch, capsys):
     """A proxy would see the secret, and its reply would end a healthy server."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")

@@ -1,6 +1,7 @@
-"""Servers that the trainer cannot use: one that hangs, and one that another trainer holds.
+"""Servers that the trainer cannot use: one that hangs, one that another trainer holds, and one that
+has died.
 
-Against the fake server.
+Against the fake server, or a process that only answers /health.
 
 Read before: test_client.py. The server's end of the lease: test_serve.py. Read next:
 test_trouble.py.
@@ -8,14 +9,16 @@ test_trouble.py.
 
 from __future__ import annotations
 
+import re
+import sys
 import threading
 import time
 
 import pytest
 
 from nanogrpo.errors import UserError
-from nanogrpo.vllm.auth import INFO
-from nanogrpo.vllm.server import ServerError
+from nanogrpo.vllm.auth import CONNECT, INFO
+from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar, retry
 from tests.conftest import tiny_config
 from tests.vllm.fake import MODEL, FakeVLLM, engine_of, wait_until
 
@@ -97,6 +100,79 @@ def test_an_engine_that_failed_to_start_leaves_no_thread_behind(fake, monkeypatc
     for thread in set(threading.enumerate()) - before:
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_a_server_whose_engine_has_died_is_reported_at_the_start(fake):
+    """Its front end still describes the model."""
+    fake.disturb = lambda m, path, b: 503 if path == "/health" else None
+    with pytest.raises(UserError, match=r"answers, but its engine has died; start serve.py there"):
+        engine_of(fake, load=False)
+
+
+def test_the_first_sync_does_not_wait_for_as_long_as_a_later_one(fake, monkeypatch):
+    monkeypatch.setattr("nanogrpo.vllm.client.FIRST", 0.0)
+    fake.disturb = lambda m, path, b: 500 if path == CONNECT else None
+    with pytest.raises(ServerLost, match=r"No vLLM server is left \(.*status 500"):
+        engine_of(fake, patience=10_000.0)
+
+
+@pytest.fixture
+def dying(tmp_path, monkeypatch):
+    """Return a function: start a sidecar that answers /health, then fails to stay alive."""
+    monkeypatch.setattr("nanogrpo.vllm.server.script", lambda name: tmp_path / name)
+
+    def start(end: str) -> tuple[Sidecar, Server]:
+        (tmp_path / "serve.py").write_text(HEALTHY + end)
+        sidecar = Sidecar(tmp_path, [], sys.executable, tmp_path / "serve.log")
+        (tmp_path / "serve.log").write_text("Traceback (most recent call last):\nOSError: old\n")
+        return sidecar, sidecar.start(60.0)
+
+    return start
+
+
+HEALTHY = """
+import http.server, os, signal, sys
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 500)
+        self.end_headers()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+print("serve: KV cache of 1.0 GiB, chosen from 4.0 GiB", flush=True)
+server = http.server.HTTPServer(("127.0.0.1", port), Healthy)
+server.handle_request()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        ("raise RuntimeError('no such luck')", r"status 1 \(RuntimeError: no such luck\)"),
+        ("sys.exit('serve.py: error: unknown option')", r"status 1 \(unknown option\)"),
+        ("sys.exit(3)", r"status 3 \(.*GET /health"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"killed \(if not by you, the machine ran out"),
+    ],
+)
+def test_a_process_of_our_own_that_has_ended_is_not_waited_for(dying, caplog, end, why):
+    """And the error says why it ended, from its own part of the log."""
+    caplog.set_level("INFO")
+    sidecar, server = dying(end)
+    assert "; KV cache of 1.0 GiB, chosen from 4.0 GiB" in caplog.messages[-1]
+    sidecar.process.wait(60)
+    begin = time.monotonic()
+    problem = retry(10_000.0, lambda: server.get("/is_paused"), threading.Event())
+    assert time.monotonic() - begin < 60
+    assert re.search(f"The vLLM sidecar .*{why}", str(problem))
+    sidecar.stop()
+
+
+def test_a_request_that_fails_in_our_own_server_gives_the_cause_in_its_log(dying):
+    end = "server.handle_request()"  # answers 500 …
+    sidecar, server = dying(
+        f"print('Traceback (most recent call last):\\nIndexError: x', flush=True)\n{end}"
+    )
+    with pytest.raises(ServerError, match=r"status 500: IndexError: x$"):
+        server.get("/is_paused")
+    sidecar.stop()
 
 
 @pytest.mark.parametrize("status", [409, 500])

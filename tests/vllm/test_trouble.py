@@ -143,6 +143,25 @@ def test_restarts_that_all_fail_lose_the_server_but_not_the_checkpoint(fake):
         engine.sample(PROMPTS, 2, PARAMS, step=0)
 
 
+def test_our_own_server_is_not_restarted_again_and_again_over_the_same_groups(fake):
+    """Each restart of vLLM takes a minute, and a request that ended it once will do so again."""
+    engine = owner(fake, True, True, True, True)
+    answer = fake.answer
+
+    def die(path, body):
+        if path == "/inference/v1/generate":
+            fake.disturb = lambda *call: 500  # until it is restarted
+            return {"choices": []}
+        return answer(path, body)
+
+    fake.answer = die
+    with pytest.raises(
+        ServerLost, match=r"No vLLM server returns completions .* 0 of 2 completions"
+    ):
+        engine.sample(PROMPTS[:1], 2, PARAMS, step=0)
+    assert engine.sidecar.count == 2
+
+
 def test_no_server_is_started_after_the_end(fake):
     engine = owner(fake, True, True)
     engine._lose(engine.servers[0], ServerError("for the test"))
