@@ -3,9 +3,8 @@
     --data reasoning_gym:countdown:size=2000,max_numbers=4 --reward-funcs reasoning_gym
 
 In: the name of a data set of that package, with arguments such as `size` and `seed`. Out: records
-with a question, an answer, and `reasoning_gym`, which says where the problem comes from. The reward
-function of the same name needs it to make the problem again, and to score an answer with the
-verifier of its data set. Read next: rewards/reasoning_gym.py.
+with a question, an answer, and the column `reasoning_gym`, from which the reward function of the
+same name takes the problem and the verifier of its data set. Read next: rewards/reasoning_gym.py.
 """
 
 from __future__ import annotations
@@ -26,34 +25,30 @@ HELD_OUT = 1_000_000_000
 
 def records(source: str, held_out: bool) -> list[dict]:
     """Return the records of a source that starts with PREFIX. The default seed is 0."""
-    name, arguments = parse(source)
-    arguments = {"seed": 0, **arguments}
-    seed = arguments["seed"]
-    if type(seed) is not int or not 0 <= seed < HELD_OUT:
-        raise UserError(
-            f"{source}: seed is {seed!r}: give a whole number from 0 to {HELD_OUT - 1}."
-        )
-    if held_out:
-        arguments["seed"] = seed + HELD_OUT
-    made = ",".join(f"{key}={value!r}" for key, value in arguments.items())
-    spec = f"{PREFIX}{name}:{made}"
     try:
+        name, arguments = parse(source)
+        seed = arguments.get("seed", 0)
+        if type(seed) is not int or not 0 <= seed < HELD_OUT:
+            raise UserError(f"seed is {seed!r}: give a whole number from 0 to {HELD_OUT - 1}.")
+        arguments |= {"seed": seed + HELD_OUT if held_out else seed}
+        made = ",".join(f"{key}={value!r}" for key, value in arguments.items())
+        spec = f"{PREFIX}{name}:{made}"
         data = dataset(spec)
-        entries = [data[i] for i in range(len(data))]
-    except UserError:
-        raise
+        problems = [data[i] for i in range(len(data))]
+    except UserError as e:
+        raise UserError(f"{source}: {e}") from e
     except Exception as e:  # the package raises errors of many types, also AssertionError
         reason = " ".join(str(e).split()) or type(e).__name__
-        raise UserError(
-            f"{source}: {name} cannot be made ({reason}): correct its arguments."
-        ) from e
+        raise UserError(f"{source} cannot be made ({reason}): correct its arguments.") from e
+    # The problem is kept as a whole, because a few data sets would make a different one in another
+    # process: they depend on the order of Python's sets.
     return [
         {
-            "question": entry["question"],
-            "answer": entry["answer"],
-            "reasoning_gym": {"source": spec, "index": i},
+            "question": problem["question"],
+            "answer": problem["answer"],
+            "reasoning_gym": {"source": spec, "problem": problem},
         }
-        for i, entry in enumerate(entries)
+        for problem in problems
     ]
 
 
@@ -65,28 +60,20 @@ def dataset(source: str) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as e:
         raise UserError(
-            f"{source} needs the package reasoning-gym: pip install nanogrpo[reasoning]."
+            "this needs the package reasoning-gym: pip install nanogrpo[reasoning]."
         ) from e
     name, arguments = parse(source)
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3) or sorted(DATASETS)
         raise UserError(
-            f"{source}: reasoning-gym has no data set {name!r}: choose another, for example "
+            f"reasoning-gym has no data set {name!r}: choose another, for example "
             f"{', '.join(near)}."
         )
     known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
     for key in arguments:
         if key not in known:
-            raise UserError(
-                f"{source}: {name} has no argument {key!r}: choose among {', '.join(known)}."
-            )
+            raise UserError(f"{name} has no argument {key!r}: choose among {', '.join(known)}.")
     return reasoning_gym.create_dataset(name, **arguments)
-
-
-@lru_cache(maxsize=4096)
-def problem(source: str, index: int) -> dict:
-    """Return one problem as the package makes it, with what its verifier needs."""
-    return dataset(source)[index]
 
 
 def parse(source: str) -> tuple[str, dict[str, Any]]:
@@ -99,19 +86,19 @@ def parse(source: str) -> tuple[str, dict[str, Any]]:
     false.
     """
     name, _, text = source.removeprefix(PREFIX).partition(":")
-    words = {"true": True, "false": False}
     try:
         call = ast.parse(f"f({text})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
+        given = [(k.arg, _value(k.value)) for k in getattr(call, "keywords", ())]
+        arguments = {key: value for key, value in given if key}  # no key: `**`
+        if not isinstance(call, ast.Call) or call.args or len(arguments) < len(given):
             raise ValueError
-        arguments = {
-            str(k.arg): words.get(k.value.id, k.value.id)
-            if isinstance(k.value, ast.Name)
-            else ast.literal_eval(k.value)
-            for k in call.keywords
-        }
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UserError(
-            f"{source}: {text!r} cannot be read: write reasoning_gym:NAME:key=value,key=value."
+            f"{text!r} cannot be read: write reasoning_gym:NAME:key=value,key=value."
         ) from None
     return name, arguments
+
+
+def _value(node: ast.expr) -> Any:
+    words = {"true": True, "false": False}
+    return words.get(node.id, node.id) if isinstance(node, ast.Name) else ast.literal_eval(node)

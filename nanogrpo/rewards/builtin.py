@@ -162,6 +162,8 @@ def load_function(spec: str, max_completion_length: int = 512) -> Callable:
     spec: "format", "accuracy", "length" (for `max_completion_length` tokens), "length:TOKENS",
     "package.module:name" or "path/to/file.py:name". Raises UserError if there is no such function.
     """
+    if spec == "reasoning_gym":  # a file of its own, because it needs a package
+        spec = "nanogrpo.rewards.reasoning_gym:reasoning_gym_reward"
     if spec == "length":
         spec = f"length:{max_completion_length}"
     if not spec.startswith("length:"):

@@ -345,6 +345,12 @@ def check_answers(cfg: Config, prompts: list[Prompt]) -> None:
             f"--data {' '.join(cfg.data)} has neither a column solution nor answer, which "
             "--reward-funcs accuracy compares with: add one, or name other reward functions."
         )
+    gym = any("reasoning_gym" in p.columns for p in prompts)
+    if "reasoning_gym" in cfg.reward_funcs and not gym:
+        raise UserError(
+            f"--reward-funcs reasoning_gym scores the problems of --data reasoning_gym:NAME, but "
+            f"--data is {' '.join(cfg.data)}: name such a source, or other reward functions."
+        )
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: Decoder) -> None:

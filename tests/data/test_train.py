@@ -164,6 +164,23 @@ MISTAKES = {
         ["--long-prompts", "cut"],
         r"--long-prompts is 'cut': choose one of refuse, drop",
     ),
+    "rewards of another source": (
+        ["--reward-funcs", "reasoning_gym", "--generation-batch-size", "4"],
+        r"--reward-funcs reasoning_gym scores the problems of --data reasoning_gym:NAME, but ",
+    ),
+    "no hub data for the configuration": (
+        ["--dataset-config", "main"],
+        r"--dataset-config main has no effect, because no source is a data set of the hub",
+    ),
+    "no such column": (
+        ["--prompt-column", "query"],
+        r"three\.jsonl:1: it has no column 'query' but 'prompt'; .* --prompt-column\.",
+    ),
+    "no such variable": (
+        ["--chat-template-kwargs", '{{"thinking": true}}'],
+        r"sets thinking, but the model's chat template reads only .*messages.*: leave it out",
+    ),
+    "no such file": (["--system-prompt", "none.txt"], r"--system-prompt none\.txt is not a file"),
     "none short enough": (
         ["--long-prompts", "drop", "--max-prompt-length", "1"],
         r"all 3 prompts have more than 1 tokens",
