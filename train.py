@@ -11,7 +11,8 @@ completions with a positive advantage more likely, and those with a negative adv
     python train.py --model Qwen/Qwen3-0.6B --data gsm8k.jsonl --reward-funcs accuracy my.py:brevity
 
 In: a checkpoint, prompts, and reward functions (nanogrpo/config.py lists every option).
-Out: output_dir/metrics.jsonl and output_dir/checkpoint-N.
+Out: output_dir/metrics.jsonl, and output_dir/checkpoint-N after N steps, which transformers can
+load. By default the last two checkpoints are kept.
 Read next: nanogrpo/types.py (the data that the parts exchange), nanogrpo/step.py (what happens to
 the samples), nanogrpo/grpo/advantages.py, nanogrpo/grpo/loss.py and `policy_terms` in
 kernels/reference.py (the algorithm, down to the lines that compute the loss).
@@ -38,45 +39,55 @@ from nanogrpo.step import assign_advantages, begin, evaluate, log_step, measure,
 
 
 def train(cfg: Config, world: World, stop: Stop) -> None:
-    """Train to the last step, starting from cfg.model, or with --resume from the last checkpoint.
+    """Train to the last step, starting from cfg.model, or with --resume from the last checkpoint in
+    cfg.output_dir, with the same options.
 
-    Every rank runs this function, on its own share of the samples.
+    Every rank runs this function. It samples and scores its own share of the prompts. `pack` may
+    then move samples to other ranks, so that all ranks have about the same work.
     """
     run = setup(cfg, world)
     model, optimizer = run.model, run.optimizer
-    with closing(run):  # if the last vLLM server is lost, this saves before it closes everything
-        if not begin(run, stop):  # with --eval-steps, it evaluates first; False: a signal came
+    with closing(run):  # if the last vLLM server is lost, this saves the finished steps first
+        # With --eval-steps, a new run is evaluated first. False: a signal came; nothing is saved.
+        if not begin(run, stop):
             return
         for step in range(run.start, cfg.max_steps):
-            clock, meter = measure(run)
+            clock, meter = measure(run)  # meter.updates counts the step's optimizer steps
 
             with clock("sync"):
-                sync(run)  # the engine gets the current weights
+                sync(run)  # copies the current weights to the engine, unless it has them already
 
             with clock("sample"):
                 prompts = run.draw(step)  # this rank's share of the step's prompts
+                # With --max-staleness, older weights may have sampled these, in earlier steps.
                 samples = run.engine.sample(prompts, cfg.num_generations, run.sampling, step)
 
             with clock("score"):
-                score(run, samples, step)  # sets sample.reward
+                # Sets sample.reward. With --max-resample-times, also replaces some groups.
+                score(run, samples, step)
                 # Sets sample.advantage, by default (reward - mean) / std of its group.
                 assign_advantages(run, samples)
 
             with clock("train"):
-                # One list of micro-batches for each optimizer step. If the loss needs log-probs
-                # from before the first of them (old_logp) or from the reference model (ref_logp),
-                # the micro-batches contain these.
+                # One list of micro-batches per optimizer step (--num-iterations repeats the lists).
+                # If the loss needs log-probs from before the first update (old_logp) or from the
+                # reference model (ref_logp), the micro-batches contain these.
                 for batches in pack(run, samples, step):
                     for batch in batches:
                         # Σ weight · (-min(ratio·A, clip(ratio)·A) + beta·KL) over the tokens, with
-                        # ratio = policy / old policy: see policy_terms in kernels/reference.py. By
-                        # default there is one optimizer step per generation: then every ratio is 1,
-                        # nothing is clipped, and the gradient is that of -A · log π. The weight is
-                        # 1 / (tokens of the optimizer step, over all ranks).
+                        # ratio = policy / old policy: see policy_terms in kernels/reference.py.
+                        # `objective` returns this loss as a function of the hidden states and the
+                        # output matrix, which the model calls instead of returning logits.
+                        #
+                        # By default the weight is 1 / (tokens of the optimizer step, over all
+                        # ranks) (--loss-type dapo), beta is 0, and a step's samples are used for
+                        # one optimizer step. Then every ratio is 1, nothing is clipped, and the
+                        # gradient is that of -A · log π. (With --max-staleness the ratio compares
+                        # with the older weights that sampled.)
                         out = model.forward_packed(batch, objective(batch, cfg))
                         # Sums gradients over micro-batches and ranks.
                         fsdp.backward(model, out.loss, world, last=batch is batches[-1])
-                        meter.add(batch, out)
+                        meter.add(batch, out)  # for the log, and for --use-adaptive-entropy
                     rate = learning_rate(step * cfg.updates_per_step + meter.updates, cfg)
                     meter.end_update(clip_and_step(model, optimizer, rate, cfg.max_grad_norm))
 
@@ -87,9 +98,10 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
             # here.
             stopping = world.any(stop.asked, error=run.saver.failure())
             if run.evaluates(stopping):
-                evaluate(run)
+                evaluate(run)  # of the new weights: it calls `sync` first
             if run.saves(stopping):
-                run.saver.save(run.done, run.entropy_bonus.state)  # writes in the background
+                # Writes in the background. An adaptive entropy bonus has a state of its own.
+                run.saver.save(run.done, run.entropy_bonus.state)
             if stopping:
                 break
 
@@ -111,7 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     ) as e:  # FloatingPointError: NaN or inf weights, log-probs or gradients
         print(f"error: {e}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # while the ranks connect; later, Stop ends the run after the step
+    # While the ranks connect. Later, Stop ends the run after the step, or at a second signal.
+    except KeyboardInterrupt:
         return 130
     return 0
 
