@@ -320,6 +320,11 @@ class Config:
         "multiply the k3 estimate of the KL by the ratio, which makes its gradient exact",
         needs="beta",
     )
+    measure_zero_advantages: bool = option(
+        False,
+        "also compute the entropy and the other metrics of completions whose advantage is 0, which"
+        " have no gradient and are otherwise skipped",
+    )
     mask_truncated_completions: bool = option(
         False, "leave completions that reached the length limit out of the loss"
     )

@@ -216,6 +216,7 @@ def log_step(
     record |= {**memory.measured(world, run.estimate), **run.engine.metrics()}
     if cfg.engine == "vllm":
         record |= staleness(world.concat([Counter(s.versions) for s in samples]), step)
+    record["frac_tokens_skipped"] = packing.skipped(world.concat(packing.sizes(samples, cfg)))
     record["learning_rate"] = run.optimizer.param_groups[0]["lr"]
     if cfg.max_resample_times:
         record["resampled_groups"] = run.resampled_groups

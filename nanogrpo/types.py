@@ -139,6 +139,8 @@ class PackedBatch:
     entropy_mask: Tensor | None = None
     # [M] float32: the factor of the entropy bonus in the objective; None: no bonus
     entropy_weight: Tensor | None = None
+    # whether the strip has no gradient and is computed only for the metrics
+    measured_only: bool = False
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return a copy of the batch on a device."""

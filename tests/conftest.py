@@ -184,6 +184,7 @@ def packed(samples: Sequence[Sample], cfg: Config) -> list[PackedBatch]:
 
 def logp_of(model: Decoder, samples: Sequence[Sample], cfg: Config) -> list[torch.Tensor]:
     """Return the model's log-probs of each completion, computed in strips as the trainer does."""
+    cfg = dataclasses.replace(cfg, measure_zero_advantages=True)
     out: list[torch.Tensor] = [torch.empty(0)] * len(samples)
     for batch in packed(samples, cfg):
         logp = experience.logp(model, batch, cfg)

@@ -17,9 +17,11 @@ import torch
 
 import train
 from nanogrpo.config import Config
+from nanogrpo.distributed import fsdp
+from nanogrpo.distributed.world import World
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
-from nanogrpo.grpo import advantages
+from nanogrpo.grpo import advantages, packing
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
@@ -27,6 +29,7 @@ from nanogrpo.run import optim, warmup
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import packed, set_logp, timeless, tiny_config, tiny_model
 
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
 
 
@@ -58,7 +61,7 @@ def gradient(model: Decoder, samples: list[Sample], cfg: Config) -> tuple[float,
     loss = 0.0
     for batch in batches:
         out = model.forward_packed(batch, grpo.objective(batch, cfg))
-        out.loss.backward()
+        fsdp.backward(model, out.loss, ALONE, last=batch is batches[-1])
         loss += out.loss.item()
     return loss, torch.cat([p.grad.flatten() for p in model.parameters()]), len(batches)
 
@@ -80,6 +83,63 @@ def test_any_micro_batches_have_the_same_gradient(loss_type, masked):
         assert n > 1
         assert split_loss == pytest.approx(loss, rel=1e-5)
         assert (split - whole).norm() <= 1e-6 * whole.norm(), budget
+
+
+EVERY_LOSS = [
+    *({"loss_type": name} for name in (*LOSSES, "luspo", "cispo", "sapo", "vespo", "dppo_kl")),
+    {"importance_sampling_level": "sequence"},
+    {"off_policy_mask_threshold": 0.1},
+    {"mask_truncated_completions": True},
+]
+
+
+@pytest.mark.parametrize("options", EVERY_LOSS, ids=lambda o: "-".join(map(str, o.values())))
+def test_leaving_out_completions_with_an_advantage_of_0_keeps_the_gradient(options, monkeypatch):
+    model, samples = tiny_model(), random_samples()
+    for s in samples[::2]:
+        s.advantage = 0.0
+    cfg = config(token_budget=60, **options)
+    loss, some, n = gradient(model, samples, cfg)
+    assert {i for b in packed(samples, cfg) for i in b.sample.tolist()} <= set(range(1, 12, 2))
+    measured = dataclasses.replace(cfg, measure_zero_advantages=True)
+    assert any(b.measured_only for b in packed(samples, measured))
+    assert gradient(model, samples, measured)[0] == pytest.approx(loss, rel=1e-6, abs=1e-8)
+    assert sum(len(b.rows) for b in packed(samples, measured)) > sum(
+        len(b.rows) for b in packed(samples, cfg)
+    )
+    monkeypatch.setattr(packing, "has_gradient", lambda sample, cfg: True)
+    full_loss, full, full_n = gradient(model, samples, cfg)
+    assert full_n > n
+    assert full_loss == pytest.approx(loss, rel=1e-6, abs=1e-8)
+    assert (some - full).norm() <= 1e-6 * full.norm()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.1},
+        {"entropy_coef": 0.01},
+        {"use_adaptive_entropy": True},
+        {"loss_type": "dppo_tv", "dppo_penalty": 0.1},
+        {"top_entropy_quantile": 0.5},
+    ],
+    ids=lambda o: next(iter(o)),
+)
+def test_a_loss_with_other_terms_leaves_nothing_out(options):
+    samples = random_samples()
+    for s in samples:
+        s.advantage = 0.0
+    found = {i for b in packed(samples, config(**options)) for i in b.sample.tolist()}
+    assert found == set(range(12))
+
+
+def test_without_any_advantage_one_completion_gives_the_optimizer_a_gradient_of_0():
+    model, samples = tiny_model(), random_samples()
+    for s in samples:
+        s.advantage = 0.0
+    loss, flat, n = gradient(model, samples, config())
+    assert (loss, n) == (0.0, 1)
+    assert not flat.any()
 
 
 # --- 2: a sample's log-probs do not depend on other samples ---
@@ -117,6 +177,8 @@ def test_the_stop_token_is_trained_and_a_truncated_sample_has_none():
     params = SamplingParams(max_tokens=6, stop_token_ids=stops)
     samples = engine.sample([Prompt(i, "", [9, i]) for i in range(4)], 8, params, step=0)
     assert {s.stopped for s in samples} == {True, False}
+    for s in samples:
+        s.advantage = 1.0
     for masked in (False, True):
         cfg = config(mask_truncated_completions=masked)
         (batch,) = packed(samples, cfg)

@@ -176,8 +176,10 @@ def backward(model: nn.Module, loss: Tensor, world: World, last: bool) -> None:
     Each loss is already divided by the token count of the full optimizer step, so gradients are
     summed over the ranks. FSDP takes their mean: scaling the loss by the number of ranks turns that
     mean into the sum. Gradients accumulate unsharded and are reduced once, after the `last`
-    micro-batch.
+    micro-batch. A loss without a graph, from a strip that is only measured, adds nothing.
     """
+    if not loss.requires_grad:
+        return
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     (loss * world.size).backward()

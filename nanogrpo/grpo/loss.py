@@ -45,6 +45,17 @@ def is_trained(sample: Sample, cfg: Config) -> bool:
     return sample.stopped or not cfg.mask_truncated_completions
 
 
+def has_gradient(sample: Sample, cfg: Config) -> bool:
+    """Return whether the loss of a completion depends on the weights.
+
+    With an advantage of 0, it depends on them only through the terms that the advantage does not
+    multiply: the KL, the entropy bonus and the penalty of dppo. Under --top-entropy-quantile, its
+    entropies also decide which tokens of other completions are trained on.
+    """
+    others = cfg.beta or cfg.entropy_coef or cfg.use_adaptive_entropy or cfg.dppo_penalty
+    return sample.advantage != 0 or bool(others) or cfg.top_entropy_quantile < 1
+
+
 def token_weight(length: int, n_samples: int, n_tokens: int, cfg: Config) -> float:
     """Return the factor by which each token of a completion is weighted in the loss.
 

@@ -16,6 +16,10 @@ completion g. The last token of each completion is predicted, but is not an inpu
     attends to  p q r     │ p q r a │ p q r d e │ x y
     predicts    · · a,c,d │ b       │ e f       │ · g       M = 7
 
+Completions whose advantage is 0 have no gradient, unless the loss has a term without an advantage
+(`has_gradient` in loss.py). Most groups of an easy or a hard data set are like that. They count in
+the normalizer, but no strip contains them, so they cost nothing.
+
 `schedule` is a pure function of the sizes, so all ranks agree on it without communication. The
 gradient does not depend on the schedule. Read next: model/decoder.py (which runs over a strip),
 model/attention.py (how a completion attends to its prompt).
@@ -33,7 +37,7 @@ from typing import NamedTuple
 import torch
 
 from nanogrpo.config import Config
-from nanogrpo.grpo.loss import is_trained, token_weight
+from nanogrpo.grpo.loss import has_gradient, is_trained, token_weight
 from nanogrpo.types import PackedBatch, Sample
 
 KEY_ROWS = 4  # maximum number of key rows of a strip per token of the budget (see Piece.room)
@@ -49,6 +53,7 @@ class Size(NamedTuple):
     prompt_tokens: int
     completion_tokens: int  # up to the last trained one; 0: nothing is trained or computed
     trained_tokens: int  # excluding tool answers, which are only inputs
+    has_gradient: bool = True  # False: it counts in the normalizer, but need not be computed
 
 
 class Piece(NamedTuple):
@@ -83,6 +88,7 @@ class Update:
     samples: list[int]  # as indices into the generation
     n_tokens: int  # number of trained tokens over all ranks and micro-batches: the normalizer
     strips: list[list[Strip]]  # [world][micro-batch]
+    measured: int = 0  # the first so many micro-batches of each rank are only for the metrics
 
 
 def sizes(samples: Sequence[Sample], cfg: Config) -> list[Size]:
@@ -91,8 +97,15 @@ def sizes(samples: Sequence[Sample], cfg: Config) -> list[Size]:
     for s in samples:
         trained = s.model_token_indices if is_trained(s, cfg) else []
         end = trained[-1] + 1 if trained else 0
-        out.append(Size(s.prompt.id, len(s.prompt.token_ids), end, len(trained)))
+        lengths = len(s.prompt.token_ids), end, len(trained)
+        out.append(Size(s.prompt.id, *lengths, has_gradient(s, cfg)))
     return out
+
+
+def skipped(sizes: Sequence[Size]) -> float:
+    """Return the share of the trained tokens that have no gradient and are left out."""
+    total = sum(size.trained_tokens for size in sizes)
+    return sum(size.trained_tokens for size in sizes if not size.has_gradient) / max(total, 1)
 
 
 # --- which rank computes what ---
@@ -133,15 +146,35 @@ def plan(
 ) -> Update:
     """Divide the samples of one update into strips.
 
+    Samples without a gradient are left out, or with --measure-zero-advantages put into strips of
+    their own, which come first. If no sample has a gradient, the smallest one is trained on anyway:
+    its gradient of 0 lets AdamW take its step, as it would if nothing were left out.
+    """
+    n_tokens = sum(sizes[i].trained_tokens for i in samples)
+    computed = [i for i in samples if sizes[i].completion_tokens]
+    trained = [i for i in computed if sizes[i].has_gradient]
+    if computed and not trained:
+        trained = [min(computed, key=lambda i: sizes[i].prompt_tokens + sizes[i].completion_tokens)]
+    rest = set(computed).difference(trained) if cfg.measure_zero_advantages else ()
+    measured = _strips(sorted(rest), sizes, cfg, world, pair_cost)
+    strips = _strips(trained, sizes, cfg, world, pair_cost)
+    both = [first + second for first, second in zip(measured, strips)]
+    return Update(samples, n_tokens, both, len(measured[0]))
+
+
+def _strips(
+    samples: list[int], sizes: Sequence[Size], cfg: Config, world: int, pair_cost: float
+) -> list[list[Strip]]:
+    """Divide samples into strips [world][micro-batch].
+
     Strips stay within the token budget and cost about the same. All ranks have the same number of
-    strips. It is zero if no sample is trained on, and some strips are empty if there is too little
+    strips. It is zero if there are no samples, and some strips are empty if there is too little
     work for all ranks. A group is split if that makes the step cheaper: its prompt is then computed
     twice, but the load is more even.
     """
     groups: dict[int, list[int]] = {}
     for i in samples:
-        if sizes[i].completion_tokens:
-            groups.setdefault(sizes[i].prompt, []).append(i)
+        groups.setdefault(sizes[i].prompt, []).append(i)
     best: list[Strip] = []
     least = math.inf
     most = max(map(len, groups.values()), default=0) if cfg.share_prompts else min(len(groups), 1)
@@ -158,8 +191,7 @@ def plan(
                 best, least = strips, cost
         most = math.ceil(most / 2) if most > 1 else 0
     batches = [_assign(best[i : i + world], sizes) for i in range(0, len(best), world)]
-    ranks = [[sorted(batch[rank]) for batch in batches] for rank in range(world)]
-    return Update(samples, sum(sizes[i].trained_tokens for i in samples), ranks)
+    return [[sorted(batch[rank]) for batch in batches] for rank in range(world)]
 
 
 def _piece(samples: list[int], sizes: Sequence[Size], pair_cost: float) -> Piece:
@@ -250,11 +282,18 @@ def pack(
 
     samples: at least the samples that the rank computes, by their index in the generation.
     """
-    return [_pack(strip, samples, update, cfg) for strip in update.strips[rank]]
+    return [
+        _pack(strip, samples, update, cfg, measured_only=k < update.measured)
+        for k, strip in enumerate(update.strips[rank])
+    ]
 
 
 def _pack(
-    strip: Strip, samples: Mapping[int, Sample] | Sequence[Sample], update: Update, cfg: Config
+    strip: Strip,
+    samples: Mapping[int, Sample] | Sequence[Sample],
+    update: Update,
+    cfg: Config,
+    measured_only: bool,
 ) -> PackedBatch:
     tokens: list[int] = []  # [T]
     positions: list[int] = []  # [T]
@@ -311,4 +350,5 @@ def _pack(
         advantage=torch.tensor(advantage, dtype=torch.float32),
         weight=torch.tensor(weight, dtype=torch.float32),
         sampling_logp=torch.tensor(logp, dtype=torch.float32),
+        measured_only=measured_only,
     )

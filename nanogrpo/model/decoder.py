@@ -196,8 +196,12 @@ class Decoder(nn.Module):
         return self.lm_head(hidden if rows is None else hidden.index_select(0, rows), op)
 
     def forward_packed(self, batch: PackedBatch, op: HeadOp):
-        """Return `op` of the hidden states that predict the strip's completion tokens."""
+        """Return `op` of the hidden states that predict the strip's completion tokens.
+
+        A strip that is only measured builds no graph, so its result has no gradient.
+        """
         attend = Packed(
             batch.cu_seqlens, batch.max_len, batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len
         )
-        return self(batch.tokens, batch.positions, attend, batch.rows, op)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not batch.measured_only):
+            return self(batch.tokens, batch.positions, attend, batch.rows, op)

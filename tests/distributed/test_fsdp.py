@@ -68,6 +68,7 @@ VARIANTS = [
         ("selective", 40, True),
     ]
 ]
+VARIANTS[0]["measure_zero_advantages"] = True
 SHARDED = [
     {"reshard_after_forward": False, "token_budget": 100},
     {"cpu_offload": True, "token_budget": 100},

@@ -31,6 +31,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 # With mask_truncated_completions only these samples are trained: fewer than ranks, and none in the
 # second step.
 STOPPED = [{5}, set(), {5, 6, 9}]
+WITHOUT_ADVANTAGE = {(0, 0), (0, 1), (0, 2), (0, 3), (3, 1)}  # a group, and one more sample
 
 
 def generation(step: int) -> list[Sample]:
@@ -48,7 +49,7 @@ def generation(step: int) -> list[Sample]:
                 len(samples) in STOPPED[step],
                 [0] * len(ids),
             )
-            sample.advantage = rng.gauss(0, 1)
+            sample.advantage = 0.0 if (i, j) in WITHOUT_ADVANTAGE else rng.gauss(0, 1)
             samples.append(sample)
     return samples
 

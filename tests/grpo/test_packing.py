@@ -64,15 +64,32 @@ def pieces(ranks: list[list[packing.Strip]]) -> list[packing.Piece]:
 WORLDS = st.sampled_from([1, 2, 3, 4])
 
 
-@given(sample_lists(), st.integers(1, 60), WORLDS, st.booleans(), st.sampled_from([0.0, 0.01]))
+def computed(samples: list[Sample], cfg: Config) -> list[int]:
+    """Return the samples that a plan must contain: those with an advantage, or else the smallest,
+    and with measure_zero_advantages all of them.
+    """
+    able = [i for i, s in enumerate(samples) if s.token_ids and grpo.is_trained(s, cfg)]
+    some = [i for i in able if samples[i].advantage or cfg.measure_zero_advantages]
+    size = [len(s.prompt.token_ids) + len(s.token_ids) for s in samples]
+    return some or [min(able, key=size.__getitem__)] if able else []
+
+
+@given(
+    sample_lists(),
+    st.integers(1, 60),
+    WORLDS,
+    st.booleans(),
+    st.sampled_from([0.0, 0.01]),
+    st.booleans(),
+)
 def test_a_plan_has_each_trained_sample_once_and_as_many_strips_for_every_rank(
-    samples, budget, world, share, pair_cost
+    samples, budget, world, share, pair_cost, measure
 ):
-    cfg = config(token_budget=budget, share_prompts=share)
+    cfg = config(token_budget=budget, share_prompts=share, measure_zero_advantages=measure)
     known = packing.sizes(samples, cfg)
     everything = list(range(len(samples)))
     ranks = packing.plan(everything, known, cfg, world, pair_cost).strips
-    trained = [i for i, s in enumerate(samples) if s.token_ids]
+    trained = computed(samples, cfg)
     assert sorted(i for p in pieces(ranks) for i in p.samples) == trained
     assert len(ranks) == world
     assert len({len(strips) for strips in ranks}) == 1
@@ -163,9 +180,7 @@ def test_every_vector_of_a_strip_is_correct(samples, budget, world, masked, loss
                     [expected] * len(s.token_ids), rel=1e-6
                 )
                 seen.append(i)
-    assert sorted(seen) == [
-        i for i, s in enumerate(samples) if s.token_ids and (s.stopped or not masked)
-    ]
+    assert sorted(seen) == computed(samples, cfg)
 
 
 def a_group() -> list[Sample]:

@@ -110,7 +110,8 @@ def test_keys_gathered_for_shared_prompts_are_as_many_as_estimated():
     cfg = Config(num_generations=16, generation_batch_size=16, max_completion_length=9)
     prompt = Prompt(0, "", [i % 100 for i in range(80)])
     (batch,) = packed(
-        [Sample(prompt, j, [7] * 9, [-1.0] * 9, True, [0] * 9) for j in range(16)], cfg
+        [Sample(prompt, j, [7] * 9, [-1.0] * 9, True, [0] * 9, advantage=1.0) for j in range(16)],
+        cfg,
     )
     assert (
         memory.longest_strip(cfg, 1, 80)

@@ -124,7 +124,7 @@ def test_some_run_uses_every_option():
     ] == []
 
 
-def test_on_policy_sequence_ratios_and_a_mask_that_keeps_all_change_nothing(
+def test_sequence_ratios_a_mask_that_keeps_all_and_measuring_change_no_gradient_on_policy(
     tiny_base, files, tmp_path
 ):
     """On policy, the ratio of a sequence is 1 too, so only the last bits may differ."""
@@ -133,10 +133,12 @@ def test_on_policy_sequence_ratios_and_a_mask_that_keeps_all_change_nothing(
         "plain": [],
         "sequence": ["--importance-sampling-level", "sequence"],
         "kept": ["--off-policy-mask-threshold", "100"],
+        "measured": ["--measure-zero-advantages"],
     }.items():
         assert train.main(arguments(tiny_base, files, tmp_path / name, *options)) == 0
         rows[name] = steps(tmp_path / name)
-    for name in ("sequence", "kept"):
+    assert any(0 < row["frac_tokens_skipped"] < 1 for row in rows["plain"])
+    for name in ("sequence", "kept", "measured"):
         for a, b in zip(rows["plain"], rows[name]):
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
