@@ -425,6 +425,15 @@ class Config:
         group="LoRA",
     )
     lora_alpha: float = option(32.0, "alpha in alpha/r", "> 0", needs="lora_r")
+    use_rslora: bool = option(False, "use alpha/sqrt(r) instead of alpha/r", needs="lora_r")
+    lora_dropout: float = option(
+        0.0,
+        "share of the adapters' inputs that training sets to 0; engines and old log-probs have no"
+        " dropout",
+        ">= 0",
+        "< 1",
+        needs="lora_r",
+    )
     lora_target_modules: tuple[str, ...] = option(
         (),
         "layers that get adapters, such as q_proj v_proj; empty: all seven",

@@ -157,7 +157,9 @@ def pack(run: Run, samples: list[Sample], step: int) -> Iterator[list[PackedBatc
     ]
     for batches in packed:
         add_logps(run, batches)
-    for batches in packed * cfg.num_iterations:
+    for update, batches in enumerate(packed * cfg.num_iterations):
+        if cfg.lora_dropout:  # a function of these numbers, so a resumed run has the same dropout
+            torch.manual_seed(stream(cfg.seed, step, update, world.rank))
         run.entropy_bonus.weigh(batches)  # the entropy bonus may change after each optimizer step
         yield batches
 

@@ -70,7 +70,7 @@ def prepare(model: Decoder, world: World, cfg: Config) -> None:
             )
         if cfg.gradient_checkpointing != "none":
             block.forward = _recomputed(  # type: ignore[method-assign]
-                block.forward, cfg.gradient_checkpointing
+                block.forward, cfg.gradient_checkpointing, cfg.lora_dropout > 0
             )
     if dist.is_initialized():
         _shard(model, world, cfg)
@@ -106,10 +106,11 @@ def _compiled(block: Block, backend: str) -> Callable[..., Tensor]:
     return run
 
 
-def _recomputed(forward: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
-    """Wrap `forward` so that the backward pass recomputes its activations."""
-    # there is no dropout, so there is no random state to restore
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+def _recomputed(forward: Callable[..., Tensor], kind: str, dropout: bool) -> Callable[..., Tensor]:
+    """Wrap `forward` so that the backward pass recomputes its activations. With `dropout`, the
+    random state of the forward pass is restored for it.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": dropout}
     if kind == "selective":
         options["context_fn"] = functools.partial(
             create_selective_checkpoint_contexts, lambda _context, op, *_, **__: _policy(op)

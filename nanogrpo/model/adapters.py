@@ -11,6 +11,8 @@ name in the message. Read before: lora.py. Read next: run/state.py (when adapter
 from __future__ import annotations
 
 import json
+import logging
+import os
 from pathlib import Path
 
 import torch
@@ -23,13 +25,17 @@ from nanogrpo.model import lora
 from nanogrpo.model.checkpoint import copy_tensors, fill, tensors
 from nanogrpo.model.decoder import Decoder
 
+log = logging.getLogger("nanogrpo")
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SUBFOLDER = "adapter"  # of a checkpoint, for the adapters that are merged into its weights
 # The fields of adapter_config.json that do not change the computation, or whose effect we support.
 # Every other field must be absent, empty or "none", including fields that PEFT may add in future.
 KNOWN = {
     "peft_type",
     "r",
     "lora_alpha",
+    "use_rslora",
     "target_modules",
     "lora_dropout",
     "task_type",
@@ -71,6 +77,35 @@ def initialize(model: Decoder, cfg: Config) -> None:
             p.zero_()
 
 
+def check_base(source: Path, cfg: Config) -> None:
+    """Raise UserError if the adapters of --lora-adapter are merged into the model already, or
+    others that start from the same base are.
+
+    A run's checkpoint contains its merged weights and, in a subfolder, its adapters. `source` is
+    the folder of --model.
+    """
+    folder, merged = Path(cfg.lora_adapter), source / SUBFOLDER / CONFIG
+    if not cfg.lora_adapter or not (folder / CONFIG).exists():
+        return
+    base = read_json(folder / CONFIG).get("base_model_name_or_path")
+    if merged.exists():
+        theirs = read_json(merged).get("base_model_name_or_path")
+        if _same(folder, merged.parent) or (base and theirs and _same(base, theirs)):
+            raise UserError(
+                f"--lora-adapter {folder}: the weights of --model {cfg.model} already contain "
+                f"adapters to {base}, so these would be added to them: use --model {base}."
+            )
+    if base and not _same(base, cfg.base):
+        log.warning(
+            "--lora-adapter %s was trained on %s, not on --model %s", folder, base, cfg.base
+        )
+
+
+def _same(one: str | Path, other: str | Path) -> bool:
+    """Return whether two hub ids or paths name the same model."""
+    return one == other or os.path.realpath(one) == os.path.realpath(other)
+
+
 def load(model: Decoder, folder: Path, cfg: Config) -> None:
     """Read a folder in PEFT's format into the adapters. Raises UserError if something does not
     match the model or the options.
@@ -96,10 +131,12 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
     for name, option, ours in (
         ("r", "--lora-r", cfg.lora_r),
         ("lora_alpha", "--lora-alpha", cfg.lora_alpha),
+        ("use_rslora", "--use-rslora", cfg.use_rslora),
     ):
+        # PEFT did not always write use_rslora
+        theirs = found.get(name) or (False if name == "use_rslora" else None)
         require(
-            found.get(name) == ours,
-            f"it has {name} = {found.get(name)}, but {option} is {ours}: use the same value",
+            theirs == ours, f"it has {name} = {theirs}, but {option} is {ours}: use the same value"
         )
     wanted = {peft_name(name): p for name, p in model.named_parameters() if lora.is_adapter(name)}
     copy_tensors(
@@ -134,7 +171,8 @@ def write(weights: dict[str, Tensor], folder: Path, cfg: Config) -> None:
         "r": cfg.lora_r,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "target_modules": lora.targets(cfg),
-        "lora_dropout": 0.0,
+        "lora_dropout": cfg.lora_dropout,
+        "use_rslora": cfg.use_rslora,
         "bias": "none",
         "inference_mode": True,
     }

@@ -1,17 +1,20 @@
-"""Low-rank adapters (Hu et al. 2021, 2106.09685): y = W x + alpha/r · B A x, where only A [r, in]
-and B [out, r] are trained.
+"""Low-rank adapters (Hu et al. 2021, 2106.09685): y = W x + scale · B A x, where only A [r, in] and
+B [out, r] are trained. The scale is alpha/r, or alpha/√r with --use-rslora (Kalajdzievski 2023,
+2312.03732).
 
 In: a Decoder. Its chosen layers are replaced by `LoRALinear`; parameter names do not change. Out:
 the same model, which can be used in two ways:
 
-    merged      W + alpha/r · B A as a new tensor: engines sample with it and transformers loads it.
+    merged      W + scale · B A as a new tensor: engines sample with it and transformers loads it.
                 W itself is never overwritten.
     disabled    the base model: the reference policy when beta > 0, so no second model is kept
 
-B starts at zero, so the initial policy equals the base model. There is no dropout: engines sample
-with the merged weights, so a policy trained with dropout would differ from the one that sampled,
-and its on-policy ratio would not be 1. Read next: adapters.py (PEFT's files), vllm/sync.py (how the
-merged weights reach a server).
+B starts at zero, so the initial policy equals the base model.
+
+With --lora-dropout, A x becomes A dropout(x), but only in forward passes that compute a gradient.
+Engines sample with the merged weights, so the log-probs of the policy that sampled (old_logp), like
+those of the reference model, are computed without dropout. Read next: adapters.py (PEFT's files),
+vllm/sync.py (how the merged weights reach a server).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanogrpo.config import LORA_TARGETS, Config
@@ -33,17 +37,23 @@ class LoRALinear(nn.Module):
     initializes.
     """
 
-    def __init__(self, base: nn.Linear, r: int, alpha: float):
+    def __init__(self, base: nn.Linear, cfg: Config):
         super().__init__()
+        r = cfg.lora_r
         self.weight, self.bias = base.weight, base.bias
         self.lora_A = nn.Parameter(base.weight.new_empty(r, base.in_features))
         self.lora_B = nn.Parameter(base.weight.new_empty(base.out_features, r))
-        self.scale = alpha / r
+        self.scale = cfg.lora_alpha / (r**0.5 if cfg.use_rslora else r)
+        self.dropout = cfg.lora_dropout
         self.enabled = True
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear(x, self.weight, self.bias)  # [T, out]
-        return y + self.scale * linear(linear(x, self.lora_A), self.lora_B) if self.enabled else y
+        if not self.enabled:
+            return y
+        if self.dropout and torch.is_grad_enabled():
+            x = F.dropout(x, self.dropout)
+        return y + self.scale * linear(linear(x, self.lora_A), self.lora_B)
 
 
 def targets(cfg: Config) -> list[str]:
@@ -62,7 +72,7 @@ def attach(model: Decoder, cfg: Config) -> None:
         for parent in (block.self_attn, block.mlp):
             for name in targets(cfg):
                 if isinstance(layer := getattr(parent, name, None), nn.Linear):
-                    setattr(parent, name, LoRALinear(layer, cfg.lora_r, cfg.lora_alpha))
+                    setattr(parent, name, LoRALinear(layer, cfg))
 
 
 @contextlib.contextmanager

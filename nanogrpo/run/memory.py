@@ -92,12 +92,18 @@ def activation_bytes(c: ModelConfig, item: int, kind: str) -> tuple[int, int]:
 
 def adapter_bytes(model: Decoder, item: int, kind: str) -> tuple[int, int]:
     """Return the same two numbers for the adapters of a layer. Each keeps A x [r], and also B A x
-    [out] if the results of matrix products are kept.
+    [out] if the results of matrix products are kept. Dropout keeps its mask and its result [in].
     """
     adapted = [m for m in model.model.layers[0].modules() if isinstance(m, lora.LoRALinear)]
     low = item * sum(len(m.lora_A) for m in adapted)
     high = low + item * sum(len(m.lora_B) for m in adapted)
-    return {"none": (low, 0), "full": (0, low), "selective": (high, low)}[kind]
+    mask = 1 if item == 2 else item  # a GPU's mask is boolean
+    dropped = (item + mask) * sum(m.lora_A.shape[1] for m in adapted if m.dropout)
+    return {
+        "none": (low + dropped, 0),
+        "full": (0, low + dropped),
+        "selective": (high, low + dropped),
+    }[kind]
 
 
 def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[int, int, bool]:

@@ -112,6 +112,7 @@ def setup(cfg: Config, world: World) -> Run:
     rollout = plugin.load(cfg.rollout, "--rollout") if cfg.rollout else None
     model = checkpoint.empty_model(source)
     lora.attach(model, cfg)
+    adapters.check_base(source, cfg)
     check_vocabulary(tokenizer, model)
     parts, eval_prompts = load_prompts(cfg, tokenizer, model.cfg.max_position_embeddings)
     prompts = list(itertools.chain(*parts))

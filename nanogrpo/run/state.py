@@ -177,7 +177,7 @@ class Saver:
                 try:
                     checkpoint.write_model(weights, self.config_json, folder, self.tokenizer)
                     if adapter:
-                        adapters.write(adapter, folder / "adapter", self.cfg)
+                        adapters.write(adapter, folder / adapters.SUBFOLDER, self.cfg)
                     row = {
                         "step": step,
                         "processes": self.world.size,

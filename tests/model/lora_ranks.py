@@ -50,6 +50,7 @@ def write_bases(folder: Path) -> dict[str, Path]:
         "untied": {},
         "tied": {"tie_word_embeddings": True, "num_hidden_layers": 3},
         "qwen2": {"model_type": "qwen2", "num_hidden_layers": 3},
+        "llama": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     }
     return {name: write_base(folder / name, **shape) for name, shape in shapes.items()}
 
@@ -86,6 +87,7 @@ def three_steps(base: Path, options: dict, world: World = SOLO) -> tuple[dict, d
     model = nudge(parts.load_sharded(model, base, world, cfg))
     optimizer, gradient = optim.make_optimizer(model, cfg), {}
     for step in range(3):
+        torch.manual_seed(step)  # for dropout
         samples = generation(step)
         (update,) = packing.schedule(
             packing.sizes(samples, cfg), cfg, step, world.size, model.cfg.pair_cost

@@ -20,7 +20,7 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import memory, optim
 from nanogrpo.types import PackedBatch
 from nanogrpo.vllm.sync import WeightSync
-from tests.conftest import SOLO, positions_of, random_batch, tiny_config, tiny_model
+from tests.conftest import SOLO, positions_of, random_batch, random_tokens, tiny_config, tiny_model
 from tests.model.lora_ranks import adapted, logits, nudge
 from tests.run.test_memory import Live
 
@@ -212,8 +212,35 @@ def test_the_frozen_head_saves_a_matrix_product(reference_ops):
     assert model.lm_head.weight.grad is None
 
 
-@pytest.mark.parametrize("kind", ["none", "full", "selective"])
-def test_activations_are_as_large_as_estimated(kind):
+def test_dropout_is_for_gradients_only_and_the_same_when_it_is_recomputed():
+    """Log-probs without a gradient, merged weights and the reference have none. Recomputation in
+    the backward pass restores the random state.
+    """
+    cfg = dataclasses.replace(LORA, lora_dropout=0.5)
+    batch = random_batch([(3, 9), (5, 4), (2, 14)])
+    assert torch.equal(logits(adapted(cfg)), logits(adapted(LORA)))  # under no_grad
+    found = []
+    for kind in ("none", "full", "selective"):
+        model = adapted(cfg)
+        fsdp.prepare(model, SOLO, dataclasses.replace(cfg, gradient_checkpointing=kind))
+        torch.manual_seed(3)
+        found.append(gradient(model, batch, cfg))
+    none, full, selective = found
+    assert all(torch.equal(none[n], full[n]) and torch.equal(none[n], selective[n]) for n in none)
+    plain, again = gradient(adapted(LORA), batch), gradient(adapted(cfg), batch, cfg)
+    name = "model.layers.1.mlp.down_proj.lora_A"
+    assert not torch.allclose(none[name], plain[name])
+    assert not torch.allclose(none[name], again[name])  # other random numbers
+    with lora.disabled(model):
+        positions, attend = positions_of([30])
+        args = random_tokens(30), positions, attend
+        assert torch.equal(model(*args), tiny_model()(*args))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dropout"), [("none", 0), ("full", 0), ("selective", 0), ("none", 0.1)]
+)
+def test_activations_are_as_large_as_estimated(kind, dropout):
     """As in test_memory.py, with adapters of a rank high enough to show."""
     shape = {
         "hidden_size": 128,
@@ -222,7 +249,7 @@ def test_activations_are_as_large_as_estimated(kind):
         "num_key_value_heads": 2,
         "head_dim": 32,
     }
-    cfg = Config(gradient_checkpointing=kind, lora_r=64)
+    cfg = Config(gradient_checkpointing=kind, lora_r=64, lora_dropout=dropout)
     model = adapted(cfg, tiny_model(tiny_config(num_hidden_layers=4, **shape), std=0.05))
     fsdp.prepare(model, SOLO, cfg)
     batch = random_batch([(40, 60)] * 6)

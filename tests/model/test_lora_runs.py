@@ -63,16 +63,25 @@ VARIANTS = [
     ("untied", {"reshard_after_forward": False, "token_budget": 100}),
     ("tied", {"cpu_offload": True}),
 ]
+DROPOUT = [
+    ("tied", {"lora_dropout": 0.3, "token_budget": 200, "gradient_checkpointing": kind})
+    for kind in ("none", "full", "selective")
+]
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_gradients_and_adapters_do_not_depend_on_ranks_or_memory_options(bases, alone, size):
     """Checks recomputation, micro-batches, shared prompts, resharding and offloading. Every rank
-    gets the full merged weights.
+    gets the full merged weights. Dropout depends on the micro-batches, but not on recomputation.
     """
     runs = VARIANTS if size == 2 else VARIANTS[:2]
-    found = on_ranks(size, every_variant, bases, runs) if size == 2 else [every_run(bases, runs)]
+    every = runs + DROPOUT
+    found = on_ranks(size, every_variant, bases, every) if size == 2 else [every_run(bases, every)]
     for results in found:
+        none, full, selective = results[len(runs) :]
+        assert differ(none[0], full[0]) == differ(none[0], selective[0]) == 0
+        assert differ(alone["tied"][0], none[0]) > 1e-2
+        assert (none[3] - alone["tied"][3]).abs().max() < 1e-5
         for (name, options), (grads, merged, sent, off) in zip(runs, results):
             assert differ(alone[name][0], grads) < LIMIT, (name, options)
             assert differ(alone[name][1], merged) < LIMIT
@@ -153,8 +162,11 @@ def test_a_run_trains_adapters_and_leaves_folders_for_peft_and_transformers(base
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(bases, files, tmp_path, size):
+    """With dropout, whose random numbers depend on the step."""
+    dropout = ["--lora-dropout", "0.2", "--use-rslora"]
+
     def run(output: str, *options: str) -> None:
-        argv = arguments(bases["tied"], files, tmp_path / output, *RUN, *options)
+        argv = arguments(bases["tied"], files, tmp_path / output, *RUN, *dropout, *options)
         codes = on_ranks(size, program, argv) if size > 1 else [train.main(argv)]
         assert codes == [0] * size
 
@@ -169,7 +181,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(bases, files, tmp_pa
 
 
 def test_the_reference_is_the_base_and_no_second_model_is_kept(bases, files, tmp_path):
-    cfg = parse(arguments(bases["tied"], files, tmp_path, *RUN))
+    cfg = parse(arguments(bases["tied"], files, tmp_path, *RUN, "--lora-dropout", "0.5"))
     run = parts.setup(cfg, SOLO)
     assert run.reference is run.model
     nudge(run.model)
@@ -178,6 +190,10 @@ def test_the_reference_is_the_base_and_no_second_model_is_kept(bases, files, tmp
     expected = experience.logp(checkpoint.load_model(bases["tied"]), batch, cfg)
     torch.testing.assert_close(batch.ref_logp, expected, rtol=0, atol=1e-6)
     assert (batch.ref_logp - batch.old_logp).abs().max() > 0.1
+    merged = checkpoint.load_model(bases["tied"])
+    merged.load_state_dict(dict(lora.full_parameters(run.model)), strict=False)
+    expected = experience.logp(merged, batch, cfg)  # without dropout, as engines sample
+    torch.testing.assert_close(batch.old_logp, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +210,8 @@ def test_the_reference_is_the_base_and_no_second_model_is_kept(bases, files, tmp
         (["--sync-ref-model"], "--sync-ref-model cannot be used with --lora-r"),
         (["--lora-r", "-1"], "--lora-r is -1"),
         (["--lora-alpha", "0"], "--lora-alpha is 0.0"),
+        (["--lora-dropout", "1"], "--lora-dropout is 1.0: it must be < 1"),
+        (["--lora-dropout", "-0.1"], "--lora-dropout is -0.1: it must be >= 0"),
     ],
 )
 def test_a_wrong_option_is_reported_in_one_sentence(

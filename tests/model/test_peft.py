@@ -19,6 +19,7 @@ import train
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
 from nanogrpo.model import adapters, checkpoint
+from tests.conftest import arguments, positions_of, random_tokens
 from tests.model.lora_ranks import adapted, loaded, logits, nudge, write_bases
 from tests.model.peers import hugging_face, theirs
 
@@ -108,6 +109,63 @@ def test_we_load_adapters_that_peft_writes(bases, tmp_path, shape, targets):
     torch.testing.assert_close(logits(mine), theirs(model), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", ["tied", "llama"])
+def test_dropout_and_rslora_equal_those_of_peft(bases, tmp_path, shape):
+    """Dropout draws the same random numbers in the same order, so even its masks are equal."""
+    cfg = Config(model=str(bases[shape]), lora_r=4, lora_alpha=6, use_rslora=True, lora_dropout=0.3)
+    model = nudge(loaded(bases[shape], cfg))
+    adapters.write(adapters.host_adapters(model), tmp_path / "adapter", cfg)
+    found = peft.PeftModel.from_pretrained(
+        hugging_face(bases[shape]), tmp_path / "adapter", is_trainable=True
+    )
+    config = found.peft_config["default"]
+    assert (config.lora_dropout, config.use_rslora) == (0.3, True)
+    torch.testing.assert_close(theirs(found.eval()), logits(model), rtol=1e-5, atol=1e-5)
+    tokens = random_tokens(13, 104)
+    torch.manual_seed(1)
+    expected = found.train()(tokens[None]).logits[0]
+    torch.manual_seed(1)
+    positions, attend = positions_of([13])
+    ours = model(tokens, positions, attend)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert (ours - model(tokens, positions, attend)).abs().max() > 0.1
+    again = loaded(bases[shape], dataclasses.replace(cfg, lora_adapter=str(tmp_path / "adapter")))
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_adapters_are_not_added_to_weights_that_contain_them(bases, files, tmp_path, capsys):
+    """A checkpoint of a run with adapters has them merged, and has them in a subfolder, too."""
+    base, run = bases["tied"], tmp_path / "run"
+    options = ["--lora-r", "2", "--max-steps", "2", "--save-steps", "1"]
+    assert train.main(arguments(base, files, run, *options)) == 0
+    capsys.readouterr()
+    first, second = run / "checkpoint-1", run / "checkpoint-2"
+    for model, adapter in ((second, second), (second, first), (first, second)):
+        again = ["--lora-r", "2", "--lora-adapter", str(adapter / "adapter")]
+        assert train.main(arguments(model, files, tmp_path / "again", *again)) == 2
+        error = capsys.readouterr().err
+        assert f"the weights of --model {model} already contain adapters to {base}" in error
+        assert error.count("\n") == 1
+    # on their base, and on a base that has adapters of an earlier run merged, they are fine
+    more = ["--lora-r", "2", "--max-steps", "1"]
+    start = ["--lora-adapter", str(second / "adapter")]
+    assert train.main(arguments(base, files, tmp_path / "base", *more, *start)) == 0
+    assert train.main(arguments(second, files, tmp_path / "second", *more)) == 0
+    start = ["--lora-adapter", str(tmp_path / "second" / "checkpoint-1" / "adapter")]
+    assert train.main(arguments(second, files, tmp_path / "third", *more, *start)) == 0
+
+
+def test_another_base_than_that_of_the_adapters_is_reported(bases, tmp_path, caplog):
+    cfg = Config(model=str(bases["tied"]), lora_r=2)
+    adapters.write({}, tmp_path / "adapter", cfg)
+    cfg = dataclasses.replace(cfg, lora_adapter=str(tmp_path / "adapter"))
+    adapters.check_base(bases["tied"], cfg)
+    assert not caplog.text
+    adapters.check_base(bases["tied"], dataclasses.replace(cfg, model="an/other"))
+    assert f"was trained on {bases['tied']}, not on --model an/other" in caplog.text
+
+
 WRONG = {
     "no folder": (
         lambda f: None,
@@ -128,7 +186,7 @@ WRONG = {
     "rslora": (
         lambda f: put(f, use_rslora=True),
         {},
-        "use_rslora is True, which is not supported here",
+        "it has use_rslora = True, but --use-rslora is False",
     ),
     "dora": (lambda f: put(f, use_dora=True), {}, "use_dora is True"),
     "ranks by layer": (
