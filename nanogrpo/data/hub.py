@@ -36,18 +36,20 @@ def load(source: str, config: str) -> Mapping[str, Any]:
         return datasets.load_dataset(source, config or None)
     # the library raises errors of many types, for the name, the network, the files and the cache
     except Exception as e:
-        reason = " ".join(str(e).split())
+        reason = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
         if names := re.search(r"Config name is missing.*?\[(.*?)\]", reason):
             raise UserError(
                 f"--data {source} has the configurations {names[1]}: name one with "
                 "--dataset-config."
             ) from e
-        problem = (
-            "is a folder that datasets cannot load"
-            if Path(source).is_dir()
-            else "is no file or folder here, and cannot be loaded from the hub"
-        )
+        if Path(source).is_dir():
+            problem, advice = "is a folder that datasets cannot load", "name another"
+        elif isinstance(e, ConnectionError):
+            problem = "is no file or folder here, and the hub cannot be reached"
+            advice = "correct the name, or download the data set on a machine with a network"
+        else:
+            problem = "is no file or folder here, and the hub's data set cannot be loaded"
+            advice = "correct the name"
         raise UserError(
-            f"--data {source} {problem} ({type(e).__name__}: {reason[:300]}): correct the name or "
-            "--dataset-config."
+            f"--data {source} {problem} ({reason}): {advice}, or correct --dataset-config."
         ) from e
