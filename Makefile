@@ -1,9 +1,10 @@
-# demo: teach a small model arithmetic with GRPO.  lint: check style and types.  test: run the tests.
-# test-vllm: run the tests against a real vLLM.  Each target first installs what it needs.
+# demo: teach a small model arithmetic with GRPO.  real: teach a language model word problems.
+# lint: check style and types.  test: run the tests.  test-vllm: run the tests against a real vLLM.
+# Each target first installs what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-vllm lint clean
+.PHONY: demo real test test-vllm lint clean
 
 demo: .venv/plot.done
 	rm -rf runs/demo
@@ -14,6 +15,17 @@ demo: .venv/plot.done
 # The settings of the demo that differ from the defaults in nanogrpo/config.py.
 DEMO := --max-steps 60 --generation-batch-size 128 --max-concurrent 128 --max-completion-length 48 \
 	--learning-rate 5e-5 --eval-steps 5
+
+# The options are in examples/word_problems.json.
+real: .venv/real.done runs/smollm2
+	rm -rf runs/real
+	$(BIN)/python examples/word_problems.py runs/problems
+	$(BIN)/python train.py --config examples/word_problems.json
+	$(BIN)/python -m nanogrpo.logs.plot runs/real
+	$(BIN)/python examples/before_after.py runs/smollm2 runs/real/checkpoint-* runs/problems/held_out.jsonl
+
+runs/smollm2: | .venv/real.done
+	$(BIN)/python examples/smollm2.py $@
 
 test: .venv/test.done
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not vllm"

@@ -70,9 +70,9 @@ def draw(records: list[dict], path: Path) -> None:
     common.save_picture(figure, path)
 
 
-def fingerprint(base: Path) -> str:
-    """Return a hash of the base model's weights."""
-    return hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()[:16]
+def fingerprint(*files: Path) -> str:
+    """Return a hash of the contents of files, such as a base model's weights."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def main(argv: Sequence[str]) -> list[dict]:
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> list[dict]:
             "steps": args.steps,
             "eval_steps": args.eval_steps,
             "threads": args.threads,
-            "base": fingerprint(args.base),
+            "base": fingerprint(args.base / "model.safetensors"),
             "settings": SETTINGS,
         }
         # records with different options belong to a different experiment

@@ -110,6 +110,11 @@ def series(steps: list[dict]) -> dict[str, list]:
     }
 
 
+def first_reward(row: dict, prefix: str = "") -> float:
+    """Return the value of the first reward function in a row; its mean is the accuracy."""
+    return next(value for name, value in row.items() if name.startswith(prefix))
+
+
 # --- our side ---
 
 
@@ -172,7 +177,7 @@ def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
     phases = [name for name in steps[0] if name.startswith("time/")]
     return {
         "seconds": clock.seconds,
-        "held_out": {e["eval/after"]: e.get("eval/rewards/accuracy_reward") for e in evaluations},
+        "held_out": {e["eval/after"]: first_reward(e, "eval/rewards/") for e in evaluations},
         "phases": {name.removeprefix("time/"): [s[name] for s in steps] for name in phases},
         **series(steps),
     }
@@ -221,7 +226,7 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
             for s in samples:
                 s.text = tokenizer.decode(s.token_ids)
             rewards.score(samples)
-            held_out[after] = statistics.fmean(s.rewards["accuracy_reward"] for s in samples)
+            held_out[after] = statistics.fmean(first_reward(s.rewards) for s in samples)
 
     class Watch(transformers.TrainerCallback):
         def on_train_begin(self, *args, **kwargs):

