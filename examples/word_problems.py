@@ -53,7 +53,7 @@ Kind = tuple[Callable, list[range], list[str]]
 KINDS: dict[str, Kind] = {
     "add": (
         lambda a, b: a + b,
-        [range(2, 16), range(2, 16)],
+        [range(2, 16), range(2, 13)],
         [
             "{A} has {a} {toys}. {B} gives {him} {b} more. How many {toys} does {A} have now?",
             "There are {a} {birds} on a roof. Then {b} more land next to them. How many {birds} "
@@ -68,7 +68,7 @@ KINDS: dict[str, Kind] = {
     ),
     "take away": (
         lambda a, b: a - b,
-        [range(5, 21), range(2, 13)],
+        [range(5, 21), range(2, 10)],
         [
             "{A} had {a} {toys} and gave {b} of them to {B}. How many {toys} does {A} have left?",
             "A baker made {a} {baked} and sold {b} of them before noon. How many {baked} are left?",
@@ -81,7 +81,7 @@ KINDS: dict[str, Kind] = {
     ),
     "more than": (
         lambda a, b: a + b,
-        [range(3, 16), range(2, 13)],
+        [range(3, 16), range(2, 10)],
         [
             "{A} has {a} {toys}. {B} has {b} more than {A}. How many {toys} does {B} have?",
             "{A} is {a} years old. {His} uncle is {b} years older. How old is {his} uncle?",
@@ -95,7 +95,7 @@ KINDS: dict[str, Kind] = {
     ),
     "difference": (
         lambda a, b: a - b,
-        [range(5, 21), range(2, 13)],
+        [range(5, 21), range(2, 10)],
         [
             "{A} has {a} {toys} and {B} has {b}. How many more {toys} does {A} have than {B}?",
             "One tower of blocks is {a} inches tall and another is {b} inches tall. How many "
@@ -164,7 +164,7 @@ KINDS: dict[str, Kind] = {
     ),
     "gain and lose": (
         lambda a, b, c: a + b - c,
-        [range(3, 16), range(2, 11), range(2, 11)],
+        [range(3, 13), range(2, 10), range(2, 10)],
         [
             "{A} had {a} {toys}, bought {b} more and then lost {c}. How many {toys} does {he} "
             "have now?",
@@ -180,7 +180,7 @@ KINDS: dict[str, Kind] = {
     ),
     "multiply and add": (
         lambda a, b, c: a * b + c,
-        [range(2, 7), range(2, 9), range(2, 9)],
+        [range(2, 6), range(2, 8), range(2, 10)],
         [
             "{A} has {a} {boxes} with {b} {toys} in each, and {c} loose {toys}. How many {toys} "
             "does {he} have?",
@@ -196,7 +196,7 @@ KINDS: dict[str, Kind] = {
     ),
     "multiply and take away": (
         lambda a, b, c: a * b - c,
-        [range(2, 7), range(2, 9), range(2, 9)],
+        [range(2, 6), range(2, 8), range(2, 10)],
         [
             "{A} bought {a} {boxes} with {b} {fruit} in each. Then {he} ate {c} {fruit}. How many "
             "{fruit} are left?",
@@ -212,7 +212,7 @@ KINDS: dict[str, Kind] = {
     ),
     "together": (
         lambda a, b: a + a + b,
-        [range(3, 13), range(2, 11)],
+        [range(3, 11), range(2, 10)],
         [
             "{A} has {a} {toys}. {B} has {b} more than {A}. How many {toys} do they have together?",
             "{A} picked {a} {fruit} on Monday. On Tuesday {he} picked {b} more than on Monday. "
