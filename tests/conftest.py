@@ -53,6 +53,7 @@ PEERS = [
     "engine/test_trl_tools.py",
     "test_trl_options.py",
     "bench/test_runs.py",
+    "rewards/test_trl_rewards.py",
 ]
 collect_ignore = [] if sys.version_info >= (3, 11) else PEERS
 

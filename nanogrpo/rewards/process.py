@@ -32,7 +32,7 @@ from typing import Any
 
 from nanogrpo.distributed.parent import killed_with
 from nanogrpo.errors import UserError
-from nanogrpo.rewards.builtin import load_function
+from nanogrpo.rewards import plugin
 from nanogrpo.rewards.call import CallResult, Functions
 
 # Time limit in seconds for importing the functions. It is long because a user's file may load a
@@ -87,7 +87,7 @@ class RewardProcess:
             self.names, self.is_async = self._ask(self.specs, IMPORT_TIMEOUT)
         except CallLost as reason:
             raise UserError(
-                f"reward_funcs: the process that imports {', '.join(self.specs)} {reason}; "
+                f"--reward-funcs: the process that imports {', '.join(self.specs)} {reason}; "
                 "fix the import"
             ) from reason
 
@@ -176,7 +176,7 @@ def main(descriptor: int, trainer: int) -> None:
 
     with contextlib.suppress(ConnectionError, EOFError):  # the trainer is gone
         try:
-            functions = Functions([load_function(spec) for spec in pickle.load(requests)])
+            functions = Functions([plugin.load_reward(spec) for spec in pickle.load(requests)])
         except UserError as error:
             send("error", str(error))
             os._exit(0)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from nanogrpo.errors import UserError
-from nanogrpo.rewards.builtin import is_builtin, load_function
+from nanogrpo.rewards.builtin import full_name, is_users, load_function
 from nanogrpo.rewards.call import MAX_REWARD, CallResult, Functions, TrainerState
 from nanogrpo.rewards.model import RewardModel
 from nanogrpo.rewards.process import CallLost, RewardProcess
@@ -88,7 +88,8 @@ class Runner:
                 return RewardModel.load(spec.removeprefix("model:"), device)
             return load_function(spec, max_completion_length)
 
-        remote: list = [s for s in specs if timeout and isinstance(s, str) and not is_builtin(s)]
+        specs = [full_name(spec) if isinstance(spec, str) else spec for spec in specs]
+        remote: list = [s for s in specs if timeout and isinstance(s, str) and is_users(s)]
         local = [s for s in specs if s not in remote]
         self.timeout, self.local = timeout, Functions([load(spec) for spec in local])
         self.process = RewardProcess(remote) if remote else None
@@ -219,7 +220,7 @@ class Runner:
         if not abs(total) <= MAX_REWARD:
             raise UserError(
                 f"the weighted sum of the rewards {rewards} for {_label(sample)} is {total}, which "
-                f"is beyond the limit of {MAX_REWARD:g}; lower reward_weights"
+                f"is beyond the limit of {MAX_REWARD:g}; lower --reward-weights"
             )
         return total if terms else None
 

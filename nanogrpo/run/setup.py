@@ -36,6 +36,7 @@ from nanogrpo.model import adapters, checkpoint, lora
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards import plugin
+from nanogrpo.rewards.builtin import needs_answers
 from nanogrpo.rewards.runner import Runner
 from nanogrpo.run import memory, optim, output, state, warmup
 from nanogrpo.types import Prompt
@@ -341,10 +342,11 @@ def check_data_options(cfg: Config, tokenizer: Tokenizer) -> None:
 
 def check_answers(cfg: Config, prompts: list[Prompt]) -> None:
     answered = any({"solution", "answer"} & p.columns.keys() for p in prompts)
-    if "accuracy" in cfg.reward_funcs and not answered:
+    judges = [spec for spec in cfg.reward_funcs if needs_answers(spec)]
+    if judges and not answered:
         raise UserError(
             f"--data {' '.join(cfg.data)} has neither a column solution nor answer, which "
-            "--reward-funcs accuracy compares with: add one, or name other reward functions."
+            f"--reward-funcs {judges[0]} compares with: add one, or name other reward functions."
         )
     gym = any("reasoning_gym" in p.columns for p in prompts)
     if "reasoning_gym" in cfg.reward_funcs and not gym:

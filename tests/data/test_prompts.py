@@ -14,7 +14,7 @@ from nanogrpo.data.prompts import from_record, load_all, system_prompt
 from nanogrpo.data.sources import holds_out
 from nanogrpo.errors import UserError
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.rewards.builtin import same_answer
+from nanogrpo.rewards.answers import compare
 from tests.model.tokenizer_folder import CHATML, make_folder
 
 GSM8K = Path(__file__).parent / "assets" / "gsm8k_tiny.jsonl"
@@ -117,7 +117,7 @@ def test_the_arithmetic_of_the_gsm8k_file_is_right():
         ]
         for term, result in steps:
             assert eval(term, {"__builtins__": {}}) == float(result), line
-        assert same_answer(json.loads(line)["answer"].rpartition("####")[2], steps[-1][1])
+        assert compare(json.loads(line)["answer"].rpartition("####")[2], steps[-1][1])
 
 
 def test_a_solution_column_is_not_overwritten_and_a_prompt_comes_before_a_question(plain):

@@ -1,24 +1,27 @@
-"""The built-in rewards: find the answer in any text, compare it exactly, and take little time.
+"""The built-in rewards: find the answer in any text, compare it, and take little time.
 
-Read next: test_rewards.py, which runs any function on samples.
+Read next: answer_table.py, test_builtin.py (formats and lengths), test_rewards.py, which runs any
+function on samples.
 """
 
+import os
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanogrpo.rewards.builtin import (
-    accuracy_reward,
-    extract_answer,
-    format_reward,
-    length_reward,
-    load_function,
-    same_answer,
-)
-from nanogrpo.rewards.runner import Runner
-from nanogrpo.types import Prompt, Sample
+from nanogrpo.rewards import symbolic
+from nanogrpo.rewards.answers import extract_answer
+from nanogrpo.rewards.builtin import accuracy_reward, format_reward, same_answers
+from tests.rewards.answer_table import NUMBERS
+
+
+def same_answer(a: str, b: str) -> bool | None:
+    return same_answers([(a, b)])[0]
+
 
 # --- answers ---
 
@@ -71,7 +74,8 @@ def test_the_answer_is_extracted(text, answer):
         ("  x +  1 ", "x+1", True),
         (r"\left( 1, 2 \right)", "(1,2)", True),
         (r"\text{Monday}.", "Monday", True),
-        (r"50\%", "0.5", False),
+        (r"50\%", "0.5", True),
+        (r"50\%", r"0.5\%", False),
         ("1,2", "12", False),
         ("1 2", "12", False),
         ("12,34", "1234", False),
@@ -135,32 +139,7 @@ def test_degenerate_completions_take_linear_time():
     assert time.process_time() - start < 5
 
 
-# --- reward functions ---
-
-
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("<think>a</think><answer>7</answer>", 1),
-        (" <think>\na\n</think>\n\n<answer>\n7\n</answer>\n", 1),
-        ("a</think><answer>7</answer>", 1),  # the template ended the prompt with <think>
-        ("<think></think><answer>7</answer>", 1),
-        ("<answer>7</answer>", 0),
-        ("<think>a</think>7", 0),
-        ("<think>a</think><answer> </answer>", 0),
-        ("<think>a</think><answer>7</answer> done", 0),
-        ("so <think>a</think><answer>7</answer>", 0),
-        ("<think>a</think> so <answer>7</answer>", 0),
-        ("<think>a</think><answer>7</answer><answer>8</answer>", 0),
-        ("<think>a<think>b</think><answer>7</answer>", 0),
-        ("<answer>7</answer><think>a</think>", 0),
-        ("<think><answer>7</answer></think>", 0),
-        ("", 0),
-    ],
-)
-def test_the_format_is_rewarded(text, reward):
-    assert format_reward([text]) == [reward]
-    assert format_reward([[{"role": "assistant", "content": text}]]) == [reward]
+# --- the reward ---
 
 
 def test_accuracy_prefers_solution_to_answer_and_skips_records_without_either():
@@ -178,23 +157,51 @@ def test_accuracy_prefers_solution_to_answer_and_skips_records_without_either():
     assert accuracy_reward([[{"role": "assistant", "content": "#### 1"}]], answer=["1"]) == [1.0]
 
 
-# --- the length reward ---
+# --- math-verify ---
 
 
-def test_the_length_reward_is_that_of_dapo_and_depends_on_one_completion():
-    lengths = [0, 80, 85, 90, 100, 250]
-    ids = [[0] * n for n in lengths]
-    want = [0, 0, -0.25, -0.5, -1, -1]  # L_max 100, L_cache 20
-    assert length_reward(100, completion_ids=ids) == want
-    assert [length_reward(100, completion_ids=[one])[0] for one in ids] == want
-    for function in (
-        load_function("length:100"),
-        load_function("length", max_completion_length=100),
-    ):
-        assert function(completion_ids=[[0] * 100, [0] * 80]) == [-1.0, 0.0]
-    function = load_function("length:100")
-    # a column of the data with the name of the function's parameter
-    prompt = Prompt(0, "?", [1], {"limit": "3 apples"})
-    samples = [Sample(prompt, 0, one, [0.0] * len(one), True, [0] * len(one)) for one in ids]
-    Runner([function]).score(samples)
-    assert [sample.rewards for sample in samples] == [{"length_reward": reward} for reward in want]
+def test_numbers_do_not_need_math_verify(monkeypatch):
+    asked = []
+    monkeypatch.setattr(symbolic, "equal", lambda pairs: asked.extend(pairs) or [None] * len(pairs))
+    outputs, references = zip(*[row[:2] for row in NUMBERS])
+    rewards = accuracy_reward(outputs, solution=references)
+    assert [r for r in rewards if r is not None] == [
+        row[2] for row, reward in zip(NUMBERS, rewards) if reward is not None
+    ]
+    assert len(NUMBERS) > 100
+    assert asked == [
+        ("18x", "18"),
+        ("10^3", "1000"),
+        ("2^{10}", "1024"),
+        ("10_2", "2"),
+    ]
+
+
+def test_endless_algebra_is_wrong_and_costs_the_trainer_nothing(caplog):
+    """The process that computes is ended; the next answer gets its verdict from a new one."""
+    alarm, begun = signal.getsignal(signal.SIGALRM), time.process_time()
+    assert accuracy_reward([r"\boxed{10^{10^{10}}}"], solution=["7"]) == [0.0]
+    assert "math-verify gave up on 1 answers, which count as wrong" in caplog.messages
+    assert symbolic.equal([("(x+1)(x+2)", "x^2+3x+2")]) == [True]
+    assert time.process_time() - begun < 1
+    assert signal.getsignal(signal.SIGALRM) == alarm
+
+
+def test_a_killed_process_costs_no_verdict():
+    assert symbolic.equal([("(x+1)(x+3)", "x^2+4x+3")]) == [True]
+    os.kill(symbolic._process().process.pid, signal.SIGKILL)  # between two calls, as the kernel may
+    assert symbolic.equal([("(x+1)(x+4)", "x^2+5x+4")]) == [True]
+
+
+def test_verdicts_are_the_same_on_any_thread():
+    """Each thread's end ends the process that it started: the next call starts another."""
+    symbolic._process.cache_clear()
+    for n in (5, 6):
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(symbolic.equal, [(f"(x+{n})x", f"x^2+{n}x")]).result() == [True]
+
+
+def test_pairs_beyond_the_time_of_a_call_get_no_reward(monkeypatch, caplog):
+    monkeypatch.setattr(symbolic, "CALL_SECONDS", -1.0)
+    assert accuracy_reward([r"\boxed{z^2-z}", "#### 1"], solution=["z(z-1)", "1"]) == [None, 1.0]
+    assert "1 completions get no reward" in caplog.text

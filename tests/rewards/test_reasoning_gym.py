@@ -9,7 +9,7 @@ import pytest
 
 from nanogrpo.data import gym
 from nanogrpo.rewards import reasoning_gym as module
-from nanogrpo.rewards.builtin import is_builtin, load_function
+from nanogrpo.rewards.builtin import full_name, is_users, load_function
 from nanogrpo.rewards.reasoning_gym import reasoning_gym_reward
 from nanogrpo.rewards.runner import Runner
 from nanogrpo.types import Prompt, Sample
@@ -90,7 +90,7 @@ def test_a_verifier_that_fails_gives_0_and_a_forged_score_is_not_believed():
 
 
 def test_it_runs_in_the_process_of_the_users_functions():
-    assert not is_builtin("reasoning_gym")
+    assert is_users(full_name("reasoning_gym"))
     assert load_function("reasoning_gym") is reasoning_gym_reward
     runner = Runner(["reasoning_gym"], timeout=60.0)
     assert runner.process is not None

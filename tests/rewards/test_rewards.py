@@ -12,7 +12,12 @@ import torch
 
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
-from nanogrpo.rewards.builtin import accuracy_reward, format_reward, length_reward, load_function
+from nanogrpo.rewards.builtin import (
+    accuracy_reward,
+    format_reward,
+    load_function,
+    soft_overlong_punishment_reward,
+)
 from nanogrpo.rewards.call import TrainerState
 from nanogrpo.rewards.runner import Runner
 from tests.rewards.conftest import make_samples
@@ -123,8 +128,9 @@ class Judge:
 
 def test_partials_and_instances_have_names():
     samples = make_samples()
-    score(samples, [Judge(), functools.partial(length_reward, 9), length_reward, Judge()])
-    assert list(samples[0].rewards) == ["Judge", "length_reward", "length_reward_2", "Judge_2"]
+    part = functools.partial(accuracy_reward, answer=None)
+    score(samples, [Judge(), part, accuracy_reward, Judge()])
+    assert list(samples[0].rewards) == ["Judge", "accuracy_reward", "accuracy_reward_2", "Judge_2"]
 
 
 # --- mistakes ---
@@ -213,7 +219,7 @@ def test_the_weighted_sum_must_not_overflow():
     for weights in ([1.0, 1.0], [1e300, 1e300], [1e300, -1e300]):
         samples = make_samples()
         with pytest.raises(
-            UserError, match=r"sum .* for sample 1 of prompt 17 is .*; lower reward_weights"
+            UserError, match=r"sum .* for sample 1 of prompt 17 is .*; lower --reward-weights"
         ) as caught:
             score(samples, [returns(0.0, 1e30), returns(0, 1e30)], weights)
         assert "\n" not in str(caught.value)
@@ -273,7 +279,7 @@ other = mine
     ]
     functions = [load_function(spec) for spec in specs]
     assert functions[:2] == [format_reward, accuracy_reward]
-    assert functions[2].func is length_reward
+    assert functions[2].func is soft_overlong_punishment_reward
     assert functions[4] is functions[5]  # one file, one module
     assert functions[3] is not functions[4]
     samples = make_samples(solution="7")
@@ -281,7 +287,7 @@ other = mine
     assert list(samples[0].rewards) == [
         "format_reward",
         "accuracy_reward",
-        "length_reward",
+        "soft_overlong_punishment_reward",
         "mine",
         "mine_2",
         "mine_3",
@@ -292,7 +298,7 @@ other = mine
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("acuracy", "'acuracy' is neither .* nor one of format, accuracy, length or model:FOLDER"),
+        ("acuracy", "'acuracy' is neither .* nor one of accuracy, .*, format, .* or model:FOLDER"),
         ("length:0", "'length:0' must have a positive number of tokens"),
         ("length:long", "'length:long' must have a positive number of tokens"),
         ("math:", "is neither package.module:name nor path/file.py:name"),
@@ -308,4 +314,4 @@ other = mine
 def test_a_spec_without_a_function_is_an_error(spec, message):
     with pytest.raises(UserError, match=message) as caught:
         load_function(spec)
-    assert str(caught.value).startswith("reward_funcs: ")
+    assert str(caught.value).startswith("--reward-funcs: ")

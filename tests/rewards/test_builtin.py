@@ -1,0 +1,237 @@
+"""The built-in rewards for formats and lengths, their names and their arguments.
+
+Read next: test_trl_rewards.py, which compares them with TRL's functions.
+"""
+
+import functools
+
+import pytest
+
+from nanogrpo.errors import UserError
+from nanogrpo.rewards.builtin import (
+    BUILT_IN,
+    cosine_scaled_reward,
+    format_reward,
+    load_function,
+    needs_answers,
+    reasoning_accuracy_reward,
+    repetition_penalty_reward,
+    think_format_reward,
+)
+from nanogrpo.rewards.runner import Runner
+from nanogrpo.types import Prompt, Sample
+
+# --- formats ---
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think><answer>7</answer>", 1),
+        (" <think>\na\n</think>\n\n<answer>\n7\n</answer>\n", 1),
+        ("a</think><answer>7</answer>", 1),  # the template ended the prompt with <think>
+        ("<think></think><answer>7</answer>", 1),
+        ("<answer>7</answer>", 0),
+        ("<think>a</think>7", 0),
+        ("<think>a</think><answer> </answer>", 0),
+        ("<think>a</think><answer>7</answer> done", 0),
+        ("so <think>a</think><answer>7</answer>", 0),
+        ("<think>a</think> so <answer>7</answer>", 0),
+        ("<think>a</think><answer>7</answer><answer>8</answer>", 0),
+        ("<think>a<think>b</think><answer>7</answer>", 0),
+        ("<answer>7</answer><think>a</think>", 0),
+        ("<think><answer>7</answer></think>", 0),
+        ("", 0),
+    ],
+)
+def test_the_format_is_rewarded(text, reward):
+    assert format_reward([text]) == [reward]
+    assert format_reward([[{"role": "assistant", "content": text}]]) == [reward]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>a</think>b", 1),
+        ("<think>\na\n</think>\nb</think>", 1),
+        (" <think>a</think>b", 0),
+        ("<think>a", 0),
+        ("<think>a<think>b</think>", 0),
+        ("</think><think>", 0),
+    ],
+)
+def test_the_format_of_thinking_is_rewarded(text, reward):
+    assert think_format_reward([text]) == [reward]
+    assert think_format_reward([[{"role": "assistant", "content": text}]]) == [reward]
+
+
+def test_reasoning_that_never_ends_is_wrong():
+    texts = [r"<think>\boxed{1}</think>\boxed{2}", r"<think>\boxed{2}", r"\boxed{2}"]
+    assert reasoning_accuracy_reward(texts, solution=["2"] * 3) == [1.0, 0.0, 0.0]
+    function = load_function('reasoning_accuracy:reasoning_delimiters=["</r>","</think>"]')
+    texts = [r"\boxed{1}</r>\boxed{2}", r"\boxed{1}</think>\boxed{2}", r"</think>\boxed{2}</r>1"]
+    assert function(completions=texts, answer=["2"] * 3) == [1.0, 1.0, 0.0]
+
+
+# --- lengths and repetition ---
+
+
+def test_the_soft_overlong_punishment_is_that_of_dapo_and_depends_on_one_completion():
+    lengths = [0, 80, 85, 90, 100, 250]
+    ids = [[0] * n for n in lengths]
+    want = [0, 0, -0.25, -0.5, -1, -1]  # L_max 100, L_cache 20
+    for spec in (
+        "soft_overlong",
+        "soft_overlong:max_completion_len=100,soft_punish_cache=20",
+        "get_soft_overlong_punishment:soft_punish_cache=20",  # TRL's name
+        "length",  # the older spellings
+        "length:100",
+    ):
+        function = load_function(spec, max_completion_length=100)
+        assert function(completion_ids=ids) == want
+        assert [function(completion_ids=[one])[0] for one in ids] == want
+    # a column of the data with the name of the function's parameter
+    prompt = Prompt(0, "?", [1], {"limit": "3 apples"})
+    samples = [Sample(prompt, 0, one, [0.0] * len(one), True, [0] * len(one)) for one in ids]
+    Runner([function]).score(samples)
+    assert [sample.rewards for sample in samples] == [
+        {"soft_overlong_punishment_reward": reward} for reward in want
+    ]
+
+
+def test_the_cosine_reward_prefers_short_right_and_long_wrong_answers():
+    function = load_function("cosine", max_completion_length=100)
+    arguments = {
+        "completions": ["#### 7"] * 4,
+        "completion_ids": [[0] * n for n in (0, 50, 100, 9)],
+    }
+    right = function(**arguments, solution=["7", "7", "7", None])
+    assert right == [1.0, pytest.approx(0.75), 0.5, None]
+    wrong = function(**arguments, answer=["8"] * 4)
+    assert wrong[:3] == [-1.0, pytest.approx(-0.75), -0.5]
+
+
+def test_repeated_n_grams_cost():
+    ids = [[1, 2, 3, 4], [5, 5, 5, 5, 5], [5], []]
+    function = load_function("repetition_penalty:ngram_size=2,max_penalty=-2")
+    assert function(completion_ids=ids) == [0.0, -1.5, 0.0, 0.0]
+    assert load_function("repetition_penalty")(completion_ids=ids) == pytest.approx(
+        [0.0, -2 / 3, 0.0, 0.0]
+    )
+
+
+# --- names and arguments ---
+
+
+def test_every_built_in_function_loads_by_its_name_and_by_the_name_of_trl():
+    names = []
+    for name, function in BUILT_IN.items():
+        loaded, other = load_function(name), load_function(function.__name__)
+        assert getattr(loaded, "func", loaded) is getattr(other, "func", other)
+        names += Runner([name]).names
+    assert names == [
+        "accuracy_reward",
+        "reasoning_accuracy_reward",
+        "format_reward",
+        "think_format_reward",
+        "soft_overlong_punishment_reward",
+        "cosine_scaled_reward",
+        "repetition_penalty_reward",
+    ]
+    judges = [name for name in BUILT_IN if needs_answers(f"{name}:a=1")]
+    assert judges == ["accuracy", "reasoning_accuracy", "cosine"]
+
+
+OWN = """
+class Judge:
+    def __init__(self, value=1.0):
+        self.value = value
+    def __call__(self, completions, **kwargs):
+        return [self.value] * len(completions)
+
+def brief(completions, strength=1.0, word="", **kwargs):
+    return [strength * len(text.split()) + len(word) for text in completions]
+
+def factory(value, times=2):
+    return Judge(value * times)
+
+def fails(value):
+    raise KeyError(value)
+
+def forgets(value=3):
+    return value
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path / 'own.py'}"
+
+
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
+def test_functions_factories_and_classes_of_the_user_take_arguments(own, timeout):
+    names = {
+        "brief": 2.0,
+        "brief:strength=-.5": -1.0,
+        "brief:strength=1e1,word=abc": 23.0,
+        "brief:word='a,b:c=d'": 9.0,
+        "factory:value=3": 6.0,
+        "factory:value=-1,times=0.5": -0.5,
+        "Judge": 1.0,
+        "Judge:value=4": 4.0,
+    }
+    runner = Runner([f"{own}:{name}" for name in names], timeout=timeout)
+    sample = Sample(Prompt(0, "?", [1]), 0, [5], [0.0], True, [0], text="two words")
+    runner.score([sample])
+    assert list(sample.rewards.values()) == list(names.values())
+    assert list(sample.rewards)[:2] == ["brief", "brief_2"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("{own}:brief:strenght=2", "argument 'strenght', but the function has only completions, s"),
+        ("{own}:brief:strength=", "the arguments in .* cannot be read: write .*:key=value"),
+        ("{own}:brief:strength=1+x", "cannot be read"),
+        ("{own}:brief:strength=2 3", "cannot be read"),
+        ("{own}:brief:word=a,word=b", "cannot be read"),
+        ("{own}:brief:word=a,b", "cannot be read"),
+        (
+            "{own}:factory",
+            r"is not a reward function but makes one: give its arguments \(value, times\) as "
+            r".*:factory:key=value,key=value \(missing a required argument: 'value'\)",
+        ),
+        ("{own}:factory:valeu=1", r"is not a reward function but makes one: .*'value'"),
+        ("{own}:fails:value=1", "raised KeyError: 1; fix its arguments"),
+        ("{own}:forgets", "must return a reward function, but it returned a int"),
+        ("accuracy:strict=True", "the argument 'strict', but the function has only completions"),
+        ("cosine:max_length=3", "is not a reward function but makes one: .*max_length"),
+        ("cosine:max_len=0", "max_len is 0: it must be positive"),
+        ("cosine:max_len=long", "max_len is 'long': it must be a number"),
+        ("soft_overlong:max_completion_len=0", "max_completion_len is 0 and"),
+        ("soft_overlong:soft_punish_cache=-1", "soft_punish_cache is -1"),
+        ("soft_overlong:soft_punish_cache=1000", "max_completion_len is 512 and soft_punish_cache"),
+        ("repetition_penalty:ngram_size=0", "ngram_size is 0 and"),
+        ("repetition_penalty:ngram_size=2.5", "ngram_size is 2.5: it must be a whole number"),
+        ("repetition_penalty:max_penalty=1", "max_penalty is 1: the"),
+        ("acuracy", "nor one of accuracy, .* or model:FOLDER; did you mean accuracy?"),
+        ("acuracy:a=1", "did you mean accuracy?"),
+        ("think_forma", "did you mean think_format?"),
+        ("correct", "or model:FOLDER$"),
+    ],
+)
+def test_a_mistake_in_a_name_or_an_argument_is_one_sentence(own, spec, message):
+    for timeout in (0.0, 60.0):
+        with pytest.raises(UserError, match=message) as caught:
+            Runner([spec.format(own=own)], timeout=timeout)
+        assert str(caught.value).startswith("--reward-funcs: ")
+        assert "\n" not in str(caught.value)
+
+
+def test_the_arguments_of_a_partial_are_the_users(own):
+    function = load_function(f"{own}:brief:strength=2")
+    assert isinstance(function, functools.partial)
+    assert function(completions=["a b c"]) == [6]
+    assert cosine_scaled_reward.__name__ == "cosine_scaled_reward"
+    assert repetition_penalty_reward(2, -1.0, completion_ids=[[1, 1, 1]]) == [-0.5]

@@ -1,0 +1,97 @@
+"""The built-in rewards have the names and the values of TRL's.
+
+TRL runs its own functions here. On the table of outputs it may be wrong where we are right, but not
+the other way round. Read next: test_builtin.py.
+"""
+
+import random
+
+import pytest
+from trl import rewards as trl
+
+from nanogrpo.rewards import builtin
+from nanogrpo.rewards.builtin import accuracy_reward, load_function
+from tests.rewards.answer_table import ROWS
+
+
+def message(text: str) -> list[dict]:
+    return [{"role": "assistant", "content": text}]
+
+
+def test_no_output_is_judged_wrong_here_and_right_by_trl(capsys):
+    outputs, references = [row[0] for row in ROWS], [row[1] for row in ROWS]
+    ours = accuracy_reward(list(map(message, outputs)), solution=references)
+    # One by one, because a reference that TRL cannot read has no reward (None).
+    theirs = [trl.accuracy_reward([message(o)], [r])[0] for o, r in zip(outputs, references)]
+    verdicts = list(zip(ROWS, ours, theirs))
+    assert not [row for row, our, their in verdicts if our != row[2] and their == row[2]]
+    right = [
+        sum(given == row[2] for row, *both in verdicts for given in both[k : k + 1]) for k in (0, 1)
+    ]
+    assert right[0] >= len(ROWS) - 1
+    with capsys.disabled():
+        print(f" right verdicts of {len(ROWS)}: {right[0]} here, {right[1]} in TRL", end=" ")
+
+
+TEXTS = ["<think>", "</think>", "\n", "so ", r"\boxed{7}", r"\boxed{8}", " "]
+
+
+def test_formats_and_reasoning_equal_those_of_trl():
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(TEXTS, k=rng.randrange(7))) for _ in range(300)]
+    completions = list(map(message, texts))
+    for text in texts:
+        assert builtin.think_format_reward([text]) == trl.think_format_reward([message(text)])
+    ours = builtin.reasoning_accuracy_reward(completions, solution=["7"] * 300)
+    theirs = trl.reasoning_accuracy_reward(completions, solution=["7"] * 300)
+    # We read several boxes, and an unclosed <think>, in another way: see the table.
+    ends = [text.rpartition("</think>")[2] for text in texts]
+    same = [end.count("boxed") < 2 and "<think>" not in end for end in ends]
+    assert sum(same) > 150
+    assert [o for o, s in zip(ours, same) if s] == [t for t, s in zip(theirs, same) if s]
+    assert {*ours} == {0.0, 1.0}
+
+
+def test_lengths_and_repetition_equal_those_of_trl():
+    rng = random.Random(0)
+    lengths = [*range(0, 130, 3), 80, 100, 101]
+    ids = [[rng.randrange(3) for _ in range(n)] for n in lengths]
+    completions = [message(rng.choice([r"\boxed{7}", r"\boxed{8}", "7"])) for _ in ids]
+    columns = {"completions": completions, "completion_ids": ids, "solution": ["7"] * len(ids)}
+    for name, factory, arguments in [
+        (
+            "soft_overlong",
+            trl.get_soft_overlong_punishment,
+            "max_completion_len=100,soft_punish_cache=20",
+        ),
+        (
+            "soft_overlong",
+            trl.get_soft_overlong_punishment,
+            "max_completion_len=100,soft_punish_cache=0",
+        ),
+        ("cosine", trl.get_cosine_scaled_reward, "max_len=100"),
+        ("cosine", trl.get_cosine_scaled_reward, "max_len=50,min_value_wrong=0,max_value_wrong=0"),
+        (
+            "cosine",
+            trl.get_cosine_scaled_reward,
+            "max_len=70,min_value_correct=-1,max_value_correct=3",
+        ),
+        ("repetition_penalty", trl.get_repetition_penalty_reward, ""),
+        ("repetition_penalty", trl.get_repetition_penalty_reward, "ngram_size=1,max_penalty=-0.3"),
+    ]:
+        spec = ":".join(filter(None, [name, arguments]))
+        ours, theirs = load_function(spec), factory(**eval(f"dict({arguments})"))
+        assert ours(**columns) == theirs(**columns)
+        assert ours.func.__name__ == theirs.__name__
+        # The same function, loaded from TRL as a user's.
+        loaded = load_function(
+            f"trl.rewards:{factory.__name__}" + (f":{arguments}" if arguments else "")
+        )
+        assert loaded(**columns) == ours(**columns)
+
+
+@pytest.mark.parametrize(
+    "name", ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"]
+)
+def test_functions_have_the_names_of_trl(name):
+    assert getattr(builtin, name).__name__ == getattr(trl, name).__name__ == name
