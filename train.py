@@ -46,7 +46,7 @@ def train(cfg: Config, world: World, stop: Stop) -> None:
     then move samples to other ranks, so that all ranks have about the same work.
     """
     run = setup(cfg, world)
-    model, optimizer = run.model, run.optimizer
+    cfg, model, optimizer = run.cfg, run.model, run.optimizer
     with closing(run):  # if the last vLLM server is lost, this saves the finished steps first
         # With --eval-steps, a new run is evaluated first. False: a signal came; nothing is saved.
         if not begin(run, stop):

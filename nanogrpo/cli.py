@@ -3,8 +3,9 @@
     python train.py --profile debug --print-config > debug.json    # print all options as JSON
     python train.py --config debug.json --max-steps 8              # load them and change one
 
-In: argv. Out: a `Config`, not yet validated. The command line overrides the file of --config, the
-file overrides the profile, and the profile overrides the defaults. Read next: config.py.
+In: argv. Out: a `Config`, not yet validated. The command line overrides the file of --config (JSON
+or YAML), the file overrides the profile, and the profile overrides the defaults. TRL's spellings
+and names are understood, too (trl_names.py). Read next: config.py.
 """
 
 from __future__ import annotations
@@ -12,13 +13,22 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Iterable
+import logging
+import re
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
+
+from nanogrpo import trl_names
 from nanogrpo.config import CHOICES, Config, dashed
 from nanogrpo.errors import UserError, read_json
+
+log = logging.getLogger("nanogrpo")
+FIELDS = {field.name: field for field in fields(Config)}
 
 DESCRIPTION = """Train a language model with GRPO, from prompts to a checkpoint.
 
@@ -60,7 +70,7 @@ PROFILES: dict[str, dict] = {
         # DAPO's clip-higher: unlikely tokens can become likelier, so entropy falls more slowly
         "epsilon_high": 0.28,
         "learning_rate": 1e-6,  # suitable for training all weights
-        "warmup_steps": 20,  # AdamW's moments are unreliable during the first updates
+        "warmup_steps": 20.0,  # AdamW's moments are unreliable during the first updates
         "max_grad_norm": 1.0,
         "max_steps": 500,
         "token_budget": 32768,  # a strip contains as many completions as fit
@@ -103,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     group = out.add_argument_group("Presets and files")
     text = "preset: debug (the loop in seconds) or full (a real run); other options override it"
     group.add_argument("--profile", metavar="NAME", help=text)
-    text = "JSON file of options, as written by --print-config; explicit options override it"
+    text = "JSON or YAML file of options, ours or TRL's; explicit options override it"
     group.add_argument("--config", metavar="FILE", help=text)
     text = "print the resolved options as JSON and exit"
     group.add_argument("--print-config", action="store_true", help=text)
@@ -128,6 +138,8 @@ def parser() -> argparse.ArgumentParser:
             if kind.startswith("dict"):
                 how |= {"type": _json_object, "metavar": "JSON"}
         group.add_argument(f"--{dashed(field.name)}", **how)
+    for name in sorted(trl_names.NAMES):
+        out.add_argument(f"--{dashed(name)}", nargs="*", help=argparse.SUPPRESS)
     return out
 
 
@@ -137,26 +149,91 @@ def parse(argv: list[str] | None = None) -> Config:
     Raises UserError for unknown options and for values of the wrong type. Exits after --help and
     --print-config.
     """
-    known, unknown = parser().parse_known_args(argv)
+    known, unknown = parser().parse_known_args(_respelled(sys.argv[1:] if argv is None else argv))
     given = vars(known)
     if unknown:
-        names = ["profile", "config", "print-config", *(dashed(f.name) for f in fields(Config))]
-        raise UserError(_unknown(unknown[0].split("=")[0], [f"--{name}" for name in names]))
+        names = ["profile", "config", "print_config", *FIELDS, *trl_names.NAMES]
+        raise UserError(_unknown(unknown[0].split("=")[0], [f"--{dashed(n)}" for n in names]))
     profile, file = given.pop("profile", None), given.pop("config", None)
     print_config = given.pop("print_config", False)
     if profile not in (None, *PROFILES):
         raise UserError(f"--profile is {profile!r}: choose one of {', '.join(PROFILES)}.")
-    options: dict[str, Any] = dict(PROFILES.get(profile, {}))
-    if file is not None:
-        options |= _read(Path(file))
     for name, value in given.items():
-        options[name] = tuple(value) if isinstance(value, list) else value
-    cfg = Config(**options)
+        given[name] = _scalars(value) if name in trl_names.NAMES else _translated(name, value)
+    if given.get("num_train_epochs") and given.get("max_steps", -1) != -1:
+        raise UserError(
+            "--num-train-epochs and --max-steps both say how long to train: leave one of them out."
+        )
+    options = trl_names.translate(_over(_read(Path(file)) if file is not None else {}, given))
+    cfg = Config(**_over(PROFILES.get(profile, {}), options))
     if print_config:
         cfg.validate()
         print(json.dumps(asdict(cfg), indent=2))
         raise SystemExit(0)
     return cfg
+
+
+def _respelled(argv: Sequence[str]) -> list[str]:
+    """Return the command line with TRL's spellings rewritten to ours: underscores, renamed options,
+    flags with true or false (--resume true), and options that TRL uses as flags.
+    """
+    out, words = [], [*argv]
+    while words:
+        word = words.pop(0)
+        option = re.fullmatch(r"--([a-z][\w-]*)(=.*)?", word, re.DOTALL)
+        name, value = (option[1].replace("-", "_"), option[2] or "") if option else ("", "")
+        known = {*FIELDS, *trl_names.NAMES, "profile", "config", "print_config"}
+        if not known & {name, name.removeprefix("no_")}:
+            out.append(word)
+            continue
+        name = _renamed(name)
+        following = words[0] if words else "--"
+        rules = FIELDS[name].metadata if name in FIELDS else {}
+        if name in FIELDS and FIELDS[name].type == "bool":
+            wanted = (value[1:] or following).lower()
+            if wanted in ("true", "false"):
+                words = words if value else words[1:]
+                name, value = name if wanted == "true" else f"no_{name}", ""
+        elif "true" in rules.get("words", ()) and not value and following.startswith("--"):
+            value = "=true"
+        out.append(f"--{dashed(name)}{value}")
+    return out
+
+
+def _renamed(name: str) -> str:
+    """Return our name for a renamed option of TRL; any other name is returned unchanged."""
+    ours = trl_names.RENAMED.get(name, name)
+    if ours != name:
+        log.info("--%s: taken as --%s", dashed(name), dashed(ours))
+    return ours
+
+
+def _translated(name: str, value: Any) -> Any:
+    """Return our word for a value, such as none for --scale-rewards false. A list becomes a tuple,
+    as in `Config`.
+    """
+    words = FIELDS[name].metadata.get("words", {})
+    if isinstance(value, (str, bool)) and (ours := words.get(str(value).lower())):
+        log.info("--%s %s: taken as %s", dashed(name), value, ours)
+        return ours
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _scalars(words: list[str]) -> Any:
+    """Return the value of an option of TRL, read as YAML would: true, 8, 1e-6, or a text."""
+    values = [
+        yaml.load(word, _Loader) if re.fullmatch(r"[\w.+-]+", word) else word for word in words
+    ]
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def _over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of two layers. The length of the run is one decision: if the upper layer
+    gives epochs or steps, it overrides both.
+    """
+    length = {"num_train_epochs", "max_steps"}
+    dropped = length if any(upper.get(name) for name in length) else set()
+    return {name: value for name, value in lower.items() if name not in dropped} | upper
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
@@ -178,32 +255,83 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the options in a JSON file, with the types of `Config`."""
+    """Return the options in a JSON or YAML file, with the types of `Config`. TRL's are included
+    unchanged.
+    """
     try:
-        raw = read_json(path)
+        raw = _read_yaml(path) if path.suffix in (".yaml", ".yml") else read_json(path)
     except UserError as e:
         raise UserError(f"--config {e}") from e
-    kinds = {field.name: str(field.type) for field in fields(Config)}
-    for name, value in raw.items():
-        if name not in kinds:
-            raise UserError(f"--config {path}: {_unknown(name, kinds)}")
+    out: dict[str, Any] = {}
+    for given, value in raw.items():
+        name = _renamed(given)
+        if name in out:
+            raise UserError(f"--config {path}: {name} is given twice, also as {given}: remove one.")
+        if name in trl_names.NAMES:
+            out[name] = value
+            continue
+        if name not in FIELDS:
+            raise UserError(f"--config {path}: {_unknown(name, [*FIELDS, *trl_names.NAMES])}")
         try:
-            raw[name] = _typed(kinds[name], value)
+            out[name] = _typed(name, _translated(name, value), listed=name != given)
         except (TypeError, OverflowError):
-            kind, _, null = kinds[name].partition(" | ")
+            kind, _, null = str(FIELDS[name].type).partition(" | ")
             wanted = TYPES[kind] + (" or null" if null else "")
-            raise UserError(
-                f"--config {path}: {name} is {json.dumps(value)} but must be {wanted}."
-            ) from None
+            shown = json.dumps(value, default=str)
+            raise UserError(f"--config {path}: {name} is {shown} but must be {wanted}.") from None
+    return out
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 for words and numbers: only true and false are truth values (PyYAML also reads no,
+    off and so on as such, and off is the name of a mode here), and 1e-6 is a number.
+    """
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, rule) for tag, rule in rules if not tag.endswith((":bool", ":float"))]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.\d+|\d+\.\d*|\d+(?=[eE]))([eE][-+]?\d+)?$|[-+]?\.(inf|nan)$"),
+    list("-+.0123456789"),
+)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.load(path.read_bytes(), _Loader)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: check the path.") from None
+    # unreadable, not YAML, or nested too deeply
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as e:
+        problem = " ".join(str(e).split())
+        raise UserError(f"{path} is not valid YAML ({problem}): correct it.") from e
+    if not isinstance(raw, dict) or not all(isinstance(name, str) for name in raw):
+        raise UserError(f"{path} holds no options: write one `name: value` per line.")
     return raw
 
 
-def _typed(kind: str, value: Any) -> Any:
+def _typed(name: str, value: Any, listed: bool = False) -> Any:
+    """Return the value of a file in the form that the field takes, or raise TypeError. A single
+    text stands for a list if TRL's option takes one text (`listed`), or if the choices are known.
+    """
+    kind = str(FIELDS[name].type)
+    if kind.startswith("tuple") and isinstance(value, str) and (listed or name in CHOICES):
+        return (value,)
+    return _converted(kind, list(value) if isinstance(value, tuple) else value)
+
+
+def _converted(kind: str, value: Any) -> Any:
     """Return a JSON value in the form that a field of this type takes, or raise TypeError."""
     if value is None and kind.endswith(" | None"):
         return None
     if kind.startswith("tuple") and isinstance(value, list):
-        return tuple(_typed(kind[len("tuple[") : -len(", ...]")], item) for item in value)
+        return tuple(_converted(kind[len("tuple[") : -len(", ...]")], item) for item in value)
     if kind.startswith("dict") and isinstance(value, dict):
         return value
     # compare names because isinstance(True, int) is true

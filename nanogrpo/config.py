@@ -22,6 +22,32 @@ from nanogrpo.errors import UserError
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # one clipped term, averaged in five ways
 # the linear layers of a block
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The schedules of the learning rate, with the settings that --lr-scheduler-kwargs may change and
+# their defaults, as in transformers. run/optim.py has the formulas.
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "constant": {},
+    "constant_with_warmup": {},
+    "linear": {},
+    "cosine": {"num_cycles": 0.5},
+    "cosine_with_restarts": {"num_cycles": 1},
+    "cosine_with_min_lr": {"num_cycles": 0.5, "min_lr": None, "min_lr_rate": None},
+    "cosine_warmup_with_min_lr": {
+        "num_cycles": 0.5,
+        "min_lr": None,
+        "min_lr_rate": None,
+        "warmup_lr_rate": None,
+    },
+    "polynomial": {"lr_end": 1e-7, "power": 1.0},
+    "inverse_sqrt": {"timescale": None},
+    "warmup_stable_decay": {
+        "num_decay_steps": None,
+        "num_stable_steps": None,
+        "warmup_type": "linear",
+        "decay_type": "cosine",
+        "min_lr_ratio": 0.0,
+        "num_cycles": 0.5,
+    },
+}
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
@@ -31,7 +57,8 @@ def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
     Limits are written as "> 0" or "<= 1". `choices` lists the allowed values. `required` is the
     advice for a user who leaves the option out. `needs` names another option ("lora_r"), possibly
     with values ("loss_type=sapo"), without which this one has no effect. `group` starts a new
-    section of `--help`.
+    section of `--help`. `words` maps other spellings of a value, such as TRL's true and false, to
+    ours.
     """
     return field(default=default, metadata={"help": help, "limits": limits, **rules})
 
@@ -379,6 +406,7 @@ class Config:
         "group",
         "grpo: divide by the standard deviation of the group, of the batch, or do not divide",
         choices=("group", "batch", "none"),
+        words={"true": "group", "false": "none"},
     )
     multi_objective_aggregation: str = option(
         "sum_then_normalize",
@@ -388,6 +416,9 @@ class Config:
 
     max_steps: int = option(
         100, "steps of the run; each one samples, scores and trains once", "> 0", group="Optimizer"
+    )
+    num_train_epochs: float = option(
+        0.0, "passes over the prompts, in place of max_steps; 0: train for max_steps", ">= 0"
     )
     num_iterations: int = option(1, "training passes over each generation", "> 0")
     steps_per_generation: int = option(
@@ -404,10 +435,15 @@ class Config:
     learning_rate: float = option(1e-6, "peak learning rate, after the warmup", "> 0")
     lr_scheduler_type: str = option(
         "constant",
-        "learning rate after the warmup: constant, or decayed to 0",
-        choices=("constant", "linear", "cosine"),
+        "learning rate after the warmup; the schedules are those of transformers",
+        choices=tuple(SCHEDULES),
     )
-    warmup_steps: int = option(0, "optimizer steps of linear warmup", ">= 0")
+    lr_scheduler_kwargs: dict[str, Any] | None = option(  # noqa: RUF009 (a field, as all others)
+        None, 'JSON object with settings of the schedule, such as {"min_lr_rate": 0.1}'
+    )
+    warmup_steps: float = option(
+        0.0, "optimizer steps of warmup, or a number below 1 for their share of all steps", ">= 0"
+    )
     adam_beta1: float = option(0.9, "AdamW: decay of the mean of the gradients", ">= 0", "< 1")
     adam_beta2: float = option(
         0.999, "AdamW: decay of the mean of the squared gradients", ">= 0", "< 1"
@@ -487,6 +523,7 @@ class Config:
         "recompute activations in the backward pass: none, all, or only the cheap ones",
         group="Hardware",
         choices=("none", "full", "selective"),
+        words={"true": "full", "false": "none"},
     )
     torch_compile: bool = option(
         False, "compile each block of the model; the first steps take minutes longer"
@@ -543,6 +580,11 @@ class Config:
         return self.num_iterations * self.steps_per_generation
 
     @property
+    def scheduler_kwargs(self) -> dict[str, Any]:
+        """The settings of the schedule: its defaults, changed by lr_scheduler_kwargs."""
+        return SCHEDULES[self.lr_scheduler_type] | (self.lr_scheduler_kwargs or {})
+
+    @property
     def on_policy(self) -> bool:
         """Whether the trained policy is the one that sampled. If so, the ratio is 1 and no old
         log-probs are needed.
@@ -567,7 +609,7 @@ class Config:
 
     def validate(self) -> None:
         """Raise a UserError for the first invalid value."""
-        for check in (_values, _sizes, _loss, _engine, _ignored):
+        for check in (_values, _sizes, _schedule, _loss, _engine, _ignored):
             for problem in check(self):
                 raise UserError(problem)
 
@@ -635,7 +677,12 @@ def _sizes(c: Config) -> Iterator[str]:
             f" {c.prompts_per_step} prompts of a step (generation_batch_size / num_generations):"
             " choose a divisor, because a minibatch holds complete groups."
         )
-    if c.trace_step > c.max_steps:
+    if c.num_train_epochs and c.max_steps != Config.max_steps:
+        yield (
+            f"--num-train-epochs {c.num_train_epochs:g} and --max-steps {c.max_steps} both say how"
+            " long to train: leave one of them out."
+        )
+    if c.trace_step > c.max_steps and not c.num_train_epochs:
         yield (
             f"--trace-step {c.trace_step} is beyond --max-steps {c.max_steps}: name a step of the"
             " run."
@@ -647,6 +694,47 @@ def _sizes(c: Config) -> Iterator[str]:
         )
     if "none" in c.report_to and len(c.report_to) > 1:
         yield "--report-to lists none together with others: leave none out."
+
+
+def _schedule(c: Config) -> Iterator[str]:
+    """Check the warmup and the settings of the schedule."""
+    if c.warmup_steps > 1 and c.warmup_steps % 1:
+        yield (
+            f"--warmup-steps {c.warmup_steps} is neither a whole number of steps nor a share below"
+            " 1: give one of them."
+        )
+    kind, option = c.lr_scheduler_type, f"--lr-scheduler-kwargs {c.lr_scheduler_kwargs}"
+    given, known = c.lr_scheduler_kwargs or {}, SCHEDULES[kind]
+    for name, value in given.items():
+        if name not in known:
+            names = f"one of {', '.join(known)}" if known else "none"
+            yield f"{option}: --lr-scheduler-type {kind} has no setting {name}: give {names}."
+            return
+        shapes = ("linear", "cosine", "1-sqrt")
+        if isinstance(known[name], str) and value not in shapes:
+            yield f"{option}: {name} is {value!r}: choose one of {', '.join(shapes)}."
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not isinstance(known[name], str) and not (number and 0 <= value < math.inf):
+            yield f"{option}: {name} is {value!r}: give a number, 0 or more."
+    if "min_lr" in known and ("min_lr" in given) == ("min_lr_rate" in given):
+        yield (
+            f"--lr-scheduler-type {kind} needs either min_lr or min_lr_rate: give one of them in"
+            " --lr-scheduler-kwargs."
+        )
+    if kind == "warmup_stable_decay" and "num_decay_steps" not in given:
+        yield (
+            f"--lr-scheduler-type {kind} needs num_decay_steps, the optimizer steps of the decay:"
+            " give it in --lr-scheduler-kwargs."
+        )
+    for name in ("min_lr", "lr_end"):
+        if given.get(name, known.get(name)) is not None and not (
+            given.get(name, known[name]) < c.learning_rate
+        ):
+            yield (
+                f"--lr-scheduler-type {kind} ends at {name} {given.get(name, known[name])}, which"
+                f" is not below --learning-rate {c.learning_rate}: lower {name} in"
+                " --lr-scheduler-kwargs."
+            )
 
 
 def _loss(c: Config) -> Iterator[str]:

@@ -35,7 +35,7 @@ SOURCES = {str(p.relative_to(ROOT)): p for pattern in PATTERNS for p in sorted(R
 # Each folder (or file) may import itself and those on the lines above.
 ORDER = [
     "errors kernels commands __init__ __main__",
-    "types config cli",
+    "types config trl_names cli",
     "model",
     "data",
     "distributed",
@@ -75,6 +75,7 @@ ONLY_IN = {
     "pyarrow": "nanogrpo/data/sources.py tests/",
     "datasets": "nanogrpo/data/hub.py bench/ tests/",
     "reasoning_gym": "nanogrpo/data/gym.py tests/",
+    "yaml": "nanogrpo/cli.py",
     "wandb": "nanogrpo/logs/report.py tests/",
     "tensorboard": "nanogrpo/logs/report.py tests/",
     "matplotlib": "nanogrpo/logs/plot.py bench/",

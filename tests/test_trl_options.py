@@ -1,51 +1,375 @@
-"""Tests of docs/trl.md against TRL: its tables list every option that differs, and no other.
+"""Tests of TRL's words: every option of TRL has an answer, and those accepted mean the same here.
 
-Read next: docs/trl.md.
+Read next: nanogrpo/trl_names.py, docs/trl.md.
 """
 
+import collections
 import dataclasses
+import logging
 import re
 from pathlib import Path
 
+import pytest
 import transformers
-from trl import GRPOConfig
+import trl
+from trl.scripts.grpo import GRPOScriptArguments
+from trl.scripts.utils import DatasetMixtureConfig
 
-from nanogrpo.config import Config
+from nanogrpo import trl_names
+from nanogrpo.cli import parse
+from nanogrpo.config import Config, dashed
+from nanogrpo.errors import UserError
 
 TEXT = (Path(__file__).parents[1] / "docs" / "trl.md").read_text()
 OURS = {f.name: f.default for f in dataclasses.fields(Config)}
-ALL = {f.name for f in dataclasses.fields(GRPOConfig)}
-THEIRS = ALL - {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
+NAMES = [name for table in trl_names.TABLES for name in trl_names.rows(table)]
 
 
-def listed(heading: str, column: int = 1) -> set[str]:
-    """Return the names in backticks in one column of the table under a heading."""
-    table = TEXT.split(f"## {heading}\n")[1].split("\n## ")[0]
-    cells = [line.split("|")[column] for line in table.splitlines() if line.startswith("| `")]
+def names(*classes: type) -> set[str]:
+    return {f.name for each in classes for f in dataclasses.fields(each)}
+
+
+ALL = names(trl.GRPOConfig, trl.ModelConfig, GRPOScriptArguments, DatasetMixtureConfig)
+ADDED = names(trl.GRPOConfig) - names(transformers.TrainingArguments)
+
+
+def run(capsys, caplog, *argv: str) -> tuple[Config, list[str]]:
+    """Return the options of a command line, and what was logged about it."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "nanogrpo"):
+        cfg = parse(list(argv))
+    return cfg, [record.getMessage() for record in caplog.records]
+
+
+# --- the tables -----------------------------------------------------------------------------------
+
+
+def test_every_option_of_trl_has_exactly_one_answer():
+    answers = collections.Counter([*NAMES, *(OURS.keys() & ALL)])
+    assert answers.keys() >= ALL
+    assert {name: n for name, n in answers.items() if n > 1} == {}, "drop it from trl_names.py"
+    outdated = {"env", "torch_dtype", "warmup_ratio"}  # a key of TRL's YAML, and former names
+    assert set(NAMES) - ALL == outdated
+
+
+def test_answers_name_options_that_exist():
+    answers = [f"--{dashed(ours)}" for ours in trl_names.RENAMED.values()]
+    answers += [text for table in trl_names.TABLES[1:] for text in table.values()]
+    engine = {"push-to-hub", "gpu-memory-utilization", "tensor-parallel-size", "model-impl"}
+    named = {name for text in answers for name in re.findall(r"--(?:no-)?([a-z][a-z0-9-]*)", text)}
+    assert named - {dashed(name) for name in OURS} == engine
+
+
+def test_the_documentation_has_the_tables():
+    """If this fails, put the output of `python -m nanogrpo.trl_names` into docs/trl.md."""
+    assert trl_names.tables() in TEXT
+
+
+def listed() -> set[str]:
+    table = TEXT.split("## Same option, different default or meaning\n")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     return {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
 
 
-def test_every_option_of_trl_is_an_option_here_or_in_the_tables():
-    elsewhere = listed("Same option, different name") | listed("Not supported")
-    assert THEIRS - OURS.keys() - elsewhere == set()
-    assert not elsewhere & OURS.keys(), "the tables list an option that exists"
-
-
-def test_the_options_in_the_tables_exist():
-    assert listed("Same option, different default") <= OURS.keys() & ALL
-    names = listed("Same option, different name", column=2) - {"serve", "fork"}
-    assert names <= OURS.keys()
-    assert names >= {"engine", "server", "rollout", "token_budget"}
-
-
 def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
-    theirs = GRPOConfig(output_dir="-", use_cpu=True, bf16=False, report_to="none")
-    optimizer = {"learning_rate", "max_grad_norm", "weight_decay"}
-    optimizer |= {"adam_beta1", "adam_beta2", "adam_epsilon"}
-    shared = (THEIRS | optimizer) & OURS.keys() - listed("Same option, different default")
-    assert len(shared) > 30
+    theirs = trl.GRPOConfig(output_dir="-", use_cpu=True, bf16=False, report_to="none")
+    assert listed() <= OURS.keys() & ALL
+    shared = names(trl.GRPOConfig) & OURS.keys() - listed()
+    assert len(shared & ADDED) > 30
     for name in sorted(shared):
-        ours = OURS[name]
+        ours, default = OURS[name], getattr(theirs, name)
         if isinstance(ours, tuple):
             ours = list(ours) or None
-        assert ours == getattr(theirs, name), name
+        # an empty text and false are how an option is left out here
+        assert ours == default or (default is None and ours in ("", False)), name
+
+
+# --- what is accepted -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (
+            "--learning_rate 1e-4 --max-completion_length=64",
+            "learning_rate=1e-4 max_completion_length=64",
+        ),
+        ("--model_name_or_path m --dataset_name d", "model=m data=d"),
+        ("--scale_rewards False", "scale_rewards=none"),
+        ("--scale_rewards True", "scale_rewards=group"),
+        ("--gradient_checkpointing", "gradient_checkpointing=full"),
+        ("--gradient_checkpointing --beta 1", "gradient_checkpointing=full beta=1.0"),
+        ("--gradient_checkpointing false", "gradient_checkpointing=none"),
+        ("--activation_checkpointing True", "gradient_checkpointing=full"),
+        ("--log_completions true --resume False", "log_completions=True"),
+        (
+            "--log_completions=True --no_enable_thinking",
+            "log_completions=True enable_thinking=False",
+        ),
+        ("--use_vllm", "engine=vllm"),
+        ("--use_vllm False", ""),
+        ("--use_vllm --vllm_mode colocate", "engine=vllm weight_transport=memory"),
+        ("--vllm_mode colocate", ""),
+        ("--use_vllm --vllm_mode server", "engine=vllm server=http://127.0.0.1:8000"),
+        ("--use_vllm --vllm_server_host h --vllm_server_port 9", "engine=vllm server=http://h:9"),
+        ("--use_vllm --vllm_server_base_url http://h:1", "engine=vllm server=http://h:1"),
+        ("--vllm_importance_sampling_correction", "vllm_importance_sampling_mode=sequence_mask"),
+        ("--vllm_importance_sampling_correction false", ""),
+        ("--vllm_importance_sampling_cap 2", "vllm_importance_sampling_clip_max=2.0"),
+        ("--bf16", ""),
+        ("--bf16 True --fp16 False --hub_token null --shuffle_dataset true", ""),
+        ("--use_cpu", "device=cpu"),
+        ("--use_peft", "lora_r=16"),
+        ("--use_peft --lora_r 8", "lora_r=8"),
+        ("--use_peft --lora_target_modules all-linear", "lora_r=16"),
+        ("--resume_from_checkpoint", "resume=True"),
+        ("--eval_strategy no --save_strategy steps", ""),
+        ("--eval_strategy steps --eval_steps 5", "eval_steps=5"),
+        ("--warmup_ratio 0.1", "warmup_steps=0.1"),
+        ("--max_steps -1 --num_train_epochs 2.5", "num_train_epochs=2.5"),
+        ("--logging_steps 1 --dataloader_num_workers 4 --report_to none", ""),
+    ],
+)
+def test_trls_words_are_understood(capsys, caplog, argv, expected):
+    cfg, _ = run(capsys, caplog, *argv.split())
+    changed = {
+        name: " ".join(value) if isinstance(value, tuple) else str(value)
+        for name, value in dataclasses.asdict(cfg).items()
+        if value != OURS[name]
+    }
+    wanted = dict(pair.split("=", 1) for pair in expected.split())
+    wanted = {n: v for n, v in wanted.items() if v not in (str(OURS[n]),)}
+    assert {n: float(v) if n == "learning_rate" else v for n, v in changed.items()} == {
+        n: float(v) if n == "learning_rate" else v for n, v in wanted.items()
+    }
+
+
+def test_each_translation_is_logged_once(capsys, caplog):
+    argv = "--use_vllm --model_name_or_path m --scale_rewards False --logging_steps 1 --bf16"
+    _, lines = run(capsys, caplog, *argv.split())
+    assert sorted(line for line in lines if "because" not in line and "bf16" not in line) == [
+        "--model-name-or-path: taken as --model",
+        "--scale-rewards False: taken as none",
+        "--use-vllm: taken as --engine vllm",
+    ]
+    assert "--logging-steps: ignored, because every step is logged, by the first process" in lines
+    assert any(line.startswith("--bf16: true changes nothing") for line in lines)
+    assert len(lines) == 5
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"per_device_train_batch_size": 8},
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6},
+        {"gradient_accumulation_steps": 2},
+        {
+            "per_device_train_batch_size": 4,
+            "steps_per_generation": 6,
+            "gradient_accumulation_steps": 3,
+        },
+        {"per_device_train_batch_size": 8, "steps_per_generation": 4},
+        {"per_device_train_batch_size": 8, "generation_batch_size": 64},
+        {
+            "per_device_train_batch_size": 2,
+            "generation_batch_size": 32,
+            "gradient_accumulation_steps": 2,
+        },
+    ],
+)
+def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes):
+    """TRL itself computes the completions of a generation and of an optimizer step."""
+    monkeypatch.setattr(trl.GRPOConfig, "world_size", property(lambda self: processes))
+    args = trl.GRPOConfig(output_dir="-", use_cpu=True, bf16=False, num_generations=2, **theirs)
+    updates = args.steps_per_generation // args.gradient_accumulation_steps
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    argv = [word for name, value in theirs.items() for word in (f"--{name}", str(value))]
+    cfg, _ = run(capsys, caplog, *argv)
+    assert (cfg.generation_batch_size, cfg.steps_per_generation) == (
+        args.generation_batch_size,
+        updates,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            "--fp16",
+            "--fp16 is an option of TRL: it is not supported here, because a GPU computes in",
+        ),
+        (
+            "--load_in_4bit true",
+            "--load-in-4bit is an option of TRL: it is not supported here, beca",
+        ),
+        (
+            "--run_name x",
+            "--run-name is an option of TRL: use --output-dir, whose last part is the",
+        ),
+        (
+            "--deepspeed ds.json",
+            "--deepspeed is an option of TRL: start one process per GPU with to",
+        ),
+        (
+            "--bf16 False",
+            "--bf16 cannot be turned off, because a GPU computes in bfloat16 and a CPU",
+        ),
+        ("--bf16 8", "--bf16 is 8 but must be true or false."),
+        ("--use-vllm maybe", "--use-vllm is 'maybe' but must be true or false."),
+        (
+            "--use_vllm --engine local",
+            "--use-vllm means --engine vllm, but --engine local is given",
+        ),
+        ("--use_vllm --vllm_mode both", "--vllm-mode is 'both': choose colocate or server."),
+        ("--shuffle_dataset false", "--shuffle-dataset cannot be turned off, because prompts are"),
+        ("--use_peft false --lora_r 8", "--use-peft is false, but --lora-r is given: leave one of"),
+        ("--resume_from_checkpoint a/b", "--resume-from-checkpoint a/b: use --resume, which cont"),
+        (
+            "--eval_strategy epoch",
+            "--eval-strategy epoch is not supported: give a number to --eval-",
+        ),
+        (
+            "--eval_strategy steps",
+            "--eval-strategy steps needs --eval-steps: give a number of steps",
+        ),
+        (
+            "--save_strategy no",
+            "--save-strategy no is not supported: give a number to --save-steps",
+        ),
+        (
+            "--per_device_train_batch_size x",
+            "--per-device-train-batch-size is 'x' but must be a wh",
+        ),
+        (
+            "--per_device_train_batch_size 0",
+            "--per-device-train-batch-size is 0 but must be a whol",
+        ),
+        (
+            "--gradient_accumulation_steps 4 --steps_per_generation 6",
+            "--gradient-accumulation-steps 4 does not divide the 6 micro-batches of a generation",
+        ),
+        (
+            "--per_device_train_batch_size 8 --generation_batch_size 60",
+            "--generation-batch-size 60 is not a multiple of --per-device-train-batch-size 8 on 1",
+        ),
+        (
+            "--per_device_train_batch_size 8 --generation_batch_size 64 --steps_per_generation 8",
+            "--generation-batch-size and --steps-per-generation determine the batch: leave out",
+        ),
+        ("--num_train_epochs 2 --max_steps 100", "--num-train-epochs and --max-steps both say how"),
+        ("--num-train-epoch 2", "--num-train-epoch is not an option: use --num-train-epochs, or"),
+        ("--use-vlm", "--use-vlm is not an option: use --use-vllm, or see --help"),
+        ("--quantization_config x", "--quantization_config is not an option"),
+    ],
+)
+def test_a_word_without_a_meaning_here_gets_one_sentence(argv, message):
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        parse(argv.split())
+    assert re.fullmatch(r"[^\n]+\.", str(error.value))
+
+
+@pytest.mark.parametrize("name", [n for t in trl_names.TABLES[2::2] for n in trl_names.rows(t)])
+def test_every_option_without_an_equal_is_refused_or_may_be_off(name):
+    with pytest.raises(UserError, match=f"--{dashed(name)} is an option of TRL: ") as error:
+        parse([f"--{name}", "something"])
+    assert str(error.value).count("\n") == 0
+    assert parse([f"--{name}", "false"]) == Config()
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+YAML = """
+# TRL's documentation has files like this one
+model_name_or_path: Qwen/Qwen3-0.6B
+dataset_name: openai/gsm8k
+learning_rate: 1e-6            # a text for PyYAML, a number in YAML 1.2
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 4
+max_steps: -1
+num_train_epochs: 1
+bf16: true
+use_vllm: true
+vllm_mode: colocate
+scale_rewards: false
+gradient_checkpointing: true
+gradient_checkpointing_kwargs: {use_reentrant: false}
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+chat_template_kwargs: {enable_thinking: false}
+warmup_steps: 0.1
+eval_strategy: no              # false for PyYAML
+vllm_importance_sampling_mode: off
+reward_weights: [1.0, 1]
+report_to: wandb
+logging_steps: 10
+deepspeed: null
+"""
+
+
+def test_a_yaml_file_of_trl_is_understood(capsys, caplog, tmp_path):
+    (tmp_path / "grpo.yaml").write_text(YAML)
+    cfg, _ = run(capsys, caplog, "--config", str(tmp_path / "grpo.yaml"), "--learning_rate", "2e-6")
+    cfg.validate()
+    expected = Config(
+        model="Qwen/Qwen3-0.6B",
+        data=("openai/gsm8k",),
+        learning_rate=2e-6,
+        generation_batch_size=16,
+        num_train_epochs=1.0,
+        engine="vllm",
+        weight_transport="memory",
+        scale_rewards="none",
+        gradient_checkpointing="full",
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        enable_thinking=False,
+        warmup_steps=0.1,
+        reward_weights=(1.0, 1.0),
+        report_to=("wandb",),
+    )
+    assert cfg == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "holds no options: write one `name: value` per line."),
+        ("- a", "holds no options"),
+        ("1: 2", "holds no options"),
+        ("a: [", "is not valid YAML ("),
+        ("a: b: c", "is not valid YAML ("),
+        ("\x00", "is not valid YAML ("),
+        ("!!python/object:os.system {}", "is not valid YAML ("),
+        ("learning_rte: 1", "learning_rte is not an option: use learning_rate, or see --help."),
+        ("seed: '7'", 'seed is "7" but must be a whole number.'),
+        ("seed: 2026-01-01", 'seed is "2026-01-01" but must be a whole number.'),
+        ("learning_rate: 1e-4x", 'learning_rate is "1e-4x" but must be a number.'),
+        ("data: a.jsonl", 'data is "a.jsonl" but must be a list of strings.'),
+        ("lr_scheduler_kwargs: [1]", "lr_scheduler_kwargs is [1] but must be an object or null."),
+        ("model: a\nmodel_name_or_path: b", "model is given twice, also as model_name_or_path"),
+    ],
+)
+def test_a_bad_yaml_file_is_named_with_its_problem(tmp_path, content, sentence):
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    with pytest.raises(UserError) as error:
+        parse(["--config", str(file)])
+    assert str(error.value).startswith(f"--config {file}")
+    assert sentence in str(error.value)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"--config .*gone\.yml is missing: check the path"):
+        parse(["--config", str(tmp_path / "gone.yml")])
+
+
+def test_the_last_layer_that_says_how_long_to_train_decides(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("num_train_epochs: 2")
+    both = ["--profile", "full", "--config", str(file)]
+    cfg = parse(both)
+    assert (cfg.num_train_epochs, cfg.max_steps) == (2.0, Config.max_steps)
+    cfg = parse([*both, "--max-steps", "7"])
+    assert (cfg.num_train_epochs, cfg.max_steps) == (0.0, 7)
+    file.write_text("num_train_epochs: 2\nmax_steps: 9")
+    with pytest.raises(UserError, match="--num-train-epochs 2 and --max-steps 9 both say how long"):
+        parse(["--model", "m", "--data", "d", "--config", str(file)]).validate()

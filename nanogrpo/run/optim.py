@@ -7,6 +7,8 @@ optimizer's state is saved).
 from __future__ import annotations
 
 import math
+from math import ceil
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,19 +42,75 @@ def make_optimizer(model: nn.Module, cfg: Config) -> torch.optim.AdamW:
 
 
 def learning_rate(update: int, cfg: Config) -> float:
-    """Return the rate of optimizer step `update` (0, 1, …): linear warm-up, then constant, or
-    linear or cosine decay to zero.
+    """Return the rate of optimizer step `update` (0, 1, …), the same as transformers' schedules.
+
+    The warmup begins at 0. One difference: `constant` warms up, too, where transformers ignores
+    --warmup-steps.
     """
-    if update < cfg.warmup_steps:
-        return cfg.learning_rate * (update + 1) / cfg.warmup_steps
-    total = cfg.max_steps * cfg.updates_per_step
-    done = (update - cfg.warmup_steps) / max(total - cfg.warmup_steps, 1)  # 0 … 1
-    shape = {
-        "constant": 1.0,
-        "linear": 1.0 - done,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
-    }
-    return cfg.learning_rate * shape[cfg.lr_scheduler_type]
+    total, settings = cfg.max_steps * cfg.updates_per_step, cfg.scheduler_kwargs
+    warmup = int(cfg.warmup_steps) if cfg.warmup_steps >= 1 else ceil(total * cfg.warmup_steps)
+    return cfg.learning_rate * _factor(cfg.lr_scheduler_type, update, warmup, total, settings, cfg)
+
+
+def _factor(
+    kind: str, update: int, warmup: int, total: int, settings: dict[str, Any], cfg: Config
+) -> float:
+    """Return the fraction of the peak learning rate."""
+    left = max(1, total - warmup)  # updates after the warmup
+    done = (update - warmup) / left  # the share of them that is over: 0 … 1
+    cycles, low = settings.get("num_cycles", 0.5), settings.get("min_lr_rate") or 0.0
+    if settings.get("min_lr") is not None:
+        low = settings["min_lr"] / cfg.learning_rate
+
+    if kind == "warmup_stable_decay":
+        return _stable(update, warmup, total, settings)
+    if update < warmup:
+        if kind != "cosine_warmup_with_min_lr":
+            return update / warmup
+        first = settings["warmup_lr_rate"]
+        if first is None:
+            return (update + 1) / warmup
+        return first + (1 - first) * update / max(1, warmup - 1)
+    if kind == "linear":
+        return 1 - done
+    if kind == "cosine":
+        return _cosine(done, cycles)
+    if kind == "cosine_with_restarts":
+        return _cosine(cycles * done % 1, 0.5)
+    if kind == "cosine_with_min_lr":
+        return low + (1 - low) * _cosine(done, cycles)
+    if kind == "cosine_warmup_with_min_lr":  # one update ahead of the others
+        return low + (1 - low) * _cosine(done + 1 / left, cycles)
+    if kind == "polynomial":
+        end = settings["lr_end"] / cfg.learning_rate
+        return end + (1 - end) * (1 - done) ** settings["power"]
+    if kind == "inverse_sqrt":
+        timescale = settings["timescale"] or warmup or 10_000
+        return math.sqrt(timescale / (timescale + update - warmup))
+    return 1.0
+
+
+def _cosine(done: float, cycles: float) -> float:
+    """Return a cosine that falls from 1 to 0 in half a cycle, the default."""
+    return 0.5 * (1 + math.cos(2 * math.pi * cycles * done))
+
+
+def _stable(update: int, warmup: int, total: int, settings: dict[str, Any]) -> float:
+    """Return the fraction of the peak rate for warmup_stable_decay: up, constant, down, low."""
+    low, decay = settings["min_lr_ratio"], int(settings["num_decay_steps"])
+    stable = settings["num_stable_steps"]
+    stable = total - warmup - decay if stable is None else int(stable)
+    after = update - warmup - stable  # updates since the decay began
+    if warmup <= update < warmup + stable:
+        return 1.0
+    if after >= decay:
+        return low
+    if update < warmup:  # the same shapes as in the decay, in the other direction
+        shape, done, cycles = settings["warmup_type"], 1 - update / warmup, 0.5
+    else:
+        shape, done, cycles = settings["decay_type"], after / decay, settings["num_cycles"]
+    height = {"linear": 1 - done, "cosine": _cosine(done, cycles), "1-sqrt": 1 - math.sqrt(done)}
+    return low + (1 - low) * height[shape]
 
 
 def clip_and_step(

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import os
 import shlex
 from collections.abc import Callable, Iterator
@@ -51,7 +52,7 @@ log = logging.getLogger("nanogrpo")
 class Run:
     """The parts and counters of a run, created by `setup`."""
 
-    cfg: Config
+    cfg: Config  # with --num-train-epochs, max_steps follows from the number of prompts
     world: World
     tokenizer: Tokenizer
     prompts: list[Prompt]
@@ -118,6 +119,7 @@ def setup(cfg: Config, world: World) -> Run:
     parts, eval_prompts = load_prompts(cfg, tokenizer, model.cfg.max_position_embeddings)
     prompts = list(itertools.chain(*parts))
     check_answers(cfg, prompts)
+    cfg = with_steps(cfg, len(prompts))
     origin = output.origin(cfg, world, prompts)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts)
     estimate = memory.check(model, cfg, world, longest, rewards.models)
@@ -209,6 +211,18 @@ def make_reference(model: Decoder, source: Path, world: World, cfg: Config) -> D
     cfg = dataclasses.replace(cfg, reshard_after_forward=True)
     reference = load_sharded(checkpoint.empty_model(source), source, world, cfg)
     return reference.requires_grad_(False)
+
+
+def with_steps(cfg: Config, prompts: int) -> Config:
+    """Return the options with max_steps computed from --num-train-epochs, if that is set."""
+    if not cfg.num_train_epochs:
+        return cfg
+    steps = math.ceil(cfg.num_train_epochs * prompts / cfg.prompts_per_step)
+    each = f"{prompts:,} prompts, {cfg.prompts_per_step} per step"
+    log.info("--num-train-epochs %g: %d steps (%s)", cfg.num_train_epochs, steps, each)
+    out = dataclasses.replace(cfg, max_steps=steps, num_train_epochs=0.0)
+    out.validate()  # options that depend on the number of steps
+    return out
 
 
 def make_engine(

@@ -286,8 +286,13 @@ def _latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] 
     # Convert through JSON, because the file contains lists where the options are tuples.
     now, defaults = json.loads(json.dumps([dataclasses.asdict(c) for c in (cfg, Config())]))
     free = set(FREE.split())
-    if cfg.lr_scheduler_type != "constant":
-        free.remove("max_steps")
+    by_share = 0 < cfg.warmup_steps < 1
+    if by_share or cfg.lr_scheduler_type not in (
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+    ):
+        free.remove("max_steps")  # the schedule depends on the length of the run
     # an option that did not exist yet is set to its default, which has no effect
     for name, value in (defaults | config).items():
         if name not in free and now.get(name) != value:

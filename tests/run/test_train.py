@@ -252,9 +252,9 @@ def test_with_beta_the_kl_starts_at_zero_and_the_reference_stays(tiny_base, file
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ("constant", [0.5, 1, 1, 1, 1, 1]),
-        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
-        ("cosine", [0.5, 1, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
+        ("constant", [0, 0.5, 1, 1, 1, 1]),
+        ("linear", [0, 0.5, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0, 0.5, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
     ],
 )
 def test_every_schedule(shape, expected):
@@ -271,8 +271,24 @@ def test_a_run_follows_its_schedule(tiny_base, files, tmp_path):
     options += ["--max-grad-norm", "0.5", "--gradient-checkpointing", "full"]
     assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 0
     rows = steps(tmp_path)
-    assert [row["learning_rate"] / 1e-3 for row in rows] == pytest.approx([1, 0.75, 0.25])
+    assert [row["learning_rate"] / 1e-3 for row in rows] == pytest.approx([0.5, 0.75, 0.25])
     assert "kl" not in rows[0]
+
+
+def test_epochs_become_steps(tiny_base, files, tmp_path, capfd):
+    """12 prompts, 4 per step: 1.25 epochs are 4 steps. The schedule is that of 4 steps, too."""
+    options = ["--lr-scheduler-type", "linear", "--num-train-epochs", "1.25", "--trace-step", "4"]
+    argv = arguments(tiny_base, files, tmp_path, *options)
+    del argv[argv.index("--max-steps") : argv.index("--max-steps") + 2]
+    assert train.main(argv) == 0
+    rows = steps(tmp_path)
+    assert [row["learning_rate"] / 1e-3 for row in rows] == pytest.approx([1, 0.75, 0.5, 0.25])
+    assert lines(tmp_path)[0]["run"]["max_steps"] == 4
+    assert (tmp_path / "trace-4.json").exists()
+    assert train.main([*argv, "--resume"]) == 0  # it is finished
+    assert len(steps(tmp_path)) == 4
+    assert train.main([*argv, "--trace-step", "5", "--overwrite-output-dir"]) == 2
+    assert "error: --trace-step 5 is beyond --max-steps 4: name a step" in capfd.readouterr().err
 
 
 def test_nothing_to_learn_from_changes_nothing(tiny_base, files, tmp_path):
