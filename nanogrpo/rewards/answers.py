@@ -18,15 +18,16 @@ MAX_LENGTH = 500
 
 # --- extracting ---
 
-BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 ANSWER_TAG = re.compile(r"<(/?)answer>")
 # A formula in a sentence. The bound on its length keeps the time linear in the length of the text.
 FORMULA = re.compile(
     r"(?<!\\)(?:\$\$([^$]{1,500})\$\$|\$([^$\n]{1,500})\$)"
-    r"|\\\(((?:(?!\\\)).){1,500})\\\)|\\\[((?:(?!\\\]).){1,500})\\\]",
+    r"|\\\(((?:(?!\\\)).){1,500})\\\)|\\\[((?:(?!\\\]).){1,500})\\\]"
+    r"|(-?\\[dt]?frac\{-?\d{1,50}\}\{-?\d{1,50}\})",
     re.DOTALL,
 )
-ANSWER_IS = re.compile(r"answer.{0,50}$", re.IGNORECASE | re.DOTALL)
+ANSWER_IS = re.compile(r"answer.{0,50}\Z", re.IGNORECASE | re.DOTALL)
 # The text between two answers that are given together: "or", "and", a comma, "or maybe x =".
 TOGETHER = re.compile(
     r"(?:[\s$*~]|\\[()\[\],;! ]|</?answer>)*"
@@ -40,7 +41,7 @@ def extract_answer(text: str) -> str | None:
     """Return the final answer in a text, or None.
 
     This is the last \\boxed{…}, else the last <answer>…</answer>, else the rest of the line after
-    the last ####, else the last formula that follows the word "answer" closely. Answers joined by
+    the last ####, else the formula that follows the last "answer" in a sentence. Answers joined by
     "or", "and" or a comma are returned together, "3, 5", because one of them alone is not the
     answer. Results tried while thinking are not answers either: only the text after </think>
     counts, and nothing after a <think> that is never closed. The time is linear in the length of
@@ -55,7 +56,13 @@ def extract_answer(text: str) -> str | None:
     if mark:
         return rest.strip().partition("\n")[0].strip()
     formulas = [m.span(m.lastindex or 0) for m in FORMULA.finditer(text)]
-    last = max((i for i, span in enumerate(formulas) if _announced(text, span[0])), default=-1)
+    ends = [0, *(end for _, end in formulas)]
+    announced = (
+        i
+        for i, (start, _) in enumerate(formulas)
+        if ANSWER_IS.search(text[max(ends[i], start - 70) : start])
+    )
+    last = max(announced, default=-1)
     # Those that follow it directly belong to it.
     while 0 <= last < len(formulas) - 1 and _together(text, formulas[last], formulas[last + 1]):
         last += 1
@@ -98,13 +105,9 @@ def _tags(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def _announced(text: str, start: int) -> bool:
-    return bool(ANSWER_IS.search(text[max(0, start - 70) : start]))
-
-
 def _together(text: str, first: tuple[int, int], second: tuple[int, int]) -> bool:
     between = text[first[1] : second[0]].removeprefix("}")
-    between = re.sub(r"\\boxed\s*\{$", "", between)
+    between = re.sub(r"\\(?:boxed|fbox)\s*\{\Z", "", between)
     return len(between) <= 60 and bool(TOGETHER.fullmatch(between))
 
 
@@ -352,15 +355,17 @@ def compare(answer: str, reference: str) -> bool | None:
     if not (short and short_b) or len(short) == len(short_b) == 1:
         return False
     if wanted:
-        last = quantity(a.rpartition("=")[2].strip())
-        if last and ONLY_DIGITS.fullmatch(a):  # "3 + 4 = 7"
-            return _same_quantity(last, wanted)
+        sides = [quantity(side.strip()) for side in a.split("=")] if "=" in a else []
+        if any(sides) and ONLY_DIGITS.fullmatch(a):  # "3 + 4 = 7", or "7 = 3 + 4"
+            return _same_quantity([side for side in sides if side][-1], wanted)
         if SEPARATED.search(a) or not re.search(r"\d|\\", a):
             return False
         if ONLY_DIGITS.fullmatch(a) and (CALCULATION.search(a) or not re.search(r"[\^({]", a)):
             return False
     label = LABEL.fullmatch(b)
-    if label and not (label["rest"] or label["rest2"]):
+    if label and label["rest"]:  # "(B) 12": either part is the answer
+        return compare(answer, label[1]) or compare(answer, label["rest"])
+    if label and not label["rest2"]:
         chosen = LABEL.fullmatch(a)
         if chosen is None:
             return None if re.search(r"[\d\\]", a) else False

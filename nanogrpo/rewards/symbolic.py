@@ -10,7 +10,7 @@ kernel gives it SECONDS of processor time and MEMORY bytes. If it exceeds the ti
 it, also inside C code, the pair counts as different, and the next pair starts a new process. This
 uses no signal handlers in the trainer, where they would only work on the main thread. It measures
 processor time, so that a busy machine does not change a verdict. (math-verify's own limits are
-signals and wall-clock time.)
+signals and wall-clock time.) Several processes share the work if there are many pairs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from __future__ import annotations
 import faulthandler
 import functools
 import logging
+import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 from nanogrpo.errors import UserError
@@ -31,9 +34,10 @@ logger = logging.getLogger("nanogrpo")
 
 SECONDS = 2  # of processor time for a pair; usual ones need a few milliseconds
 MEMORY = 2 << 30  # bytes of address space
-# Seconds after which a call starts no further pairs. Only a call with many hanging pairs takes so
-# long.
-CALL_SECONDS = 60.0
+# Seconds that the pairs that exceed their limits may take in one call, in each process.
+LOST_SECONDS = 60.0
+PROCESSES = min(4, os.cpu_count() or 1)
+PAIRS_PER_PROCESS = 16  # with fewer, another process would take longer to start than it saves
 CACHE: dict[tuple[str, str], bool] = {}  # verdicts; a group often repeats an answer
 CACHE_SIZE = 100_000
 
@@ -46,51 +50,62 @@ def check_installed(spec: str) -> None:
         )
 
 
+# Threads that live as long as the trainer, because a process also ends with the thread that started
+# it. Each of them has a process of its own.
+THREADS = ThreadPoolExecutor(PROCESSES, "math-verify")
+OWN: dict[int, RewardProcess] = {}  # thread → its process
+
+
 def equal(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
     """Return whether each (answer, reference) is equal; None for those that were not tried.
 
-    A pair that exceeds its limits counts as different. Pairs are not tried if earlier ones of this
-    call have used up CALL_SECONDS.
+    A pair that exceeds its limits counts as different. Pairs are not tried if such pairs have used
+    up LOST_SECONDS in this call.
     """
-    end, lost = time.monotonic() + CALL_SECONDS, 0
-    for pair in dict.fromkeys(pairs):
-        if pair in CACHE or time.monotonic() > end:
-            continue
-        try:
-            CACHE[pair] = _ask(pair)
-        except CallLost:
-            CACHE[pair], lost = False, lost + 1
+    new = [pair for pair in dict.fromkeys(pairs) if pair not in CACHE]
+    n = min(PROCESSES, -(-len(new) // PAIRS_PER_PROCESS))
+    lost = sum(THREADS.map(_judge_all, [new[k::n] for k in range(n)]))
     if lost:
         logger.warning("math-verify gave up on %d answers, which count as wrong", lost)
     verdicts = [CACHE.get(pair) for pair in pairs]
     if None in verdicts:
         logger.warning(
-            "math-verify took %g s for one call; %d completions get no reward",
-            CALL_SECONDS,
-            verdicts.count(None),
+            "math-verify did not get to %d answers, which get no reward", verdicts.count(None)
         )
     while len(CACHE) > CACHE_SIZE:  # the oldest first
         del CACHE[next(iter(CACHE))]
     return verdicts
 
 
-@functools.cache
-def _process() -> RewardProcess:
-    return RewardProcess([f"{__name__}:judge"])
+def _judge_all(pairs: Sequence[tuple[str, str]]) -> int:
+    """Fill the cache on one of THREADS, and return the number of pairs that were lost."""
+    lost, seconds = 0, 0.0
+    for pair in pairs:
+        begun = time.monotonic()
+        if seconds >= LOST_SECONDS:
+            break
+        try:
+            CACHE[pair] = _ask(pair)
+        except CallLost:
+            CACHE[pair], lost = False, lost + 1
+            seconds += time.monotonic() - begun
+    return lost
 
 
 def _ask(pair: tuple[str, str]) -> bool:
     """Return the verdict of math-verify. Raises CallLost if the pair exceeds the limits."""
+    me = threading.get_ident()
+    process = OWN.get(me) or OWN.setdefault(me, RewardProcess([f"{__name__}:judge"]))
     arguments = {"completions": [pair[0]], "solution": [pair[1]], "completion_ids": [[]]}
     job = [(0, "math-verify")], arguments, ["the answer"]
     try:
-        result = _process().call(*job, timeout=CALL_SECONDS)
+        result = process.call(*job, timeout=LOST_SECONDS)
     except CallLost as reason:
-        # A limit ends the process with SIGXCPU. SIGKILL may have come earlier and from elsewhere:
-        # the process also ends with the thread that started it.
+        # The kernel ends a process at its limit with SIGXCPU. SIGKILL came from elsewhere, perhaps
+        # before this call.
         if "SIGKILL" not in str(reason):
             raise
-        result = _process().call(*job, timeout=CALL_SECONDS)
+        result = process.call(*job, timeout=LOST_SECONDS)
     return result.rewards[0] == [1.0]
 
 
