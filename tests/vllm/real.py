@@ -26,12 +26,21 @@ from nanogrpo.vllm.server import Server, Sidecar
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
-CPU = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "64"]
+CPU = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "384", "--max-num-seqs", "64"]
 
 
 # vLLM's attention on CPUs needs heads of 32.
-SIZES = {"head_dim": 32, "hidden_size": 64, "max_position_embeddings": 256}
-PROMPTS = [Prompt(i, "", [97, 20 + i, 14, 21 + i, 30, 98]) for i in range(6)]
+SIZES = {"head_dim": 32, "hidden_size": 64, "max_position_embeddings": 512}
+
+
+def problem(i: int) -> str:
+    """Return a word problem of 67 to 202 characters, each a token of the tests' tokenizer."""
+    more = f" Then the baker takes {i + 20} rolls to the market." * (i % 4)
+    return f"A baker fills {i + 10} trays with {i + 15} rolls each.{more} How many rolls are left?"
+
+
+# as the chat template renders them: <|user|>, one token for each character, <|assistant|>
+PROMPTS = [Prompt(i, "", [97, *(ord(c) - 30 for c in problem(i)), 98]) for i in range(6)]
 
 
 @dataclass
@@ -44,7 +53,7 @@ class Real:
 
     def engine(self, model: Decoder, **options) -> VLLMEngine:
         options = {
-            "max_len": 64,
+            "max_len": 256,
             "servers": [self.server.url],
             "secret": self.process.secret,
         } | options

@@ -23,6 +23,7 @@ from nanogrpo.engine.base import SamplingParams
 from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.types import Prompt
 from nanogrpo.vllm.auth import ROUTES
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, ServerError
@@ -85,6 +86,29 @@ def test_on_a_trained_model_both_sides_are_as_close_to_float64_as_float32_allows
     engine.close()
 
 
+def test_many_prompts_at_once_are_neither_split_nor_computed_for_every_completion(tied):
+    """64 prompts of 100 tokens exceed vLLM's 2,048 tokens per step. A seeded prompt that is split
+    over two steps would end the engine on a CPU.
+    """
+    model = checkpoint.load_model(tied.folder)
+    engine = tied.engine(model)
+    engine.load(model, 0)
+    ids = torch.randint(97, (64, 100), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = [Prompt(i, "", tokens) for i, tokens in enumerate(ids)]
+    names = ("prefix_cache_queries", "prefix_cache_hits")
+    before = [counted(tied.server, name) for name in names]
+    samples = engine.sample(prompts, 2, params(1.0, max_tokens=4), step=0)
+    after = [counted(tied.server, name) for name in names]
+    # the second completion of each group computes only what follows the last full block of 32
+    assert [b - a for a, b in zip(before, after)] == [64 * 2 * 100, 64 * 96]
+    assert gap(model, samples, 1.0) <= 1e-5
+    few = engine.sample(prompts[::9], 2, params(1.0, max_tokens=4), step=0)
+    expected = {(s.prompt.id, s.index): s.token_ids for s in samples}
+    assert all(s.token_ids == expected[s.prompt.id, s.index] for s in few)
+    assert engine.restarts == 0
+    engine.close()
+
+
 def test_stop_tokens_and_lengths_are_the_trainers(tied):
     model = checkpoint.load_model(tied.folder)
     engine = tied.engine(model)
@@ -105,12 +129,12 @@ def test_stop_tokens_and_lengths_are_the_trainers(tied):
 
 def test_versions_show_per_token_when_weights_change_during_a_completion(tied):
     model = checkpoint.load_model(tied.folder)
-    engine = tied.engine(model, max_len=128)
+    engine = tied.engine(model, max_len=384)
     engine.load(model, 0)
     long = SamplingParams(max_tokens=100)
     # a fast server may finish before the weights arrive; then try again
     for version in range(8):
-        samples, before = [], generated_tokens(tied.server)
+        samples, before = [], counted(tied.server, "generation_tokens")
 
         def sample(into=samples):
             into.extend(engine.request(PROMPTS * 2, 4, long, 0))
@@ -118,7 +142,7 @@ def test_versions_show_per_token_when_weights_change_during_a_completion(tied):
         thread = threading.Thread(target=sample)
         thread.start()
         deadline = time.monotonic() + 60
-        while generated_tokens(tied.server) == before and time.monotonic() < deadline:
+        while counted(tied.server, "generation_tokens") == before and time.monotonic() < deadline:
             pass
         train_a_little(model, seed=version)
         engine.load(model, version + 1)
@@ -138,14 +162,13 @@ def test_versions_show_per_token_when_weights_change_during_a_completion(tied):
     engine.close()
 
 
-def generated_tokens(server: Server) -> float:
+def counted(server: Server, name: str) -> float:
+    """Return one of vLLM's counters."""
     connection = server.kind(server.host, server.port, timeout=30)
     connection.request("GET", "/metrics", headers=server.headers)
     lines = connection.getresponse().read().decode().splitlines()
     connection.close()
-    return sum(
-        float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total")
-    )
+    return sum(float(x.split()[-1]) for x in lines if x.startswith(f"vllm:{name}_total"))
 
 
 def two_ranks(folder: Path, url: str, secret: str) -> dict:
@@ -154,7 +177,7 @@ def two_ranks(folder: Path, url: str, secret: str) -> dict:
         for block in model.model.layers:
             fully_shard(block)
         fully_shard(model)
-        engine = VLLMEngine(model, max_len=64, servers=[url], secret=secret, world=world)
+        engine = VLLMEngine(model, max_len=256, servers=[url], secret=secret, world=world)
         mine = PROMPTS[:4] if world.main else PROMPTS[4:]
         gaps = []
         for version in range(2):

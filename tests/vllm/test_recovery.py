@@ -16,10 +16,13 @@ import time
 
 import pytest
 
+from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server
-from tests.vllm.real import PROMPTS, ROOT, ended, gap, params, processes, train_a_little
+from serve import SPACE
+from tests.engine.rounding import agree
+from tests.vllm.real import PROMPTS, ROOT, ended, gap, params, processes, sidecar, train_a_little
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 TIMEOUT = 5.0  # seconds within which a healthy server answers a heartbeat
@@ -33,7 +36,7 @@ def trained(untied):
     model, process = checkpoint.load_model(untied.folder), untied.process
     start = process.start
     process.start = lambda timeout: Server(untied.server.url, process.secret, timeout)
-    engine = VLLMEngine(model, max_len=64, sidecar=process, window=2, timeout=TIMEOUT)
+    engine = VLLMEngine(model, max_len=256, sidecar=process, window=2, timeout=TIMEOUT)
     process.start = start  # the next one is real
     train_a_little(model, seed=0)
     engine.load(model, 1)
@@ -72,6 +75,15 @@ def check(model, engine, before, expected) -> None:
     assert content(samples) == expected
     assert gap(model, samples, 1.0) <= 1e-5
     assert engine.restarts == before + 1
+
+
+def test_a_start_that_fails_is_reported_with_its_cause(untied, tmp_path, monkeypatch):
+    """Three processes fail one after the other, and only the first one knows why."""
+    process = sidecar(untied.folder, tmp_path / "serve.log", "--gpu-memory-utilization", "1.0")
+    monkeypatch.delenv(SPACE)
+    with pytest.raises(UserError, match=r"ended with status 1 \(ValueError: Available memory on"):
+        process.start(TIMEOUT)
+    assert process.process.poll() is not None
 
 
 def test_a_server_suspended_while_sampling_is_noticed_and_replaced(trained):
@@ -123,7 +135,7 @@ def test_a_server_killed_in_the_middle_of_a_sync_gets_all_weights_again(trained)
     warm_up(engine)
     samples = engine.sample(PROMPTS, 4, params(0.7), step=2)
     assert {v for s in samples for v in s.versions} == {2}
-    assert gap(model, samples, 0.7) <= 1e-5
+    agree(model, samples, 0.7)  # the logits have grown, so a bound on the gap would be arbitrary
 
 
 def test_a_trainer_killed_in_the_middle_of_a_sync(trained, tmp_path):
@@ -160,7 +172,7 @@ from nanogrpo.vllm.client import VLLMEngine
 
 folder, url, secret = sys.argv[1:]
 model = checkpoint.load_model(Path(folder))
-engine = VLLMEngine(model, max_len=64, servers=[url], secret=secret)
+engine = VLLMEngine(model, max_len=256, servers=[url], secret=secret)
 engine.load(model, 0)
 engine.servers[0].group.broadcast = lambda bucket: os.kill(os.getpid(), signal.SIGKILL)
 engine.load(model, 1)

@@ -6,7 +6,9 @@ One session-wide server serves all runs but one, which starts its own. Marked `v
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -23,7 +25,7 @@ from nanogrpo.vllm.auth import SECRET
 from nanogrpo.vllm.client import VLLMEngine
 from tests.conftest import arguments, steps
 from tests.ranks import run
-from tests.vllm.real import CPU, PYTHON, ROOT, ended, processes
+from tests.vllm.real import CPU, PYTHON, ROOT, ended, problem, processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -41,6 +43,15 @@ OWN = [
 @pytest.fixture
 def base(tied) -> Path:
     return tied.folder
+
+
+@pytest.fixture(scope="module")
+def files(files, tmp_path_factory) -> Path:
+    """The same folder of files, but with prompts of a real size."""
+    folder = shutil.copytree(files, tmp_path_factory.mktemp("real") / "files")
+    rows = [json.dumps({"prompt": problem(i)}) + "\n" for i in range(12)]
+    (folder / "data.jsonl").write_text("".join(rows))
+    return folder
 
 
 @pytest.fixture
@@ -212,7 +223,7 @@ def test_a_second_trainer_is_refused_until_the_first_has_ended(base, server):
 
     def trainer(patience: float) -> VLLMEngine:
         return VLLMEngine(
-            model, max_len=64, servers=[server[-1]], secret=os.environ[SECRET], patience=patience
+            model, max_len=256, servers=[server[-1]], secret=os.environ[SECRET], patience=patience
         )
 
     first = trainer(30.0)
