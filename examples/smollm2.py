@@ -34,7 +34,7 @@ def write(folder: Path, source: str = "auto") -> str:
         raise UserError(f"{folder} exists: delete it, or name another folder.")
     if source != "package":
         try:
-            found = checkpoint.locate(HUB_ID)
+            found = checkpoint.locate(HUB_ID, "the model")
         except UserError as e:
             if source == "hub":
                 raise

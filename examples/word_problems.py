@@ -7,7 +7,7 @@
 In: the name of a folder. Out: two files of records such as
     {"prompt": [{"role": "user", "content": "Ben has 14 pears. Ann gives him …"}], "answer": "21"}
 
-There are twelve kinds of problems with five stories each. The last story of each kind is held out,
+There are ten kinds of problems with five stories each. The last story of each kind is held out,
 and so is one pair of numbers in three: no story and no pair of numbers of a held-out problem occurs
 in training. The answer is never one of the numbers in the text, so copying one is always wrong.
 Read next: nanogrpo/rewards/call.py (what a reward function receives).
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 INSTRUCTION = "Answer with one short sentence."
-SIZE = {"train": 4096, "held_out": 144}
+SIZE = {"train": 4096, "held_out": 120}
 
 # --- the words ---
 
@@ -192,37 +192,6 @@ KINDS: dict[str, Kind] = {
             "did {he} run in all?",
             "A farmer has {a} {boxes} of {b} {fruit} each and {c} more {fruit} in a bowl. How "
             "many {fruit} does the farmer have?",
-        ],
-    ),
-    "multiply and take away": (
-        lambda a, b, c: a * b - c,
-        [range(2, 6), range(2, 8), range(2, 10)],
-        [
-            "{A} bought {a} {boxes} with {b} {fruit} in each. Then {he} ate {c} {fruit}. How many "
-            "{fruit} are left?",
-            "A theater has {a} rows of {b} seats. Tonight {c} seats are empty. How many seats are "
-            "taken?",
-            "{A} earns {b} dollars an hour and works {a} hours. Then {he} spends {c} dollars. How "
-            "many dollars are left?",
-            "A baker fills {a} trays with {b} {baked} each and sells {c} {baked}. How many "
-            "{baked} are left?",
-            "There were {a} tables with {b} plates on each. {A} took {c} plates to the kitchen. "
-            "How many plates are still on the tables?",
-        ],
-    ),
-    "together": (
-        lambda a, b: a + a + b,
-        [range(3, 11), range(2, 10)],
-        [
-            "{A} has {a} {toys}. {B} has {b} more than {A}. How many {toys} do they have together?",
-            "{A} picked {a} {fruit} on Monday. On Tuesday {he} picked {b} more than on Monday. "
-            "How many {fruit} did {he} pick on the two days?",
-            "A shirt costs {a} dollars. A jacket costs {b} dollars more than the shirt. How many "
-            "dollars do both cost together?",
-            "One class has {a} children. Another class has {b} more than that. How many children "
-            "are in the two classes?",
-            "{A} drove {a} miles in the morning and {b} miles more than that in the afternoon. "
-            "How many miles did {he} drive that day?",
         ],
     ),
 }

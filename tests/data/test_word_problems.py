@@ -42,9 +42,9 @@ PATTERNS = {
 }
 
 
-def test_there_are_sixty_different_stories():
+def test_there_are_fifty_different_stories():
     assert {len(stories) for stories in STORIES.values()} == {5}
-    assert len({s for stories in STORIES.values() for s in stories}) == 60
+    assert len({s for stories in STORIES.values() for s in stories}) == 50
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -82,8 +82,6 @@ AGAIN = {
     "times as many": lambda a, b: a * b,
     "gain and lose": lambda a, b, c: a + b - c,
     "multiply and add": lambda a, b, c: a * b + c,
-    "multiply and take away": lambda a, b, c: a * b - c,
-    "together": lambda a, b: 2 * a + b,
 }
 
 
@@ -98,16 +96,16 @@ def test_the_answer_is_right_and_is_not_in_the_text():
 def test_the_kinds_are_equally_frequent():
     for records in SPLITS.values():
         kinds = [record["kind"] for record in records]
-        assert {kinds.count(kind) for kind in KINDS} == {len(records) / 12}
+        assert {kinds.count(kind) for kind in KINDS} == {len(records) / 10}
 
 
 def test_no_rule_that_ignores_the_story_answers_many_problems():
-    """Multiplying the first two numbers is the best of these rules: it is right in a third."""
+    """Multiplying the first two numbers is the best of these rules: it is right in two fifths."""
     records = SPLITS["held_out"]
     rules = [sum, max, min, lambda n: n[0] - n[1], lambda n: n[0] * n[1], lambda n: n[-1]]
     for rule in rules:
         right = sum(rule(numbers_in(text_of(r))) == int(r["answer"]) for r in records)
-        assert right / len(records) <= 0.34
+        assert right / len(records) <= 0.41
 
 
 def test_the_english_is_good_by_construction():
