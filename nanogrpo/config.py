@@ -91,13 +91,14 @@ class Config:
     dataset_train_split: str = option(
         "train", "split to train on, of a data set of the hub or a saved DatasetDict"
     )
-    dataset_test_split: str = option("test", "split of the same to evaluate on")
+    dataset_test_split: str = option("test", "split of such a data set to evaluate on")
     prompt_column: str = option(
         "", "column with the prompt; empty: the first of prompt, question and problem"
     )
     answer_column: str = option(
         "",
-        "column with the reference answer, which becomes solution (of a text with ####, the rest)",
+        "column with the reference answer, which becomes the column solution; of a text with ####,"
+        " only the result after it",
     )
     system_prompt: str = option(
         "",

@@ -9,12 +9,12 @@ same name takes the problem and the verifier of its data set. Read next: rewards
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 from functools import lru_cache
 from typing import Any
 
+from nanogrpo.arguments import parse_arguments
 from nanogrpo.errors import UserError
 
 PREFIX = "reasoning_gym:"
@@ -26,12 +26,12 @@ HELD_OUT = 1_000_000_000
 def records(source: str, held_out: bool) -> list[dict]:
     """Return the records of a source that starts with PREFIX. The default seed is 0."""
     try:
-        name, arguments = parse(source)
-        seed = arguments.get("seed", 0)
+        name, given = parse(source)
+        seed = given.get("seed", 0)
         if type(seed) is not int or not 0 <= seed < HELD_OUT:
             raise UserError(f"seed is {seed!r}: give a whole number from 0 to {HELD_OUT - 1}.")
-        arguments |= {"seed": seed + HELD_OUT if held_out else seed}
-        made = ",".join(f"{key}={value!r}" for key, value in arguments.items())
+        given |= {"seed": seed + HELD_OUT if held_out else seed}
+        made = ",".join(f"{key}={value!r}" for key, value in given.items())
         spec = f"{PREFIX}{name}:{made}"
         data = dataset(spec)
         problems = [data[i] for i in range(len(data))]
@@ -62,7 +62,7 @@ def dataset(source: str) -> Any:
         raise UserError(
             "this needs the package reasoning-gym: pip install nanogrpo[reasoning]."
         ) from e
-    name, arguments = parse(source)
+    name, given = parse(source)
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3) or sorted(DATASETS)
         raise UserError(
@@ -70,10 +70,10 @@ def dataset(source: str) -> Any:
             f"{', '.join(near)}."
         )
     known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
-    for key in arguments:
+    for key in given:
         if key not in known:
             raise UserError(f"{name} has no argument {key!r}: choose among {', '.join(known)}.")
-    return reasoning_gym.create_dataset(name, **arguments)
+    return reasoning_gym.create_dataset(name, **given)
 
 
 def parse(source: str) -> tuple[str, dict[str, Any]]:
@@ -81,24 +81,11 @@ def parse(source: str) -> tuple[str, dict[str, Any]]:
 
     >>> parse('reasoning_gym:countdown:size=20,operators=("+", "-")')
     ('countdown', {'size': 20, 'operators': ('+', '-')})
-
-    The arguments are written as in a call in Python. A single word is a text, apart from true and
-    false.
     """
     name, _, text = source.removeprefix(PREFIX).partition(":")
     try:
-        call = ast.parse(f"f({text})", mode="eval").body
-        given = [(k.arg, _value(k.value)) for k in getattr(call, "keywords", ())]
-        arguments = {key: value for key, value in given if key}  # no key: `**`
-        if not isinstance(call, ast.Call) or call.args or len(arguments) < len(given):
-            raise ValueError
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return name, parse_arguments(text)
+    except ValueError:
         raise UserError(
             f"{text!r} cannot be read: write reasoning_gym:NAME:key=value,key=value."
         ) from None
-    return name, arguments
-
-
-def _value(node: ast.expr) -> Any:
-    words = {"true": True, "false": False}
-    return words.get(node.id, node.id) if isinstance(node, ast.Name) else ast.literal_eval(node)

@@ -7,7 +7,6 @@ Read next: rewards/builtin.py and engine/turns.py, which define the functions th
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib
 import importlib.util
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from nanogrpo.arguments import parse_arguments
 from nanogrpo.errors import UserError
 
 
@@ -81,21 +81,12 @@ def split_arguments(spec: str) -> tuple[str, dict[str, Any]]:
     if match is None:
         return spec, {}
     try:
-        call = ast.parse(f"f({match[2]})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        arguments = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
-        if call.args or len(arguments) < len(call.keywords):
-            raise ValueError("a value without a name, or a name twice")
-    except (SyntaxError, ValueError, AssertionError) as error:
+        return match[1], parse_arguments(match[2])
+    except ValueError as error:
         raise UserError(
             f"{OPTION}: the arguments in {spec!r} cannot be read: write {match[1]}:key=value,"
             "key=value, with numbers, True, False, None, single words or quoted texts"
         ) from error
-    return match[1], arguments
-
-
-def _value(node: ast.expr) -> Any:
-    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
 def bind(function: Callable, arguments: dict[str, Any], spec: str) -> Callable:
