@@ -504,14 +504,27 @@ class Config:
     )
     report_to: tuple[str, ...] = option(
         ("none",),
-        "log to TensorBoard (files in output_dir) or Weights & Biases, as well as to metrics.jsonl",
-        choices=("none", "tensorboard", "wandb"),
+        "log to TensorBoard (files in output_dir), Trackio (on this machine) or Weights & Biases,"
+        " as well as to metrics.jsonl",
+        choices=("none", "tensorboard", "trackio", "wandb"),
+    )
+    run_name: str = option(
+        "", "name of the run in trackio and wandb; empty: that of output_dir", needs="report_to"
     )
     log_completions: bool = option(
-        False, "write every completion and its rewards to output_dir/completions, one file per step"
+        False,
+        "write every completion and its rewards to output_dir/completions, one file per step, and"
+        " to the tables of trackio and wandb",
+    )
+    log_unique_prompts: bool = option(
+        False,
+        "in the tables of trackio and wandb, keep one completion per prompt",
+        needs="log_completions",
     )
     num_completions_to_print: int = option(
-        0, "print this many completions after each step; 0: none", ">= 0"
+        0,
+        "print this many completions after each step, of different prompts if possible; 0: none",
+        ">= 0",
     )
     trace_step: int = option(
         0,

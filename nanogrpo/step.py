@@ -56,8 +56,7 @@ def fill_rewards(run: Run, samples: list[Sample]) -> None:
     """Set `text`, `rewards` and `reward` of each sample."""
     for sample in samples:
         sample.text = run.tokenizer.decode(sample.token_ids)
-    epoch = run.done * run.cfg.prompts_per_step / len(run.prompts)
-    run.rewards.score(samples, TrainerState(run.done, run.cfg.max_steps, epoch))
+    run.rewards.score(samples, TrainerState(run.done, run.cfg.max_steps, run.epoch))
 
 
 def assign_advantages(run: Run, samples: list[Sample]) -> None:
@@ -213,8 +212,8 @@ def log_step(
     world, cfg = run.world, run.cfg
     facts = metrics.facts(samples, world)
     by_function = [[*f.rewards.values()] for f in facts]
-    _, std = step_advantages([f.reward for f in facts], cfg, by_function)
-    record = {**metrics.of_samples(facts, std), **meter.summary(world)}
+    advantages, std = step_advantages([f.reward for f in facts], cfg, by_function)
+    record = {**metrics.of_samples(facts, std), "epoch": run.epoch, **meter.summary(world)}
     record |= {**memory.measured(world, run.estimate), **run.engine.metrics()}
     if cfg.engine == "vllm":
         record |= staleness(world.concat([Counter(s.versions) for s in samples]), step)
@@ -222,5 +221,5 @@ def log_step(
     record["learning_rate"] = run.optimizer.param_groups[0]["lr"]
     if cfg.max_resample_times:
         record["resampled_groups"] = run.resampled_groups
-    run.log.step(step, facts, record, clock, run.rewards.metrics(world.gather))
-    run.log.completions.log(step, samples)
+    run.log.step(step, facts, record, clock, run.rewards.metrics(world.gather), advantages)
+    run.log.samples(step, samples)

@@ -65,8 +65,7 @@ INSTEAD = {
     " and --cpu-offload",
     "hub_token": "log in with `hf auth login` or set HF_TOKEN, because others can read command"
     " lines; then use --push-to-hub",
-    "run_name": "use --output-dir, whose last part is the name of the run",
-    "project": "set WANDB_PROJECT, for --report-to wandb",
+    "project": "set TRACKIO_PROJECT or WANDB_PROJECT, for --report-to trackio or wandb",
     "torch_compile_mode": "use --torch-compile, with --torch-compile-backend",
     "torch_empty_cache_steps": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower"
     " --token-budget",
@@ -152,8 +151,7 @@ UNSUPPORTED = {
     "vllm_enable_sleep_mode": "the server keeps its memory while the trainer works; on a shared GPU"
     ' limit it with --vllm-options="--gpu-memory-utilization 0.3"',
     "log_multimodal": "only text is supported",
-    "log_unique_prompts log_completions_hub_repo": "--log-completions writes files, which you can"
-    " filter and upload",
+    "log_completions_hub_repo": "--log-completions writes files, which you can upload",
     "dataset_streaming streaming": "all prompts are read at the start, because a resumed run draws"
     " them again",
     "load_in_4bit load_in_8bit bnb_4bit_quant_type bnb_4bit_quant_storage"

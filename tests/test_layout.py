@@ -77,6 +77,7 @@ ONLY_IN = {
     "reasoning_gym": "nanogrpo/data/gym.py tests/",
     "yaml": "nanogrpo/cli.py",
     "wandb": "nanogrpo/logs/report.py tests/",
+    "trackio": "nanogrpo/logs/report.py tests/",
     "tensorboard": "nanogrpo/logs/report.py tests/",
     "matplotlib": "nanogrpo/logs/plot.py bench/",
 }

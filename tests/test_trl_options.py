@@ -204,8 +204,8 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
             "--load-in-4bit is an option of TRL: it is not supported here, beca",
         ),
         (
-            "--run_name x",
-            "--run-name is an option of TRL: use --output-dir, whose last part is the",
+            "--project x",
+            "--project is an option of TRL: set TRACKIO_PROJECT or WANDB_PROJECT, for",
         ),
         (
             "--deepspeed ds.json",

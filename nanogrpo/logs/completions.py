@@ -1,10 +1,11 @@
-"""Completions: a table on the console (`--num-completions-to-print`) and one file per step
-(`--log-completions`).
+"""Completions: a table on the console (`--num-completions-to-print`), one file per step, and a
+table in the dashboards (both `--log-completions`).
 
 In: the samples of a step. Out: `output_dir/completions/completions_00001.jsonl` and so on, where
 the number counts finished steps, as in checkpoint-N. Each line is one completion with TRL's
 columns: step, prompt, completion, one column per reward function, reward, advantage, and then the
-columns of `log_extra`. `pandas.read_json(path, lines=True)` reads a file. Read next: logs/plot.py.
+columns of `log_extra`. `pandas.read_json(path, lines=True)` reads a file. Read next:
+logs/report.py (the dashboards), logs/plot.py.
 """
 
 from __future__ import annotations
@@ -13,18 +14,16 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.logs.files import replace, set_aside
+from nanogrpo.logs.progress import console, fitted, number, short_names
 from nanogrpo.types import Sample
-
-# Print Text objects only: rich would read brackets in a str as markup, such as "[/INST]".
-console = Console(stderr=True)
 
 
 class Completions:
@@ -44,23 +43,27 @@ class Completions:
         if start == 0 and self.folder.exists():
             set_aside(self.folder)
         for path in self.folder.glob("completions_*.jsonl"):
-            number = re.fullmatch(r"completions_(\d+)", path.stem)
-            if number and int(number[1]) > start:
+            name = re.fullmatch(r"completions_(\d+)", path.stem)
+            if name and int(name[1]) > start:
                 path.unlink()
 
-    def log(self, step: int, samples: Sequence[Sample]) -> None:
+    def log(self, step: int, samples: Sequence[Sample]) -> list[dict]:
+        """Print and write the completions of a step. Return the written records of all ranks on the
+        main rank.
+        """
         if self.cfg.num_completions_to_print and self.world.main:
-            show(samples[: self.cfg.num_completions_to_print])
+            show(spread(samples, self.cfg.num_completions_to_print), step)
         if not self.cfg.log_completions:
-            return
+            return []
         records = self.world.concat([record(step, sample) for sample in samples])
         if not self.world.main:
-            return
+            return []
         lines = [json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in records]
         path = self.folder / f"completions_{step + 1:05d}.jsonl"
         # A lone surrogate cannot be encoded in UTF-8, so it is written as a JSON escape.
         data = "".join(lines).encode("utf-8", "backslashreplace")
         replace(path, data)
+        return records
 
 
 def record(step: int, sample: Sample) -> dict:
@@ -77,14 +80,56 @@ def record(step: int, sample: Sample) -> dict:
     }
 
 
-def show(samples: Sequence[Sample]) -> None:
-    """Print a table of completions with their rewards, as TRL does."""
-    table = Table("prompt", "completion", "reward", "advantage", show_lines=True)
+def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """Return `count` samples: the first of each prompt, then the second of each, and so on."""
+    return sorted(samples, key=lambda s: s.index)[:count]  # sorting keeps the order of the prompts
+
+
+def show(samples: Sequence[Sample], step: int = 0) -> None:
+    """Print a table of completions.
+
+    Columns, as in TRL: the end of the prompt and of the completion, each reward function, their
+    weighted sum if there are several, the advantage, and what the functions passed to `log_extra`.
+    """
+    functions = [*samples[0].rewards]
+    extra = list(dict.fromkeys(name for s in samples for name in s.extra))
+    total = ["reward"] if len(functions) != 1 else []
+    numbers = [*short_names(functions, taken=("advantage", "reward")), *total, "advantage"]
+    texts = 2 * 20 + 12 * len(extra)  # the smallest width of the other columns, with borders
+    numbers = fitted(numbers, console.width - texts, gap=4)
+    needed = texts + sum(max(len(name), 6) + 3 for name in numbers)
+    table = Table(
+        title=f"completions of step {step + 1}",
+        show_lines=True,
+        width=needed if needed > console.width else None,  # rich would drop columns
+    )
+    for name in ("prompt", "completion"):
+        table.add_column(name, ratio=1, min_width=16, overflow="fold")
+    for name in numbers:
+        table.add_column(_plain(name), justify="right", no_wrap=True)
+    for name in extra:
+        table.add_column(_plain(name), overflow="fold")
     for s in samples:
         prompt = s.prompt.text if isinstance(s.prompt.text, str) else s.prompt.text[-1]["content"]
-        reward = "-" if s.reward is None else f"{s.reward:.2f}"
-        table.add_row(_plain(prompt[-200:]), _plain(s.text[-400:]), reward, f"{s.advantage:+.2f}")
-    console.print(table)
+        rewards = [*(s.rewards.get(name) for name in functions), *([s.reward] if total else [])]
+        table.add_row(
+            _plain(_end(prompt, 200)),
+            _plain(_end(s.text, 400)),
+            *(number(value) for value in rewards),
+            f"{s.advantage:+.2f}",
+            *(_plain(_end(_text(s.extra.get(name)), 100)) for name in extra),
+        )
+    console.print(table, crop=False)
+
+
+def _text(value: Any) -> str:
+    """Return a value of `log_extra` as text; one that is missing as a dash."""
+    return number(value) if value is None or isinstance(value, float) else str(value)
+
+
+def _end(text: str, length: int) -> str:
+    """Return the end of a text, after an ellipsis if it is cut."""
+    return text if len(text) <= length else "…" + text[1 - length :]
 
 
 def _plain(text: str) -> Text:

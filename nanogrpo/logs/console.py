@@ -1,9 +1,9 @@
-"""The log of a run: `output_dir/metrics.jsonl`, a line on the console, and `--report-to`.
+"""The log of a run: `output_dir/metrics.jsonl`, a row on the console, and `--report-to`.
 
 In: the metrics of a step (logs/metrics.py). Out: one JSON object per line. The first is the header,
 with the options, versions and commit that produced the numbers; the steps and evaluations follow. A
 killed run leaves at most a half-written last line. A resumed run continues in the same file and
-logs no step twice. Read next: logs/completions.py, logs/plot.py.
+logs no step twice. Read next: logs/progress.py (the console), logs/completions.py, logs/plot.py.
 """
 
 from __future__ import annotations
@@ -13,36 +13,26 @@ import json
 import logging
 import platform
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from rich.text import Text
 
 from nanogrpo import __version__
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
 from nanogrpo.logs import metrics
-from nanogrpo.logs.completions import Completions, console
+from nanogrpo.logs.completions import Completions
 from nanogrpo.logs.files import read_records, replace, set_aside, writing
 from nanogrpo.logs.metrics import Clock, Facts
+from nanogrpo.logs.no_signal import NoSignal
+from nanogrpo.logs.progress import Progress, print_line
 from nanogrpo.logs.report import REPORTERS
+from nanogrpo.types import Sample
 
 logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
-
-# The metrics shown on the console, in this order and under these names.
-SHOWN = {
-    "reward": "reward",
-    "accuracy": "rewards/accuracy_reward/mean",
-    "length": "completions/mean_length",
-    "entropy": "entropy",
-    "kl": "kl",
-    "clip": "clip_ratio/region_mean",
-    "gap": "sampling/sampling_logp_difference/mean",
-}
 
 
 def commit() -> str:
@@ -78,8 +68,9 @@ class Log:
 
     def __init__(self, cfg: Config, world: World, start: int):
         self.cfg, self.main, self.path = cfg, world.main, Path(cfg.output_dir) / "metrics.jsonl"
-        self.began, self.start, self.tokens = time.perf_counter(), start, 0
+        self.tokens = 0
         self.completions = Completions(cfg, world, start)
+        self.progress, self.no_signal = Progress(cfg, world, start), NoSignal(cfg, start)
         self.reporters: list = []
         if self.main:
             if self.path.exists():
@@ -117,18 +108,28 @@ class Log:
         record: Mapping[str, float],
         clock: Clock,
         logged: Mapping[str, float],
+        advantages: Sequence[float],
     ) -> None:
-        """Log a step. record: metrics other than tokens and times; logged: reward metrics."""
+        """Log a step.
+
+        record: metrics other than tokens and times; logged: metrics of reward functions;
+        advantages: of all samples.
+        """
         if not self.main:
             return
         self.tokens += sum(s.length + s.prompt_length for s in samples)
         row = {**record, "num_tokens": self.tokens, **metrics.of_time(samples, clock)}
         self._log(step + 1, {"step": step}, row, logged)
-        per_step = (time.perf_counter() - self.began) / (step + 1 - self.start)
-        minutes, seconds = divmod(int(per_step * (self.cfg.max_steps - step - 1)), 60)
-        values = "  ".join(f"{k} {row[name]:.3g}" for k, name in SHOWN.items() if name in row)
-        speed = f"{row['tokens_per_second']:,.0f} tok/s  {minutes}:{seconds:02d} left"
-        _print(f"step {step + 1:>4}/{self.cfg.max_steps}  {values}  {speed}")
+        self.progress.step(step, row, [*samples[0].rewards])
+        self.no_signal.step(samples, row, advantages)
+
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Print and write the completions of a step if requested. Every rank must call."""
+        records = self.completions.log(step, samples)
+        if self.cfg.num_completions_to_print:
+            self.progress.rows = 0  # the next row is far from the last header
+        for reporter in self.reporters if records else ():
+            reporter.completions(records, step + 1)
 
     def evaluation(self, step: int, samples: Sequence[Facts], logged: Mapping[str, float]) -> None:
         """Log the greedy completions of the held-out prompts after `step` steps."""
@@ -139,7 +140,7 @@ class Log:
         self._log(step, {"step": step - 1, "eval/after": step}, row, logged)
         names = [name for name in row if name != "eval/reward"]
         shown = [f"{n.removeprefix('eval/').removeprefix('rewards/')} {row[n]:.3f}" for n in names]
-        _print(f"held-out, greedy, after {step} steps:  {'  '.join(shown)}")
+        print_line(f"held-out, greedy, after {step} steps:  {'  '.join(shown)}")
 
     def _log(self, done: int, place: dict, row: dict, logged: Mapping[str, float]) -> None:
         """Append a record to the file, and send its metrics to the reporters for step `done`."""
@@ -160,7 +161,3 @@ class Log:
         """Let the reporters send the records that they have not sent yet."""
         for reporter in self.reporters:
             reporter.close()
-
-
-def _print(text: str) -> None:
-    console.print(Text(text), soft_wrap=True)

@@ -1,18 +1,23 @@
-"""Send the metrics to a dashboard: `--report-to tensorboard wandb`, each an optional package.
+"""Send the metrics to a dashboard: `--report-to tensorboard trackio wandb`, all optional packages.
 
-In: the metrics of a step, and the number of finished steps. Out: event files in
-output_dir/tensorboard, or a run of Weights & Biases, which reads its project, name and offline mode
-from the WANDB_… environment variables. Read before: logs/console.py.
+In: the metrics of a step, and the number of finished steps; with `--log-completions`, also the
+completions, which become a table (not in TensorBoard, which has none). Out: event files in
+output_dir/tensorboard; a database on this machine (trackio), in $TRACKIO_DIR under the project
+$TRACKIO_PROJECT; or a run of Weights & Biases, which reads its project and offline mode from the
+WANDB_… environment variables. Read before: logs/console.py.
 
-A resumed run continues the same curves: TensorBoard drops the values after the checkpoint, and W&B
-gets the id of the earlier run.
+A resumed run continues the same curves: TensorBoard drops the values after the checkpoint, W&B gets
+the id of the earlier run, and Trackio continues the last run of that name.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.failure import first_sentence
@@ -41,8 +46,48 @@ class TensorBoard:
         for name, value in row.items():
             self.writer.add_scalar(name, value, done)
 
+    def completions(self, records: Sequence[dict], done: int) -> None:
+        """Do nothing: TensorBoard has no tables."""
+
     def close(self) -> None:
         self.writer.close()
+
+
+class Trackio:
+    """`trackio show` opens the curves and tables in a browser. Nothing leaves this machine."""
+
+    def __init__(self, cfg: Config, head: dict, start: int):
+        try:
+            import trackio
+        except ImportError as e:
+            raise UserError(
+                "--report-to trackio needs its package: pip install -e .[trackio]"
+            ) from e
+        self.trackio, self.unique = trackio, cfg.log_unique_prompts
+        config = dict(head)
+        try:
+            self.run = trackio.init(
+                project=os.environ.get("TRACKIO_PROJECT", "nanogrpo"),
+                name=cfg.run_name or Path(cfg.output_dir).name,
+                config=config.pop("run") | config,
+                resume="allow" if start else "never",
+                embed=False,
+            )
+        except Exception as e:  # the user may have named a remote server, which may not answer
+            raise UserError(
+                f"--report-to trackio: {first_sentence(e)}: correct the TRACKIO_… environment "
+                "variables, or leave it out."
+            ) from e
+
+    def log(self, row: Mapping[str, float], done: int) -> None:
+        self.run.log(dict(row), step=done)
+
+    def completions(self, records: Sequence[dict], done: int) -> None:
+        columns, data = table(records, self.unique)
+        self.run.log({"completions": self.trackio.Table(columns=columns, data=data)}, step=done)
+
+    def close(self) -> None:
+        self.trackio.finish()
 
 
 class Wandb:
@@ -53,6 +98,7 @@ class Wandb:
             import wandb
         except ImportError as e:
             raise UserError("--report-to wandb needs its package: pip install -e .[wandb]") from e
+        self.wandb, self.unique = wandb, cfg.log_unique_prompts
         folder, config = Path(cfg.output_dir), dict(head)
         id_file = folder / "wandb-id"
         if start == 0 or not id_file.exists():
@@ -63,7 +109,7 @@ class Wandb:
                 id=id_file.read_text(),
                 resume="allow",
                 dir=str(folder),
-                name=folder.name,
+                name=cfg.run_name or folder.name,
             )
         except Exception as e:  # without network or login, wandb raises many kinds of errors
             raise UserError(
@@ -76,8 +122,34 @@ class Wandb:
     def log(self, row: Mapping[str, float], done: int) -> None:
         self.run.log({**row, "done": done})
 
+    def completions(self, records: Sequence[dict], done: int) -> None:
+        columns, data = table(records, self.unique)
+        shown = self.wandb.Table(columns=columns, data=data, allow_mixed_types=True)
+        self.run.log({"completions": shown, "done": done})
+
     def close(self) -> None:
         self.run.finish()
 
 
-REPORTERS = {"tensorboard": TensorBoard, "wandb": Wandb}
+REPORTERS = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb}
+
+
+def table(records: Sequence[dict], unique: bool) -> tuple[list[str], list[list]]:
+    """Return the columns and rows of a table of completions (logs/completions.py).
+
+    unique: keep only the first completion of each prompt.
+    """
+
+    def cell(value: Any) -> Any:
+        if isinstance(value, list):  # the messages of a prompt
+            value = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, str):  # UTF-8 cannot represent a lone surrogate
+            value = value.encode("utf-8", "backslashreplace").decode()
+        return value
+
+    columns = list(dict.fromkeys(name for record in records for name in record))
+    rows = [[cell(record.get(name)) for name in columns] for record in records]
+    if unique:
+        prompt = columns.index("prompt")
+        rows = [*{row[prompt]: row for row in reversed(rows)}.values()][::-1]
+    return columns, rows

@@ -35,6 +35,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -205,8 +206,8 @@ def shown(n: float) -> str:
 def check(
     model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()
 ) -> int:
-    """Log the table and return the estimated bytes on the device. Raises UserError if they exceed
-    the available memory.
+    """Log the rows, largest first, and return the estimated bytes on the device. Raises UserError
+    if they exceed the available memory.
     """
     rows = table(model, cfg, world, longest_prompt, judges)
     device, host = capacity(world)
@@ -216,12 +217,17 @@ def check(
         needed = sum(row.bytes for row in here)
         if not here:
             continue
-        log.info("estimated memory per process on %s: %s of %s", place, shown(needed), shown(there))
-        for row in here:
-            log.info("  %13s  %s", shown(row.bytes), row.name)
+        largest_first = sorted(here, key=lambda row: -row.bytes)
+        parts = [f"{row.name} {shown(row.bytes)}" for row in largest_first if row.bytes]
+        lines = textwrap.wrap(
+            f"estimated memory per process on {place}: {shown(needed)} of {shown(there)}: "
+            + ", ".join(parts),
+            width=118,
+            subsequent_indent="  ",
+        )
+        log.info("%s", "\n".join(lines))
         if needed > there:
-            largest = sorted(here, key=lambda row: -row.bytes)[:4]
-            sizes = ", ".join(f"{row.name} {shown(row.bytes)}" for row in largest)
+            sizes = ", ".join(parts[:4])
             raise UserError(
                 f"a process needs {shown(needed)} of memory but {place} has {shown(there)} "
                 f"available ({sizes}, …): lower --token-budget or --max-concurrent, use "

@@ -31,6 +31,7 @@ from nanogrpo.engine.local import LocalEngine
 from nanogrpo.engine.turns import TurnsEngine
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.grpo.entropy import Bonus
+from nanogrpo.logs import progress
 from nanogrpo.logs.console import Log
 from nanogrpo.logs.trace import make_trace
 from nanogrpo.model import adapters, checkpoint, lora
@@ -75,6 +76,11 @@ class Run:
     done: int  # finished steps, including those before `start`
     resampled_groups: int = 0  # groups that dynamic sampling replaced in the last step
 
+    @property
+    def epoch(self) -> float:
+        """How often the finished steps have used each prompt, on average."""
+        return self.done * self.cfg.prompts_per_step / len(self.prompts)
+
     def draw(self, step: int) -> list[Prompt]:
         """Return this rank's share of the prompts of a step: a pure function of (seed, step)."""
         return list(self.world.part(self.draw_all(self.cfg.seed, step)))
@@ -103,6 +109,8 @@ def closing(run: Run) -> Iterator[None]:
             if run.done > run.start:
                 run.saver.save(run.done, run.entropy_bonus.state)
             raise
+    if run.done and run.world.main:  # the last save has finished
+        progress.print_line(progress.closing_line(run.cfg, run.done))
 
 
 def setup(cfg: Config, world: World) -> Run:
@@ -122,6 +130,10 @@ def setup(cfg: Config, world: World) -> Run:
     cfg = with_steps(cfg, len(prompts))
     origin = output.origin(cfg, world, prompts)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts)
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    counts = len(prompts), len(eval_prompts), trained, parameters
+    log.info("%s", progress.summary(cfg, *counts))
     estimate = memory.check(model, cfg, world, longest, rewards.models)
 
     load_sharded(model, source, world, cfg)

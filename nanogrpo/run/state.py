@@ -63,7 +63,7 @@ warnings.filterwarnings(
 # rounding.
 FREE = """
     resume output_dir overwrite_output_dir max_steps save_steps save_total_limit report_to
-    trace_step log_completions num_completions_to_print
+    run_name trace_step log_completions log_unique_prompts num_completions_to_print
     eval_data dataset_test_split eval_steps eval_samples
     device ddp_timeout heartbeat_timeout reward_timeout server vllm_python vllm_options
     weight_transport server_window server_timeout server_patience max_concurrent token_budget

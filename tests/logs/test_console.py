@@ -32,6 +32,7 @@ def write(log: Log, steps: range) -> None:
             {"reward": float(step)},
             clock,
             {},
+            [0.5],
         )
 
 
@@ -164,11 +165,11 @@ def test_the_names_of_the_log_cannot_be_logged(tmp_path):
     clock.seconds["sample"] = 1.0
     for name in ("loss", "num_tokens", "time/sample"):
         with pytest.raises(UserError, match=message.format(name)):
-            log.step(0, samples, {"loss": 0.5}, clock, {"mine": 2.0, name: 1.0})
+            log.step(0, samples, {"loss": 0.5}, clock, {"mine": 2.0, name: 1.0}, [0.5])
     with pytest.raises(UserError, match=message.format("reward")):
         log.evaluation(0, samples, {"reward": 1.0})
     assert ["run" in row for row in rows(tmp_path)] == [True]
-    log.step(0, samples, {"loss": 0.5}, clock, {"mine": 2.0})
+    log.step(0, samples, {"loss": 0.5}, clock, {"mine": 2.0}, [0.5])
     log.evaluation(0, samples, {"mine": 3.0})
     assert [row.get("mine", row.get("eval/mine")) for row in rows(tmp_path)[1:]] == [2.0, 3.0]
 
@@ -201,6 +202,66 @@ def test_completions_are_printed(capsys):
     shown = capsys.readouterr().err
     assert "3+4" in shown
     assert shown.count("text") == 2
+
+
+def shown_table(capsys, samples, width: int = 150, fits: bool = True) -> list[list[str]]:
+    """Return the cells of each line of the printed table."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completions.console, "width", width)
+        completions.show(samples, step=6)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].strip() == "completions of step 7"
+    assert (max(map(len, lines)) <= width) == fits
+    return [
+        [c.strip() for c in x.strip("┃│").replace("┃", "│").split("│")]
+        for x in lines
+        if "│" in x or "┃" in x
+    ]
+
+
+def test_the_table_has_a_column_for_each_reward_and_each_extra_and_cuts_in_front(capsys):
+    first, second = (
+        sample(2, accuracy_reward=1.0, brevity=-0.5),
+        sample(2, accuracy_reward=None, brevity=0.25),
+    )
+    first.prompt.text, first.text = "x" * 250, "y" * 450
+    first.extra = {"source": "[red]web[/red]", "words": 12}
+    second.extra = {"judge": 0.12345}
+    first.advantage = 1.0
+    cells = shown_table(capsys, [first, second])
+    assert cells[0] == [
+        "prompt",
+        "completion",
+        "accuracy",
+        "brevity",
+        "reward",
+        "advantage",
+        "source",
+        "words",
+        "judge",
+    ]
+    assert cells[1][2:] == ["1.000", "-0.500", "0.500", "+1.00", "[red]web[/red]", "12", "-"]
+    assert cells[-1][2:] == ["-", "0.250", "0.250", "+0.00", "-", "-", "0.123"]
+    whole = ["".join(row[i] for row in cells[1:-1]) for i in (0, 1)]
+    assert whole == ["…" + "x" * 199, "…" + "y" * 399]
+    (single,) = shown_table(capsys, [sample(2, a=1.0)])[1:]
+    assert single == ["?", "text", "1.000", "+0.00"]
+
+
+def test_a_table_with_many_columns_keeps_them_all(capsys):
+    many = sample(2, **{f"a_reward_with_a_long_name_{i}": 0.5 for i in range(6)})
+    for width, fits in ((120, True), (60, False)):
+        cells = shown_table(capsys, [many], width, fits)
+        assert [*map(len, cells)] == [10] * len(cells)
+        assert cells[-1][2:] == ["0.500"] * 6 + ["3.000", "+0.00"]
+
+
+def test_completions_of_different_prompts_are_shown_first():
+    groups = [sample(1) for _ in range(6)]
+    for i, s in enumerate(groups):
+        s.prompt.id, s.index = divmod(i, 2)
+    chosen = [(s.prompt.id, s.index) for s in completions.spread(groups, 4)]
+    assert chosen == [(0, 0), (1, 0), (2, 0), (0, 1)]
 
 
 def test_text_is_printed_without_markup_and_control_characters(tmp_path, capsys):

@@ -4,6 +4,9 @@ Read next: test_console.py.
 """
 
 import json
+import math
+import re
+import statistics
 
 import pytest
 
@@ -65,6 +68,94 @@ def test_a_series_is_read_from_a_real_log(runs):
     assert all(0 <= r <= 1 for r in rewards)
     assert plot.series(rows, "eval/rewards/accuracy_reward")[0] == [0, 1, 2]
     assert plot.series(plot.read(runs[0]), "kl") == ([], [])
+
+
+def panels(*runs) -> dict[str, list[str]]:
+    return plot.default_panels([plot.read(run) for run in runs])
+
+
+def test_panels_appear_if_they_say_something(runs, tmp_path):
+    real = panels(runs[1])
+    assert real["reward"] == ["reward", "eval/reward"]
+    # one function: its curve is the reward's
+    assert "accuracy_reward" not in real
+    assert real["KL to the reference (nats per token)"] == ["kl"]
+    assert {"entropy", "grad_norm", "frac_reward_zero_std"} <= {
+        n for names in real.values() for n in names
+    }
+    # a gap of 1e-7 is rounding, and on policy nothing is clipped
+    assert plot.GAP in {name for row in plot.read(runs[1]) for name in row}
+    assert not {plot.GAP, "clip_ratio/region_mean"} & {n for names in real.values() for n in names}
+    two = {"rewards/a_reward/mean": 0.5, "rewards/b/mean": 0.5, "rewards/failures": 0.0}
+    held_out = {"eval/after": 1, "eval/rewards/a_reward": 0.5, "eval/rewards/failures": 0.0}
+    odd = {plot.GAP: 0.02, "clip_ratio/region_mean": 0.1, "completions/clipped_ratio": 0.25}
+    (tmp_path / "metrics.jsonl").write_text(row(0, **two, **odd) + row(0, **held_out))
+    shown = panels(tmp_path)
+    assert shown["a_reward"] == ["rewards/a_reward/mean", "eval/rewards/a_reward"]
+    assert shown["b"] == ["rewards/b/mean"]
+    assert [name for names in shown.values() for name in names if name in odd] == [
+        *("completions/clipped_ratio", "clip_ratio/region_mean", plot.GAP)
+    ]
+    assert len(panels(tmp_path, runs[0], runs[1])) > len(shown)
+
+
+def test_the_sum_is_left_out_if_only_one_function_changes(tmp_path):
+    def shown(format_reward: float) -> list[str]:
+        text = ""
+        for step, accuracy in enumerate((0.1, 0.4, 0.8)):
+            second = format_reward if step == 1 else 1.0
+            both = {"rewards/a/mean": accuracy, "rewards/b/mean": second}
+            text += row(step, **both | {"reward": accuracy + second})
+            held_out = {"eval/rewards/a": accuracy, "eval/reward": accuracy + 1.0}
+            text += row(step, **{"eval/after": step, **held_out})
+        (tmp_path / "metrics.jsonl").write_text(text)
+        return [*panels(tmp_path)]
+
+    assert shown(1.0)[:2] == shown(0.99)[:2] == ["a", "b"]
+    assert shown(0.5)[:3] == ["reward", "a", "b"]
+
+
+def test_metrics_are_chosen_by_name_or_pattern(runs, tmp_path, capsys):
+    def titles(*options: str) -> list[str]:
+        out = tmp_path / "curve.svg"
+        assert plot.main([str(runs[1]), "--out", str(out), "--metrics", *options]) == 0
+        return [x for x in re.findall("<!-- (.*?) -->", out.read_text()) if "/" in x or "_" in x]
+
+    assert titles("grad_norm", "eval/rewards/*") == ["grad_norm", "eval/rewards/accuracy_reward"]
+    assert titles("rewards/*") == ["rewards/accuracy_reward/mean", "rewards/accuracy_reward/std"]
+    capsys.readouterr()
+    for name, near in (("grad_nrm", "grad_norm"), ("my_metric", "clip_ratio/high_max, ")):
+        assert plot.main([str(runs[1]), "--metrics", name]) == 2
+        assert f"--metrics {name}: no such metric in these runs; choose from {near}" in error(
+            capsys
+        )
+    assert plot.main([str(runs[1]), "--smooth", "-1"]) == 2
+    assert error(capsys) == "error: --smooth is -1: give a number of steps."
+
+
+METRIC = """
+def mine(completions, log_metric, **kwargs):
+    log_metric("words", sum(map(len, completions)))
+    return [float(len(c)) for c in completions]
+"""
+
+
+def test_a_metric_of_a_reward_function_can_be_plotted(tiny_base, files, tmp_path):
+    (tmp_path / "reward.py").write_text(METRIC)
+    options = ["--reward-funcs", f"{tmp_path / 'reward.py'}:mine", "--max-steps", "2"]
+    assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 0
+    out = tmp_path / "words.svg"
+    assert plot.main([str(tmp_path / "run"), "--metrics", "words", "--out", str(out)]) == 0
+    assert "<!-- words -->" in out.read_text()
+
+
+def test_a_noisy_curve_is_drawn_as_a_moving_average():
+    noise = [math.sin(12.9 * i) for i in range(100)]
+    for window in (1, 3, 10, 11, 300):
+        half = window // 2
+        expected = [statistics.fmean(noise[max(0, i - half) : i + half + 1]) for i in range(100)]
+        assert plot.smoothed(noise, window) == pytest.approx(expected)
+    assert plot.smoothed([2.0] * 5, 3).tolist() == [2.0] * 5
 
 
 def test_the_last_record_of_a_step_counts(tmp_path):

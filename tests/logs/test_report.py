@@ -1,8 +1,10 @@
-"""Dashboards: read back the event files of a real run, and use a stand-in for W&B.
+"""Dashboards: read back the event files and Trackio's database of a real run, and use a stand-in
+for W&B. Nothing here uses the network.
 
 Read before: test_console.py. Read next: test_plot.py.
 """
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ import pytest
 import train
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError
-from nanogrpo.logs.report import REPORTERS
+from nanogrpo.logs.report import REPORTERS, table
 from tests.conftest import arguments, lines
 
 # in an extra
@@ -27,10 +29,10 @@ def curves(folder) -> dict[str, list[tuple[int, float]]]:
 
 
 class FakeWandb(SimpleNamespace):
-    """Record the four calls that we make."""
+    """Record the five calls that we make."""
 
     def __init__(self):
-        super().__init__(inits=[], rows=[], metrics=[], finished=0)
+        super().__init__(inits=[], rows=[], tables=[], metrics=[], finished=0)
 
     def init(self, **about):
         self.inits.append(about)
@@ -40,10 +42,13 @@ class FakeWandb(SimpleNamespace):
         self.metrics.append((names, how))
 
     def log(self, row):
-        self.rows.append(row)
+        (self.tables if "completions" in row else self.rows).append(row)
 
     def finish(self):
         self.finished += 1
+
+    class Table(SimpleNamespace):
+        """A table as W&B takes it: columns, data, allow_mixed_types."""
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +57,14 @@ def reported(tiny_base, files, tmp_path_factory):
     folder, wandb = tmp_path_factory.mktemp("report") / "mine", FakeWandb()
     argv = arguments(tiny_base, files, folder, "--report-to", "tensorboard", "wandb")
     argv += ["--save-steps", "2", "--eval-steps", "3", "--eval-samples", "2"]
-    argv += ["--eval-data", str(files / "data.jsonl")]
+    argv += ["--eval-data", str(files / "data.jsonl"), "--run-name", "first try"]
+    argv += ["--log-completions", "--log-unique-prompts"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", wandb)
         assert train.main([*argv, "--max-steps", "3"]) == 0
         (folder / "checkpoint-3").rename(folder.parent / "gone")  # as if it had been killed
         wandb.rows.clear()
+        wandb.tables.clear()
         assert train.main([*argv, "--max-steps", "4", "--resume"]) == 0
     return folder, wandb
 
@@ -84,7 +91,7 @@ def test_wandb_gets_the_same_numbers_and_a_resumed_run_the_same_id(reported):
     folder, wandb = reported
     first, second = wandb.inits
     assert first["id"] == second["id"]
-    assert (first["name"], first["resume"]) == ("mine", "allow")
+    assert (first["name"], first["resume"]) == ("first try", "allow")
     assert [about["config"]["max_steps"] for about in wandb.inits] == [3, 4]
     assert wandb.metrics[0] == (("*",), {"step_metric": "done"})
     records = lines(folder)
@@ -96,6 +103,72 @@ def test_wandb_gets_the_same_numbers_and_a_resumed_run_the_same_id(reported):
         expected.append({**row, "done": done})
     assert wandb.rows == expected
     assert wandb.finished == 2
+
+
+def completions(folder, step: int) -> list[dict]:
+    path = folder / "completions" / f"completions_{step:05d}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_wandb_gets_a_table_with_one_completion_of_each_prompt(reported):
+    folder, wandb = reported
+    assert [row["done"] for row in wandb.tables] == [3, 4]  # the steps after the resume
+    for row in wandb.tables:
+        written = completions(folder, row["done"])
+        shown = row["completions"]
+        assert shown.columns == [*written[0]]
+        assert shown.data == [[*record.values()] for record in written[::4]]
+
+
+# Trackio keeps its folder as a constant, so all tests of this process share it.
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trackio")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKIO_DIR", str(folder))
+        yield pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+
+
+def test_trackio_gets_the_same_numbers_and_all_completions_without_a_network(
+    database, tiny_base, files, tmp_path
+):
+    argv = arguments(tiny_base, files, tmp_path / "mine", "--report-to", "trackio")
+    argv += ["--log-completions", "--save-steps", "2"]
+    assert train.main([*argv, "--max-steps", "2"]) == 0
+    assert train.main([*argv, "--max-steps", "3", "--resume"]) == 0
+    (run,) = database.get_run_records("nanogrpo")  # the resumed run continues the first
+    assert run["name"] == "mine"
+    logged = database.get_logs("nanogrpo", "mine", run_id=run["id"])
+    records = [row for row in lines(tmp_path / "mine") if "step" in row]
+    assert len(logged) == 2 * len(records)
+    numbers = [row for row in logged if "reward" in row]
+    assert [row["step"] for row in numbers] == [1, 2, 3]
+    for row, record in zip(numbers, records):
+        del record["step"]
+        assert {name: row[name] for name in record} == record
+    tables = [row for row in logged if "completions" in row]
+    for row in tables:
+        shown = row["completions"]["_value"]
+        assert shown == completions(tmp_path / "mine", row["step"])
+    # a run that starts over is another run of the same name
+    assert train.main([*argv, "--max-steps", "1", "--overwrite-output-dir"]) == 0
+    assert [r["name"] for r in database.get_run_records("nanogrpo")] == ["mine", "mine"]
+
+
+def test_a_table_of_completions_has_every_column_and_can_be_encoded():
+    messages = [{"role": "user", "content": "é?"}]
+    first = {"step": 1, "prompt": messages, "completion": "a\ud800", "reward": 1.0}
+    second = {**first, "completion": "b", "reward": None, "source": "s"}
+    other = {**second, "prompt": "x"}
+    columns, rows = table([first, second, other], unique=False)
+    assert columns == ["step", "prompt", "completion", "reward", "source"]
+    text = '[{"role": "user", "content": "é?"}]'
+    assert rows == [
+        [1, text, "a\\ud800", 1.0, None],
+        [1, text, "b", None, "s"],
+        [1, "x", "b", None, "s"],
+    ]
+    assert table([first, second, other], unique=True)[1] == [rows[0], rows[2]]
 
 
 def test_a_failed_run_sends_its_records(reported, tiny_base, files, tmp_path, monkeypatch):
@@ -124,7 +197,8 @@ def test_an_error_of_wandb_is_a_user_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
+    ("name", "module"),
+    [("tensorboard", "torch.utils.tensorboard"), ("trackio", "trackio"), ("wandb", "wandb")],
 )
 def test_a_missing_package_is_a_user_error(tmp_path, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)

@@ -47,7 +47,7 @@ async def waits(completion_ids, **kwargs):
 
 def curriculum(completion_ids, trainer_state, log_metric, **kwargs):
     log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
-    log_metric("epoch", trainer_state.epoch)
+    log_metric("epoch_so_far", trainer_state.epoch)
     return [len(ids) * trainer_state.global_step for ids in completion_ids]
 
 def nan_in_the_second_step(completion_ids, trainer_state, **kwargs):
@@ -157,7 +157,7 @@ def test_functions_know_the_step_and_a_run_is_the_same_with_and_without_the_proc
     assert steps(here[1]) == rows
     assert [row["progress"] for row in rows] == pytest.approx([0, 1 / 3, 2 / 3])
     # Each step takes 4 of 12 prompts.
-    assert [row["epoch"] for row in rows] == pytest.approx([0, 1 / 3, 2 / 3])
+    assert [row["epoch_so_far"] for row in rows] == pytest.approx([0, 1 / 3, 2 / 3])
     for step, row in enumerate(rows):
         expected = step * row["completions/mean_length"]
         assert row["rewards/curriculum/mean"] == pytest.approx(expected)
