@@ -11,7 +11,8 @@ and we have not are in trl_run.py: sdpa attention, TRL's fused head, fused AdamW
 micro-batch. In all runs, the same engine answers the held-out problems greedily; this is not timed.
 The sides run alternately, each run in a process of its own. A record is written when its run ends,
 and a run that has a record is not repeated, so an interrupted benchmark can be continued. TRL takes
-longer, so by default it runs with the first seed only (--trl-seeds).
+longer, so by default it runs with the first seed only, and ends after 16 steps (--trl-seeds,
+--trl-steps). The learning rate is constant, so these are the first steps of a longer run.
 
 --profile instead runs a few steps of our side, and compares the FLOP that they require with the
 speed of the model's matrix products in the same process:
@@ -180,8 +181,9 @@ def main(argv: Sequence[str]) -> list[dict]:
         "real_model",
         __doc__,
         seeds=(1, "runs of our side, with seeds 0, 1, …"),
+        steps=(0, "GRPO steps of our runs; 0: as many as `make real`"),
         trl_seeds=(1, "runs of TRL's side, with the first of these seeds"),
-        steps=(0, "GRPO steps per run; 0: as many as `make real`"),
+        trl_steps=(16, "GRPO steps of TRL's runs, at most as many as ours"),
     )
     parser.add_argument(
         "--base",
@@ -232,8 +234,8 @@ def measure(
     cfg: Config, args: argparse.Namespace, records: list[dict], argv: Sequence[str]
 ) -> list[dict]:
     """Run what has no record yet, and return all records."""
+    steps = {"nanogrpo": cfg.max_steps, "TRL": min(args.trl_steps, cfg.max_steps)}
     same = {
-        "steps": cfg.max_steps,
         "threads": args.threads,
         "base": learning.fingerprint(Path(cfg.model) / "model.safetensors"),
         "problems": learning.fingerprint(*map(Path, (*cfg.data, *cfg.eval_data))),
@@ -248,7 +250,7 @@ def measure(
         r
         for r in records
         if r["case"] == "profile"
-        or (not args.afresh and all(r.get(name) == value for name, value in same.items()))
+        or (not args.afresh and {**same, "steps": steps[r["side"]]}.items() <= r.items())
     ]
     wanted = [
         (seed, side)
@@ -260,8 +262,9 @@ def measure(
         for seed, side in wanted:
             progress.update(task, description=f"seed {seed}: {side}")
             if not any((r.get("seed"), r["side"]) == (seed, side) for r in records):
-                run = dataclasses.replace(cfg, seed=seed)
-                found = {**runs.run(side, run, args.threads), **same, "seed": seed}
+                run = dataclasses.replace(cfg, seed=seed, max_steps=steps[side])
+                found = runs.run(side, run, args.threads)
+                found |= {**same, "steps": steps[side], "seed": seed}
                 records.append(common.record("real_model", f"seed {seed}", side, argv, **found))
                 common.write("real_model", records, args.out)
             progress.advance(task)
