@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import train
 from nanogrpo.model import checkpoint, rope
 from nanogrpo.model.hf_config import ModelConfig
-from tests.conftest import positions_of, random_tokens, tiny_model
+from tests.conftest import arguments, positions_of, random_tokens, tiny_model, write_base
 from tests.model.peers import CONFIGS, hugging_face, peer, theirs_alone
 
 SHAPE = {
@@ -76,7 +77,7 @@ def scalings(draw) -> dict:
         },
     ),
 )
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_frequencies_and_angles_equal_transformers(size, context, fields):
     """For every spelling, also when both objects are there; and again after writing the config."""
     raw = {
@@ -130,6 +131,21 @@ def test_scaling_that_a_user_adds_to_a_saved_model_takes_effect(tmp_path, name, 
         plain = model(tokens, positions, attend)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert (found - plain).abs().max() > 0.1
+
+
+def test_a_run_keeps_the_scaling_in_its_checkpoints(files, tmp_path):
+    base = write_base(tmp_path / "base", **{**vars(CONFIGS["llama_scaled"]), "vocab_size": 104})
+    assert train.main(arguments(base, files, tmp_path / "run", "--max-steps", "1")) == 0
+    last = tmp_path / "run" / "checkpoint-1"
+    assert checkpoint.load_model(last).cfg == checkpoint.load_model(base).cfg
+    tokens = random_tokens(40, 104)
+    positions, attend = positions_of([40])
+    with torch.no_grad():
+        expected = theirs_alone(hugging_face(last), tokens, positions)
+        found = checkpoint.load_model(last)(tokens, positions, attend)
+        before = checkpoint.load_model(base)(tokens, positions, attend)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (found - before).abs().max() > 1e-5  # it was trained
 
 
 def test_a_lost_base_is_reported(caplog):
