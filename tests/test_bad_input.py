@@ -143,11 +143,11 @@ MODELS = {
     },
     "rope without a factor": (
         set_fields(rope_parameters=..., rope_scaling={"type": "linear"}),
-        "factor is None but rope_type linear needs a number above 0",
+        "factor is None but rope_type linear needs a number from 1e-9 to 2e9",
     ),
     "rope with a text": (
         set_fields(rope_parameters={"rope_type": "yarn", "factor": 4.0, "beta_fast": "32"}),
-        "beta_fast is '32' but rope_type yarn needs a number above 0",
+        "beta_fast is '32' but rope_type yarn needs a number from 1e-9 to 2e9",
     ),
     "rope with crossed bounds": (
         set_fields(

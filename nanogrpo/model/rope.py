@@ -83,8 +83,10 @@ def read(rope: dict, raw: dict, require: Callable[..., None]) -> Scaling | None:
         value: Any = given.get(name)
         off = (None,) if name == "attention_factor" else (None, 0)  # values that mean the default
         if name in REQUIRED[kind] or value not in off:
-            fine = type(value) in (int, float) and 0 < value < 2**31
-            problem = f"{name} is {value!r:.60} but rope_type {kind} needs a number above 0"
+            fine = type(value) in (int, float) and 1e-9 <= value <= 2e9
+            problem = (
+                f"{name} is {value!r:.60} but rope_type {kind} needs a number from 1e-9 to 2e9"
+            )
             require(fine, problem)
             found[name] = value
     if kind == "llama3":
