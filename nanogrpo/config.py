@@ -128,8 +128,8 @@ class Config:
     reward_funcs: tuple[str, ...] = option(
         ("accuracy", "format"),
         "accuracy, reasoning_accuracy, format, think_format, soft_overlong, cosine,"
-        " repetition_penalty, module:name, file.py:name or model:FOLDER; arguments follow a name as"
-        " name:key=value,key=value",
+        " repetition_penalty, reasoning_gym, module:name, file.py:name or model:FOLDER; arguments"
+        " follow a name as name:key=value,key=value",
         group="Rewards",
         required="name at least one reward function",
     )

@@ -54,8 +54,10 @@ def test_the_command_runs_as_written_on_a_tiny_model_and_tiny_data(
     monkeypatch.chdir(ROOT)
     options = command(page)
     parse(options).validate()  # the options as they are, with their sizes
-    smaller = "--num-generations 2 --generation-batch-size 4 --max-completion-length 8"
-    smaller += " --max-steps 2 --eval-steps 2 --learning-rate 1e-3 --device cpu"
+    # 6 of the 12 prompts per step, so an epoch has 2 steps
+    smaller = "--num-generations 2 --generation-batch-size 12 --max-completion-length 8"
+    smaller += " --eval-steps 2 --learning-rate 1e-3 --device cpu"
+    smaller += "" if "--num-train-epochs" in options else " --max-steps 2"
     out = tmp_path / "run"
     changed = ["--model", str(chat_model), "--output-dir", str(out), *smaller.split()]
     assert train.main([*options, *changed, "--num-completions-to-print", "1"]) == 0
