@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -445,6 +446,12 @@ class Config:
     warmup_steps: float = option(
         0.0, "optimizer steps of warmup, or a number below 1 for their share of all steps", ">= 0"
     )
+    optim: str = option(
+        "adamw_torch_fused",
+        "AdamW with float32 moments, or with 8-bit moments (pip install nanogrpo[torchao])",
+        choices=("adamw_torch_fused", "adamw_torch_8bit"),
+        words={"adamw_torch": "adamw_torch_fused", "adamw_8bit": "adamw_torch_8bit"},
+    )
     adam_beta1: float = option(0.9, "AdamW: decay of the mean of the gradients", ">= 0", "< 1")
     adam_beta2: float = option(
         0.999, "AdamW: decay of the mean of the squared gradients", ">= 0", "< 1"
@@ -499,6 +506,33 @@ class Config:
         ">= 0",
     )
     save_total_limit: int = option(2, "keep this many of the newest checkpoints; 0: all", ">= 0")
+    save_only_model: bool = option(
+        False, "save the weights without the optimizer's state, so --resume cannot continue"
+    )
+    load_best_model_at_end: bool = option(
+        False,
+        "also keep the best checkpoint by evaluation, and name it at the end",
+        needs="eval_steps",
+    )
+    metric_for_best_model: str = option(
+        "reward",
+        "name of the evaluation metric that decides, such as accuracy_reward",
+        needs="load_best_model_at_end",
+    )
+    greater_is_better: bool = option(
+        True, "whether the higher value of that metric is better", needs="load_best_model_at_end"
+    )
+    push_to_hub: bool = option(
+        False, "upload the final checkpoint (or the best one) to the Hugging Face hub"
+    )
+    hub_model_id: str = option(
+        "",
+        "repository to upload to, such as me/my-model; default: the name of output_dir",
+        needs="push_to_hub",
+    )
+    hub_private_repo: bool = option(
+        False, "make that repository private when it is created", needs="push_to_hub"
+    )
     overwrite_output_dir: bool = option(
         False, "delete what an earlier run left in output_dir, unless --resume continues it"
     )
@@ -623,7 +657,7 @@ class Config:
 
     def validate(self) -> None:
         """Raise a UserError for the first invalid value."""
-        for check in (_values, _sizes, _schedule, _loss, _engine, _ignored):
+        for check in (_values, _sizes, _schedule, _saving, _loss, _engine, _ignored):
             for problem in check(self):
                 raise UserError(problem)
 
@@ -749,6 +783,21 @@ def _schedule(c: Config) -> Iterator[str]:
                 f" is not below --learning-rate {c.learning_rate}: lower {name} in"
                 " --lr-scheduler-kwargs."
             )
+
+
+def _saving(c: Config) -> Iterator[str]:
+    """Check the options of checkpoints, of the best one, and of the hub."""
+    if (
+        c.load_best_model_at_end
+        and c.eval_steps
+        and (not c.save_steps or c.save_steps % c.eval_steps)
+    ):
+        yield (
+            f"--load-best-model-at-end compares checkpoints that were evaluated, but --save-steps"
+            f" {c.save_steps} is not a multiple of --eval-steps {c.eval_steps}: choose a multiple."
+        )
+    if not re.fullmatch(r"(|[\w.-]+|[\w.-]+/[\w.-]+)", c.hub_model_id):
+        yield f"--hub-model-id {c.hub_model_id!r} is no repository: write OWNER/NAME or NAME."
 
 
 def _loss(c: Config) -> Iterator[str]:

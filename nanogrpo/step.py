@@ -113,6 +113,7 @@ def evaluate(run: Run) -> None:
     samples = run.engine.sample(run.world.part(run.eval_prompts), 1, greedy, step=0)
     fill_rewards(run, samples)
     facts = metrics.facts(samples, run.world)
+    run.saver.evaluated(run.done, metrics.of_evaluation(facts))
     run.log.evaluation(run.done, facts, run.rewards.metrics(run.world.gather))
 
 
@@ -218,7 +219,7 @@ def log_step(
     if cfg.engine == "vllm":
         record |= staleness(world.concat([Counter(s.versions) for s in samples]), step)
     record["frac_tokens_skipped"] = packing.skipped(world.concat(packing.sizes(samples, cfg)))
-    record["learning_rate"] = run.optimizer.param_groups[0]["lr"]
+    record["learning_rate"] = float(run.optimizer.param_groups[0]["lr"])
     if cfg.max_resample_times:
         record["resampled_groups"] = run.resampled_groups
     run.log.step(step, facts, record, clock, run.rewards.metrics(world.gather), advantages)

@@ -124,8 +124,6 @@ IGNORED = {
 }
 
 UNSUPPORTED = {
-    "load_best_model_at_end metric_for_best_model greater_is_better save_only_model push_to_hub"
-    " hub_model_id hub_private_repo optim": "it does not exist yet",
     "fp16 fp16_full_eval bf16_full_eval": "a GPU computes in bfloat16 and a CPU in float32",
     "full_determinism": "on a CPU the same seed gives the same bits; on a GPU it does not",
     "label_smoothing_factor": "completions have advantages, and no labels",

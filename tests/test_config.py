@@ -260,6 +260,8 @@ def test_an_option_that_needs_another_is_valid_with_it():
             values = {name: other_value(name), other: choice}
             if other == "sync_ref_model":
                 values["beta"] = 0.1
+            if "load_best_model_at_end" in values:
+                values |= {"load_best_model_at_end": True, "eval_steps": 7, "save_steps": 7}
             if other == "use_adaptive_entropy":
                 values["entropy_coef"] = 0.125
             dataclasses.replace(GOOD, **values).validate()

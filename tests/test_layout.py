@@ -75,6 +75,7 @@ ONLY_IN = {
     "pyarrow": "nanogrpo/data/sources.py tests/",
     "datasets": "nanogrpo/data/hub.py bench/ tests/",
     "reasoning_gym": "nanogrpo/data/gym.py tests/",
+    "torchao": "nanogrpo/run/optim.py tests/",
     "yaml": "nanogrpo/cli.py",
     "wandb": "nanogrpo/logs/report.py tests/",
     "trackio": "nanogrpo/logs/report.py tests/",

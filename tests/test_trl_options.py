@@ -55,7 +55,7 @@ def test_every_option_of_trl_has_exactly_one_answer():
 def test_answers_name_options_that_exist():
     answers = [f"--{dashed(ours)}" for ours in trl_names.RENAMED.values()]
     answers += [text for table in trl_names.TABLES[1:] for text in table.values()]
-    engine = {"push-to-hub", "gpu-memory-utilization", "tensor-parallel-size", "model-impl"}
+    engine = {"gpu-memory-utilization", "tensor-parallel-size", "model-impl"}
     named = {name for text in answers for name in re.findall(r"--(?:no-)?([a-z][a-z0-9-]*)", text)}
     assert named - {dashed(name) for name in OURS} == engine
 

@@ -7,7 +7,7 @@ With n parameters (n_b in a block, n_r in the rest: embedding, head, norms) on W
 b bytes per number (2 on a GPU, 4 on a CPU) on micro-batches of T tokens:
 
     parameters     4·n/W                      float32 master weights
-    optimizer      8·n/W                      two float32 moments
+    optimizer      8·n/W                      two float32 moments; about 2·n/W in 8 bits
     gradients      4·n/W, or 4·n + 4·n/W      the second if several micro-batches accumulate
     gathered       b·(n_r + 2·n_b), or b·n    by FSDP: the root and two blocks, or (ZeRO-2) all
     activations    T · per_token              per layer: `activation_bytes`
@@ -124,6 +124,20 @@ def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[in
     return T, max(min(keys, max_keys), T), tokens > budget or keys > max_keys
 
 
+def moment_bytes(model: Decoder, cfg: Config, world_size: int) -> int:
+    """Return the bytes of the optimizer's two moments on one rank."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if cfg.optim != "adamw_torch_8bit":
+        return 8 * sum(p.numel() for p in trained) // world_size
+    total = 0.0
+    for p in trained:
+        local = -(-len(p) // world_size) * p[0].numel()  # FSDP2 shards the first dimension
+        quantized = local >= 4096 and local % 256 == 0
+        # a byte per number, a float32 scale per 256 numbers, and a table of 256 float32 values
+        total += 2 * (local * (1 + 4 / 256) + 4 * 256) if quantized else 8 * local
+    return round(total)
+
+
 def table(
     model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()
 ) -> list[Row]:
@@ -141,9 +155,10 @@ def table(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     block = sum(p.numel() for p in model.model.layers[0].parameters())
     root = n - block * c.num_hidden_layers
+    moments = moment_bytes(model, cfg, W)
     out = [
         Row("parameters", 4 * n // W, offloaded),
-        Row("optimizer", 8 * trained // W, offloaded),
+        Row("optimizer", moments, offloaded),
         Row("gradients", 4 * trained // W, offloaded),
     ]
     T, Tk, several = longest_strip(cfg, W, longest_prompt)
@@ -179,8 +194,9 @@ def table(
         cache = key_row * c.num_hidden_layers * cfg.max_concurrent * positions
         name = f"engine: cache of {cfg.max_concurrent} × {positions:,} tokens"
         out += [Row("engine: weights", weights), Row(name, cache)]
-    saved = 12 * trained + (4 * n if cfg.sync_ref_model else 0)
-    size = saved // W + 4 * n * world.main
+    saved = 4 * trained + (4 * n if cfg.sync_ref_model else 0)
+    size = 0 if cfg.save_only_model else saved // W + moments
+    size += 4 * n * world.main
     return [*out, Row("a checkpoint that is being written", size, on_host=True)]
 
 

@@ -11,17 +11,19 @@ from math import ceil
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanogrpo.config import Config
+from nanogrpo.errors import UserError
 
 
-def make_optimizer(model: nn.Module, cfg: Config) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
     """Return AdamW in the parameters' precision (float32), with weight decay on matrices only.
 
     It is fused: one kernel for all tensors instead of a dozen for each. We create its state here as
     zeros, not at the first step, so a run that does not fit into memory fails before it samples,
-    and a checkpoint can be read directly into it.
+    and a checkpoint can be read directly into it. With --optim adamw_torch_8bit the optimizer is
+    torchao's, which stores large moments in 8 bits.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -29,6 +31,8 @@ def make_optimizer(model: nn.Module, cfg: Config) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     betas = (cfg.adam_beta1, cfg.adam_beta2)
+    if cfg.optim == "adamw_torch_8bit":
+        return _eight_bit(groups, cfg, betas)
     optimizer = torch.optim.AdamW(
         groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon, fused=True
     )
@@ -38,6 +42,32 @@ def make_optimizer(model: nn.Module, cfg: Config) -> torch.optim.AdamW:
         step = torch.zeros((), dtype=torch.float32, device=p.device)
         moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[p] = {"step": step, **moments}
+    return optimizer
+
+
+def _eight_bit(
+    groups: list[dict[str, Any]], cfg: Config, betas: tuple[float, float]
+) -> torch.optim.Optimizer:
+    """Return torchao's AdamW. A moment with at least 4,096 numbers on this rank, in full blocks of
+    256, has one byte per number and one scale per block. Smaller ones stay in float32.
+    """
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as e:
+        raise UserError(
+            "--optim adamw_torch_8bit needs its package: pip install nanogrpo[torchao]."
+        ) from e
+    optimizer = AdamW8bit(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        moments = {
+            name: optimizer._new_buffer(p, signed)
+            for name, signed in (("exp_avg", True), ("exp_avg_sq", False))
+        }
+        optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
+    if all(p.device.type == "cpu" for p in parameters):
+        # torchao compiles its update, for which a CPU would need a C++ compiler
+        optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)
     return optimizer
 
 
@@ -130,7 +160,10 @@ def clip_and_step(
             "in a new run, or bound the rewards and --resume from the last checkpoint"
         )
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        if isinstance(group["lr"], Tensor):  # torchao's compiled update takes a tensor
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm.item()

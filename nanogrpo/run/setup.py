@@ -40,7 +40,7 @@ from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards import plugin
 from nanogrpo.rewards.builtin import needs_answers
 from nanogrpo.rewards.runner import Runner
-from nanogrpo.run import memory, optim, output, state, warmup
+from nanogrpo.run import hub, memory, optim, output, state, warmup
 from nanogrpo.types import Prompt
 from nanogrpo.vllm.auth import SECRET
 from nanogrpo.vllm.client import VLLMEngine
@@ -109,6 +109,15 @@ def closing(run: Run) -> Iterator[None]:
             if run.done > run.start:
                 run.saver.save(run.done, run.entropy_bonus.state)
             raise
+    if best := run.saver.best:
+        message = "best checkpoint: %s (%s %.4g after %d steps)"
+        where = run.saver.best_checkpoint
+        log.info(message, where, best["metric"], best["value"], best["step"])
+    if run.cfg.push_to_hub and run.done == run.cfg.max_steps:
+        last = checkpoint.checkpoints(run.cfg.output_dir)[-1]
+        folder = run.saver.best_checkpoint or last
+        # an upload may take longer than --ddp-timeout
+        run.world.patient().once(lambda: hub.push(run.cfg, folder))
     if run.done and run.world.main:  # the last save has finished
         progress.print_line(progress.closing_line(run.cfg, run.done))
 
@@ -116,6 +125,7 @@ def closing(run: Run) -> Iterator[None]:
 def setup(cfg: Config, world: World) -> Run:
     """Check every input, then build the parts. Every rank must call."""
     check_world(cfg, world)
+    hub.check(cfg)
     source = find_model(cfg, world)
     tokenizer = Tokenizer(source)
     rewards = make_rewards(cfg, world)

@@ -9,7 +9,8 @@ checkpoint that transformers can load:
                                                            (also merged into the weights above)
         state.json                                         finished steps, options, ranks, hashes
         state/__0_0.distcp  __1_0.distcp …  .metadata      float32 weights and AdamW's moments:
-                                                           one file per rank
+                                                           one file per rank (not with
+                                                           --save-only-model)
 
 Nothing else needs saving: data, random streams and the learning rate are functions of the step.
 
@@ -30,7 +31,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nanogrpo.config import Config
@@ -65,6 +67,8 @@ FREE = """
     resume output_dir overwrite_output_dir max_steps save_steps save_total_limit report_to
     run_name trace_step log_completions log_unique_prompts num_completions_to_print
     eval_data dataset_test_split eval_steps eval_samples
+    save_only_model load_best_model_at_end metric_for_best_model greater_is_better
+    push_to_hub hub_model_id hub_private_repo
     device ddp_timeout heartbeat_timeout reward_timeout server vllm_python vllm_options
     weight_transport server_window server_timeout server_patience max_concurrent token_budget
     share_prompts gradient_checkpointing cpu_offload reshard_after_forward
@@ -90,10 +94,23 @@ def tensors(
         if p.requires_grad:
             moments = optimizer.state[p]
             out[f"master.{name}"] = p.detach()
-            out |= {f"{kind}.{name}": moments[kind] for kind in ("exp_avg", "exp_avg_sq")}
+            for kind in ("exp_avg", "exp_avg_sq"):
+                out |= _parts(f"{kind}.{name}", moments[kind])
             # one count for all, because each update changes every parameter
             out.setdefault("updates", moments["step"])
     return out
+
+
+def _parts(name: str, moment: Tensor) -> dict[str, Tensor]:
+    """Return what must be saved of a moment: the moment itself, or, if torchao stores it in 8 bits,
+    its codes and scales. The blocks of a shard are its own, so they belong to this rank.
+    """
+    with torch.no_grad():
+        local = moment.to_local() if isinstance(moment, DTensor) else moment
+    if not hasattr(local, "codes"):
+        return {name: moment}
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return {f"{name}.{part}@{rank}/{size}": getattr(local, part) for part in ("codes", "scale")}
 
 
 # --- writing ---
@@ -121,6 +138,8 @@ class Saver:
         self.cfg, self.world, self.model, self.optimizer = cfg, world, model, optimizer
         self.tokenizer, self.config_json, self.origin = tokenizer, config_json, origin
         self.reference = reference if cfg.sync_ref_model else None
+        self.best = _best(cfg)
+        self.scored: tuple[int, float] | None = None  # steps and metric of the last evaluation
         # float16 could not represent every master weight
         bf16 = config_json.get("dtype", config_json.get("torch_dtype")) == "bfloat16"
         self.dtype = torch.bfloat16 if bf16 else torch.float32
@@ -146,6 +165,36 @@ class Saver:
             self.finish()
             failure.unfinished.remove(self.wait)
 
+    def evaluated(self, step: int, row: Mapping[str, float]) -> None:
+        """Note the metrics of the evaluation after `step` steps, for --load-best-model-at-end."""
+        if not self.cfg.load_best_model_at_end:
+            return
+        wanted = self.cfg.metric_for_best_model
+        names = wanted, f"eval/{wanted.removeprefix('eval_')}", f"eval/rewards/{wanted}"
+        found = [row[name] for name in names if name in row]
+        if found:
+            self.scored = step, found[0]
+        # later, a reward function may apply to none of the prompts
+        elif self.scored is None and self.best is None:
+            known = (n.removeprefix("eval/").removeprefix("rewards/") for n in row)
+            raise UserError(
+                f"--metric-for-best-model {wanted} is not a metric of the evaluation: choose one of"
+                f" {', '.join(sorted(known))}."
+            )
+
+    def _choose(self, step: int) -> None:
+        """Make `step` the best checkpoint if it was evaluated and none before it was as good."""
+        if self.scored is None or self.scored[0] != step:
+            return
+        sign, value = 1 if self.cfg.greater_is_better else -1, self.scored[1]
+        if self.best is None or sign * value > sign * self.best["value"]:
+            self.best = {"step": step, "value": value, "metric": self.cfg.metric_for_best_model}
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The best checkpoint so far, which `save_total_limit` never removes."""
+        return Path(self.cfg.output_dir) / f"checkpoint-{self.best['step']}" if self.best else None
+
     def save(self, step: int, carried: dict | None = None) -> None:
         """Start writing `checkpoint-{step}`, the state after `step` finished steps. Return as soon
         as the weights may change again. Every rank must call.
@@ -153,6 +202,8 @@ class Saver:
         carried: the few values, other than tensors, that one step passes to the next.
         """
         self.finish()
+        self._choose(step)
+        best = self.best
         self.final = Path(self.cfg.output_dir).absolute() / f"checkpoint-{step}"
         with contextlib.ExitStack() as stack:
             # Every rank writes into this folder. `once` is also a barrier, so no rank starts before
@@ -162,14 +213,7 @@ class Saver:
             )
             weights = checkpoint.host_weights(self.model, self.dtype, keep=self.world.main)
             adapter = adapters.host_adapters(self.model, keep=self.world.main)
-            # returns when the copies are complete; the files are written in the background
-            shards = dcp.async_save(
-                tensors(self.model, self.optimizer, self.reference),
-                checkpoint_id=folder / "state",
-                process_group=self.group,
-                no_dist=self.group is None,
-            )
-            assert isinstance(shards, Future)
+            shards = None if self.cfg.save_only_model else self._save_state(folder / "state")
             written = stack.pop_all()
 
         def write() -> None:
@@ -182,21 +226,39 @@ class Saver:
                         "step": step,
                         "processes": self.world.size,
                         "carried": carried or {},
+                        "best": best,
                         "origin": self.origin,
                         "config": dataclasses.asdict(self.cfg),
                     }
                     (folder / "state.json").write_text(json.dumps(row, indent=2) + "\n")
                 finally:
                     # no rank may still write into a folder that is being removed
-                    wait([shards])
-                shards.result()
-            self._remove_old()
+                    wait([shards] if shards else [])
+                if shards:
+                    shards.result()
+            self._remove_old(best)
 
         self.job = self.pool.submit(write) if self.world.main else shards
 
-    def _remove_old(self) -> None:
+    def _save_state(self, folder: Path) -> Future:
+        """Start writing what a resumed run needs. Returns when the copies are complete; the files
+        are written in the background.
+        """
+        shards = dcp.async_save(
+            tensors(self.model, self.optimizer, self.reference),
+            checkpoint_id=folder,
+            process_group=self.group,
+            no_dist=self.group is None,
+        )
+        assert isinstance(shards, Future)
+        return shards
+
+    def _remove_old(self, best: dict | None) -> None:
+        kept = f"checkpoint-{best['step']}" if best else ""
         if limit := self.cfg.save_total_limit:
             for old in checkpoint.checkpoints(self.cfg.output_dir)[:-limit]:
+                if old.name == kept:
+                    continue
                 # a half-removed checkpoint must not look finished
                 shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))
 
@@ -233,6 +295,17 @@ def reason(error: BaseException) -> str:
     return failure.first_sentence(error)
 
 
+def _best(cfg: Config) -> dict | None:
+    """Return the best checkpoint that the run to be resumed has recorded, by the same metric."""
+    found = checkpoint.checkpoints(cfg.output_dir) if cfg.resume else []
+    if not found or not cfg.load_best_model_at_end:
+        return None
+    best = read_json(found[-1] / "state.json").get("best")
+    if not best or best["metric"] != cfg.metric_for_best_model:
+        return None
+    return best if any(f.name == f"checkpoint-{best['step']}" for f in found) else None
+
+
 # --- resuming ---
 
 
@@ -255,7 +328,7 @@ def resume(
     A finished folder that cannot be read is an error. Falling back to the previous checkpoint would
     lose steps, so the user must decide.
     """
-    found = world.once(lambda: _latest(cfg, origin)) if cfg.resume else None
+    found = world.once(lambda: _latest(cfg, origin, world.size)) if cfg.resume else None
     if found is None:
         return 0, {}
     folder, saved = found
@@ -266,7 +339,9 @@ def resume(
     return saved["step"], saved.get("carried", {})
 
 
-def _latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] | None:
+def _latest(
+    cfg: Config, origin: dict[str, str], processes: int
+) -> tuple[Path, dict[str, Any]] | None:
     """Return the last checkpoint and its state.json, which must fit the options and inputs."""
     output.remove_unfinished(cfg)
     found = checkpoint.checkpoints(cfg.output_dir)
@@ -285,6 +360,16 @@ def _latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] 
         )
     # Convert through JSON, because the file contains lists where the options are tuples.
     now, defaults = json.loads(json.dumps([dataclasses.asdict(c) for c in (cfg, Config())]))
+    if config.get("save_only_model"):
+        raise UserError(
+            f"--resume: {folder} was written with --save-only-model and cannot be continued: start "
+            f"from its weights (--model {folder}) in another folder."
+        )
+    if cfg.optim == "adamw_torch_8bit" and saved["processes"] != processes:
+        raise UserError(
+            f"--resume: {folder} was written by {saved['processes']} processes, and 8-bit moments "
+            f"cannot be split in another way: use as many, not {processes}."
+        )
     free = set(FREE.split())
     by_share = 0 < cfg.warmup_steps < 1
     if by_share or cfg.lr_scheduler_type not in (
@@ -318,6 +403,8 @@ def _load(folder: Path, mine: dict[str, Tensor]) -> None:
         stored = reader.read_metadata().state_dict_metadata
         there = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
     here = {name: tuple(t.shape) for name, t in mine.items()}
+    others = {name for name in there if "@" in name and name not in here}  # 8-bit parts of ranks
+    there = {name: shape for name, shape in there.items() if name not in others}
     for name in sorted(there.keys() | here.keys()):
         if there.get(name) != here.get(name):
             raise UserError(
