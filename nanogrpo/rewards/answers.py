@@ -30,10 +30,11 @@ FORMULA = re.compile(
 ANSWER_IS = re.compile(r"answer.{0,50}\Z", re.IGNORECASE | re.DOTALL)
 # The text between two answers that are given together: "or", "and", a comma, "or maybe x =".
 TOGETHER = re.compile(
-    r"(?:[\s$*~]|\\[()\[\],;! ]|</?answer>)*"
+    r"(?:[\s$*~.]|\\[()\[\],;! ]|</?answer>)*"
     r"(?:[,;/&]|\b(?:or|and|alternatively)\b|\\(?:text|mathrm)\s*\{\s*,?\s*(?:or|and)\s*\})"
     r"(?:[\s$*~,]|\\[()\[\],;! ]|</?answer>|[a-zA-Z]\s*="
-    r"|\b(?:or|and|maybe|possibly|perhaps|also|even|else|either|it|is|could|be|the)\b)*"
+    r"|\b(?:or|and|maybe|possibly|perhaps|also|even|else|either|it|is|could|be|the)\b)*",
+    re.IGNORECASE,
 )
 
 
@@ -330,7 +331,7 @@ ONLY_DIGITS = re.compile(r"(?:[\d.,+\-*/=(){}^ ]|\\frac|\\cdot|\\times|\\div)+")
 CALCULATION = re.compile(
     r"[\d)}] ?(?:[+\-*=]|\\cdot|\\times|\\div) ?[-+({\\\d]|[)}] ?\(|\d ?\(|\)\d"
 )
-SEPARATED = re.compile(r",(?!\d{3})|;|\b(?:or|and)\b")
+SEPARATED = re.compile(r",(?!\d{3})|[;<>]|\b(?:or|and)\b")
 
 
 def compare(answer: str, reference: str) -> bool | None:
@@ -355,9 +356,8 @@ def compare(answer: str, reference: str) -> bool | None:
     if not (short and short_b) or len(short) == len(short_b) == 1:
         return False
     if wanted:
-        sides = [quantity(side.strip()) for side in a.split("=")] if "=" in a else []
-        if any(sides) and ONLY_DIGITS.fullmatch(a):  # "3 + 4 = 7", or "7 = 3 + 4"
-            return _same_quantity([side for side in sides if side][-1], wanted)
+        if "=" in a and ONLY_DIGITS.fullmatch(a):
+            return _is_equation_for(wanted, a)
         if SEPARATED.search(a) or not re.search(r"\d|\\", a):
             return False
         if ONLY_DIGITS.fullmatch(a) and (CALCULATION.search(a) or not re.search(r"[\^({]", a)):
@@ -372,12 +372,25 @@ def compare(answer: str, reference: str) -> bool | None:
         rest = (chosen["rest"] or chosen["rest2"] or "").strip()
         is_one = not re.match(r"(?:or|and)\b|[,;/&(]", rest) and not re.search(r"\([A-Z]\)", rest)
         return is_one and (chosen[1] or chosen[3]) == (label[1] or label[3])
-    if is_words(short) or is_words(short_b):
-        # Letters may be variables, whose product has no order.
-        if len(short) < 4 and sorted(short) == sorted(short_b):
-            return None
-        return short.casefold() == short_b.casefold()
+    if is_words(short) and is_words(short_b):
+        # Few letters may be variables, whose product has no order.
+        few = len(short) <= 4 and sorted(short) == sorted(short_b)
+        return None if few else short.casefold() == short_b.casefold()
     return None
+
+
+def _is_equation_for(wanted: Quantity, text: str) -> bool:
+    """Return whether an equation without variables states the number: "3 + 4 = 7", "7 = 3 + 4"."""
+    sides = [side.strip() for side in text.split("=")]
+    numbers = [number for side in sides if (number := quantity(side))]
+    calculations = [
+        side for side in sides if CALCULATION.search(side) and side[-1] in "0123456789)}"
+    ]
+    return (
+        len(numbers) + len(calculations) == len(sides)
+        and len(numbers) > 0
+        and all(_same_quantity(number, wanted) for number in numbers)
+    )
 
 
 def is_words(text: str) -> bool:

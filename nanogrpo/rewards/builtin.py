@@ -271,6 +271,8 @@ def load_function(spec: str, max_completion_length: int = 512) -> Callable:
         name, arguments = "soft_overlong", _length(name, arguments)
     if name not in BY_NAME:
         near = difflib.get_close_matches(_name(name), [*BY_NAME, *ELSEWHERE, "length"], n=1)
+        if "." in name and ":" not in name:  # as in TRL's command line
+            near = [":".join(name.rsplit(".", 1))]
         hint = f", nor one of {', '.join([*BUILT_IN, *ELSEWHERE])} or model:FOLDER"
         return plugin.load_reward(spec, f"{hint}; did you mean {near[0]}?" if near else hint)
     function = BY_NAME[name]

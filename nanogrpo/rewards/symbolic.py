@@ -45,8 +45,7 @@ CACHE_SIZE = 100_000
 def check_installed(spec: str) -> None:
     if find_spec("math_verify") is None:
         raise UserError(
-            f"--reward-funcs {spec} needs the package math-verify: pip install"
-            " 'math-verify[antlr4_13_2]'."
+            f"--reward-funcs {spec} needs the package math-verify: pip install math-verify."
         )
 
 

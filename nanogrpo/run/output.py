@@ -22,6 +22,7 @@ from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
+from nanogrpo.rewards import plugin
 from nanogrpo.types import Prompt
 
 log = logging.getLogger("nanogrpo")
@@ -146,7 +147,8 @@ def origin(cfg: Config, world: World, prompts: Sequence[Prompt]) -> dict[str, st
         raise UserError(
             "--data holds different prompts for different ranks: give all machines the same files."
         )
-    for where in {spec.rpartition(":")[0] for spec in (*cfg.reward_funcs, cfg.rollout)} - {""}:
+    names = [plugin.split_arguments(spec)[0] for spec in (*cfg.reward_funcs, cfg.rollout)]
+    for where in {name.rpartition(":")[0] for name in names} - {""}:
         module = None if where.endswith(".py") else importlib.util.find_spec(where)
         path = Path(module.origin or "" if module else where)
         if path.suffix == ".py" and path.is_file():

@@ -8,6 +8,7 @@ import functools
 import pytest
 
 from nanogrpo.errors import UserError
+from nanogrpo.rewards import symbolic
 from nanogrpo.rewards.builtin import (
     BUILT_IN,
     cosine_scaled_reward,
@@ -219,6 +220,7 @@ def test_functions_factories_and_classes_of_the_user_take_arguments(own, timeout
         ("acuracy:a=1", "did you mean accuracy?"),
         ("think_forma", "did you mean think_format?"),
         ("correct", "or model:FOLDER$"),
+        ("my_lib.rewards.correct", "did you mean my_lib.rewards:correct?"),
     ],
 )
 def test_a_mistake_in_a_name_or_an_argument_is_one_sentence(own, spec, message):
@@ -227,6 +229,14 @@ def test_a_mistake_in_a_name_or_an_argument_is_one_sentence(own, spec, message):
             Runner([spec.format(own=own)], timeout=timeout)
         assert str(caught.value).startswith("--reward-funcs: ")
         assert "\n" not in str(caught.value)
+
+
+def test_a_missing_library_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(symbolic, "find_spec", lambda name: None)
+    for name in ("accuracy", "reasoning_accuracy", "cosine"):
+        with pytest.raises(UserError, match=f"^--reward-funcs {name} needs the package math-veri"):
+            load_function(name)
+    load_function("format")
 
 
 def test_the_arguments_of_a_partial_are_the_users(own):

@@ -143,3 +143,13 @@ def test_ranks_that_read_other_prompts_are_refused():
         == ["--data holds different prompts for different ranks: give all machines the same files."]
         * 3
     )
+
+
+def test_the_files_of_reward_functions_with_arguments_are_hashed(tmp_path):
+    (tmp_path / "own.py").write_text("def f(completions, a=1, **kwargs): ...\n")
+    specs = (f"{tmp_path}/own.py:f:a=2,b='x:y.py'", "cosine:max_len=3", "length:24")
+    with join(Config(device="cpu")) as world:
+        assert list(output.origin(Config(reward_funcs=specs), world, [])) == [
+            "prompts",
+            f"{tmp_path}/own.py",
+        ]
