@@ -43,9 +43,9 @@ def reason(
 ) -> str:
     """Return the likely reason why a step had no signal, and a remedy."""
     limit = f"--max-completion-length {cfg.max_completion_length}"
-    truncated = not any(s.stopped for s in samples)
+    truncated = sum(not s.stopped for s in samples) / len(samples)
     if any(advantages):
-        if truncated and cfg.mask_truncated_completions:
+        if truncated == 1 and cfg.mask_truncated_completions:
             return (
                 f"every completion was truncated at {limit}, and --mask-truncated-completions "
                 "leaves these out of the loss: raise the limit"
@@ -68,10 +68,10 @@ def reason(
             "with --advantage-estimator maxrl, a group whose mean reward is not above 0 has no "
             "advantage: use rewards of 0 and above"
         )
-    if truncated:
+    if truncated > 0.5:
         return (
-            f"every completion was truncated at {limit}, so none could finish its answer: raise "
-            "the limit"
+            f"{truncated:.0%} of the completions were truncated at {limit}, before they could "
+            "finish their answer: raise the limit"
         )
     if row.get("entropy", 1.0) < 0.001:
         return (

@@ -40,9 +40,11 @@ def test_the_reason_fits_the_rewards():
 
 def test_the_reason_fits_the_completions():
     cut = [sample(3, stopped=False, accuracy=0.0) for _ in range(4)]
-    assert why(cut, max_completion_length=3).startswith(
-        "every completion was truncated at --max-completion-length 3, so none could finish"
-    )
+    for some, share in ((cut, "100%"), (cut[:3] + [sample(2, accuracy=0.0)], "75%")):
+        assert why(some, max_completion_length=3).startswith(
+            f"{share} of the completions were truncated at --max-completion-length 3, before they"
+        )
+    assert "truncated" not in why(cut[:2] + [sample(2, accuracy=0.0)] * 2)
     same = [sample(3, accuracy=r) for r in (0.0, 0.0, 1.0, 1.0)]
     assert why(same, {**FLAT, "entropy": 2e-5}).startswith(
         "the completions of a prompt are all alike (entropy 2e-05): raise --temperature"
