@@ -182,10 +182,30 @@ class Config:
     max_concurrent: int = option(
         64, "sequences the local engine decodes at once; a vLLM server decides for itself", "> 0"
     )
+    tools: tuple[str, ...] = option(
+        (),
+        "functions that the model may call: module:function or file.py:function, with type hints"
+        " and a docstring",
+    )
+    environment_factory: str = option(
+        "",
+        "class with a method reset, one object per completion: module:Class or file.py:Class; the"
+        " model may call its other methods",
+    )
+    max_tool_calling_iterations: int = option(
+        0, "how often a completion may continue after tool calls; 0: while there is room", ">= 0"
+    )
+    # far longer than a call should take, because the other completions wait
+    tool_timeout: float = option(
+        30.0,
+        "seconds allowed for one tool call, after which the model reads an error; 0: no limit",
+        ">= 0",
+        "<= 1e7",
+    )
     rollout: str = option(
         "",
-        "function for completions of several turns, with tools: module:function or"
-        " file.py:function; empty: one turn",
+        "function for completions of several turns that decides when the model writes:"
+        " module:function or file.py:function",
     )
     max_resample_times: int = option(
         0,
@@ -863,11 +883,23 @@ def _engine(c: Config) -> Iterator[str]:
             "--max-staleness trains on samples of older weights, which needs a correction: leave"
             " --old-logp-from at auto, or choose a --vllm-importance-sampling-mode."
         )
-    if c.rollout and c.max_staleness:
+    users = [name for name in ("rollout", "tools", "environment_factory") if getattr(c, name)]
+    if users and c.max_staleness:
         yield (
-            "--rollout cannot be used with --max-staleness, because its turns are sampled with the"
-            " current weights: use --max-staleness 0."
+            f"--{dashed(users[0])} cannot be used with --max-staleness, because its turns are"
+            " sampled with the current weights: use --max-staleness 0."
         )
+    if c.rollout and len(users) > 1:
+        yield (
+            f"--rollout cannot be used with --{dashed(users[1])}, which is a rollout of its own:"
+            " leave one of them out."
+        )
+    for name in ("max_tool_calling_iterations", "tool_timeout"):
+        if getattr(c, name) != getattr(Config, name) and not (c.tools or c.environment_factory):
+            yield (
+                f"--{dashed(name)} is {getattr(c, name)}, which has no effect without --tools or"
+                " --environment-factory: set one of them too."
+            )
     if c.engine == "local":
         return
     for name in ("top_p", "top_k", "min_p"):

@@ -199,7 +199,7 @@ RANGES = {
     " entropy_coef_max entropy_target reward_timeout save_steps trace_step num_completions_to_print"
     " max_prompt_length save_total_limit seed server_patience max_staleness max_resample_times"
     " vllm_importance_sampling_clip_min lora_r min_p adam_beta1 adam_beta2 top_entropy_quantile"
-    " lora_dropout",
+    " lora_dropout max_tool_calling_iterations tool_timeout",
     "above 1": "delta",
     "at least 2": "num_generations",
     "at least 3": "heartbeat_timeout",
@@ -207,7 +207,8 @@ RANGES = {
 LARGEST = {
     "<= 1": "top_p min_p top_entropy_quantile ref_model_mixup_alpha",
     "< 1": "epsilon adam_beta1 adam_beta2 lora_dropout",
-    "<= 1e7": "reward_timeout server_timeout server_patience ddp_timeout heartbeat_timeout",
+    "<= 1e7": "reward_timeout server_timeout server_patience ddp_timeout heartbeat_timeout"
+    " tool_timeout",
     f"< {2**63}": "seed",
 }
 

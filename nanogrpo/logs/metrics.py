@@ -149,21 +149,33 @@ def _mean_std(values: Sequence[float]) -> tuple[float, float]:
 class Facts(NamedTuple):
     """The facts about a sample that the metrics need. Ranks exchange these instead of tokens."""
 
-    length: int
+    length: int  # tokens that the model wrote
     prompt_length: int
     stopped: bool
     rewards: dict[str, float | None]
     reward: float | None
+    calls: int | None = None  # tool calls; None: there are no tools
+    failures: int = 0  # of these calls
 
 
 def facts(samples: Sequence[Sample], world: World) -> list[Facts]:
     """Return the facts about the samples of all ranks. Every rank must call."""
-    return world.concat(
-        [
-            Facts(len(s.token_ids), len(s.prompt.token_ids), s.stopped, s.rewards, s.reward)
-            for s in samples
-        ]
-    )
+
+    def fact(s: Sample) -> Facts:
+        length, prompt_length = len(s.model_token_indices), len(s.prompt.token_ids)
+        calls = (s.conversation.calls, s.conversation.failures) if s.conversation else ()
+        return Facts(length, prompt_length, s.stopped, s.rewards, s.reward, *calls)
+
+    return world.concat(list(map(fact, samples)))
+
+
+def _tools(samples: Sequence[Facts]) -> dict[str, float]:
+    """Return the calls per completion, and the fraction of the calls that failed."""
+    calls = [s.calls for s in samples if s.calls is not None]
+    if not calls:
+        return {}
+    failed = sum(s.failures for s in samples) / sum(calls) if any(calls) else 0.0
+    return {"tools/call_frequency": sum(calls) / len(samples), "tools/failure_frequency": failed}
 
 
 def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
@@ -183,7 +195,7 @@ def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
         mean, deviation = ("", "_std") if name == "reward" else ("/mean", "/std")
         out[name + mean], out[name + deviation] = _mean_std(given)
     out["frac_reward_zero_std"] = torch.isclose(std, torch.zeros_like(std)).float().mean().item()
-    return out
+    return out | _tools(samples)
 
 
 def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
@@ -201,4 +213,5 @@ def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
 def of_evaluation(samples: Sequence[Facts]) -> dict[str, float]:
     """Return the metrics of an evaluation. A reward that does not apply is left out, not 0."""
     out = {f"eval/{name}": statistics.fmean(given) for name, given in _given(samples).items()}
+    out |= {f"eval/{name}": value for name, value in _tools(samples).items()}
     return {**out, "eval/mean_length": statistics.fmean(s.length for s in samples)}

@@ -10,8 +10,10 @@ called once for all B samples:
     def my_reward(completions, **kwargs) -> list[float | None]    # B values; None: does not apply
 Its keyword arguments are lists of length B, except for the last three:
     prompts          as in the data: text, or messages
-    completions      text for a text prompt, [{"role": "assistant", "content": text}] for messages
+    completions      text for a text prompt, [{"role": "assistant", "content": text}] for messages;
+                     with tools, these are all messages, including the tools' answers
     completion_ids   token ids, including the stop token
+    environments     with --environment-factory, the objects that the completions have used
     <column>         one for each other column of the data; None where a record lacks it
     trainer_state    .global_step (finished steps), .max_steps, .epoch, e.g. for a curriculum
     log_extra        log_extra(column, B values) adds a column to the completions table
@@ -108,12 +110,17 @@ class Functions:
         # Each function gets its own copy, so the changes it makes affect neither the next function
         # nor the samples. Pickle is faster than deepcopy. Most of the data are token ids, for which
         # it is enough to copy each list.
-        ids = arguments["completion_ids"]
-        others = pickle.dumps({**arguments, "completion_ids": None})
+        # Environments are shared, as in TRL, because some cannot be copied.
+        ids, kept = arguments["completion_ids"], {}
+        if "environments" in arguments:
+            kept["environments"] = _unpacked(arguments["environments"])
+        others = pickle.dumps({**arguments, "completion_ids": None, "environments": None})
         calls = []
         for i, _ in functions:
             own = pickle.loads(others) | {"log_extra": log_extra, "log_metric": log_metric}
-            calls.append((self.functions[i], own | {"completion_ids": list(map(list, ids))}))
+            del own["environments"]
+            own |= {"completion_ids": list(map(list, ids)), **kept}
+            calls.append((self.functions[i], own))
         if self.is_async[functions[0][0]]:
             self.loop = self.loop or asyncio.new_event_loop()
             results = self.loop.run_until_complete(_await_together(calls))
@@ -121,6 +128,33 @@ class Functions:
             results = [_attempt(*call) for call in calls]
         rewards = [_check(result, name, labels) for result, (_, name) in zip(results, functions)]
         return CallResult(rewards, extra, metrics)
+
+
+def packed(environments: Sequence) -> bytes:
+    """Return environments in a form that can be sent to the reward process.
+
+    Raises UserError if they cannot be copied.
+    """
+    try:
+        return pickle.dumps(environments)
+    except Exception as e:  # the user's class may raise anything
+        raise _not_copied(e) from e
+
+
+def _unpacked(environments: bytes | Sequence) -> Sequence:
+    if not isinstance(environments, bytes):
+        return environments
+    try:
+        return pickle.loads(environments)
+    except Exception as e:  # the user's class may raise anything
+        raise _not_copied(e) from e
+
+
+def _not_copied(error: Exception) -> UserError:
+    return UserError(
+        f"--environment-factory: the environments cannot be copied to the process of the reward "
+        f"functions ({type(error).__name__}: {error}): use --reward-timeout 0, or __getstate__"
+    )
 
 
 def _unwrap(function: Callable) -> Callable:

@@ -33,7 +33,7 @@ from typing import Any
 from nanogrpo.distributed.parent import killed_with
 from nanogrpo.errors import UserError
 from nanogrpo.rewards import plugin
-from nanogrpo.rewards.call import CallResult, Functions
+from nanogrpo.rewards.call import CallResult, Functions, packed
 
 # Time limit in seconds for importing the functions. It is long because a user's file may load a
 # model of its own.
@@ -102,6 +102,8 @@ class RewardProcess:
 
         If the time runs out or the process dies, kill what is left of it and raise CallLost.
         """
+        if "environments" in arguments:
+            arguments = arguments | {"environments": packed(arguments["environments"])}
         if not self.kill.alive:
             self.start()
         return CallResult(*self._ask((functions, arguments, labels), timeout))

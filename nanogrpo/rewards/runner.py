@@ -73,12 +73,14 @@ class Runner:
         timeout: float = 0.0,
         max_completion_length: int = 512,
         device: torch.device | str = "cpu",
+        environment: str = "",
     ):
         """Import the functions.
 
         specs: names (see rewards/builtin.py; model:FOLDER is a reward model on `device`), or
         functions, which run in this process; weights: 1 each if empty; timeout: seconds per call of
-        the user's functions; 0 runs them in this process. Raises UserError for an unknown name.
+        the user's functions; 0 runs them in this process; environment: the class of the objects
+        that they receive as `environments`. Raises UserError for an unknown name.
         """
 
         def load(spec: str | Callable) -> Callable:
@@ -92,7 +94,9 @@ class Runner:
         remote: list = [s for s in specs if timeout and isinstance(s, str) and is_users(s)]
         local = [s for s in specs if s not in remote]
         self.timeout, self.local = timeout, Functions([load(spec) for spec in local])
-        self.process = RewardProcess(remote) if remote else None
+        # the process must have imported the class before it can receive environments
+        imports = [environment] if environment else []
+        self.process = RewardProcess([*remote, *imports]) if remote else None
         self.names: list[str] = []  # as in the logs; duplicates get the suffixes _2, _3, …
         self.weights = weights or [1.0] * len(specs)
         jobs: dict[tuple, Job] = {}
@@ -160,6 +164,8 @@ class Runner:
             if sample.prompt.id not in groups:
                 sample.rewards = dict.fromkeys(self.names)
             sample.reward = self._weighted_sum(sample)
+            if sample.conversation is not None:  # not needed any more, and perhaps not picklable
+                sample.conversation.environment = None
 
     def metrics(self, gather: Callable[[Any], list]) -> dict[str, float]:
         """Return the number of lost groups and the means of log_metric since the last call.
@@ -233,15 +239,21 @@ def _arguments(samples: Sequence[Sample], state: TrainerState) -> dict[str, Any]
     """Return the keyword arguments of a reward function for these samples."""
     # The columns of all samples, in order of appearance.
     columns = dict.fromkeys(name for sample in samples for name in sample.prompt.columns)
-    return dict(
+    out = dict(
         prompts=[sample.prompt.text for sample in samples],
-        completions=[
-            sample.text
-            if isinstance(sample.prompt.text, str)
-            else [{"role": "assistant", "content": sample.text}]
-            for sample in samples
-        ],
+        completions=[_completion(sample) for sample in samples],
         completion_ids=[sample.token_ids for sample in samples],
         trainer_state=state,
         **{name: [sample.prompt.columns.get(name) for sample in samples] for name in columns},
     )
+    environments = [sample.conversation and sample.conversation.environment for sample in samples]
+    if any(environment is not None for environment in environments):
+        out["environments"] = environments
+    return out
+
+
+def _completion(sample: Sample) -> str | list[dict]:
+    if sample.conversation is not None:
+        return sample.conversation.messages
+    message = {"role": "assistant", "content": sample.text}
+    return sample.text if isinstance(sample.prompt.text, str) else [message]

@@ -147,7 +147,8 @@ def origin(cfg: Config, world: World, prompts: Sequence[Prompt]) -> dict[str, st
         raise UserError(
             "--data holds different prompts for different ranks: give all machines the same files."
         )
-    names = [plugin.split_arguments(spec)[0] for spec in (*cfg.reward_funcs, cfg.rollout)]
+    code = (*cfg.reward_funcs, cfg.rollout, *cfg.tools, cfg.environment_factory)
+    names = [plugin.split_arguments(spec)[0] for spec in code]
     for where in {name.rpartition(":")[0] for name in names} - {""}:
         module = None if where.endswith(".py") else importlib.util.find_spec(where)
         path = Path(module.origin or "" if module else where)

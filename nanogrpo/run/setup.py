@@ -28,6 +28,7 @@ from nanogrpo.distributed.world import World
 from nanogrpo.engine.ahead import AheadEngine
 from nanogrpo.engine.base import Engine, SamplingParams
 from nanogrpo.engine.local import LocalEngine
+from nanogrpo.engine.tools import Tools
 from nanogrpo.engine.turns import TurnsEngine
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.grpo.entropy import Bonus
@@ -128,13 +129,15 @@ def setup(cfg: Config, world: World) -> Run:
     hub.check(cfg)
     source = find_model(cfg, world)
     tokenizer = Tokenizer(source)
-    rewards = make_rewards(cfg, world)
+    tools = make_tools(cfg, tokenizer)
+    rewards = make_rewards(cfg, world, tools)
     rollout = plugin.load(cfg.rollout, "--rollout") if cfg.rollout else None
     model = checkpoint.empty_model(source)
     lora.attach(model, cfg)
     adapters.check_base(source, cfg)
     check_vocabulary(tokenizer, model)
-    parts, eval_prompts = load_prompts(cfg, tokenizer, model.cfg.max_position_embeddings)
+    context = model.cfg.max_position_embeddings
+    parts, eval_prompts = load_prompts(cfg, tokenizer, context, tools)
     prompts = list(itertools.chain(*parts))
     check_answers(cfg, prompts)
     cfg = with_steps(cfg, len(prompts))
@@ -144,6 +147,9 @@ def setup(cfg: Config, world: World) -> Run:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     counts = len(prompts), len(eval_prompts), trained, parameters
     log.info("%s", progress.summary(cfg, *counts))
+    if tools and tools.environment:  # its observations make prompts longer
+        longest = min(max(longest, cfg.max_prompt_length), context - cfg.max_completion_length)
+        tools.max_prompt_length = longest
     estimate = memory.check(model, cfg, world, longest, rewards.models)
 
     load_sharded(model, source, world, cfg)
@@ -165,8 +171,11 @@ def setup(cfg: Config, world: World) -> Run:
         draw_all = functools.partial(data.draw_mixed, parts, cfg.data_weights, cfg.prompts_per_step)
     max_len = longest + cfg.max_completion_length
     engine = make_engine(cfg, world, model, source, max_len, estimate)
-    if rollout:
-        engine = TurnsEngine(engine, rollout, tokenizer, model.cfg.vocab_size, world.gather)
+    if function := rollout or tools:
+        # Every tool call has a limit of its own, but together they may take long.
+        patient = world.patient() if tools and cfg.tool_timeout else world
+        size = model.cfg.vocab_size
+        engine = TurnsEngine(engine, function, tokenizer, size, patient.gather)
     if cfg.engine == "vllm":
         draw = functools.partial(draw_all, cfg.seed)
         limits = cfg.max_steps, cfg.max_staleness
@@ -283,11 +292,38 @@ def make_engine(
     )
 
 
-def make_rewards(cfg: Config, world: World) -> Runner:
+def make_tools(cfg: Config, tokenizer: Tokenizer) -> Tools | None:
+    """Import the tools and the environment that the model may use, if any."""
+    if not (cfg.tools or cfg.environment_factory):
+        return None
+    spec, option = cfg.environment_factory, "--environment-factory"
+    return Tools(
+        tokenizer,
+        [plugin.load(tool, "--tools") for tool in cfg.tools],
+        plugin.load(spec, option) if spec else None,
+        max_iterations=cfg.max_tool_calling_iterations,
+        timeout=cfg.tool_timeout,
+        template={"enable_thinking": cfg.enable_thinking, **(cfg.chat_template_kwargs or {})},
+    )
+
+
+def make_rewards(cfg: Config, world: World, tools: Tools | None = None) -> Runner:
     """Import the reward functions, and check that a slow one cannot exceed --ddp-timeout."""
+    own = tools.reward() if tools else None
+    if own and "environment" not in cfg.reward_funcs:
+        raise UserError(
+            f"--environment-factory: {own.__name__} has a method get_reward, but --reward-funcs "
+            "does not name environment, which calls it: add that name, or rename the method."
+        )
+    if not own and "environment" in cfg.reward_funcs:
+        raise UserError(
+            "--reward-funcs environment calls get_reward of --environment-factory, which is not "
+            "there: write that method, or name other reward functions."
+        )
     rewards = Runner(
-        cfg.reward_funcs,
+        [own if own and spec == "environment" else spec for spec in cfg.reward_funcs],
         cfg.reward_weights,
+        environment=cfg.environment_factory,
         timeout=cfg.reward_timeout,
         max_completion_length=cfg.max_completion_length,
         device=world.device,
@@ -303,7 +339,7 @@ def make_rewards(cfg: Config, world: World) -> Runner:
 
 
 def load_prompts(
-    cfg: Config, tokenizer: Tokenizer, context: int
+    cfg: Config, tokenizer: Tokenizer, context: int, tools: Tools | None = None
 ) -> tuple[list[list[Prompt]], list[Prompt]]:
     """Return the training prompts of each source and the held-out prompts.
 
@@ -324,6 +360,7 @@ def load_prompts(
         system_prompt=data.system_prompt(cfg.system_prompt),
         enable_thinking=cfg.enable_thinking,
         template_kwargs=cfg.chat_template_kwargs,
+        tools=tools.schemas if tools else (),
         long_prompts=cfg.long_prompts,
         max_prompt_length=min(cfg.max_prompt_length or room, room),
     )

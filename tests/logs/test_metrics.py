@@ -156,7 +156,8 @@ RUNS = {
     " --vllm-importance-sampling-mode=token_truncate --max-resample-times=1",
     "loss_type=vespo entropy_coef": "--loss-type=vespo --entropy-coef=0.01",
 }
-ELSEWHERE = {"engine=vllm", "device=cuda"}  # tests/vllm/test_train.py; a GPU
+# tests/vllm/test_train.py, a GPU, tests/engine/test_tools.py
+ELSEWHERE = {"engine=vllm", "device=cuda", "tools"}
 
 
 def documented() -> list[tuple[str, str]]:
