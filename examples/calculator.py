@@ -5,8 +5,8 @@ result, and the model continues.
 
 The base model that nanogrpo/run/warmup.py trains works sums out as `34+5=39,39-7=32`. With this
 rollout, the calculator writes what follows each "=", and the model is not trained on these tokens.
-It learns to call the calculator and to use its answers, not to add. Read before:
-nanogrpo/engine/turns.py.
+It learns to call the calculator and to use its answers, not to add. For tools that a chat model
+calls by name, see tools.py. Read before: nanogrpo/engine/turns.py.
 """
 
 from __future__ import annotations

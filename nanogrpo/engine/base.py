@@ -4,7 +4,7 @@ In: prompts. Out: `Sample`s (types.py), grouped by prompt in the order given.
 
     local.py          samples from our own decoder, in this process
     vllm/client.py    asks vLLM servers
-    turns.py          a wrapper around an engine: a user's function decides on turns and tool calls
+    turns.py          a wrapper around an engine: a function decides on the turns (tools.py is one)
     ahead.py          a wrapper around an engine: samples steps ahead of training
 
 The training loop uses all of them in the same way. Read next: local.py.

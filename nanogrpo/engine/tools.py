@@ -378,7 +378,7 @@ class Tools:
             text = self._render([question, turn, answer])
             written, answered, _ = text.partition(QUESTION)[2].partition(ANSWER)
             works = parse(written)[1] == [Call(**function)] and bool(answered)
-            works = works and all(each in text for each in self.names)
+            works = works and all(each in text.partition(QUESTION)[0] for each in self.names)
             self._between([answer])
         except (UserError, ValueError):
             works = False

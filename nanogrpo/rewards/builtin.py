@@ -215,7 +215,10 @@ def _numbers(arguments: dict) -> None:
 
 
 def _text(completion: str | list[dict]) -> str:
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    if isinstance(completion, str):
+        return completion
+    thought = completion[-1].get("reasoning_content")  # tools separate it
+    return f"<think>{thought}</think>" * bool(thought) + completion[-1]["content"]
 
 
 # --- functions by name ---

@@ -50,7 +50,8 @@ def load(spec: str, option: str, hint: str = "") -> Callable:
 def _load_file(file: str) -> ModuleType:
     """Run a file as a module, once: two specs that name one file share the module and its state."""
     path = Path(file).resolve()
-    name = f"nanogrpo_file:{path}"  # no import statement can name it
+    # No import statement can name it. It has no dots, because pickle would take it for a package.
+    name = "nanogrpo_file:" + str(path).replace("%", "%25").replace(".", "%2E")
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None

@@ -5,6 +5,7 @@ test has written down.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,3 +105,20 @@ def call(name: str, **arguments) -> str:
     """Return a tool call as a model writes it."""
     text = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>\n{text}\n</tool_call>"
+
+
+class Rendezvous:
+    """`World.gather` for ranks that are threads."""
+
+    def __init__(self, size: int):
+        self.barrier, self.said = threading.Barrier(size, timeout=20), [None] * size
+
+    def of(self, rank: int):
+        def gather(value):
+            self.said[rank] = value
+            self.barrier.wait()
+            out = list(self.said)
+            self.barrier.wait()
+            return out
+
+        return gather

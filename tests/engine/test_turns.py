@@ -24,6 +24,7 @@ from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards import plugin
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import SOLO, arguments, packed, positions_of, steps, tiny_model
+from tests.engine.chat import Rendezvous
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +153,8 @@ def test_only_model_tokens_carry_loss_but_later_tokens_see_the_answers(share):
         True,
         [0] * 5,
         is_model_token=[True, True, False, True, False],
-        advantage=1.0,
     )
-    plain = Sample(prompt, 1, [20, 21], [-5.0, -6.0], True, [0] * 2, advantage=-1.0)
+    plain = Sample(prompt, 1, [20, 21], [-5.0, -6.0], True, [0] * 2)
     cfg = Config(num_generations=2, generation_batch_size=2, share_prompts=share)
     assert packing.sizes([answered, plain], cfg) == [
         packing.Size(0, 2, 4, 3),
@@ -196,23 +196,6 @@ def test_the_gradient_equals_that_of_a_masked_sequence(tokenizer):
 
 
 # --- several ranks ---
-
-
-class Rendezvous:
-    """World.gather for threads."""
-
-    def __init__(self, size: int):
-        self.barrier, self.said = threading.Barrier(size, timeout=20), [None] * size
-
-    def of(self, rank: int):
-        def gather(value):
-            self.said[rank] = value
-            self.barrier.wait()
-            out = list(self.said)
-            self.barrier.wait()
-            return out
-
-        return gather
 
 
 def test_ranks_with_different_numbers_of_turns_end_together(tokenizer):

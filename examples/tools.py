@@ -1,0 +1,171 @@
+"""A model learns to call a tool: it can guess a product, or ask the calculator.
+
+    python examples/tools.py runs/tools               # makes a model that usually guesses, and data
+    python train.py --model runs/tools/base --data runs/tools/train.jsonl \\
+        --tools examples/tools.py:multiply --reward-funcs accuracy --output-dir runs/tools/run \\
+        --max-completion-length 32 --learning-rate 3e-4 --max-steps 20 --eval-steps 5 \\
+        --eval-data runs/tools/test.jsonl
+
+The model has 0.3 million parameters and a chat template for tools. It has seen how to call the
+calculator, but it usually guesses, and is wrong. GRPO finds out what helps: soon the model calls
+the calculator for every product (`tools/call_frequency` in the log).
+
+A real model needs nothing of what `make_base` does, only a function like `multiply`. The class
+`Calculator` is the same tool as an environment: replace `--tools …` by
+`--environment-factory examples/tools.py:Calculator`, and `accuracy` by `environment`. Read next:
+docs/tools.md.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import tokenizers
+import torch
+
+from nanogrpo.config import Config
+from nanogrpo.engine.tools import Tools
+from nanogrpo.grpo import loss, packing
+from nanogrpo.model import checkpoint
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.hf_config import ModelConfig
+from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.run import optim, warmup
+from nanogrpo.types import Prompt, Sample
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two whole numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return int(a) * int(b)
+
+
+class Calculator:
+    """The calculator as an environment. It remembers what it has computed for one completion."""
+
+    def reset(self, answer: str, **row) -> None:
+        """Start a new completion. The arguments are the columns of the data."""
+        self.answer, self.results = answer, []
+
+    def multiply(self, a: int, b: int) -> int:
+        """Multiply two whole numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        self.results.append(multiply(a, b))
+        return self.results[-1]
+
+    def get_reward(self) -> float:
+        """Return 1 if the last result is the answer, and 0.1 less for each call before it."""
+        found = [str(result) for result in self.results[-1:]] == [self.answer]
+        return found - 0.1 * max(len(self.results) - 1, 0)
+
+
+# --- a small model that can call tools ---
+
+# A single token for what is the same in every call, so that completions are short.
+CALL = ['<tool_call>{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}</tool_call>"]
+TEMPLATE = """
+{%- for tool in tools or [] %}{{ '<|tools|>' + tool.function.name }}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{ '<|tool|>' + m.content }}
+{%- else %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + '}</tool_call>' }}
+{%- endfor %}
+{%- if m.role == 'assistant' %}{{ '<|end|>' }}{% endif %}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+
+def make_base(folder: Path, steps: int = 120, seed: int = 0) -> None:
+    """Train a model on written conversations. In the last of them, most answers are guessed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    tokenizer = write_tokenizer(folder)
+    model = Decoder(
+        ModelConfig(
+            model_type="qwen3",
+            vocab_size=tokenizer.vocab_size,
+            hidden_size=96,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=256,
+            rope_theta=10_000.0,
+            tie_word_embeddings=True,
+        )
+    )
+    tools = Tools(tokenizer, [multiply])
+    cfg, rng = Config(), random.Random(seed)
+    optimizer = optim.make_optimizer(model, cfg)
+    for step in range(steps):
+        calls = 0.25 if step > 0.7 * steps else 1.0  # first it learns how to call
+        samples = [conversation(i, tools, rng, calls) for i in range(64)]
+        for batch in packing.pack(packing.one_update(samples, cfg), samples, cfg):
+            model.forward_packed(batch, loss.objective(batch, cfg)).loss.backward()
+        rate = 3e-3 * min(1.0, (step + 1) / 20, 1.05 - step / steps)
+        optim.clip_and_step(model, optimizer, rate, max_grad_norm=1.0)
+    checkpoint.export(model, folder, tokenizer)
+
+
+def write_tokenizer(folder: Path) -> Tokenizer:
+    """Write the tokenizer of the built-in task, with tokens and a template for tools."""
+    warmup.write_tokenizer(folder)
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.add_special_tokens(["<|tools|>", "<|tool|>"])
+    inner.add_tokens([*CALL, "multiply"])
+    inner.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    return Tokenizer(folder)
+
+
+def conversation(number: int, tools: Tools, rng: random.Random, calls: float) -> Sample:
+    """Return a question and its answer as if they had been sampled, with advantage 1."""
+    encode, record = tools.tokenizer.encode, question(rng)
+    ids = encode(tools.tokenizer.render(record["prompt"], tools=tools.schemas))
+    prompt, result = Prompt(number, record["prompt"], ids), record["answer"]
+    called, read = [], []
+    if rng.random() < calls:
+        a, b = re.findall(r"\d+", record["prompt"][0]["content"])
+        called = encode(f"{CALL[0]}{a}{CALL[1]}{b}{CALL[2]}<|end|>")
+        read = encode(f"<|tool|>{result}<|assistant|>")
+    else:
+        result = str(rng.randint(10, 99) * rng.randint(10, 99))
+    answer = encode(f"<answer>{result}</answer><|end|>")
+    own = [True] * len(called) + [False] * len(read) + [True] * len(answer)
+    ids = [*called, *read, *answer]
+    zeros = [0] * len(ids)
+    return Sample(prompt, 0, ids, zeros, True, zeros, own, advantage=1.0)
+
+
+def question(rng: random.Random) -> dict:
+    """Return a record of the data set."""
+    a, b = rng.randint(10, 99), rng.randint(10, 99)
+    return {"prompt": [{"role": "user", "content": f"{a}*{b}="}], "answer": str(a * b)}
+
+
+def write_data(folder: Path) -> None:
+    rng = random.Random("data")
+    for name, size in {"train": 1000, "test": 100}.items():
+        lines = [json.dumps(question(rng)) + "\n" for _ in range(size)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    make_base(Path(sys.argv[1]) / "base")
+    write_data(Path(sys.argv[1]))
