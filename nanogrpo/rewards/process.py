@@ -58,8 +58,9 @@ class RewardProcess:
     ...              ["sample 0 of prompt 3"], timeout=60.0).rewards
     """
 
-    def __init__(self, specs: Sequence[str]):
-        self.specs = specs
+    def __init__(self, specs: Sequence[str], environment: str = ""):
+        # environment: the class of the objects in `environments`, which is imported as well
+        self.specs, self.environment = specs, environment
         self.starts = 0
         self.start()
 
@@ -84,7 +85,7 @@ class RewardProcess:
         # The finalizer also runs when the interpreter exits.
         self.kill = weakref.finalize(self, _kill, self.process, self.socket)
         try:
-            self.names, self.is_async = self._ask(self.specs, IMPORT_TIMEOUT)
+            self.names, self.is_async = self._ask((self.specs, self.environment), IMPORT_TIMEOUT)
         except CallLost as reason:
             raise UserError(
                 f"--reward-funcs: the process that imports {', '.join(self.specs)} {reason}; "
@@ -178,7 +179,10 @@ def main(descriptor: int, trainer: int) -> None:
 
     with contextlib.suppress(ConnectionError, EOFError):  # the trainer is gone
         try:
-            functions = Functions([plugin.load_reward(spec) for spec in pickle.load(requests)])
+            specs, environment = pickle.load(requests)
+            if environment:
+                plugin.load(environment, "--environment-factory")
+            functions = Functions([plugin.load_reward(spec) for spec in specs])
         except UserError as error:
             send("error", str(error))
             os._exit(0)

@@ -94,9 +94,7 @@ class Runner:
         remote: list = [s for s in specs if timeout and isinstance(s, str) and is_users(s)]
         local = [s for s in specs if s not in remote]
         self.timeout, self.local = timeout, Functions([load(spec) for spec in local])
-        # the process must have imported the class before it can receive environments
-        imports = [environment] if environment else []
-        self.process = RewardProcess([*remote, *imports]) if remote else None
+        self.process = RewardProcess(remote, environment) if remote else None
         self.names: list[str] = []  # as in the logs; duplicates get the suffixes _2, _3, …
         self.weights = weights or [1.0] * len(specs)
         jobs: dict[tuple, Job] = {}
