@@ -5,6 +5,7 @@ test has written down.
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,3 +123,43 @@ class Rendezvous:
             return out
 
         return gather
+
+
+SHORT = """
+{%- for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
+{%- for m in messages %}
+{{- '<|assistant|>' if m.role == 'assistant' else '<|user|>' }}{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + '}</tool_call>' }}
+{%- endfor %}
+{%- if m.role == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+DOUBLE = '''
+def double(x: int) -> int:
+    """Double.
+
+    Args:
+        x: A number.
+    """
+    return 2 * x
+'''
+
+
+def write_calling_base(base: Path, folder: Path) -> list[str]:
+    """Copy a checkpoint of random weights, and make it call tools: some of its tokens are complete
+    calls, and others end a turn. Return the options of a run.
+    """
+    shutil.copytree(base, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    for i, letter in enumerate("abcdefghijklmnop"):
+        vocabulary[call("double" if i % 4 else "missing", x=i)] = vocabulary.pop(letter)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    stops = [vocabulary[each] for each in "~^`@#$&%;!"]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": SHORT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "double.py").write_text(DOUBLE)
+    return ["--model", str(folder), "--tools", f"{folder / 'double.py'}:double"]

@@ -24,6 +24,7 @@ from nanogrpo.model.checkpoint import load_model
 from nanogrpo.vllm.auth import SECRET
 from nanogrpo.vllm.client import VLLMEngine
 from tests.conftest import arguments, steps
+from tests.engine.chat import write_calling_base
 from tests.ranks import run
 from tests.vllm.real import CPU, PYTHON, ROOT, ended, problem, processes
 
@@ -216,6 +217,23 @@ def test_turns_with_answers_in_between(base, files, tmp_path, server):
     ]
     assert [r["reward"] for r in one] == pytest.approx([r["reward"] for r in two], abs=1e-6)
     assert [r["grad_norm"] for r in one] == pytest.approx([r["grad_norm"] for r in two], rel=1e-4)
+
+
+def test_tool_calls_with_answers_in_between(base, files, tmp_path, server):
+    """Two ranks sample and train the same as one, although their completions have different
+    numbers of calls.
+    """
+    options = [*write_calling_base(base, tmp_path / "base"), *server]
+    options += ["--max-completion-length", "64"]
+    for folder, ranks in {"one": 1, "two": 2}.items():
+        finish(arguments(base, files, tmp_path / folder, *options), ranks=ranks)
+    one, two = steps(tmp_path / "one"), steps(tmp_path / "two")
+    assert all(row["sampling/sampling_logp_difference/max"] <= 1e-5 for row in one + two)
+    assert all(row["tools/call_frequency"] > 0 for row in one)
+    assert 0 < sum(row["tools/failure_frequency"] for row in one) < 3
+    for name in ("tools/call_frequency", "tools/failure_frequency", "completions/mean_length"):
+        assert [r[name] for r in one] == [r[name] for r in two]
+    assert [r["reward"] for r in one] == pytest.approx([r["reward"] for r in two], abs=1e-6)
 
 
 def test_a_second_trainer_is_refused_until_the_first_has_ended(base, server):
