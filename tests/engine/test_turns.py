@@ -153,8 +153,9 @@ def test_only_model_tokens_carry_loss_but_later_tokens_see_the_answers(share):
         True,
         [0] * 5,
         is_model_token=[True, True, False, True, False],
+        advantage=1.0,
     )
-    plain = Sample(prompt, 1, [20, 21], [-5.0, -6.0], True, [0] * 2)
+    plain = Sample(prompt, 1, [20, 21], [-5.0, -6.0], True, [0] * 2, advantage=-1.0)
     cfg = Config(num_generations=2, generation_batch_size=2, share_prompts=share)
     assert packing.sizes([answered, plain], cfg) == [
         packing.Size(0, 2, 4, 3),
