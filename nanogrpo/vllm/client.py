@@ -319,11 +319,13 @@ class VLLMEngine:
 
     def _lose(self, server: Server, error: Exception) -> None:
         """Stop using a server and end its requests. Log the reason once."""
-        if not (server.reported or self.over.is_set()):
+        with server.lock:
+            first, server.reported = not server.reported, True
+        if first and not self.over.is_set():
             what = "lost a server" if server.alive else "continuing without this server"
             log.warning("%s: %s", what, error)
             self.problem = error
-        server.alive, server.reported, server.error = False, True, ServerError(str(error))
+        server.alive, server.error = False, ServerError(str(error))
         server.abort()
 
     def _recover(self) -> None:

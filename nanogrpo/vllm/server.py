@@ -34,7 +34,7 @@ from nanogrpo.distributed.failure import asked
 from nanogrpo.errors import UserError
 from nanogrpo.vllm.auth import HEALTH, INFO, LEASE, SECRET, TRAINER
 from nanogrpo.vllm.buckets import BroadcastGroup
-from nanogrpo.vllm.cause import root_cause
+from nanogrpo.vllm.cause import DEATH, root_cause
 
 log = logging.getLogger(__name__)
 
@@ -156,8 +156,12 @@ class Server:
         message = content.get("error") if isinstance(content, dict) else content
         message = message.get("message", message) if isinstance(message, dict) else message
         message = (str(message).strip().splitlines() or [""])[-1][:300]
-        if status >= 500 and self.sidecar is not None:
-            message = self.sidecar.cause() or message  # which may only refer to the log
+        if status >= 500:
+            dead = DEATH.search(message)
+            if self.sidecar is not None:
+                message = self.sidecar.cause() or message  # which may only refer to the log
+            if dead:  # so there is no status for which a request is sent again
+                return ServerError(f"{self.url} is lost, because its engine has died ({message})")
         if status == 409 and TRAINER in self.headers:
             return ServerError(
                 f"{self.url} is taken ({message}); give each trainer a server of its own", 409
