@@ -48,6 +48,11 @@ def of_function(function: Callable, option: str) -> dict:
     name = getattr(function, "__name__", None)
     if name is None:
         raise UserError(f"{option}: {function!r} has no name: give a function made with def.")
+    if isinstance(function, type):
+        raise UserError(
+            f"{option}: {name} is a class: give a function, or the class with "
+            "--environment-factory."
+        )
 
     def require(ok: object, problem: str) -> None:
         if not ok:

@@ -178,6 +178,7 @@ def unchosen(a: str):
         (misnamed, "a type hint of the tool misnamed cannot be read (name 'Missing' is not"),
         (unchosen, 'the tool unchosen has choices for a that are not JSON: write ["a", "b"]'),
         (json.JSONDecoder(), "has no name: give a function made with def"),
+        (Colour, "Colour is a class: give a function, or the class with --environment-factory"),
     ],
 )
 def test_a_function_without_a_schema_is_an_error(function, sentence):
