@@ -34,18 +34,19 @@ from nanogrpo.errors import UserError
 from nanogrpo.grpo.loss import objective
 from nanogrpo.run import output
 from nanogrpo.run.optim import clip_and_step, learning_rate
-from nanogrpo.run.setup import closing, setup
+from nanogrpo.run.setup import NOTHING, Given, closing, setup
 from nanogrpo.step import assign_advantages, begin, evaluate, log_step, measure, pack, score, sync
 
 
-def train(cfg: Config, world: World, stop: Stop) -> None:
+def train(cfg: Config, world: World, stop: Stop, given: Given = NOTHING) -> None:
     """Train to the last step, starting from cfg.model, or with --resume from the last checkpoint in
     cfg.output_dir, with the same options.
 
     Every rank runs this function. It samples and scores its own share of the prompts. `pack` may
-    then move samples to other ranks, so that all ranks have about the same work.
+    then move samples to other ranks, so that all ranks have about the same work. `given` has the
+    functions and data that come from Python instead of options (nanogrpo/api.py).
     """
-    run = setup(cfg, world)
+    run = setup(cfg, world, given)
     cfg, model, optimizer = run.cfg, run.model, run.optimizer
     with closing(run):  # if the last vLLM server is lost, this saves the finished steps first
         # With --eval-steps, a new run is evaluated first. False: a signal came; nothing is saved.

@@ -34,7 +34,7 @@ SOURCES = {str(p.relative_to(ROOT)): p for pattern in PATTERNS for p in sorted(R
 
 # Each folder (or file) may import itself and those on the lines above.
 ORDER = [
-    "errors arguments kernels commands __init__ __main__",
+    "errors arguments kernels commands __main__",
     "types config trl_names cli",
     "model",
     "data",
@@ -46,6 +46,8 @@ ORDER = [
     "run",
     "step",
     "train",
+    "api",
+    "__init__",
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 # Other interpreters and processes start these files, so they import little else of the project.

@@ -224,7 +224,10 @@ class Stop:
         return asked.is_set()
 
     def __enter__(self) -> Stop:
-        self.before = {number: signal.signal(number, self._handle) for number in self.signals}
+        # Python allows signal handlers in the main thread only; elsewhere nothing asks for a stop.
+        main = threading.current_thread() is threading.main_thread()
+        signals = self.signals if main else ()
+        self.before = {number: signal.signal(number, self._handle) for number in signals}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -193,6 +193,16 @@ class LocalEngine:
         step: int,
     ) -> list[Sample]:
         """Return n completions of each prompt, in order (see Engine.sample)."""
+        samples: list[Sample] = []
+        for growing in self.sample_steps(prompts, n, params, step):
+            samples = growing
+        return samples
+
+    @torch.inference_mode()
+    def sample_steps(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
+    ) -> Iterator[list[Sample]]:
+        """Yield the completions of `sample` after each decode step, while they grow."""
         completions = [
             Completion(
                 Sample(p, j, [], [], False, []),
@@ -206,7 +216,7 @@ class LocalEngine:
         while self.scheduler.schedule(self._prefill):
             tokens, logp = self._decode(self.scheduler.active, params)
             self.scheduler.postprocess(tokens, logp, self.version, params.stop_token_ids)
-        return [c.sample for c in completions]
+            yield [c.sample for c in completions]
 
     def _prefill(self, prompts: Sequence[list[int]]) -> dict[int, Prefix]:
         """Compute the keys and values of as many of the first prompts as PREFILL_TOKENS allows."""

@@ -33,6 +33,11 @@ def load(spec: str, option: str, hint: str = "") -> Callable:
         raise UserError(
             f"{option}: {spec!r} is neither package.module:name nor path/file.py:name{hint}"
         )
+    if where == "__main__":
+        raise UserError(
+            f"{option}: {spec!r} names the running script, which other processes cannot import: "
+            "pass the function itself to nanogrpo.train, or put it into a file"
+        )
     try:
         module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
     except (Exception, SystemExit) as error:  # the user's module may raise anything

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -48,6 +48,20 @@ from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import ServerLost, Sidecar
 
 log = logging.getLogger("nanogrpo")
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """Objects from Python (nanogrpo/api.py) that take the place of names in the options."""
+
+    reward_funcs: Sequence[str | Callable] = ()
+    train_dataset: sources.Source | None = None
+    eval_dataset: sources.Source | None = None
+    tools: Sequence[Callable] = ()
+    rollout: Callable | None = None
+
+
+NOTHING = Given()
 
 
 @dataclasses.dataclass
@@ -123,21 +137,21 @@ def closing(run: Run) -> Iterator[None]:
         progress.print_line(progress.closing_line(run.cfg, run.done))
 
 
-def setup(cfg: Config, world: World) -> Run:
+def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
     """Check every input, then build the parts. Every rank must call."""
     check_world(cfg, world)
     hub.check(cfg)
     source = find_model(cfg, world)
     tokenizer = Tokenizer(source)
-    tools = make_tools(cfg, tokenizer)
-    rewards = make_rewards(cfg, world, tools)
-    rollout = plugin.load(cfg.rollout, "--rollout") if cfg.rollout else None
+    tools = make_tools(cfg, tokenizer, given.tools)
+    rewards = make_rewards(cfg, world, tools, given.reward_funcs)
+    rollout = given.rollout or (plugin.load(cfg.rollout, "--rollout") if cfg.rollout else None)
     model = checkpoint.empty_model(source)
     lora.attach(model, cfg)
     adapters.check_base(source, cfg)
     check_vocabulary(tokenizer, model)
     context = model.cfg.max_position_embeddings
-    parts, eval_prompts = load_prompts(cfg, tokenizer, context, tools)
+    parts, eval_prompts = load_prompts(cfg, tokenizer, context, tools, given)
     prompts = list(itertools.chain(*parts))
     check_answers(cfg, prompts)
     cfg = with_steps(cfg, len(prompts))
@@ -292,14 +306,16 @@ def make_engine(
     )
 
 
-def make_tools(cfg: Config, tokenizer: Tokenizer) -> Tools | None:
+def make_tools(
+    cfg: Config, tokenizer: Tokenizer, given: Sequence[Callable] = ()
+) -> Tools | None:
     """Import the tools and the environment that the model may use, if any."""
     if not (cfg.tools or cfg.environment_factory):
         return None
     spec, option = cfg.environment_factory, "--environment-factory"
     return Tools(
         tokenizer,
-        [plugin.load(tool, "--tools") for tool in cfg.tools],
+        [*given] or [plugin.load(tool, "--tools") for tool in cfg.tools],
         plugin.load(spec, option) if spec else None,
         max_iterations=cfg.max_tool_calling_iterations,
         timeout=cfg.tool_timeout,
@@ -307,7 +323,12 @@ def make_tools(cfg: Config, tokenizer: Tokenizer) -> Tools | None:
     )
 
 
-def make_rewards(cfg: Config, world: World, tools: Tools | None = None) -> Runner:
+def make_rewards(
+    cfg: Config,
+    world: World,
+    tools: Tools | None = None,
+    given: Sequence[str | Callable] = (),
+) -> Runner:
     """Import the reward functions, and check that a slow one cannot exceed --ddp-timeout."""
     own = tools.reward() if tools else None
     if own and "environment" not in cfg.reward_funcs:
@@ -321,7 +342,7 @@ def make_rewards(cfg: Config, world: World, tools: Tools | None = None) -> Runne
             "there: write that method, or name other reward functions."
         )
     rewards = Runner(
-        [own if own and spec == "environment" else spec for spec in cfg.reward_funcs],
+        [own if own and spec == "environment" else spec for spec in given or cfg.reward_funcs],
         cfg.reward_weights,
         environment=cfg.environment_factory,
         timeout=cfg.reward_timeout,
@@ -339,7 +360,11 @@ def make_rewards(cfg: Config, world: World, tools: Tools | None = None) -> Runne
 
 
 def load_prompts(
-    cfg: Config, tokenizer: Tokenizer, context: int, tools: Tools | None = None
+    cfg: Config,
+    tokenizer: Tokenizer,
+    context: int,
+    tools: Tools | None = None,
+    given: Given = NOTHING,
 ) -> tuple[list[list[Prompt]], list[Prompt]]:
     """Return the training prompts of each source and the held-out prompts.
 
@@ -365,13 +390,15 @@ def load_prompts(
         max_prompt_length=min(cfg.max_prompt_length or room, room),
     )
     check_data_options(cfg, tokenizer)
-    parts = load(cfg.data, split=cfg.dataset_train_split)
+    train_data = cfg.data if given.train_dataset is None else (given.train_dataset,)
+    parts = load(train_data, split=cfg.dataset_train_split)
     check_enough(cfg, [len(part) for part in parts])
     if not cfg.eval_steps:
         return parts, []
     split = cfg.dataset_test_split if cfg.dataset_test_split != cfg.dataset_train_split else ""
     holds = functools.partial(sources.holds_out, split=split, config=cfg.dataset_config)
-    held_out = cfg.eval_data or list(filter(holds, cfg.data))
+    eval_data = cfg.eval_data if given.eval_dataset is None else (given.eval_dataset,)
+    held_out = eval_data or list(filter(holds, train_data))
     if not held_out:
         raise UserError(
             "--eval-steps asks for evaluation, but there are no held-out prompts: name some with "

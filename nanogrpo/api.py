@@ -1,0 +1,110 @@
+"""Train from Python or a notebook, with functions and data as objects.
+
+    from nanogrpo import Config, train
+
+    def brevity(completion_ids, **kwargs):
+        return [-len(ids) / 1000 for ids in completion_ids]
+
+    rows = train(
+        Config(model="Qwen/Qwen3-0.6B", max_steps=20),
+        reward_funcs=["accuracy", brevity],
+        train_dataset=[{"prompt": "3+4=", "answer": "7"}, …],
+    )
+    print(rows[-1]["reward"])
+
+In: options, and objects in place of names. Out: the records of metrics.jsonl, one dict per step or
+evaluation; the run also writes its usual files. Read next: train.py, whose loop runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from nanogrpo.commands import script
+from nanogrpo.config import Config
+from nanogrpo.data.sources import Source
+from nanogrpo.distributed.failure import Stop
+from nanogrpo.distributed.world import join
+from nanogrpo.errors import UserError
+from nanogrpo.logs.files import read_records
+from nanogrpo.run import output
+from nanogrpo.run.setup import Given
+
+
+def train(
+    cfg: Config,
+    *,
+    reward_funcs: str | Callable | Sequence[str | Callable] = (),
+    train_dataset: Source | None = None,
+    eval_dataset: Source | None = None,
+    tools: Sequence[Callable] = (),
+    rollout: Callable | None = None,
+) -> list[dict]:
+    """Train, and return the records of the log: one dict per step or evaluation.
+
+    reward_funcs, train_dataset, eval_dataset, tools and rollout take the place of the options
+    reward_funcs, data, eval_data, tools and rollout. A data set is a list of dicts, a `datasets.Dataset`
+    or a `DatasetDict`. Functions run in this process, without --reward-timeout. Start several ranks
+    with torchrun; each must call this function. Raises UserError for a mistake in the options, the
+    data or the functions. An interrupt (the notebook's stop button) ends the run after the step,
+    with a checkpoint.
+    """
+    if isinstance(reward_funcs, str) or callable(reward_funcs):
+        reward_funcs = [reward_funcs]
+    given = Given(reward_funcs, train_dataset, eval_dataset, tools, rollout)
+    cfg = _named(cfg, given)
+    if os.environ.get("RANK", "0") == "0" and not logging.getLogger().handlers:
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+    cfg.validate()
+    cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(cfg.output_dir))
+    with join(cfg) as world, Stop() as stop, output.claimed(cfg, world):
+        _loop().train(cfg, world, stop, given)
+    records = read_records(Path(cfg.output_dir) / "metrics.jsonl")
+    return [record for _, record in records if "run" not in record]
+
+
+def _named(cfg: Config, given: Given) -> Config:
+    """Return the options with a name for each object, for the checks and the log."""
+    names: dict[str, tuple[str, ...]] = {}
+    if given.reward_funcs:
+        functions = given.reward_funcs
+        names["reward_funcs"] = tuple(f if isinstance(f, str) else _name(f) for f in functions)
+    if given.tools:
+        names["tools"] = tuple(map(_name, given.tools))
+    for option, data in (("data", given.train_dataset), ("eval_data", given.eval_dataset)):
+        if data is not None:
+            names[option] = (data if isinstance(data, str) else f"{option} from Python",)
+    for option, value in names.items():
+        if getattr(cfg, option) != getattr(Config, option):
+            raise UserError(
+                f"{option} is set in Config and passed to train: leave one of them out."
+            )
+    options = {**names, "rollout": _name(given.rollout)} if given.rollout else names
+    return dataclasses.replace(cfg, **options)
+
+
+def _name(function: Callable) -> str:
+    if not callable(function):
+        raise UserError(f"{function!r:.60} is not a function: pass a function, or its name.")
+    return getattr(function, "__name__", type(function).__name__)
+
+
+@functools.cache
+def _loop() -> ModuleType:
+    """Return train.py as a module. In a wheel it is not at a place from which it can be imported."""
+    if "train" in sys.modules and Path(sys.modules["train"].__file__ or "") == script("train.py"):
+        return sys.modules["train"]
+    spec = importlib.util.spec_from_file_location("nanogrpo_train", script("train.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,96 @@
+"""Training from Python: functions and data as objects, records as the result, and mistakes.
+
+Read next: nanogrpo/api.py.
+"""
+
+import dataclasses
+import threading
+
+import pytest
+
+import nanogrpo
+from nanogrpo import Config, train
+from nanogrpo.errors import UserError
+from nanogrpo.rewards import plugin
+from tests.conftest import lines
+
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3)]
+
+
+def config(base, output, **options) -> Config:
+    small = {"num_generations": 4, "generation_batch_size": 16, "max_completion_length": 8}
+    options = {"max_steps": 2, "device": "cpu", **small, **options}
+    return Config(model=str(base), output_dir=str(output), **options)
+
+
+def test_functions_and_records_train_as_files_do(tiny_base, tmp_path):
+    seen = []
+
+    def even(completion_ids, answer, **kwargs):  # a closure: no file could name it
+        seen.extend(answer)
+        return [float(len(ids) % 2 == 0) for ids in completion_ids]
+
+    rows = train(
+        config(tiny_base, tmp_path, eval_steps=2),
+        reward_funcs=[even, "format"],
+        train_dataset=SUMS,
+        eval_dataset=SUMS[:3],
+    )
+    steps = [row for row in rows if "reward" in row]
+    assert [row["step"] for row in steps] == [0, 1]
+    assert [row["eval/after"] for row in rows if "eval/after" in row] == [0, 2]
+    assert rows == lines(tmp_path)[1:]
+    assert {"rewards/even/mean", "rewards/format_reward/mean"} <= steps[0].keys()
+    assert seen
+    assert {*seen} <= {row["answer"] for row in SUMS}
+    header = lines(tmp_path)[0]["run"]
+    assert header["reward_funcs"] == ["even", "format"]
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
+def test_a_datasets_dataset_trains(tiny_base, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    splits = datasets.DatasetDict(
+        train=datasets.Dataset.from_list(SUMS), test=datasets.Dataset.from_list(SUMS[:2])
+    )
+    cfg = config(tiny_base, tmp_path, max_steps=1, eval_steps=1)
+    rows = train(cfg, reward_funcs="format", train_dataset=splits)
+    assert [row.get("eval/after") for row in rows] == [0, None, 1]
+
+
+def test_training_in_a_thread_needs_no_signals(tiny_base, tmp_path):
+    rows: list[dict] = []
+    cfg = config(tiny_base, tmp_path, max_steps=1)
+    args = {"reward_funcs": "format", "train_dataset": SUMS}
+    thread = threading.Thread(target=lambda: rows.extend(train(cfg, **args)))
+    thread.start()
+    thread.join()
+    assert len(rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ({"reward_funcs": [3], "train_dataset": SUMS}, {}, "3 is not a function"),
+        ({"reward_funcs": "format"}, {}, "--data is missing"),
+        ({"reward_funcs": "format", "train_dataset": []}, {}, "data holds no prompts"),
+        ({"reward_funcs": "format", "train_dataset": [3]}, {}, "a record must be an object"),
+        ({"reward_funcs": "format", "train_dataset": SUMS}, {"data": ("x",)}, "data is set in"),
+        ({"reward_funcs": "format", "train_dataset": SUMS}, {"top_p": 2.0}, "--top-p is 2.0"),
+    ],
+)
+def test_a_mistake_raises_one_sentence(tiny_base, tmp_path, given, options, message):
+    with pytest.raises(UserError, match=message) as error:
+        train(config(tiny_base, tmp_path, **options), **given)
+    assert "\n" not in str(error.value)
+
+
+def test_a_function_of_the_running_script_is_refused_by_name():
+    with pytest.raises(UserError, match=r"pass the function itself to nanogrpo\.train"):
+        plugin.load("__main__:f", "--reward-funcs")
+
+
+def test_the_package_has_no_other_public_names():
+    assert dataclasses.is_dataclass(nanogrpo.Config)
+    with pytest.raises(AttributeError, match="has no attribute 'trainer'"):
+        nanogrpo.trainer
