@@ -13,7 +13,7 @@ __version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Python interface when it is used: a vLLM server imports this package without it."""
+    """Import the Python interface when it is used. A vLLM server imports this package without."""
     if name == "Config":
         from nanogrpo.config import Config
 

@@ -82,7 +82,7 @@ def _named(cfg: Config, given: Given) -> Config:
     for option, data in (("data", given.train_dataset), ("eval_data", given.eval_dataset)):
         if data is not None:
             names[option] = (data if isinstance(data, str) else f"{option} from Python",)
-    for option, value in names.items():
+    for option in names:
         if getattr(cfg, option) != getattr(Config, option):
             raise UserError(
                 f"{option} is set in Config and passed to train: leave one of them out."
@@ -99,7 +99,7 @@ def _name(function: Callable) -> str:
 
 @functools.cache
 def _loop() -> ModuleType:
-    """Return train.py as a module. In a wheel it is not at a place from which it can be imported."""
+    """Return train.py as a module. In a wheel, no import statement can find it."""
     if "train" in sys.modules and Path(sys.modules["train"].__file__ or "") == script("train.py"):
         return sys.modules["train"]
     spec = importlib.util.spec_from_file_location("nanogrpo_train", script("train.py"))

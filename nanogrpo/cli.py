@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
@@ -35,6 +35,7 @@ DESCRIPTION = """Train a language model with GRPO, from prompts to a checkpoint.
   train.py --profile debug                         the complete loop in seconds
   train.py --profile full --model M --data D       a starting point for your own model
   torchrun --nproc-per-node 8 train.py ...         the same on eight GPUs"""
+USAGE = "train.py [--profile NAME] [--config FILE] [options]"
 
 PROFILES: dict[str, dict] = {
     # Try a change in seconds, on two CPU cores. Every part of the loop runs: making a base model,
@@ -96,30 +97,41 @@ TYPES = {
 }
 
 
+class Command(NamedTuple):
+    """Another program than train.py, with some of its options."""
+
+    usage: str  # "nanogrpo chat"
+    description: str
+    options: Sequence[str]  # names of fields of Config
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[0].upper()}{message[1:]}; see --help for the options.")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return a parser of all options. Its result contains only the options that were given."""
+def parser(command: Command | None = None) -> argparse.ArgumentParser:
+    """Return a parser of all options, or of those of a command.
+
+    Its result contains only the options that were given.
+    """
+    usage = f"{command.usage} [options]" if command else USAGE
     out = _Parser(
-        usage="train.py [--profile NAME] [--config FILE] [options]",
-        description=DESCRIPTION,
+        usage=usage,
+        description=command.description if command else DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    group = out.add_argument_group("Presets and files")
-    text = "preset: debug (the loop in seconds) or full (a real run); other options override it"
-    group.add_argument("--profile", metavar="NAME", help=text)
-    text = "JSON or YAML file of options, ours or TRL's; explicit options override it"
-    group.add_argument("--config", metavar="FILE", help=text)
-    text = "print the resolved options as JSON and exit"
-    group.add_argument("--print-config", action="store_true", help=text)
+    if command is None:
+        _add_presets(out)
+    wanted = FIELDS if command is None else command.options
+    group: Any = out
     for field in fields(Config):
         if "group" in field.metadata:
             group = out.add_argument_group(field.metadata["group"])
+        if field.name not in wanted:
+            continue
         kind, default, text = str(field.type), field.default, field.metadata["help"]
         if default not in ("", (), None):
             shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
@@ -138,21 +150,34 @@ def parser() -> argparse.ArgumentParser:
             if kind.startswith("dict"):
                 how |= {"type": _json_object, "metavar": "JSON"}
         group.add_argument(f"--{dashed(field.name)}", **how)
-    for name in sorted(trl_names.NAMES):
+    for name in sorted(trl_names.NAMES if command is None else ()):
         out.add_argument(f"--{dashed(name)}", nargs="*", help=argparse.SUPPRESS)
     return out
 
 
-def parse(argv: list[str] | None = None) -> Config:
+def _add_presets(out: argparse.ArgumentParser) -> None:
+    group = out.add_argument_group("Presets and files")
+    text = "preset: debug (the loop in seconds) or full (a real run); other options override it"
+    group.add_argument("--profile", metavar="NAME", help=text)
+    text = "JSON or YAML file of options, ours or TRL's; explicit options override it"
+    group.add_argument("--config", metavar="FILE", help=text)
+    text = "print the resolved options as JSON and exit"
+    group.add_argument("--print-config", action="store_true", help=text)
+
+
+def parse(argv: list[str] | None = None, command: Command | None = None) -> Config:
     """Return the command line as a Config that is not yet validated.
 
     Raises UserError for unknown options and for values of the wrong type. Exits after --help and
     --print-config.
     """
-    known, unknown = parser().parse_known_args(_respelled(sys.argv[1:] if argv is None else argv))
+    known, unknown = parser(command).parse_known_args(
+        _respelled(sys.argv[1:] if argv is None else argv)
+    )
     given = vars(known)
     if unknown:
         names = ["profile", "config", "print_config", *FIELDS, *trl_names.NAMES]
+        names = [*command.options] if command else names
         raise UserError(_unknown(unknown[0].split("=")[0], [f"--{dashed(n)}" for n in names]))
     profile, file = given.pop("profile", None), given.pop("config", None)
     print_config = given.pop("print_config", False)

@@ -17,12 +17,19 @@ HELP = """usage: nanogrpo COMMAND [options]
 
   train    train a model with GRPO
   serve    start a vLLM server that follows the trainer
+  chat     talk to a checkpoint in the terminal
+  eval     measure a checkpoint on held-out data
   plot     plot the log of a run
   warmup   teach a tiny model some arithmetic, to try things on
 
 nanogrpo COMMAND --help lists the options of a command."""
 
-MODULES = {"plot": "nanogrpo.logs.plot", "warmup": "nanogrpo.run.warmup"}
+MODULES = {
+    "chat": "nanogrpo.chat",
+    "eval": "nanogrpo.eval",
+    "plot": "nanogrpo.logs.plot",
+    "warmup": "nanogrpo.run.warmup",
+}
 
 
 def script(name: str) -> Path:

@@ -47,7 +47,7 @@ ORDER = [
     "step",
     "train",
     "api",
-    "__init__",
+    "__init__ chat eval",
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 # Other interpreters and processes start these files, so they import little else of the project.

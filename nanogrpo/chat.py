@@ -1,0 +1,193 @@
+"""Chat with a checkpoint in the terminal.
+
+    nanogrpo chat --model runs/demo/checkpoint-60
+    echo "34+5-7=" | nanogrpo chat --model runs/demo/checkpoint-60 --temperature 0
+
+In: messages, one per line. Out: the model's answers, printed while they are sampled, with its
+thinking in a fainter style. The options are those of train.py that concern the model and sampling.
+Read next: engine/local.py (which samples), model/tokenizer.py (the chat template).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from nanogrpo import cli
+from nanogrpo.config import Config
+from nanogrpo.data.prompts import system_prompt
+from nanogrpo.engine.base import SamplingParams
+from nanogrpo.engine.local import LocalEngine
+from nanogrpo.errors import UserError
+from nanogrpo.model import checkpoint
+from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.types import Prompt
+
+DESCRIPTION = """Chat with a checkpoint. Each line is a message. /clear starts a new conversation,
+/exit or Ctrl-D ends it, and Ctrl-C stops an answer."""
+OPTIONS = (
+    "model",
+    "system_prompt",
+    "enable_thinking",
+    "chat_template_kwargs",
+    "max_completion_length",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "device",
+)
+COMMAND = cli.Command("nanogrpo chat", DESCRIPTION, OPTIONS)
+OPEN, CLOSE = "<think>", "</think>"
+MAX_CONTEXT = 16384  # tokens of conversation, because a GPU allocates the cache for all of them
+
+
+class Chat:
+    """A conversation with a model.
+
+    >>> for piece, is_thinking in Chat(cfg).answer("What is 3+4?"): print(piece, end="")
+    """
+
+    def __init__(self, cfg: Config):
+        self.cfg, source = cfg, checkpoint.locate(cfg.model)
+        self.tokenizer = Tokenizer(source)
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        device = found if cfg.device == "auto" else cfg.device
+        model = checkpoint.load_model(source, device=device)
+        self.max_len = min(model.cfg.max_position_embeddings, MAX_CONTEXT)
+        self.engine = LocalEngine(model.cfg, max_len=self.max_len, slots=1, device=device)
+        self.engine.load(model, version=0)
+        self.system = system_prompt(cfg.system_prompt)
+        self.turns = 0  # part of the random key, so a repeated question gets a new answer
+        self.clear()
+
+    def clear(self) -> None:
+        """Start a new conversation."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def answer(self, message: str) -> Iterator[tuple[str, bool]]:
+        """Yield the pieces of the answer to a message, and whether they are thinking.
+
+        The answer becomes part of the conversation, without its thinking. Without a chat template
+        there is no conversation: the model continues the message as a text. Raises UserError if the
+        conversation is too long or the chat template rejects it.
+        """
+        asked = [*self.messages, {"role": "user", "content": message}]
+        ids = self._encode(asked) if self.tokenizer.has_chat_template else self._encode(message)
+        room = min(self.cfg.max_completion_length, self.max_len - len(ids))
+        if room < 1:
+            raise UserError(
+                f"the conversation has {len(ids)} tokens, which leaves no room for an answer in a "
+                f"context of {self.max_len}: start a new one with /clear."
+            )
+        cfg, self.turns = self.cfg, self.turns + 1
+        params = SamplingParams(
+            temperature=cfg.temperature,
+            top_k=cfg.top_k,
+            top_p=cfg.top_p,
+            min_p=cfg.min_p,
+            max_tokens=room,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            seed=cfg.seed,
+        )
+        thinks = self.tokenizer.decode(ids).rstrip().endswith(OPEN)  # some templates open the tag
+        shown = ["", ""]  # the answer and the thinking so far
+        text = ""
+        try:
+            for (sample,) in self.engine.sample_steps([Prompt(self.turns, "", ids)], 1, params, 0):
+                text = self.tokenizer.decode(sample.token_ids)
+                for is_thinking, part in enumerate(split(_complete(text), thinks)):
+                    if piece := part[len(shown[is_thinking]) :]:
+                        shown[is_thinking] = part
+                        yield piece, bool(is_thinking)
+            for is_thinking, part in enumerate(split(text, thinks)):  # what was held back
+                if piece := part[len(shown[is_thinking]) :]:
+                    yield piece, bool(is_thinking)
+        finally:  # also if the caller stops in the middle
+            reply = split(text, thinks)[0].strip()
+            self.messages = [*asked, {"role": "assistant", "content": reply}]
+
+    def _encode(self, prompt: str | list[dict]) -> list[int]:
+        kwargs = self.cfg.chat_template_kwargs or {}
+        if isinstance(prompt, str):
+            return self.tokenizer.encode_prompt(prompt)
+        thinking = self.cfg.enable_thinking
+        return self.tokenizer.encode_prompt(prompt, enable_thinking=thinking, **kwargs)
+
+
+def split(text: str, thinks: bool) -> tuple[str, str]:
+    """Split a completion into (answer, thinking). `thinks`: the prompt has opened the tag.
+
+    >>> split("<think>3+4=7</think>It is 7.", False)
+    ('It is 7.', '3+4=7')
+    """
+    body = text.lstrip()
+    if not (thinks or body.startswith(OPEN)):
+        return text, ""
+    thinking, _, answer = body.removeprefix(OPEN).partition(CLOSE)
+    return answer.lstrip("\n"), thinking
+
+
+def _complete(text: str) -> str:
+    """Return a growing text without an end that may still change: half of a tag, or of a character
+    whose bytes are spread over several tokens.
+    """
+    text = text.rstrip("\ufffd")
+    for tag in (OPEN, CLOSE):
+        for n in range(len(tag) - 1, 0, -1):
+            if text.endswith(tag[:n]):
+                return text[:-n]
+    return text
+
+
+def main(argv: list[str] | None = None) -> int:
+    console = Console(highlight=False)
+    try:
+        cfg = cli.parse(argv, COMMAND)
+        # here, unlike in training, the temperature may be 0 (greedy)
+        dataclasses.replace(cfg, data=("none",), temperature=cfg.temperature or 1.0).validate()
+        chat = Chat(cfg)
+        with contextlib.suppress(EOFError):
+            while True:
+                message = input("> " if sys.stdin.isatty() else "").strip()
+                if message == "/exit":
+                    break
+                if message == "/clear":
+                    chat.clear()
+                elif message:
+                    _show(console, chat, message)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # for example, the output goes to `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _show(console: Console, chat: Chat, message: str) -> None:
+    """Print the answer to a message while it is sampled. Ctrl-C stops it."""
+    pieces = chat.answer(message)
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(pieces):
+        was_thinking = False
+        for piece, is_thinking in pieces:
+            if was_thinking and not is_thinking:
+                console.print()
+            was_thinking = is_thinking
+            # A model may write control characters, which a terminal would interpret.
+            plain = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in piece)
+            console.print(Text(plain, "dim" if is_thinking else ""), end="", soft_wrap=True)
+    console.print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
