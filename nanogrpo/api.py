@@ -51,11 +51,11 @@ def train(
     """Train, and return the records of the log: one dict per step or evaluation.
 
     reward_funcs, train_dataset, eval_dataset, tools and rollout take the place of the options
-    reward_funcs, data, eval_data, tools and rollout. A data set is a list of dicts, a `datasets.Dataset`
-    or a `DatasetDict`. Functions run in this process, without --reward-timeout. Start several ranks
-    with torchrun; each must call this function. Raises UserError for a mistake in the options, the
-    data or the functions. An interrupt (the notebook's stop button) ends the run after the step,
-    with a checkpoint.
+    reward_funcs, data, eval_data, tools and rollout. A data set is a list of dicts, a
+    `datasets.Dataset` or a `DatasetDict`. Functions run in this process, without --reward-timeout.
+    Start several ranks with torchrun; each must call this function. Raises UserError for a mistake
+    in the options, the data or the functions. An interrupt (the notebook's stop button) ends the
+    run after the step, with a checkpoint.
     """
     if isinstance(reward_funcs, str) or callable(reward_funcs):
         reward_funcs = [reward_funcs]

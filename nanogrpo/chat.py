@@ -1,7 +1,7 @@
 """Chat with a checkpoint in the terminal.
 
-    nanogrpo chat --model runs/demo/checkpoint-60
-    echo "34+5-7=" | nanogrpo chat --model runs/demo/checkpoint-60 --temperature 0
+    nanogrpo chat runs/demo/checkpoint-60
+    echo "34+5-7=" | nanogrpo chat runs/demo/checkpoint-60 --temperature 0
 
 In: messages, one per line. Out: the model's answers, printed while they are sampled, with its
 thinking in a fainter style. The options are those of train.py that concern the model and sampling.
@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 from rich.console import Console
@@ -73,7 +73,7 @@ class Chat:
         """Start a new conversation."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def answer(self, message: str) -> Iterator[tuple[str, bool]]:
+    def answer(self, message: str) -> Generator[tuple[str, bool], None, None]:
         """Yield the pieces of the answer to a message, and whether they are thinking.
 
         The answer becomes part of the conversation, without its thinking. Without a chat template
@@ -151,7 +151,7 @@ def _complete(text: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     console = Console(highlight=False)
     try:
-        cfg = cli.parse(argv, COMMAND)
+        cfg = cli.parse(cli.with_model(argv), COMMAND)
         # here, unlike in training, the temperature may be 0 (greedy)
         dataclasses.replace(cfg, data=("none",), temperature=cfg.temperature or 1.0).validate()
         chat = Chat(cfg)

@@ -115,7 +115,7 @@ def parser(command: Command | None = None) -> argparse.ArgumentParser:
 
     Its result contains only the options that were given.
     """
-    usage = f"{command.usage} [options]" if command else USAGE
+    usage = f"{command.usage} MODEL [options]" if command else USAGE
     out = _Parser(
         usage=usage,
         description=command.description if command else DESCRIPTION,
@@ -196,6 +196,12 @@ def parse(argv: list[str] | None = None, command: Command | None = None) -> Conf
         print(json.dumps(asdict(cfg), indent=2))
         raise SystemExit(0)
     return cfg
+
+
+def with_model(argv: list[str] | None) -> list[str]:
+    """Return the command line of `nanogrpo chat MODEL` or `eval MODEL` with --model written out."""
+    words = sys.argv[1:] if argv is None else argv
+    return ["--model", *words] if words and not words[0].startswith("-") else words
 
 
 def _respelled(argv: Sequence[str]) -> list[str]:

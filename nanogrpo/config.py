@@ -514,10 +514,29 @@ class Config:
 
     eval_steps: int = option(
         0,
-        "steps between greedy evaluations on the held-out prompts, also run before the first step"
+        "steps between evaluations on the held-out prompts, also run before the first step"
         " and after the last; 0: never",
         ">= 0",
         group="Evaluation, checkpoints and logging",
+    )
+    num_generations_eval: int = option(
+        1,
+        "completions per held-out prompt, for mean@k and pass@k",
+        "> 0",
+        needs="eval_steps",
+    )
+    eval_temperature: float = option(
+        0.0,
+        "sampling temperature in an evaluation; 0: always the most likely token (greedy)",
+        ">= 0",
+        needs="eval_steps",
+    )
+    eval_top_p: float = option(
+        1.0,
+        "top_p in an evaluation; 1: sample from all tokens",
+        "> 0",
+        "<= 1",
+        needs="eval_temperature",
     )
     eval_samples: int = option(256, "evaluate the first N held-out prompts; 0: all", ">= 0")
     save_steps: int = option(
@@ -719,6 +738,11 @@ def _values(c: Config) -> Iterator[str]:
 
 def _sizes(c: Config) -> Iterator[str]:
     """Check the options of the model, the data sources, the sizes of a step, and the hardware."""
+    if c.num_generations_eval > 1 and not c.eval_temperature:
+        yield (
+            f"--num-generations-eval {c.num_generations_eval} would give equal completions at"
+            " --eval-temperature 0: set a temperature, such as 1.0."
+        )
     kind, _, count = c.model.partition(":")
     if kind == "warmup" and not (count.isdecimal() and int(count)):
         yield f"--model {c.model!r} has no number of steps: write, for example, warmup:60."
@@ -902,7 +926,7 @@ def _engine(c: Config) -> Iterator[str]:
             )
     if c.engine == "local":
         return
-    for name in ("top_p", "top_k", "min_p"):
+    for name in ("top_p", "top_k", "min_p", "eval_top_p"):
         if getattr(c, name) != getattr(Config, name):
             yield (
                 f"--{dashed(name)} {getattr(c, name)} cannot be used with --engine vllm, because"

@@ -18,7 +18,7 @@ from torch import Tensor
 from nanogrpo.config import Config
 from nanogrpo.distributed.failure import Stop
 from nanogrpo.engine.ahead import staleness
-from nanogrpo.engine.base import stream
+from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.grpo import entropy, mismatch, packing
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo.advantages import step_advantages
@@ -107,14 +107,23 @@ def resample(run: Run, samples: list[Sample], step: int) -> int:
 
 
 def evaluate(run: Run) -> None:
-    """Complete the held-out prompts greedily, score them with the same rewards, and log it all."""
+    """Complete the held-out prompts, by default greedily, score them with the same rewards, and log
+    it all.
+    """
     sync(run)
-    greedy = dataclasses.replace(run.sampling, temperature=0.0)
-    samples = run.engine.sample(run.world.part(run.eval_prompts), 1, greedy, step=0)
+    prompts, n = run.world.part(run.eval_prompts), run.cfg.num_generations_eval
+    samples = run.engine.sample(prompts, n, evaluation_sampling(run.cfg, run.sampling), step=0)
     fill_rewards(run, samples)
     facts = metrics.facts(samples, run.world)
-    run.saver.evaluated(run.done, metrics.of_evaluation(facts))
+    run.saver.evaluated(run.done, metrics.of_evaluation(facts, n))
     run.log.evaluation(run.done, facts, run.rewards.metrics(run.world.gather))
+    run.log.completions.evaluation(run.done, samples)
+
+
+def evaluation_sampling(cfg: Config, training: SamplingParams) -> SamplingParams:
+    """Return how an evaluation samples. Its random numbers are not those of training."""
+    temperature, seed = cfg.eval_temperature, stream(cfg.seed, 0, 0, 1)
+    return dataclasses.replace(training, temperature=temperature, top_p=cfg.eval_top_p, seed=seed)
 
 
 def begin(run: Run, stop: Stop) -> bool:

@@ -77,7 +77,6 @@ INSTEAD = {
     "reward_model_name_or_path": "use --reward-funcs model:FOLDER",
     "datasets test_split_size": "use --data with several sources, --data-weights and --eval-data",
     "env": "set environment variables in the shell; there is no option for them",
-    "num_generations_eval": "leave it out: --eval-steps samples one greedy completion per prompt",
 }
 
 # Leaving these out changes nothing that matters, so they are accepted and ignored.

@@ -192,20 +192,21 @@ RANGES = {
     " vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef_delta max_concurrent"
     " max_steps num_iterations token_budget learning_rate adam_epsilon ddp_timeout server_window"
     " server_timeout vllm_importance_sampling_clip_max lora_alpha ref_model_mixup_alpha"
-    " ref_model_sync_steps generation_batch_size steps_per_generation data_weights",
+    " ref_model_sync_steps generation_batch_size steps_per_generation data_weights"
+    " num_generations_eval eval_top_p",
     "at least 0": "top_k epsilon epsilon_high beta warmup_steps weight_decay max_grad_norm"
     " num_train_epochs eval_steps eval_samples"
     " dppo_penalty off_policy_mask_threshold entropy_coef entropy_coef_min"
     " entropy_coef_max entropy_target reward_timeout save_steps trace_step num_completions_to_print"
     " max_prompt_length save_total_limit seed server_patience max_staleness max_resample_times"
     " vllm_importance_sampling_clip_min lora_r min_p adam_beta1 adam_beta2 top_entropy_quantile"
-    " lora_dropout max_tool_calling_iterations tool_timeout",
+    " lora_dropout max_tool_calling_iterations tool_timeout eval_temperature",
     "above 1": "delta",
     "at least 2": "num_generations",
     "at least 3": "heartbeat_timeout",
 }
 LARGEST = {
-    "<= 1": "top_p min_p top_entropy_quantile ref_model_mixup_alpha",
+    "<= 1": "top_p eval_top_p min_p top_entropy_quantile ref_model_mixup_alpha",
     "< 1": "epsilon adam_beta1 adam_beta2 lora_dropout",
     "<= 1e7": "reward_timeout server_timeout server_patience ddp_timeout heartbeat_timeout"
     " tool_timeout",
@@ -263,6 +264,8 @@ def test_an_option_that_needs_another_is_valid_with_it():
                 values["beta"] = 0.1
             if "load_best_model_at_end" in values:
                 values |= {"load_best_model_at_end": True, "eval_steps": 7, "save_steps": 7}
+            if name in ("num_generations_eval", "eval_top_p"):
+                values |= {"eval_steps": 7, "eval_temperature": 0.5}
             if other == "use_adaptive_entropy":
                 values["entropy_coef"] = 0.125
             dataclasses.replace(GOOD, **values).validate()

@@ -2,10 +2,10 @@
 table in the dashboards (both `--log-completions`).
 
 In: the samples of a step. Out: `output_dir/completions/completions_00001.jsonl` and so on, where
-the number counts finished steps, as in checkpoint-N. Each line is one completion with TRL's
-columns: step, prompt, completion, one column per reward function, reward, advantage, and then the
-columns of `log_extra`. `pandas.read_json(path, lines=True)` reads a file. Read next:
-logs/report.py (the dashboards), logs/plot.py.
+the number counts finished steps, as in checkpoint-N; an evaluation writes eval_00001.jsonl. Each
+line is one completion with TRL's columns: step, prompt, completion, one column per reward function,
+reward, advantage, and then the columns of `log_extra`. `pandas.read_json(path, lines=True)` reads a
+file. Read next: logs/report.py (the dashboards), logs/plot.py.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Completions:
             return
         if start == 0 and self.folder.exists():
             set_aside(self.folder)
-        for path in self.folder.glob("completions_*.jsonl"):
-            name = re.fullmatch(r"completions_(\d+)", path.stem)
+        for path in self.folder.glob("*.jsonl"):
+            name = re.fullmatch(r"(?:completions|eval)_(\d+)", path.stem)
             if name and int(name[1]) > start:
                 path.unlink()
 
@@ -58,12 +58,22 @@ class Completions:
         records = self.world.concat([record(step, sample) for sample in samples])
         if not self.world.main:
             return []
-        lines = [json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in records]
-        path = self.folder / f"completions_{step + 1:05d}.jsonl"
-        # A lone surrogate cannot be encoded in UTF-8, so it is written as a JSON escape.
-        data = "".join(lines).encode("utf-8", "backslashreplace")
-        replace(path, data)
+        write(self.folder / f"completions_{step + 1:05d}.jsonl", records)
         return records
+
+    def evaluation(self, done: int, samples: Sequence[Sample]) -> None:
+        """Write the completions of an evaluation after `done` steps to eval_00060.jsonl."""
+        if self.cfg.log_completions:
+            records = self.world.concat([record(done, sample) for sample in samples])
+            if self.world.main:
+                write(self.folder / f"eval_{done:05d}.jsonl", records)
+
+
+def write(path: Path, records: Sequence[dict]) -> None:
+    """Write one record per line."""
+    lines = [json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in records]
+    # A lone surrogate cannot be encoded in UTF-8, so it is written as a JSON escape.
+    replace(path, "".join(lines).encode("utf-8", "backslashreplace"))
 
 
 def record(step: int, sample: Sample) -> dict:

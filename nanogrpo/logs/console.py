@@ -132,15 +132,17 @@ class Log:
             reporter.completions(records, step + 1)
 
     def evaluation(self, step: int, samples: Sequence[Facts], logged: Mapping[str, float]) -> None:
-        """Log the greedy completions of the held-out prompts after `step` steps."""
+        """Log the completions of the held-out prompts after `step` steps."""
         if not self.main:
             return
-        row = metrics.of_evaluation(samples)
+        n, temperature = self.cfg.num_generations_eval, self.cfg.eval_temperature
+        row = metrics.of_evaluation(samples, n)
         logged = {f"eval/{name}": value for name, value in logged.items()}
         self._log(step, {"step": step - 1, "eval/after": step}, row, logged)
         names = [name for name in row if name != "eval/reward"]
         shown = [f"{n.removeprefix('eval/').removeprefix('rewards/')} {row[n]:.3f}" for n in names]
-        print_line(f"held-out, greedy, after {step} steps:  {'  '.join(shown)}")
+        how = f"{n} samples at temperature {temperature:g}" if temperature else "greedy"
+        print_line(f"held-out, {how}, after {step} steps:  {'  '.join(shown)}")
 
     def _log(self, done: int, place: dict, row: dict, logged: Mapping[str, float]) -> None:
         """Append a record to the file, and send its metrics to the reporters for step `done`."""

@@ -7,6 +7,7 @@ completions of the step and is never a mean of means. Read next: console.py, whi
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -210,8 +211,29 @@ def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
     return {"tokens_per_second": tokens / total, **fast, "step_time": total, **times}
 
 
-def of_evaluation(samples: Sequence[Facts]) -> dict[str, float]:
-    """Return the metrics of an evaluation. A reward that does not apply is left out, not 0."""
+def of_evaluation(samples: Sequence[Facts], n: int) -> dict[str, float]:
+    """Return the metrics of an evaluation with n consecutive completions for each prompt.
+
+    A reward that does not apply is left out, not 0. The mean of a reward is its mean@n. If a reward
+    is 0 or 1, the chance that at least one of k completions has 1 is its pass@k, for k = 1, 2, 4, …
+    up to n.
+    """
     out = {f"eval/{name}": statistics.fmean(given) for name, given in _given(samples).items()}
     out |= {f"eval/{name}": value for name, value in _tools(samples).items()}
+    groups = [samples[i : i + n] for i in range(0, len(samples), n)]
+    for name in samples[0].rewards if n > 1 else ():
+        table = [[s.rewards[name] for s in group] for group in groups]  # [prompts, n]
+        if {r for row in table for r in row} <= {0.0, 1.0}:
+            for k in sorted({n, *(2**i for i in range(n.bit_length()))}):
+                chances = [pass_at_k(n, sum(map(bool, row)), k) for row in table]
+                out[f"eval/pass@{k}/{name}"] = statistics.fmean(chances)
     return {**out, "eval/mean_length": statistics.fmean(s.length for s in samples)}
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Return the chance that k completions contain a right one, if c of n are right.
+
+    1 - C(n-c, k) / C(n, k) averages over all choices of k of the n completions, so it is unbiased.
+    Chen et al. 2021 (2107.03374), equation 1.
+    """
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)

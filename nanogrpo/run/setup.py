@@ -171,15 +171,7 @@ def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
     optimizer = optim.make_optimizer(model, cfg)
     world.once(lambda: output.clear(cfg))  # only now, after everything that can be checked
     start, carried = state.resume(cfg, world, model, optimizer, origin, reference)
-    sampling = SamplingParams(
-        temperature=cfg.temperature,
-        top_k=cfg.top_k,
-        top_p=cfg.top_p,
-        min_p=cfg.min_p,
-        max_tokens=cfg.max_completion_length,
-        stop_token_ids=tokenizer.stop_token_ids,
-        seed=cfg.seed,
-    )
+    sampling = sampling_params(cfg, tokenizer)
     draw_all = functools.partial(data.draw, prompts, cfg.prompts_per_step)
     if cfg.data_weights:
         draw_all = functools.partial(data.draw_mixed, parts, cfg.data_weights, cfg.prompts_per_step)
@@ -270,6 +262,19 @@ def with_steps(cfg: Config, prompts: int) -> Config:
     return out
 
 
+def sampling_params(cfg: Config, tokenizer: Tokenizer) -> SamplingParams:
+    """Return how training completions are sampled."""
+    return SamplingParams(
+        temperature=cfg.temperature,
+        top_k=cfg.top_k,
+        top_p=cfg.top_p,
+        min_p=cfg.min_p,
+        max_tokens=cfg.max_completion_length,
+        stop_token_ids=tokenizer.stop_token_ids,
+        seed=cfg.seed,
+    )
+
+
 def make_engine(
     cfg: Config, world: World, model: Decoder, source: Path, max_len: int, estimate: int
 ) -> Engine:
@@ -306,9 +311,7 @@ def make_engine(
     )
 
 
-def make_tools(
-    cfg: Config, tokenizer: Tokenizer, given: Sequence[Callable] = ()
-) -> Tools | None:
+def make_tools(cfg: Config, tokenizer: Tokenizer, given: Sequence[Callable] = ()) -> Tools | None:
     """Import the tools and the environment that the model may use, if any."""
     if not (cfg.tools or cfg.environment_factory):
         return None
@@ -359,16 +362,12 @@ def make_rewards(
     return rewards
 
 
-def load_prompts(
-    cfg: Config,
-    tokenizer: Tokenizer,
-    context: int,
-    tools: Tools | None = None,
-    given: Given = NOTHING,
-) -> tuple[list[list[Prompt]], list[Prompt]]:
-    """Return the training prompts of each source and the held-out prompts.
+def prompt_loader(
+    cfg: Config, tokenizer: Tokenizer, context: int, tools: Tools | None = None
+) -> Callable[..., list[list[Prompt]]]:
+    """Return a function (sources, split=, held_out=) → the prompts of each source.
 
-    Every prompt is short enough to leave room for a completion in the model's context.
+    Every prompt leaves room for a completion in a context of so many tokens.
     """
     room = context - cfg.max_completion_length
     if room < 1:
@@ -376,7 +375,8 @@ def load_prompts(
             f"--max-completion-length {cfg.max_completion_length} leaves no room for a prompt in a "
             f"context of {context}: lower it."
         )
-    load = functools.partial(
+    check_data_options(cfg, tokenizer)
+    return functools.partial(
         data.load_all,
         tokenizer=tokenizer,
         config=cfg.dataset_config,
@@ -389,7 +389,20 @@ def load_prompts(
         long_prompts=cfg.long_prompts,
         max_prompt_length=min(cfg.max_prompt_length or room, room),
     )
-    check_data_options(cfg, tokenizer)
+
+
+def load_prompts(
+    cfg: Config,
+    tokenizer: Tokenizer,
+    context: int,
+    tools: Tools | None = None,
+    given: Given = NOTHING,
+) -> tuple[list[list[Prompt]], list[Prompt]]:
+    """Return the training prompts of each source and the held-out prompts.
+
+    Every prompt is short enough to leave room for a completion in the model's context.
+    """
+    load = prompt_loader(cfg, tokenizer, context, tools)
     train_data = cfg.data if given.train_dataset is None else (given.train_dataset,)
     parts = load(train_data, split=cfg.dataset_train_split)
     check_enough(cfg, [len(part) for part in parts])

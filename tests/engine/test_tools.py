@@ -580,7 +580,7 @@ def test_metrics_are_those_of_trl(tokenizer):
     ]
     samples = converse(Tools(tokenizer, [add]), conversations)
     facts = metrics.facts(samples, SOLO)
-    row = metrics.of_evaluation(facts)
+    row = metrics.of_evaluation(facts, 1)
     assert row["eval/tools/call_frequency"] == 4 / 3
     assert row["eval/tools/failure_frequency"] == 2 / 4
     # of the model's tokens only

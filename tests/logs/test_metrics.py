@@ -156,8 +156,8 @@ RUNS = {
     " --vllm-importance-sampling-mode=token_truncate --max-resample-times=1",
     "loss_type=vespo entropy_coef": "--loss-type=vespo --entropy-coef=0.01",
 }
-# tests/vllm/test_train.py, a GPU, tests/engine/test_tools.py
-ELSEWHERE = {"engine=vllm", "device=cuda", "tools"}
+# tests/vllm/test_train.py, a GPU, tests/engine/test_tools.py, tests/test_eval.py
+ELSEWHERE = {"engine=vllm", "device=cuda", "tools", "num_generations_eval"}
 
 
 def documented() -> list[tuple[str, str]]:

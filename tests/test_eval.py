@@ -1,0 +1,106 @@
+"""`nanogrpo eval`, and evaluations with several completions per prompt during training.
+
+Read next: nanogrpo/eval.py.
+"""
+
+import itertools
+import json
+import math
+
+import pytest
+
+import train
+from nanogrpo import eval as evaluation
+from nanogrpo.logs import metrics
+from nanogrpo.logs.metrics import Facts
+from tests.conftest import arguments, lines
+
+DATA = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(2) for b in range(3)]
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "test.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in DATA))
+    return path
+
+
+def options(base, data, output, *more: str) -> list[str]:
+    argv = ["--model", str(base), "--data", str(data), "--output-dir", str(output)]
+    return [*argv, "--max-completion-length", "8", "--device", "cpu", *more]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_pass_at_k_is_the_share_of_all_choices_with_a_right_one(n):
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        choices = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        expected = sum(map(any, choices)) / len(choices)
+        assert metrics.pass_at_k(n, c, k) == pytest.approx(expected)
+
+
+def facts(*rewards: float | None) -> list[Facts]:
+    return [Facts(3, 2, True, {"f": r, "free": 0.5}, r) for r in rewards]
+
+
+def test_pass_at_k_is_reported_for_rewards_of_0_and_1_only():
+    row = metrics.of_evaluation(facts(1.0, 0.0, 0.0, 0.0, 0.0, 0.0), 3)
+    assert row["eval/rewards/f"] == pytest.approx(1 / 6)
+    found = {name: value for name, value in row.items() if "pass" in name}
+    assert found == pytest.approx({f"eval/pass@{k}/f": k / 3 / 2 for k in (1, 2, 3)})
+    assert not any("pass" in name for name in metrics.of_evaluation(facts(1.0, None), 2))
+    assert not any("pass" in name for name in metrics.of_evaluation(facts(1.0), 1))
+
+
+def test_it_writes_every_completion_and_the_same_numbers_as_training(
+    tiny_base, files, data, tmp_path, capsys
+):
+    sampled = ["--num-generations-eval", "4", "--eval-temperature", "1.5", "--eval-top-p", "0.9"]
+    rewards = ["--reward-funcs", f"{files / 'reward.py'}:even", "format"]
+    argv = options(tiny_base, data, tmp_path / "eval", *sampled, *rewards)
+    assert evaluation.main(argv) == 0
+    assert "rewards/even" in capsys.readouterr().out
+    result = json.loads((tmp_path / "eval/eval.json").read_text())
+    records = [json.loads(line) for line in (tmp_path / "eval/eval.jsonl").read_text().splitlines()]
+    assert len(records) == 4 * len(DATA)
+    assert records[0].keys() >= {"prompt", "completion", "even", "reward", "stopped"}
+    mean = sum(record["even"] for record in records) / len(records)
+    assert result["metrics"]["eval/rewards/even"] == pytest.approx(mean)
+    assert result["metrics"]["eval/pass@4/format_reward"] == 0
+
+    more = ["--eval-data", str(data), "--eval-steps", "3", "--max-steps", "1", "--log-completions"]
+    run = arguments(tiny_base, files, tmp_path / "run", *sampled, *rewards, *more)
+    assert train.main(run) == 0
+    first = next(row for row in lines(tmp_path / "run") if row.get("eval/after") == 0)
+    for name, value in result["metrics"].items():
+        assert math.isclose(first[name], value), name
+    written = (tmp_path / "run/completions/eval_00000.jsonl").read_text().splitlines()
+    assert [json.loads(line)["completion"] for line in written] == [
+        record["completion"] for record in records
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--num-generations-eval", "8"], "would give equal completions at --eval-temperature 0"),
+        (["--eval-top-p", "0.5"], "no effect without --eval-temperature"),
+        (["--eval-temperature", "-1"], "it must be >= 0"),
+        (["--learning-rate", "1"], "--learning-rate is not an option"),
+        (["--engine", "vllm", "--eval-temperature", "1", "--eval-top-p", "0.5"], "--eval-top-p"),
+        (["--data", "nope.jsonl"], "nope.jsonl"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tiny_base, data, tmp_path, capsys, more, message):
+    assert evaluation.main(options(tiny_base, data, tmp_path / "eval", *more)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_an_earlier_evaluation_is_kept(tiny_base, data, tmp_path, capsys):
+    rewards = ["--reward-funcs", "format", "accuracy", "--answer-column", "answer"]
+    argv = options(tiny_base, data, tmp_path / "eval", *rewards)
+    assert evaluation.main(argv) == 0
+    assert evaluation.main(argv) == 2
+    assert "already holds an evaluation" in capsys.readouterr().err
+    assert evaluation.main([*argv, "--overwrite-output-dir"]) == 0
