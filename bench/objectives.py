@@ -207,7 +207,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         return records
     if not (args.base / "model.safetensors").exists():
         warmup.make_base(args.base)
-    base = fingerprint(args.base)
+    base = fingerprint(args.base / "model.safetensors")
 
     def key(record: dict) -> tuple:
         names = ("base", "settings", "steps", "case", "options", "seed")

@@ -18,11 +18,14 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 # a test that needs a download would pass on this machine and fail on others
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# trackio would otherwise write to the user's own projects; it reads this when it is imported
+os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
 # with one worker per core, more threads for tiny matrices only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -24,7 +24,7 @@ def test_every_case_is_valid_and_every_loss_type_has_one():
 def test_an_interrupted_bench_continues(tmp_path):
     warmup.make_base(tmp_path / "base", steps=2)
     done = {
-        "base": fingerprint(tmp_path / "base"),
+        "base": fingerprint(tmp_path / "base/model.safetensors"),
         "settings": objectives.SETTINGS,
         "steps": 1,
         "case": "dapo",

@@ -120,13 +120,10 @@ def test_wandb_gets_a_table_with_one_completion_of_each_prompt(reported):
         assert shown.data == [[*record.values()] for record in written[::4]]
 
 
-# Trackio keeps its folder as a constant, so all tests of this process share it.
-@pytest.fixture(scope="module")
-def database(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trackio")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRACKIO_DIR", str(folder))
-        yield pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+# Trackio reads its folder when it is first imported, so tests/conftest.py sets it.
+@pytest.fixture
+def database():
+    return pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
 
 
 def test_trackio_gets_the_same_numbers_and_all_completions_without_a_network(

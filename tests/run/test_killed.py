@@ -5,6 +5,7 @@ Kills at chosen points, under torchrun, are in test_state.py. Read next: test_re
 """
 
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ def test_a_run_killed_at_a_random_time_and_resumed_repeats_the_same_bits(
     rng, resumed = random.Random(seed), arguments(tiny_base, files, killed, *options, "--resume")
     command = [sys.executable, train.__file__, *resumed]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        finished = (line for line in process.stderr if line.startswith("step"))
+        finished = (line for line in process.stderr if re.match(r" *\d+/20 ", line))
         for _ in range(rng.randint(1, 6)):
             next(finished)
         time.sleep(rng.uniform(0, 0.1))

@@ -38,7 +38,11 @@ def test_the_debug_profile_runs_every_part_and_can_be_repeated(tmp_path, monkeyp
     run = tmp_path / "runs" / "debug"
     assert [row.get("eval/after", "step") for row in lines(run)[1:]] == [0, "step", 1, "step", 2]
     assert [p.name for p in checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
-    assert len(list((run / "completions").iterdir())) == 2
+    written = sorted(p.stem for p in (run / "completions").iterdir())
+    assert written == [
+        *("completions_00001", "completions_00002"),
+        *("eval_00000", "eval_00001", "eval_00002"),
+    ]
     assert "advantage" in capsys.readouterr().err
     first, made = steps(run), (run / "base" / "model.safetensors").stat().st_mtime_ns
     (run / "notes.txt").write_text("mine")
