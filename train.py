@@ -42,9 +42,10 @@ def train(cfg: Config, world: World, stop: Stop, given: Given = NOTHING) -> None
     """Train to the last step, starting from cfg.model, or with --resume from the last checkpoint in
     cfg.output_dir, with the same options.
 
-    Every rank runs this function. It samples and scores its own share of the prompts. `pack` may
-    then move samples to other ranks, so that all ranks have about the same work. `given` has the
-    functions and data that come from Python instead of options (nanogrpo/api.py).
+    Every rank runs this function and scores its own share of the prompts. It also samples that
+    share; with vLLM, rank 0 sends the requests of all ranks. `pack` may then move samples to other
+    ranks, so that all ranks have about the same work. `given` has the functions and data that come
+    from Python instead of options (nanogrpo/api.py).
     """
     run = setup(cfg, world, given)
     cfg, model, optimizer = run.cfg, run.model, run.optimizer
@@ -70,21 +71,25 @@ def train(cfg: Config, world: World, stop: Stop, given: Given = NOTHING) -> None
                 assign_advantages(run, samples)
 
             with clock("train"):
-                # One list of micro-batches per optimizer step (--num-iterations repeats the lists).
-                # If the loss needs log-probs from before the first update (old_logp) or from the
-                # reference model (ref_logp), the micro-batches contain these.
+                # One list of micro-batches per optimizer step: --steps-per-generation splits the
+                # samples into several lists, --num-iterations repeats all lists; both are 1 by
+                # default. Samples with advantage 0 have no gradient by default and are left out.
+                # If the loss needs log-probs from before this step's first update (old_logp) or
+                # from the reference model (ref_logp), the micro-batches contain these.
                 for batches in pack(run, samples, step):
                     for batch in batches:
-                        # Σ weight · (-min(ratio·A, clip(ratio)·A) + beta·KL) over the tokens, with
-                        # ratio = policy / old policy: see policy_terms in kernels/reference.py.
-                        # `objective` returns this loss as a function of the hidden states and the
-                        # output matrix, which the model calls instead of returning logits.
+                        # Σ weight · (-min(ratio·A, clip(ratio)·A) + beta·KL) over the completion
+                        # tokens, with ratio = policy / old policy: see policy_terms in
+                        # kernels/reference.py. `objective` returns this loss as a function of the
+                        # hidden states and the output matrix, which the model calls instead of
+                        # returning logits.
                         #
-                        # By default the weight is 1 / (tokens of the optimizer step, over all
-                        # ranks) (--loss-type dapo), beta is 0, and a step's samples are used for
+                        # By default (--loss-type dapo; other types change the weight, or the
+                        # clipped term itself) the weight is 1 / (completion tokens of the
+                        # optimizer step, over all ranks), beta is 0, and a step of this loop makes
                         # one optimizer step. Then every ratio is 1, nothing is clipped, and the
-                        # gradient is that of -A · log π. (With --max-staleness the ratio compares
-                        # with the older weights that sampled.)
+                        # gradient is that of -A · log π. (With --max-staleness the ratio compares,
+                        # by default, with the older weights that sampled.)
                         out = model.forward_packed(batch, objective(batch, cfg))
                         # Sums gradients over micro-batches and ranks.
                         fsdp.backward(model, out.loss, world, last=batch is batches[-1])
