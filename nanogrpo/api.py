@@ -81,7 +81,7 @@ def _named(cfg: Config, given: Given) -> Config:
         names["tools"] = tuple(map(_name, given.tools))
     for option, data in (("data", given.train_dataset), ("eval_data", given.eval_dataset)):
         if data is not None:
-            names[option] = (data if isinstance(data, str) else f"{option} from Python",)
+            names[option] = (data if isinstance(data, str) else "data from Python",)
     for option in names:
         if getattr(cfg, option) != getattr(Config, option):
             raise UserError(

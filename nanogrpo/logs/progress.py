@@ -26,7 +26,7 @@ from nanogrpo.distributed.world import World
 
 WIDTH = 120
 # Print Text objects only: rich would read brackets in a str as markup, such as "[/INST]".
-console = Console(stderr=True, width=None if sys.stderr.isatty() else WIDTH)
+console = Console(stderr=True, force_jupyter=False, width=None if sys.stderr.isatty() else WIDTH)
 
 EVERY = 20  # rows between two headers
 GAP = "sampling/sampling_logp_difference/mean"
@@ -60,7 +60,7 @@ def closing_line(cfg: Config, done: int) -> str:
     if checkpoint.is_relative_to(Path.cwd()):
         checkpoint = checkpoint.relative_to(Path.cwd())
     early = f"stopped after {done} of {cfg.max_steps} steps (continue with --resume); "
-    data = " ".join(cfg.eval_data or cfg.data)
+    data = " ".join(cfg.eval_data or cfg.data).replace("data from Python", "DATA")
     return (
         f"{early if done < cfg.max_steps else ''}the model is in {checkpoint}: try it with "
         f"`nanogrpo chat {checkpoint}`, or `nanogrpo eval {checkpoint} --data {data}`"

@@ -132,7 +132,7 @@ def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int) -> None:
     cfg = Config(loss_type="dapo")
     rng = random.Random(f"warm-up,{seed}")
     optimizer = optim.make_optimizer(model, cfg)
-    for step in track(range(steps), "warm-up", console=Console(stderr=True)):
+    for step in track(range(steps), "warm-up", console=Console(stderr=True, force_jupyter=False)):
         lazy = step >= steps * 3 // 4
         texts = problems("train", 64, seed=rng.getrandbits(32))
         samples = [solved_sample(i, text, tokenizer, rng, lazy) for i, text in enumerate(texts)]

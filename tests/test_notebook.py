@@ -1,0 +1,20 @@
+"""The notebook runs from top to bottom, and its model learns."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+NOTEBOOK = Path(__file__).parents[1] / "examples/notebook.ipynb"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_learns(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=250, resources=resources).execute()
+    texts = [o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", [])]
+    first, last = map(float, re.search(r"right answers: (\S+) in .*, (\S+) in", texts[-1]).groups())
+    assert last > first + 0.1
+    assert (tmp_path / "runs/notebook/checkpoint-20/model.safetensors").is_file()
