@@ -8,7 +8,7 @@
     rows = train(
         Config(model="Qwen/Qwen3-0.6B", max_steps=20),
         reward_funcs=["accuracy", brevity],
-        train_dataset=[{"prompt": "3+4=", "answer": "7"}, …],
+        train_dataset=[{"question": "What is 3+4?", "answer": "7"}, …],  # or a datasets.Dataset
     )
     print(rows[-1]["reward"])
 
@@ -76,7 +76,9 @@ def _named(cfg: Config, given: Given) -> Config:
     names: dict[str, tuple[str, ...]] = {}
     if given.reward_funcs:
         functions = given.reward_funcs
-        names["reward_funcs"] = tuple(f if isinstance(f, str) else _name(f) for f in functions)
+        names["reward_funcs"] = tuple(
+            f if isinstance(f, str) else f"{_name(f)} from Python" for f in functions
+        )
     if given.tools:
         names["tools"] = tuple(map(_name, given.tools))
     for option, data in (("data", given.train_dataset), ("eval_data", given.eval_dataset)):

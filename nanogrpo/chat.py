@@ -61,6 +61,8 @@ class Chat:
         self.tokenizer = Tokenizer(source)
         found = "cuda" if torch.cuda.is_available() else "cpu"
         device = found if cfg.device == "auto" else cfg.device
+        if device == "cuda" and found == "cpu":
+            raise UserError("--device cuda: torch sees no GPU on this machine; use --device cpu.")
         model = checkpoint.load_model(source, device=device)
         self.max_len = min(model.cfg.max_position_embeddings, MAX_CONTEXT)
         self.engine = LocalEngine(model.cfg, max_len=self.max_len, slots=1, device=device)
@@ -141,11 +143,9 @@ def _complete(text: str) -> str:
     whose bytes are spread over several tokens.
     """
     text = text.rstrip("\ufffd")
-    for tag in (OPEN, CLOSE):
-        for n in range(len(tag) - 1, 0, -1):
-            if text.endswith(tag[:n]):
-                return text[:-n]
-    return text
+    halves = (tag[:n] for tag in (OPEN, CLOSE) for n in range(len(tag) - 1, 0, -1))
+    text = text.removesuffix(next(filter(text.endswith, halves), ""))
+    return text if text.strip() else ""  # after white space only, a tag may follow
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -163,8 +163,12 @@ def main(argv: list[str] | None = None) -> int:
                 if message == "/clear":
                     chat.clear()
                 elif message:
-                    _show(console, chat, message)
-    except UserError as e:
+                    try:
+                        _show(console, chat, message)
+                    except UserError as e:  # for example, the conversation is too long
+                        print(f"error: {e}", file=sys.stderr)
+    # FloatingPointError: the logits are not finite; UnicodeDecodeError: the input is not UTF-8
+    except (UserError, FloatingPointError, UnicodeDecodeError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

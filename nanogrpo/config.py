@@ -468,7 +468,7 @@ class Config:
     )
     optim: str = option(
         "adamw_torch_fused",
-        "AdamW with float32 moments, or with 8-bit moments (pip install nanogrpo[torchao])",
+        "AdamW with float32 moments, or with 8-bit moments (pip install 'nanogrpo[torchao]')",
         choices=("adamw_torch_fused", "adamw_torch_8bit"),
         words={"adamw_torch": "adamw_torch_fused", "adamw_8bit": "adamw_torch_8bit"},
     )

@@ -80,6 +80,18 @@ def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]
     return {**row, **{f"eval/{name}": value for name, value in logged.items()}}, samples
 
 
+def claim(folder: Path) -> None:
+    """Create the output folder before anything is sampled, and check that it can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as e:
+        raise UserError(
+            f"--output-dir {folder} cannot be written ({e.strerror}): choose another folder."
+        ) from e
+
+
 def write(cfg: Config, row: dict[str, float], samples: list[Sample], world: World) -> None:
     """Write eval.json and eval.jsonl, and print the table. Every rank must call."""
     records = world.concat([completions.record(0, sample) for sample in samples])
@@ -116,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
                 "replace it with --overwrite-output-dir."
             )
         with join(cfg) as world:
+            world.once(lambda: claim(Path(cfg.output_dir)))
             row, samples = evaluate(cfg, world)
             write(cfg, row, samples, world)
     except (UserError, FloatingPointError) as e:  # FloatingPointError: the logits are not finite

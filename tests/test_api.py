@@ -44,7 +44,7 @@ def test_functions_and_records_train_as_files_do(tiny_base, tmp_path):
     assert seen
     assert {*seen} <= {row["answer"] for row in SUMS}
     header = lines(tmp_path)[0]["run"]
-    assert header["reward_funcs"] == ["even", "format"]
+    assert header["reward_funcs"] == ["even from Python", "format"]
     assert (tmp_path / "checkpoint-2").is_dir()
 
 
@@ -56,6 +56,16 @@ def test_a_datasets_dataset_trains(tiny_base, tmp_path):
     cfg = config(tiny_base, tmp_path, max_steps=1, eval_steps=1)
     rows = train(cfg, reward_funcs="format", train_dataset=splits)
     assert [row.get("eval/after") for row in rows] == [0, None, 1]
+
+
+def test_a_function_with_the_name_of_a_built_in_one_is_the_users(tiny_base, tmp_path):
+    def accuracy_reward(completions, gt, **kwargs):
+        return [0.25 for _ in completions]
+
+    data = [{"prompt": f"{i}+1=", "gt": i + 1} for i in range(4)]
+    cfg = config(tiny_base, tmp_path, max_steps=1)
+    (row,) = train(cfg, reward_funcs=accuracy_reward, train_dataset=data)
+    assert row["rewards/accuracy_reward/mean"] == 0.25
 
 
 def test_training_in_a_thread_needs_no_signals(tiny_base, tmp_path):

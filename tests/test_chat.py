@@ -30,6 +30,7 @@ def config(base, **options) -> Config:
         ("<think>3+4", False, "", "3+4"),
         ("3+4", True, "", "3+4"),
         ("a < b", False, "a < b", ""),
+        ("\n  <think>a</think>Hello", False, "Hello", "a"),
     ],
 )
 def test_thinking_is_split_from_the_answer(text, thinks, answer, thinking):
@@ -72,6 +73,7 @@ def test_a_conversation_ends_with_the_input(tiny_base, monkeypatch, capsys):
         ([], "--model is missing"),
         (["--model", "x", "--learning-rate", "1"], "--learning-rate is not an option"),
         (["--model", "x", "--temperature", "-1"], "it must be > 0"),
+        (["--model", "x", "--device", "cuda"], "torch sees no GPU"),
         (["--model", "x", "--system-prompt", "gone.txt"], "gone.txt"),
     ],
 )
@@ -83,6 +85,7 @@ def test_a_mistake_is_one_sentence(tiny_base, capsys, argv, message):
 
 def test_a_conversation_that_is_too_long_asks_to_start_a_new_one(tiny_base, monkeypatch, capsys):
     monkeypatch.setattr(chat, "MAX_CONTEXT", 20)
-    monkeypatch.setattr("sys.stdin", io.StringIO("1+" * 40 + "\n"))
-    assert chat.main(["--model", str(tiny_base), "--device", "cpu"]) == 2
-    assert "/clear" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+" * 40 + "\n/clear\n1+\n"))
+    argv = ["--model", str(tiny_base), "--device", "cpu", "--max-completion-length", "2"]
+    assert chat.main(argv) == 0
+    assert capsys.readouterr().err.count("start a new one with /clear") == 1

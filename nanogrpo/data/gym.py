@@ -60,7 +60,7 @@ def dataset(source: str) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as e:
         raise UserError(
-            "this needs the package reasoning-gym: pip install nanogrpo[reasoning]."
+            "this needs the package reasoning-gym: pip install 'nanogrpo[reasoning]'."
         ) from e
     name, given = parse(source)
     if name not in DATASETS:

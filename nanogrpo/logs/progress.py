@@ -13,6 +13,7 @@ Read next: logs/no_signal.py.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -60,10 +61,9 @@ def closing_line(cfg: Config, done: int) -> str:
     if checkpoint.is_relative_to(Path.cwd()):
         checkpoint = checkpoint.relative_to(Path.cwd())
     early = f"stopped after {done} of {cfg.max_steps} steps (continue with --resume); "
-    data = " ".join(cfg.eval_data or cfg.data).replace("data from Python", "DATA")
     return (
         f"{early if done < cfg.max_steps else ''}the model is in {checkpoint}: try it with "
-        f"`nanogrpo chat {checkpoint}`, or `nanogrpo eval {checkpoint} --data {data}`"
+        f"`nanogrpo chat {shlex.quote(str(checkpoint))}`, or measure it with `nanogrpo eval`"
     )
 
 

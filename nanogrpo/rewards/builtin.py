@@ -31,9 +31,10 @@ def accuracy_reward(
     or where math-verify had no time left to decide.
     """
     blank = [None] * len(completions)
+    # an empty cell of a CSV file is an empty text
     references = [
-        second if first is None else first
-        for first, second in zip(solution or blank, answer or blank)
+        next((r for r in both if r is not None and str(r).strip()), None)
+        for both in zip(solution or blank, answer or blank)
     ]
     rewards: list[float | None] = [None] * len(completions)
     pairs = []

@@ -55,7 +55,7 @@ def _eight_bit(
         from torchao.optim import AdamW8bit
     except ImportError as e:
         raise UserError(
-            "--optim adamw_torch_8bit needs its package: pip install nanogrpo[torchao]."
+            "--optim adamw_torch_8bit needs its package: pip install 'nanogrpo[torchao]'."
         ) from e
     optimizer = AdamW8bit(groups, lr=cfg.learning_rate, betas=betas, eps=cfg.adam_epsilon)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -16,6 +16,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -254,7 +255,7 @@ def with_steps(cfg: Config, prompts: int) -> Config:
     """Return the options with max_steps computed from --num-train-epochs, if that is set."""
     if not cfg.num_train_epochs:
         return cfg
-    steps = math.ceil(cfg.num_train_epochs * prompts / cfg.prompts_per_step)
+    steps = math.ceil(Fraction(str(cfg.num_train_epochs)) * prompts / cfg.prompts_per_step)
     each = f"{prompts:,} prompts, {cfg.prompts_per_step} per step"
     log.info("--num-train-epochs %g: %d steps (%s)", cfg.num_train_epochs, steps, each)
     out = dataclasses.replace(cfg, max_steps=steps, num_train_epochs=0.0)

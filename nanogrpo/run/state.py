@@ -67,6 +67,7 @@ FREE = """
     resume output_dir overwrite_output_dir max_steps save_steps save_total_limit report_to
     run_name trace_step log_completions log_unique_prompts num_completions_to_print
     eval_data dataset_test_split eval_steps eval_samples
+    num_generations_eval eval_temperature eval_top_p measure_zero_advantages
     save_only_model load_best_model_at_end metric_for_best_model greater_is_better
     push_to_hub hub_model_id hub_private_repo
     device ddp_timeout heartbeat_timeout reward_timeout tool_timeout server vllm_python vllm_options

@@ -158,7 +158,7 @@ def test_a_run_begins_with_its_sizes_and_ends_with_its_checkpoint(
     assert caplog.records[1].getMessage().startswith("estimated memory")
     assert capsys.readouterr().err.splitlines()[-1] == (
         "the model is in run/checkpoint-3: try it with `nanogrpo chat run/checkpoint-3`, or"
-        f" `nanogrpo eval run/checkpoint-3 --data {argv[argv.index('--eval-data') + 1]}`"
+        " measure it with `nanogrpo eval`"
     )
     rows = [row for row in lines(folder) if "reward" in row]
     assert [row["epoch"] for row in rows] == [pytest.approx((i + 1) / 3) for i in range(3)]

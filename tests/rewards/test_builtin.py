@@ -11,6 +11,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.rewards import symbolic
 from nanogrpo.rewards.builtin import (
     BUILT_IN,
+    accuracy_reward,
     cosine_scaled_reward,
     format_reward,
     load_function,
@@ -245,3 +246,7 @@ def test_the_arguments_of_a_partial_are_the_users(own):
     assert function(completions=["a b c"]) == [6]
     assert cosine_scaled_reward.__name__ == "cosine_scaled_reward"
     assert repetition_penalty_reward(2, -1.0, completion_ids=[[1, 1, 1]]) == [-0.5]
+
+
+def test_an_empty_solution_does_not_hide_the_answer():
+    assert accuracy_reward([r"\boxed{5}"] * 2, solution=["", None], answer=["5", "5"]) == [1.0, 1.0]
