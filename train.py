@@ -11,8 +11,8 @@ completions with a positive advantage more likely, and those with a negative adv
     python train.py --model Qwen/Qwen3-0.6B --data gsm8k.jsonl --reward-funcs accuracy my.py:brevity
 
 In: a checkpoint, prompts, and reward functions (nanogrpo/config.py lists every option).
-Out: output_dir/metrics.jsonl, and output_dir/checkpoint-N after N steps, which transformers can
-load. By default the last two checkpoints are kept.
+Out: output_dir/metrics.jsonl, and, every --save-steps steps and at the end, output_dir/checkpoint-N
+(N: finished steps), which transformers can load. By default the last two checkpoints are kept.
 Read next: nanogrpo/types.py (the data that the parts exchange), nanogrpo/step.py (what happens to
 the samples), nanogrpo/grpo/advantages.py, nanogrpo/grpo/loss.py and `policy_terms` in
 kernels/reference.py (the algorithm, down to the lines that compute the loss).
@@ -40,7 +40,7 @@ from nanogrpo.step import assign_advantages, begin, evaluate, log_step, measure,
 
 def train(cfg: Config, world: World, stop: Stop, given: Given = NOTHING) -> None:
     """Train to the last step, starting from cfg.model, or with --resume from the last checkpoint in
-    cfg.output_dir, with the same options.
+    cfg.output_dir. To resume, give the same options (some, such as --save-steps, may differ).
 
     Every rank runs this function and scores its own share of the prompts. It also samples that
     share; with vLLM, rank 0 sends the requests of all ranks. `pack` may then move samples to other
@@ -49,7 +49,7 @@ def train(cfg: Config, world: World, stop: Stop, given: Given = NOTHING) -> None
     """
     run = setup(cfg, world, given)
     cfg, model, optimizer = run.cfg, run.model, run.optimizer
-    with closing(run):  # if the last vLLM server is lost, this saves the finished steps first
+    with closing(run):  # if no vLLM server can be recovered, this saves the finished steps first
         # With --eval-steps, a new run is evaluated first. False: a signal came; nothing is saved.
         if not begin(run, stop):
             return
@@ -73,7 +73,8 @@ def train(cfg: Config, world: World, stop: Stop, given: Given = NOTHING) -> None
             with clock("train"):
                 # One list of micro-batches per optimizer step: --steps-per-generation splits the
                 # samples into several lists, --num-iterations repeats all lists; both are 1 by
-                # default. Samples with advantage 0 have no gradient by default and are left out.
+                # default. Samples with advantage 0 have no gradient by default and are left out,
+                # but their tokens still count in the weight below.
                 # If the loss needs log-probs from before this step's first update (old_logp) or
                 # from the reference model (ref_logp), the micro-batches contain these.
                 for batches in pack(run, samples, step):
@@ -98,7 +99,9 @@ def train(cfg: Config, world: World, stop: Stop, given: Given = NOTHING) -> None
                     meter.end_update(clip_and_step(model, optimizer, rate, cfg.max_grad_norm))
 
             run.done = step + 1
-            fsdp.update_reference(run.reference, model, cfg, run.done)  # with --sync-ref-model
+            # With --sync-ref-model, every --ref-model-sync-steps steps; otherwise the reference
+            # stays cfg.model, also after --resume.
+            fsdp.update_reference(run.reference, model, cfg, run.done)
             log_step(run, step, samples, meter, clock)
             # True if a signal reached any rank. If a save failed on any rank, its error is raised
             # here.
