@@ -30,7 +30,7 @@ def load(source: str, config: str) -> Mapping[str, Any]:
     except ImportError as e:
         raise UserError(
             f"--data {source} can only be read with the package datasets: pip install "
-            "nanogrpo[data], or name a .jsonl, .csv or .parquet file."
+            "'nanogrpo[data]', or name a .jsonl, .csv or .parquet file."
         ) from e
     try:
         return datasets.load_dataset(source, config or None)

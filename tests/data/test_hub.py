@@ -85,5 +85,5 @@ def test_mistakes_are_reported_in_one_sentence_and_at_once(repository, tmp_path)
 
 def test_without_the_package_the_message_says_what_to_install(repository, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"only be read with .*: pip install nanogrpo\[data\], or"):
+    with pytest.raises(UserError, match=r"only be read .*: pip install 'nanogrpo\[data\]', or"):
         hub.load("openai/gsm8k", "main")

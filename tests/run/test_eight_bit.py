@@ -24,7 +24,7 @@ CFG = Config(optim="adamw_torch_8bit", learning_rate=1e-2, weight_decay=0.1)
 
 def test_without_torchao_one_sentence_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    message = r"--optim adamw_torch_8bit needs its package: pip install nanogrpo\[torchao\]\."
+    message = r"--optim adamw_torch_8bit needs its package: pip install 'nanogrpo\[torchao\]'\."
     with pytest.raises(UserError, match=message):
         optim.make_optimizer(torch.nn.Linear(2, 2), CFG)
 
