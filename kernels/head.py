@@ -65,6 +65,7 @@ class HeadLogp(torch.autograd.Function):
             logp[part], entropy[part], norm[:, part] = rows.log_softmax_forward(
                 logits, targets[part], temperature
             )
+            del logits
         ctx.save_for_backward(hidden, lm_head, targets, norm, entropy)
         ctx.settings = temperature, chunk, rows
         return logp, entropy
@@ -92,6 +93,7 @@ class HeadLogp(torch.autograd.Function):
             dhidden[index] = product(dlogits, lm_head.T)
             if need_dhead:
                 dhead = _add_product(dhead, dlogits, h)
+            del dlogits
         dhead = _complete(dhead, lm_head).to(lm_head.dtype) if need_dhead else None
         return dhidden, dhead, None, None, None, None
 
@@ -122,6 +124,7 @@ class HeadPolicyLoss(torch.autograd.Function):
             logp[index], entropy[index], _ = rows.log_softmax_forward(
                 logits, targets[index], temperature
             )
+            del logits
         for index in three_products:
             h = hidden[index]  # [C, D]
             logits = product(h, lm_head, buffer)  # [C, V]
@@ -133,6 +136,7 @@ class HeadPolicyLoss(torch.autograd.Function):
                 dhidden[index] = product(dlogits, lm_head.T)
             if need_dhead:
                 dhead = _add_product(dhead, dlogits, h)
+            del logits, dlogits  # before the next chunk is allocated
 
         # The value of the loss is a sum over all tokens, regardless of their kind and chunk.
         # Computing it takes microseconds, much less than the matrix products.
