@@ -76,11 +76,14 @@ def _module(device: str, forced: str) -> ModuleType:
 
 def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the number of rows of logits in a chunk: 2.5 GB on CUDA (8228 rows of Qwen3 in
-    bfloat16), 200 MB and at most 1024 rows elsewhere. On a CPU, larger chunks are not faster.
+    bfloat16), 200 MB and at most 512 rows elsewhere.
+
+    The limit of 512 keeps the temporaries of a chunk small, so the allocator reuses their memory.
+    Larger temporaries would need new pages from the operating system each time (docs/log.md).
     """
     if device.type == "cuda":
         return max(1, int(2.5e9 // (vocab * dtype.itemsize)))
-    return min(1024, max(1, int(200e6 // (vocab * dtype.itemsize))))
+    return min(512, max(1, int(200e6 // (vocab * dtype.itemsize))))
 
 
 def check_reference(inputs: LossInputs, objective: Objective) -> None:

@@ -32,7 +32,6 @@ Completion lengths are unknown in advance, so we assume the maximum. Read next: 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import resource
@@ -59,9 +58,6 @@ log = logging.getLogger("nanogrpo")
 
 # Left free on a GPU that trainer and vLLM share: contexts, communication buffers, fragmentation.
 MARGIN = 2 << 30
-# glibc's malloc.h: allocate all blocks on the heap (M_MMAP_MAX), in one arena (M_ARENA_MAX), and
-# never shrink it (M_TRIM_THRESHOLD)
-MALLOPT = {-4: 0, -8: 1, -1: -1}
 MOST = 0.92  # the largest share for vLLM, its own default
 
 
@@ -140,17 +136,6 @@ def moment_bytes(model: Decoder, cfg: Config, world_size: int) -> int:
         # a byte per number, a float32 scale per 256 numbers, and a table of 256 float32 values
         total += 2 * (local * (1 + 4 / 256) + 4 * 256) if quantized else 8 * local
     return round(total)
-
-
-def keep_pages() -> None:
-    """Let the C library keep freed memory for the next tensors. By default it returns large blocks
-    to the operating system, which then fills new pages with zeros: a tenth of a step on a CPU.
-
-    Only glibc is asked; other libraries have no `mallopt`.
-    """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        for option, value in MALLOPT.items():
-            mallopt(option, value)
 
 
 def table(

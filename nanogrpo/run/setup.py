@@ -166,8 +166,6 @@ def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
         longest = min(max(longest, cfg.max_prompt_length), context - cfg.max_completion_length)
         tools.max_prompt_length = longest
     estimate = memory.check(model, cfg, world, longest, rewards.models)
-    if world.device.type == "cpu":
-        memory.keep_pages()
 
     load_sharded(model, source, world, cfg)
     reference = make_reference(model, source, world, cfg)
