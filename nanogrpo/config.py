@@ -146,6 +146,11 @@ class Config:
         ">= 0",
         "<= 1e7",
     )
+    reward_env: tuple[str, ...] = option(
+        (),
+        "environment variables with secrets that the process of the reward functions gets, such as"
+        " OPENAI_API_KEY; see docs/rewards.md",
+    )
 
     num_generations: int = option(
         8,
@@ -959,6 +964,11 @@ def _engine(c: Config) -> Iterator[str]:
 
 def _ignored(c: Config) -> Iterator[str]:
     """Find options that are set but have no effect, because of the value of another option."""
+    if c.reward_env and not c.reward_timeout:
+        yield (
+            "--reward-env has no effect with --reward-timeout 0, because reward functions then run"
+            " in the trainer's own process: leave it out."
+        )
     for f in fields(c):
         value = getattr(c, f.name)
         if "needs" not in f.metadata or value == f.default:

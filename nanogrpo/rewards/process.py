@@ -12,6 +12,9 @@ user code. The process is a new program, not a fork: it shares nothing with the 
 particular no CUDA context and no open connections. It starts once and serves all calls; a call
 costs about 0.1 ms more than the function itself. When the trainer ends for any reason, the process
 ends too.
+
+Reward functions may run code that the model has written, so the process does not get the variables
+of the environment that usually hold secrets.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import faulthandler
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -43,6 +47,11 @@ IMPORT_TIMEOUT = 300.0
 POLL = 0.5
 
 
+# The names of environment variables that usually hold secrets, such as HF_TOKEN, NANOGRPO_SECRET
+# and SSH_AUTH_SOCK (but not TOKENIZERS_PARALLELISM and GIT_AUTHOR_NAME).
+PRIVATE = re.compile("TOKEN(?!IZER)|SECRET|KEY|PASSW|CREDENTIAL|AUTH(?!OR)", re.IGNORECASE)
+
+
 class CallLost(Exception):
     """Raised if a call gets no answer. The message is the reason: "gave no answer within 60 s"."""
 
@@ -58,9 +67,11 @@ class RewardProcess:
     ...              ["sample 0 of prompt 3"], timeout=60.0).rewards
     """
 
-    def __init__(self, specs: Sequence[str], environment: str = ""):
+    def __init__(self, specs: Sequence[str], environment: str = "", passed: Sequence[str] = ()):
         # environment: the class of the objects in `environments`, which is imported as well
+        # passed: environment variables that the process gets although their names are PRIVATE
         self.specs, self.environment = specs, environment
+        self.variables = public_variables(passed)
         self.starts = 0
         self.start()
 
@@ -79,6 +90,7 @@ class RewardProcess:
                 [sys.executable, "-c", program, *options],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                env=self.variables,
                 start_new_session=True,
             )
         self.starts += 1
@@ -150,6 +162,17 @@ class RewardProcess:
                 raise EOFError
             data += part
         return data
+
+
+def public_variables(passed: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment without secrets, except for the variables named by `passed`."""
+    for name in passed:
+        if name not in os.environ:
+            raise UserError(
+                f"--reward-env {name}: the environment has no such variable; export it first, or "
+                "leave the option out"
+            )
+    return {n: v for n, v in os.environ.items() if n in passed or not PRIVATE.search(n)}
 
 
 def _kill(process: subprocess.Popen, connection: socket.socket) -> None:

@@ -74,13 +74,15 @@ class Runner:
         max_completion_length: int = 512,
         device: torch.device | str = "cpu",
         environment: str = "",
+        env: Sequence[str] = (),
     ):
         """Import the functions.
 
         specs: names (see rewards/builtin.py; model:FOLDER is a reward model on `device`), or
         functions, which run in this process; weights: 1 each if empty; timeout: seconds per call of
         the user's functions; 0 runs them in this process; environment: the class of the objects
-        that they receive as `environments`. Raises UserError for an unknown name.
+        that they receive as `environments`; env: environment variables with secrets that they may
+        read. Raises UserError for an unknown name.
         """
 
         def load(spec: str | Callable) -> Callable:
@@ -94,7 +96,7 @@ class Runner:
         remote: list = [s for s in specs if timeout and isinstance(s, str) and is_users(s)]
         local = [s for s in specs if s not in remote]
         self.timeout, self.local = timeout, Functions([load(spec) for spec in local])
-        self.process = RewardProcess(remote, environment) if remote else None
+        self.process = RewardProcess(remote, environment, env) if remote else None
         self.names: list[str] = []  # as in the logs; duplicates get the suffixes _2, _3, …
         self.weights = weights or [1.0] * len(specs)
         jobs: dict[tuple, Job] = {}

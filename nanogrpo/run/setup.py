@@ -349,6 +349,7 @@ def make_rewards(
         [own if own and spec == "environment" else spec for spec in given or cfg.reward_funcs],
         cfg.reward_weights,
         environment=cfg.environment_factory,
+        env=cfg.reward_env,
         timeout=cfg.reward_timeout,
         max_completion_length=cfg.max_completion_length,
         device=world.device,

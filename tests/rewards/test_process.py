@@ -134,6 +134,42 @@ def test_a_forgotten_child_does_not_answer(process):
         assert call(process, "forks", [str(value)]).rewards == [[value]]
 
 
+SECRETS = {
+    *("NANOGRPO_SECRET", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN"),
+    *(
+        "PGPASSWORD",
+        "MYSQL_PASSWD",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "SSH_AUTH_SOCK",
+        "my_api_key",
+    ),
+}
+HARMLESS = {"TOKENIZERS_PARALLELISM", "GIT_AUTHOR_NAME", "MY_SETTING"}
+
+
+@pytest.mark.parametrize("passed", [(), ("HF_TOKEN", "my_api_key", "MY_SETTING")])
+def test_secrets_of_the_environment_do_not_reach_reward_functions(monkeypatch, tmp_path, passed):
+    for name in SECRETS | HARMLESS:
+        monkeypatch.setenv(name, "value")
+    (tmp_path / "own.py").write_text(
+        "import os\n\ndef f(prompts, log_extra, **kwargs):\n"
+        "    names = sorted(n for n, v in os.environ.items() if v == 'value')\n"
+        "    log_extra('names', [' '.join(names)])\n    return [1.0]\n"
+    )
+    runner = Runner([f"{tmp_path / 'own.py'}:f"], timeout=60, env=passed)
+    for _ in range(2):
+        runner.score(samples := make_samples(("7",)))
+        assert set(samples[0].extra["names"].split()) == HARMLESS | {*passed}
+        runner.process.kill()  # the next process has the same variables
+    assert os.environ["HF_TOKEN"] == "value"
+
+
+@pytest.mark.parametrize("name", ["NOT_SET_ANYWHERE", ""])
+def test_a_variable_that_is_not_there_cannot_be_passed(name):
+    with pytest.raises(UserError, match=f"--reward-env {name}: the environment has no such vari"):
+        Runner(named("length"), timeout=60, env=[name])
+
+
 # --- lost calls ---
 
 

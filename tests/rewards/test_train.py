@@ -123,6 +123,18 @@ def test_a_run_without_rewards_ends_and_logs_no_reward(start, capsys):
     assert not any("reward" in row or row["grad_norm"] for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["NOT_SET_ANYWHERE"], "--reward-env NOT_SET_ANYWHERE: the environment has no such"),
+        (["HOME", "--reward-timeout", "0"], "--reward-env has no effect with --reward-timeout 0"),
+    ],
+)
+def test_variables_that_cannot_be_passed_to_rewards_are_reported(start, capsys, options, sentence):
+    assert start("waits", options=["--reward-env", *options])[0] == 2
+    assert last_error(capsys).startswith(f"error: {sentence}")
+
+
 def test_a_metric_of_the_trainer_cannot_be_logged(start, capsys):
     assert start("logs_a_taken_name", options=["--max-steps", "1"])[0] == 2
     assert last_error(capsys).startswith("error: log_metric('loss', …): the log already uses")
