@@ -1,11 +1,12 @@
 """The vLLM sidecar: it samples for train.py, which sends it new weights at the start of every step.
 
     python serve.py --model runs/base                     # for trainers on this machine
-    NANOGRPO_SECRET=… python serve.py --model runs/base --host 0.0.0.0     # for other machines too
+    python serve.py --model runs/base --host 0.0.0.0      # for other machines too
 
 In: a checkpoint folder. Out: vLLM's own OpenAI-compatible server, with our weight-transfer engine
 (nanogrpo/vllm/worker.py) behind its weight routes, and our access control (nanogrpo/vllm/auth.py)
-in front of all routes. Options that --help does not list are passed to vLLM, such as --dtype,
+in front of all routes. Every server has a secret; without one from the user, it creates one
+(nanogrpo/vllm/secret.py). Options that --help does not list are passed to vLLM, such as --dtype,
 --tensor-parallel-size or --max-model-len. It runs under the interpreter that has vLLM, which may
 differ from the trainer's, so it imports very little of this project. Read next:
 nanogrpo/vllm/client.py.
@@ -19,7 +20,7 @@ import http.client
 import importlib.metadata
 import os
 import re
-import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -30,7 +31,8 @@ from pathlib import Path
 import nanogrpo
 from nanogrpo.distributed.parent import on_end
 from nanogrpo.errors import UserError
-from nanogrpo.vllm.auth import SECRET, SHORTEST, loopback
+from nanogrpo.vllm import secret as stored
+from nanogrpo.vllm.auth import NAMES, SECRET, SHORTEST, loopback
 
 # The request bodies of the weight routes change in half of vLLM's releases, so only this version is
 # allowed.
@@ -49,11 +51,18 @@ FIXED = {
     "--disable-uvicorn-access-log": None,
 }
 
-# Other options that are refused, as patterns, with the reason and what to do.
+# Our own options, as far as vLLM has them too. It must not read another value for them.
+OWN = ("--model", "--host", "--port")
+
+# Other options that are refused, with the reason and what to do.
+TLS = "trainer and server speak plain HTTP; put a proxy with TLS in front"
 REFUSED = {
-    "--api-key$": f"it leaves vLLM's weight routes open; set {SECRET} or --secret-file instead",
-    "--config$": "its file may set what training relies on; pass its options on the command line",
-    "--(enable-)?ssl": "trainer and server speak plain HTTP; put a proxy with TLS in front",
+    "--api-key": f"it leaves vLLM's weight routes open; set {SECRET} or --secret-file instead",
+    "--config": "its file may set what training relies on; pass its options on the command line",
+    "--uds": "trainers connect to an address; use --host and --port",
+    **dict.fromkeys(["--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs"], TLS),
+    **dict.fromkeys(["--ssl-ciphers", "--enable-ssl-refresh"], TLS),
+    "--": "options after it would count as arguments; leave it out",
 }
 
 # Options that serve.py sets on a CPU, unless the user does.
@@ -80,9 +89,20 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str
     )
     add = parser.add_argument
     add("--model", required=True, help="checkpoint folder or hub id")
-    add("--host", default="127.0.0.1", help="listening address; a non-local one needs a secret")
+    add("--host", default="127.0.0.1", help="listening address")
     add("--port", type=int, default=8000)
-    add("--secret-file", type=Path, help=f"file with the secret in its first line; or set {SECRET}")
+    add(
+        "--allowed-hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="other names of this server that trainers use, such as that of a proxy",
+    )
+    add(
+        "--secret-file",
+        type=Path,
+        help=f"file with the secret in its first line; or set {SECRET}; default: create a secret",
+    )
     add(
         "--startup-timeout",
         type=float,
@@ -91,18 +111,25 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str
         help="time to become healthy",
     )
     add("--owner", type=int, metavar="PID", help="end with this process, or when stdin is closed")
+    argv = sys.argv[1:] if argv is None else argv
     ours, rest = parser.parse_known_args(argv)
-    for word in rest:
+    for word in [*rest, *(word for word in argv if word == "--")]:
         option = name_of(word)
-        for pattern, reason in REFUSED.items():
-            if re.match(pattern, option):
+        for name, reason in REFUSED.items():
+            if names(option, name):
                 raise UserError(f"{option} cannot be used: {reason}.")
+        for name in OWN:
+            if names(option, name):
+                raise UserError(f"{option} cannot be used: write {name} and its value.")
         for name, value in FIXED.items():
             if names(option, name):
                 raise UserError(
                     f"{name} cannot be set: training relies on {value or 'it being on'}; leave the "
                     "option out."
                 )
+    for name in ours.allowed_hosts:
+        if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+            raise UserError(f"--allowed-hosts {name} is no name; write it without scheme and port.")
     return ours, rest
 
 
@@ -112,8 +139,8 @@ def name_of(word: str) -> str:
 
 
 def names(option: str, name: str) -> bool:
-    """Return whether `option` is `name`, or an abbreviation of it, which vLLM accepts."""
-    return len(option) > 4 and name.startswith(option)
+    """Return whether `option` is `name`, or an abbreviation of it."""
+    return option == name or (len(option) > 2 and option[:2] == "--" and name.startswith(option))
 
 
 def cpu_options(rest: list[str], free: int) -> list[str]:
@@ -144,10 +171,12 @@ def cpu_options(rest: list[str], free: int) -> list[str]:
     return [*added, MEMORY[0], str(size)]
 
 
-def find_secret(host: str, file: Path | None) -> str:
-    """Return the secret. It may be "" on a loopback address."""
+def find_secret(port: int, file: Path | None) -> tuple[str, Path | None]:
+    """Return the secret, and the file with it if it has just been created."""
     if file is None:
         secret = os.environ.get(SECRET, "")
+        if not secret:
+            return stored.create(port)
     else:
         try:
             secret = file.read_text().partition("\n")[0].strip()
@@ -160,18 +189,29 @@ def find_secret(host: str, file: Path | None) -> str:
             raise UserError(
                 f"--secret-file {file} has an empty first line; write the secret there."
             )
-    if not secret and not loopback(host):
-        example = f"{SECRET}={secrets.token_urlsafe(24)}"
-        raise UserError(
-            f"--host {host} can be reached from other machines and needs a secret; set {example} "
-            "or --secret-file."
-        )
-    if secret and (len(secret) < SHORTEST or not secret.isascii() or not secret.isprintable()):
+    if len(secret) < SHORTEST or not secret.isascii() or not secret.isprintable():
         raise UserError(
             f"The secret must have at least {SHORTEST} printable ASCII characters; use a longer "
             "one."
         )
-    return secret
+    return secret, None
+
+
+def command(ours: argparse.Namespace, created: Path | None) -> str:
+    """Return the command that starts a trainer with this server.
+
+    created: the file with the secret, if it has just been created.
+    """
+    host = socket.gethostname() if ours.host in ("0.0.0.0", "::") else ours.host
+    host = f"[{host}]" if ":" in host else host
+    if file := created or ours.secret_file:
+        secret = f"{SECRET}=$(head -n 1 {shlex.quote(str(file))}) "
+    else:
+        secret = f"{SECRET}=… "
+    if created and loopback(ours.host):  # trainers find it
+        secret = ""
+    model, server = shlex.quote(ours.model), f"http://{host}:{ours.port}"
+    return f"{secret}python train.py --model {model} --engine vllm --server {server}"
 
 
 def check_vllm() -> str:
@@ -211,8 +251,11 @@ def report(message: str, end: str = "\n") -> None:
     print(message, end=end, file=sys.stderr, flush=True)
 
 
-def wait_until_healthy(host: str, port: int, secret: str, seconds: float) -> None:
-    """Report when the server is healthy. End the process if that takes too long."""
+def wait_until_healthy(host: str, port: int, secret: str, seconds: float, advice: str = "") -> None:
+    """Report when the server is healthy. End the process if that takes too long.
+
+    advice: how to start a trainer, which is reported too.
+    """
     start = time.monotonic()
     while (elapsed := time.monotonic() - start) < seconds:
         # not urllib, which would send the secret to $http_proxy
@@ -225,6 +268,8 @@ def wait_until_healthy(host: str, port: int, secret: str, seconds: float) -> Non
             if connection.getresponse().status == 200:
                 where = f"[{host}]" if ":" in host else host
                 report(f"serve: ready at http://{where}:{port} after {elapsed:.0f} s")
+                if advice:
+                    report(f"serve: start a trainer: {advice}")
                 return
         if sys.stderr.isatty():
             report(f"serve: loading, {elapsed:.0f} s", end="\r")
@@ -250,11 +295,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         ours, rest = options(argv)
         version = check_vllm()
-        secret = find_secret(ours.host, ours.secret_file)
         check_port(ours.host, ours.port)
-        set_environment(secret)
+        secret, created = find_secret(ours.port, ours.secret_file)  # a taken port keeps its own
+        set_environment(secret, [ours.host, socket.gethostname(), *ours.allowed_hosts])
         report(f"serve: vLLM {version}, {ours.model}")
-        args = (ours.host, ours.port, secret, ours.startup_timeout)
+        if created is not None:
+            report(
+                f"serve: the secret is in {created}, where your trainers on this machine find it"
+            )
+        advice = "" if ours.owner else command(ours, created)
+        args = (ours.host, ours.port, secret, ours.startup_timeout, advice)
         threading.Thread(target=wait_until_healthy, args=args, daemon=True).start()
         if ours.owner:
             on_end(ours.owner, end, pipe=sys.stdin.fileno())
@@ -272,17 +322,36 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     fixed = [word for pair in FIXED.items() for word in pair if word is not None]
     where = ["--model", ours.model, "--host", ours.host, "--port", str(ours.port)]
-    sys.argv = ["vllm serve", *where, *fixed, *rest]
-
-    from vllm.entrypoints.launchers.api_server.entry import main as vllm_main
-
-    vllm_main()
+    run([*where, *fixed, *rest])
     return 0
 
 
-def set_environment(secret: str) -> None:
+def run(options: list[str]) -> None:
+    """Run vLLM's server until it ends.
+
+    This is vLLM's own `main`, except that options cannot be abbreviated, so that the checks above
+    see all of them, and that uvicorn gets our limits.
+    """
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from nanogrpo.vllm.limits import OPTIONS
+
+    cli_env_setup()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve", allow_abbrev=False))
+    args = parser.parse_args(options)
+    configure_logging_from_args(args)
+    validate_parsed_serve_args(args)
+    uvloop.run(run_server(args, **OPTIONS))
+
+
+def set_environment(secret: str, names: list[str]) -> None:
     """Set the variables that vLLM, its workers and our access control read."""
-    os.environ[SECRET] = secret
+    os.environ[SECRET], os.environ[NAMES] = secret, ",".join(names)
     os.environ["NANOGRPO_SERVER"] = str(os.getpid())  # the workers end with this process
     # vLLM offers its weight routes only in this mode. Our access control closes its other routes.
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"

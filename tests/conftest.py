@@ -26,6 +26,8 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # trackio would otherwise write to the user's own projects; it reads this when it is imported
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
+# the secrets of fake servers do not belong into the user's home folder
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")
 # with one worker per core, more threads for tiny matrices only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -52,7 +52,7 @@ ORDER = [
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 # Other interpreters and processes start these files, so they import little else of the project.
 ALONE = {
-    "serve.py": {"errors", "distributed.parent", "vllm.auth"},
+    "serve.py": {"errors", "distributed.parent", "vllm.auth", "vllm.limits", "vllm.secret"},
     "nanogrpo/vllm/worker.py": {"distributed.parent", "vllm.buckets"},
     "nanogrpo/rewards/process.py": {
         "errors",
@@ -67,6 +67,7 @@ ONLY_IN = {
     "torch.distributed": "nanogrpo/distributed/ nanogrpo/vllm/ nanogrpo/run/state.py"
     " nanogrpo/run/memory.py nanogrpo/model/checkpoint.py bench/ tests/",
     "vllm": "serve.py nanogrpo/vllm/worker.py tests/",
+    "uvicorn": "nanogrpo/vllm/limits.py tests/",
     "transformers": "bench/ tests/ examples/",
     "peft": "tests/",
     "trl": "bench/ tests/",
@@ -152,6 +153,16 @@ def test_each_folder_imports_only_folders_above_it(name):
 @pytest.mark.parametrize("name", ALONE)
 def test_files_started_by_other_interpreters_import_little(name):
     assert {m for m in ours(SOURCES[name]) if m} <= ALONE[name]
+
+
+def test_the_tests_that_the_security_page_names_exist():
+    file, count = Path(), 0
+    named = r"(tests/[\w/]+\.py)|`(test_\w+)`"
+    for path, name in re.findall(named, (ROOT / "SECURITY.md").read_text()):
+        file = ROOT / path if path else file
+        assert not name or f"\ndef {name}(" in file.read_text(), f"{file} has no {name}"
+        count += bool(name)
+    assert count > 20
 
 
 def test_no_two_files_import_each_other():

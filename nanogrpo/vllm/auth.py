@@ -1,19 +1,24 @@
 """Access control for the sidecar: ASGI middleware in front of vLLM's HTTP server.
 
-In: every request. Out: status 401 for requests without the secret, 409 for a trainer while another
-trainer uses the server, and 404 for every route that GRPO does not need. It adds one route,
-`GET /nanogrpo`, which describes the server to a trainer.
+In: every request. Out: status 401 for requests without the secret, 400 or 403 for those of web
+pages and for upgrades, 409 for a trainer while another trainer uses the server, and 404 for every
+route that GRPO does not need. It adds one route, `GET /nanogrpo`, which describes the server to a
+trainer.
 
 vLLM's own `--api-key` leaves the weight routes open, and some of its development routes
 (collective_rpc, server_info, profiling) should not be reachable by anyone. serve.py passes this
-class to vLLM. Read next: client.py.
+class to vLLM. Read next: limits.py, client.py.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
+import ipaddress
 import json
 import os
+import re
 import time
 
 from nanogrpo.errors import UserError
@@ -24,15 +29,31 @@ from nanogrpo.model import rope
 SECRET = "NANOGRPO_SECRET"
 SHORTEST = 16  # minimum length of a secret in characters
 
+# The environment variable with the names of the server, separated by commas.
+NAMES = "NANOGRPO_SERVER_NAMES"
+
 HEALTH, INFO, CONNECT = "/health", "/nanogrpo", "/init_weight_transfer_engine"
 DISCONNECT = "/shutdown_weight_transfer_engine"
+GENERATE = "/inference/v1/generate"
+# All routes of the server: path → (method, purpose). A test compares docs/vllm.md with this table.
 ROUTES = {
-    *(HEALTH, "/v1/models", "/version", "/metrics"),
-    *("/v1/completions", "/inference/v1/generate", "/pause", "/resume", "/is_paused"),
-    *("/abort_requests", "/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping"),
-    *("/get_world_size", "/weight_info", "/update_weight_version"),
-    *(CONNECT, "/start_weight_update", "/update_weights", "/finish_weight_update", DISCONNECT),
+    INFO: ("GET", "what the server serves: the trainer checks it before it sends weights"),
+    HEALTH: ("GET", "whether the engine runs; the trainer renews its lease with it"),
+    "/is_paused": ("GET", "heartbeat, which the engine itself answers"),
+    "/metrics": ("GET", "vLLM's counters, for monitoring; the trainer does not use them"),
+    GENERATE: ("POST", "completions of a prompt"),
+    CONNECT: ("POST", "sync: connect a trainer"),
+    "/pause": ("POST", "sync: let requests wait"),
+    "/update_weight_version": ("POST", "sync: label the weights as incomplete"),
+    "/start_weight_update": ("POST", "sync: begin"),
+    "/update_weights": ("POST", "sync: receive the weights"),
+    "/finish_weight_update": ("POST", "sync: label the new weights"),
+    "/resume": ("POST", "sync: continue with the requests"),
+    DISCONNECT: ("POST", "sync: release the server for other trainers"),
 }
+# A refused request may have a body of so many bytes, sent within so many seconds, before the server
+# closes the connection.
+REFUSED_BYTES, REFUSED_SECONDS = 1 << 16, 2.0
 TRAINER = "X-Nanogrpo-Trainer"  # the header with a trainer's random id
 LEASE = 20.0  # seconds for which a trainer keeps the server to itself after its last request
 
@@ -46,15 +67,19 @@ FIELDS = (
 
 def loopback(address: str) -> bool:
     """Return whether only this machine can reach the address."""
-    return address in ("localhost", "::1") or address.startswith("127.")
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return address == "localhost"
 
 
 class AccessControl:
-    """Pure ASGI middleware (https://asgi.readthedocs.io). It reads the secret only once."""
+    """Pure ASGI middleware (https://asgi.readthedocs.io). It reads the environment only once."""
 
     def __init__(self, app):
         self.app = app
         self.secret = os.environ.get(SECRET, "").encode()
+        self.names = {"localhost", *os.environ.get(NAMES, "").lower().split(",")} - {""}
         self.holder, self.last_seen = b"", -LEASE  # the trainer whose weights are here
 
     async def __call__(self, scope, receive, send):
@@ -62,22 +87,54 @@ class AccessControl:
             return await self.app(scope, receive, send)
         if scope["type"] != "http":  # GRPO needs no websockets
             return await send({"type": "websocket.close", "code": 1008})
+        if refusal := self.refusal(scope["headers"]):
+            return await refuse(receive, send, *refusal)
         headers, path = dict(scope["headers"]), scope["path"]
-        if not self.authorized(headers.get(b"authorization", b"")):
-            return await answer(send, 401, {"error": "the secret is missing or wrong"})
         age = self.renew(headers.get(TRAINER.lower().encode(), b""), path)
         if age is not None:
             error = f"another trainer uses this server; its last request came {age:.0f} s ago"
             return await answer(send, 409, {"error": error})
-        if path == INFO and scope["method"] == "GET":
-            return await answer(send, 200, describe(scope["app"].state))
-        if path not in ROUTES:
+        method, _ = ROUTES.get(path, ("", ""))
+        if scope["method"] != method:
             return await answer(send, 404, {"error": "this server only samples and takes weights"})
+        if path == INFO:
+            return await answer(send, 200, describe(scope["app"].state))
         await self.app(scope, receive, send)
 
-    def authorized(self, header: bytes) -> bool:
+    def refusal(self, headers: list[tuple[bytes, bytes]]) -> tuple[int, str] | None:
+        """Return the status and the message for a request that is not a trainer's, or None."""
+
+        def values(name: bytes) -> list[bytes]:
+            return [value for key, value in headers if key == name]
+
+        if values(b"upgrade"):
+            return 400, "this server upgrades no connections"
+        if values(b"origin"):  # browsers add it to the requests that a page makes to other servers
+            return 403, "this server answers no web pages"
+        hosts = b", ".join(values(b"host")).decode("latin-1")
+        if not self.is_name(hosts):
+            return 403, (
+                f"the host {hosts[:100]!r} in the request is no address and no name of this server;"
+                " start serve.py with --allowed-hosts and this name"
+            )
         # The comparison takes constant time, so the secret cannot be guessed byte by byte.
-        return not self.secret or hmac.compare_digest(header, b"Bearer " + self.secret)
+        given = b"".join(values(b"authorization"))
+        if not (self.secret and hmac.compare_digest(given, b"Bearer " + self.secret)):
+            return 401, "the secret is missing or wrong"
+        return None
+
+    def is_name(self, host: str) -> bool:
+        """Return whether a Host header is an address, or one of the names of this server.
+
+        An attacker can let the name of a web page point to this machine (DNS rebinding). The
+        browser then takes the server for a part of that page, and sends the page's name. It never
+        sends an address instead, so any address is accepted, as behind a NAT.
+        """
+        if not (parts := re.fullmatch(r"(\[[\w.:%]+\]|[\w.-]+)(:\d{1,5})?", host, re.ASCII)):
+            return False
+        with contextlib.suppress(ValueError):
+            return bool(ipaddress.ip_address(parts[1].strip("[]")))
+        return parts[1].lower().rstrip(".") in self.names
 
     def renew(self, trainer: bytes, path: str) -> float | None:
         """Renew the trainer's lease. If another trainer holds the lease, return the seconds since
@@ -98,10 +155,29 @@ class AccessControl:
         return None
 
 
-async def answer(send, status: int, content: dict) -> None:
+async def refuse(receive, send, status: int, error: str) -> None:
+    """Answer a stranger and close the connection.
+
+    A small body is read first: if a connection is closed with unread data, the other side may not
+    see the answer.
+    """
+
+    async def discard() -> None:
+        size, more = 0, True
+        while more and size <= REFUSED_BYTES:
+            message = await receive()
+            size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(discard(), REFUSED_SECONDS)
+    await answer(send, status, {"error": error}, (b"connection", b"close"))
+
+
+async def answer(send, status: int, content: dict, *headers: tuple[bytes, bytes]) -> None:
     body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    about = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    start = {"type": "http.response.start", "status": status, "headers": [*about, *headers]}
+    await send(start)
     await send({"type": "http.response.body", "body": body})
 
 

@@ -219,7 +219,7 @@ class VLLMEngine:
             try:
                 reply = server.generate(group.body | {"cache_salt": self.sync.label(oldest)})
                 known = {self.sync.label(v): v for v in range(oldest, self.version + 1)}
-                return protocol.read(reply, group, known, str(server))
+                return protocol.read(reply, group, known, str(server), self.cfg.vocab_size)
             except ServerError as e:
                 if attempt == ATTEMPTS or e.status < 500 or not server.alive:
                     raise
@@ -297,12 +297,14 @@ class VLLMEngine:
         weights.
         """
 
+        def is_paused() -> bool:
+            return protocol.is_paused(server.get("/is_paused"), str(server))
+
         def heartbeat() -> None:
             try:
-                paused = server.get("/is_paused")["is_paused"]
-                if paused and server.alive:
+                if is_paused() and server.alive:
                     with self.lock:  # unless one of our own syncs has paused it
-                        if server.alive and server.get("/is_paused")["is_paused"]:
+                        if server.alive and is_paused():
                             raise ServerError(f"{server} is paused, but not by this trainer")
                 if not server.alive:
                     server.error = None  # weights may be sent to it again

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.errors import UserError
@@ -18,9 +19,12 @@ from nanogrpo.model import rope
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.auth import FIELDS
-from nanogrpo.vllm.server import ServerError
+from nanogrpo.vllm.buckets import DTYPES
+from nanogrpo.vllm.server import ServerError, shown
 
 SENTINEL = -9999.0  # vLLM's HTTP layer writes this for a log-prob that is NaN or -inf
+ROUNDING = 1e-3  # a log-prob is at most 0, apart from rounding
+WORKERS = 4096  # maximum number of workers of a server
 
 
 @dataclass
@@ -38,18 +42,26 @@ def check_server(server: str, info: dict, cfg: ModelConfig, max_len: int, dtype:
 
     info: the server's description, from auth.describe. dtype: the one required, or "" for any.
     """
-    if not isinstance(info.get("model"), dict):
-        raise UserError(
-            f"--server {server} is not a sidecar of this project; start it with serve.py."
-        )
+    valid = {
+        "model": isinstance(info.get("model"), dict),
+        "max_model_len": is_integer(info.get("max_model_len"), 1, 1 << 31),
+        "dtype": info.get("dtype") in [*DTYPES],
+        "workers": is_integer(info.get("workers"), 1, WORKERS),
+    }
+    for name in valid:
+        if not valid[name]:
+            raise UserError(
+                f"--server {server} is not a sidecar of this project (its {name} is "
+                f"{shown.repr(info.get(name))}); start it with serve.py."
+            )
     for name in FIELDS:
         ours, theirs = getattr(cfg, name), info["model"].get(name)
         if isinstance(ours, rope.Scaling):
             ours = ours.to_dict()
         if ours != theirs:
             raise UserError(
-                f"--server {server} serves another model: its {name} is {theirs}, but --model has "
-                f"{ours}; start serve.py with the same checkpoint."
+                f"--server {server} serves another model: its {name} is {shown.repr(theirs)}, "
+                f"but --model has {ours!r}; start serve.py with the same checkpoint."
             )
     if info["max_model_len"] < max_len:
         raise UserError(
@@ -102,57 +114,83 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
     }
 
 
+def is_paused(reply: dict, server: str) -> bool:
+    """Return the answer to /is_paused."""
+    paused = reply.get("is_paused")
+    if type(paused) is not bool:
+        raise ServerError(f"{server} does not say whether it is paused")
+    return paused
+
+
 def read(
     reply: dict,
     request: GroupRequest,
     known: dict[str, int],  # label → version, for the weights that may have sampled the tokens
     server: str,  # for error messages
+    vocab_size: int,
 ) -> list[Sample]:
-    """Return the group's n samples.
+    """Return the group's n samples. Nothing in the reply is trusted.
 
-    Raises ServerError if the reply is incomplete or was sampled from unknown weights, and
-    FloatingPointError if a log-prob is not finite.
+    Raises ServerError if the reply is incomplete or impossible, or was sampled from unknown
+    weights, and FloatingPointError if a log-prob is not finite.
     """
-    prompt, n = request.prompt, request.n
+    prompt, n, params = request.prompt, request.n, request.body["sampling_params"]
+
+    def require(holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise ServerError(f"{server} returned {otherwise} (prompt {prompt.id})")
 
     def sample(choice: dict) -> Sample:
-        reason, ids = choice["finish_reason"], choice["token_ids"]
+        index, reason, ids = choice["index"], choice["finish_reason"], choice["token_ids"]
         if reason not in ("stop", "length"):  # aborted
-            raise ServerError(f"{server} ended a completion of prompt {prompt.id} by {reason!r}")
-        content = choice["logprobs"]["content"]
-        if not ids or [x["token_id"] for x in content] != ids:
             raise ServerError(
-                f"{server} returned tokens of prompt {prompt.id} with log-probs of other tokens"
+                f"{server} ended a completion of prompt {prompt.id} by {shown.repr(reason)}"
             )
-        versions = [
-            known.get(span["version"], -1)
-            for span in choice["weight_versions"]
-            for _ in range(span["start"], span["end"])
-        ]
+        right = is_integer(index, 0, params["n"] - 1)
+        require(right, f"a completion with index {shown.repr(index)}")
+        require(0 < len(ids) <= params["max_tokens"], f"{len(ids)} tokens in a completion")
+        known_ids = all(is_integer(i, 0, vocab_size - 1) for i in ids)
+        require(known_ids, "tokens outside the vocabulary")
+        content = choice["logprobs"]["content"]
+        require([x["token_id"] for x in content] == ids, "log-probs of other tokens")
+        versions: list[int] = []
+        for span in choice["weight_versions"]:
+            start, end = span["start"], span["end"]
+            follows = start == len(versions) and is_integer(end, start, len(ids))
+            require(follows, "weight versions of other tokens")
+            versions += [known.get(span["version"], -1)] * (end - start)
         if -1 in versions or len(versions) != len(ids):
             raise ServerError(
                 f"{server} sampled from weights that this trainer did not send: it was restarted, "
                 "or another trainer uses it"
             )
         logp = [x["logprob"] for x in content]
+        numbers = all(x is None or type(x) in (int, float) for x in logp)
+        require(numbers, "a log-prob that is not a number")
         if not all(x is not None and math.isfinite(x) and x > SENTINEL for x in logp):
             raise FloatingPointError(
                 f"{server} returned a log-prob of prompt {prompt.id} that is not finite at weight "
                 f"version {versions[-1]}; the weights contain NaN or infinity, or overflow: look "
                 "at the gradient norm of the steps before."
             )
-        return Sample(prompt, choice["index"], ids, logp, reason == "stop", versions)
+        require(max(logp) <= ROUNDING, f"a log-prob of {max(logp):g}, which is above 0")
+        return Sample(prompt, index, ids, logp, reason == "stop", versions)
 
     try:
-        samples = sorted(map(sample, reply["choices"]), key=lambda s: s.index)
-    except (KeyError, TypeError, IndexError) as e:
+        choices = list(reply["choices"])
+        require(len(choices) == params["n"], f"{len(choices)} of {params['n']} completions")
+        samples = sorted(map(sample, choices), key=lambda s: s.index)
+    # a field is missing or of another kind; OverflowError: an integer with hundreds of digits
+    except (KeyError, TypeError, IndexError, OverflowError) as e:
         raise ServerError(
             f"{server} returned an unexpected reply for prompt {prompt.id} ({e!r})"
         ) from e
-    if len(samples) == 1 == request.body["sampling_params"]["n"]:  # greedy, or a group of one
+    if len(samples) == 1:  # greedy, or a group of one
         samples = [dataclasses.replace(samples[0], index=i) for i in range(n)]
-    if [s.index for s in samples] != list(range(n)):
-        raise ServerError(
-            f"{server} returned {len(samples)} of {n} completions of prompt {prompt.id}"
-        )
+    require([s.index for s in samples] == list(range(n)), "a completion twice")
     return samples
+
+
+def is_integer(value: Any, low: int, high: int) -> bool:
+    """Return whether a value from JSON is one of the integers from low to high."""
+    return type(value) is int and low <= value <= high

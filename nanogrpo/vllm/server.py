@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import reprlib
 import secrets
 import signal
 import socket
@@ -32,7 +33,8 @@ import nanogrpo
 from nanogrpo.commands import script
 from nanogrpo.distributed.failure import asked
 from nanogrpo.errors import UserError
-from nanogrpo.vllm.auth import HEALTH, INFO, LEASE, SECRET, TRAINER
+from nanogrpo.vllm import secret as stored
+from nanogrpo.vllm.auth import GENERATE, HEALTH, INFO, LEASE, SECRET, TRAINER, loopback
 from nanogrpo.vllm.buckets import BroadcastGroup
 from nanogrpo.vllm.cause import DEATH, root_cause
 
@@ -40,6 +42,11 @@ log = logging.getLogger(__name__)
 
 RENEW = LEASE / 4  # seconds between two requests that renew the lease of a server
 DAY = 86400.0  # seconds: the timeout of a request for completions, which may take a long time
+# Maximum bytes of an answer: of any, and more for each requested token (vLLM sends about 100).
+ANSWER, ANSWER_TOKEN = 4 << 20, 1 << 10
+# Shows values from a server in messages: JSON may be long, or too deep for `repr`.
+shown = reprlib.Repr()
+shown.maxdict, shown.maxstring, shown.maxother = 16, 300, 300
 
 
 class ServerError(Exception):
@@ -60,6 +67,7 @@ class ServerLost(UserError):
 class Server:
     """An HTTP client of one server, and what is known about it. Its requests are thread-safe.
 
+    secret: ""; the one that serve.py has stored, if it runs on this machine and by this user.
     lease: reserve the server for this trainer, with regular requests until the event is set.
     sidecar: the process, if it is our own.
     """
@@ -72,15 +80,12 @@ class Server:
         lease: threading.Event | None = None,
         sidecar: Sidecar | None = None,
     ):
-        parts = re.fullmatch(r"(?:(https?)://)?([\w.-]+|\[[\w:%]+\]):(\d{1,5})/?", url)
+        form = r"(?:(https?)://)?([\w-]{1,63}(?:\.[\w-]{1,63})*|\[[\w:.%]+\]):(\d{1,5})/?"
+        parts = re.fullmatch(form, url, re.ASCII)
         if parts is None or not 0 < int(parts[3]) < 65536:
             raise UserError(f"--server {url} is not an address; write it as http://127.0.0.1:8000.")
         scheme, self.host, self.port = parts[1] or "http", parts[2].strip("[]"), int(parts[3])
-        if not secret.isascii() or not secret.isprintable():
-            raise UserError(
-                f"{SECRET} must be printable ASCII characters; use the secret that serve.py was "
-                "started with."
-            )
+        self.secret = secret
         self.url = f"{scheme}://{parts[2]}:{self.port}"
         self.kind: type[http.client.HTTPConnection] = (
             http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
@@ -88,8 +93,7 @@ class Server:
         self.timeout = timeout  # seconds for every request except sampling
         self.sidecar = sidecar
         self.headers = {"Content-Type": "application/json"}
-        if secret:
-            self.headers["Authorization"] = f"Bearer {secret}"
+        self.authorize()
         # State, set by client.py and sync.py:
         self.alive = False  # it is connected, has the current weights, and receives requests
         self.version = -1  # the version of the last weights it received
@@ -106,6 +110,19 @@ class Server:
     def __repr__(self) -> str:
         return self.url
 
+    def authorize(self) -> None:
+        """Put the secret into the headers: the one given, or the one that serve.py has stored."""
+        secret = self.secret
+        if not secret and loopback(self.host):
+            secret = stored.find(self.port)
+        if not secret.isascii() or not secret.isprintable():
+            raise UserError(
+                f"{SECRET} must be printable ASCII characters; use the secret that serve.py was "
+                "started with."
+            )
+        if secret:
+            self.headers["Authorization"] = f"Bearer {secret}"
+
     def get(self, path: str, timeout: float | None = None) -> dict:
         return self._request("GET", path, None, timeout or self.timeout)
 
@@ -114,10 +131,19 @@ class Server:
 
     def generate(self, body: dict) -> dict:
         """Request completions. This may take a long time, but ends early if the server is lost."""
-        return self._request("POST", "/inference/v1/generate", body, DAY, only_if_alive=True)
+        params = body.get("sampling_params", {})
+        tokens = params.get("n", 1) * params.get("max_tokens", 0)
+        most = ANSWER + ANSWER_TOKEN * tokens
+        return self._request("POST", GENERATE, body, DAY, most, only_if_alive=True)
 
     def _request(
-        self, method: str, path: str, body: Any, timeout: float, only_if_alive: bool = False
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        timeout: float,
+        most: int = ANSWER,  # bytes of the answer
+        only_if_alive: bool = False,
     ) -> dict:
         limit = min(timeout, self.timeout)  # to connect
         connection = self.kind(self.host, self.port, timeout=limit)
@@ -132,7 +158,11 @@ class Server:
             data = None if body is None else json.dumps(body)
             connection.request(method, path, data, self.headers)
             reply = connection.getresponse()
-            raw = reply.read()
+            raw = reply.read(most + 1)
+            if len(raw) > most:
+                raise ServerError(f"{self.url} answered {path} with more than {most:,} bytes")
+            if reply.length:  # which the server has announced, but not sent
+                raise http.client.IncompleteRead(raw, reply.length)
         except TimeoutError as e:
             raise ServerError(f"{self.url} did not answer {path} within {limit:g} s") from e
         except (OSError, http.client.HTTPException) as e:
@@ -145,9 +175,10 @@ class Server:
                 self.open.discard(connection)
             connection.close()
         try:
-            content = json.loads(raw) if raw.strip() else {}  # /health has no body
-        except ValueError:  # not a vLLM server, or one that is failing
-            content = {"error": raw[:200].decode(errors="replace")}
+            content = {} if path == HEALTH and not raw else json.loads(raw)  # that has no body
+        # not a vLLM server, or one that is failing; RecursionError: nested too deeply
+        except (ValueError, RecursionError):
+            content = raw[:200].decode(errors="replace")
         if reply.status == 200 and isinstance(content, dict):
             return content
         raise self._error(path, reply.status, content)
@@ -155,7 +186,8 @@ class Server:
     def _error(self, path: str, status: int, content: Any) -> ServerError | UserError:
         message = content.get("error") if isinstance(content, dict) else content
         message = message.get("message", message) if isinstance(message, dict) else message
-        message = (str(message).strip().splitlines() or [""])[-1][:300]
+        message = message if isinstance(message, str) else shown.repr(message)
+        message = (message.strip().splitlines() or [""])[-1][:300]
         if status >= 500:
             dead = DEATH.search(message)
             if self.sidecar is not None:
@@ -167,11 +199,14 @@ class Server:
                 f"{self.url} is taken ({message}); give each trainer a server of its own", 409
             )
         if status == 401:
+            self.authorize()  # a server that is started again creates a new secret
             return UserError(
-                f"{self.url} refuses the secret; set {SECRET} to the one that the server was "
-                "started with."
+                f"{self.url} refuses the secret; set {SECRET} to the one of the server, which says "
+                "at its start where it is."
             )
-        if status == 404 and path == INFO:
+        if status == 403:
+            return UserError(f"{self.url} refuses this trainer ({message}).")
+        if status in (200, 404) and path == INFO:
             return UserError(
                 f"{self.url} is not a sidecar of this project; start it with serve.py."
             )

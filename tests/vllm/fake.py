@@ -5,11 +5,13 @@
 
 Completions are a hash of their seed, so equal requests get equal replies. Weights really arrive, by
 the memory transport: `server.weights` holds those of the last sync. `server.disturb` may replace
-any reply: (method, path, body) → None for the usual one, a status, or a reply.
+any reply: (method, path, body) → None for the usual one, a status, a reply, or its bytes. It has a
+secret, stored like that of serve.py, so clients on this machine find it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import threading
@@ -22,6 +24,7 @@ import torch
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm import client
+from nanogrpo.vllm import secret as stored
 from nanogrpo.vllm.auth import FIELDS
 from nanogrpo.vllm.buckets import InitInfo, attach, sequence_of
 from nanogrpo.vllm.client import VLLMEngine
@@ -60,7 +63,8 @@ class FakeVLLM:
                 )
                 call = (self.command, self.path.split("?")[0], body)
                 fake.requests.append(call)
-                reply = fake.disturb(*call)
+                known = self.headers["Authorization"] == f"Bearer {fake.secret}"
+                reply = fake.disturb(*call) if known else 401
                 reply = fake.answer(*call[1:]) if reply is None else reply
                 status, content = (
                     (reply, {"error": {"message": "disturbed"}})
@@ -69,7 +73,9 @@ class FakeVLLM:
                 )
                 self.send_response(status)
                 self.end_headers()
-                self.wfile.write(json.dumps(content).encode())
+                data = content if isinstance(content, bytes) else json.dumps(content).encode()
+                with contextlib.suppress(ConnectionError):  # the client has read enough
+                    self.wfile.write(data)
 
             do_POST = do_GET
 
@@ -78,6 +84,7 @@ class FakeVLLM:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.secret, self.stored = stored.create(self.http.server_port)
 
     def __enter__(self):
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
@@ -89,6 +96,7 @@ class FakeVLLM:
             engine.over.set()  # or its threads would send requests to the next user of the port
 
     def stop(self) -> None:
+        self.stored.unlink(missing_ok=True)
         self.http.shutdown()
         self.http.server_close()  # from now on: connection refused
 

@@ -5,10 +5,14 @@ Read next: test_real.py.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import random
+import socket
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +22,7 @@ import transformers
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.errors import UserError
 from nanogrpo.model.rope import Scaling
-from nanogrpo.vllm import auth
+from nanogrpo.vllm import auth, protocol
 from nanogrpo.vllm.protocol import check_server
 from nanogrpo.vllm.server import Server, ServerError, ServerLost
 from tests.conftest import tiny_config
@@ -143,6 +147,228 @@ def spoiled(fake, spoil, times=1000):
         return reply
 
     fake.disturb = disturb
+
+
+def token(value):
+    """Return a function that replaces the first token of a completion."""
+
+    def spoil(choice):
+        choice["token_ids"][0] = choice["logprobs"]["content"][0]["token_id"] = value
+
+    return spoil
+
+
+def span(**changes):
+    return lambda choice: choice["weight_versions"][0].update(changes)
+
+
+def logprob(value):
+    return lambda choice: choice["logprobs"]["content"][0].update(logprob=value)
+
+
+def too_many(choice):
+    choice["token_ids"] = [1] * 9
+    choice["logprobs"]["content"] = [{"token_id": 1, "logprob": -1.0}] * 9
+    span(end=9)(choice)
+
+
+def split(choice):
+    """Label the tokens by two spans that overlap."""
+    end, version = len(choice["token_ids"]), choice["weight_versions"][0]["version"]
+    choice["weight_versions"] = [
+        {"version": version, "start": 0, "end": end},
+        {"version": version, "start": end - 1, "end": end},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (token(-1), "returned tokens outside the vocabulary"),
+        (token(tiny_config().vocab_size), "returned tokens outside the vocabulary"),
+        (token(10**30), "returned tokens outside the vocabulary"),
+        (token(True), "returned tokens outside the vocabulary"),
+        (token(1.0), "returned tokens outside the vocabulary"),
+        (token("1"), "returned tokens outside the vocabulary"),
+        (token(None), "returned tokens outside the vocabulary"),
+        (lambda c: c.update(token_ids=[]), "returned 0 tokens in a completion"),
+        (lambda c: c.update(token_ids="abc"), "returned tokens outside the vocabulary"),
+        (lambda c: c.update(token_ids=7), "an unexpected reply"),
+        (too_many, "returned 9 tokens in a completion"),
+        (lambda c: c["logprobs"]["content"].append({}), "an unexpected reply"),
+        (lambda c: c["logprobs"]["content"].pop(), "returned log-probs of other tokens"),
+        (lambda c: c.update(logprobs=None), "an unexpected reply"),
+        (logprob(0.01), "returned a log-prob of 0.01, which is above 0"),
+        (logprob("-1"), "returned a log-prob that is not a number"),
+        (logprob(True), "returned a log-prob that is not a number"),
+        (logprob([]), "returned a log-prob that is not a number"),
+        (logprob(-(10**400)), "an unexpected reply"),
+        (lambda c: c.update(index="0"), "returned a completion with index '0'"),
+        (lambda c: c.update(index=-1), "returned a completion with index -1"),
+        (lambda c: c.update(index=2), "returned a completion with index 2"),
+        (lambda c: c.update(index=False), "returned a completion with index False"),
+        (lambda c: c.update(index=1), "returned a completion twice"),
+        (span(end=10**18), "returned weight versions of other tokens"),
+        (span(end=-1), "returned weight versions of other tokens"),
+        (span(end="1"), "returned weight versions of other tokens"),
+        (span(start=1), "returned weight versions of other tokens"),
+        (span(start=-1), "returned weight versions of other tokens"),
+        (span(start="0"), "returned weight versions of other tokens"),
+        (split, "returned weight versions of other tokens"),
+        (span(version={}), "an unexpected reply"),
+        (span(version="other"), "sampled from weights that this trainer did not send"),
+        (lambda c: c.update(weight_versions=None), "an unexpected reply"),
+        (lambda c: c.update(finish_reason=[[]]), r"ended a completion of prompt 0 by \[\[\]\]"),
+    ],
+)
+def test_an_impossible_reply_is_refused_in_one_sentence(fake, spoil, sentence):
+    params = protocol.body(PROMPTS[0], 2, PARAMS, 0)["sampling_params"]
+    request = protocol.GroupRequest(PROMPTS[0], 2, {"sampling_params": params})
+    reply = {"choices": [fake.choice(i, params) for i in range(2)]}
+    size = tiny_config().vocab_size
+    samples = protocol.read(reply, request, {"default": 3}, "here", size)
+    assert [s.versions[0] for s in samples] == [3, 3]
+    spoil(reply["choices"][0])
+    with pytest.raises(ServerError, match=f"^here {sentence}|^here returned {sentence}") as e:
+        protocol.read(json.loads(json.dumps(reply)), request, {"default": 3}, "here", size)
+    assert "\n" not in str(e.value)
+
+
+JUNK = [None, True, False, -1, 0, 1, 7, 10**18, 10**400, 1.5, float("nan"), float("inf"), 1e308]
+JUNK += [
+    "",
+    "1",
+    "x" * 5000,
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": 1},
+    [1] * 50,
+    json.loads("[" * 400 + "]" * 400),
+]
+
+
+def mutated(rng: random.Random, value):
+    """Return a copy of JSON in which one part is replaced, removed or repeated."""
+    value = copy.deepcopy(value)
+    parts = [(value, key) for key in value]
+    for part, key in parts:  # the list grows
+        inner = part[key]
+        if isinstance(inner, dict):
+            parts += [(inner, k) for k in inner]
+        elif isinstance(inner, list):
+            parts += [(inner, k) for k in range(len(inner))]
+    part, key = rng.choice(parts)
+    how = rng.randrange(4)
+    if how == 0:
+        del part[key]
+    elif how == 1 and isinstance(part, list):
+        part.insert(key, part[key])
+    else:
+        part[key] = rng.choice(JUNK)
+    return value
+
+
+def test_mutated_replies_give_valid_samples_or_an_error_of_the_server(fake):
+    rng, size, counts, errors = random.Random(0), tiny_config().vocab_size, Counter(), []
+    request = protocol.GroupRequest(PROMPTS[0], 2, protocol.body(PROMPTS[0], 2, PARAMS, 0))
+    params = request.body["sampling_params"]
+    valid = {"choices": [fake.choice(i, params) for i in range(2)]}
+    for _ in range(3000):
+        reply = mutated(rng, valid)
+        try:
+            samples = protocol.read(reply, request, {"default": 3}, "here", size)
+        except (ServerError, FloatingPointError) as e:
+            errors.append(str(e))
+            counts[type(e)] += 1
+            continue
+        counts[list] += 1
+        for i, s in enumerate(samples):
+            assert (s.index, len(s.token_ids)) == (i, len(s.logp))
+            assert all(type(t) is int and 0 <= t < size for t in s.token_ids)
+            assert all(-9999 < x < 0.01 for x in s.logp)
+            assert s.versions == [3] * len(s.token_ids)
+    assert min(counts.values()) > 20
+    assert len(counts) == 3
+    assert max(map(len, errors)) < 1000
+
+
+def test_mutated_descriptions_are_accepted_or_refused_in_one_sentence(fake):
+    rng, accepted, errors = random.Random(0), 0, []
+    for _ in range(2000):
+        facts = mutated(rng, fake.facts)
+        try:
+            check_server("here", facts, MODEL.cfg, 64, "")
+        except UserError as e:
+            errors.append(str(e))
+            continue
+        accepted += 1
+        assert all(facts["model"].get(k) == v for k, v in fake.facts["model"].items())
+        assert type(facts["max_model_len"]) is type(facts["workers"]) is int
+        assert facts["dtype"] == "float32"
+    assert 0 < accepted < 1000
+    assert all(e.startswith("--server here ") and len(e) < 1000 for e in errors)
+
+
+@pytest.mark.parametrize("choices", [None, 7, "ab", {}, [], [1, 2], [{}], [{}] * 3, [[], []]])
+def test_choices_of_another_kind_are_refused(choices):
+    request = protocol.GroupRequest(PROMPTS[0], 2, protocol.body(PROMPTS[0], 2, PARAMS, 0))
+    for reply in ({"choices": choices}, {}):
+        with pytest.raises(ServerError, match=r"here returned (an unexpected reply|\d of 2)"):
+            protocol.read(reply, request, {}, "here", 100)
+
+
+def test_a_log_prob_may_exceed_0_by_rounding(fake):
+    engine = engine_of(fake)
+    spoiled(fake, logprob(1e-6))
+    assert engine.sample(PROMPTS[:1], 2, PARAMS, step=0)[0].logp[0] == 1e-6
+    assert engine.restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"[" * 200_000, r"with status 200: \[\[\["),
+        (b'{"a":' * 200_000, r"with status 200: .*a"),
+        (b'{"choices": ' + b"[" * 900 + b"]" * 900 + b"}", "returned 1 of 2|with status 200"),
+        (b"\xff\xfe", "with status 200"),
+        (b"1" * 5000, "with status 200"),
+        (b'"' + b"x" * (5 << 20) + b'"', "with more than 4,210,688 bytes"),
+    ],
+    ids=["deep list", "deep object", "deep field", "not UTF-8", "long number", "long"],
+)
+def test_an_answer_that_cannot_be_read_loses_the_server_and_the_run_stops(fake, data, problem):
+    engine = engine_of(fake)
+    fake.disturb = lambda m, path, b: data if "generate" in path else None
+    with pytest.raises(ServerLost, match=problem) as e:
+        engine.sample(PROMPTS[:1], 2, PARAMS, step=0)
+    assert len(str(e.value)) < 1000
+
+
+def test_an_answer_cut_short_is_not_taken_for_an_empty_one():
+    """Only that of /health has no body."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            with listening.accept()[0] as peer:
+                data = b""
+                while not data.endswith(b"\r\n\r\n"):
+                    data += peer.recv(1 << 16)
+                peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        server = Server(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=60.0)
+        with pytest.raises(ServerError, match=r"did not answer /health .*IncompleteRead"):
+            server.get("/health")
+
+
+@pytest.mark.parametrize("answer", [{}, {"is_paused": 0}, {"is_paused": None}])
+def test_a_server_that_does_not_say_whether_it_is_paused_is_lost(fake, answer):
+    engine = engine_of(fake, interval=0.02)
+    fake.disturb = lambda m, path, b: answer if path == "/is_paused" else None
+    wait_until(lambda: engine.problem is not None)
+    assert "does not say whether it is paused" in str(engine.problem)
 
 
 @pytest.mark.parametrize("value", [-9999.0, float("nan"), float("-inf"), None])
@@ -306,6 +532,14 @@ def test_an_address_without_a_server_is_reported():
         "http://127.0.0.1:port",
         "http://127.0.0.1",
         "http://127.0.0.1:99999",
+        "http://127.0.0.1:\u0661\u0662",  # digits of another script
+        "http://[::1",
+        "http://[::1:8000",
+        "http://a..b:8000",
+        f"http://{'a' * 64}.example:8000",
+        "http://ünï.example:8000",
+        "http://user@127.0.0.1:8000",
+        "http://127.0.0.1:8000/x",
     ],
 )
 def test_a_malformed_address_is_refused(url):
@@ -324,13 +558,26 @@ def test_a_server_of_another_model_is_refused(fake, field):
         engine_of(fake, load=False)
 
 
+@pytest.mark.parametrize("value", [None, "256", 0, -1, True, 1e9, [[]]])
+@pytest.mark.parametrize("fact", ["model", "max_model_len", "dtype", "workers"])
+def test_a_description_that_is_not_a_sidecars_is_refused(fake, fact, value):
+    fake.facts[fact] = value
+    with pytest.raises(
+        UserError,
+        match=rf"is not a sidecar of this project \(its {fact} is .*start it with serve.py",
+    ):
+        engine_of(fake, load=False)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_server_of_the_same_model_is_accepted(tmp_path, name):
     """A server describes the config that transformers has read, with all defaults filled in."""
     cfg = CONFIGS[name]
     (tmp_path / "config.json").write_text(json.dumps(cfg.to_dict()))
     model = SimpleNamespace(
-        hf_config=transformers.AutoConfig.from_pretrained(tmp_path), dtype="", max_model_len=64
+        hf_config=transformers.AutoConfig.from_pretrained(tmp_path),
+        dtype=torch.float32,
+        max_model_len=64,
     )
     config = SimpleNamespace(
         model_config=model, parallel_config=SimpleNamespace(world_size_across_dp=1)
@@ -348,7 +595,7 @@ def test_a_server_of_the_same_model_is_accepted(tmp_path, name):
 def test_a_server_with_another_rope_scaling_is_refused(fake):
     fake.facts["model"]["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
     with pytest.raises(
-        UserError, match=r"its rope_scaling is \{'rope_type': 'linear'.*but --model has None"
+        UserError, match=r"its rope_scaling is \{.*'rope_type': 'linear'.*but --model has None"
     ):
         engine_of(fake, load=False)
 
@@ -371,7 +618,7 @@ def test_a_server_that_is_not_a_sidecar_is_refused(fake):
 
 def test_a_wrong_secret_is_reported(fake):
     fake.disturb = lambda m, path, b: 401
-    with pytest.raises(UserError, match="refuses the secret; set NANOGRPO_SECRET to the one"):
+    with pytest.raises(UserError, match="refuses the secret; set NANOGRPO_SECRET to the one of"):
         engine_of(fake, load=False)
 
 

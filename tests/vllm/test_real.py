@@ -31,6 +31,7 @@ from nanogrpo.vllm.sync import WeightSync
 from tests.conftest import write_base
 from tests.engine.rounding import agree, trained
 from tests.ranks import run
+from tests.vllm.forge import CLOSED, forged, not_http, status
 from tests.vllm.real import PROMPTS, SIZES, gap, malformed, params, raw, train_a_little
 
 pytestmark = pytest.mark.vllm
@@ -206,25 +207,30 @@ def test_two_trainer_processes_under_fsdp(tied):
 def test_every_route_refuses_a_request_without_the_secret(tied):
     for secret in ("", "x" * 32):
         stranger = Server(tied.server.url, secret)
-        for path in sorted(
-            ROUTES | {"/nanogrpo", "/collective_rpc", "/server_info", "/openapi.json", "/docs", "/"}
-        ):
+        for path in [*ROUTES, *CLOSED]:
             for call in (stranger.get, stranger.post):
                 with pytest.raises(UserError, match="refuses the secret"):
                     call(path)
 
 
 def test_routes_that_sampling_does_not_need_return_404(tied):
-    for path in (
-        "/collective_rpc",
-        "/server_info",
-        "/weight_checker",
-        "/openapi.json",
-        "/start_draft_weight_update",
-        "/v1/chat/completions",
-    ):
-        with pytest.raises(UserError, match="404"):
-            tied.server.post(path)
+    for path in CLOSED:
+        for call in (tied.server.get, tied.server.post):
+            with pytest.raises(UserError, match="404"):
+                call(path)
+    assert tied.server.get("/is_paused") == {"is_paused": False}
+
+
+def test_no_forged_request_gets_through_and_each_is_answered(tied):
+    """The same as in test_access.py, against vLLM's own HTTP server and routes."""
+    address, secret = (tied.server.host, tied.server.port), tied.process.secret
+    requests = dict(forged(tied.server.port, secret, ["/pause", "/metrics", *CLOSED[::6]]))
+    requests |= not_http(tied.server.port)
+    found = {label: status(address, data) for label, data in requests.items()}
+    wrong = {label: code for label, code in found.items() if code not in (400, 401, 403)}
+    assert not wrong
+    assert len(found) > 1000
+    assert tied.server.get("/is_paused") == {"is_paused": False}
 
 
 # --- requests with the secret ---
@@ -295,7 +301,9 @@ def test_a_layout_that_lacks_a_tensor_is_refused(tied):
     sync.connect(s, 1)
     with pytest.raises(ServerError, match="parameters did not arrive"):
         sync.send(s, 0)
-    assert s.get("/weight_info")["weight_version"] == "torn"
+    tokens = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+    (choice,) = s.post("/inference/v1/generate", tokens)["choices"]
+    assert [span["version"] for span in choice["weight_versions"]] == ["torn"]
     assert s.get("/is_paused") == {"is_paused": False}
     sync.close([s])
     engine = tied.engine(model)  # the next sync repairs it

@@ -86,6 +86,13 @@ def test_a_start_that_fails_is_reported_with_its_cause(untied, tmp_path, monkeyp
     assert process.process.poll() is not None
 
 
+def test_vllm_reads_no_abbreviated_options(untied, tmp_path):
+    """So no spelling that serve.py does not know can change what it has checked."""
+    process = sidecar(untied.folder, tmp_path / "serve.log", "--max-num-s", "8")
+    with pytest.raises(UserError, match=r"status 2 \(unrecognized arguments: --max-num-s 8\)"):
+        process.start(TIMEOUT)
+
+
 def test_a_server_suspended_while_sampling_is_noticed_and_replaced(trained):
     model, engine = trained
     expected, before = content(engine.sample(PROMPTS, 4, params(1.0), step=1)), engine.restarts

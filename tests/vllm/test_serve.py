@@ -11,16 +11,21 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 
 import pytest
 
 import serve
 from nanogrpo.errors import UserError
+from nanogrpo.vllm import auth
+from nanogrpo.vllm import secret as stored
 from nanogrpo.vllm.auth import INFO, LEASE, ROUTES, SECRET, TRAINER, AccessControl
+from nanogrpo.vllm.server import Server
 from tests.vllm.real import ROOT, ended
 
 LONG = "0123456789abcdef"
@@ -59,16 +64,40 @@ def test_no_other_spelling_changes_them_either(word):
         serve.options(["--model", "m", word])
 
 
-@pytest.mark.parametrize("word", ["--api-key", "--api_key=x", "--config"])
+@pytest.mark.parametrize(
+    "word", ["--api-key", "--api_key=x", "--api-k", "--config", "--conf", "--uds", "--ud=x", "--"]
+)
 def test_options_that_would_weaken_access_control_are_refused(word):
-    with pytest.raises(UserError, match=f"{word[:5].replace('_', '-')}.* cannot be used: it"):
-        serve.options(["--model", "m", word, "x"])
+    with pytest.raises(UserError, match=f"^{serve.name_of(word)} cannot be used: ") as e:
+        serve.options(["--model", "m", word, "a-secret"])
+    assert "a-secret" not in str(e.value)
 
 
 @pytest.mark.parametrize("word", ["--ssl-keyfile=x", "--ssl_certfile", "--enable-ssl-refresh"])
 def test_options_for_encryption_are_refused(word):
     with pytest.raises(UserError, match="cannot be used: trainer and server speak plain HTTP"):
         serve.options(["--model", "m", word])
+
+
+@pytest.mark.parametrize("word", ["--hos", "--ho", "--por=8001", "--host.x", "--mode", "--no-host"])
+def test_our_own_options_cannot_be_set_for_vllm_by_another_spelling(word):
+    """vLLM would read another address than the one that was checked."""
+    name = {"h": "--host", "p": "--port", "m": "--model"}[word.removeprefix("--no-").lstrip("-")[0]]
+    with pytest.raises(UserError, match=f"cannot be used: write {name} and its value"):
+        serve.options(["--model", "m", word, "0.0.0.0"])
+
+
+def test_options_of_vllm_with_longer_names_are_not_mistaken_for_ours():
+    words = ["--model-impl", "vllm", "--max-model-len=9", "--hf-token", "-tp", "2", "--seed", "-1"]
+    assert serve.options(["--model", "m", *words])[1] == words
+
+
+@pytest.mark.parametrize("name", ["http://proxy", "proxy:80", "a,b", ""])
+def test_allowed_hosts_are_names(name):
+    with pytest.raises(UserError, match=f"--allowed-hosts {name} is no name; write it without"):
+        serve.options(["--model", "m", "--allowed-hosts", "ok.example", name])
+    ours, rest = serve.options(["--model", "m", "--allowed-hosts", "a", "b.c", "--dtype", "half"])
+    assert (ours.allowed_hosts, rest) == (["a", "b.c"], ["--dtype", "half"])
 
 
 GIB = 1 << 30
@@ -220,24 +249,109 @@ def test_an_error_is_one_sentence_with_status_2(tmp_path):
 # --- the secret ---
 
 
-def test_only_loopback_works_without_a_secret(monkeypatch):
-    monkeypatch.delenv(SECRET, raising=False)
-    for host in ("127.0.0.1", "localhost", "::1", "127.0.0.53"):
-        assert serve.find_secret(host, None) == ""
-    for host in ("0.0.0.0", "::", "192.168.0.2", "example.org"):
-        with pytest.raises(
-            UserError,
-            match=f"--host {host} can be reached from other .* needs a secret; set {SECRET}=",
-        ):
-            serve.find_secret(host, None)
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_server_without_a_secret_creates_one_that_its_user_can_read(monkeypatch, tmp_path, host):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv(SECRET, "")  # as if it were not set
+    secret, file = serve.find_secret(8000, None)
+    assert len(secret) >= 32
+    assert serve.find_secret(8001, None)[0] != secret
+    assert file.read_text() == f"{secret}\n"
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (file, file.parent)]
+    assert modes == [0o600, 0o700]
+    assert [path.name for path in tmp_path.glob("state/*")] == ["nanogrpo"]
+    assert len([*file.parent.iterdir()]) == 2  # no temporary file is left
+    # a trainer on this machine finds it, and one on another machine is told the command
+    assert Server("http://127.0.0.1:8000").headers["Authorization"] == f"Bearer {secret}"
+    assert "Authorization" not in Server("http://gpu7:8000").headers
+    ours, _ = serve.options(["--model", "a b", "--host", host])
+    train = "python train.py --model 'a b' --engine vllm --server http://"
+    if host == "127.0.0.1":
+        assert serve.command(ours, file) == f"{train}127.0.0.1:8000"
+    else:
+        prefix = f"{SECRET}=$(head -n 1 {file}) "
+        assert serve.command(ours, file) == f"{prefix}{train}{socket.gethostname()}:8000"
+
+
+def test_the_command_for_a_trainer_names_the_users_own_secret(tmp_path):
+    options = ["--model", "m", "--host", "::1", "--port", "81"]
+    end = "python train.py --model m --engine vllm --server http://[::1]:81"
+    assert serve.command(serve.options(options)[0], None) == f"{SECRET}=… {end}"
+    ours, _ = serve.options([*options, "--secret-file", "my file"])
+    assert serve.command(ours, None) == f"{SECRET}=$(head -n 1 'my file') {end}"
 
 
 def test_the_secret_comes_from_a_file_or_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv(SECRET, LONG)
-    assert serve.find_secret("0.0.0.0", None) == LONG
+    assert serve.find_secret(8000, None) == (LONG, None)
     file = tmp_path / "secret"
     file.write_text(f"  {LONG[::-1]}\nsecond line\n")
-    assert serve.find_secret("0.0.0.0", file) == LONG[::-1]
+    assert serve.find_secret(8000, file) == (LONG[::-1], None)
+
+
+def test_a_new_server_replaces_the_secret_of_an_old_one_but_not_of_a_running_one(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv(SECRET, raising=False)
+    monkeypatch.setattr(serve, "check_vllm", lambda: "0.32.0")
+    with socket.create_server(("127.0.0.1", 0)) as running:
+        port = running.getsockname()[1]
+        secret, _ = stored.create(port)
+        assert serve.main(["--model", "m", "--port", str(port)]) == 2
+        assert f"--port {port} of 127.0.0.1 cannot be used" in capsys.readouterr().err
+        assert stored.find(port) == secret
+    assert serve.find_secret(port, None)[0] == stored.find(port) != secret
+
+
+def test_the_users_secret_counts_more_than_a_stored_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    stored.create(8000)
+    assert Server("http://localhost:8000", LONG).headers["Authorization"] == f"Bearer {LONG}"
+
+
+def damage(how: str, file: Path) -> None:
+    if how in ("link", "pipe"):
+        file.rename(file.with_suffix(".old"))
+    if how == "link":
+        file.symlink_to(file.with_suffix(".old"))
+    elif how == "pipe":
+        os.mkfifo(file, mode=0o600)
+    elif how == "group":
+        file.chmod(0o640)
+    elif how == "writable":
+        file.chmod(0o602)
+    elif how == "folder":
+        file.unlink()
+        file.mkdir()
+
+
+@pytest.mark.parametrize("how", ["link", "pipe", "group", "writable", "folder", "other owner"])
+def test_a_stored_secret_that_others_could_know_or_have_made_is_refused(monkeypatch, tmp_path, how):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    _, file = stored.create(8000)
+    damage(how, file)
+    if how == "other owner":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(UserError, match=rf"{file} .*; remove it, (and start|or set)"):
+        Server("http://127.0.0.1:8000")
+
+
+@pytest.mark.parametrize("how", ["open to others", "other owner", "a file"])
+def test_a_secret_is_not_stored_where_others_could_replace_it(monkeypatch, tmp_path, how):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv(SECRET, raising=False)
+    folder = tmp_path / "nanogrpo"
+    if how == "a file":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if how == "open to others" else 0o755)
+    if how == "other owner":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    sentence = rf"A secret cannot be stored in {folder} \(.*\); set {SECRET} or --secret-file\."
+    with pytest.raises(UserError, match=sentence):
+        serve.find_secret(8000, None)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +368,7 @@ def test_bad_secrets_are_refused(monkeypatch, tmp_path, content, sentence):
     if content is not None:
         (tmp_path / "secret").write_text(content)
     with pytest.raises(UserError, match=sentence):
-        serve.find_secret("127.0.0.1", tmp_path / "secret")
+        serve.find_secret(8000, tmp_path / "secret")
 
 
 # --- access control ---
@@ -267,11 +381,16 @@ def ask(
     secret: str | None = LONG,
     kind="http",
     trainer="",
+    headers=((b"host", b"127.0.0.1:8000"),),
 ):
     """Return the status and the body of the reply."""
-    headers = [] if secret is None else [(b"authorization", b"Bearer " + secret.encode())]
+    headers = [*headers]
+    headers += [] if secret is None else [(b"authorization", b"Bearer " + secret.encode())]
     headers += [(TRAINER.lower().encode(), trainer.encode())] if trainer else []
     sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
 
     async def send(message):
         sent.append(message)
@@ -280,7 +399,7 @@ def ask(
     asyncio.run(
         control(
             {"type": kind, "path": path, "method": method, "headers": headers, "app": app},
-            None,
+            receive,
             send,
         )
     )
@@ -298,16 +417,29 @@ def control(monkeypatch):
 
 
 def test_requests_with_the_secret_are_let_in(control):
-    assert {"/sleep", "/wake_up", "/reset_prefix_cache", "/abort_requests"} <= ROUTES
-    for path in ROUTES:
-        assert ask(control, path) == (200, b"")
+    for path, (method, _) in ROUTES.items():
+        if path != INFO:
+            assert ask(control, path, method) == (200, b"")
         for wrong in (None, "", LONG[:-1], LONG + "0", LONG.upper()):
-            assert ask(control, path, secret=wrong)[0] == 401
+            assert ask(control, path, method, secret=wrong)[0] == 401
 
 
-def test_without_a_secret_all_requests_are_let_in(monkeypatch, control):
-    monkeypatch.delenv(SECRET)
-    assert ask(AccessControl(control.app), "/health", secret=None) == (200, b"")
+def test_the_documented_routes_are_those_of_the_code():
+    rows = [f"| `{method} {path}` | {use} |" for path, (method, use) in ROUTES.items()]
+    table = "\n".join(rows)
+    assert f"| --- | --- |\n{table}\n\n" in (ROOT / "docs" / "vllm.md").read_text()
+
+
+def test_every_route_is_one_that_the_trainer_uses():
+    """Except for the counters, which a person may watch."""
+    sources = [ROOT / "nanogrpo" / "vllm" / f"{name}.py" for name in ("client", "server", "sync")]
+    text = "".join(path.read_text() for path in sources)
+    names = {auth.HEALTH: "HEALTH", auth.INFO: "INFO", auth.GENERATE: "GENERATE"}
+    names |= {auth.CONNECT: "CONNECT", auth.DISCONNECT: "DISCONNECT"}
+    unused = [
+        path for path in ROUTES if f'"{path}' not in text and names.get(path, path) not in text
+    ]
+    assert unused == ["/metrics"]
 
 
 def test_routes_that_sampling_does_not_need_are_closed(control):
@@ -321,8 +453,13 @@ def test_routes_that_sampling_does_not_need_are_closed(control):
         "//health",
         "/pause/../collective_rpc",
         "/%68ealth",
+        "/sleep",
+        "/wake_up",
+        "/reset_prefix_cache",
+        "/v1/completions",
     ):
-        assert ask(control, path)[0] == 404
+        for method in ("GET", "POST"):
+            assert ask(control, path, method)[0] == 404
     assert ask(control, "/v1/realtime", kind="websocket")[0] == "websocket.close"
 
 
@@ -340,7 +477,7 @@ def test_one_trainer_at_a_time_holds_the_server(monkeypatch, control):
     monkeypatch.setattr("nanogrpo.vllm.auth.time.monotonic", lambda: now[0])
 
     def status(trainer, path="/health"):
-        return ask(control, path, trainer=trainer)[0]
+        return ask(control, path, ROUTES[path][0], trainer=trainer)[0]
 
     assert status("b") == 200  # nobody is there yet
     assert status("a", "/init_weight_transfer_engine") == 200

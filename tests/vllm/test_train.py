@@ -131,6 +131,21 @@ def test_a_server_lost_while_sampling_leaves_a_checkpoint_to_resume(argv, tmp_pa
     assert [row["step"] for row in steps(tmp_path)] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("field", ["token_ids", "choices"])
+def test_a_server_that_answers_nonsense_leaves_a_checkpoint(argv, tmp_path, fake, capsys, field):
+    """Nested without end, or without the tokens."""
+
+    def disturb(method, path, body):
+        if len(fake.generated()) <= 5 or "generate" not in path:
+            return None
+        return {"choices": [{}] * 4} if field == "token_ids" else b'{"choices":' + b"[" * 200_000
+
+    fake.disturb = disturb
+    assert train.main(argv("--server-patience", "0.3")) == 2
+    assert "continue with --resume" in capsys.readouterr().err
+    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == ["checkpoint-1"]
+
+
 def test_a_server_lost_during_a_sync_leaves_a_checkpoint(argv, tmp_path, fake):
     # after step 2
     fake.disturb = lambda m, path, b: (

@@ -25,7 +25,7 @@ from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.vllm import sync
+from nanogrpo.vllm import secret, sync
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar
 from tests.conftest import arguments, steps, tiny_config, tiny_model
@@ -62,8 +62,9 @@ def test_servers_of_different_dtypes_are_refused(fake):
             engine_of(fake, other, load=False)
 
 
-def test_a_server_that_accepts_every_request_is_not_a_sidecar(fake):
-    fake.disturb = lambda m, path, b: {"hello": "world"}
+@pytest.mark.parametrize("reply", [{"hello": "world"}, b"<html>", b"[" * 200_000, b"null", b"[]"])
+def test_a_server_that_accepts_every_request_is_not_a_sidecar(fake, reply):
+    fake.disturb = lambda m, path, b: reply
     with pytest.raises(UserError, match="is not a sidecar of this project"):
         engine_of(fake, load=False)
 
@@ -81,6 +82,26 @@ def test_the_others_continue_when_a_server_comes_back_with_another_model(fake):
         wait_until(lambda: engine.servers[1].error is None)
         engine.load(MODEL, 2)
         assert [s.alive for s in engine.servers] == [True, True]
+
+
+def test_a_server_that_was_started_again_with_a_new_secret_is_used_again(fake):
+    engine = engine_of(fake)
+    expected = content(engine.sample(PROMPTS, 2, PARAMS, step=0))
+    old, (fake.secret, _) = fake.secret, secret.create(fake.http.server_port)
+    fake.label, fake.weights = "default", {}
+    assert fake.secret != old
+    assert content(engine.sample(PROMPTS, 2, PARAMS, step=0)) == expected
+    assert engine.restarts == 1
+
+
+@pytest.mark.parametrize("where", ["/pause", "/update_weights", "/finish_weight_update", "/resume"])
+@pytest.mark.parametrize("data", [b"<html>", b""])
+def test_an_answer_that_is_no_json_does_not_count_as_success(fake, where, data):
+    """A proxy may answer with a page and status 200."""
+    engine = engine_of(fake)
+    fake.disturb = lambda m, path, b: data if path == where else None
+    with pytest.raises(ServerLost, match=f"answered {where}.* with status 200: {data.decode()}"):
+        engine.load(MODEL, 1)
 
 
 @pytest.mark.parametrize("where", ["generate", "/pause", "/is_paused"])
@@ -254,7 +275,7 @@ def test_a_server_that_cannot_be_reached_for_our_own_address_is_reported(monkeyp
 # --- several ranks ---
 
 
-def late_to_load(url: str) -> float:
+def late_to_load(url: str, secret: str) -> float:
     """Let a recovery hold rank 0's lock for longer than a collective may take."""
     dist.init_process_group("gloo")
     model = tiny_model()
@@ -262,7 +283,13 @@ def late_to_load(url: str) -> float:
     dist.barrier()  # from here on the ranks run in step
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5))
     engine = VLLMEngine(
-        model, max_len=32, servers=[url], transport="memory", timeout=5.0, world=world
+        model,
+        max_len=32,
+        servers=[url],
+        secret=secret,
+        transport="memory",
+        timeout=5.0,
+        world=world,
     )
     gather = engine.sync.gather
     engine.sync.gather = lambda m: (dist.barrier(), gather(m))  # as FSDP2 does
@@ -281,7 +308,7 @@ def late_to_load(url: str) -> float:
 
 
 def test_the_other_ranks_wait_for_a_recovery_longer_than_for_a_collective(fake):
-    assert run(2, late_to_load, fake.url) == [0, 0]
+    assert run(2, late_to_load, fake.url, fake.secret) == [0, 0]
 
 
 # --- full runs ---

@@ -1,0 +1,72 @@
+"""Limits on the connections of strangers, as a protocol class for uvicorn, vLLM's HTTP server.
+
+In: connections. Out: requests with complete headers; auth.py limits their bodies. uvicorn alone
+would wait for the rest of a request's headers forever, keep any number of their bytes, and leave a
+POST that asks for a websocket without an answer. serve.py passes OPTIONS to uvicorn. Read before:
+auth.py. Read next: server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+HEADER_SECONDS = 10.0  # from the start of a connection, or the end of an answer, to the next header
+READ_SECONDS = 0.1  # to read what has arrived by then
+HEADER_BYTES = 1 << 16
+
+
+class Limited(HttpToolsProtocol):
+    """HTTP as in uvicorn, but a request's headers must arrive within limits of time and size."""
+
+    timer: asyncio.TimerHandle | None = None  # runs while no request is in progress
+    received = 0  # bytes since it was started
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        self.wait()
+
+    def connection_lost(self, exc):
+        self.stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data):
+        super().data_received(data)
+        self.received += len(data)
+        if self.timer is not None and self.received > HEADER_BYTES:
+            self.end(431)
+
+    def on_headers_complete(self):
+        self.stop()
+        super().on_headers_complete()
+
+    def on_response_complete(self):
+        super().on_response_complete()
+        # Otherwise the client has already sent its next request.
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self.wait()
+
+    def wait(self) -> None:
+        self.received = 0
+        self.timer = self.loop.call_later(HEADER_SECONDS, self.late)
+
+    def late(self) -> None:
+        # If this process was busy or suspended, it has not read what has already arrived.
+        self.timer = self.loop.call_later(READ_SECONDS, self.end, 408)
+
+    def stop(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def end(self, status: int) -> None:
+        """Close a connection that has no request in progress."""
+        self.stop()
+        if not self.transport.is_closing():
+            self.transport.write(STATUS_LINE[status] + b"connection: close\r\n\r\n")
+            self.transport.close()
+
+
+# "none": a request for a websocket is a request like any other, which auth.py refuses.
+OPTIONS = {"http": Limited, "ws": "none"}

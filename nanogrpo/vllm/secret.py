@@ -1,0 +1,77 @@
+"""The secret that serve.py creates if the user gives none, and the file with it.
+
+In: the port of a server. Out: its secret. serve.py writes the file, which only its owner can read.
+A trainer of the same user on the same machine finds it there, so neither needs an option. A new
+server at the port replaces it. Read before: auth.py. Read next: server.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from nanogrpo.errors import UserError
+from nanogrpo.vllm.auth import SECRET
+
+
+def place(port: int) -> Path:
+    """Return the file with the secret of this user's server at a port of this machine."""
+    folder = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    # several machines may share a home folder
+    return Path(folder, "nanogrpo", f"{socket.gethostname()}-{port}.secret")
+
+
+def create(port: int) -> tuple[str, Path]:
+    """Create a secret and store it. Return both."""
+    secret, path = secrets.token_urlsafe(32), place(port)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = path.parent.lstat()
+        if not stat.S_ISDIR(folder.st_mode) or not ours(folder, closed=0o022):
+            raise PermissionError("it is not yours, or others can write to it")
+        descriptor, name = tempfile.mkstemp(dir=path.parent)  # mode 0600
+        try:
+            with open(descriptor, "w") as file:
+                file.write(secret + "\n")
+            os.replace(name, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as e:
+        raise UserError(
+            f"A secret cannot be stored in {path.parent} ({e}); set {SECRET} or --secret-file."
+        ) from e
+    return secret, path
+
+
+def find(port: int) -> str:
+    """Return the secret of this user's server at a port of this machine, "" if there is none."""
+    path = place(port)
+    try:
+        # a link or a pipe was not made by us
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return ""
+    except OSError as e:
+        raise UserError(f"{path} cannot be read ({e}); remove it, or set {SECRET}.") from e
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or not ours(found, closed=0o077):
+            raise UserError(
+                f"{path} belongs to another user, or others can read it; remove it, and start "
+                "serve.py again."
+            )
+        return os.read(descriptor, 1000).decode(errors="replace").partition("\n")[0].strip()
+    finally:
+        os.close(descriptor)
+
+
+def ours(found: os.stat_result, closed: int) -> bool:
+    """Return whether a file is ours, and others lack the permissions `closed`."""
+    return found.st_uid == os.geteuid() and not found.st_mode & closed
