@@ -295,6 +295,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"--config {e}") from e
     out: dict[str, Any] = {}
     for given, value in raw.items():
+        if value is None and given in trl_names.NAMES:
+            continue
         name = _renamed(given)
         if name in out:
             raise UserError(f"--config {path}: {name} is given twice, also as {given}: remove one.")
@@ -350,7 +352,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _typed(name: str, value: Any, listed: bool = False) -> Any:
     """Return the value of a file in the form that the field takes, or raise TypeError. A single
     text stands for a list if TRL's option takes one text (`listed`), or if the choices are known.
+    Null stands for the default: files for TRL may list every option.
     """
+    if value is None:
+        return FIELDS[name].default
     kind = str(FIELDS[name].type)
     if kind.startswith("tuple") and isinstance(value, str) and (listed or name in CHOICES):
         return (value,)
@@ -359,8 +364,6 @@ def _typed(name: str, value: Any, listed: bool = False) -> Any:
 
 def _converted(kind: str, value: Any) -> Any:
     """Return a JSON value in the form that a field of this type takes, or raise TypeError."""
-    if value is None and kind.endswith(" | None"):
-        return None
     if kind.startswith("tuple") and isinstance(value, list):
         return tuple(_converted(kind[len("tuple[") : -len(", ...]")], item) for item in value)
     if kind.startswith("dict") and isinstance(value, dict):

@@ -1,7 +1,7 @@
 """TRL's options: which name or value here stands for each option of TRL that has no equal here.
 
-    translate({"use_vllm": True, "per_device_train_batch_size": 8})
-        → {"engine": "vllm", "generation_batch_size": 8, "steps_per_generation": 1}
+    translate({"use_peft": True, "per_device_train_batch_size": 8})
+        → {"lora_r": 16, "generation_batch_size": 8, "steps_per_generation": 1}
 
 In: options by name, from the command line or a file. Out: options of `Config`. The meaning of an
 option is translated only where it is clear; otherwise a UserError says what to use instead, or why
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -24,7 +23,7 @@ from nanogrpo.errors import UserError
 
 log = logging.getLogger("nanogrpo")
 
-# --- the tables: one entry answers for all the names in its key -----------------------------------
+# --- the tables: an entry answers for all the names in its key, in Markdown -----------------------
 
 # The same option under another name.
 RENAMED = {
@@ -38,44 +37,52 @@ RENAMED = {
 
 # Options that `translate` understands, with what they become.
 TRANSLATED = {
-    "per_device_train_batch_size gradient_accumulation_steps": "--generation-batch-size and"
-    " --steps-per-generation; micro-batches follow from --token-budget",
-    "use_vllm": "--engine vllm",
-    "vllm_mode": "colocate: --weight-transport memory, with a server that the trainer starts;"
-    " server: --server",
-    "vllm_server_host vllm_server_port": "--server",
-    "vllm_importance_sampling_correction": "--vllm-importance-sampling-mode, sequence_mask or off",
-    "use_peft": "--lora-r 16, unless you give another rank",
-    "use_cpu": "--device cpu",
-    "resume_from_checkpoint": "true is --resume, which continues from the last checkpoint in"
-    " --output-dir",
-    "eval_strategy": "no is --eval-steps 0, steps changes nothing",
-    "save_strategy": "steps changes nothing; for other values use --save-steps",
-    "bf16": "true changes nothing: a GPU computes in bfloat16 and a CPU in float32, and weights are"
-    " stored in float32",
-    "shuffle_dataset": "true changes nothing: prompts are always shuffled, by --seed and epoch",
+    "per_device_train_batch_size gradient_accumulation_steps": "`--generation-batch-size` and"
+    " `--steps-per-generation`; micro-batches follow from `--token-budget`",
+    "use_vllm": "`true` is `--engine vllm`, with TRL's default `vllm_mode`; `false` is"
+    " `--engine local`",
+    "vllm_mode": "`colocate`, the default: `--weight-transport memory`, with a vLLM server that the"
+    " trainer starts on the same GPU; `server`: `--server`, with the address of a server that you"
+    " have started",
+    "vllm_server_host vllm_server_port": "`--server http://HOST:PORT`",
+    "vllm_importance_sampling_correction": "`true` is `--vllm-importance-sampling-mode"
+    " sequence_mask`, unless another mode is given; `false` is `off`",
+    "use_peft": "`true` is `--lora-r 16`, unless another rank is given; `false` is `--lora-r 0`",
+    "use_cpu": "`true` is `--device cpu`; otherwise a GPU is used if there is one",
+    "resume_from_checkpoint": "`true` is `--resume`, which continues from the last checkpoint in"
+    " `--output-dir`",
+    "eval_strategy": "`steps` changes nothing, and `no` is `--eval-steps 0`; otherwise give a"
+    " number to `--eval-steps`",
+    "eval_on_start": "`--eval-steps` always evaluates before the first step, too",
+    "save_strategy": "`steps` changes nothing; otherwise give a number to `--save-steps`, where 0"
+    " means only after the last step",
+    "bf16": "`true` changes nothing, because a GPU computes in bfloat16 and a CPU in float32, and"
+    " weights are stored in float32",
+    "shuffle_dataset": "`true` changes nothing, because prompts are always shuffled, by `--seed`"
+    " and epoch",
 }
 
 # Another option does it, but a value of one is not a value of the other.
 INSTEAD = {
-    "auto_find_batch_size": "lower --token-budget; the memory is estimated before the run",
-    "data_seed": "use --seed, which is the seed of all randomness",
+    "auto_find_batch_size": "lower `--token-budget`; the memory is estimated before the run",
+    "data_seed": "use `--seed`, which is the seed of all randomness",
     "accelerator_config deepspeed fsdp fsdp_config parallelism_config local_rank": "start one"
-    " process per GPU with torchrun, which always shards the weights; see --reshard-after-forward"
-    " and --cpu-offload",
+    " process per GPU with torchrun, which always shards the weights; see"
+    " `--reshard-after-forward` and `--cpu-offload`",
     "hub_token": "log in with `hf auth login` or set HF_TOKEN, because others can read command"
-    " lines; then use --push-to-hub",
-    "project": "set TRACKIO_PROJECT or WANDB_PROJECT, for --report-to trackio or wandb",
-    "torch_compile_mode": "use --torch-compile, with --torch-compile-backend",
-    "torch_empty_cache_steps": "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or lower"
-    " --token-budget",
-    "vllm_server_timeout": "use --server-timeout for one request, and --server-patience for a lost"
-    " server",
-    "vllm_gpu_memory_utilization": 'use --vllm-options="--gpu-memory-utilization 0.3"',
-    "vllm_tensor_parallel_size": 'use --vllm-options="--tensor-parallel-size 2"',
-    "vllm_model_impl": 'use --vllm-options="--model-impl vllm"',
-    "reward_model_name_or_path": "use --reward-funcs model:FOLDER",
-    "datasets test_split_size": "use --data with several sources, --data-weights and --eval-data",
+    " lines; then use `--push-to-hub`",
+    "project": "set TRACKIO_PROJECT or WANDB_PROJECT, for `--report-to trackio` or `wandb`",
+    "torch_compile_mode": "use `--torch-compile`, with `--torch-compile-backend`",
+    "torch_empty_cache_steps": "set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, or lower"
+    " `--token-budget`",
+    "vllm_server_timeout": "use `--server-timeout` for one request, and `--server-patience` for a"
+    " lost server",
+    "vllm_gpu_memory_utilization": 'use `--vllm-options="--gpu-memory-utilization 0.3"`',
+    "vllm_tensor_parallel_size": 'use `--vllm-options="--tensor-parallel-size 2"`',
+    "vllm_model_impl": 'use `--vllm-options="--model-impl vllm"`',
+    "reward_model_name_or_path": "use `--reward-funcs model:FOLDER`",
+    "datasets test_split_size": "use `--data` with several sources, `--data-weights` and"
+    " `--eval-data`",
     "env": "set environment variables in the shell; there is no option for them",
 }
 
@@ -97,13 +104,12 @@ IGNORED = {
     " include_for_metrics label_names prediction_loss_only": "an evaluation scores completions"
     " with the reward functions",
     "per_device_eval_batch_size": "the engine samples as many completions at once as fit into"
-    " --max-concurrent",
-    "eval_on_start do_train do_eval do_predict": "--eval-steps evaluates before the first step, at"
-    " intervals, and after the last",
+    " `--max-concurrent`",
+    "do_train do_eval do_predict": "a run always trains, and `--eval-steps` says when it evaluates",
     "enable_jit_checkpoint": "SIGTERM always saves a checkpoint",
     "restore_callback_states_from_checkpoint": "there are no callbacks",
-    "gradient_checkpointing_kwargs activation_checkpointing_kwargs": "--gradient-checkpointing"
-    " says all",
+    "gradient_checkpointing_kwargs activation_checkpointing_kwargs": "`--gradient-checkpointing`"
+    " has no further settings",
     "use_liger_kernel liger_kernel_config": "head, norms and activations are fused kernels",
     "attn_implementation": "a GPU uses FlashAttention if it is installed",
     "use_cache use_transformers_continuous_batching transformers_continuous_batching_config"
@@ -117,7 +123,7 @@ IGNORED = {
     "pad_to_multiple_of": "nothing is padded",
     "vllm_group_port": "the trainer chooses the port and sends it to the server",
     "vllm_max_model_length": "the trainer gives its own server the length it needs",
-    "hub_strategy hub_always_push": "--push-to-hub uploads once, after the last step",
+    "hub_strategy hub_always_push": "`--push-to-hub` uploads once, after the last step",
     "lora_task_type": "a causal language model is trained",
 }
 
@@ -126,16 +132,16 @@ UNSUPPORTED = {
     "full_determinism": "on a CPU the same seed gives the same bits; on a GPU it does not",
     "label_smoothing_factor": "completions have advantages, and no labels",
     "neftune_noise_alpha": "noise would train another policy than the one that sampled",
-    "optim_args optim_target_modules": "AdamW is the only optimizer; its settings are --adam-beta1,"
-    " --adam-beta2, --adam-epsilon and --weight-decay",
+    "optim_args optim_target_modules": "AdamW is the only optimizer; its settings are"
+    " `--adam-beta1`, `--adam-beta2`, `--adam-epsilon` and `--weight-decay`",
     "eval_delay": "evaluations start before the first step",
     "ignore_data_skip": "a resumed run always continues with the next prompts",
     "train_sampling_strategy": "prompts are shuffled, and micro-batches are balanced by tokens",
-    "save_on_each_node": "all machines share --output-dir",
-    "hub_revision": "--push-to-hub writes to the main branch",
-    "trackio_space_id trackio_bucket_id trackio_static_space_id": "only --report-to"
-    " says where metrics go",
-    "model_revision": "download the revision, and give its folder to --model",
+    "save_on_each_node": "all machines share `--output-dir`",
+    "hub_revision": "`--push-to-hub` writes to the main branch",
+    "trackio_space_id trackio_bucket_id trackio_static_space_id": "`--report-to trackio` logs on"
+    " this machine only",
+    "model_revision": "download the revision, and give its folder to `--model`",
     "model_init_kwargs trust_remote_code": "there is one decoder, in nanogrpo/model/decoder.py",
     "router_aux_loss_coef": "there are no mixtures of experts",
     "cast_lm_head_to_fp32": "everything after the logits is computed in float32, and"
@@ -145,13 +151,13 @@ UNSUPPORTED = {
     "vllm_structured_outputs_regex": "constraints change the log-probs, which would differ from"
     " those of the policy that is trained",
     "vllm_enable_sleep_mode": "the server keeps its memory while the trainer works; on a shared GPU"
-    ' limit it with --vllm-options="--gpu-memory-utilization 0.3"',
+    ' limit it with `--vllm-options="--gpu-memory-utilization 0.3"`',
     "log_multimodal": "only text is supported",
-    "log_completions_hub_repo": "--log-completions writes files, which you can upload",
+    "log_completions_hub_repo": "`--log-completions` writes files, which you can upload",
     "dataset_streaming streaming": "all prompts are read at the start, because a resumed run draws"
     " them again",
     "load_in_4bit load_in_8bit bnb_4bit_quant_type bnb_4bit_quant_storage"
-    " use_bnb_nested_quant": "the base model is not quantized; --lora-r trains adapters on a"
+    " use_bnb_nested_quant": "the base model is not quantized; `--lora-r` trains adapters on a"
     " float32 base",
     "use_dora lora_modules_to_save lora_target_parameters": "adapters are plain LoRA on linear"
     " layers",
@@ -159,12 +165,13 @@ UNSUPPORTED = {
 
 
 def rows(table: Mapping[str, str]) -> dict[str, str]:
-    """Return a table with one entry for each name."""
-    return {name: answer for names, answer in table.items() for name in names.split()}
+    """Return a table with one entry for each name, and its texts without Markdown."""
+    return {name: text.replace("`", "") for names, text in table.items() for name in names.split()}
 
 
 TABLES = (RENAMED, TRANSLATED, INSTEAD, IGNORED, UNSUPPORTED)
 NAMES = {name for table in TABLES for name in rows(table)} - {f.name for f in fields(Config)}
+SERVER = ("vllm_mode", "vllm_server_host", "vllm_server_port")
 
 
 # --- the translation ------------------------------------------------------------------------------
@@ -174,46 +181,71 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with TRL's replaced by ours, and log what became of each one."""
     out = {name: value for name, value in options.items() if name not in NAMES}
     given = {name: value for name, value in options.items() if name in NAMES}
-    ignored, instead, unsupported = rows(IGNORED), rows(INSTEAD), rows(UNSUPPORTED)
+    ignored, instead, unsupported = map(rows, (IGNORED, INSTEAD, UNSUPPORTED))
     for name, value in given.items():
         if name in ignored:
             log.info("--%s: ignored, because %s", dashed(name), ignored[name])
         elif name in instead | unsupported and value not in (False, None):
-            raise UserError(f"--{dashed(name)} is an option of TRL: {answer(name)}.")
-    _engine(given, out)
+            reason = unsupported.get(name)
+            advice = f"it is not supported here, because {reason}" if reason else instead[name]
+            raise UserError(f"--{dashed(name)} is an option of TRL: {advice}.")
+    _values(given, out)
+    _server(given, out)
     _batch(given, out)
-    _rest(given, out)
+    _ours(out)
     return out
 
 
-def answer(name: str) -> str:
-    """Return what to do about an option of TRL that has no translation."""
-    reason = rows(UNSUPPORTED).get(name)
-    return f"it is not supported here, because {reason}" if reason else rows(INSTEAD)[name]
+def _values(given: Mapping[str, Any], out: dict[str, Any]) -> None:
+    """Translate the options whose meaning depends on nothing but their value."""
+    correction = "vllm_importance_sampling_mode"
+    # TRL's vllm_mode is colocate unless it says otherwise.
+    own = not (given.keys() & set(SERVER) or out.keys() & {"server", "weight_transport"})
+    meanings: dict[str, dict[str, dict[str, Any]]] = {
+        "use_vllm": {
+            "true": {"engine": "vllm", **({"weight_transport": "memory"} if own else {})},
+            "false": {"engine": "local"},
+        },
+        "vllm_importance_sampling_correction": {
+            "true": {correction: out.get(correction, "sequence_mask")},
+            "false": {correction: "off"},
+        },
+        "use_peft": {"true": {"lora_r": out.get("lora_r") or 16}, "false": {"lora_r": 0}},
+        "use_cpu": {"true": {"device": "cpu"}, "false": {}},
+        "resume_from_checkpoint": {"true": {"resume": True}, "false": {"resume": False}},
+        "eval_strategy": {"no": {"eval_steps": 0}, "steps": {}},
+        "eval_on_start": {"true": {}, "false": {}},
+        "save_strategy": {"steps": {}},
+        "bf16": {"true": {}},
+        "shuffle_dataset": {"true": {}},
+    }
+    for name, meaning in meanings.items():
+        if name not in given:
+            continue
+        value, text = str(given[name]).lower(), rows(TRANSLATED)[name]
+        if value not in meaning:
+            raise UserError(f"--{dashed(name)} {given[name]} is not supported: {text}.")
+        if name.startswith("eval") and value in ("steps", "true") and not out.get("eval_steps"):
+            raise UserError(f"--{dashed(name)} {value} needs --eval-steps: give a number of steps.")
+        if meaning[value]:
+            _take({name: given[name]}, out, **meaning[value])
+        else:
+            log.info("--%s: %s", dashed(name), text)
 
 
-def _engine(given: Mapping[str, Any], out: dict[str, Any]) -> None:
-    """Translate the options of vLLM."""
-    if "use_vllm" in given:
-        _take("use_vllm", given, out, engine="vllm" if _flag("use_vllm", given) else "local")
-    on = out.get("engine") == "vllm"
-    for name in ("vllm_mode", "vllm_server_host", "vllm_server_port"):
-        if name in given and not on:
-            log.info("--%s: ignored, because vLLM is not used", dashed(name))
-    mode = given.get("vllm_mode")
-    if mode not in (None, "colocate", "server"):
+def _server(given: Mapping[str, Any], out: dict[str, Any]) -> None:
+    """Translate the options that say where vLLM runs."""
+    theirs = {name: given[name] for name in SERVER if name in given}
+    mode = given.get("vllm_mode", "server")
+    if mode not in ("colocate", "server"):
         raise UserError(f"--vllm-mode is {mode!r}: choose colocate or server.")
-    if on and mode == "colocate":
-        _take("vllm_mode", given, out, weight_transport="memory")
-    elif on and "server" not in out and given.keys() & {"vllm_server_host", "vllm_server_port"}:
+    if theirs and out.get("engine") != "vllm":
+        log.info("%s: ignored, because vLLM is not used", _spelled(theirs))
+    elif theirs and mode == "colocate":
+        _take(theirs, out, weight_transport="memory")
+    elif theirs and "server" not in out:
         host, port = given.get("vllm_server_host", "127.0.0.1"), given.get("vllm_server_port", 8000)
-        names = "vllm_mode vllm_server_host vllm_server_port"
-        _take(names, given, out, server=(f"http://{host}:{port}",))
-    elif on and mode == "server" and "server" not in out:
-        _take("vllm_mode", given, out, server=("http://127.0.0.1:8000",))
-    name, field = "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"
-    if name in given and not (_flag(name, given) and field in out):
-        _take(name, given, out, **{field: "sequence_mask" if given[name] else "off"})
+        _take(theirs, out, server=(f"http://{host}:{port}",))
 
 
 def _batch(given: Mapping[str, Any], out: dict[str, Any]) -> None:
@@ -221,11 +253,14 @@ def _batch(given: Mapping[str, Any], out: dict[str, Any]) -> None:
     steps_per_generation completions, and TRL's steps_per_generation counts micro-batches, of which
     gradient_accumulation_steps make an optimizer step.
     """
-    names = "per_device_train_batch_size gradient_accumulation_steps"
-    if not given.keys() & set(names.split()):
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}  # TRL's defaults
+    theirs = {name: given[name] for name in sizes if name in given}
+    if not theirs:
         return
-    each = _whole("per_device_train_batch_size", given, 8)  # TRL's default
-    accumulated = _whole("gradient_accumulation_steps", given, 1)
+    for name, value in theirs.items():
+        if type(value) is not int or value < 1:
+            raise UserError(f"--{dashed(name)} is {value!r} but must be a whole number above 0.")
+    each, accumulated = (sizes | theirs).values()
     processes = int(os.environ.get("WORLD_SIZE", 1))
     total, micro = out.pop("generation_batch_size", None), out.pop("steps_per_generation", None)
     if total and micro:
@@ -246,67 +281,34 @@ def _batch(given: Mapping[str, Any], out: dict[str, Any]) -> None:
             " step cannot span two generations."
         )
     total = each * processes * micro
-    _take(names, given, out, generation_batch_size=total, steps_per_generation=micro // accumulated)
+    updates = micro // accumulated
+    _take(theirs, out, generation_batch_size=total, steps_per_generation=updates)
 
 
-def _rest(given: Mapping[str, Any], out: dict[str, Any]) -> None:
-    """Translate what needs no more than a look at its value."""
-    if "use_peft" in given:
-        use = _flag("use_peft", given)
-        if use and "lora_r" not in out:
-            _take("use_peft", given, out, lora_r=16)  # TRL's default
-        elif not use and out.get("lora_r"):
-            raise UserError("--use-peft is false, but --lora-r is given: leave one of them out.")
-    if "use_cpu" in given and _flag("use_cpu", given):
-        _take("use_cpu", given, out, device="cpu")
-    if (folder := given.get("resume_from_checkpoint")) is not None:
-        if not isinstance(folder, bool):
-            raise UserError(
-                f"--resume-from-checkpoint {folder}: use --resume, which continues from the last"
-                " checkpoint in --output-dir."
-            )
-        _take("resume_from_checkpoint", given, out, resume=folder)
-    if given.get("eval_strategy") == "no":
-        _take("eval_strategy", given, out, eval_steps=0)
-    for name in ("eval_strategy", "save_strategy"):
-        steps = name.replace("strategy", "steps")
-        value = given.get(name)
-        if value not in (None, "steps") and (name, value) != ("eval_strategy", "no"):
-            raise UserError(
-                f"--{dashed(name)} {value} is not supported: give a number to --{dashed(steps)},"
-                " where 0 means never (for saving: only at the end)."
-            )
-        if name == "eval_strategy" and value == "steps" and not out.get(steps):
-            raise UserError("--eval-strategy steps needs --eval-steps: give a number of steps.")
-    for name in ("bf16", "shuffle_dataset"):
-        if name in given and not _flag(name, given):
-            reason = rows(TRANSLATED)[name].partition(": ")[2]
-            raise UserError(f"--{dashed(name)} cannot be turned off, because {reason}.")
-        if name in given:
-            log.info("--%s: %s", dashed(name), rows(TRANSLATED)[name])
+def _ours(out: dict[str, Any]) -> None:
+    """Translate values that TRL has and we do not, of options that both have."""
     settings = out.get("chat_template_kwargs")
     if isinstance(settings, dict) and isinstance(settings.get("enable_thinking"), bool):
         rest = {name: value for name, value in settings.items() if name != "enable_thinking"}
         out["chat_template_kwargs"] = rest or None
         on = {"enable_thinking": settings["enable_thinking"]}
-        _take("chat_template_kwargs", {"chat_template_kwargs": on}, out, **on)
+        _take({"chat_template_kwargs": on}, out, **on)
     if out.get("max_steps") == -1 and out.get("num_train_epochs"):
         del out["max_steps"]  # TRL's way to leave it out
     if out.get("lora_target_modules") == ("all-linear",):
         out["lora_target_modules"] = Config.lora_target_modules  # all of them
 
 
-def _take(names: str, given: Mapping[str, Any], out: dict[str, Any], **ours: Any) -> None:
+def _take(theirs: Mapping[str, Any], out: dict[str, Any], **ours: Any) -> None:
     """Add our options for the given ones to `out`, and log it."""
-    theirs = _spelled({name: given[name] for name in names.split() if name in given})
     for name, value in ours.items():
         if out.get(name, value) != value:
             raise UserError(
-                f"{theirs} means {_spelled({name: value})}, but {_spelled({name: out[name]})} is"
-                " given too: leave one of them out."
+                f"{_spelled(theirs)} means {_spelled({name: value})}, but"
+                f" {_spelled({name: out[name]})} is given too: leave one of them out."
             )
     out.update(ours)
-    log.info("%s: taken as %s", theirs, _spelled(ours))
+    log.info("%s: taken as %s", _spelled(theirs), _spelled(ours))
 
 
 def _spelled(options: Mapping[str, Any]) -> str:
@@ -319,36 +321,22 @@ def _spelled(options: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def _flag(name: str, given: Mapping[str, Any]) -> bool:
-    if not isinstance(given[name], bool):
-        raise UserError(f"--{dashed(name)} is {given[name]!r} but must be true or false.")
-    return given[name]
-
-
-def _whole(name: str, given: Mapping[str, Any], default: int) -> int:
-    value = given.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"--{dashed(name)} is {value!r} but must be a whole number above 0.")
-    return value
-
-
 # --- the documentation ----------------------------------------------------------------------------
 
 
 def tables() -> str:
     """Return the tables of docs/trl.md."""
-    renamed = {theirs: f"--{dashed(ours)}" for theirs, ours in RENAMED.items()}
+    renamed = {theirs: f"`--{dashed(ours)}`" for theirs, ours in RENAMED.items()}
     out = ""
-    for title, heads, table in (
-        ("Understood under TRL's name", ("TRL", "here"), {**renamed, **TRANSLATED}),
-        ("Another option instead", ("TRL", "here"), INSTEAD),
-        ("Accepted and ignored", ("TRL", "because"), IGNORED),
-        ("Not supported", ("TRL", "because"), UNSUPPORTED),
+    for title, head, table in (
+        ("Understood under TRL's name", "here", renamed | TRANSLATED),
+        ("Another option instead", "here", INSTEAD),
+        ("Accepted and ignored", "because", IGNORED),
+        ("Not supported", "because", UNSUPPORTED),
     ):
-        out += f"## {title}\n\n| {heads[0]} | {heads[1]} |\n| --- | --- |\n"
+        out += f"## {title}\n\n| TRL | {head} |\n| --- | --- |\n"
         for names, text in table.items():
             names = ", ".join(f"`{name}`" for name in names.split())
-            text = re.sub(r"(--[a-z][a-z0-9-]*)", r"`\1`", text)
             out += f"| {names} | {text} |\n"
         out += "\n"
     return out

@@ -106,7 +106,8 @@ def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
             "--log_completions=True --no_enable_thinking",
             "log_completions=True enable_thinking=False",
         ),
-        ("--use_vllm", "engine=vllm"),
+        ("--use_vllm", "engine=vllm weight_transport=memory"),  # TRL's default is colocate
+        ("--use_vllm --weight_transport broadcast", "engine=vllm"),
         ("--use_vllm False", ""),
         ("--use_vllm --vllm_mode colocate", "engine=vllm weight_transport=memory"),
         ("--vllm_mode colocate", ""),
@@ -115,6 +116,10 @@ def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
         ("--use_vllm --vllm_server_base_url http://h:1", "engine=vllm server=http://h:1"),
         ("--vllm_importance_sampling_correction", "vllm_importance_sampling_mode=sequence_mask"),
         ("--vllm_importance_sampling_correction false", ""),
+        (
+            "--vllm_importance_sampling_correction --vllm_importance_sampling_mode token_mask",
+            "vllm_importance_sampling_mode=token_mask",
+        ),
         ("--vllm_importance_sampling_cap 2", "vllm_importance_sampling_clip_max=2.0"),
         ("--bf16", ""),
         ("--bf16 True --fp16 False --hub_token null --shuffle_dataset true", ""),
@@ -125,6 +130,8 @@ def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
         ("--resume_from_checkpoint", "resume=True"),
         ("--eval_strategy no --save_strategy steps", ""),
         ("--eval_strategy steps --eval_steps 5", "eval_steps=5"),
+        ("--eval_on_start --eval_steps 5", "eval_steps=5"),
+        ("--eval_on_start False --use_cpu False --use_peft False", ""),
         ("--warmup_ratio 0.1", "warmup_steps=0.1"),
         ("--max_steps -1 --num_train_epochs 2.5", "num_train_epochs=2.5"),
         ("--logging_steps 1 --dataloader_num_workers 4 --report_to none", ""),
@@ -150,7 +157,7 @@ def test_each_translation_is_logged_once(capsys, caplog):
     assert sorted(line for line in lines if "because" not in line and "bf16" not in line) == [
         "--model-name-or-path: taken as --model",
         "--scale-rewards False: taken as none",
-        "--use-vllm: taken as --engine vllm",
+        "--use-vllm: taken as --engine vllm --weight-transport memory",
     ]
     assert "--logging-steps: ignored, because every step is logged, by the first process" in lines
     assert any(line.startswith("--bf16: true changes nothing") for line in lines)
@@ -213,29 +220,43 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
         ),
         (
             "--bf16 False",
-            "--bf16 cannot be turned off, because a GPU computes in bfloat16 and a CPU",
+            "--bf16 False is not supported: true changes nothing, because a GPU computes in bfl",
         ),
-        ("--bf16 8", "--bf16 is 8 but must be true or false."),
-        ("--use-vllm maybe", "--use-vllm is 'maybe' but must be true or false."),
+        ("--bf16 8", "--bf16 8 is not supported: true changes nothing, because a GPU computes"),
+        (
+            "--use-vllm maybe",
+            "--use-vllm maybe is not supported: true is --engine vllm, with TRL's",
+        ),
         (
             "--use_vllm --engine local",
             "--use-vllm means --engine vllm, but --engine local is given",
         ),
         ("--use_vllm --vllm_mode both", "--vllm-mode is 'both': choose colocate or server."),
-        ("--shuffle_dataset false", "--shuffle-dataset cannot be turned off, because prompts are"),
-        ("--use_peft false --lora_r 8", "--use-peft is false, but --lora-r is given: leave one of"),
-        ("--resume_from_checkpoint a/b", "--resume-from-checkpoint a/b: use --resume, which cont"),
+        (
+            "--shuffle_dataset false",
+            "--shuffle-dataset False is not supported: true changes nothing, because prompts are",
+        ),
+        (
+            "--use_peft false --lora_r 8",
+            "--use-peft False means --lora-r 0, but --lora-r 8 is given too: leave one of them out",
+        ),
+        (
+            "--resume_from_checkpoint a/b",
+            "--resume-from-checkpoint a/b is not supported: true is --resume, which continues from",
+        ),
         (
             "--eval_strategy epoch",
-            "--eval-strategy epoch is not supported: give a number to --eval-",
+            "--eval-strategy epoch is not supported: steps changes nothing, and no is --eval-steps"
+            " 0; otherwise give a number to --eval-steps.",
         ),
+        ("--eval_on_start", "--eval-on-start true needs --eval-steps: give a number of steps."),
         (
             "--eval_strategy steps",
             "--eval-strategy steps needs --eval-steps: give a number of steps",
         ),
         (
             "--save_strategy no",
-            "--save-strategy no is not supported: give a number to --save-steps",
+            "--save-strategy no is not supported: steps changes nothing; otherwise give a number",
         ),
         (
             "--per_device_train_batch_size x",
@@ -329,6 +350,11 @@ def test_a_yaml_file_of_trl_is_understood(capsys, caplog, tmp_path):
         report_to=("wandb",),
     )
     assert cfg == expected
+
+
+def test_null_stands_for_the_default_and_is_not_mentioned(capsys, caplog, tmp_path):
+    (tmp_path / "nulls.yaml").write_text("".join(f"{name}: null\n" for name in sorted(ALL)))
+    assert run(capsys, caplog, "--config", str(tmp_path / "nulls.yaml")) == (Config(), [])
 
 
 @pytest.mark.parametrize(

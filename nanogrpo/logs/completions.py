@@ -53,20 +53,20 @@ class Completions:
         """
         if self.cfg.num_completions_to_print and self.world.main:
             show(spread(samples, self.cfg.num_completions_to_print), step)
+        return self._write(f"completions_{step + 1:05d}.jsonl", step, samples)
+
+    def evaluation(self, done: int, samples: Sequence[Sample]) -> None:
+        """Write the completions of an evaluation after `done` steps to eval_00060.jsonl."""
+        self._write(f"eval_{done:05d}.jsonl", done, samples)
+
+    def _write(self, name: str, step: int, samples: Sequence[Sample]) -> list[dict]:
         if not self.cfg.log_completions:
             return []
         records = self.world.concat([record(step, sample) for sample in samples])
         if not self.world.main:
             return []
-        write(self.folder / f"completions_{step + 1:05d}.jsonl", records)
+        write(self.folder / name, records)
         return records
-
-    def evaluation(self, done: int, samples: Sequence[Sample]) -> None:
-        """Write the completions of an evaluation after `done` steps to eval_00060.jsonl."""
-        if self.cfg.log_completions:
-            records = self.world.concat([record(done, sample) for sample in samples])
-            if self.world.main:
-                write(self.folder / f"eval_{done:05d}.jsonl", records)
 
 
 def write(path: Path, records: Sequence[dict]) -> None:
@@ -116,32 +116,27 @@ def show(samples: Sequence[Sample], step: int = 0) -> None:
     for name in ("prompt", "completion"):
         table.add_column(name, ratio=1, min_width=16, overflow="fold")
     for name in numbers:
-        table.add_column(_plain(name), justify="right", no_wrap=True)
+        table.add_column(_cell(name), justify="right", no_wrap=True)
     for name in extra:
-        table.add_column(_plain(name), overflow="fold")
+        table.add_column(_cell(name), overflow="fold")
     for s in samples:
         prompt = s.prompt.text if isinstance(s.prompt.text, str) else s.prompt.text[-1]["content"]
         rewards = [*(s.rewards.get(name) for name in functions), *([s.reward] if total else [])]
         table.add_row(
-            _plain(_end(prompt, 200)),
-            _plain(_end(s.text, 400)),
+            _cell(prompt, 200),
+            _cell(s.text, 400),
             *(number(value) for value in rewards),
             f"{s.advantage:+.2f}",
-            *(_plain(_end(_text(s.extra.get(name)), 100)) for name in extra),
+            *(_cell(s.extra.get(name)) for name in extra),
         )
     console.print(table, crop=False)
 
 
-def _text(value: Any) -> str:
-    """Return a value of `log_extra` as text; one that is missing as a dash."""
-    return number(value) if value is None or isinstance(value, float) else str(value)
+def _cell(value: Any, length: int = 100) -> Text:
+    """Return the end of a value as text, after an ellipsis if it is cut.
 
-
-def _end(text: str, length: int) -> str:
-    """Return the end of a text, after an ellipsis if it is cut."""
-    return text if len(text) <= length else "…" + text[1 - length :]
-
-
-def _plain(text: str) -> Text:
-    """Replace control characters: a model may write them, and a terminal would interpret them."""
+    Control characters are replaced: a model may write them, and a terminal would interpret them.
+    """
+    text = number(value) if value is None or isinstance(value, float) else str(value)
+    text = text if len(text) <= length else "…" + text[1 - length :]
     return Text("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))

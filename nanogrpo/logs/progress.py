@@ -13,6 +13,7 @@ Read next: logs/no_signal.py.
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -75,28 +76,28 @@ class Progress:
 
     def __init__(self, cfg: Config, world: World, start: int):
         self.cfg, self.start, self.began = cfg, start, time.perf_counter()
-        self.bound = GAP_BOUND[world.device.type]
+        # with vLLM, the gap has a column
+        self.bound = math.inf if cfg.engine == "vllm" else GAP_BOUND[world.device.type]
         self.rows = 0  # since the header; 0: print the header first
 
     def step(self, step: int, row: Mapping[str, float], functions: Sequence[str]) -> None:
         """Print the row of a step. functions: the names of the reward functions."""
-        columns, total = self._columns(functions), self.cfg.max_steps
+        total = self.cfg.max_steps
         per_step = (time.perf_counter() - self.began) / (step + 1 - self.start)
-        left = duration(per_step * (total - step - 1))
-        cells = [number(row.get(metric)) for _, metric in columns[:-1]]
-        cells.append(f"{row['tokens_per_second']:,.0f}")
-        width = max(4, len(f"{total}/{total}"))
+        columns = [  # title, cell, width
+            ("step", f"{step + 1}/{total}", max(4, len(f"{total}/{total}"))),
+            *((t, number(row.get(metric)), _width(t)) for t, metric in self._metrics(functions)),
+            ("tok/s", f"{row['tokens_per_second']:,.0f}", 5),
+            ("left", duration(per_step * (total - step - 1)), 5),
+        ]
         if self.rows % EVERY == 0:
-            titles = [f"{title:>{_width(title)}}" for title, _ in columns]
-            print_line("  ".join([f"{'step':>{width}}", *titles, f"{'left':>5}"]))
+            print_line("  ".join(f"{title:>{width}}" for title, _, width in columns))
         self.rows += 1
-        values = [f"{cell:>{_width(title)}}" for cell, (title, _) in zip(cells, columns)]
-        place = f"{step + 1}/{total}"
-        remarks = "".join(f"  {name} {number(value)}" for name, value in self._remarks(row))
-        print_line("  ".join([f"{place:>{width}}", *values, f"{left:>5}"]) + remarks)
+        cells = [f"{cell:>{width}}" for _, cell, width in columns]
+        print_line("  ".join([*cells, *self._remarks(row)]))
 
-    def _columns(self, functions: Sequence[str]) -> list[tuple[str, str]]:
-        """Return (title, metric) of each column."""
+    def _metrics(self, functions: Sequence[str]) -> list[tuple[str, str]]:
+        """Return (title, metric) of each column with a metric."""
         cfg = self.cfg
         moves = not cfg.on_policy  # the ratio can leave 1, so it can be clipped
         before = [("epoch", "epoch"), ("reward", "reward")]
@@ -107,21 +108,19 @@ class Progress:
             *([("kl", "kl")] if cfg.beta else []),
             *([("clip", "clip_ratio/region_mean")] if moves else []),
             *([("gap", GAP)] if cfg.engine == "vllm" else []),
-            ("tok/s", "tokens_per_second"),
         ]
         if len(functions) < 2:
             return before + after
         others = [title for title, _ in before + after]
-        room = WIDTH - 20 - sum(_width(title) + 2 for title in others)
+        room = WIDTH - 27 - sum(_width(title) + 2 for title in others)
         titles = fitted(short_names(functions, taken=others), room)
         metrics = [f"rewards/{name}/mean" for name in functions]
         return [*before, *zip(titles, metrics), *after]
 
-    def _remarks(self, row: Mapping[str, float]) -> list[tuple[str, float]]:
+    def _remarks(self, row: Mapping[str, float]) -> list[str]:
         """Return what is named at the end of a row, because it is not 0 as it should be."""
-        truncated, gap = row.get("completions/clipped_ratio", 0.0), row.get(GAP, 0.0)
-        large = gap > self.bound and self.cfg.engine != "vllm"
-        return [("truncated", truncated)] * (truncated > 0) + [("gap", gap)] * large
+        bounds = [("truncated", "completions/clipped_ratio", 0.0), ("gap", GAP, self.bound)]
+        return [f"{name} {number(row[m])}" for name, m, most in bounds if row.get(m, 0.0) > most]
 
 
 def _width(title: str) -> int:
