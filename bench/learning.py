@@ -28,9 +28,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
 from bench import common, runs, tables, tables_learning
 from nanogrpo.config import Config
 from nanogrpo.run import warmup
@@ -76,33 +73,15 @@ def fingerprint(*files: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> list[dict]:
-    parser = common.parser(
+    parser = runs.parser(
         "learning",
         __doc__,
+        common.ROOT / "runs/bench/base",
         seeds=(16, "runs of each kind, with seeds 0, 1, …"),
         steps=(40, "GRPO steps per run"),
         eval_steps=(2, "number of steps between evaluations on the held-out problems"),
     )
-    parser.add_argument(
-        "--base",
-        type=Path,
-        default=common.ROOT / "runs/bench/base",
-        help="the base model, created if missing (default runs/bench/base)",
-    )
-    parser.add_argument(
-        "--afresh", action="store_true", help="repeat runs that already have a record"
-    )
-    parser.add_argument(
-        "--redraw", action="store_true", help="only create plot and table from the existing records"
-    )
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        default=common.ROOT / "docs/img/learning.png",
-        help="file of the plot (default docs/img/learning.png)",
-    )
     args = parser.parse_args(argv)
-
     records = [] if args.afresh else common.read("learning", args.out)
     if not args.redraw:
         if not args.base.exists():
@@ -115,26 +94,22 @@ def main(argv: Sequence[str]) -> list[dict]:
             "base": fingerprint(args.base / "model.safetensors"),
             "settings": SETTINGS,
         }
+
+        def start(seed: int, side: str) -> dict:
+            cfg = Config(
+                model=str(args.base.resolve()),
+                data=("arithmetic",),
+                max_steps=args.steps,
+                eval_steps=args.eval_steps,
+                seed=seed,
+                **SETTINGS,
+            )
+            return {**runs.run(side, cfg, args.threads), **same}
+
         # records with different options belong to a different experiment
         records = [r for r in records if all(r[name] == value for name, value in same.items())]
         wanted = list(itertools.product(range(args.seeds), (*common.SIDES, common.REPLAYED)))
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("learning", total=len(wanted))
-            for seed, side in wanted:
-                progress.update(task, description=f"seed {seed}: {side}")
-                if not any((r["seed"], r["side"]) == (seed, side) for r in records):
-                    cfg = Config(
-                        model=str(args.base.resolve()),
-                        data=("arithmetic",),
-                        max_steps=args.steps,
-                        eval_steps=args.eval_steps,
-                        seed=seed,
-                        **SETTINGS,
-                    )
-                    found = {**runs.run(side, cfg, args.threads), **same, "seed": seed}
-                    records.append(common.record("learning", f"seed {seed}", side, argv, **found))
-                    common.write("learning", records, args.out)
-                progress.advance(task)
+        runs.complete("learning", records, wanted, start, argv, args.out)
     draw(records, args.picture)
     tables.show("learning", records)
     print(f"results: {args.out / 'learning.json'}, picture: {args.picture}")

@@ -40,8 +40,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from bench import common, learning, runs, tables
 from bench.step_large import needed_flops
@@ -180,37 +178,20 @@ def profile(cfg: Config, threads: int) -> dict:
 
 
 def main(argv: Sequence[str]) -> list[dict]:
-    parser = common.parser(
+    parser = runs.parser(
         "real_model",
         __doc__,
+        common.ROOT / "runs/smollm2",
         seeds=(1, "runs of our side, with seeds 0, 1, …"),
         steps=(0, "GRPO steps of our runs; 0: as many as `make real`"),
         trl_seeds=(1, "runs of TRL's side, with the first of these seeds"),
         trl_steps=(16, "GRPO steps of TRL's runs, at most as many as ours"),
     )
     parser.add_argument(
-        "--base",
-        type=Path,
-        default=common.ROOT / "runs/smollm2",
-        help="the model, written by examples/smollm2.py if missing (default runs/smollm2)",
-    )
-    parser.add_argument(
         "--profile", action="store_true", help="measure our side's share of the matmul peak instead"
     )
     parser.add_argument(
         "--quick", action="store_true", help="two small steps, to try the benchmark; needs --out"
-    )
-    parser.add_argument(
-        "--afresh", action="store_true", help="repeat runs that already have a record"
-    )
-    parser.add_argument(
-        "--redraw", action="store_true", help="only create plot and table from the existing records"
-    )
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        default=common.ROOT / "docs/img/real_model.png",
-        help="file of the plot (default docs/img/real_model.png)",
     )
     args = parser.parse_args(argv)
     if args.quick and args.out == common.RESULTS:
@@ -260,17 +241,12 @@ def measure(
         for seed, side in itertools.product(range(args.seeds), common.SIDES)
         if side != "TRL" or seed < args.trl_seeds
     ]
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("real_model", total=len(wanted))
-        for seed, side in wanted:
-            progress.update(task, description=f"seed {seed}: {side}")
-            if not any((r.get("seed"), r["side"]) == (seed, side) for r in records):
-                run = dataclasses.replace(cfg, seed=seed, max_steps=steps[side])
-                found = runs.run(side, run, args.threads)
-                found |= {**same, "steps": steps[side], "seed": seed}
-                records.append(common.record("real_model", f"seed {seed}", side, argv, **found))
-                common.write("real_model", records, args.out)
-            progress.advance(task)
+
+    def start(seed: int, side: str) -> dict:
+        run = dataclasses.replace(cfg, seed=seed, max_steps=steps[side])
+        return {**runs.run(side, run, args.threads), **same, "steps": steps[side]}
+
+    runs.complete("real_model", records, wanted, start, argv, args.out)
     return records
 
 

@@ -23,11 +23,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 from bench import common
 from nanogrpo.config import Config, dashed
@@ -47,6 +49,53 @@ def run(side: str, cfg: Config, threads: int) -> dict:
     with tempfile.TemporaryDirectory() as where:
         (Path(where) / "options.json").write_text(json.dumps(dataclasses.asdict(cfg)))
         return common.in_process(Path(where), ["bench.runs", side, where], threads)
+
+
+# --- a benchmark of several runs, which can be interrupted and continued ---
+
+
+def parser(bench: str, doc: str, base: Path, **numbers) -> argparse.ArgumentParser:
+    """Return `common.parser` with the options of such a benchmark. base: of --base by default."""
+    picture = common.ROOT / f"docs/img/{bench}.png"
+    shown = [path.relative_to(common.ROOT) for path in (base, picture)]
+    out = common.parser(bench, doc, **numbers)
+    for option, default, text in (
+        ("--base", base, f"the model, made if it is missing (default {shown[0]})"),
+        ("--picture", picture, f"file of the plot (default {shown[1]})"),
+    ):
+        out.add_argument(option, type=Path, default=default, help=text)
+    for option, text in (
+        ("--afresh", "repeat runs that already have a record"),
+        ("--redraw", "only create plot and table from the existing records"),
+    ):
+        out.add_argument(option, action="store_true", help=text)
+    return out
+
+
+def complete(
+    bench: str,
+    records: list[dict],
+    wanted: Sequence[tuple[int, str]],
+    start: Callable[[int, str], dict],
+    argv: Sequence[str],
+    folder: Path,
+) -> None:
+    """Run each (seed, side) that has no record yet. Write its record when the run ends.
+
+    start(seed, side) runs it and returns its measurements.
+    """
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(bench, total=len(wanted))
+        for seed, side in wanted:
+            progress.update(task, description=f"seed {seed}: {side}")
+            if not any((r.get("seed"), r["side"]) == (seed, side) for r in records):
+                found = {**start(seed, side), "seed": seed}
+                records.append(common.record(bench, f"seed {seed}", side, argv, **found))
+                common.write(bench, records, folder)
+            progress.advance(task)
+
+
+# --- measuring a run ---
 
 
 class StepClock:
@@ -302,8 +351,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folder", type=Path, help="has options.json, gets found.json")
     args = parser.parse_args(argv)
     side, folder = args.side, args.folder
-    options = json.loads((folder / "options.json").read_text())
-    cfg = Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+    cfg = Config(**json.loads((folder / "options.json").read_text()))
     cfg = dataclasses.replace(cfg, output_dir=str(folder / "output"))
     if side == "nanogrpo":
         import train  # noqa: F401 (imported before memory is counted)

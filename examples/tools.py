@@ -27,14 +27,10 @@ from pathlib import Path
 import tokenizers
 import torch
 
-from nanogrpo.config import Config
 from nanogrpo.engine.tools import Tools
-from nanogrpo.grpo import loss, packing
 from nanogrpo.model import checkpoint
-from nanogrpo.model.decoder import Decoder
-from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.run import optim, warmup
+from nanogrpo.run import warmup
 from nanogrpo.types import Prompt, Sample
 
 
@@ -94,31 +90,14 @@ def make_base(folder: Path, steps: int = 120, seed: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     tokenizer = write_tokenizer(folder)
-    model = Decoder(
-        ModelConfig(
-            model_type="qwen3",
-            vocab_size=tokenizer.vocab_size,
-            hidden_size=96,
-            intermediate_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=256,
-            rope_theta=10_000.0,
-            tie_word_embeddings=True,
-        )
-    )
-    tools = Tools(tokenizer, [multiply])
-    cfg, rng = Config(), random.Random(seed)
-    optimizer = optim.make_optimizer(model, cfg)
-    for step in range(steps):
+    model = warmup.new_model(tokenizer)
+    tools, rng = Tools(tokenizer, [multiply]), random.Random(seed)
+
+    def conversations(step: int) -> list[Sample]:
         calls = 0.25 if step > 0.7 * steps else 1.0  # first it learns how to call
-        samples = [conversation(i, tools, rng, calls) for i in range(64)]
-        for batch in packing.pack(packing.one_update(samples, cfg), samples, cfg):
-            model.forward_packed(batch, loss.objective(batch, cfg)).loss.backward()
-        rate = 3e-3 * min(1.0, (step + 1) / 20, 1.05 - step / steps)
-        optim.clip_and_step(model, optimizer, rate, max_grad_norm=1.0)
+        return [conversation(i, tools, rng, calls) for i in range(64)]
+
+    warmup.imitate(model, conversations, steps, rise=20)
     checkpoint.export(model, folder, tokenizer)
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 
 from nanogrpo import trl_names
-from nanogrpo.config import CHOICES, Config, dashed
+from nanogrpo.config import CHOICES, Config, converted, dashed, type_name
 from nanogrpo.errors import UserError, read_json
 
 log = logging.getLogger("nanogrpo")
@@ -83,17 +83,6 @@ PROFILES: dict[str, dict] = {
         "log_completions": True,  # the first place to look when a reward rises too fast
         "num_completions_to_print": 1,
     },
-}
-
-# How to name the types of `Config` in an error message.
-TYPES = {
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "str": "a string",
-    "tuple[str, ...]": "a list of strings",
-    "tuple[float, ...]": "a list of numbers",
-    "dict[str, Any]": "an object",
 }
 
 
@@ -308,8 +297,7 @@ def _read(path: Path) -> dict[str, Any]:
         try:
             out[name] = _typed(name, _translated(name, value), listed=name != given)
         except (TypeError, OverflowError):
-            kind, _, null = str(FIELDS[name].type).partition(" | ")
-            wanted = TYPES[kind] + (" or null" if null else "")
+            wanted = type_name(str(FIELDS[name].type), "null")
             shown = json.dumps(value, default=str)
             raise UserError(f"--config {path}: {name} is {shown} but must be {wanted}.") from None
     return out
@@ -358,19 +346,5 @@ def _typed(name: str, value: Any, listed: bool = False) -> Any:
         return FIELDS[name].default
     kind = str(FIELDS[name].type)
     if kind.startswith("tuple") and isinstance(value, str) and (listed or name in CHOICES):
-        return (value,)
-    return _converted(kind, list(value) if isinstance(value, tuple) else value)
-
-
-def _converted(kind: str, value: Any) -> Any:
-    """Return a JSON value in the form that a field of this type takes, or raise TypeError."""
-    if kind.startswith("tuple") and isinstance(value, list):
-        return tuple(_converted(kind[len("tuple[") : -len(", ...]")], item) for item in value)
-    if kind.startswith("dict") and isinstance(value, dict):
-        return value
-    # compare names because isinstance(True, int) is true
-    if kind.startswith("float") and type(value).__name__ in ("int", "float"):
-        return float(value)
-    if type(value).__name__ != kind:
-        raise TypeError
-    return value
+        value = (value,)
+    return converted(kind, value)

@@ -2,15 +2,18 @@
 
     Config(model="runs/base", data=("arithmetic",)).validate()
 
-In: values, usually from the command line (cli.py). Out: a `Config`, which is frozen; `validate`
-raises a UserError that names the option and says what to do. Options have the same names as in
+In: values, usually from the command line (cli.py). Out: a `Config`, which is frozen. A value of the
+wrong type raises a UserError at once, and `validate` one for any other invalid value; it names the
+option and says what to do. Options have the same names as in
 TRL's GRPOConfig wherever the meaning is the same (docs/trl.md). To add one, add a field: `--help`,
 the command line, the JSON file and the checks follow from it. Read next: train.py.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import numbers
 import operator
 import re
 import shlex
@@ -50,6 +53,16 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     },
 }
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+# The types of the fields, the classes of the values they take, and their names in error messages.
+TYPES: dict[str, tuple[Any, str]] = {
+    "bool": (bool, "true or false"),
+    "int": (numbers.Integral, "a whole number"),
+    "float": (numbers.Real, "a number"),
+    "str": (str, "a string"),
+    "tuple[str, ...]": ((list, tuple), "a list of strings"),
+    "tuple[float, ...]": ((list, tuple), "a list of numbers"),
+    "dict[str, Any]": (dict, "an object"),
+}
 
 
 def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
@@ -62,6 +75,28 @@ def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
     ours.
     """
     return field(default=default, metadata={"help": help, "limits": limits, **rules})
+
+
+def converted(kind: str, value: Any) -> Any:
+    """Return a value in the form that a field of this type takes, or raise TypeError.
+
+    A list becomes a tuple, 1 becomes 1.0 where a field takes numbers, and a number of numpy becomes
+    one of Python.
+    """
+    kind, _, optional = kind.partition(" | ")
+    if optional and value is None:
+        return None
+    if not isinstance(value, TYPES[kind][0]) or (isinstance(value, bool) and kind != "bool"):
+        raise TypeError
+    if kind.startswith("tuple"):
+        return tuple(converted("str" if "str" in kind else "float", item) for item in value)
+    return int(value) if kind == "int" else float(value) if kind == "float" else value
+
+
+def type_name(kind: str, none: str) -> str:
+    """Return what to call a field's type in an error message. none: what to call None there."""
+    kind, _, optional = kind.partition(" | ")
+    return TYPES[kind][1] + (f" or {none}" if optional else "")
 
 
 @dataclass(frozen=True)
@@ -656,6 +691,18 @@ class Config:
     device: str = option("auto", "device to train on", choices=("auto", "cpu", "cuda"))
     resume: bool = option(False, "continue from the last checkpoint in output_dir")
 
+    def __post_init__(self) -> None:
+        """Convert each value, or raise a UserError that names the type of the option."""
+        for f in fields(self):
+            value, kind = getattr(self, f.name), str(f.type)
+            try:
+                object.__setattr__(self, f.name, converted(kind, value))
+            except (TypeError, OverflowError):  # the second for a number beyond the largest float
+                shown = " ".join(repr(value).split())
+                raise UserError(
+                    f"--{dashed(f.name)} is {shown:.100} but must be {type_name(kind, 'None')}."
+                ) from None
+
     @property
     def base(self) -> str:
         """Folder or hub id of the initial weights. A warmup:STEPS run creates them there first."""
@@ -725,8 +772,8 @@ def _values(c: Config) -> Iterator[str]:
     """Check each value against the rules of its own field."""
     for f in fields(c):
         name, value, rules = f"--{dashed(f.name)}", getattr(c, f.name), f.metadata
-        if isinstance(f.default, tuple) and isinstance(value, str):
-            yield f"{name} is {value!r}: give a list instead of one text."
+        if isinstance(value, dict) and not _storable(value):
+            yield f"{name} is {value}: give texts, numbers, lists and objects, as in JSON."
         items = value if isinstance(value, tuple) else (value,)
         if "required" in rules and not (items and all(items)):
             yield f"{name} is missing: {rules['required']}."
@@ -739,6 +786,14 @@ def _values(c: Config) -> Iterator[str]:
                 sign, bound = limit.split()
                 if item is not None and not COMPARE[sign](item, float(bound)):
                     yield f"{name} is {item}: it must be {limit}."
+
+
+def _storable(value: dict) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _sizes(c: Config) -> Iterator[str]:

@@ -7,7 +7,9 @@ import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nanogrpo.cli import parse
@@ -129,11 +131,12 @@ def test_a_command_line_that_cannot_be_parsed(argv, message):
 # --- the rules ------------------------------------------------------------------------------------
 
 
-def outside(limit: str) -> float:
-    """Return a number just outside a limit such as "> 0"."""
+def outside(name: str, limit: str) -> float:
+    """Return a number for this field just outside a limit such as "> 0"."""
     sign, bound = limit.split()
     number = float(bound)
-    return number if sign in "><" else number - 1 if sign == ">=" else number * 2
+    number = number if sign in "><" else number - 1 if sign == ">=" else number * 2
+    return int(number) if FIELDS[name].type == "int" else number
 
 
 BAD = [
@@ -164,7 +167,7 @@ BAD = [
     *((name, "nonsense") for name in CHOICES),
     *((name, ("nonsense",)) for name in CHOICES if isinstance(FIELDS[name].default, tuple)),
     *(
-        (name, outside(limit))
+        (name, outside(name, limit))
         for name, limits in LIMITS.items()
         for limit in limits
         if is_number(name)
@@ -184,6 +187,54 @@ def test_every_rule_names_the_option_and_the_value(name, value):
     assert "\n" not in sentence
     if value and not isinstance(value, tuple | dict):
         assert str(value) in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("learning_rate", "1e-4", "a number"),
+        ("learning_rate", True, "a number"),
+        ("learning_rate", 10**400, "a number"),
+        ("max_steps", 2.0, "a whole number"),
+        ("max_steps", None, "a whole number"),
+        ("num_generations", "8", "a whole number"),
+        ("num_generations", [8], "a whole number"),
+        ("resume", 1, "true or false"),
+        ("model", Path("runs/base"), "a string"),
+        ("data", "a.jsonl", "a list of strings"),
+        ("reward_funcs", (len,), "a list of strings"),
+        ("reward_weights", [1, None], "a list of numbers"),
+        ("reward_weights", np.ones((9, 9)), "a list of numbers"),
+        ("delta", "2", "a number or None"),
+        ("chat_template_kwargs", [1], "an object or None"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_when_the_options_are_made(name, value, wanted):
+    with pytest.raises(UserError) as error:
+        Config(**{name: value})
+    sentence = str(error.value)
+    assert re.fullmatch(rf"--{dashed(name)} is .+ but must be {wanted}\.", sentence)
+    assert len(sentence) < 200
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_no_field_takes_any_object(name):
+    with pytest.raises(UserError, match=f"--{dashed(name)} is <object object at .* but must be "):
+        Config(**{name: object()})
+
+
+def test_numbers_and_lists_get_the_type_of_the_field():
+    given = {"learning_rate": 1, "max_steps": np.int64(3), "beta": np.float32(0.5), "delta": None}
+    cfg = Config(**given, reward_weights=[1, 0.5], data=["a"])
+    for name, value in {**given, "reward_weights": (1.0, 0.5), "data": ("a",)}.items():
+        assert getattr(cfg, name) == value
+    assert [type(getattr(cfg, name)) for name in list(given)[:3]] == [float, int, float]
+    assert json.loads(json.dumps(dataclasses.asdict(cfg)))["reward_weights"] == [1.0, 0.5]
+
+
+def test_an_object_holds_only_what_json_can_store():
+    with pytest.raises(UserError, match=r"--chat-template-kwargs is .*len.*: give texts, numbers"):
+        dataclasses.replace(GOOD, chat_template_kwargs={"style": len}).validate()
 
 
 # The ranges of the numbers, written a second time: a limit that is lost would go unnoticed.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import json
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,31 @@ def _given(source: Iterable[dict] | Mapping[str, Any], split: str) -> list[Recor
             f"data is a {type(records).__name__}: give names, or an iterable of records such as a "
             "list of dicts."
         )
-    return _numbered("data", records)
+    found = _numbered("data", records)
+    for place, record in found:
+        for column, value in record.items() if isinstance(record, Mapping) else ():
+            if not isinstance(column, str):
+                raise UserError(
+                    f"{place}: the column {column!r} has no text as its name: rename it."
+                )
+            try:
+                json.dumps(value, sort_keys=True, default=_as_text)
+            except Exception as e:  # the class of the value may raise anything
+                raise UserError(
+                    f"{place}: the column {column!r} holds a {type(value).__name__} that cannot be "
+                    "stored as JSON: give texts, numbers, lists and dicts."
+                ) from e
+    return found
+
+
+def _as_text(value: object) -> str:
+    """Return the text of a value that JSON lacks, such as a date. Raise an exception if reward
+    functions could not receive a copy of it, or if the text would differ in the next run.
+    """
+    pickle.dumps(value)
+    if " at 0x" in (text := str(value)):
+        raise TypeError(text)
+    return text
 
 
 def _of_split(splits: Mapping[str, Any], split: str, source: str) -> Any:

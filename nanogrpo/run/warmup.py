@@ -18,6 +18,7 @@ import json
 import random
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import tokenizers
@@ -103,7 +104,16 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
     torch.manual_seed(seed)
     with checkpoint.atomic_folder(folder) as aside:
         tokenizer = write_tokenizer(aside)
-        cfg = ModelConfig(
+        model = new_model(tokenizer)
+        teach(model, tokenizer, seed, steps)
+        checkpoint.export(model, aside, tokenizer)
+        (aside / MARK).write_text(json.dumps({"seed": seed, "steps": steps}) + "\n")
+
+
+def new_model(tokenizer: Tokenizer) -> Decoder:
+    """Return a random Qwen3 of 0.3 M parameters."""
+    return Decoder(
+        ModelConfig(
             model_type="qwen3",
             vocab_size=tokenizer.vocab_size,
             hidden_size=96,
@@ -116,30 +126,39 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
             rope_theta=10_000.0,
             tie_word_embeddings=True,
         )
-        model = Decoder(cfg)
-        teach(model, tokenizer, seed, steps)
-        checkpoint.export(model, aside, tokenizer)
-        (aside / MARK).write_text(json.dumps({"seed": seed, "steps": steps}) + "\n")
+    )
 
 
 def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int) -> None:
     """Train any model whose vocabulary includes the tokenizer's ids. The last quarter of the steps
     trains on the lazy student's solutions.
+    """
+    rng = random.Random(f"warm-up,{seed}")
+
+    def solved(step: int) -> list[Sample]:
+        lazy = step >= steps * 3 // 4
+        texts = problems("train", 64, seed=rng.getrandbits(32))
+        return [solved_sample(i, text, tokenizer, rng, lazy) for i, text in enumerate(texts)]
+
+    imitate(model, solved, steps)
+
+
+def imitate(
+    model: Decoder, samples_of: Callable[[int], list[Sample]], steps: int, rise: int = 50
+) -> None:
+    """Train a model to write the samples of each step. The learning rate rises linearly for `rise`
+    steps, then falls linearly to a twentieth.
 
     Supervised learning is the policy gradient on completions from another source with advantage 1,
     so this uses the trainer's own loss.
     """
-    cfg = Config(loss_type="dapo")
-    rng = random.Random(f"warm-up,{seed}")
+    cfg = Config()
     optimizer = optim.make_optimizer(model, cfg)
     for step in track(range(steps), "warm-up", console=Console(stderr=True, force_jupyter=False)):
-        lazy = step >= steps * 3 // 4
-        texts = problems("train", 64, seed=rng.getrandbits(32))
-        samples = [solved_sample(i, text, tokenizer, rng, lazy) for i, text in enumerate(texts)]
+        samples = samples_of(step)
         for batch in packing.pack(packing.one_update(samples, cfg), samples, cfg):
             model.forward_packed(batch, grpo.objective(batch, cfg)).loss.backward()
-        # linear warm-up for 50 steps, then linear decay to a twentieth
-        rate = 3e-3 * min(1.0, (step + 1) / 50, 1.05 - step / steps)
+        rate = 3e-3 * min(1.0, (step + 1) / rise, 1.05 - step / steps)
         optim.clip_and_step(model, optimizer, rate, max_grad_norm=1.0)
 
 

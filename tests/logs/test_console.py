@@ -18,7 +18,7 @@ from tests.logs.conftest import sample
 
 
 def config(folder, **options) -> Config:
-    return Config(model="-", data="-", output_dir=str(folder), max_steps=9, **options)
+    return Config(model="-", data=("-",), output_dir=str(folder), max_steps=9, **options)
 
 
 def write(log: Log, steps: range) -> None:
