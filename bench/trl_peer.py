@@ -404,7 +404,7 @@ def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict
     out = grpo.loss(logp["now"][index], logp["entropy"][index], batch, cfg)
     ours = of(out.loss)
 
-    meter = metrics.Meter(entropy.Bonus(cfg, SOLO))
+    meter = metrics.Meter(cfg, entropy.Bonus(cfg, SOLO))
     meter.add(batch, out)
     meter.end_update(0.0)
     row = {**meter.summary(SOLO), **entropy.Bonus(cfg, SOLO).metrics()}

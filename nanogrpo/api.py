@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from nanogrpo.commands import script
 from nanogrpo.config import Config
@@ -45,21 +46,23 @@ def train(
     reward_funcs: str | Callable | Sequence[str | Callable] = (),
     train_dataset: Source | None = None,
     eval_dataset: Source | None = None,
-    tools: Sequence[Callable] = (),
+    tools: Callable | Sequence[Callable] = (),
+    environment_factory: Callable | None = None,
     rollout: Callable | None = None,
 ) -> list[dict]:
     """Train, and return the records of the log: one dict per step or evaluation.
 
-    reward_funcs, train_dataset, eval_dataset, tools and rollout take the place of the options
-    reward_funcs, data, eval_data, tools and rollout. A data set is a list of dicts, a
-    `datasets.Dataset` or a `DatasetDict`. Functions run in this process, without --reward-timeout.
-    Start several ranks with torchrun; each must call this function. Raises UserError for a mistake
-    in the options, the data or the functions. An interrupt (the notebook's stop button) ends the
-    run after the step, with a checkpoint.
+    train_dataset and eval_dataset take the place of the options data and eval_data; the others that
+    of the options with their names. A data set is a list of dicts, a `datasets.Dataset` or a
+    `DatasetDict`. An environment_factory is a class (docs/tools.md). Functions run in this process,
+    without --reward-timeout. Start several ranks with torchrun; each must call this function.
+    Raises UserError for a mistake in the options, the data or the functions. An interrupt (the
+    notebook's stop button) ends the run after the step, with a checkpoint.
     """
-    if isinstance(reward_funcs, str) or callable(reward_funcs):
-        reward_funcs = [reward_funcs]
-    given = Given(reward_funcs, train_dataset, eval_dataset, tools, rollout)
+    if not isinstance(cfg, Config):
+        raise UserError(f"the options are a {type(cfg).__name__}: give a nanogrpo.Config.")
+    functions, tools = _listed(reward_funcs), _listed(tools)
+    given = Given(functions, train_dataset, eval_dataset, tools, environment_factory, rollout)
     cfg = _named(cfg, given)
     if os.environ.get("RANK", "0") == "0" and not logging.getLogger().handlers:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -71,31 +74,38 @@ def train(
     return [record for _, record in records if "run" not in record]
 
 
+def _listed(given: Any) -> list:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
 def _named(cfg: Config, given: Given) -> Config:
     """Return the options with a name for each object, for the checks and the log."""
-    names: dict[str, tuple[str, ...]] = {}
-    if given.reward_funcs:
-        functions = given.reward_funcs
-        names["reward_funcs"] = tuple(
-            f if isinstance(f, str) else f"{_name(f)} from Python" for f in functions
-        )
-    if given.tools:
-        names["tools"] = tuple(map(_name, given.tools))
+    names: dict[str, Any] = {
+        "reward_funcs": tuple(
+            f if isinstance(f, str) else f"{_name(f)} from Python" for f in given.reward_funcs
+        ),
+        "tools": tuple(map(_name, given.tools)),
+    }
     for option, data in (("data", given.train_dataset), ("eval_data", given.eval_dataset)):
         if data is not None:
             names[option] = (data if isinstance(data, str) else "data from Python",)
+    for option in ("environment_factory", "rollout"):
+        if (function := getattr(given, option)) is not None:
+            names[option] = _name(function)
+    names = {option: name for option, name in names.items() if name}
     for option in names:
         if getattr(cfg, option) != getattr(Config, option):
             raise UserError(
                 f"{option} is set in Config and passed to train: leave one of them out."
             )
-    options = {**names, "rollout": _name(given.rollout)} if given.rollout else names
-    return dataclasses.replace(cfg, **options)
+    return dataclasses.replace(cfg, **names)
 
 
-def _name(function: Callable) -> str:
+def _name(function: Any) -> str:
     if not callable(function):
-        raise UserError(f"{function!r:.60} is not a function: pass a function, or its name.")
+        raise UserError(f"{function!r:.60} is not a function: pass one, or set its name in Config.")
     return getattr(function, "__name__", type(function).__name__)
 
 

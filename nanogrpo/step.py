@@ -143,7 +143,7 @@ def measure(run: Run) -> tuple[metrics.Clock, metrics.Meter]:
     and the checkpoint.
     """
     run.trace.step()
-    return metrics.Clock(), metrics.Meter(run.entropy_bonus)
+    return metrics.Clock(), metrics.Meter(run.cfg, run.entropy_bonus)
 
 
 # --- micro-batches --------------------------------------------------------------------------------

@@ -3,13 +3,17 @@
 Read next: nanogrpo/api.py.
 """
 
+import asyncio
 import dataclasses
+import datetime
 import threading
 
+import numpy as np
 import pytest
 
 import nanogrpo
 from nanogrpo import Config, train
+from nanogrpo.data import sources
 from nanogrpo.errors import UserError
 from nanogrpo.rewards import plugin
 from tests.conftest import lines
@@ -68,6 +72,21 @@ def test_a_function_with_the_name_of_a_built_in_one_is_the_users(tiny_base, tmp_
     assert row["rewards/accuracy_reward/mean"] == 0.25
 
 
+def test_an_async_reward_function_works_in_a_notebook(tiny_base, tmp_path):
+    """There, the main thread already runs an event loop."""
+
+    async def even(completion_ids, **kwargs):
+        await asyncio.sleep(0)
+        return [float(len(ids) % 2 == 0) for ids in completion_ids]
+
+    async def cell() -> list[dict]:
+        cfg = config(tiny_base, tmp_path, max_steps=1)
+        return train(cfg, reward_funcs=even, train_dataset=SUMS)
+
+    (row,) = asyncio.run(cell())
+    assert row["rewards/even/mean"] == row["reward"]
+
+
 def test_training_in_a_thread_needs_no_signals(tiny_base, tmp_path):
     rows: list[dict] = []
     cfg = config(tiny_base, tmp_path, max_steps=1)
@@ -87,12 +106,44 @@ def test_training_in_a_thread_needs_no_signals(tiny_base, tmp_path):
         ({"reward_funcs": "format", "train_dataset": [3]}, {}, "a record must be an object"),
         ({"reward_funcs": "format", "train_dataset": SUMS}, {"data": ("x",)}, "data is set in"),
         ({"reward_funcs": "format", "train_dataset": SUMS}, {"top_p": 2.0}, "--top-p is 2.0"),
+        ({"tools": 3}, {}, "3 is not a function: pass one, or set its name in Config"),
+        ({"tools": ["a.py:f"]}, {}, "'a.py:f' is not a function: pass one, or set its name"),
+        ({"environment_factory": "a.py:F"}, {}, "'a.py:F' is not a function: pass one"),
+        ({"environment_factory": dict}, {"environment_factory": "a.py:F"}, "is set in Config and"),
+        ({"environment_factory": dict, "rollout": print}, {"data": ("a",)}, "--rollout cannot be"),
     ],
 )
 def test_a_mistake_raises_one_sentence(tiny_base, tmp_path, given, options, message):
     with pytest.raises(UserError, match=message) as error:
         train(config(tiny_base, tmp_path, **options), **given)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"check": lambda answer: True}, "column 'check' holds a function that cannot be stored"),
+        ({"check": [{"deep": object()}]}, "column 'check' holds a list that cannot be stored"),
+        ({"lock": threading.Lock()}, "column 'lock' holds a lock that cannot be stored as JSON"),
+        ({"module": dataclasses}, "column 'module' holds a module that cannot be stored as JSON"),
+        ({"pairs": {(1, 2): 3}}, "column 'pairs' holds a dict that cannot be stored as JSON"),
+        ({7: "x"}, "the column 7 has no text as its name: rename it"),
+    ],
+)
+def test_a_row_that_cannot_be_stored_is_named(tiny_base, tmp_path, columns, message):
+    data = [*SUMS, {**SUMS[0], **columns}]
+    with pytest.raises(UserError, match=f"data, row 13: the {message}|data, row 13: {message}"):
+        train(config(tiny_base, tmp_path), reward_funcs="format", train_dataset=data)
+
+
+def test_values_with_a_text_of_their_own_are_kept_in_a_row():
+    row = {"prompt": "1+1=", "day": datetime.date(2026, 1, 1), "n": np.int64(3), "x": np.ones(3)}
+    assert sources.read([row]) == [("data, row 1", row)]
+
+
+def test_options_have_a_class_of_their_own():
+    with pytest.raises(UserError, match=r"the options are a dict: give a nanogrpo\.Config\."):
+        train({"model": "base"}, reward_funcs="format", train_dataset=SUMS)
 
 
 def test_a_function_of_the_running_script_is_refused_by_name():

@@ -15,6 +15,7 @@ tools.py, which passes the schemas to the chat template.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import inspect
 import json
@@ -58,11 +59,9 @@ def of_function(function: Callable, option: str) -> dict:
         if not ok:
             raise UserError(f"{option}: the tool {name} {problem}.")
 
-    require(
-        documentation := inspect.getdoc(function),
-        "has no docstring: add one, because the model reads it",
-    )
-    description, described, returned = sections(documentation or "")
+    documentation = inspect.getdoc(function) or ""
+    require(documentation, "has no docstring: add one, because the model reads it")
+    description, described, returned = sections(documentation)
     try:
         hints = typing.get_type_hints(function)
     except Exception as e:  # evaluating a hint that is written as text may raise anything
@@ -96,24 +95,21 @@ def of_function(function: Callable, option: str) -> dict:
         parameters["required"] = required
     out = {"name": name, "description": description, "parameters": parameters}
     if "return" in hints:
-        try:
-            out["return"] = of_hint(hints["return"])
-        except Unsupported:  # the model never writes it, so the tool can be used without
-            pass
-        else:
-            out["return"] |= {"description": returned} if returned is not None else {}
+        # the model never writes it, so the tool can be used without
+        with contextlib.suppress(Unsupported):
+            more = {} if returned is None else {"description": returned}
+            out["return"] = of_hint(hints["return"]) | more
     return {"type": "function", "function": out}
 
 
 def of_hint(hint: Any) -> dict:
     """Return the schema of a type hint, or raise Unsupported."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is None and isinstance(hint, type) and issubclass(hint, enum.Enum):
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _values([member.value for member in hint], hint)
-    if origin is None:
-        if not isinstance(hint, typing.Hashable) or hint not in PLAIN:
-            raise Unsupported(hint)
-        return dict(PLAIN[hint])
+    for kind, plain in PLAIN.items():
+        if kind is (hint if args else origin or hint):  # typing.List without arguments is list
+            return dict(plain)
     if origin is typing.Literal:
         return _values(list(args), hint)
     if origin in (typing.Union, types.UnionType):
@@ -121,8 +117,7 @@ def of_hint(hint: Any) -> dict:
         if len(options) == 1:
             out = options[0]
         elif all(o.keys() == {"type"} and isinstance(o["type"], str) for o in options):
-            names = sorted({o["type"] for o in options})
-            out = {"type": names[0] if len(names) == 1 else names}
+            out = {"type": _one_or_all(sorted({o["type"] for o in options}))}
         else:
             out = {"anyOf": options}
         return {**out, "nullable": True} if type(None) in args else out
@@ -143,12 +138,14 @@ def takes_text(schema: dict) -> bool:
 
 def _values(values: list, hint: Any) -> dict:
     """Return the schema of a list of allowed values."""
-    if not values or any(
-        type(value) not in (int, float, str, bool, type(None)) for value in values
-    ):
+    if not values or not {*map(type, values)} <= {int, float, str, bool, type(None)}:
         raise Unsupported(hint)
     names = list(dict.fromkeys(PLAIN[type(value)]["type"] for value in values))
-    return {"type": names[0] if len(names) == 1 else names, "enum": values}
+    return {"type": _one_or_all(names), "enum": values}
+
+
+def _one_or_all(names: list[str]) -> str | list[str]:
+    return names[0] if len(names) == 1 else names
 
 
 def sections(documentation: str) -> tuple[str, dict[str, str], str | None]:

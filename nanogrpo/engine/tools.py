@@ -28,17 +28,22 @@ import hashlib
 import inspect
 import itertools
 import json
+import os
 import re
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
+from nanogrpo.distributed import failure
 from nanogrpo.engine import schema
 from nanogrpo.engine.base import stream
 from nanogrpo.engine.turns import Turns
 from nanogrpo.errors import UserError
 from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.rewards.call import start_loop, text_of
 from nanogrpo.types import Conversation, Prompt, Sample
 
 BLOCK = re.compile(r"<think>(.*?)(?:</think>|\Z)|<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
@@ -147,12 +152,7 @@ class Tools:
 
     def _make_environment(self) -> Any:
         assert self.environment is not None
-        try:
-            environment = limited(self.environment, self.timeout)
-        except (Exception, SystemExit) as e:  # the user's code may raise anything
-            raise UserError(
-                f"--environment-factory raised {type(e).__name__}: {e}; fix the class."
-            ) from e
+        environment = self._guarded(self.environment, "", "; fix the class")
         if not callable(getattr(environment, "reset", None)):
             raise UserError(
                 f"--environment-factory: {type(environment).__name__} has no method reset: add "
@@ -164,12 +164,13 @@ class Tools:
         """Reset an environment for each sample, and show the model what it observes."""
         for i, s in enumerate(samples):
             s.conversation = Conversation([])
-            if self.environment and i == len(self.pool):
-                self.pool.append(self._make_environment())
-            s.conversation.environment = self.pool[i] if self.environment else None
-        for _, members in itertools.groupby(
-            samples if self.environment else [], lambda s: id(s.prompt)
-        ):
+            if self.environment:
+                if i == len(self.pool):
+                    self.pool.append(self._make_environment())
+                s.conversation.environment = self.pool[i]
+        if not self.environment:
+            return
+        for _, members in itertools.groupby(samples, lambda s: id(s.prompt)):
             group = list(members)
             seen = [self._reset(s) for s in group]
             # a prompt that all of them share is computed once
@@ -180,19 +181,24 @@ class Tools:
     def _reset(self, s: Sample) -> str | None:
         environment = _conversation(s).environment
         row = {"prompt": s.prompt.text, **s.prompt.columns}
-        name = f"--environment-factory: {type(environment).__name__}.reset"
-        try:
-            observation = limited(lambda: environment.reset(**row), self.timeout)
-        except (Exception, SystemExit) as e:  # the user's code may raise anything
-            raise UserError(
-                f"{name} raised {type(e).__name__}: {e} (prompt {s.prompt.id}); fix the method."
-            ) from e
+        name = f": {type(environment).__name__}.reset"
+        advice = f" (prompt {s.prompt.id}); fix the method"
+        observation = self._guarded(lambda: environment.reset(**row), name, advice)
         if not isinstance(observation, str | None):
             raise UserError(
-                f"{name} returned a {type(observation).__name__}: return a text, which is added to "
-                "the prompt, or None."
+                f"--environment-factory{name} returned a {type(observation).__name__}: return a "
+                "text, which is added to the prompt, or None."
             )
         return observation
+
+    def _guarded(self, function: Callable[[], Any], name: str, advice: str) -> Any:
+        """Return what a function of the user's class returns, or raise UserError."""
+        try:
+            return limited(function, self.timeout)
+        except BaseException as e:  # the user's code may raise anything
+            raise UserError(
+                f"--environment-factory{name} raised {type(e).__name__}: {text_of(e)}{advice}."
+            ) from e
 
     def _observed(self, prompt: Prompt, observation: str | None, kinds: int) -> Prompt:
         """Return a prompt with an observation at the end of its last message, as in TRL.
@@ -252,10 +258,10 @@ class Tools:
             for call in calls:
                 function = tools.get(call.name)
                 if call.error or function is None:
-                    answer = failure(call.error or f"Tool {call.name} not found.")
+                    answer = failed(call.error or f"Tool {call.name} not found.")
                 elif inspect.iscoroutinefunction(function):
                     waiting.append((answers[-1], len(answers[-1]), function, call.arguments))
-                    answer = failure(self._too_late)  # replaced if it ends in time
+                    answer = failed(too_late(self.timeout))  # replaced if it ends in time
                 else:
                     answer = self._call(function, call.arguments)
                 answers[-1].append(answer)
@@ -263,35 +269,27 @@ class Tools:
             self._call_together(waiting)
         return answers
 
-    @property
-    def _too_late(self) -> str:
-        return f"no answer within {self.timeout:g} s"
-
     def _call(self, function: Callable, arguments: dict) -> Answer:
         try:
             return Answer(limited(lambda: readable(function(**arguments)), self.timeout))
-        except (Exception, SystemExit) as e:  # the user's code may raise anything
-            return failure(e)
+        except BaseException as e:  # the tool may raise anything; Ctrl-C raises nothing in a run
+            return failed(e)
 
     def _call_together(self, waiting: list[tuple[list[Answer], int, Callable, dict]]) -> None:
-        """Make async calls on the event loop, which has its own thread: in a notebook, this thread
-        already runs one.
-        """
+        """Make async calls on the event loop."""
 
         async def attempt(answers: list[Answer], i: int, function: Callable, arguments: dict):
             try:
                 result = await asyncio.wait_for(function(**arguments), self.timeout or None)
                 answers[i] = Answer(readable(result))
-            except (Exception, SystemExit) as e:  # the user's code may raise anything
-                late = isinstance(e, asyncio.TimeoutError) and not str(e)
-                answers[i] = failure(self._too_late if late else e)
+            except BaseException as e:  # the tool may raise anything
+                late = isinstance(e, asyncio.TimeoutError) and not text_of(e)
+                answers[i] = failed(too_late(self.timeout) if late else e)
 
         async def together() -> None:
             await asyncio.gather(*(attempt(*call) for call in waiting))
 
-        if self.loop is None:
-            self.loop = asyncio.new_event_loop()
-            threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.loop = self.loop or start_loop()
         future = asyncio.run_coroutine_threadsafe(together(), self.loop)
         try:
             future.result(self.timeout + 1.0 if self.timeout else None)
@@ -346,13 +344,16 @@ class Tools:
         The conversation before it does not matter, so a short one is rendered. Raises ValueError if
         the template does not end a turn with a stop token.
         """
-        call = {"name": answers[0]["name"], "arguments": {"x": ARGUMENT}}
-        calls = [{"type": "function", "function": call}]
-        question = {"role": "user", "content": QUESTION}
-        turn = {"role": "assistant", "content": "", "tool_calls": calls}
-        text = self._render([question, turn, *answers]).partition(ARGUMENT)[2]
+        text = self._example(answers).partition(ARGUMENT)[2]
         _, end = min((text.index(stop), stop) for stop in self.stops if stop in text)
         return text.partition(end)[2]
+
+    def _example(self, answers: list[dict]) -> str:
+        """Return a short conversation with these answers to one call."""
+        function = {"name": answers[0]["name"], "arguments": {"x": ARGUMENT}}
+        calls = [{"type": "function", "function": function}]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        return self._render([{"role": "user", "content": QUESTION}, turn, *answers])
 
     def _check(self) -> None:
         option = "--tools" if self.functions else "--environment-factory"
@@ -369,16 +370,11 @@ class Tools:
                 "receives: train there, or use 0."
             )
         name = self.names[0]
-        function = {"name": name, "arguments": {"x": ARGUMENT}}
-        calls = [{"type": "function", "function": function}]
-        question = {"role": "user", "content": QUESTION}
         answer = {"role": "tool", "name": name, "content": ANSWER}
-        turn = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
-            text = self._render([question, turn, answer])
-            written, answered, _ = text.partition(QUESTION)[2].partition(ANSWER)
-            works = parse(written)[1] == [Call(**function)] and bool(answered)
-            works = works and all(each in text.partition(QUESTION)[0] for each in self.names)
+            before, _, after = self._example([answer]).partition(QUESTION)
+            works = parse(after.partition(ANSWER)[0])[1] == [Call(name, {"x": ARGUMENT})]
+            works = works and ANSWER in after and all(each in before for each in self.names)
             self._between([answer])
         except (UserError, ValueError):
             works = False
@@ -446,8 +442,9 @@ def read_call(text: str) -> Call:
     return Call(call["name"], {} if arguments is None else arguments)
 
 
-def failure(error: object) -> Answer:
-    return Answer(readable({"error": str(error)}), failed=True)
+def failed(error: str | BaseException) -> Answer:
+    text = error if isinstance(error, str) else text_of(error) or type(error).__name__
+    return Answer(readable({"error": text}), failed=True)
 
 
 def readable(result: object) -> str:
@@ -458,32 +455,57 @@ def readable(result: object) -> str:
 # --- a limit on the time of a call ---
 
 
+TRIES, PAUSE = 5, 1.0  # how often to interrupt a function, and the seconds between two times
+
+
 class Overtime(BaseException):
     """Raised in a tool when its time is over. It is not an Exception, which the tool may catch."""
+
+
+def too_late(seconds: float) -> str:
+    return f"no answer within {seconds:g} s"
 
 
 def limited(function: Callable[[], Any], seconds: float) -> Any:
     """Call a function. If it has not returned after `seconds`, end it and raise TimeoutError.
 
     A signal interrupts Python code and waiting for input, but not a computation in C, which is
-    interrupted when it returns. Only the main thread can use signals.
+    interrupted when it returns. Only the main thread can use signals. A function that continues
+    after several interrupts ends this process.
     """
     if not seconds:
         return function()
+    tries = itertools.count(1)
 
-    def over(*_: Any) -> None:
+    def over(_: int, frame: FrameType | None) -> None:
+        if next(tries) > TRIES:
+            give_up(seconds, frame)
         raise Overtime
 
     before = signal.signal(signal.SIGALRM, over)
     try:
         try:
-            # once more after each second, in case the function catches even Overtime
-            signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+            signal.setitimer(signal.ITIMER_REAL, seconds, PAUSE)
             return function()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except Overtime:
         signal.setitimer(signal.ITIMER_REAL, 0)  # the line above may have been interrupted
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
+        raise TimeoutError(too_late(seconds)) from None
     finally:
         signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+
+
+def give_up(seconds: float, frame: FrameType | None) -> None:
+    """End this process, because the function that runs in this frame catches every exception."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    place = frame and f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    message = (
+        f"error: --tool-timeout {seconds:g}: a tool does not end (it is at {place}), because it "
+        "catches every exception: replace its `except:` by `except Exception:`.\n"
+    )
+    try:
+        os.write(2, message.encode())  # `print` fails if the signal interrupted another `print`
+        failure.finish_saves()
+    finally:
+        failure.leave(2)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.grpo import mismatch
 from nanogrpo.grpo.entropy import Bonus
@@ -51,8 +52,8 @@ class Meter:
     change after each update.
     """
 
-    def __init__(self, bonus: Bonus):
-        self.entropy_bonus = bonus
+    def __init__(self, cfg: Config, bonus: Bonus):
+        self.cfg, self.entropy_bonus = cfg, bonus
         self.parts: list[dict[str, Tensor]] = []
         self.loss: Tensor | float = 0.0
         self.entropy_term: Tensor | float = 0.0  # its part of the loss
@@ -71,8 +72,9 @@ class Meter:
         self.first = self.updates if self.first is None else self.first
         # In the first update the weights are still those used for sampling, so any difference in
         # log-probs is a difference between trainer and engine.
-        if self.updates == self.first:
-            part["delta"] = out.logp - batch.sampling_logp
+        logp = self._without_dropout(batch, out)
+        if self.updates == self.first and logp is not None:
+            part["delta"] = logp - batch.sampling_logp
             if batch.importance is not None:
                 part["importance"] = batch.importance
         part["update"] = torch.full_like(batch.sample, self.updates)
@@ -80,6 +82,14 @@ class Meter:
         self.loss = self.loss + out.loss.detach()
         if batch.entropy_weight is not None:
             self.entropy_term = self.entropy_term + (batch.entropy_weight * out.entropy).sum()
+
+    def _without_dropout(self, batch: PackedBatch, out: PolicyOut) -> Tensor | None:
+        """Return the trainer's log-probs [M]. With --lora-dropout, those of the loss would add the
+        dropout to the gap, so take the old ones, if the trainer has computed any.
+        """
+        if not self.cfg.lora_dropout:
+            return out.logp
+        return None if self.cfg.old_from_engine else batch.old_logp
 
     def end_update(self, norm: float) -> None:
         """End an optimizer step with this gradient norm. Every rank must call."""
@@ -131,6 +141,8 @@ class Meter:
                 "clip_ratio/high_max": by_sample(high).max().item(),
                 "clip_ratio/region_mean": view(low + high).mean().item(),
             }
+        if not any("delta" in part for part in parts):  # see _without_dropout
+            return out
         corrected = any("importance" in part for part in parts)
         return out | mismatch.compare(joined("delta"), joined("importance") if corrected else None)
 

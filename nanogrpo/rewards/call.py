@@ -19,6 +19,7 @@ Its keyword arguments are lists of length B, except for the last three:
     log_extra        log_extra(column, B values) adds a column to the completions table
     log_metric       log_metric(name, number) adds a metric, averaged over the calls of a step
 `async def` functions are awaited together, on one event loop that lives as long as the process.
+It has a thread of its own, because a notebook already runs another loop in the main thread.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import functools
 import inspect
 import math
 import pickle
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -122,12 +124,19 @@ class Functions:
             own |= {"completion_ids": list(map(list, ids)), **kept}
             calls.append((self.functions[i], own))
         if self.is_async[functions[0][0]]:
-            self.loop = self.loop or asyncio.new_event_loop()
-            results = self.loop.run_until_complete(_await_together(calls))
+            self.loop = self.loop or start_loop()
+            results = asyncio.run_coroutine_threadsafe(_await_together(calls), self.loop).result()
         else:
             results = [_attempt(*call) for call in calls]
         rewards = [_check(result, name, labels) for result, (_, name) in zip(results, functions)]
         return CallResult(rewards, extra, metrics)
+
+
+def start_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop that runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async", daemon=True).start()
+    return loop
 
 
 def packed(environments: Sequence) -> bytes:
@@ -183,7 +192,8 @@ async def _await_together(calls: Sequence[tuple[Callable, dict[str, Any]]]) -> l
     async def attempt(function: Callable, arguments: dict[str, Any]) -> Any:
         try:
             return await function(**arguments)
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        # Ctrl-C is raised in the main thread only, so here it is the user's code that raises
+        except BaseException as error:
             return error
 
     return await asyncio.gather(*(attempt(*call) for call in calls))
@@ -197,8 +207,8 @@ def _check(result: Any, name: str, labels: Sequence[str]) -> list[float | None]:
         frames = traceback.extract_tb(result.__traceback__)
         line = f"{Path(frames[1].filename).name}:{frames[1].lineno}" if frames[1:] else "its call"
         raise UserError(
-            f"the reward function {name} raised {type(result).__name__}: {result} (at {line}, "
-            f"called with {count} completions, the first is {labels[0]}); fix the function"
+            f"the reward function {name} raised {type(result).__name__}: {text_of(result)} (at "
+            f"{line}, called with {count} completions, the first is {labels[0]}); fix the function"
         ) from result
     values = result.tolist() if hasattr(result, "tolist") else result  # numpy and torch
     is_list = isinstance(values, list | tuple)
@@ -209,6 +219,14 @@ def _check(result: Any, name: str, labels: Sequence[str]) -> list[float | None]:
             "it must return a list with one value for each"
         )
     return [_number(value, name, label) for value, label in zip(values, labels)]
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception of the user's code, whose `__str__` may raise another."""
+    try:
+        return str(error)
+    except Exception as another:  # the user's code may raise anything
+        return f"its text raises {type(another).__name__}"
 
 
 def _number(value: Any, name: str, label: str) -> float | None:

@@ -189,7 +189,7 @@ def main(descriptor: int, trainer: int) -> None:
     """Import the functions, then answer calls until the trainer has ended."""
     killed_with(trainer)  # a loop inside C code would not notice the closed socket
     faulthandler.enable()  # reports where a segmentation fault happened
-    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    faulthandler.register(signal.SIGUSR1)  # of all threads, because async functions have their own
     connection = socket.socket(fileno=descriptor)
     requests = connection.makefile("rb")
     me = os.getpid()

@@ -33,7 +33,7 @@ from nanogrpo.engine.tools import Tools
 from nanogrpo.engine.turns import TurnsEngine
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.grpo.entropy import Bonus
-from nanogrpo.logs import progress
+from nanogrpo.logs import metrics, progress
 from nanogrpo.logs.console import Log
 from nanogrpo.logs.trace import make_trace
 from nanogrpo.model import adapters, checkpoint, lora
@@ -59,6 +59,7 @@ class Given:
     train_dataset: sources.Source | None = None
     eval_dataset: sources.Source | None = None
     tools: Sequence[Callable] = ()
+    environment_factory: Callable | None = None
     rollout: Callable | None = None
 
 
@@ -144,8 +145,9 @@ def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
     hub.check(cfg)
     source = find_model(cfg, world)
     tokenizer = Tokenizer(source)
-    tools = make_tools(cfg, tokenizer, given.tools)
-    rewards = make_rewards(cfg, world, tools, given.reward_funcs)
+    tools = make_tools(cfg, tokenizer, given)
+    rewards = make_rewards(cfg, world, tools, given)
+    check_metric(cfg, rewards, tools)
     rollout = given.rollout or (plugin.load(cfg.rollout, "--rollout") if cfg.rollout else None)
     model = checkpoint.empty_model(source)
     lora.attach(model, cfg)
@@ -256,8 +258,6 @@ def with_steps(cfg: Config, prompts: int) -> Config:
     if not cfg.num_train_epochs:
         return cfg
     steps = math.ceil(Fraction(str(cfg.num_train_epochs)) * prompts / cfg.prompts_per_step)
-    each = f"{prompts:,} prompts, {cfg.prompts_per_step} per step"
-    log.info("--num-train-epochs %g: %d steps (%s)", cfg.num_train_epochs, steps, each)
     out = dataclasses.replace(cfg, max_steps=steps, num_train_epochs=0.0)
     out.validate()  # options that depend on the number of steps
     return out
@@ -312,15 +312,15 @@ def make_engine(
     )
 
 
-def make_tools(cfg: Config, tokenizer: Tokenizer, given: Sequence[Callable] = ()) -> Tools | None:
+def make_tools(cfg: Config, tokenizer: Tokenizer, given: Given = NOTHING) -> Tools | None:
     """Import the tools and the environment that the model may use, if any."""
     if not (cfg.tools or cfg.environment_factory):
         return None
-    spec, option = cfg.environment_factory, "--environment-factory"
+    factory, spec = given.environment_factory, cfg.environment_factory
     return Tools(
         tokenizer,
-        [*given] or [plugin.load(tool, "--tools") for tool in cfg.tools],
-        plugin.load(spec, option) if spec else None,
+        given.tools or [plugin.load(tool, "--tools") for tool in cfg.tools],
+        factory or (plugin.load(spec, "--environment-factory") if spec else None),
         max_iterations=cfg.max_tool_calling_iterations,
         timeout=cfg.tool_timeout,
         template={"enable_thinking": cfg.enable_thinking, **(cfg.chat_template_kwargs or {})},
@@ -331,7 +331,7 @@ def make_rewards(
     cfg: Config,
     world: World,
     tools: Tools | None = None,
-    given: Sequence[str | Callable] = (),
+    given: Given = NOTHING,
 ) -> Runner:
     """Import the reward functions, and check that a slow one cannot exceed --ddp-timeout."""
     own = tools.reward() if tools else None
@@ -345,10 +345,11 @@ def make_rewards(
             "--reward-funcs environment calls get_reward of --environment-factory, which is not "
             "there: write that method, or name other reward functions."
         )
+    specs = given.reward_funcs or cfg.reward_funcs
     rewards = Runner(
-        [own if own and spec == "environment" else spec for spec in given or cfg.reward_funcs],
+        [own if own and spec == "environment" else spec for spec in specs],
         cfg.reward_weights,
-        environment=cfg.environment_factory,
+        environment="" if given.environment_factory else cfg.environment_factory,
         env=cfg.reward_env,
         timeout=cfg.reward_timeout,
         max_completion_length=cfg.max_completion_length,
@@ -469,6 +470,16 @@ def check_answers(cfg: Config, prompts: list[Prompt]) -> None:
             f"--reward-funcs reasoning_gym scores the problems of --data reasoning_gym:NAME, but "
             f"--data is {' '.join(cfg.data)}: name such a source, or other reward functions."
         )
+
+
+def check_metric(cfg: Config, rewards: Runner, tools: Tools | None) -> None:
+    """Require a --metric-for-best-model that an evaluation of this run may have."""
+    n = cfg.num_generations_eval
+    values: dict[str, float | None] = dict.fromkeys(rewards.names, 1.0)
+    completion = metrics.Facts(1, 1, True, values, 1.0, calls=0 if tools else None)
+    row = metrics.of_evaluation([completion] * n, n)
+    if cfg.load_best_model_at_end and state.deciding(cfg, row) is None:
+        raise state.unknown_metric(cfg, row)
 
 
 def check_vocabulary(tokenizer: Tokenizer, model: Decoder) -> None:

@@ -170,17 +170,17 @@ class Saver:
         """Note the metrics of the evaluation after `step` steps, for --load-best-model-at-end."""
         if not self.cfg.load_best_model_at_end:
             return
-        wanted = self.cfg.metric_for_best_model
-        names = wanted, f"eval/{wanted.removeprefix('eval_')}", f"eval/rewards/{wanted}"
-        found = [row[name] for name in names if name in row]
-        if found:
-            self.scored = step, found[0]
-        # later, a reward function may apply to none of the prompts
-        elif self.scored is None and self.best is None:
-            known = (n.removeprefix("eval/").removeprefix("rewards/") for n in row)
-            raise UserError(
-                f"--metric-for-best-model {wanted} is not a metric of the evaluation: choose one of"
-                f" {', '.join(sorted(known))}."
+        value = deciding(self.cfg, row)
+        if value is not None:
+            self.scored = step, value
+        elif step == 0:
+            raise unknown_metric(self.cfg, row)
+        else:  # for example, a reward function applied to none of the prompts
+            log.warning(
+                "--metric-for-best-model %s is missing in the evaluation after %d steps, so that "
+                "checkpoint cannot be the best",
+                self.cfg.metric_for_best_model,
+                step,
             )
 
     def _choose(self, step: int) -> None:
@@ -294,6 +294,24 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return failure.first_sentence(error)
+
+
+def deciding(cfg: Config, row: Mapping[str, float]) -> float | None:
+    """Return the value of --metric-for-best-model in the metrics of an evaluation, if it is there.
+
+    Its name may lack the folder, as in TRL.
+    """
+    name = cfg.metric_for_best_model
+    names = name, f"eval/{name.removeprefix('eval_')}", f"eval/rewards/{name}"
+    return next((row[name] for name in names if name in row), None)
+
+
+def unknown_metric(cfg: Config, row: Mapping[str, float]) -> UserError:
+    known = (name.removeprefix("eval/").removeprefix("rewards/") for name in row)
+    return UserError(
+        f"--metric-for-best-model {cfg.metric_for_best_model} is not a metric of the evaluation: "
+        f"choose one of {', '.join(sorted(known))}."
+    )
 
 
 def _best(cfg: Config) -> dict | None:

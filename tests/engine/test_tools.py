@@ -10,15 +10,18 @@ import asyncio
 import contextlib
 import enum
 import json
+import re
 import signal
 import threading
 import time
+import typing
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from transformers.utils import get_json_schema
 
+import nanogrpo
 import train
 from nanogrpo.data.prompts import from_record
 from nanogrpo.engine import schema
@@ -112,6 +115,16 @@ def everything(
     """
 
 
+def bare(a: typing.List, b: typing.Dict, c: typing.Tuple):  # noqa: UP006
+    """Take types without arguments.
+
+    Args:
+        a: A.
+        b: B.
+        c: C.
+    """
+
+
 class Env:
     def step(self, move: str) -> object:
         """Make a move.
@@ -124,7 +137,7 @@ class Env:
         """
 
 
-@pytest.mark.parametrize("function", [nothing, everything, Env().step])
+@pytest.mark.parametrize("function", [nothing, everything, bare, Env().step])
 def test_the_schema_of_a_function_is_that_of_transformers(function):
     # compared as text, because templates print it in this order
     ours = json.dumps(schema.of_function(function, "--tools"))
@@ -243,6 +256,16 @@ def leave() -> None:
     raise SystemExit(0)
 
 
+def interrupt() -> None:
+    """Raise what Ctrl-C raises."""
+    raise KeyboardInterrupt
+
+
+async def interrupt_later() -> None:
+    """Raise what Ctrl-C raises, on the event loop."""
+    raise KeyboardInterrupt
+
+
 class Unprintable:
     def __str__(self):
         raise KeyError("no text")
@@ -285,13 +308,15 @@ ERRORS = {
     "not closed": ('<tool_call>{"name": "leave"}', "</tool_call> is missing."),
     "exit": (call("leave"), "0"),
     "no text": (call("unprintable"), "no text"),
+    "interrupt": (call("interrupt"), "KeyboardInterrupt"),
+    "async interrupt": (call("interrupt_later"), "KeyboardInterrupt"),
 }
 
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_call_that_fails_is_answered_with_the_error(tokenizer, name):
     text, problem = ERRORS[name]
-    tools = Tools(tokenizer, [add, leave, unprintable])
+    tools = Tools(tokenizer, [add, leave, unprintable, interrupt, interrupt_later])
     (s,) = converse(tools, [[text + END, "Sorry." + END]])
     *_, answer, last = s.conversation.messages
     assert answer["role"] == "tool"
@@ -340,6 +365,31 @@ def test_a_time_limit_leaves_no_timer_and_no_handler():
         limited(lambda: time.sleep(600), 0.05)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) is handler
+
+
+def test_a_tool_that_catches_every_exception_ends_the_run(monkeypatch, capfd):
+    left: list[int] = []
+    monkeypatch.setattr("nanogrpo.engine.tools.TRIES", 2)
+    monkeypatch.setattr("nanogrpo.engine.tools.PAUSE", 0.02)
+    monkeypatch.setattr("nanogrpo.distributed.failure.leave", left.append)
+
+    def stubborn():
+        while not left:
+            try:
+                while not left:
+                    pass
+            except BaseException:
+                pass
+
+    with contextlib.suppress(TimeoutError):
+        limited(stubborn, 0.02)
+    assert left == [2]
+    place = r"it is at test_tools\.py:\d+"
+    message = (
+        rf"error: --tool-timeout 0\.02: a tool does not end \({place}\), because it catches every "
+        r"exception: replace its `except:` by `except Exception:`\.\n"
+    )
+    assert re.fullmatch(message, capfd.readouterr().err)
 
 
 def test_a_time_limit_needs_the_main_thread(tokenizer):
@@ -637,6 +687,27 @@ def test_a_resumed_run_with_an_environment_repeats_the_interrupted_one(example, 
     assert whole == part
     assert all(row["rewards/Calculator/mean"] == row["reward"] for row in whole)
     assert all(row["tools/call_frequency"] > 0 for row in whole)
+
+
+def test_an_environment_is_given_from_python(example, tmp_path):
+    """A class that no file could name."""
+
+    class Local(plugin.load(f"{EXAMPLE}:Calculator", "")):
+        pass
+
+    cfg = nanogrpo.Config(
+        model=str(example / "base"),
+        data=(str(example / "train.jsonl"),),
+        output_dir=str(tmp_path),
+        max_completion_length=32,
+        generation_batch_size=16,
+        max_steps=1,
+        device="cpu",
+    )
+    (row,) = nanogrpo.train(cfg, reward_funcs="environment", environment_factory=Local)
+    assert row["rewards/Local/mean"] == row["reward"]
+    assert row["tools/call_frequency"] > 0
+    assert lines(tmp_path)[0]["run"]["environment_factory"] == "Local"
 
 
 def test_ranks_that_call_different_tools_end_together(example):

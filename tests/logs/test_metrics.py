@@ -74,6 +74,7 @@ def add(meter: metrics.Meter, sample: list, clip: list, loss: float, **values: l
         "importance": None,
         "entropy_weight": None,
         "sampling_logp": vectors.pop("sampling", vectors["logp"]),
+        "old_logp": vectors.pop("old", None),
     }
     batch = SimpleNamespace(sample=torch.tensor(sample), **taken)
     clip = torch.tensor(clip, dtype=torch.int8)
@@ -82,7 +83,7 @@ def add(meter: metrics.Meter, sample: list, clip: list, loss: float, **values: l
 
 
 def test_means_are_over_tokens_and_extremes_over_completions():
-    meter = metrics.Meter(Bonus(Config(), SOLO))
+    meter = metrics.Meter(Config(), Bonus(Config(), SOLO))
     add(
         meter,
         [0, 0, 1],
@@ -126,17 +127,17 @@ def test_means_are_over_tokens_and_extremes_over_completions():
 
 
 def test_without_a_reference_there_is_no_kl_and_without_tokens_only_the_loss():
-    meter = metrics.Meter(Bonus(Config(), SOLO))
+    meter = metrics.Meter(Config(), Bonus(Config(), SOLO))
     add(meter, [0], [0], 0.5, entropy=[1.0])
     meter.end_update(1.0)
     assert "kl" not in meter.summary(SOLO)
-    empty = metrics.Meter(Bonus(Config(), SOLO))
+    empty = metrics.Meter(Config(), Bonus(Config(), SOLO))
     empty.end_update(0.0)  # every completion was masked
     assert empty.summary(SOLO) == {"loss": 0.0, "grad_norm": 0.0}
 
 
 def test_the_gap_is_taken_at_the_first_update_that_has_tokens():
-    meter = metrics.Meter(Bonus(Config(), SOLO))
+    meter = metrics.Meter(Config(), Bonus(Config(), SOLO))
     # In the first minibatch every completion was truncated and masked: the weights did not move.
     meter.end_update(0.0)
     add(meter, [0, 1], [0, 0], 0.0, entropy=[1.0, 1.0], sampling=[-1.5, -1.0])
@@ -144,6 +145,21 @@ def test_the_gap_is_taken_at_the_first_update_that_has_tokens():
     add(meter, [0, 1], [0, 0], 0.0, entropy=[1.0, 1.0], sampling=[-9.0, -9.0])
     meter.end_update(1.0)
     assert meter.summary(SOLO)["sampling/sampling_logp_difference/max"] == 0.5
+
+
+def test_dropout_is_no_gap_between_trainer_and_engine():
+    """Only old log-probs of the trainer have no dropout."""
+    for options, old, gap in (
+        ({}, [-1.75], 0.25),
+        ({}, None, None),  # on policy
+        ({"old_logp_from": "engine"}, [-1.5], None),
+    ):
+        cfg = Config(lora_r=4, lora_dropout=0.5, **options)
+        meter = metrics.Meter(cfg, Bonus(cfg, SOLO))
+        values = {"sampling": [-1.5], **({"old": old} if old else {})}
+        add(meter, [0], [0], 0.5, entropy=[1.0], logp=[-9.0], **values)
+        meter.end_update(1.0)
+        assert meter.summary(SOLO).get("sampling/sampling_logp_difference/max") == gap
 
 
 # --- the documentation ---

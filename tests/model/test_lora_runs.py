@@ -171,6 +171,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(bases, files, tmp_pa
         assert codes == [0] * size
 
     run("whole", "--max-steps", "4")
+    gaps = [row["sampling/sampling_logp_difference/max"] for row in steps(tmp_path / "whole")]
+    assert max(gaps) < 1e-4  # the dropout is not part of it
     run("parts", "--max-steps", "2")
     run("parts", "--max-steps", "4", "--resume")
     assert steps(tmp_path / "parts")[-2:] == steps(tmp_path / "whole")[-2:]

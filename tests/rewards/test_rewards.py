@@ -3,6 +3,7 @@
 Here every function runs in this process. In test_process.py they run in one that can be killed.
 """
 
+import asyncio
 import functools
 import sys
 
@@ -224,6 +225,31 @@ def test_the_weighted_sum_must_not_overflow():
             score(samples, [returns(0.0, 1e30), returns(0, 1e30)], weights)
         assert "\n" not in str(caught.value)
         assert samples[1].reward is None
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+def test_no_exception_ends_the_loop_of_async_functions(kind):
+    async def judge(completions, **kwargs):
+        raise kind
+
+    runner = Runner([judge])
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"the reward function judge raised {kind.__name__}: "):
+            runner.score(make_samples())
+
+
+def test_an_exception_without_a_text_is_reported():
+    class Silent(Exception):
+        def __str__(self):
+            raise KeyError
+
+    def judge(completions, **kwargs):
+        raise Silent
+
+    with pytest.raises(
+        UserError, match=r"judge raised Silent: its text raises KeyError \(at test_"
+    ):
+        score(make_samples(), [judge])
 
 
 def test_ctrl_c_inside_a_function_is_not_its_mistake():

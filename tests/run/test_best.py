@@ -100,14 +100,28 @@ def test_the_best_checkpoint_of_a_run_is_named_at_the_end(tiny_base, files, tmp_
 
 
 def test_an_unknown_metric_ends_the_run_before_it_trains(tiny_base, files, tmp_path, capfd):
+    """A new run, and one that is resumed and would otherwise lose the steps up to an evaluation."""
     options = ["--eval-data", str(files / "data.jsonl"), "--eval-steps", "1", "--save-steps", "1"]
-    options += ["--load-best-model-at-end", "--metric-for-best-model", "accuracy"]
-    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 2
+    wrong = [*options, "--load-best-model-at-end", "--metric-for-best-model", "accuracy"]
+    assert train.main(arguments(tiny_base, files, tmp_path, *wrong)) == 2
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert train.main(arguments(tiny_base, files, tmp_path, *options, "--max-steps", "1")) == 0
+    assert train.main(arguments(tiny_base, files, tmp_path, *wrong, "--resume")) == 2
+    assert len(steps(tmp_path)) == 1
     message = (
-        "error: --metric-for-best-model accuracy is not a metric of the evaluation: choose one"
+        "error: --metric-for-best-model accuracy is not a metric of the evaluation: choose one of"
+        " even, mean_length, reward.\n"
     )
-    assert message in capfd.readouterr().err
-    assert steps(tmp_path) == []
+    assert capfd.readouterr().err.count(message) == 2
+
+
+def test_a_metric_that_a_later_evaluation_lacks_is_a_warning(tmp_path, tiny_base, caplog):
+    writer = saver(tmp_path, tiny_base, metric_for_best_model="pass@2/even")
+    with pytest.raises(UserError, match="--metric-for-best-model pass@2/even is not a metric of"):
+        writer.evaluated(0, {"eval/reward": 0.5})
+    writer.evaluated(3, {"eval/reward": 0.5})
+    assert "pass@2/even is missing in the evaluation after 3 steps" in caplog.text
+    assert writer.scored is None
 
 
 @pytest.mark.parametrize(

@@ -275,12 +275,15 @@ def test_a_run_follows_its_schedule(tiny_base, files, tmp_path):
     assert "kl" not in rows[0]
 
 
-def test_epochs_become_steps(tiny_base, files, tmp_path, capfd):
+def test_epochs_become_steps(tiny_base, files, tmp_path, capfd, caplog):
     """12 prompts, 4 per step: 1.25 epochs are 4 steps. The schedule is that of 4 steps, too."""
     options = ["--lr-scheduler-type", "linear", "--num-train-epochs", "1.25", "--trace-step", "4"]
     argv = arguments(tiny_base, files, tmp_path, *options)
     del argv[argv.index("--max-steps") : argv.index("--max-steps") + 2]
-    assert train.main(argv) == 0
+    with caplog.at_level("INFO", "nanogrpo"):
+        assert train.main(argv) == 0
+    (message,) = (text for text in caplog.messages if "12 prompts" in text)
+    assert "this run (4 steps) is 1.333 epochs" in message
     rows = steps(tmp_path)
     assert [row["learning_rate"] / 1e-3 for row in rows] == pytest.approx([1, 0.75, 0.5, 0.25])
     assert lines(tmp_path)[0]["run"]["max_steps"] == 4
