@@ -12,22 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import torch
 from rich.console import Console
-from rich.text import Text
 
 from nanogrpo import cli
 from nanogrpo.config import Config
 from nanogrpo.data.prompts import system_prompt
-from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.errors import UserError
+from nanogrpo.logs import completions, progress
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.run.setup import sampling_params
 from nanogrpo.types import Prompt
 
 DESCRIPTION = """Chat with a checkpoint. Each line is a message. /clear starts a new conversation,
@@ -82,47 +81,36 @@ class Chat:
         there is no conversation: the model continues the message as a text. Raises UserError if the
         conversation is too long or the chat template rejects it.
         """
+        cfg, encode = self.cfg, self.tokenizer.encode_prompt
         asked = [*self.messages, {"role": "user", "content": message}]
-        ids = self._encode(asked) if self.tokenizer.has_chat_template else self._encode(message)
-        room = min(self.cfg.max_completion_length, self.max_len - len(ids))
+        variables = {"enable_thinking": cfg.enable_thinking, **(cfg.chat_template_kwargs or {})}
+        ids = encode(asked if self.tokenizer.has_chat_template else message, **variables)
+        room = min(cfg.max_completion_length, self.max_len - len(ids))
         if room < 1:
             raise UserError(
                 f"the conversation has {len(ids)} tokens, which leaves no room for an answer in a "
                 f"context of {self.max_len}: start a new one with /clear."
             )
-        cfg, self.turns = self.cfg, self.turns + 1
-        params = SamplingParams(
-            temperature=cfg.temperature,
-            top_k=cfg.top_k,
-            top_p=cfg.top_p,
-            min_p=cfg.min_p,
-            max_tokens=room,
-            stop_token_ids=self.tokenizer.stop_token_ids,
-            seed=cfg.seed,
-        )
+        self.turns += 1
+        params = dataclasses.replace(sampling_params(cfg, self.tokenizer), max_tokens=room)
         thinks = self.tokenizer.decode(ids).rstrip().endswith(OPEN)  # some templates open the tag
         shown = ["", ""]  # the answer and the thinking so far
         text = ""
+
+        def fresh(text: str) -> Iterator[tuple[str, bool]]:
+            for is_thinking, part in enumerate(split(text, thinks)):
+                if piece := part[len(shown[is_thinking]) :]:
+                    shown[is_thinking] = part
+                    yield piece, bool(is_thinking)
+
         try:
             for (sample,) in self.engine.sample_steps([Prompt(self.turns, "", ids)], 1, params, 0):
                 text = self.tokenizer.decode(sample.token_ids)
-                for is_thinking, part in enumerate(split(_complete(text), thinks)):
-                    if piece := part[len(shown[is_thinking]) :]:
-                        shown[is_thinking] = part
-                        yield piece, bool(is_thinking)
-            for is_thinking, part in enumerate(split(text, thinks)):  # what was held back
-                if piece := part[len(shown[is_thinking]) :]:
-                    yield piece, bool(is_thinking)
+                yield from fresh(_complete(text))
+            yield from fresh(text)  # with what was held back
         finally:  # also if the caller stops in the middle
             reply = split(text, thinks)[0].strip()
             self.messages = [*asked, {"role": "assistant", "content": reply}]
-
-    def _encode(self, prompt: str | list[dict]) -> list[int]:
-        kwargs = self.cfg.chat_template_kwargs or {}
-        if isinstance(prompt, str):
-            return self.tokenizer.encode_prompt(prompt)
-        thinking = self.cfg.enable_thinking
-        return self.tokenizer.encode_prompt(prompt, enable_thinking=thinking, **kwargs)
 
 
 def split(text: str, thinks: bool) -> tuple[str, str]:
@@ -149,17 +137,13 @@ def _complete(text: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    console = Console(highlight=False)
     try:
         cfg = cli.parse(cli.with_model(argv), COMMAND)
         # here, unlike in training, the temperature may be 0 (greedy)
         dataclasses.replace(cfg, data=("none",), temperature=cfg.temperature or 1.0).validate()
         chat = Chat(cfg)
-        with contextlib.suppress(EOFError):
-            while True:
-                message = input("> " if sys.stdin.isatty() else "").strip()
-                if message == "/exit":
-                    break
+        with progress.output() as console, contextlib.suppress(EOFError):
+            while (message := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
                 if message == "/clear":
                     chat.clear()
                 elif message:
@@ -173,8 +157,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # for example, the output goes to `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -187,9 +169,8 @@ def _show(console: Console, chat: Chat, message: str) -> None:
             if was_thinking and not is_thinking:
                 console.print()
             was_thinking = is_thinking
-            # A model may write control characters, which a terminal would interpret.
-            plain = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in piece)
-            console.print(Text(plain, "dim" if is_thinking else ""), end="", soft_wrap=True)
+            text = completions.plain(piece, "dim" if is_thinking else "")
+            console.print(text, end="", soft_wrap=True)
     console.print()
 
 

@@ -21,7 +21,6 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -29,7 +28,7 @@ from nanogrpo import cli
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World, join
 from nanogrpo.errors import UserError
-from nanogrpo.logs import completions, metrics
+from nanogrpo.logs import completions, metrics, progress
 from nanogrpo.logs.files import replace
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
@@ -112,15 +111,17 @@ def write(cfg: Config, row: dict[str, float], samples: list[Sample], world: Worl
     given = {name: value for name, value in dataclasses.asdict(cfg).items() if name in OPTIONS}
     text = json.dumps({"options": given, "metrics": row}, indent=2)
     replace(folder / "eval.json", f"{text}\n".encode())
-    count = len(records) // cfg.num_generations_eval
-    print(f"{cfg.model}: {count} prompts, {cfg.num_generations_eval} completions of each")
+    n = cfg.num_generations_eval
     table = Table()
     table.add_column("metric")
     table.add_column("value", justify="right")
     for name, value in row.items():
         table.add_row(Text(name.removeprefix("eval/")), f"{value:.4g}")
-    Console().print(table)
-    print(f"the completions are in {folder / 'eval.jsonl'}")
+    with progress.output() as console:
+        head = f"{cfg.model}: {len(records) // n} prompts, {n} completions of each"
+        console.print(Text(head), soft_wrap=True)
+        console.print(table)
+        console.print(Text(f"the completions are in {folder / 'eval.jsonl'}"), soft_wrap=True)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,6 +5,7 @@ Read next: nanogrpo/chat.py.
 
 import io
 import itertools
+import os
 
 import pytest
 
@@ -64,6 +65,16 @@ def test_a_conversation_ends_with_the_input(tiny_base, monkeypatch, capsys):
     argv = [str(tiny_base), "--temperature", "0", "--max-completion-length", "6"]
     assert chat.main([*argv, "--device", "cpu"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_ends_first_is_no_error(tiny_base, monkeypatch):
+    """As in `nanogrpo chat MODEL | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        monkeypatch.setattr("sys.stdin", io.StringIO("3+4=\n" * 3))
+        assert chat.main([str(tiny_base), "--device", "cpu", "--max-completion-length", "6"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Read next: nanogrpo/eval.py.
 import itertools
 import json
 import math
+import os
 
 import pytest
 
@@ -97,10 +98,16 @@ def test_a_mistake_is_one_sentence(tiny_base, data, tmp_path, capsys, more, mess
     assert "Traceback" not in error
 
 
-def test_an_earlier_evaluation_is_kept(tiny_base, data, tmp_path, capsys):
+def test_an_earlier_evaluation_is_kept(tiny_base, data, tmp_path, capsys, monkeypatch):
+    """The first one is complete, although the reader of its output has ended."""
     rewards = ["--reward-funcs", "format", "accuracy", "--answer-column", "answer"]
     argv = options(tiny_base, data, tmp_path / "eval", *rewards)
-    assert evaluation.main(argv) == 0
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", stdout)
+        assert evaluation.main(argv) == 0
+    assert (tmp_path / "eval/eval.json").exists()
     assert evaluation.main(argv) == 2
     assert "already holds an evaluation" in capsys.readouterr().err
     assert evaluation.main([*argv, "--overwrite-output-dir"]) == 0

@@ -133,10 +133,12 @@ def show(samples: Sequence[Sample], step: int = 0) -> None:
 
 
 def _cell(value: Any, length: int = 100) -> Text:
-    """Return the end of a value as text, after an ellipsis if it is cut.
-
-    Control characters are replaced: a model may write them, and a terminal would interpret them.
-    """
+    """Return the end of a value as text, after an ellipsis if it is cut."""
     text = number(value) if value is None or isinstance(value, float) else str(value)
     text = text if len(text) <= length else "…" + text[1 - length :]
-    return Text("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))
+    return plain(text)
+
+
+def plain(text: str, style: str = "") -> Text:
+    """Replace control characters: a model may write them, and a terminal would interpret them."""
+    return Text("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text), style)

@@ -13,11 +13,13 @@ Read next: logs/no_signal.py.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -38,6 +40,21 @@ GAP_BOUND = {"cpu": 1e-5, "cuda": 0.02}
 
 def print_line(text: str) -> None:
     console.print(Text(text), soft_wrap=True)
+
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would exit with status 1
+
+
+@contextlib.contextmanager
+def output() -> Iterator[Console]:
+    """Yield a console for stdout. If its reader ends, such as `head`, so does the block."""
+    try:
+        yield _Output(highlight=False)
+    except BrokenPipeError:
+        # Python flushes stdout when it exits, and would complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # --- before and after the steps ---

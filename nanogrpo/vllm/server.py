@@ -303,7 +303,14 @@ class Sidecar:
         command += ["--owner", str(os.getpid()), *self.options]
         path = filter(None, [self.link.name, os.environ.get("PYTHONPATH")])
         try:
-            with self.output.open("ab") as output:
+            output = self.output.open("ab")
+        except OSError as e:
+            raise UserError(
+                f"{self.output}, the log of the vLLM sidecar, cannot be written ({e.strerror}): "
+                "choose another --output-dir."
+            ) from e
+        try:
+            with output:
                 self.logged = output.tell()
                 process = self.process = subprocess.Popen(
                     command,

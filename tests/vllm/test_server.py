@@ -130,6 +130,13 @@ def dying(tmp_path, monkeypatch):
     return start
 
 
+def test_a_log_that_cannot_be_written_is_named(tmp_path):
+    sidecar = Sidecar(tmp_path, [], sys.executable, tmp_path / "gone" / "serve.log")
+    message = rf"{tmp_path}/gone/serve\.log, the log of .* cannot be written \(No such file"
+    with pytest.raises(UserError, match=message):
+        sidecar.start(60.0)
+
+
 HEALTHY = """
 import http.server, os, signal, sys
 class Healthy(http.server.BaseHTTPRequestHandler):
