@@ -79,7 +79,7 @@ INSTEAD = {
     " lost server",
     "vllm_gpu_memory_utilization": 'use `--vllm-options="--gpu-memory-utilization 0.3"`',
     "vllm_tensor_parallel_size": 'use `--vllm-options="--tensor-parallel-size 2"`',
-    "vllm_model_impl": 'use `--vllm-options="--model-impl vllm"`',
+    "vllm_model_impl": 'use `--vllm-options="--model-impl transformers"`',
     "reward_model_name_or_path": "use `--reward-funcs model:FOLDER`",
     "datasets test_split_size": "use `--data` with several sources, `--data-weights` and"
     " `--eval-data`",
@@ -154,8 +154,8 @@ UNSUPPORTED = {
     ' limit it with `--vllm-options="--gpu-memory-utilization 0.3"`',
     "log_multimodal": "only text is supported",
     "log_completions_hub_repo": "`--log-completions` writes files, which you can upload",
-    "dataset_streaming streaming": "all prompts are read at the start, because a resumed run draws"
-    " them again",
+    "dataset_streaming streaming": "a resumed run draws the prompts again, so all of them are read"
+    " at the start",
     "load_in_4bit load_in_8bit bnb_4bit_quant_type bnb_4bit_quant_storage"
     " use_bnb_nested_quant": "the base model is not quantized; `--lora-r` trains adapters on a"
     " float32 base",

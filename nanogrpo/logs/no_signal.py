@@ -32,10 +32,8 @@ class NoSignal:
         if silent and self.streak == self.limit:
             why = reason(self.cfg, samples, row, advantages)
             look = "" if self.cfg.num_completions_to_print else " (--num-completions-to-print 4)"
-            print_line(
-                f"warning: {self.streak} steps in a row had no learning signal: {why}. Read some "
-                f"completions{look}."
-            )
+            steps = f"{self.streak} steps in a row" if self.streak > 1 else "this step"
+            print_line(f"warning: {steps} had no learning signal: {why}. Read completions{look}.")
 
 
 def reason(

@@ -4,7 +4,8 @@ In: the metrics.jsonl of each run. Out: one picture. Noisy curves are drawn twic
 are, and as a moving average. A panel appears only if a run has its metrics and they say something:
 each reward function if there are several, the KL if there is a reference, the clip and truncation
 if they occurred, the gap between trainer and engine if it is more than rounding. `--metrics`
-chooses the panels instead, also those of `log_metric`. Needs matplotlib (`pip install -e .[plot]`).
+chooses the panels instead, also those of `log_metric`. Needs matplotlib: `pip install
+'nanogrpo[plot]'`.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def draw(runs: list[Path], out: Path, metrics: Sequence[str] = (), smooth: int =
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
-        raise UserError("plotting needs matplotlib: pip install -e .[plot]") from e
+        raise UserError("plotting needs matplotlib: pip install 'nanogrpo[plot]'") from e
     data = {str(run): read(run) for run in runs}
     everything = list(data.values())
     if not any(len(row) > 1 for rows in everything for row in rows):

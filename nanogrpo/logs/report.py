@@ -32,7 +32,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as e:
             raise UserError(
-                "--report-to tensorboard needs its package: pip install -e .[tensorboard]"
+                "--report-to tensorboard needs its package: pip install 'nanogrpo[tensorboard]'"
             ) from e
         # Steps in the old files that a resumed run repeats are hidden. Step 0 contains an
         # evaluation, which a run that starts over also repeats.
@@ -61,7 +61,7 @@ class Trackio:
             import trackio
         except ImportError as e:
             raise UserError(
-                "--report-to trackio needs its package: pip install -e .[trackio]"
+                "--report-to trackio needs its package: pip install 'nanogrpo[trackio]'"
             ) from e
         self.trackio, self.unique = trackio, cfg.log_unique_prompts
         config = dict(head)
@@ -97,7 +97,9 @@ class Wandb:
         try:
             import wandb
         except ImportError as e:
-            raise UserError("--report-to wandb needs its package: pip install -e .[wandb]") from e
+            raise UserError(
+                "--report-to wandb needs its package: pip install 'nanogrpo[wandb]'"
+            ) from e
         self.wandb, self.unique = wandb, cfg.log_unique_prompts
         folder, config = Path(cfg.output_dir), dict(head)
         id_file = folder / "wandb-id"

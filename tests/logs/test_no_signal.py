@@ -91,7 +91,7 @@ def test_a_real_run_that_learns_nothing_says_so_once_on_the_console(
     assert {row["grad_norm"] for row in steps(tmp_path)} == {0.0}
     (said,) = (x for x in capsys.readouterr().err.splitlines() if x.startswith("warning"))
     assert said.startswith(f"warning: {STEPS} steps in a row had no learning signal: ")
-    assert said.endswith("Read some completions (--num-completions-to-print 4).")
+    assert said.endswith("Read completions (--num-completions-to-print 4).")
 
 
 def test_a_run_that_learns_gets_no_warning(tiny_base, files, tmp_path, capsys):

@@ -199,6 +199,6 @@ def test_an_error_of_wandb_is_a_user_error(tmp_path, monkeypatch):
 )
 def test_a_missing_package_is_a_user_error(tmp_path, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
-    message = rf"^--report-to {name} needs its package: pip install -e \.\[{name}\]$"
+    message = rf"^--report-to {name} needs its package: pip install 'nanogrpo\[{name}\]'$"
     with pytest.raises(UserError, match=message):
         start_reporter(name, tmp_path)
