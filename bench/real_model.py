@@ -7,11 +7,11 @@ and docs/img/real_model.png: reward and held-out accuracy by step and by second.
 
 Both sides train with the options in examples/word_problems.json: the same base, prompts, order,
 rewards, learning rate and number of completions, all weights in float32. The settings that TRL has
-and we have not are in trl_run.py: sdpa attention, TRL's fused head, fused AdamW, and one
-micro-batch. In all runs, the same engine answers the held-out problems greedily; this is not timed.
-The sides run alternately, each run in a process of its own. A record is written when its run ends,
-and a run that has a record is not repeated, so an interrupted benchmark can be continued. TRL takes
-longer, so by default it runs with the first seed only, and ends after 16 steps (--trl-seeds,
+and we have not are in trl_run.py: sdpa attention, TRL's fused head, fused AdamW, and two
+micro-batches. In all runs, the same engine answers the held-out problems greedily; this is not
+timed. The sides run alternately, each run in a process of its own. A record is written when its run
+ends, and a run that has a record is not repeated, so an interrupted benchmark can be continued. TRL
+takes longer, so by default it runs with the first seed only, and ends after 8 steps (--trl-seeds,
 --trl-steps). The learning rate is constant, so these are the first steps of a longer run.
 
 --profile instead runs a few steps of our side, and compares the FLOP that they require with the
@@ -52,6 +52,9 @@ from nanogrpo.types import PackedBatch, Sample
 
 OPTIONS = common.ROOT / "examples/word_problems.json"
 HIDDEN = ("model", "output_dir", "max_steps", "seed")  # not settings: places, or recorded anyway
+# TRL needs more than 24 GB for all completions at once. Half of them have about as many tokens as one
+# of our micro-batches.
+TRL_MICRO = 2
 # for --quick: a run of seconds on a tiny model, which shows only that the benchmark works
 QUICK = {
     "generation_batch_size": 8,
@@ -185,7 +188,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         seeds=(1, "runs of our side, with seeds 0, 1, …"),
         steps=(0, "GRPO steps of our runs; 0: as many as `make real`"),
         trl_seeds=(1, "runs of TRL's side, with the first of these seeds"),
-        trl_steps=(16, "GRPO steps of TRL's runs, at most as many as ours"),
+        trl_steps=(8, "GRPO steps of TRL's runs, at most as many as ours"),
     )
     parser.add_argument(
         "--profile", action="store_true", help="measure our side's share of the matmul peak instead"
@@ -244,7 +247,7 @@ def measure(
 
     def start(seed: int, side: str) -> dict:
         run = dataclasses.replace(cfg, seed=seed, max_steps=steps[side])
-        return {**runs.run(side, run, args.threads), **same, "steps": steps[side]}
+        return {**runs.run(side, run, args.threads, TRL_MICRO), **same, "steps": steps[side]}
 
     runs.complete("real_model", records, wanted, start, argv, args.out)
     return records

@@ -43,12 +43,15 @@ from nanogrpo.run.setup import load_prompts
 from nanogrpo.types import Sample
 
 
-def run(side: str, cfg: Config, threads: int) -> dict:
-    """Run one side in a new process and return its measurements."""
+def run(side: str, cfg: Config, threads: int, micro: int = 1) -> dict:
+    """Run one side in a new process and return its measurements.
+
+    micro: micro-batches per optimizer step of TRL; ours follow from the token budget.
+    """
     cfg.validate()
     with tempfile.TemporaryDirectory() as where:
         (Path(where) / "options.json").write_text(json.dumps(dataclasses.asdict(cfg)))
-        return common.in_process(Path(where), ["bench.runs", side, where], threads)
+        return common.in_process(Path(where), ["bench.runs", side, where, "--micro", micro], threads)
 
 
 # --- a benchmark of several runs, which can be interrupted and continued ---
@@ -235,7 +238,7 @@ def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
 # --- TRL's side ---
 
 
-def theirs(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
+def theirs(cfg: Config, sampled: list[list[Sample]] | None = None, micro: int = 1) -> dict:
     """Run TRL's trainer with a callback that measures time and evaluates.
 
     sampled: if given, TRL does not sample but trains on these samples, one list per step. The model
@@ -250,7 +253,7 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
     (prompts,), problems = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
     rewards = Runner(cfg.reward_funcs, max_completion_length=cfg.max_completion_length)
     functions = rewards.local.functions
-    trainer = trl_run.trainer(cfg, prompts, functions, Path(cfg.output_dir))
+    trainer = trl_run.trainer(cfg, prompts, functions, Path(cfg.output_dir), micro)
     clock, held_out, sampling = StepClock(), {}, []
     if sampled:
         trainer.rollout_func = lambda texts, trainer: rollout(
@@ -349,6 +352,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.runs", description=main.__doc__)
     parser.add_argument("side", choices=SIDES)
     parser.add_argument("folder", type=Path, help="has options.json, gets found.json")
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches per step of TRL")
     args = parser.parse_args(argv)
     side, folder = args.side, args.folder
     cfg = Config(**json.loads((folder / "options.json").read_text()))
@@ -362,7 +366,7 @@ def main(argv: list[str]) -> int:
     reset_peak()
     before = memory()["now"]
     try:
-        found = SIDES[side](cfg)
+        found = theirs(cfg, micro=args.micro) if side == "TRL" else SIDES[side](cfg)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -81,25 +81,31 @@ def learning(records: list[dict]) -> list[tuple]:
 def real_model(records: list[dict]) -> list[tuple]:
     runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
     steps = {side: [s for r in mine for s in r["seconds"]] for side, mine in runs.items()}
+    # TRL runs fewer steps, and the first steps are longer: the ratio is that of the same steps
+    both = min((r["steps"] for mine in runs.values() for r in mine), default=0)
+    first = {side: [s for r in mine for s in r["seconds"][:both]] for side, mine in runs.items()}
     lines = []
     for side, mine in runs.items():
         if not mine:
             continue
         held_out = [[r["held_out"][step] for step in sorted(r["held_out"], key=int)] for r in mine]
-        reached = [seconds_to(r, first[0] + 0.25) for r, first in zip(mine, held_out)]
+        reached = [seconds_to(r, values[0] + 0.25) for r, values in zip(mine, held_out)]
         sure = [s for s in reached if s is not None]
         to25 = show(sure, 0) if sure else "–"
         if len(sure) < len(mine):
             to25 += f" ({len(mine) - len(sure)} never)"
-        median = statistics.median(steps[side])
-        over = statistics.median(steps["TRL"]) / median if steps["TRL"] else None
+        over = (
+            statistics.median(first["TRL"]) / statistics.median(first[side])
+            if first["TRL"]
+            else None
+        )
         names = mine[0]["phases"]
         phases = {n: statistics.median([s for r in mine for s in r["phases"][n]]) for n in names}
         lines.append(
             (
                 side,
                 f"{len(mine)} × {mine[0]['steps']} steps",
-                median,
+                statistics.median(steps[side]),
                 f"{min(steps[side]):.3g} – {max(steps[side]):.3g}",
                 times(over) if side != "TRL" else "",
                 mib(max(r["peak_bytes_above_libraries"] for r in mine)),
@@ -114,7 +120,10 @@ def real_model(records: list[dict]) -> list[tuple]:
 
 def shares(records: list[dict]) -> list[str]:
     """Return notes on the records of --profile."""
-    notes = ["Peak memory is that of the trainer's process, above its imported libraries."]
+    notes = [
+        "Peak memory is that of the trainer's process, above its imported libraries. "
+        "“over TRL” compares the first steps, as many as TRL ran."
+    ]
     for r in records:
         if "peak_flops" in r:
             share = {phase: r[phase]["share_of_peak"] for phase in ("train", "sample")}
