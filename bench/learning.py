@@ -46,6 +46,7 @@ COLOURS = {"nanogrpo": "C0", "TRL": "C1"}
 def draw(records: list[dict], path: Path) -> None:
     """Plot rewards (above) and held-out accuracy (below), by step (left) and by second (right)."""
     figure, axes = common.subplots(2, 2, figsize=(10, 6.5), sharey="row")
+    timed = tables_learning.alternated(records)
     for side, colour in COLOURS.items():
         mine = [record for record in records if record["side"] == side]
         if not mine:
@@ -53,7 +54,9 @@ def draw(records: list[dict], path: Path) -> None:
         label = f"{side}{' 1.16.0' if side == 'TRL' else ''}, {len(mine)} seeds"
         for (left, right), name in zip(axes, ("reward", "held_out")):
             x, mean, std = tables_learning.curve(mine, name)
-            seconds = [statistics.fmean(sum(r["seconds"][:step]) for r in mine) for step in x]
+            seconds = [
+                statistics.fmean(sum(r["seconds"][:step]) for r in timed[side]) for step in x
+            ]
             low, high = ([m + sign * s for m, s in zip(mean, std)] for sign in (-1, 1))
             for axis, at in ((left, x), (right, seconds)):
                 axis.plot(at, mean, color=colour, label=label, linewidth=1.5)

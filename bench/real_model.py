@@ -52,8 +52,8 @@ from nanogrpo.types import PackedBatch, Sample
 
 OPTIONS = common.ROOT / "examples/word_problems.json"
 HIDDEN = ("model", "output_dir", "max_steps", "seed")  # not settings: places, or recorded anyway
-# TRL needs more than 24 GB for all completions at once. Half of them have about as many tokens as one
-# of our micro-batches.
+# TRL needs more than 24 GB for all completions at once. Half of them have about as many tokens as
+# one of our micro-batches.
 TRL_MICRO = 2
 # for --quick: a run of seconds on a tiny model, which shows only that the benchmark works
 QUICK = {

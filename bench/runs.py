@@ -51,7 +51,9 @@ def run(side: str, cfg: Config, threads: int, micro: int = 1) -> dict:
     cfg.validate()
     with tempfile.TemporaryDirectory() as where:
         (Path(where) / "options.json").write_text(json.dumps(dataclasses.asdict(cfg)))
-        return common.in_process(Path(where), ["bench.runs", side, where, "--micro", micro], threads)
+        return common.in_process(
+            Path(where), ["bench.runs", side, where, "--micro", micro], threads
+        )
 
 
 # --- a benchmark of several runs, which can be interrupted and continued ---

@@ -55,6 +55,16 @@ def seconds_to(record: dict, accuracy: float) -> float | None:
     return sum(record["seconds"][: min(reached)]) if reached else None
 
 
+def alternated(records: list[dict]) -> dict[str, list[dict]]:
+    """Return the runs whose times can be compared: the seeds that both sides ran, alternately.
+
+    A side alone keeps all its runs.
+    """
+    runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
+    both = {r["seed"] for r in runs["nanogrpo"]} & {r["seed"] for r in runs["TRL"]}
+    return {side: [r for r in mine if r["seed"] in both] or mine for side, mine in runs.items()}
+
+
 def show(values: Sequence[float], digits: int) -> str:
     return "{:.{d}f} ± {:.{d}f}".format(*mean_std(values), d=digits)
 
@@ -80,33 +90,36 @@ def learning(records: list[dict]) -> list[tuple]:
 
 def real_model(records: list[dict]) -> list[tuple]:
     runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
-    steps = {side: [s for r in mine for s in r["seconds"]] for side, mine in runs.items()}
+    timed = alternated(records)
     # TRL runs fewer steps, and the first steps are longer: the ratio is that of the same steps
-    both = min((r["steps"] for mine in runs.values() for r in mine), default=0)
-    first = {side: [s for r in mine for s in r["seconds"][:both]] for side, mine in runs.items()}
+    count = min((r["steps"] for mine in timed.values() for r in mine), default=0)
+    first = {side: [s for r in mine for s in r["seconds"][:count]] for side, mine in timed.items()}
     lines = []
     for side, mine in runs.items():
         if not mine:
             continue
         held_out = [[r["held_out"][step] for step in sorted(r["held_out"], key=int)] for r in mine]
-        reached = [seconds_to(r, values[0] + 0.25) for r, values in zip(mine, held_out)]
+        reached = [seconds_to(r, r["held_out"]["0"] + 0.25) for r in timed[side]]
         sure = [s for s in reached if s is not None]
         to25 = show(sure, 0) if sure else "–"
-        if len(sure) < len(mine):
-            to25 += f" ({len(mine) - len(sure)} never)"
+        if len(sure) < len(reached):
+            to25 += f" ({len(reached) - len(sure)} never)"
         over = (
             statistics.median(first["TRL"]) / statistics.median(first[side])
             if first["TRL"]
             else None
         )
-        names = mine[0]["phases"]
-        phases = {n: statistics.median([s for r in mine for s in r["phases"][n]]) for n in names}
+        seconds = [s for r in timed[side] for s in r["seconds"]]
+        phases = {
+            name: statistics.median([s for r in timed[side] for s in r["phases"][name]])
+            for name in mine[0]["phases"]
+        }
         lines.append(
             (
                 side,
                 f"{len(mine)} × {mine[0]['steps']} steps",
-                statistics.median(steps[side]),
-                f"{min(steps[side]):.3g} – {max(steps[side]):.3g}",
+                statistics.median(seconds),
+                f"{min(seconds):.3g} – {max(seconds):.3g}",
                 times(over) if side != "TRL" else "",
                 mib(max(r["peak_bytes_above_libraries"] for r in mine)),
                 show([h[0] for h in held_out], 3),
@@ -121,8 +134,9 @@ def real_model(records: list[dict]) -> list[tuple]:
 def shares(records: list[dict]) -> list[str]:
     """Return notes on the records of --profile."""
     notes = [
-        "Peak memory is that of the trainer's process, above its imported libraries. "
-        "“over TRL” compares the first steps, as many as TRL ran."
+        "Peak memory is that of the trainer's process, above its imported libraries. Times are"
+        " those of the seeds that both sides ran, and the ratio is that of as many first steps as"
+        " TRL ran."
     ]
     for r in records:
         if "peak_flops" in r:

@@ -52,6 +52,9 @@ def test_both_sides_run_on_the_same_prompts(argv, tmp_path, in_this_process):
     lines = tables.lines_of("real_model", records)
     assert [line[0] for line in lines] == ["nanogrpo", "TRL"]
     assert {len(line) for line in lines} == {len(tables.BENCHES["real_model"].columns)}
+    # only the times of seeds that both sides ran count
+    slow = [{**r, "seconds": [100 * s for s in r["seconds"]]} if r["seed"] else r for r in records]
+    assert tables.lines_of("real_model", slow) == lines
 
 
 def test_a_profile_is_kept_next_to_the_runs(argv, tmp_path, in_this_process):
