@@ -258,7 +258,7 @@ def _over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
 
 def _unknown(name: str, known: Iterable[str]) -> str:
     """Return the message for an unknown option, with the most similar known one."""
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     advice = f"use {near[0]}, or see --help" if near else "see --help for the options"
     return f"{name} is not an option: {advice}."
 
