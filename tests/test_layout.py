@@ -74,7 +74,6 @@ ONLY_IN = {
     "triton": "kernels/ bench/ tests/",
     "flash_attn": "nanogrpo/model/attention.py bench/ tests/",
     "math_verify": "nanogrpo/rewards/symbolic.py",
-    "latex2sympy2_extended": "nanogrpo/rewards/symbolic.py",
     "pyarrow": "nanogrpo/data/sources.py tests/",
     "datasets": "nanogrpo/data/hub.py bench/ tests/",
     "reasoning_gym": "nanogrpo/data/gym.py tests/",

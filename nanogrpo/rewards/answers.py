@@ -2,8 +2,9 @@
 
 In: the text of a completion, and a reference. Out: `extract_answer` returns the answer as written,
 or None; `compare` returns True, False, or None if it takes algebra to decide. Most answers of
-GSM8K-like data are decided here, in microseconds. Read next: rewards/symbolic.py, which asks
-math-verify about the rest.
+GSM8K-like data are decided here, in microseconds. The file has the order of the work: find the
+answer, write it in one way, separate number and unit, compare. Read next: rewards/symbolic.py,
+which asks math-verify about the rest.
 """
 
 from __future__ import annotations
@@ -16,25 +17,26 @@ from typing import NamedTuple
 # A longer text is no answer. It is equal to the same text only.
 MAX_LENGTH = 500
 
-# --- extracting ---
+Span = tuple[int, int]
 
-BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
-ANSWER_TAG = re.compile(r"<(/?)answer>")
-# A formula in a sentence. The bound on its length keeps the time linear in the length of the text.
+# --- find the answer ---
+
+BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
+TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+# The bound on the length of a formula keeps the time linear in the length of the text.
 FORMULA = re.compile(
     r"(?<!\\)(?:\$\$([^$]{1,500})\$\$|\$([^$\n]{1,500})\$)"
     r"|\\\(((?:(?!\\\)).){1,500})\\\)|\\\[((?:(?!\\\]).){1,500})\\\]"
     r"|(-?\\[dt]?frac\{-?\d{1,50}\}\{-?\d{1,50}\})",
     re.DOTALL,
 )
-ANSWER_IS = re.compile(r"answer.{0,50}\Z", re.IGNORECASE | re.DOTALL)
-# The text between two answers that are given together: "or", "and", a comma, "or maybe x =".
-TOGETHER = re.compile(
-    r"(?:[\s$*~.]|\\[()\[\],;! ]|</?answer>)*"
-    r"(?:[,;/&]|\b(?:or|and|alternatively)\b|\\(?:text|mathrm)\s*\{\s*,?\s*(?:or|and)\s*\})"
-    r"(?:[\s$*~,]|\\[()\[\],;! ]|</?answer>|[a-zA-Z]\s*="
-    r"|\b(?:or|and|maybe|possibly|perhaps|also|even|else|either|it|is|could|be|the)\b)*",
-    re.IGNORECASE,
+# The text before a formula that is the answer, with the formula's delimiter.
+ANSWER_IS = re.compile(r"answer(?:(?!\bnot\b)[^$\\]){0,50}(?:\$\$?|\\[(\[])?\Z", re.IGNORECASE)
+# The text between two answers that are given together: "or", or ", and maybe x =".
+JOIN = re.compile(r"(?:[,;/&]|or|and|alternatively)+")
+FILLER = re.compile(
+    r"</?answer>|\\(?:boxed|fbox|text|mathrm)\b|\\[,;!]|[\s$*~.!\\(){}\[\]]|\b[a-z]\s*="
+    r"|\b(?:maybe|possibly|perhaps|also|even|else|either|it|is|could|be|the)\b"
 )
 
 
@@ -42,356 +44,311 @@ def extract_answer(text: str) -> str | None:
     """Return the final answer in a text, or None.
 
     This is the last \\boxed{…}, else the last <answer>…</answer>, else the rest of the line after
-    the last ####, else the formula that follows the last "answer" in a sentence. Answers joined by
-    "or", "and" or a comma are returned together, "3, 5", because one of them alone is not the
-    answer. Results tried while thinking are not answers either: only the text after </think>
-    counts, and nothing after a <think> that is never closed. The time is linear in the length of
-    the text, even for a degenerate completion that repeats an unclosed \\boxed{ up to the length
-    limit.
+    the last ####, else the formula that follows the last "answer" in a sentence. Such a formula
+    comes before a line of words after ####, which may be a heading. Answers joined by "or", "and"
+    or a comma are returned together, "3, 5", because one of them alone is not the answer. Results
+    tried while thinking are not answers either: only the text after </think> counts, and nothing
+    after a <think> that is never closed. The time is linear in the length of the text, even for a
+    degenerate completion that repeats an unclosed \\boxed{ up to the length limit.
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
-    for spans in (_boxes(text), _tags(text)):
+    for spans in (_boxes(text), [match.span(1) for match in TAGGED.finditer(text)]):
         if spans:
-            return _last_together(text, spans)
+            return _groups(text, spans)[-1][1]
     _, mark, rest = text.rpartition("####")
-    if mark:
-        return rest.strip().partition("\n")[0].strip()
-    formulas = [m.span(m.lastindex or 0) for m in FORMULA.finditer(text)]
-    ends = [0, *(end for _, end in formulas)]
-    announced = (
-        i
-        for i, (start, _) in enumerate(formulas)
-        if ANSWER_IS.search(text[max(ends[i], start - 70) : start])
-    )
-    last = max(announced, default=-1)
-    # Those that follow it directly belong to it.
-    while 0 <= last < len(formulas) - 1 and _together(text, formulas[last], formulas[last + 1]):
-        last += 1
-    return _last_together(text, formulas[: last + 1]) if last >= 0 else None
+    line = rest.strip().partition("\n")[0].strip()
+    has_words = re.search(r"[a-zA-Z]{3}", line)
+    if mark and not (has_words and measure(line[:MAX_LENGTH]).number is None):
+        return line
+    for start, answer in reversed(_groups(text, _formulas(text))):
+        if ANSWER_IS.search(text[max(start - 70, 0) : start]):
+            return answer
+    return line if mark else None
 
 
-def extract_reference(text: str) -> str:
-    """Return the answer in a reference: a bare answer, or a solution with a marked answer.
+def extract_reference(*texts: str) -> str:
+    """Return the answer in a record's `solution`, `answer`, or both: each may be bare or marked.
 
-    A text without a mark, but with words around formulas, ends with its last formula.
+    A solution in which no answer is marked gives way to a shorter text, the bare answer. If it is
+    alone and has words around formulas, it ends with its last formula.
     """
-    if (answer := extract_answer(text)) is not None:
+    text = texts[0] if extract_answer(texts[0]) else min(texts, key=len)
+    if answer := extract_answer(text):
         return answer
-    spans = [m.span(m.lastindex or 0) for m in FORMULA.finditer(text)]
-    has_words = spans and re.search(r"[a-zA-Z]{2}", FORMULA.sub("", text))
-    return _last_together(text, spans) if has_words else text.strip()
+    groups = _groups(text, _formulas(text))
+    has_words = re.search(r"[a-zA-Z]{2}", FORMULA.sub("", text))
+    return groups[-1][1] if groups and has_words else text.strip()
 
 
-def _boxes(text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of the content of each closed box, in the order of the starts."""
-    found = []
-    open_braces: list[tuple[int, bool]] = []  # (start of the content, whether it is a box)
-    for match in BRACES.finditer(text):
-        if match[0].endswith("{") and match[0] != r"\{":
-            open_braces.append((match.end(), match[0] != "{"))
-        elif match[0] == "}" and open_braces:
-            start, is_box = open_braces.pop()
-            if is_box:
-                found.append((start, match.start()))
-    return sorted(found)
+def _boxes(text: str) -> list[Span]:
+    """Return the span of the content of each closed box, in the order of the starts."""
+    spans, opened = [], []
+    for brace in BRACES.finditer(text):
+        if brace[0].endswith("{"):
+            opened.append(brace)
+        elif opened and (start := opened.pop())[0] != "{":
+            spans.append((start.end(), brace.start()))
+    return sorted(spans)
 
 
-def _tags(text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of the content of each <answer>…</answer>."""
-    found, start = [], -1
-    for match in ANSWER_TAG.finditer(text):
-        if match[1] and start >= 0:
-            found.append((start, match.start()))
-        start = -1 if match[1] else match.end()
-    return found
+def _formulas(text: str) -> list[Span]:
+    return [match.span(match.lastindex or 0) for match in FORMULA.finditer(text)]
 
 
-def _together(text: str, first: tuple[int, int], second: tuple[int, int]) -> bool:
-    between = text[first[1] : second[0]].removeprefix("}")
-    between = re.sub(r"\\(?:boxed|fbox)\s*\{\Z", "", between)
-    return len(between) <= 60 and bool(TOGETHER.fullmatch(between))
+def _groups(text: str, spans: list[Span]) -> list[tuple[int, str]]:
+    """Return the start of each group of answers that are given together, and all its answers."""
+    groups: list[tuple[int, dict]] = []  # a dictionary of answers keeps each of them once
+    last = 0
+    for start, end in spans:
+        if not groups or not JOIN.fullmatch(FILLER.sub("", text[last:start].lower())):
+            groups.append((start, {}))
+        groups[-1][1][text[start:end].strip()] = True
+        last = end
+    return [(start, ", ".join(answers)) for start, answers in groups]
 
 
-def _last_together(text: str, spans: list[tuple[int, int]]) -> str:
-    """Return the last span, after those it is joined with."""
-    first = len(spans) - 1
-    while first > 0 and _together(text, spans[first - 1], spans[first]):
-        first -= 1
-    return ", ".join(dict.fromkeys(text[start:end].strip() for start, end in spans[first:]))
+# --- write it in one way ---
 
-
-# --- one way of writing ---
-
+COMMANDS = "times cdot cdot div pi infty le ge ne cup cap in emptyset pm theta"
 UNICODE = str.maketrans(
-    {
-        **dict.fromkeys("−–‐‑﹣－", "-"),
-        **dict.fromkeys("€£¥₹＄", " "),
-        "×": r"\times ",
-        "⋅": r"\cdot ",
-        "·": r"\cdot ",
-        "÷": r"\div ",
-        "°": r"^\circ ",
-        "º": r"^\circ ",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∈": r"\in ",
-        "∅": r"\emptyset ",
-        "±": r"\pm ",
-        "θ": r"\theta ",
-        "⁄": "/",
-        "∕": "/",
-        **{c: f"^{d}" for d, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
-    }
+    {"−": "-", "–": "-", "‐": "-", "⁄": "/", "∕": "/", "°": r"^\circ "}
+    | {c: rf"\{name} " for c, name in zip("×⋅·÷π∞≤≥≠∪∩∈∅±θ", COMMANDS.split())}
 )
 ROOT = re.compile(r"√\s*(\d+|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})")
-FONT = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|boldsymbol|bm|mbox|emph|underline)"
-    r"\s*\{([^{}]*)\}"
-)
-# Group 1, a new row of a matrix, stays. The rest is space: LaTeX's own, $, and \( \) \[ \].
+FONT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|boldsymbol|bm|mbox)\s*\{([^{}]*)\}")
+# LaTeX's spaces and delimiters. A $ before a number, without a second one, is a currency.
 SPACE = re.compile(
-    r"(\\\\)|\\(?:left|right|displaystyle|quad|qquad|big|Big)(?![a-zA-Z])|\\[!,;: $()\[\]]|[$~]"
+    r"\\(?:left|right|displaystyle|quad|qquad)(?![a-zA-Z])|\\[!,;: ()\[\]]|~"
+    r"|(?<!\\)\$(?!-?\d[^$]*\Z)"
 )
 DEGREE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])")
-FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*([^{}]*?)\s*\}|(\w))\s*(?:\{\s*([^{}]*?)\s*\}|(\w))")
+FRACTION = re.compile(r"\\[dtc]?frac *(?:\{ *(-?[\d,]+) *\}|(\d)) *(?:\{ *([\d,]+) *\}|(\d))")
+CURRENCY = re.compile(r"([$€£¥₹]) ?(-?[\d.,]*\d(?: ?(?:hundred|thousand|[mbtr]+illion)\b)?)")
+# The words before an answer, the name of what has this value, and a calculation next to it:
+# "The answer is", "Total cost =", "f(2) =", "9 * 2 =".
+CALCULATION = r"[\d.,(){}^ ]+(?:[-+*/]|\\(?:cdot|times|div))[-+*/\d.,(){}^ ]*"
+EXTRA = re.compile(
+    r"\A(?:(?:the )?(?:(?:final|correct) )?(?:answer|option|choice)\b(?: is\b)?\s*[:=]?\s*(?=\S)"
+    r"|(?:\\?[a-z]+(?: [a-z]{2,})*(?:_\w|_\{\w+\}|\(\w+\))?)? ?= ?(?=[-+$\\\d.(])"
+    rf"|{CALCULATION}= ?(?=\S))+|(?<=\d) ?={CALCULATION}\Z",
+    re.IGNORECASE,
+)
+
+
+def latex(text: str) -> str:
+    """Return a text with mathematical characters of Unicode as LaTeX."""
+    if text.isascii():
+        return text
+    text = re.sub("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}", ROOT.sub(r"\\sqrt{\1}", text))
+    text = re.sub("[¼-¾⅐-⅞]", r" \g<0>", text)
+    return unicodedata.normalize("NFKC", text).translate(UNICODE)
 
 
 def plain(text: str) -> str:
     """Return an answer without what does not change its meaning: fonts, spacing, delimiters."""
-    if not text.isascii():
-        text = "".join(map(_unfraction, ROOT.sub(r"\\sqrt{\1}", text))).translate(UNICODE)
-        text = unicodedata.normalize("NFKC", text)
-        text = "".join(str(unicodedata.decimal(c, c)) for c in text)
-    if any(c in text for c in "\\$~{"):
-        text = text.replace("{,}", ",").replace(r"\%", "%")
-        text = re.sub(r"(?<=\d)\\[,!;: ](?=\d{3}(?!\d))", "", text)  # 1\,234
-        text = SPACE.sub(lambda m: m[1] or " ", FONT.sub(r" \1 ", FONT.sub(r" \1 ", text)))
-        text = FRACTION.sub(r"\\frac{\1\2}{\3\4}", DEGREE.sub(" degrees ", text))
-    return re.sub(r"\s+", " ", text).strip(" *_`").rstrip(".").rstrip()
-
-
-def _unfraction(character: str) -> str:
-    """Return " 1/2" for ½, and other characters unchanged."""
-    kind, _, codes = unicodedata.decomposition(character).partition(" ")
-    if kind != "<fraction>":
-        return character
-    return " " + "".join(chr(int(code, 16)) for code in codes.split())
+    text = re.sub(r"\\?%|\bper cent\b", " percent", latex(text).replace("{,}", ","))
+    text = SPACE.sub(" ", FONT.sub(r" \1 ", FONT.sub(r" \1 ", text))).replace(r"\$", "$")
+    text = FRACTION.sub(r" \1\2/\3\4 ", DEGREE.sub(" degrees ", text))
+    text = re.sub(r"\s+", " ", text).strip(" *_`").rstrip(".").rstrip()
+    return EXTRA.sub("", CURRENCY.sub(r"\2 \1", text))
 
 
 def canonical(text: str) -> str:
-    """Return a plain answer without spaces and with the shortest braces, to compare as a text."""
-    text = re.sub(r"([\^_])\s*\{\s*(\w)\s*\}", r"\1\2", text)
-    text = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", text)
-    text = re.sub(r"(?<!\d) | (?!\d)", "", text)  # except between digits: "1 2" is not 12
-    # Remove commas only where they group thousands: "1,2" is a pair.
-    return text.replace(",", "") if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?", text) else text
+    """Return a plain answer without spaces, braces and zeros that do not matter ("05:30")."""
+    text = re.sub(r"\{ ?(\w) ?\}", r"\1", text)
+    # Spaces between digits stay, because "1 2" is not 12.
+    return re.sub(r"(?<!\d) | (?!\d)|\A0(?=\d:)", "", text)
 
 
-# --- numbers ---
+# --- separate number and unit ---
 
 
-class Quantity(NamedTuple):
-    """A number as it is written, with its unit."""
+class Measure(NamedTuple):
+    """An answer such as "x = 18 cm", in parts."""
 
-    value: Fraction
-    percent: bool
-    unit: str  # the usual abbreviation of a common unit, or "": any other, or none
-    decimals: int  # number of digits after the point; -1: written as a fraction
+    body: str  # "18"
+    number: Fraction | None  # the value of the body; None: it is not a number
+    # "cm", the first name of a common unit; "": any other word for what is counted, or no word;
+    # None: the text after the number is no unit but changes its meaning ("3 squared", "11_2")
+    unit: str | None
 
 
-NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d{1,3}(?: \d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+"
-QUANTITY = re.compile(
-    r"(?:(?:the )?(?:final )?answer(?: is)?\s*[:=]?\s*"  # "Answer: 18"
-    r"|[a-zA-Z]+(?:_\w|_\{\w+\}|\(\w+\))?\s*=\s*(?=[^=]))?"  # "x = 18"
-    r"(?P<sign>[+-]?)\s*"
-    r"(?:(?:(?P<whole>\d+)\s*)?\\frac\{(?P<upper_sign>-?)\s*(?P<upper>\d[\d,]*)\}"
-    r"\{(?P<lower_sign>-?)\s*(?P<lower>\d[\d,]*)\}"
-    r"|(?:(?P<whole2>\d+) +)?(?P<upper2>\d+) ?/ ?(?P<lower2>\d+)(?![\d.,])"
-    rf"|(?P<number>{NUMBER})"
-    r"(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{? ?(?P<power>[+-]?\d{1,3}) ?\}?)?)"
-    r"(?P<scale> ?(?:hundred|thousand|million|billion|trillion)\b)?"
-    r"(?P<percent> ?(?:%|(?:percent|per cent|percentage|pct)\b))?"
-    r"(?P<unit>.*)",
-    re.IGNORECASE,
-)
-SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-# Common units. Other words after a number are accepted as units too, but any two of those count as
-# the same.
 UNITS = {
-    name: unit
-    for unit, names in {
-        "mm": "mm millimeter millimeters millimetre millimetres",
-        "cm": "cm centimeter centimeters centimetre centimetres",
-        "m": "m meter meters metre metres",
-        "km": "km kilometer kilometers kilometre kilometres",
-        "in": "in inch inches",
-        "ft": "ft foot feet",
-        "yd": "yd yard yards",
-        "mi": "mi mile miles",
-        "mg": "mg milligram milligrams",
-        "g": "g gram grams",
-        "kg": "kg kilogram kilograms",
-        "oz": "oz ounce ounces",
-        "lb": "lb lbs pound pounds",
-        "ml": "ml milliliter milliliters millilitre millilitres",
-        "l": "l liter liters litre litres",
-        "s": "s sec secs second seconds",
-        "min": "min mins minute minutes",
-        "h": "h hr hrs hour hours",
-        "day": "day days",
-        "week": "week weeks",
-        "month": "month months",
-        "year": "year years",
-        "am": "am",
-        "pm": "pm",
-        "cent": "cent cents",
-        "dollar": "dollar dollars",
-    }.items()
-    for name in names.split()
+    name + plural: line.split()[0]
+    for line in """
+        mm millimeter millimetre
+        cm centimeter centimetre
+        m meter metre
+        km kilometer kilometre kmh kph
+        in inch inches
+        ft foot feet
+        yd yard
+        mi mile mph
+        mg milligram
+        g gram
+        kg kilogram
+        oz ounce
+        pound lb £
+        ml milliliter millilitre
+        l liter litre
+        s sec second
+        min minute
+        h hr hour
+        day
+        week
+        month
+        year
+        am
+        pm
+        degree
+        celsius c
+        fahrenheit f
+        radian rad
+        ¢ cent
+        $ dollar usd
+        € euro
+        ¥ yen
+        ₹ rupee
+        dozen
+        percent percentage pct
+    """.strip().splitlines()
+    for name in line.split()
+    for plural in ("", "s")
 }
-# These words are no unit: they change the number, or they name another one.
+# If only one of two answers has the unit: 50% is 50 and 0.5, and 2 dozen are 2 and 24.
+RATIOS = {"percent": Fraction(1, 100), "dozen": Fraction(12)}
+FACTORS = """
+    hundred=1e2 thousand=1e3 million=1e6 billion=1e9 trillion=1e12
+    tenths=1/10 hundredths=1/100 thousandths=1/1000
+    halves=1/2 thirds=1/3 fourths=1/4 fifths=1/5 sixths=1/6 eighths=1/8
+"""
+SCALES = dict(pair.split("=") for pair in FACTORS.split())
+SCALE = rf"(?: ?({'|'.join(SCALES)})\b)?"
+# sign, digits, power of ten, scale
+NUMBER = re.compile(
+    r"([+-]|(?:minus|negative) )? ?"
+    r"((?:\d+ )?\d+(?:,\d{3})* ?/ ?[1-9][\d,]*|\d{1,3}(?:[ ,]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
+    r"(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{? ?([+-]?\d{1,3}) ?\}?)?" + SCALE,
+    re.IGNORECASE,
+)
+# A number or formula, and words after it. "18cm" has a unit, "18m" and "18eggs" may be products.
+LONG_UNITS = "|".join(name for name in UNITS if len(name) > 1)
+MEASURE = re.compile(
+    rf"(?P<body>.*?[\d)}}]{SCALE})"
+    rf"(?P<words>(?: [a-z(]|_| ?/ ?[a-z]| ?[$€£¥₹¢]|(?:{LONG_UNITS})\b).*)",
+    re.IGNORECASE,
+)
+# A unit with its parts that do not matter: m^2, meters squared, p.m., o'clock, in total.
+TRIMMING = re.compile(
+    r"(?<=[a-z]) ?(?:\^ ?\{? ?-?\d ?\}?|squared|cubed)|[.']|\b(?:in|degrees) (?=\w)"
+)
+# Words after a number usually name what is counted. These, and digits, change the number instead,
+# or put it in doubt.
 NO_UNIT = re.compile(
-    r"\b(?:or|and|less|more|than|times|plus|minus|over|to|not|if|but|maybe|perhaps|possibly|either"
-    r"|sin|cos|tan|cot|csc|log|ln|lg|exp|pi|sqrt|mod|choose|half|dozen|hundred|thousand|million"
-    r"|billion|trillion)\b",
+    r"\A_|\d|\b(?:or|not|if|but|maybe|perhaps|possibly|squared|cubed|doubled|tripled|halved"
+    r"|factorial|to the power|(?:plus|minus|times|to|point|and|over|by) (?:a )?(?:half|zero|one|two"
+    rf"|three|four|five|six|seven|eight|nine|ten)|{'|'.join(SCALES)})\b"
+)
+# The denominator of a rate: the unit of "18 dollars per day" is that of "18 dollars".
+RATE = re.compile(r"/|\b(?:per|an?|each|every)\b")
+# The rest of a formula, with variables of one letter, or another number.
+ALGEBRA = re.compile(
+    r"[+*=\\^,;]|\b[^\W\d_acfghlms]\b|\b(?:or|and)\b.*\d"
+    rf"|\A (?!(?:{'|'.join(UNITS)})\b)[a-z]{{2}}\b"
+)
+ARITHMETIC = re.compile(
+    rf"(?:[\d.,+\-*/=(){{}}^ ]|\\(?:frac|cdot|times|div)|minus|negative|{'|'.join(SCALES)})*",
     re.IGNORECASE,
 )
 
 
-def quantity(text: str) -> Quantity | None:
-    """Return the number that a plain answer states, or None if it is anything else.
+def measure(text: str) -> Measure:
+    """Return the parts of an answer."""
+    text = plain(text)
+    whole = Measure(text, _number(text), "")
+    match = MEASURE.fullmatch(text)
+    if whole.number is not None or match is None:
+        return whole
+    body, words = match["body"], TRIMMING.sub("", match["words"].lower())
+    names = re.findall("[a-z]+|[$€£¥₹¢]", RATE.split(words)[0])
+    unit = next((UNITS[name] for name in names if name in UNITS), "")
+    if ALGEBRA.search(words) or not (unit or ARITHMETIC.fullmatch(body)):
+        return whole
+    if NO_UNIT.search(words):
+        return whole._replace(unit=None)
+    return Measure(body, _number(body), unit)
 
-    A word after the number is its unit, and so is a common abbreviation attached to it: "18 eggs",
-    "18cm", but not "18x".
-    """
-    # No answer has so many digits, and Python refuses to parse an integer of more than 4300.
-    match = QUANTITY.fullmatch(text) if len(text) <= 200 else None
+
+def _number(text: str) -> Fraction | None:
+    match = NUMBER.fullmatch(text)
     if match is None:
         return None
-    number, upper = match["number"], match["upper"] or match["upper2"]
-    if number is not None:
-        value = Fraction(number.replace(",", "").replace(" ", "").rstrip("."))
-        value *= Fraction(10) ** int(match["power"] or 0)
-        decimals = len(number.partition(".")[2])
-    else:
-        lower, whole = match["lower"] or match["lower2"], match["whole"] or match["whole2"]
-        signs = (match["upper_sign"] or "") + (match["lower_sign"] or "")
-        top, bottom = int(upper.replace(",", "")), int(lower.replace(",", ""))
-        if bottom == 0 or (whole and (signs or top >= bottom)):  # 1/0; not a mixed number
-            return None
-        value, decimals = Fraction(top, bottom) * (-1) ** len(signs) + int(whole or 0), -1
-    if match["scale"]:
-        value *= 10 ** SCALES[match["scale"].strip().lower()]
-    unit = _unit(match["unit"])
-    if unit is None:
-        return None
-    sign = -1 if match["sign"] == "-" else 1
-    return Quantity(sign * value, bool(match["percent"]), unit, decimals)
+    sign, digits, power, scale = match.groups()
+    terms = re.sub(r",| (?=\d{3}\b|/)|(?<=/) ", "", digits).split()  # "1,234", or 1 and 1/2
+    value = sum(map(Fraction, terms), Fraction(0)) * Fraction(10) ** int(power or 0)
+    value *= Fraction(SCALES[scale.lower()] if scale else 1)
+    return value if sign in (None, "+") else -value
 
 
-def _unit(text: str) -> str | None:
-    """Return the unit that follows a number, "" if it has none or an unknown one; None: no unit."""
-    if not text.strip():
-        return ""
-    words = re.sub(r"\^ ?\{? ?-?\d ?\}?|\\cdot|[ /.()'-]", " ", text).split()
-    if not words or len(words) > 5 or not all(word.isalpha() for word in words):
-        return None
-    if NO_UNIT.search(text):
-        return None
-    first, known = words[0], UNITS.get(words[0].lower(), "")
-    if text[0] in " /":  # "18 eggs", "18/day", but not "18 x" or "18/x"
-        return known if known or len(first) > 2 else None
-    return known if known and len(first) > 1 else None  # "18cm", but not "18m" or "18eggs"
+# --- compare ---
 
-
-def _same_quantity(a: Quantity, b: Quantity) -> bool:
-    if a.unit and b.unit and a.unit != b.unit:
-        return False
-    if a.value == b.value:
-        return True
-    if a.percent != b.percent:  # 50% is 50, where only the unit is missing, and 0.5
-        ratio, other = (a.value, b.value) if a.percent else (b.value, a.value)
-        return ratio / 100 == other
-    # A fraction may be written as a decimal of at least six places, correctly rounded.
-    places = max(a.decimals, b.decimals)
-    is_rounded = min(a.decimals, b.decimals) < 0 and places >= 6
-    return is_rounded and abs(a.value - b.value) * 2 * 10**places <= 1
-
-
-# --- comparing ---
-
-LABEL = re.compile(r"\(([A-Z])\)(?P<rest>.*)|([A-Z])(?:[).:](?P<rest2>.*))?")
-# Digits joined by operators. A power is a value, and so is a quotient: 2^{10}, 1/2.
-ONLY_DIGITS = re.compile(r"(?:[\d.,+\-*/=(){}^ ]|\\frac|\\cdot|\\times|\\div)+")
-CALCULATION = re.compile(
-    r"[\d)}] ?(?:[+\-*=]|\\cdot|\\times|\\div) ?[-+({\\\d]|[)}] ?\(|\d ?\(|\)\d"
+# More than one number, none, or one that is in doubt.
+NO_NUMBER = re.compile(
+    r",(?!\d{3})|[;<>]|\b(?:or|and|to|not|than|if)\b|\A[^\d\\]*\Z", re.IGNORECASE
 )
-SEPARATED = re.compile(r",(?!\d{3})|[;<>]|\b(?:or|and)\b")
+# Work that is left to the reader: 3+3 and 2(5), but a power is a value.
+UNFINISHED = re.compile(r"[\d)}] ?(?:[-+*=(]|\\cdot|\\times|\\div)|\)\d|\A[^\^({]*\Z")
+# A time of day, and a number in another base.
+LITERAL = re.compile(r"\d{1,2}:\d\d|\w+_\w+")
+CHOICE = re.compile(r"\(?([A-Z])(?:(?:[).:]+ ?| - )(.*))?")
+OTHER_CHOICE = re.compile(r"\([A-Z]\)|(?:\b(?:or|and)|[,;/&]) ?\(?[A-Z](?:[).:]|\Z)")
+WORDS = re.compile(r"(?:[^\W\d_]|[-'&.]){2,}")
 
 
 def compare(answer: str, reference: str) -> bool | None:
     """Return whether two answers are equal, or None if it takes algebra to decide.
 
-    Numbers are compared exactly, in any notation. Units are dropped, but two different common ones
-    differ: 18 cm is 18 and "18 centimeters", but not 18 m. A percentage equals the same number with
-    and without the %, and a hundredth of it. Other answers are compared as texts, and words of at
-    least three letters regardless of case. A label of a multiple-choice question may be followed by
-    the text of the choice. A calculation such as 3+3 is not an answer to a question whose answer is
-    a number, because otherwise leaving the last calculation out would pay off.
+    Numbers are compared exactly, in any notation. A unit may be missing, but two different common
+    ones differ: 18 cm is 18 and "18 centimeters", but not 18 m. A percentage equals the same number
+    with and without the %, and a hundredth of it. Other answers are compared as texts, and words
+    regardless of case. A label of a multiple-choice question may be followed by the text of the
+    choice. A calculation such as 3+3 is not an answer to a question whose answer is a number,
+    because otherwise leaving the last calculation out would pay off.
     """
     if max(len(answer), len(reference)) > MAX_LENGTH:
         return answer.strip() == reference.strip()
-    a, b = plain(answer), plain(reference)
-    given, wanted = quantity(a), quantity(b)
-    if given and wanted:
-        return _same_quantity(given, wanted)
-    short, short_b = canonical(a), canonical(b)
-    if short == short_b:
-        return True
-    if not (short and short_b) or len(short) == len(short_b) == 1:
+    given, wanted = measure(answer), measure(reference)
+    if given.unit and wanted.unit and given.unit != wanted.unit:
         return False
-    if wanted:
-        if "=" in a and ONLY_DIGITS.fullmatch(a):
-            return _is_equation_for(wanted, a)
-        if SEPARATED.search(a) or not re.search(r"\d|\\", a):
+    x, y = given.number, wanted.number
+    if x is not None and y is not None:
+        is_scaled = x * RATIOS.get(given.unit or "", 1) == y * RATIOS.get(wanted.unit or "", 1)
+        # A decimal of at least six places may be rounded.
+        places = [n for part in (given, wanted) if (n := len(part.body.partition(".")[2])) >= 6]
+        is_rounded = places and abs(x - y) * 2 * 10 ** min(places) <= 1
+        return bool(x == y or is_scaled or is_rounded)
+    a, b = canonical(given.body), canonical(wanted.body)
+    if a == b:
+        return True
+    if len(a) == len(b) == 1 or (LITERAL.fullmatch(a) and LITERAL.fullmatch(b)):
+        return False
+    if (given.unit is None and y is not None) or (wanted.unit is None and x is not None):
+        return b.startswith(a + "_")  # 2014 is enough if the reference is 2014_5
+    if y is not None:
+        is_left = ARITHMETIC.fullmatch(a) and UNFINISHED.search(a)
+        return False if is_left or NO_NUMBER.search(given.body) else None
+    label = CHOICE.fullmatch(wanted.body)
+    if label and label[2]:  # "(B) 12": either part is the answer
+        return compare(answer, label[1]) or compare(answer, label[2])
+    if label:
+        chosen = CHOICE.fullmatch(given.body)
+        if not chosen or OTHER_CHOICE.search(chosen[2] or ""):
             return False
-        if ONLY_DIGITS.fullmatch(a) and (CALCULATION.search(a) or not re.search(r"[\^({]", a)):
-            return False
-    label = LABEL.fullmatch(b)
-    if label and label["rest"]:  # "(B) 12": either part is the answer
-        return compare(answer, label[1]) or compare(answer, label["rest"])
-    if label and not label["rest2"]:
-        chosen = LABEL.fullmatch(a)
-        if chosen is None:
-            return None if re.search(r"[\d\\]", a) else False
-        rest = (chosen["rest"] or chosen["rest2"] or "").strip()
-        is_one = not re.match(r"(?:or|and)\b|[,;/&(]", rest) and not re.search(r"\([A-Z]\)", rest)
-        return is_one and (chosen[1] or chosen[3]) == (label[1] or label[3])
-    if is_words(short) and is_words(short_b):
+        return chosen[1] == label[1]
+    if WORDS.fullmatch(a) and WORDS.fullmatch(b):
         # Few letters may be variables, whose product has no order.
-        few = len(short) <= 4 and sorted(short) == sorted(short_b)
-        return None if few else short.casefold() == short_b.casefold()
+        may_be_product = len(b) == 2 or (len(b) <= 4 and b.islower() and "$" in reference)
+        if may_be_product and sorted(a) == sorted(b):
+            return None
+        return a.casefold() == b.casefold()
     return None
-
-
-def _is_equation_for(wanted: Quantity, text: str) -> bool:
-    """Return whether an equation without variables states the number: "3 + 4 = 7", "7 = 3 + 4"."""
-    sides = [side.strip() for side in text.split("=")]
-    numbers = [number for side in sides if (number := quantity(side))]
-    calculations = [
-        side for side in sides if CALCULATION.search(side) and side[-1] in "0123456789)}"
-    ]
-    return (
-        len(numbers) + len(calculations) == len(sides)
-        and len(numbers) > 0
-        and all(_same_quantity(number, wanted) for number in numbers)
-    )
-
-
-def is_words(text: str) -> bool:
-    return len(text) > 2 and all(c.isalpha() or c in "-'&." for c in text)

@@ -12,11 +12,12 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 
 from nanogrpo.errors import UserError
 from nanogrpo.rewards import plugin, symbolic
-from nanogrpo.rewards.answers import compare, extract_answer, extract_reference
+from nanogrpo.rewards.answers import compare, extract_answer, extract_reference, latex
 
 # --- answers ---
 
@@ -27,24 +28,21 @@ def accuracy_reward(
     """Return 1 where the extracted answer equals the reference, 0 where it differs or is missing.
 
     The reference is the record's `solution`, or else its `answer`: a bare result ("42", 42) or a
-    text from which `extract_answer` can extract one. The reward is None where a record has neither,
-    or where math-verify had no time left to decide.
+    text from which `extract_answer` can extract one. A shorter `answer` comes before a solution in
+    which no answer is marked. The reward is None where a record has neither, or where math-verify
+    had no time left to decide.
     """
     blank = [None] * len(completions)
-    # an empty cell of a CSV file is an empty text
-    references = [
-        next((r for r in both if r is not None and str(r).strip()), None)
-        for both in zip(solution or blank, answer or blank)
-    ]
-    rewards: list[float | None] = [None] * len(completions)
-    pairs = []
-    for i, (completion, reference) in enumerate(zip(completions, references)):
-        if reference is not None:
-            given = extract_answer(_text(completion))
-            rewards[i] = 0.0
-            if given is not None:
-                pairs.append((i, (given, extract_reference(str(reference)))))
-    for (i, _), verdict in zip(pairs, same_answers([pair for _, pair in pairs])):
+    rewards: list[float | None] = []
+    pairs = {}  # by the index of the completion
+    for i, (completion, *cells) in enumerate(zip(completions, solution or blank, answer or blank)):
+        # an empty cell of a CSV file is an empty text
+        references = [str(cell) for cell in cells if cell is not None and str(cell).strip()]
+        given = extract_answer(_text(completion))
+        rewards.append(0.0 if references else None)
+        if references and given is not None:
+            pairs[i] = (given, extract_reference(*references))
+    for i, verdict in zip(pairs, same_answers(list(pairs.values()))):
         rewards[i] = None if verdict is None else float(verdict)
     return rewards
 
@@ -60,22 +58,28 @@ def reasoning_accuracy_reward(
 
     reasoning_delimiters: the first of them that a completion contains ends its reasoning.
     """
-    texts = [_text(completion) for completion in completions]
-    ends = [next((d for d in reasoning_delimiters if d in text), None) for text in texts]
-    answers = [text.rpartition(end)[2] if end else "" for text, end in zip(texts, ends)]
+    answers = []
+    for text in map(_text, completions):
+        end = next((d for d in reasoning_delimiters if d in text), None)
+        answers.append(text.rpartition(end)[2] if end else "")
     return accuracy_reward(answers, solution, answer)
 
 
 def same_answers(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
     """Return whether each (answer, reference) is equal; None if there was no time to decide."""
     verdicts = [compare(*pair) for pair in pairs]
-    undecided = [i for i, verdict in enumerate(verdicts) if verdict is None]
-    for i, verdict in zip(undecided, symbolic.equal([pairs[i] for i in undecided])):
-        verdicts[i] = verdict
-    return verdicts
+    undecided = [pair for pair, verdict in zip(pairs, verdicts) if verdict is None]
+    decided = iter(symbolic.equal([(latex(answer), latex(wanted)) for answer, wanted in undecided]))
+    return [next(decided) if verdict is None else verdict for verdict in verdicts]
 
 
 # --- formats ---
+
+
+NO_TAG = r"(?:(?!</?(?:think|answer)>).)*"
+FORMAT = re.compile(
+    rf"(?:<think>)?{NO_TAG}</think>\s*<answer>(?!\s*</answer>){NO_TAG}</answer>", re.DOTALL
+)
 
 
 def format_reward(completions: list, **kwargs) -> list[float]:
@@ -85,25 +89,14 @@ def format_reward(completions: list, **kwargs) -> list[float]:
     a second <answer> is hedging. <think> may be missing, because some chat templates end the prompt
     with it.
     """
-    return [float(_is_formatted(_text(completion).strip())) for completion in completions]
-
-
-def _is_formatted(text: str) -> bool:
-    if text.count("<think>") > 1 or text.find("<think>") > 0:  # only at the very start
-        return False
-    if any(text.count(tag) != 1 for tag in ("</think>", "<answer>", "</answer>")):
-        return False
-    rest = text.partition("</think>")[2].strip()
-    answer = rest.removeprefix("<answer>").removesuffix("</answer>")
-    return rest == f"<answer>{answer}</answer>" and bool(answer.strip())
+    return [float(bool(FORMAT.fullmatch(_text(completion).strip()))) for completion in completions]
 
 
 def think_format_reward(completions: list, **kwargs) -> list[float]:
     """Return 1 for a completion that starts with <think>, its only one, and has a </think>."""
-    texts = [_text(completion) for completion in completions]
     return [
         float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text)
-        for text in texts
+        for text in map(_text, completions)
     ]
 
 

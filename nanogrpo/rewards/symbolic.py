@@ -34,12 +34,12 @@ logger = logging.getLogger("nanogrpo")
 
 SECONDS = 2  # of processor time for a pair; usual ones need a few milliseconds
 MEMORY = 2 << 30  # bytes of address space
-# Seconds that the pairs that exceed their limits may take in one call, in each process.
-LOST_SECONDS = 60.0
+MAX_LOST = 20  # pairs that may exceed their limits in one call, in each process
+TIMEOUT = 60.0  # seconds for a pair that waits instead of computing
 PROCESSES = min(4, os.cpu_count() or 1)
 PAIRS_PER_PROCESS = 16  # with fewer, another process would take longer to start than it saves
-CACHE: dict[tuple[str, str], bool] = {}  # verdicts; a group often repeats an answer
-CACHE_SIZE = 100_000
+
+Pair = tuple[str, str]
 
 
 def check_installed(spec: str) -> None:
@@ -55,56 +55,52 @@ THREADS = ThreadPoolExecutor(PROCESSES, "math-verify")
 OWN: dict[int, RewardProcess] = {}  # thread → its process
 
 
-def equal(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
+def equal(pairs: Sequence[Pair]) -> list[bool | None]:
     """Return whether each (answer, reference) is equal; None for those that were not tried.
 
-    A pair that exceeds its limits counts as different. Pairs are not tried if such pairs have used
-    up LOST_SECONDS in this call.
+    A pair that exceeds its limits counts as different. After MAX_LOST of them, no more pairs are
+    tried in this call.
     """
-    new = [pair for pair in dict.fromkeys(pairs) if pair not in CACHE]
-    n = min(PROCESSES, -(-len(new) // PAIRS_PER_PROCESS))
-    lost = sum(THREADS.map(_judge_all, [new[k::n] for k in range(n)]))
+    unique = list(dict.fromkeys(pairs))  # a group often repeats an answer
+    n = min(PROCESSES, -(-len(unique) // PAIRS_PER_PROCESS))
+    verdicts: dict[Pair, bool | None] = {}
+    for part in THREADS.map(_judge_all, [unique[k::n] for k in range(n)]):
+        verdicts |= part
+    return [verdicts[pair] for pair in pairs]
+
+
+def _judge_all(pairs: Sequence[Pair]) -> dict[Pair, bool | None]:
+    """Return the verdicts, on one of THREADS."""
+    verdicts: dict[Pair, bool | None] = dict.fromkeys(pairs)
+    lost = 0
+    for pair in pairs:
+        if lost >= MAX_LOST:
+            break
+        try:
+            verdicts[pair] = _ask(pair)
+        except CallLost:
+            verdicts[pair], lost = False, lost + 1
     if lost:
         logger.warning("math-verify gave up on %d answers, which count as wrong", lost)
-    verdicts = [CACHE.get(pair) for pair in pairs]
-    if None in verdicts:
-        logger.warning(
-            "math-verify did not get to %d answers, which get no reward", verdicts.count(None)
-        )
-    while len(CACHE) > CACHE_SIZE:  # the oldest first
-        del CACHE[next(iter(CACHE))]
+    if left := sum(verdict is None for verdict in verdicts.values()):
+        logger.warning("math-verify did not get to %d answers, which get no reward", left)
     return verdicts
 
 
-def _judge_all(pairs: Sequence[tuple[str, str]]) -> int:
-    """Fill the cache on one of THREADS, and return the number of pairs that were lost."""
-    lost, seconds = 0, 0.0
-    for pair in pairs:
-        begun = time.monotonic()
-        if seconds >= LOST_SECONDS:
-            break
-        try:
-            CACHE[pair] = _ask(pair)
-        except CallLost:
-            CACHE[pair], lost = False, lost + 1
-            seconds += time.monotonic() - begun
-    return lost
-
-
-def _ask(pair: tuple[str, str]) -> bool:
+def _ask(pair: Pair) -> bool:
     """Return the verdict of math-verify. Raises CallLost if the pair exceeds the limits."""
     me = threading.get_ident()
     process = OWN.get(me) or OWN.setdefault(me, RewardProcess([f"{__name__}:judge"]))
     arguments = {"completions": [pair[0]], "solution": [pair[1]], "completion_ids": [[]]}
     job = [(0, "math-verify")], arguments, ["the answer"]
     try:
-        result = process.call(*job, timeout=LOST_SECONDS)
+        result = process.call(*job, timeout=TIMEOUT)
     except CallLost as reason:
         # The kernel ends a process at its limit with SIGXCPU. SIGKILL came from elsewhere, perhaps
         # before this call.
         if "SIGKILL" not in str(reason):
             raise
-        result = process.call(*job, timeout=LOST_SECONDS)
+        result = process.call(*job, timeout=TIMEOUT)
     return result.rewards[0] == [1.0]
 
 
@@ -114,39 +110,34 @@ def _ask(pair: tuple[str, str]) -> bool:
 def judge(completions: list[str], solution: list[str], **kwargs) -> list[float]:
     """Return 1 for each completion that equals its solution, in the form of a reward function."""
     verify = _verifier()
-    limit = int(time.process_time()) + SECONDS + 1
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (limit if hard < 0 else min(limit, hard), hard))
+    _limit(resource.RLIMIT_CPU, int(time.process_time()) + SECONDS + 1)
     return [float(verify(answer, wanted)) for answer, wanted in zip(completions, solution)]
+
+
+def _limit(kind: int, limit: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit if hard < 0 else min(limit, hard), hard))
 
 
 @functools.cache
 def _verifier() -> Callable[[str, str], bool]:
     """Import math-verify, limit the memory of this process, and return the comparison."""
-    import latex2sympy2_extended
     import math_verify
 
-    for kind, limit in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CORE, 0)):
-        _, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (limit if hard < 0 else min(limit, hard), hard))
+    _limit(resource.RLIMIT_AS, MEMORY)
+    _limit(resource.RLIMIT_CORE, 0)
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit
     faulthandler.unregister(signal.SIGUSR1)
+    reading = {
+        "extraction_config": [math_verify.LatexExtractionConfig(boxed_match_priority=0)],
+        "extraction_mode": "first_match",
+        "parsing_timeout": None,
+    }
 
-    config = math_verify.LatexExtractionConfig(
-        normalization_config=latex2sympy2_extended.NormalizationConfig(
-            units=True, malformed_operators=True, nits=True
-        ),
-        boxed_match_priority=0,
-    )
-
-    def parse(answer: str) -> list:
-        return math_verify.parse(
-            rf"\boxed{{{answer}}}", [config], extraction_mode="first_match", parsing_timeout=None
-        )
-
-    def verify(answer: str, wanted: str) -> bool:
+    def verify(*texts: str) -> bool:
         try:
-            return math_verify.verify(parse(wanted), parse(answer), timeout_seconds=None)
+            answer, wanted = (math_verify.parse(rf"\boxed{{{text}}}", **reading) for text in texts)
+            return math_verify.verify(wanted, answer, timeout_seconds=None)
         except (Exception, MemoryError, RecursionError):  # any answer must get a verdict
             return False
 

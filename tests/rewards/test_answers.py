@@ -158,6 +158,15 @@ def test_accuracy_prefers_solution_to_answer_and_skips_records_without_either():
     assert accuracy_reward([[{"role": "assistant", "content": "#### 1"}]], answer=["1"]) == [1.0]
 
 
+def test_a_worked_solution_without_a_marked_answer_does_not_hide_the_bare_answer():
+    worked = "She sells 9 eggs, so she makes $18$ dollars a day, which is $126$ a week."
+    completions = ["#### 18", "#### 126"]
+    assert accuracy_reward(completions, solution=[worked] * 2, answer=["18"] * 2) == [1.0, 0.0]
+    assert accuracy_reward(completions, solution=[worked] * 2) == [0.0, 1.0]
+    marked = [worked + "\n#### 18"] * 2
+    assert accuracy_reward(completions, solution=marked, answer=["126"] * 2) == [1.0, 0.0]
+
+
 # --- math-verify ---
 
 
@@ -174,7 +183,6 @@ def test_numbers_do_not_need_math_verify(monkeypatch):
         ("18x", "18"),
         ("10^3", "1000"),
         ("2^{10}", "1024"),
-        ("10_2", "2"),
     ]
 
 
@@ -201,8 +209,8 @@ def test_verdicts_are_the_same_on_any_thread():
             assert pool.submit(symbolic.equal, [(f"(x+{n})x", f"x^2+{n}x")]).result() == [True]
 
 
-def test_pairs_beyond_the_time_of_a_call_get_no_reward(monkeypatch, caplog):
-    monkeypatch.setattr(symbolic, "LOST_SECONDS", 0.0)
+def test_pairs_after_too_many_lost_ones_get_no_reward(monkeypatch, caplog):
+    monkeypatch.setattr(symbolic, "MAX_LOST", 0)
     assert accuracy_reward([r"\boxed{z^2-z}", "#### 1"], solution=["z(z-1)", "1"]) == [None, 1.0]
     assert "math-verify did not get to 1 answers, which get no reward" in caplog.text
 
