@@ -139,7 +139,7 @@ OBJECTIVES = {
 def config(**options) -> Config:
     return Config(
         model="-",
-        data="-",
+        data=("-",),
         num_generations=G,
         generation_batch_size=8,
         max_completion_length=12,

@@ -34,7 +34,7 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
 
 
 def config(**options) -> Config:
-    return Config(model="-", data="-", max_completion_length=20, **options)
+    return Config(model="-", data=("-",), max_completion_length=20, **options)
 
 
 def random_samples() -> list[Sample]:

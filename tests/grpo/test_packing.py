@@ -22,7 +22,7 @@ from tests.conftest import packed, tiny_model
 
 
 def config(**options) -> Config:
-    return dataclasses.replace(Config(model="-", data="-"), **options)
+    return dataclasses.replace(Config(model="-", data=("-",)), **options)
 
 
 @st.composite
