@@ -31,7 +31,9 @@ FORMULA = re.compile(
     re.DOTALL,
 )
 # The text before a formula that is the answer, with the formula's delimiter.
-ANSWER_IS = re.compile(r"answer(?:(?!\bnot\b)[^$\\]){0,50}(?:\$\$?|\\[(\[])?\Z", re.IGNORECASE)
+ANSWER_IS = re.compile(
+    r"answer(?:(?!\bnot\b|\\[(\[])[^$]){0,50}(?:\$\$?|\\[(\[])?\Z", re.IGNORECASE
+)
 # The text between two answers that are given together: "or", or ", and maybe x =".
 JOIN = re.compile(r"(?:[,;/&]|or|and|alternatively)+")
 FILLER = re.compile(

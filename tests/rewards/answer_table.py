@@ -489,6 +489,7 @@ WORDS = [
     (r"\boxed{5\pm 1}", "5", False),
     (r"\boxed{5}/\boxed{6}", "6", False),
     ("The answer is not $5$.", "5", False),
+    (r"The answer is \textbf{$5$}.", "5", True),
     ("The answer could be $5$; maybe $6$.", "6", False),
     # names
     (r"\boxed{= 18}", "18", True),

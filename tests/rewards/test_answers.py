@@ -127,6 +127,8 @@ def test_degenerate_completions_take_linear_time():
         "1,111",
         "\\frac",
         " ",
+        "answer $1$ ",
+        "\\boxed{1}, ",
     ):
         text = piece * (32000 // len(piece))
         for form in (
