@@ -342,8 +342,9 @@ def run(options: list[str]) -> None:
     from nanogrpo.vllm.limits import OPTIONS
 
     cli_env_setup()
-    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve", allow_abbrev=False))
-    args = parser.parse_args(options)
+    # the full usage has hundreds of lines
+    parser = FlexibleArgumentParser("vllm serve", "%(prog)s [options]", allow_abbrev=False)
+    args = make_arg_parser(parser).parse_args(options)
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args, **OPTIONS))

@@ -149,8 +149,8 @@ def read(
         right = is_integer(index, 0, params["n"] - 1)
         require(right, f"a completion with index {shown.repr(index)}")
         require(0 < len(ids) <= params["max_tokens"], f"{len(ids)} tokens in a completion")
-        known_ids = all(is_integer(i, 0, vocab_size - 1) for i in ids)
-        require(known_ids, "tokens outside the vocabulary")
+        right = {*map(type, ids)} == {int} and min(ids) >= 0 and max(ids) < vocab_size
+        require(right, "tokens outside the vocabulary")
         content = choice["logprobs"]["content"]
         require([x["token_id"] for x in content] == ids, "log-probs of other tokens")
         versions: list[int] = []
@@ -165,9 +165,9 @@ def read(
                 "or another trainer uses it"
             )
         logp = [x["logprob"] for x in content]
-        numbers = all(x is None or type(x) in (int, float) for x in logp)
-        require(numbers, "a log-prob that is not a number")
-        if not all(x is not None and math.isfinite(x) and x > SENTINEL for x in logp):
+        kinds = {*map(type, logp)}
+        require(kinds <= {int, float, type(None)}, "a log-prob that is not a number")
+        if None in logp or not all(map(math.isfinite, logp)) or min(logp) <= SENTINEL:
             raise FloatingPointError(
                 f"{server} returned a log-prob of prompt {prompt.id} that is not finite at weight "
                 f"version {versions[-1]}; the weights contain NaN or infinity, or overflow: look "

@@ -153,6 +153,15 @@ def malformed(rng: random.Random, valid: dict) -> object:
     return body
 
 
+def label(server: Server) -> str:
+    """Return the label of the server's weights, which it reports with a token."""
+    body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+    ((span,),) = [
+        c["weight_versions"] for c in server.post("/inference/v1/generate", body)["choices"]
+    ]
+    return span["version"]
+
+
 def raw(server: Server, path: str, body: bytes) -> int:
     """Return the status of a POST."""
     connection = server.kind(server.host, server.port, timeout=30)

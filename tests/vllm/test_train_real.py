@@ -261,7 +261,8 @@ def test_a_wrong_secret_is_reported(base, files, tmp_path, server, monkeypatch, 
     monkeypatch.setenv(SECRET, wrong)
     assert train.main(arguments(base, files, tmp_path, *server)) == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message.endswith(f"set {SECRET} to the one that the server was started with.")
+    end = f"set {SECRET} to the one of the server, which says at its start where it is."
+    assert message.endswith(end)
 
 
 def test_a_server_that_hangs_for_good_stops_the_run_with_its_checkpoint(
