@@ -1,28 +1,80 @@
 """`UserError`, raised for mistakes of the user (in the config, the data, a checkpoint or a server
-address), and a JSON reader that raises it.
+address), and `reading`, which raises it for every file that cannot be read.
 
 The message is one sentence: it names the option, or the file and line, and says what to do.
 `train.py` and `serve.py` print it without a traceback and exit with status 2. Every other exception
 is a bug in nanogrpo and propagates with its traceback.
 """
 
+import contextlib
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+
+from nanogrpo.timelimit import Overtime
+
+# These end the program or a generator, or are sentences already.
+PASSED = (KeyboardInterrupt, SystemExit, GeneratorExit, Overtime)
 
 
 class UserError(Exception):
     """One sentence: what is wrong, where, and what to do about it."""
 
 
+@contextlib.contextmanager
+def reading(
+    what: object,  # a path; a function that returns a place, if the place changes while we read
+    advice: str = "restore it from its source",
+    problem: str = "cannot be read",
+) -> Iterator[None]:
+    """Turn whatever a reader raises on a file that we did not make into one UserError.
+
+    The readers are libraries in Python, C and Rust, which raise errors of every type on damaged
+    files: also MemoryError, RecursionError, and Rust's PanicException, which is no Exception. So
+    each use contains the reading and nothing else, or our own mistakes would look like the file's.
+
+    >>> with reading("a.json"):
+    ...     json.loads("[")
+    UserError: a.json cannot be read (Expecting value: line 1 column 2 (char 1)): restore it from …
+    """
+    try:
+        yield
+    except (UserError, *PASSED):
+        raise
+    except BaseException as e:  # see above
+        reason = first_sentence(e)
+        if isinstance(e, OSError) and e.strerror:  # without the path, which `what` names
+            reason = e.strerror
+        elif isinstance(e, LookupError | TypeError):  # whose message is often no more than a name
+            reason = f"{type(e).__name__}: {reason}"
+        where = what() if callable(what) else what
+        raise UserError(f"{where} {problem} ({reason}): {advice}.") from e
+
+
 def read_json(path: Path) -> dict:
     """Return the object in a JSON file. Raises UserError if the file is missing or damaged."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: check the folder and complete it.") from None
-    # unreadable, not UTF-8, not JSON, or nested too deeply
-    except (OSError, ValueError, RecursionError) as e:
-        raise UserError(f"{path} is not valid JSON ({e}): restore it from its source.") from e
+    with reading(path, problem="is not valid JSON"):
+        try:
+            value = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing: check the folder and complete it.") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object: restore it from its source.")
     return value
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception of the user's code, whose `__str__` may raise another."""
+    try:
+        return str(error)
+    except BaseException as another:  # the user's code may raise anything
+        return f"its text raises {type(another).__name__}"
+
+
+def first_sentence(error: BaseException) -> str:
+    """Return the first sentence of a message, without the source location or error number that it
+    begins with. In errors from C++, advice and a stack trace follow it.
+    """
+    lines = text_of(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^\[(\S+:|Errno )\d+\] ", "", lines[0]).split(". ")[0].rstrip(".")[:500]

@@ -34,7 +34,7 @@ SOURCES = {str(p.relative_to(ROOT)): p for pattern in PATTERNS for p in sorted(R
 
 # Each folder (or file) may import itself and those on the lines above.
 ORDER = [
-    "errors arguments kernels commands __main__",
+    "timelimit errors arguments kernels commands __main__",
     "types config trl_names cli",
     "model",
     "data",

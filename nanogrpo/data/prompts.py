@@ -15,10 +15,12 @@ A record is one of
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -28,8 +30,9 @@ from typing import Any
 import numpy as np
 
 from nanogrpo.data import sources
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, reading
 from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.timelimit import limited
 from nanogrpo.types import Prompt
 
 log = logging.getLogger("nanogrpo")
@@ -38,6 +41,8 @@ log = logging.getLogger("nanogrpo")
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 # The columns that can hold the prompt if --prompt-column names none, in this order.
 PROMPT_COLUMNS = ("prompt", "question", "problem")
+# Seconds that the chat template and the tokenizer may take for a record. They need milliseconds.
+TIME_LIMIT = 10.0
 
 
 def load_all(
@@ -62,14 +67,26 @@ def load_all(
     `max_prompt_length` is in tokens, after the chat template. A longer prompt is never truncated,
     because cutting off the beginning of a question can change its answer. If `long_prompts` is
     "drop", it is left out; otherwise it raises UserError.
+
+    A chat template is a program and may run forever, so each record has TIME_LIMIT seconds. This
+    limit needs a signal, so it holds in the main thread only, and it cannot interrupt a single
+    operation in C, such as 10 ** (10 ** 9).
     """
     parts: list[list[Prompt]] = []
     first_id = 0
+    seconds = TIME_LIMIT if threading.current_thread() is threading.main_thread() else 0.0
     for source in data:
         name, records = sources.name(source), sources.read(source, split, held_out, config)
         kept = []
         for id, (place, record) in enumerate(records, first_id):
-            prompt = from_record(record, tokenizer, id, place, **how)
+            make = functools.partial(from_record, record, tokenizer, id, place, **how)
+            try:
+                prompt: Prompt = limited(make, seconds)
+            except TimeoutError:
+                raise UserError(
+                    f"{place}: the chat template and the tokenizer take more than {seconds:g} s "
+                    "for this prompt; shorten it, or correct the template."
+                ) from None
             length = len(prompt.token_ids)
             if max_prompt_length is None or length <= max_prompt_length:
                 kept.append(prompt)
@@ -212,7 +229,10 @@ def _parse_tools(value: Any) -> list[dict] | None:
             value = json.loads(value)
         except (ValueError, RecursionError):
             return None
-    tools = _without_nulls(value or [])
+    try:
+        tools = _without_nulls(value or [])
+    except RecursionError:  # schemas nested too deeply
+        return None
     ok = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     return tools if ok else None
 
@@ -229,10 +249,8 @@ def system_prompt(option: str) -> str:
     White space at both ends is removed, such as the last line break of a file.
     """
     if os.path.isfile(option):
-        try:
+        with reading(f"--system-prompt {option}", "give UTF-8"):
             text = Path(option).read_text(encoding="utf-8")
-        except (OSError, ValueError) as e:
-            raise UserError(f"--system-prompt {option} cannot be read ({e}): give UTF-8.") from e
         if not text.strip():
             raise UserError(f"--system-prompt {option} is an empty file: write the text into it.")
         return text.strip()

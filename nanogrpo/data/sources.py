@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogrpo.data import gym, hub, tasks
-from nanogrpo.errors import UserError, read_json
+from nanogrpo.errors import UserError, read_json, reading
 
 Record = tuple[str, dict]  # (where it is: "file.jsonl:12" or "folder, row 3"; the record)
 # A name, or records: a list of dicts, a `datasets.Dataset`, or a `DatasetDict` with splits.
@@ -43,10 +43,12 @@ def read(
     elif source.startswith(gym.PREFIX):
         found = _numbered(source, gym.records(source, held_out))
     elif uses_hub(source):
-        splits = hub.load(source, config)
-        found = _numbered(source, _of_split(splits, split, source).to_list())
+        records = _of_split(hub.load(source, config), split, source)
+        with reading(f"--data {source}", "download the data set again"):
+            found = _numbered(source, records.to_list())
     else:
-        found = _from_path(Path(source), split)
+        with reading(source, "write it again"):
+            found = _from_path(Path(source), split)
     if not found:
         raise UserError(f"{name(source)} holds no prompts: put at least one record in it.")
     return found
@@ -151,7 +153,9 @@ def _csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(1 << 30)  # a long solution is no reason to stop
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, strict=True)
-        try:
+        with reading(
+            lambda: f"{path}:{rows.line_num}:", "write the file again", "not CSV in UTF-8"
+        ):
             columns = next(rows, [])
             if len(set(columns)) < len(columns):
                 raise UserError(f"{path}:1: two columns have the same name; rename one of them.")
@@ -164,36 +168,25 @@ def _csv(path: Path) -> Iterator[Record]:
                     )
                 if row:
                     yield place, dict(zip(columns, row))
-        except (csv.Error, UnicodeDecodeError) as e:
-            raise UserError(
-                f"{path}:{rows.line_num}: not CSV in UTF-8 ({e}); write the file again."
-            ) from e
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
     """Yield the records of a file. Lines are counted from 1, including blank ones."""
     # Only b"\n" ends a line. str.splitlines would also split at U+2028, which JSON strings allow.
-    with path.open("rb") as file:
+    number, advice = 1, "each line must be one complete JSON object"
+    with path.open("rb") as file, reading(lambda: f"{path}:{number}:", advice, "not JSON"):
         for number, line in enumerate(file, start=1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                if text.strip():
-                    yield f"{path}:{number}", json.loads(text)
-            # not JSON, not UTF-8, or nested too deeply
-            except (ValueError, RecursionError) as e:
-                raise UserError(
-                    f"{path}:{number}: not JSON ({e}); each line must be one complete JSON object."
-                ) from e
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            if text.strip():
+                yield f"{path}:{number}", json.loads(text)
 
 
 def _parquet(path: Path) -> list[Record]:
-    pyarrow = _pyarrow(path)
+    _pyarrow(path)
     from pyarrow import parquet
 
-    try:
+    with reading(path, "write the file again", "cannot be read as Parquet"):
         return _numbered(path, parquet.read_table(path).to_pylist())
-    except pyarrow.ArrowException as e:
-        raise UserError(f"{path} cannot be read as Parquet ({e}): write the file again.") from e
 
 
 def _saved(folder: Path, split: str) -> list[Record]:
@@ -204,19 +197,19 @@ def _saved(folder: Path, split: str) -> list[Record]:
     pyarrow = _pyarrow(folder)
     from pyarrow import ipc
 
-    try:
-        names = [entry["filename"] for entry in read_json(folder / "state.json")["_data_files"]]
-    except (KeyError, TypeError) as e:
-        raise UserError(
-            f"{folder} was not written by save_to_disk: its state.json names no data files."
-        ) from e
+    saved = read_json(folder / "state.json")
+    with reading(folder / "state.json", "give a folder of save_to_disk", "names no data files"):
+        paths = [folder / entry["filename"] for entry in saved["_data_files"]]
     records = []
-    for path in (folder / name for name in names):
-        try:
-            with pyarrow.memory_map(str(path)) as file, ipc.open_stream(file) as stream:
-                records += stream.read_all().to_pylist()
-        except (pyarrow.ArrowException, OSError) as e:
-            raise UserError(f"{path} cannot be read as Arrow ({e}): save the data again.") from e
+    for path in paths:
+        with (
+            reading(path, "save the data again", "cannot be read as Arrow"),
+            pyarrow.memory_map(str(path)) as file,
+            ipc.open_stream(file) as stream,
+        ):
+            table = stream.read_all()
+            table.validate(full=True)  # damaged offsets would read memory that is not ours
+            records += table.to_pylist()
     return _numbered(folder, records)
 
 

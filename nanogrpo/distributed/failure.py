@@ -20,7 +20,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -30,7 +29,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, first_sentence
 
 log = logging.getLogger("nanogrpo")
 
@@ -162,14 +161,6 @@ class Watch:
 
         run_with_timeout(self.grace, wait_for_the_others)
         leave(status)
-
-
-def first_sentence(error: BaseException) -> str:
-    """Return the first sentence of a message, without the source location or error number that it
-    begins with. In errors from C++, advice and a stack trace follow it.
-    """
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return re.sub(r"^\[(\S+:|Errno )\d+\] ", "", lines[0]).split(". ")[0].rstrip(".")
 
 
 def leave(status: int) -> None:

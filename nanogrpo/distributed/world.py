@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from nanogrpo.config import Config
-from nanogrpo.distributed.failure import Watch, finish_saves, first_sentence
-from nanogrpo.errors import UserError
+from nanogrpo.distributed.failure import Watch, finish_saves
+from nanogrpo.errors import UserError, first_sentence
 from nanogrpo.types import Sample
 
 

@@ -37,13 +37,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+from nanogrpo import timelimit
 from nanogrpo.distributed import failure
 from nanogrpo.engine import schema
 from nanogrpo.engine.base import stream
 from nanogrpo.engine.turns import Turns
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, text_of
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.rewards.call import start_loop, text_of
+from nanogrpo.rewards.call import start_loop
 from nanogrpo.types import Conversation, Prompt, Sample
 
 BLOCK = re.compile(r"<think>(.*?)(?:</think>|\Z)|<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
@@ -455,45 +456,15 @@ def readable(result: object) -> str:
 # --- a limit on the time of a call ---
 
 
-TRIES, PAUSE = 5, 1.0  # how often to interrupt a function, and the seconds between two times
-
-
-class Overtime(BaseException):
-    """Raised in a tool when its time is over. It is not an Exception, which the tool may catch."""
-
-
 def too_late(seconds: float) -> str:
     return f"no answer within {seconds:g} s"
 
 
 def limited(function: Callable[[], Any], seconds: float) -> Any:
-    """Call a function. If it has not returned after `seconds`, end it and raise TimeoutError.
-
-    A signal interrupts Python code and waiting for input, but not a computation in C, which is
-    interrupted when it returns. Only the main thread can use signals. A function that continues
-    after several interrupts ends this process.
+    """Call a function with a limit on its time (timelimit.py). A function that continues after
+    several interrupts ends this process.
     """
-    if not seconds:
-        return function()
-    tries = itertools.count(1)
-
-    def over(_: int, frame: FrameType | None) -> None:
-        if next(tries) > TRIES:
-            give_up(seconds, frame)
-        raise Overtime
-
-    before = signal.signal(signal.SIGALRM, over)
-    try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, seconds, PAUSE)
-            return function()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except Overtime:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # the line above may have been interrupted
-        raise TimeoutError(too_late(seconds)) from None
-    finally:
-        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+    return timelimit.limited(function, seconds, give_up)
 
 
 def give_up(seconds: float, frame: FrameType | None) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, reading
 
 
 def read_records(path: Path) -> Iterator[tuple[bytes, dict]]:
@@ -22,12 +23,8 @@ def read_records(path: Path) -> Iterator[tuple[bytes, dict]]:
     A half-written last line is skipped, because a run may be in progress or may have been killed.
     Any other damaged line raises UserError: skipping it would falsify the log.
     """
-    try:
+    with reading(path, "give the output folder of a run"):
         lines = path.read_bytes().splitlines()
-    except OSError as e:
-        raise UserError(
-            f"{path} cannot be read ({e.strerror}): give the output folder of a run."
-        ) from e
     for number, line in enumerate(lines, start=1):
         record: Any = None
         try:
@@ -47,12 +44,19 @@ def set_aside(path: Path) -> Path:
     return path.rename(next(name for name in names if not name.exists()))
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Write a file atomically, so a crash leaves the old or the new data. Create its folder."""
+def replace(path: Path, data: bytes, durable: bool = False) -> None:
+    """Write a file atomically, so a crash leaves the old or the new data. Create its folder.
+
+    durable: this also holds for a crash of the machine, but the disk has to be waited for.
+    """
     with writing(path):
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(data)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
 
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogrpo.config import Config
-from nanogrpo.distributed.failure import first_sentence
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, first_sentence
 
 
 class TensorBoard:

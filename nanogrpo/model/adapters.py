@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanogrpo.config import Config
-from nanogrpo.errors import UserError, read_json
+from nanogrpo.errors import UserError, read_json, reading
 from nanogrpo.model import lora
 from nanogrpo.model.checkpoint import copy_tensors, fill, tensors
 from nanogrpo.model.decoder import Decoder
@@ -87,9 +87,9 @@ def check_base(source: Path, cfg: Config) -> None:
     folder, merged = Path(cfg.lora_adapter), source / SUBFOLDER / CONFIG
     if not cfg.lora_adapter or not (folder / CONFIG).exists():
         return
-    base = read_json(folder / CONFIG).get("base_model_name_or_path")
+    base = _base_of(folder / CONFIG)
     if merged.exists():
-        theirs = read_json(merged).get("base_model_name_or_path")
+        theirs = _base_of(merged)
         if _same(folder, merged.parent) or (base and theirs and _same(base, theirs)):
             raise UserError(
                 f"--lora-adapter {folder}: the weights of --model {cfg.model} already contain "
@@ -99,6 +99,14 @@ def check_base(source: Path, cfg: Config) -> None:
         log.warning(
             "--lora-adapter %s was trained on %s, not on --model %s", folder, base, cfg.base
         )
+
+
+def _base_of(path: Path) -> str:
+    """Return the hub id or path of the base model that an adapter_config.json names, or ""."""
+    name = read_json(path).get("base_model_name_or_path") or ""
+    with reading(path, "correct base_model_name_or_path", "names no base model"):
+        os.path.realpath(name)  # it is a text, and could be a path
+    return name
 
 
 def _same(one: str | Path, other: str | Path) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nanogrpo.errors import UserError, read_json
+from nanogrpo.errors import UserError, read_json, reading
 from nanogrpo.model import lora
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
@@ -84,12 +84,12 @@ def tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:
     `slice[0:4]` only its first four rows.
     """
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as f:
-                for name in f.keys():  # noqa: SIM118 (not a dict: it has no __iter__)
-                    yield name, f.get_slice(name)
-        except (SafetensorError, OSError) as e:
-            raise UserError(f"{file} is missing or damaged ({e}): copy it again.") from e
+        with (
+            reading(file, "copy it again", "is missing or damaged"),
+            safe_open(file, framework="pt") as f,
+        ):
+            for name in f.keys():  # noqa: SIM118 (not a dict: it has no __iter__)
+                yield name, f.get_slice(name)
 
 
 def load_weights(model: Decoder, folder: Path) -> None:
@@ -114,6 +114,8 @@ def check_tied_head(folder: Path) -> None:
     if len(pair) < 2:
         return
     head, embedding = (pair[name] for name in TIED)
+    for name in TIED:
+        check_float(name, pair[name], str(folder))
     same = head.get_shape() == embedding.get_shape()
     step = 4096  # rows compared at a time
     for i in range(0, head.get_shape()[0] if same else 0, step):
@@ -123,6 +125,17 @@ def check_tied_head(folder: Path) -> None:
         raise UserError(
             f"{folder}: {TIED[0]} differs from {TIED[1]}, although config.json ties them: set "
             "tie_word_embeddings to false there."
+        )
+
+
+def check_float(name: str, tensor: Any, where: str) -> None:
+    """Raise UserError if the values of a tensor need more than a cast to be weights: integers,
+    truth values, 8-bit and complex numbers.
+    """
+    if tensor.get_dtype() not in FLOATS:
+        raise UserError(
+            f"{where}: the tensor {name} is stored as {tensor.get_dtype()}, which is not "
+            "supported; convert it to bfloat16 or float32."
         )
 
 
@@ -147,11 +160,7 @@ def copy_tensors(
                 f"{where}: the tensor {name} has shape {shape} but config.json asks for "
                 f"{expected}; {advice}."
             )
-        if tensor.get_dtype() not in FLOATS:
-            raise UserError(
-                f"{where}: the tensor {name} is stored as {tensor.get_dtype()}, which is not "
-                "supported; convert it to bfloat16 or float32."
-            )
+        check_float(name, tensor, where)
         fill(wanted[name], tensor)
         missing.discard(name)
     if missing:
@@ -175,8 +184,11 @@ def fill(parameter: Tensor, source) -> None:
 def empty_model(folder: Path) -> Decoder:
     """Return a checkpoint's model on the meta device, where weights need no time or memory."""
     where = folder / "config.json"
+    raw = read_json(where)
+    with reading(where, "use the model's original file", "does not describe a model"):
+        cfg = ModelConfig.from_dict(raw, str(where))
     with torch.device("meta"):
-        return Decoder(ModelConfig.from_dict(read_json(where), str(where)))
+        return Decoder(cfg)
 
 
 def load_model(

@@ -14,7 +14,9 @@ A worked example, with a Qwen3 folder:
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ import tokenizers
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nanogrpo.errors import UserError, read_json
+from nanogrpo.errors import UserError, read_json, reading
 
 # These files are read when the tokenizer is loaded and written unchanged by `save`. The last three
 # repeat parts of tokenizer.json for the slow tokenizers of transformers.
@@ -38,6 +40,9 @@ FILES = [
     "vocab.json",
     "merges.txt",
 ]
+# Longer texts, in characters, are encoded in a thread, because that can take many seconds.
+LONG = 200_000
+COPY = "copy it again from the model"
 
 
 class Tokenizer:
@@ -58,19 +63,17 @@ class Tokenizer:
             raise UserError(
                 f"{folder} has no tokenizer.json: name a folder written by save_pretrained."
             )
-        present = [folder / name for name in FILES if (folder / name).is_file()]
-        self._files = {path.name: path.read_bytes() for path in present}
-        try:
+        self._files: dict[str, bytes] = {}
+        for path in (folder / name for name in FILES if (folder / name).is_file()):
+            with reading(path):
+                self._files[path.name] = path.read_bytes()
+        with reading(f"{folder}/tokenizer.json", COPY):
             self._tokenizer = tokenizers.Tokenizer.from_str(self._files["tokenizer.json"].decode())
-        except Exception as e:  # the Rust library raises a plain Exception for every error
-            raise UserError(
-                f"{folder}/tokenizer.json cannot be read ({e}): copy it again from the model."
-            ) from e
-        # Some tokenizer.json files have settings for truncation and padding, which must not change
-        # a prompt.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+            # Some tokenizer.json files have settings for truncation and padding, which must not
+            # change a prompt.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
         config = {**self._json("special_tokens_map.json"), **self._json("tokenizer_config.json")}
         # A special token is written as "text" or as {"content": "text", …}. Templates receive the
@@ -111,19 +114,39 @@ class Tokenizer:
         such as a tool's answer.
         """
         self._tokenizer.encode_special_tokens = not special  # True encodes them as ordinary text
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=surround).ids
-        # half of a surrogate pair, which can come from "\\ud800" in JSON
-        except TypeError as e:
-            raise UserError(
-                f"the text {ascii(text)[:60]} cannot be encoded as UTF-8: write valid characters."
-            ) from e
+        encode = self._encode_long if len(text) > LONG else self._tokenizer.encode
+        with reading(f"{self._folder}/tokenizer.json", COPY, "cannot encode a text"):
+            try:
+                return encode(text, add_special_tokens=surround).ids
+            # half of a surrogate pair, which can come from "\\ud800" in JSON
+            except TypeError as e:
+                raise UserError(
+                    f"the text {ascii(text)[:60]} cannot be encoded as UTF-8: write valid "
+                    "characters."
+                ) from e
+
+    def _encode_long(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        """Encode a text in a thread, so that a signal can end the waiting: the library does not
+        return before it has finished. Unlike `encode`, `encode_batch` releases Python's lock.
+        """
+        done: Future = Future()
+
+        def work() -> None:
+            try:
+                found = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+                done.set_result(found[0])
+            except BaseException as e:  # raised again below
+                done.set_exception(e)
+
+        threading.Thread(target=work, daemon=True).start()
+        return done.result()
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. <think> and </think> are never skipped, because Qwen3
         defines them as ordinary tokens.
         """
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with reading(f"{self._folder}/tokenizer.json", COPY, "cannot decode a completion"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def render(
         self,
@@ -156,15 +179,12 @@ class Tokenizer:
         messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
         # an empty list is no tools: some templates would print a heading for it
         fields = {"tools": tools or None, "documents": None, **self._special, **kwargs}
-        try:
+        # a template is a program, so any exception is possible
+        name = f"the chat template of {self._folder}"
+        with reading(name, "change them", "rejects the messages"):
             return template.program.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **fields
             )
-        # a template is a program, so any exception is possible
-        except Exception as e:
-            raise UserError(
-                f"the chat template of {self._folder} rejects the messages ({e}): change them."
-            ) from e
 
     def encode_prompt(
         self,
@@ -235,13 +255,8 @@ class Tokenizer:
         is a string or a list of {"name", "template"} with the names "default" and "tool_use".
         """
         if "chat_template.jinja" in self._files:
-            try:
+            with reading(f"{self._folder}/chat_template.jinja", COPY, "is not UTF-8"):
                 source = self._files["chat_template.jinja"].decode()
-            except UnicodeDecodeError as e:
-                raise UserError(
-                    f"{self._folder}/chat_template.jinja is not UTF-8 ({e}): copy it again from "
-                    "the model."
-                ) from e
         named = [{"name": "default", "template": source}]
         if isinstance(source, list) and all(
             isinstance(e, dict) and {"name", "template"} <= e.keys() for e in source
@@ -267,16 +282,12 @@ class Tokenizer:
         env.globals["raise_exception"] = _raise_exception
         # `strftime_now` is omitted on purpose: with the current date in a prompt, a run that is
         # resumed the next day would get a different prompt.
-        try:
+        # jinja compiles to Python, which has its own limits, such as the depth of nested loops
+        with reading(f"the chat template of {self._folder}", "repair it", "cannot be compiled"):
             return {
                 name: _Template(env.from_string(text), _reads(env, text))
                 for name, text in texts.items()
             }
-        # jinja compiles to Python, which has its own limits, such as the depth of nested loops
-        except Exception as e:
-            raise UserError(
-                f"the chat template of {self._folder} cannot be compiled ({e}): repair it."
-            ) from e
 
 
 def _reads(env: jinja2.Environment, text: str) -> set[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nanogrpo.errors import UserError, read_json
+from nanogrpo.errors import UserError, read_json, reading
 from nanogrpo.model import checkpoint
 from nanogrpo.model.attention import Packed
 from nanogrpo.model.decoder import Body
@@ -51,16 +51,18 @@ class RewardModel(nn.Module):
         folder = checkpoint.locate(name, "--reward-funcs model:")
         path = folder / "config.json"
         raw = read_json(path)
-        # transformers does not write its default of two labels
-        labels = raw.get("id2label") or {"0": "", "1": ""}
-        kind = (raw.get("architectures") or [""])[0]
-        if not str(kind).endswith("ForSequenceClassification") or len(labels) != 1:
-            raise UserError(
-                f"{path}: a reward model is a ...ForSequenceClassification with one label, but "
-                f"this is a {kind} with {len(labels)}; name another folder after model:"
-            )
+        with reading(path, "name another folder after model:", "describes no reward model"):
+            # transformers does not write its default of two labels
+            labels = raw.get("id2label") or {"0": "", "1": ""}
+            kind = (raw.get("architectures") or [""])[0]
+            if not str(kind).endswith("ForSequenceClassification") or len(labels) != 1:
+                raise UserError(
+                    f"{path}: a reward model is a ...ForSequenceClassification with one label, but "
+                    f"this is a {kind} with {len(labels)}; name another folder after model:"
+                )
+            cfg = ModelConfig.from_dict(raw, str(path))
         # There is no vocabulary head that could be tied to the embeddings.
-        cfg = dataclasses.replace(ModelConfig.from_dict(raw, str(path)), tie_word_embeddings=False)
+        cfg = dataclasses.replace(cfg, tie_word_embeddings=False)
         with torch.device("meta"):
             model = cls(cfg)
         device = torch.device(device)

@@ -11,8 +11,7 @@ import re
 from pathlib import Path
 
 from nanogrpo.config import Config
-from nanogrpo.distributed.failure import first_sentence
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, first_sentence
 
 log = logging.getLogger("nanogrpo")
 

@@ -20,7 +20,7 @@ from typing import IO
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, reading
 from nanogrpo.model import checkpoint
 from nanogrpo.rewards import plugin
 from nanogrpo.types import Prompt
@@ -29,7 +29,7 @@ log = logging.getLogger("nanogrpo")
 
 # The files of a run: --overwrite-output-dir removes these and nothing else.
 OURS = (
-    r"\.?checkpoint-\d+(\.tmp|\.old)?|metrics(-\d+)?\.(jsonl|tmp)|completions(-\d+)?"
+    r"\.?checkpoint-\d+(-\d+|\.tmp|\.old)?|metrics(-\d+)?\.(jsonl|tmp)|completions(-\d+)?"
     r"|trace-\d+\.json|tensorboard|wandb-id"
 )
 
@@ -141,7 +141,8 @@ def origin(cfg: Config, world: World, prompts: Sequence[Prompt]) -> dict[str, st
     known = hashlib.sha256()
     for p in prompts:
         row = [p.id, p.token_ids, p.columns]
-        known.update(json.dumps(row, sort_keys=True, default=str).encode())
+        with reading(f"--data: prompt {p.id}", "give plain values as columns", "cannot be hashed"):
+            known.update(json.dumps(row, sort_keys=True, default=str).encode())
     out = {"prompts": known.hexdigest()}
     if len(set(world.gather(out["prompts"]))) > 1:
         raise UserError(

@@ -4,12 +4,15 @@ Read next: test_order.py (which prompts a step draws), tests/rewards/test_reward
 columns).
 """
 
+import concurrent.futures
 import csv
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from nanogrpo.data import prompts
 from nanogrpo.data.prompts import from_record, load_all, system_prompt
 from nanogrpo.data.sources import holds_out
 from nanogrpo.errors import UserError
@@ -309,6 +312,41 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path, chat):
 
 
 # --- mistakes ---
+
+
+def test_a_template_that_does_not_end_is_stopped_and_its_row_is_named(tmp_path, monkeypatch):
+    loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    template = "{% if messages[0].content == 'b' %}" + loops + "{% endif %}x"
+    tokenizer = Tokenizer(make_folder(tmp_path / "chat", template))
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in "abc"]
+    path = write(tmp_path / "d.jsonl", *map(json.dumps, rows))
+    monkeypatch.setattr(prompts, "TIME_LIMIT", 0.2)
+    with pytest.raises(
+        UserError,
+        match=r"d\.jsonl:2: the chat template and the tokenizer take more than 0\.2 s for this "
+        r"prompt; shorten it, or correct the template\.$",
+    ):
+        load(path, tokenizer)
+
+
+def test_a_text_that_takes_too_long_to_tokenize_is_stopped_and_its_row_is_named(
+    tmp_path, plain, monkeypatch
+):
+    """The tokenizer would take about two seconds. It goes on, but nobody waits for it."""
+    path = write(tmp_path / "d.jsonl", GOOD, json.dumps({"prompt": "how many apples" * 10**5}))
+    assert len(load(path, plain)) == 2
+    monkeypatch.setattr(prompts, "TIME_LIMIT", 0.05)
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=r"d\.jsonl:2: .* take more than 0\.05 s for this prompt"):
+        load(path, plain)
+    assert time.monotonic() - begun < 60
+
+
+def test_rows_have_no_time_limit_outside_of_the_main_thread(tmp_path, plain):
+    path = write(tmp_path / "d.jsonl", GOOD)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        assert len(pool.submit(load, path, plain).result()) == 1
+
 
 GOOD = '{"prompt": "a"}'
 

@@ -358,19 +358,25 @@ def test_a_call_that_takes_too_long_is_ended(tokenizer):
     assert s.conversation.messages[1]["content"] == "waited 0"
 
 
-def test_a_time_limit_leaves_no_timer_and_no_handler():
-    handler = signal.getsignal(signal.SIGALRM)
+def test_a_time_limit_leaves_the_timer_and_the_handler_that_it_found(request):
+    handler, others = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 0)
+    request.addfinalizer(lambda: signal.setitimer(signal.ITIMER_REAL, *others))
     assert limited(lambda: 7, 60.0) == 7
     with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
         limited(lambda: time.sleep(600), 0.05)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    signal.setitimer(signal.ITIMER_REAL, 500.0, 3.0)
+    assert limited(lambda: 7, 60.0) == 7
+    left, every = signal.getitimer(signal.ITIMER_REAL)
+    assert 400.0 < left <= 500.0
+    assert every == 3.0
     assert signal.getsignal(signal.SIGALRM) is handler
 
 
 def test_a_tool_that_catches_every_exception_ends_the_run(monkeypatch, capfd):
     left: list[int] = []
-    monkeypatch.setattr("nanogrpo.engine.tools.TRIES", 2)
-    monkeypatch.setattr("nanogrpo.engine.tools.PAUSE", 0.02)
+    monkeypatch.setattr("nanogrpo.timelimit.TRIES", 2)
+    monkeypatch.setattr("nanogrpo.timelimit.PAUSE", 0.02)
     monkeypatch.setattr("nanogrpo.distributed.failure.leave", left.append)
 
     def stubborn():

@@ -191,6 +191,15 @@ def test_weights_that_are_not_floating_point_are_refused(tmp_path, dtype):
         checkpoint.load_model(tmp_path)
 
 
+def test_a_tied_head_that_is_not_floating_point_is_refused(tmp_path):
+    checkpoint.export(tiny_model(tie_word_embeddings=True), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].to(torch.complex64)
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"the tensor lm_head\.weight is stored as C64"):
+        checkpoint.load_model(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_weights_of_every_floating_point_type_are_read(tmp_path, dtype):
     model = tiny_model().to(dtype)

@@ -3,8 +3,10 @@
 In: a small byte-level BPE folder (tokenizer_folder.py). Read next: tests/data/test_prompts.py.
 """
 
+import base64
 import importlib.util
 import json
+import struct
 from datetime import date
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanogrpo.errors import UserError
-from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.model.tokenizer import LONG, Tokenizer
 from tests.model.tokenizer_folder import CHATML, QWEN3_LIKE, make_folder
 
 CHATS = [
@@ -331,6 +333,35 @@ def test_the_template_for_tools_is_chosen_as_in_transformers(tmp_path):
 def test_a_list_without_a_default_has_no_template(tmp_path):
     several = [{"name": "tool_use", "template": "T"}]
     assert not Tokenizer(make_folder(tmp_path, several, in_config=True)).has_chat_template
+
+
+def test_a_panic_of_the_tokenizer_is_a_user_error(tmp_path):
+    """A damaged table makes the Rust library panic, which is no Exception in Python."""
+    folder = make_folder(tmp_path)
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    table = base64.b64encode(struct.pack("<II", 4, 0xFFFFFC00) + b"abc\0").decode()
+    raw["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": table}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    message = r"tokenizer\.json {} \(index out of bounds.*\): copy it again from the model\.$"
+    with pytest.raises(UserError, match=message.format("cannot be read")):
+        Tokenizer(folder)
+    for token in raw["added_tokens"]:
+        token["normalized"] = False  # so the table is used later
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    ours = Tokenizer(folder)
+    for text in ("abc", "abc" * LONG):
+        with pytest.raises(UserError, match=message.format("cannot encode a text")):
+            ours.encode(text)
+
+
+def test_a_long_text_has_the_ids_of_its_parts(tmp_path):
+    """Long texts are encoded in another way, so that the waiting can be interrupted."""
+    ours, text = Tokenizer(make_folder(tmp_path)), "how many apples <|im_end|>" * 10
+    count = LONG // len(text) + 1
+    assert ours.encode(text * count) == ours.encode(text) * count
+    assert ours.encode(text * count, special=False) == ours.encode(text, special=False) * count
+    with pytest.raises(UserError, match="cannot be encoded as UTF-8"):
+        ours.encode("\ud800" + "a" * LONG)
 
 
 def test_errors_of_a_template_are_user_errors(tmp_path):
