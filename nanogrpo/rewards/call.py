@@ -29,6 +29,7 @@ import functools
 import inspect
 import math
 import pickle
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, text_of
 
 # Names that log_metric may not use, because the log uses them itself. logs/console.py checks the
 # names of the metrics.
@@ -146,7 +147,7 @@ def packed(environments: Sequence) -> bytes:
     """
     try:
         return pickle.dumps(environments)
-    except Exception as e:  # the user's class may raise anything
+    except BaseException as e:  # the user's class may raise anything
         raise _not_copied(e) from e
 
 
@@ -155,14 +156,15 @@ def _unpacked(environments: bytes | Sequence) -> Sequence:
         return environments
     try:
         return pickle.loads(environments)
-    except Exception as e:  # the user's class may raise anything
+    except BaseException as e:  # the user's class may raise anything
         raise _not_copied(e) from e
 
 
-def _not_copied(error: Exception) -> UserError:
+def _not_copied(error: BaseException) -> UserError:
     return UserError(
         f"--environment-factory: the environments cannot be copied to the process of the reward "
-        f"functions ({type(error).__name__}: {error}): use --reward-timeout 0, or __getstate__"
+        f"functions ({type(error).__name__}: {text_of(error)}): use --reward-timeout 0, or "
+        "__getstate__"
     )
 
 
@@ -177,14 +179,19 @@ def _is_async(function: Callable) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-# An exception is returned, not raised. This includes SystemExit: a function that calls sys.exit(0)
-# must not end the run as if it had succeeded.
+# An exception is returned, not raised, whatever it is: a function that calls sys.exit(0) must not
+# end the run as if it had succeeded, and one that raises KeyboardInterrupt must not end it as if
+# somebody had pressed Ctrl-C.
 
 
 def _attempt(function: Callable, arguments: dict[str, Any]) -> Any:
     try:
         return function(**arguments)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except BaseException as error:  # the user's code may raise anything
+        # In a training run and in the reward process, Ctrl-C raises nothing; elsewhere it does.
+        default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if isinstance(error, KeyboardInterrupt) and default:
+            raise
         return error
 
 
@@ -201,6 +208,18 @@ async def _await_together(calls: Sequence[tuple[Callable, dict[str, Any]]]) -> l
 
 def _check(result: Any, name: str, labels: Sequence[str]) -> list[float | None]:
     """Return a function's result as B floats or Nones."""
+    try:
+        return _read(result, name, labels)
+    except UserError:
+        raise
+    except BaseException as error:  # the result may be an object of the user
+        raise UserError(
+            f"the reward function {name} returned a {type(result).__name__} that cannot be read "
+            f"({type(error).__name__}: {text_of(error)}); it must return a list of numbers"
+        ) from error
+
+
+def _read(result: Any, name: str, labels: Sequence[str]) -> list[float | None]:
     count = len(labels)
     if isinstance(result, BaseException):
         # frames[0] is the call in this file, frames[1] is the line in the user's function.
@@ -219,14 +238,6 @@ def _check(result: Any, name: str, labels: Sequence[str]) -> list[float | None]:
             "it must return a list with one value for each"
         )
     return [_number(value, name, label) for value, label in zip(values, labels)]
-
-
-def text_of(error: BaseException) -> str:
-    """Return the text of an exception of the user's code, whose `__str__` may raise another."""
-    try:
-        return str(error)
-    except Exception as another:  # the user's code may raise anything
-        return f"its text raises {type(another).__name__}"
 
 
 def _number(value: Any, name: str, label: str) -> float | None:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from nanogrpo.arguments import parse_arguments
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, text_of
 
 
 def load(spec: str, option: str, hint: str = "") -> Callable:
@@ -42,7 +42,7 @@ def load(spec: str, option: str, hint: str = "") -> Callable:
         module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise UserError(
-            f"{option}: importing {where!r} raised {type(error).__name__}: {error}; "
+            f"{option}: importing {where!r} raised {type(error).__name__}: {text_of(error)}; "
             "fix the file or its path"
         ) from error
     if not callable(function := getattr(module, name, None)):
@@ -132,7 +132,7 @@ def bind(function: Callable, arguments: dict[str, Any], spec: str) -> Callable:
         raise
     except (Exception, SystemExit) as error:  # the user's function may raise anything
         raise UserError(
-            f"{OPTION}: {spec!r} raised {type(error).__name__}: {error}; fix its arguments"
+            f"{OPTION}: {spec!r} raised {type(error).__name__}: {text_of(error)}; fix its arguments"
         ) from error
     if not callable(made):
         raise UserError(

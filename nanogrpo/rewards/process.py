@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanogrpo.distributed.parent import killed_with
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, text_of
 from nanogrpo.rewards import plugin
 from nanogrpo.rewards.call import CallResult, Functions, packed
 
@@ -124,9 +124,16 @@ class RewardProcess:
     def _ask(self, message: Any, timeout: float) -> Any:
         deadline = time.monotonic() + timeout
         try:
+            data = pickle.dumps(message)
+        except Exception as e:  # a column of the data may hold any object
+            raise UserError(
+                "the data cannot be copied to the process of the reward functions "
+                f"({type(e).__name__}: {text_of(e)}): use plain values, or --reward-timeout 0"
+            ) from e
+        try:
             self.socket.settimeout(timeout)
-            self.socket.sendall(pickle.dumps(message))
-            kind, answer = json.loads(self._read_line(deadline))
+            self.socket.sendall(data)
+            line = self._read_line(deadline)
         except TimeoutError:
             self.process.send_signal(signal.SIGUSR1)  # makes it write to stderr where it hangs
             time.sleep(0.05)
@@ -141,6 +148,13 @@ class RewardProcess:
                 raise CallLost("closed its connection") from None
             killed = f"was killed by {signal.Signals(-status).name}" if status < 0 else ""
             raise CallLost(killed or f"exited with status {status}") from None
+        try:
+            kind, answer = json.loads(line)
+        except (ValueError, TypeError, RecursionError) as e:
+            raise UserError(
+                "the process of the reward functions sent no answer but other data: a function "
+                "must not write to open files that are not its own"
+            ) from e
         if kind == "error":
             raise UserError(answer)
         return answer
@@ -190,6 +204,7 @@ def main(descriptor: int, trainer: int) -> None:
     killed_with(trainer)  # a loop inside C code would not notice the closed socket
     faulthandler.enable()  # reports where a segmentation fault happened
     faulthandler.register(signal.SIGUSR1)  # of all threads, because async functions have their own
+    signal.signal(signal.SIGINT, lambda *_: None)  # so only a function raises KeyboardInterrupt
     connection = socket.socket(fileno=descriptor)
     requests = connection.makefile("rb")
     me = os.getpid()
@@ -216,4 +231,10 @@ def main(descriptor: int, trainer: int) -> None:
                 send("done", functions.call(*request))
             except UserError as error:
                 send("error", str(error))
+            except (ConnectionError, EOFError):
+                raise
+            except BaseException as error:  # for example, a number that is too long for JSON
+                names = ", ".join(name for _, name in request[0])
+                reason = f"{type(error).__name__}: {text_of(error)}"
+                send("error", f"the reward function {names} failed ({reason}); fix the function")
     os._exit(0)  # without waiting for threads that the user's code has started

@@ -1,6 +1,7 @@
 """Reward functions that work, hang, crash, or are wrong. Tests name them; no test imports this."""
 
 import asyncio
+import contextlib
 import enum
 import functools
 import os
@@ -39,6 +40,50 @@ exits = fails_on_prompt_3("exits", lambda: os._exit(7))
 segfaults = fails_on_prompt_3("segfaults", lambda: os.kill(os.getpid(), signal.SIGSEGV))
 raises = fails_on_prompt_3("raises", lambda: 1 / 0)
 calls_exit = fails_on_prompt_3("calls_exit", lambda: sys.exit(3))
+
+
+def throw(error):
+    raise error
+
+
+class Unprintable(Exception):
+    """An exception without a message: making it fails."""
+
+    def __str__(self):
+        raise SystemExit(0)
+
+
+class Unreadable(list):
+    """A list that cannot be read."""
+
+    def __len__(self):
+        raise KeyboardInterrupt
+
+
+raises_interrupt = fails_on_prompt_3("raises_interrupt", lambda: throw(KeyboardInterrupt("no")))
+raises_generator_exit = fails_on_prompt_3("raises_generator_exit", lambda: throw(GeneratorExit()))
+raises_unprintable = fails_on_prompt_3("raises_unprintable", lambda: throw(Unprintable()))
+
+
+def unreadable(prompts, **kwargs):
+    return Unreadable()
+
+
+async def awaits_and_interrupts(prompts, **kwargs):
+    await asyncio.sleep(0)
+    raise KeyboardInterrupt
+
+
+def too_long_for_json(prompts, log_extra, **kwargs):
+    log_extra("digits", [10**5000] * len(prompts))
+    return [1.0] * len(prompts)
+
+
+def writes_to_its_connection(prompts, **kwargs):
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):  # not open, or only for reading
+            os.write(descriptor, b"hello\n")
+    return [1.0] * len(prompts)
 
 
 def always_hangs(prompts, **kwargs):

@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from nanogrpo.distributed.failure import Stop
 from nanogrpo.errors import UserError
 from nanogrpo.rewards.builtin import load_function
 from nanogrpo.rewards.call import Functions, TrainerState
@@ -32,7 +33,8 @@ def rewards(samples):
 
 # Functions that do not end their process, so one process can serve many tests.
 SHARED = ["raises", "calls_exit", "awaits_and_raises", "awaits_and_is_cancelled", "nan", "short"]
-SHARED += ["verdicts", "forks"]
+SHARED += ["verdicts", "forks", "raises_interrupt", "raises_generator_exit", "raises_unprintable"]
+SHARED += ["unreadable", "awaits_and_interrupts"]
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +300,23 @@ def test_a_process_that_closes_its_connection_is_not_called_killed():
             "awaits_and_is_cancelled",
             r"awaits_and_is_cancelled raised CancelledError: judge \(at functions\.py:\d+",
         ),
+        ("raises_interrupt", r"raises_interrupt raised KeyboardInterrupt: no \(at functions\.py"),
+        (
+            "raises_generator_exit",
+            r"raises_generator_exit raised GeneratorExit: {1,2}\(at functions",
+        ),
+        (
+            "raises_unprintable",
+            r"raised Unprintable: its text raises SystemExit \(at functions\.py:\d+",
+        ),
+        (
+            "awaits_and_interrupts",
+            r"awaits_and_interrupts raised KeyboardInterrupt: {1,2}\(at func",
+        ),
+        (
+            "unreadable",
+            r"unreadable returned a Unreadable that cannot be read \(KeyboardInterrupt: \); it",
+        ),
         ("nan", "nan returned nan for sample 0 of prompt 4; it must return a number"),
         ("short", "short returned 1 values for 2 completions"),
     ],
@@ -305,10 +324,38 @@ def test_a_process_that_closes_its_connection_is_not_called_killed():
 def test_a_mistake_gives_the_same_error_with_and_without_the_process(process, name, message):
     errors = []
     for backend in (Functions([load_function(spec) for spec in named(*SHARED)]), process):
-        with pytest.raises(UserError, match=message) as caught:
+        with Stop(), pytest.raises(UserError, match=message) as caught:
             call(backend, name, ["3", "4"])
         errors.append(str(caught.value))
     assert errors[0] == errors[1]
+    assert process.kill.alive  # the process has survived, so no group was lost
+    assert process.starts == 1
+
+
+def test_ctrl_c_is_not_taken_for_a_mistake_of_the_function():
+    """Without the handlers of a training run, for example in `nanogrpo eval`."""
+    functions = Functions([load_function(spec) for spec in named(*SHARED)])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt):
+        call(functions, "raises_interrupt", ["3"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("too_long_for_json", r"too_long_for_json failed \(ValueError: Exceeds the limit"),
+        ("writes_to_its_connection", "sent no answer but other data"),
+    ],
+)
+def test_an_answer_that_cannot_be_sent_or_read_ends_the_run(name, message):
+    with pytest.raises(UserError, match=message):
+        Runner(named(name), timeout=60).score(groups(2))
+
+
+def test_data_that_cannot_be_copied_ends_the_run():
+    samples = make_samples(function=lambda: 0)
+    with pytest.raises(UserError, match=r"the data cannot be copied to the process of .*lambda"):
+        Runner(named("length"), timeout=60).score(samples)
 
 
 def logs_by(how):
