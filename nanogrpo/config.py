@@ -690,6 +690,11 @@ class Config:
     )
     device: str = option("auto", "device to train on", choices=("auto", "cpu", "cuda"))
     resume: bool = option(False, "continue from the last checkpoint in output_dir")
+    resume_from: str = option(
+        "",
+        "continue from this checkpoint of output_dir, such as checkpoint-40, instead of the last",
+        needs="resume",
+    )
 
     def __post_init__(self) -> None:
         """Convert each value, or raise a UserError that names the type of the option."""

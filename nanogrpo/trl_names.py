@@ -50,7 +50,7 @@ TRANSLATED = {
     "use_peft": "`true` is `--lora-r 16`, unless another rank is given; `false` is `--lora-r 0`",
     "use_cpu": "`true` is `--device cpu`; otherwise a GPU is used if there is one",
     "resume_from_checkpoint": "`true` is `--resume`, which continues from the last checkpoint in"
-    " `--output-dir`",
+    " `--output-dir`; the name of one is `--resume --resume-from` with that name",
     "eval_strategy": "`steps` changes nothing, and `no` is `--eval-steps 0`; otherwise give a"
     " number to `--eval-steps`",
     "eval_on_start": "`--eval-steps` always evaluates before the first step, too",
@@ -201,6 +201,8 @@ def _values(given: Mapping[str, Any], out: dict[str, Any]) -> None:
     correction = "vllm_importance_sampling_mode"
     # TRL's vllm_mode is colocate unless it says otherwise.
     own = not (given.keys() & set(SERVER) or out.keys() & {"server", "weight_transport"})
+    folder = given.get("resume_from_checkpoint")
+    named = {"resume": True, "resume_from": folder} if isinstance(folder, str) else {}
     meanings: dict[str, dict[str, dict[str, Any]]] = {
         "use_vllm": {
             "true": {"engine": "vllm", **({"weight_transport": "memory"} if own else {})},
@@ -212,7 +214,11 @@ def _values(given: Mapping[str, Any], out: dict[str, Any]) -> None:
         },
         "use_peft": {"true": {"lora_r": out.get("lora_r") or 16}, "false": {"lora_r": 0}},
         "use_cpu": {"true": {"device": "cpu"}, "false": {}},
-        "resume_from_checkpoint": {"true": {"resume": True}, "false": {"resume": False}},
+        "resume_from_checkpoint": {
+            **({str(folder).lower(): named} if named else {}),
+            "true": {"resume": True},
+            "false": {"resume": False},
+        },
         "eval_strategy": {"no": {"eval_steps": 0}, "steps": {}},
         "eval_on_start": {"true": {}, "false": {}},
         "save_strategy": {"steps": {}},

@@ -433,4 +433,4 @@ def test_a_damaged_run_is_not_resumed(base, tmp_path, capsys):
     (run / "checkpoint-1" / "state" / "__0_0.distcp").unlink()
     message = error_of(capsys, base, "--generation-batch-size", "8", "--resume", out=run)
     assert message.startswith(f"--resume: {run}/checkpoint-1 is damaged (")
-    assert message.endswith("remove it to continue from the one before it.")
+    assert message.endswith("start again in another folder, because no other checkpoint is sound.")

@@ -128,6 +128,7 @@ def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
         ("--use_peft --lora_r 8", "lora_r=8"),
         ("--use_peft --lora_target_modules all-linear", "lora_r=16"),
         ("--resume_from_checkpoint", "resume=True"),
+        ("--resume_from_checkpoint a/Checkpoint-5", "resume=True resume_from=a/Checkpoint-5"),
         ("--eval_strategy no --save_strategy steps", ""),
         ("--eval_strategy steps --eval_steps 5", "eval_steps=5"),
         ("--eval_on_start --eval_steps 5", "eval_steps=5"),
@@ -241,8 +242,8 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
             "--use-peft False means --lora-r 0, but --lora-r 8 is given too: leave one of them out",
         ),
         (
-            "--resume_from_checkpoint a/b",
-            "--resume-from-checkpoint a/b is not supported: true is --resume, which continues from",
+            "--resume_from_checkpoint 5",
+            "--resume-from-checkpoint 5 is not supported: true is --resume, which continues from",
         ),
         (
             "--eval_strategy epoch",

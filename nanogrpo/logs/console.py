@@ -73,33 +73,42 @@ class Log:
         self.progress, self.no_signal = Progress(cfg, world, start), NoSignal(cfg, start)
         self.reporters: list = []
         if self.main:
-            if self.path.exists():
-                with writing(self.path):
-                    self._truncate(start)
+            logged = self._truncate(start) if self.path.exists() else set()
+            if missing := sorted(set(range(start)) - logged):
+                logger.warning(
+                    "%s has no record of %s, which the checkpoint has finished: the curves have a "
+                    "gap there, and num_tokens leaves them out",
+                    *(self.path, _ranges(missing)),
+                )
             head = provenance(cfg, world)
             self._append(head)
             self.reporters = [
                 REPORTERS[name](cfg, head, start) for name in cfg.report_to if name != "none"
             ]
 
-    def _truncate(self, start: int) -> None:
+    def _truncate(self, start: int) -> set[int]:
         """Truncate the existing log to `start` steps, so a resumed run never logs a step twice.
+        Return the steps that it has.
 
         A run that starts over keeps the old log under another name.
         """
-        if start == 0 and b'"step"' in self.path.read_bytes():
-            logger.warning(
-                "nothing to resume in %s: starting over, the old log is %s",
-                self.cfg.output_dir,
-                set_aside(self.path),
-            )
-            return
-        kept = []
+        with writing(self.path):
+            if start == 0 and b'"step"' in self.path.read_bytes():
+                logger.warning(
+                    "nothing to resume in %s: starting over, the old log is %s",
+                    self.cfg.output_dir,
+                    set_aside(self.path),
+                )
+                return set()
+        kept, steps = [], set()
         for line, record in read_records(self.path):
             if "run" in record or record["step"] < start:
                 kept.append(line + b"\n")
                 self.tokens = record.get("num_tokens", self.tokens)
-        replace(self.path, b"".join(kept))
+            if "run" not in record and "eval/after" not in record:
+                steps.add(record["step"])
+        replace(self.path, b"".join(kept), durable=True)
+        return steps
 
     def step(
         self,
@@ -163,3 +172,11 @@ class Log:
         """Let the reporters send the records that they have not sent yet."""
         for reporter in self.reporters:
             reporter.close()
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Return "step 3, steps 7 to 9" for [3, 7, 8, 9]; of many ranges, the first three."""
+    starts = [n for i, n in enumerate(steps) if i == 0 or steps[i - 1] != n - 1]
+    ends = [n for i, n in enumerate(steps) if i + 1 == len(steps) or steps[i + 1] != n + 1]
+    names = [f"step {a}" if a == b else f"steps {a} to {b}" for a, b in zip(starts, ends)]
+    return ", ".join(names[:3] + (["…"] if names[3:] else []))

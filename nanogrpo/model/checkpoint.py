@@ -228,13 +228,13 @@ def atomic_folder(final: Path) -> Iterator[Path]:
             if path.is_file():
                 path.chmod(mode)
             # without this flush, the rename might reach the disk before the data
-            _flush(path)
+            flush(path)
         # A folder cannot be renamed to the name of an existing one, so `final` is moved away first.
         if final.exists():
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
         temporary.rename(final)
-        _flush(final.parent)
+        flush(final.parent)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as e:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -249,7 +249,8 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         raise
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

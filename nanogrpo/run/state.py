@@ -8,6 +8,7 @@ checkpoint that transformers can load:
         adapter/                                           with --lora-r: the adapters for peft
                                                            (also merged into the weights above)
         state.json                                         finished steps, options, ranks, hashes
+                                                           of the inputs and of these files
         state/__0_0.distcp  __1_0.distcp …  .metadata      float32 weights and AdamW's moments:
                                                            one file per rank (not with
                                                            --save-only-model)
@@ -15,11 +16,11 @@ checkpoint that transformers can load:
 Nothing else needs saving: data, random streams and the learning rate are functions of the step.
 
     every rank   copies its shards to the host ─┬─ continues training
-                                                └─ writes its file in state/ ────┐
+                                                └─ writes and hashes its file in state/ ─┐
     rank 0       gathers the weights to the host ── writes them, waits for state/ ─ flushes, renames
 
-Read before: model/checkpoint.py, output.py. Read next: optim.py (whose state is saved), train.py
-(which decides when to save).
+Read before: model/checkpoint.py, output.py. Read next: verify.py (the hashes), optim.py (whose
+state is saved), train.py (which decides when to save).
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import io
 import json
 import logging
+import os
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -41,17 +45,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nanogrpo.config import Config
 from nanogrpo.distributed import failure, fsdp
 from nanogrpo.distributed.world import World
-from nanogrpo.errors import UserError, read_json
+from nanogrpo.errors import PASSED, UserError, first_sentence, read_json
+from nanogrpo.logs.files import set_aside
 from nanogrpo.model import adapters, checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.run import output
+from nanogrpo.run import output, verify
 
 log = logging.getLogger("nanogrpo")
 
@@ -64,8 +71,8 @@ warnings.filterwarnings(
 # Options that may differ when a run is resumed: they have no effect on the result, or only on its
 # rounding.
 FREE = """
-    resume output_dir overwrite_output_dir max_steps save_steps save_total_limit report_to
-    run_name trace_step log_completions log_unique_prompts num_completions_to_print
+    resume resume_from output_dir overwrite_output_dir max_steps save_steps save_total_limit
+    report_to run_name trace_step log_completions log_unique_prompts num_completions_to_print
     eval_data dataset_test_split eval_steps eval_samples
     num_generations_eval eval_temperature eval_top_p measure_zero_advantages
     save_only_model load_best_model_at_end metric_for_best_model greater_is_better
@@ -214,7 +221,8 @@ class Saver:
             )
             weights = checkpoint.host_weights(self.model, self.dtype, keep=self.world.main)
             adapter = adapters.host_adapters(self.model, keep=self.world.main)
-            shards = None if self.cfg.save_only_model else self._save_state(folder / "state")
+            writer = None if self.cfg.save_only_model else _Writer(folder / "state")
+            shards = self._save_state(writer) if writer else None
             written = stack.pop_all()
 
         def write() -> None:
@@ -223,35 +231,51 @@ class Saver:
                     checkpoint.write_model(weights, self.config_json, folder, self.tokenizer)
                     if adapter:
                         adapters.write(adapter, folder / adapters.SUBFOLDER, self.cfg)
-                    row = {
-                        "step": step,
-                        "processes": self.world.size,
-                        "carried": carried or {},
-                        "best": best,
-                        "origin": self.origin,
-                        "config": dataclasses.asdict(self.cfg),
-                    }
-                    (folder / "state.json").write_text(json.dumps(row, indent=2) + "\n")
                 finally:
                     # no rank may still write into a folder that is being removed
                     wait([shards] if shards else [])
                 if shards:
                     shards.result()
+                row = {
+                    "step": step,
+                    "processes": self.world.size,
+                    "carried": carried or {},
+                    "best": best,
+                    "origin": self.origin,
+                    "config": dataclasses.asdict(self.cfg),
+                    "files": verify.digests(folder, writer.hashes if writer else {}),
+                }
+                (folder / verify.STATE).write_text(verify.seal(row))
+                # Even if the machine crashes, the log must not end before its last checkpoint.
+                log_file = self.final.with_name("metrics.jsonl")
+                if log_file.exists():
+                    checkpoint.flush(log_file)
+                    checkpoint.flush(log_file.parent)
             self._remove_old(best)
 
         self.job = self.pool.submit(write) if self.world.main else shards
 
-    def _save_state(self, folder: Path) -> Future:
+    def _save_state(self, writer: _Writer) -> Future:
         """Start writing what a resumed run needs. Returns when the copies are complete; the files
         are written in the background.
         """
+        # without a stager, the writer would copy in another way
+        plain = StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+        stager = DefaultStager(plain)
         shards = dcp.async_save(
             tensors(self.model, self.optimizer, self.reference),
-            checkpoint_id=folder,
+            storage_writer=writer,
+            async_stager=stager,
             process_group=self.group,
             no_dist=self.group is None,
         )
         assert isinstance(shards, Future)
+        shards.add_done_callback(lambda _: stager.close())
         return shards
 
     def _remove_old(self, best: dict | None) -> None:
@@ -287,13 +311,35 @@ class Saver:
         self.world.any(error=self.failure())
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Write this rank's file in state/, and hash it. On rank 0, `hashes` then has all files."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.hashes: dict[str, str] = {}
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Return a future of what the base class returns, and the hashes of the files."""
+        results = super().write_data(plan, planner).wait()
+        names = {result.storage_data.relative_path for result in results}
+        done: torch.futures.Future = torch.futures.Future()
+        done.set_result((results, {n: verify.digest(Path(self.path) / n) for n in names}))
+        return done
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        """Take what `write_data` returned on each rank, and write the index."""
+        super().finish(metadata, [written for written, _ in results])
+        for _, hashes in results:
+            self.hashes |= {f"state/{name}": found for name, found in hashes.items()}
+
+
 def reason(error: BaseException) -> str:
     """Return a one-line description of an exception. If torch.distributed.checkpoint has gathered
     several from the ranks, describe the first.
     """
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return failure.first_sentence(error)
+    return first_sentence(error)
 
 
 def deciding(cfg: Config, row: Mapping[str, float]) -> float | None:
@@ -319,10 +365,11 @@ def _best(cfg: Config) -> dict | None:
     found = checkpoint.checkpoints(cfg.output_dir) if cfg.resume else []
     if not found or not cfg.load_best_model_at_end:
         return None
-    best = read_json(found[-1] / "state.json").get("best")
-    if not best or best["metric"] != cfg.metric_for_best_model:
-        return None
-    return best if any(f.name == f"checkpoint-{best['step']}" for f in found) else None
+    with _readable(found[-1]):
+        best = read_json(found[-1] / verify.STATE).get("best")
+        if not best or best["metric"] != cfg.metric_for_best_model:
+            return None
+        return best if any(f.name == f"checkpoint-{best['step']}" for f in found) else None
 
 
 # --- resuming ---
@@ -336,7 +383,7 @@ def resume(
     origin: dict[str, str],
     reference: Decoder | None = None,
 ) -> tuple[int, dict]:
-    """Restore the last checkpoint, if any. Every rank must call.
+    """Restore the last checkpoint, if any, or cfg.resume_from. Every rank must call.
 
     Returns the number of finished steps and the value that `Saver.save` was given as `carried`.
 
@@ -344,31 +391,38 @@ def resume(
     because sampling would diverge. A changed reward or rollout file only logs a warning, since even
     a comment changes its hash.
 
-    A finished folder that cannot be read is an error. Falling back to the previous checkpoint would
-    lose steps, so the user must decide.
+    A finished folder that has changed since it was written is an error. Falling back to the
+    previous checkpoint would lose steps, so the user must decide (--resume-from). Checkpoints after
+    that one are then renamed, because the next --resume must not take them.
     """
     found = world.once(lambda: _latest(cfg, origin, world.size)) if cfg.resume else None
     if found is None:
         return 0, {}
     folder, saved = found
+    _check_files(folder, saved, world)
     mine = tensors(model, optimizer, reference if cfg.sync_ref_model else None)
     _load(folder, mine)
     for state in optimizer.state.values():
         state["step"].copy_(mine["updates"])
+    world.once(lambda: _set_aside_after(folder))
     return saved["step"], saved.get("carried", {})
 
 
 def _latest(
     cfg: Config, origin: dict[str, str], processes: int
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the last checkpoint and its state.json, which must fit the options and inputs."""
+    """Return the last checkpoint, or the one of --resume-from, and its state.json, which must fit
+    the options and inputs.
+    """
     output.remove_unfinished(cfg)
     found = checkpoint.checkpoints(cfg.output_dir)
+    if cfg.resume_from:
+        found = [_named(cfg, found)]
     if not found:
         return None
     folder = found[-1]
     with _readable(folder):
-        saved = read_json(folder / "state.json")
+        saved = verify.read_state(folder)
         step, config, inputs = saved["step"], {**saved["config"]}, {**saved.get("origin", {})}
         if not isinstance(step, int) or folder.name != f"checkpoint-{step}":
             raise UserError(f"state.json belongs to step {step}")
@@ -384,10 +438,10 @@ def _latest(
             f"--resume: {folder} was written with --save-only-model and cannot be continued: start "
             f"from its weights (--model {folder}) in another folder."
         )
-    if cfg.optim == "adamw_torch_8bit" and saved["processes"] != processes:
+    if cfg.optim == "adamw_torch_8bit" and saved.get("processes") != processes:
         raise UserError(
-            f"--resume: {folder} was written by {saved['processes']} processes, and 8-bit moments "
-            f"cannot be split in another way: use as many, not {processes}."
+            f"--resume: {folder} was written by {saved.get('processes')} processes, and 8-bit "
+            f"moments cannot be split in another way: use as many, not {processes}."
         )
     free = set(FREE.split())
     by_share = 0 < cfg.warmup_steps < 1
@@ -415,10 +469,89 @@ def _latest(
     return folder, saved
 
 
+def _named(cfg: Config, found: list[Path]) -> Path:
+    """Return the checkpoint of the output folder that --resume-from names."""
+    wanted = cfg.resume_from
+    for folder in found:
+        if wanted == folder.name or os.path.realpath(wanted) == os.path.realpath(folder):
+            return folder
+    names = ", ".join(folder.name for folder in found)
+    advice = f"choose {names}" if found else "leave this option out"
+    raise UserError(f"--resume-from {wanted} is no checkpoint in {cfg.output_dir}: {advice}.")
+
+
+def _set_aside_after(folder: Path) -> None:
+    """Rename the checkpoints that are newer than the one that the run continues from."""
+    for newer in checkpoint.checkpoints(str(folder.parent)):
+        if int(newer.name.split("-")[1]) > int(folder.name.split("-")[1]):
+            log.warning("%s is now %s: remove it when you do not need it", newer, set_aside(newer))
+
+
+def _check_files(folder: Path, saved: dict[str, Any], world: World) -> None:
+    """Compare every file of a checkpoint with its hash. Each rank reads some of the files."""
+    if "files" not in saved and world.main:
+        message = "%s has no hashes, since an older version wrote it: damage may go unnoticed"
+        log.warning(message, folder)
+    with _readable(folder):
+        hashes = {**saved.get("files", {})}
+        mine = sorted(hashes)[world.rank :: world.size]
+    problems = list(filter(None, world.gather(verify.damage(folder, mine, hashes))))
+
+    def check() -> None:
+        with _readable(folder):
+            if problems:
+                raise UserError(problems[0])
+
+    world.once(check)
+
+
+# What the index of state/ consists of. An index that names anything else was not written by a run.
+INDEX = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex "
+        "StorageMeta _MEM_FORMAT_ENCODING"
+    ),
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": "Size",
+    "pathlib": "PosixPath",
+}
+
+
+# The unpickler in C would reserve as much memory as a damaged number asks for.
+class _Unpickler(pickle._Unpickler):
+    """Read a pickle that contains no more than an index of tensors, so it can run no code.
+
+    In particular, it cannot contain BytesStorageMetadata, which torch would unpickle in turn.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in INDEX.get(module, "").split():
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        # how some versions of Python write the only enum there
+        if (module, name) == ("builtins", "getattr"):
+            return lambda _, member: _MEM_FORMAT_ENCODING[member]
+        raise pickle.UnpicklingError(f"state/.metadata names {module}.{name}")
+
+
+class _Reader(dcp.FileSystemReader):
+    """Read the files in state/ without running code from them. Torch reads tensors in this way."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        data = (Path(self.path) / ".metadata").read_bytes()
+        metadata = _Unpickler(io.BytesIO(data)).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError("state/.metadata is no index of tensors")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
 def _load(folder: Path, mine: dict[str, Tensor]) -> None:
     """Read this rank's parts of every tensor, written by any number of ranks."""
     with _readable(folder):
-        reader = dcp.FileSystemReader(folder / "state")
+        reader = _Reader(folder / "state")
         stored = reader.read_metadata().state_dict_metadata
         there = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
     here = {name: tuple(t.shape) for name, t in mine.items()}
@@ -437,11 +570,17 @@ def _load(folder: Path, mine: dict[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def _readable(folder: Path) -> Iterator[None]:
+    """Turn whatever happens while a checkpoint is read into a UserError that names a sound one."""
     try:
         yield
-    # unpickling damaged metadata can raise anything
-    except (Exception, CheckpointException) as e:
-        raise UserError(
-            f"--resume: {folder} is damaged ({reason(e)}): remove it to continue from the "
-            "one before it."
-        ) from e
+    except PASSED:
+        raise
+    except BaseException as e:  # as in errors.reading; torch's CheckpointException is no Exception
+        raise UserError(f"--resume: {folder} is damaged ({reason(e)}): {_advice(folder)}.") from e
+
+
+def _advice(damaged: Path) -> str:
+    for other in reversed(checkpoint.checkpoints(str(damaged.parent))):
+        if other != damaged and verify.is_sound(other):
+            return f"add --resume-from {other.name}, the last sound checkpoint"
+    return "start again in another folder, because no other checkpoint is sound"

@@ -210,9 +210,11 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def change(folder: Path, **values: object) -> None:
-    saved = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({**saved, **values}))
+def change(folder: Path, *removed: str, **values: object) -> None:
+    """Write another state.json, as an older version did: without hashes."""
+    saved = {**json.loads((folder / "state.json").read_text()), **values}
+    saved = {k: v for k, v in saved.items() if k not in ("files", "sha256", *removed)}
+    (folder / "state.json").write_text(json.dumps(saved))
 
 
 DAMAGE = {
@@ -247,22 +249,31 @@ def two_saves(tmp_path_factory, tiny_base) -> tuple[Path, dict[str, torch.Tensor
     return folder / "run", first
 
 
+@pytest.mark.parametrize("hashes", [True, False])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_removing_it_resumes_the_one_before(
-    tmp_path, tiny_base, two_saves, damage
+def test_a_damaged_checkpoint_is_named_and_a_run_can_continue_from_the_one_before(
+    tmp_path, tiny_base, two_saves, damage, hashes
 ):
+    """Checkpoints of older versions have no hashes."""
     folder, first = two_saves
     shutil.copytree(folder, tmp_path / "run")
-    newest = tmp_path / "run" / "checkpoint-2"
+    earlier, newest = (tmp_path / "run" / f"checkpoint-{step}" for step in (1, 2))
+    if not hashes:
+        change(earlier)
+        change(newest)
     DAMAGE[damage](newest)
-    message = rf"--resume: {newest} is damaged \(.*\): remove it to continue"
+    message = (
+        rf"^--resume: {newest} is damaged \(.*\): add --resume-from checkpoint-1, the last sound "
+        r"checkpoint\.$"
+    )
     with pytest.raises(UserError, match=message) as error:
         start(tmp_path, tiny_base, resume=True)
     assert "\n" not in str(error.value)
-    shutil.rmtree(newest)
-    resumed = start(tmp_path, tiny_base, resume=True)
+    resumed = start(tmp_path, tiny_base, resume=True, resume_from="checkpoint-1")
     assert resumed.step == 1
     assert_same(resumed.state(), first)
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["checkpoint-1", "checkpoint-2-1"]  # the next --resume does not take it
 
 
 def test_resuming_with_other_options_is_refused(tmp_path, tiny_base):
@@ -291,11 +302,10 @@ def test_options_that_change_nothing_may_differ_and_max_steps_where_the_schedule
 
 
 def test_an_option_newer_than_the_checkpoint_counts_as_its_default(tmp_path, tiny_base):
-    path = start(tmp_path, tiny_base).save() / "state.json"
-    saved = json.loads(path.read_text())
-    del saved["config"]["top_entropy_quantile"]
-    del saved["origin"]  # older still: nothing to compare with
-    path.write_text(json.dumps(saved))
+    folder = start(tmp_path, tiny_base).save()
+    config = read_json(folder / "state.json")["config"]
+    del config["top_entropy_quantile"]
+    change(folder, "origin", config=config)  # without origin, there is nothing to compare with
     assert start(tmp_path, tiny_base, resume=True).step == 0
     with pytest.raises(
         UserError, match=r"was written with top_entropy_quantile = 1\.0, now it is 0\.5"
@@ -320,19 +330,17 @@ def test_another_models_checkpoint_is_refused(tmp_path, tiny_base):
         UserError, match=r"was written with model = .*now it is .*other: give the same options"
     ):
         start(tmp_path, other, resume=True)
-    path = tmp_path / "run" / "checkpoint-1" / "state.json"
-    saved = json.loads(path.read_text())
+    folder = tmp_path / "run" / "checkpoint-1"
+    config = read_json(folder / "state.json")["config"]
     # as if the base model's folder now held another model
-    saved["config"]["model"] = str(other)
-    path.write_text(json.dumps(saved))
+    change(folder, config={**config, "model": str(other)})
     with pytest.raises(
         UserError,
         match=r"belongs to another model \(\S+ has shape \(\S+ 48\) there and \(\S+ 32\) here",
     ):
         start(tmp_path, other, resume=True)
     tied = write_base(tmp_path / "tied", tie_word_embeddings=True)
-    saved["config"]["model"] = str(tied)
-    path.write_text(json.dumps(saved))
+    change(folder, config={**config, "model": str(tied)})
     with pytest.raises(
         UserError,
         match=r"another model \(exp_avg\.lm_head\.weight has shape \(104, 48\) there and none here",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -91,7 +92,7 @@ POINTS = {
     "weights half written": (checkpoint, "write_model", "before"),
     "shards being written": (state.dcp.FileSystemWriter, "write_data", "before"),
     "shards written, not finished": (state.dcp.FileSystemWriter, "write_data", "after"),
-    "before the rename": (checkpoint, "_flush", "before"),
+    "before the rename": (checkpoint, "flush", "before"),
     "after the rename": (state.Saver, "failure", "before"),
 }
 
@@ -176,6 +177,23 @@ def test_a_run_killed_anywhere_and_resumed_is_the_uninterrupted_one_bit_for_bit(
     for mine, theirs in zip(final(output), final(uninterrupted[2])):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert [p.name for p in output.glob(".*")] == [".lock"]
+
+
+def test_two_ranks_refuse_a_checkpoint_with_a_flipped_bit(base, uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted[2], tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoint-8"
+    hashes = json.loads((folder / "state.json").read_text())["files"]
+    assert {"state/__0_0.distcp", "state/__1_0.distcp", "model.safetensors"} <= hashes.keys()
+    data = bytearray((folder / "state" / "__1_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 8
+    (folder / "state" / "__1_0.distcp").write_bytes(data)
+    ranks = start(2, train.main, argv(base, tmp_path / "run", "--resume"))
+    assert 0 not in ranks.ends()
+    errors = [line for text in ranks.errors() for line in text.splitlines() if "error: " in line]
+    assert errors[0] == (
+        f"error: --resume: {folder} is damaged (state/__1_0.distcp has changed since it was "
+        "written): add --resume-from checkpoint-6, the last sound checkpoint."
+    )
 
 
 def test_a_run_continues_on_any_number_of_ranks(base, uninterrupted, tmp_path):
