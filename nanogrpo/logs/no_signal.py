@@ -39,62 +39,57 @@ class NoSignal:
 def reason(
     cfg: Config, samples: Sequence[Facts], row: Mapping[str, float], advantages: Sequence[float]
 ) -> str:
-    """Return the likely reason why a step had no signal, with a remedy: the first that applies."""
+    """Return the likely reason why a step had no signal, and a remedy."""
     limit = f"--max-completion-length {cfg.max_completion_length}"
     truncated = sum(not s.stopped for s in samples) / len(samples)
+    if any(advantages) and truncated == 1 and cfg.mask_truncated_completions:
+        return (
+            f"every completion was truncated at {limit}, and --mask-truncated-completions "
+            "leaves these out of the loss: raise the limit"
+        )
+    if any(advantages):
+        return (
+            "the rewards differ, but the tokens with an advantage are masked out of the loss: "
+            "relax the options that mask tokens"
+        )
     given = {
         name: {r for s in samples if (r := s.rewards[name]) is not None}
         for name in samples[0].rewards
     }
+    if not any(given.values()):
+        return (
+            "no reward function returned a number for any completion: check which columns of the "
+            "data they read"
+        )
+    if row["frac_reward_zero_std"] < 1 and cfg.advantage_estimator == "maxrl":
+        return (
+            "with --advantage-estimator maxrl, a group whose mean reward is not above 0 has no "
+            "advantage: use rewards of 0 and above"
+        )
+    if truncated > 0.5:
+        return (
+            f"{truncated:.0%} of the completions were truncated at {limit}, before they could "
+            "finish their answer: raise the limit"
+        )
+    if row.get("entropy", 1.0) < 0.001:
+        return (
+            f"the completions of a prompt are all alike (entropy {row['entropy']:.0e}): raise "
+            "--temperature, or start again with a lower --learning-rate"
+        )
     constant = all(len(values) <= 1 for values in given.values())
     zero = [name for name, values in given.items() if values == {0.0}]
-    same = [f"{name} gave {min(values):g}" for name, values in given.items() if values]
-    signal, entropy = any(advantages), row.get("entropy", 1.0)
-    reasons = [
-        (
-            signal and truncated == 1 and cfg.mask_truncated_completions,
-            f"every completion was truncated at {limit}, and --mask-truncated-completions leaves "
-            "these out of the loss: raise the limit",
-        ),
-        (
-            signal,
-            "the rewards differ, but the tokens with an advantage are masked out of the loss: "
-            "relax the options that mask tokens",
-        ),
-        (
-            not any(given.values()),
-            "no reward function returned a number for any completion: check which columns of the "
-            "data they read",
-        ),
-        (
-            cfg.advantage_estimator == "maxrl" and row["frac_reward_zero_std"] < 1,
-            "with --advantage-estimator maxrl, a group whose mean reward is not above 0 has no "
-            "advantage: use rewards of 0 and above",
-        ),
-        (
-            truncated > 0.5,
-            f"{truncated:.0%} of the completions were truncated at {limit}, before they could "
-            "finish their answer: raise the limit",
-        ),
-        (
-            entropy < 0.001,
-            f"the completions of a prompt are all alike (entropy {entropy:.0e}): raise "
-            "--temperature, or start again with a lower --learning-rate",
-        ),
-        (
-            constant and bool(zero),
+    if constant and zero:
+        return (
             f"{' and '.join(zero)} gave 0 to every completion: the prompts may not ask for the "
-            "format that the reward looks for, or the task is too hard for this model",
-        ),
-        (
-            constant,
+            "format that the reward looks for, or the task is too hard for this model"
+        )
+    if constant:
+        same = (f"{name} gave {min(values):g}" for name, values in given.items() if values)
+        return (
             f"{' and '.join(same)} to every completion: the task is too easy for this model, or "
-            "the reward does not tell good completions from bad ones",
-        ),
-        (
-            True,
-            "the rewards differ between prompts, but all completions of a prompt get the same: "
-            "choose prompts that the model solves sometimes, or raise --num-generations",
-        ),
-    ]
-    return next(text for applies, text in reasons if applies)
+            "the reward does not tell good completions from bad ones"
+        )
+    return (
+        "the rewards differ between prompts, but all completions of a prompt get the same: choose "
+        "prompts that the model solves sometimes, or raise --num-generations"
+    )
