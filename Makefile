@@ -1,10 +1,11 @@
 # demo: teach a small model arithmetic with GRPO.  real: teach a language model word problems.
 # lint: check style and types.  test: run the tests.  test-vllm: run the tests against a real vLLM.
+# soak: run a tiny task with twenty random faults.
 # Each target first installs what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo real test test-vllm lint clean
+.PHONY: demo real test test-vllm soak lint clean
 
 demo: .venv/plot.done
 	rm -rf runs/demo
@@ -29,6 +30,9 @@ runs/smollm2: | .venv/real.done
 
 test: .venv/test.done
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not vllm"
+
+soak: .venv/test.done
+	$(BIN)/python -m bench.soak --faults 20 --out runs/soak
 
 # A vLLM built for CPUs. It needs another version of transformers, so it has its own environment.
 # A test that finds no server fails here, where elsewhere it would be skipped.

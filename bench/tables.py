@@ -127,6 +127,16 @@ def kernel_speed(records: list[dict]) -> Lines:
     ]
 
 
+def soak(records: list[dict]) -> Lines:
+    lines: Lines = []
+    for r in records:
+        if r["case"] == "suite":
+            lines.append(("tests under load", r["times"], r["times"], len(r["failures"])))
+        for kind, found in r.get("kinds", {}).items():
+            lines.append((kind, found["runs"], found["starts"], found["broken"]))
+    return lines
+
+
 GPU_CASES = [
     (f"{size}, GPU, bfloat16, uneven", side) for size in common.LARGE for side in common.SIDES
 ]
@@ -278,6 +288,14 @@ BENCHES = {
             ("head, hidden to gradients",),
         ),
         command="bench/gpu.sh",
+    ),
+    "soak": Bench(
+        "Does a random fault at a random time lose anything? Each run of a tiny task gets one fault"
+        " and is resumed until it is done. It must then equal the run without a fault; a broken"
+        " promise is any difference, traceback, leftover process or temporary file.",
+        ("fault", "runs", "starts", "broken promises"),
+        soak,
+        wanted=[("SIGKILL of a rank",), ("tests under load",)],
     ),
 }
 
