@@ -31,20 +31,11 @@ from nanogrpo.types import Prompt
 
 DESCRIPTION = """Chat with a checkpoint. Each line is a message. /clear starts a new conversation,
 /exit or Ctrl-D ends it, and Ctrl-C stops an answer."""
-OPTIONS = (
-    "model",
-    "system_prompt",
-    "enable_thinking",
-    "chat_template_kwargs",
-    "max_completion_length",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "device",
-)
-COMMAND = cli.Command("nanogrpo chat", DESCRIPTION, OPTIONS)
+OPTIONS = """
+    model system_prompt enable_thinking chat_template_kwargs max_completion_length
+    temperature top_p top_k min_p seed device
+"""
+COMMAND = cli.Command("nanogrpo chat", DESCRIPTION, OPTIONS.split())
 OPEN, CLOSE = "<think>", "</think>"
 MAX_CONTEXT = 16384  # tokens of conversation, because a GPU allocates the cache for all of them
 

@@ -40,24 +40,15 @@ from nanogrpo.types import Sample
 DESCRIPTION = """Sample completions of held-out prompts with a checkpoint, and score them.
 
   nanogrpo eval runs/demo/checkpoint-60 --data arithmetic"""
-OPTIONS = (
-    *("model", "data", "dataset_config", "dataset_test_split", "prompt_column", "answer_column"),
-    *("system_prompt", "enable_thinking", "chat_template_kwargs", "max_prompt_length"),
-    *("long_prompts", "output_dir", "overwrite_output_dir", "reward_funcs", "reward_weights"),
-    *("reward_timeout", "reward_env", "num_generations_eval", "eval_temperature", "eval_top_p"),
-    *(
-        "eval_samples",
-        "max_completion_length",
-        "engine",
-        "max_concurrent",
-        "server",
-        "vllm_python",
-        "vllm_options",
-    ),
-    *("weight_transport", "server_window", "server_timeout", "server_patience", "seed", "device"),
-    *("ddp_timeout", "heartbeat_timeout"),
-)
-COMMAND = cli.Command("nanogrpo eval", DESCRIPTION, OPTIONS)
+OPTIONS = """
+    model data dataset_config dataset_test_split prompt_column answer_column system_prompt
+    enable_thinking chat_template_kwargs max_prompt_length long_prompts output_dir
+    overwrite_output_dir reward_funcs reward_weights reward_timeout reward_env
+    num_generations_eval eval_temperature eval_top_p eval_samples max_completion_length
+    engine max_concurrent server vllm_python vllm_options weight_transport server_window
+    server_timeout server_patience seed device ddp_timeout heartbeat_timeout
+"""
+COMMAND = cli.Command("nanogrpo eval", DESCRIPTION, OPTIONS.split())
 
 
 def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]:
@@ -108,7 +99,9 @@ def write(cfg: Config, row: dict[str, float], samples: list[Sample], world: Worl
         del record["step"], record["advantage"]  # they belong to training
     folder = Path(cfg.output_dir)
     completions.write(folder / "eval.jsonl", records)
-    given = {name: value for name, value in dataclasses.asdict(cfg).items() if name in OPTIONS}
+    given = {
+        name: value for name, value in dataclasses.asdict(cfg).items() if name in COMMAND.options
+    }
     text = json.dumps({"options": given, "metrics": row}, indent=2)
     replace(folder / "eval.json", f"{text}\n".encode())
     n = cfg.num_generations_eval
