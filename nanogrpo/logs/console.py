@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,7 @@ class Log:
                     *(self.path, _ranges(missing)),
                 )
             head = provenance(cfg, world)
-            self._append(head)
+            self._append(head, mode="a")
             self.reporters = [
                 REPORTERS[name](cfg, head, start) for name in cfg.report_to if name != "none"
             ]
@@ -164,8 +165,10 @@ class Log:
         for reporter in self.reporters:
             reporter.log({**row, **logged}, done)
 
-    def _append(self, record: dict) -> None:
-        with writing(self.path), self.path.open("a") as f:
+    def _append(self, record: dict, mode: str = "r+") -> None:
+        # "r+" does not create the file: if it was removed, its records are lost, and the run ends
+        with writing(self.path), self.path.open(mode) as f:
+            f.seek(0, os.SEEK_END)
             f.write(json.dumps(record) + "\n")
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanogrpo.errors import UserError
 from nanogrpo.vllm.auth import loopback
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -250,9 +251,14 @@ class SharedBuckets:
             else:
                 # Memory with a file descriptor but no name: nothing is left behind, however this
                 # process ends.
-                fd = os.memfd_create("nanogrpo")
-                os.ftruncate(fd, size)
-                self.files.append(fd)
+                self.files.append(fd := os.memfd_create("nanogrpo"))
+                try:
+                    os.ftruncate(fd, size)
+                except OSError as e:
+                    raise UserError(
+                        f"{size:,} bytes of shared memory for the weights could not be allocated "
+                        f"({e.strerror}): raise the limit on file sizes (ulimit -f)."
+                    ) from e
                 self.buckets.append(torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8))
 
     def handles(self) -> list[dict]:

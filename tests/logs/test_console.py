@@ -59,6 +59,15 @@ def test_without_git_the_commit_is_unknown(tmp_path, monkeypatch):
     assert provenance(config(tmp_path), SOLO)["commit"] == "unknown"
 
 
+def test_a_log_that_was_removed_during_the_run_ends_it(tmp_path):
+    """Creating it again would hide that its records are lost."""
+    log = Log(config(tmp_path), world=SOLO, start=0)
+    write(log, range(1))
+    log.path.unlink()
+    with pytest.raises(UserError, match=r"metrics.jsonl could not be written \(No such file"):
+        write(log, range(1, 2))
+
+
 def test_a_resumed_run_logs_no_step_twice_and_drops_a_half_written_line(tmp_path):
     log = Log(config(tmp_path), world=SOLO, start=0)
     log.evaluation(0, metrics.facts([sample(3, a=1.0)], SOLO), {})

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import resource
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import join
+from nanogrpo.errors import UserError
 from nanogrpo.model import lora
 from nanogrpo.vllm.auth import loopback
 from nanogrpo.vllm.buckets import (
@@ -144,6 +146,16 @@ def test_ordinary_files_and_buckets_that_are_too_small_are_refused(tmp_path):
     with pytest.raises(ValueError, match="length"):
         attach(shared.handles()[0], 65, torch.device("cpu"))
     shared.close()
+
+
+def test_a_limit_on_file_sizes_is_reported_in_one_sentence():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"2,000 bytes of shared memory.*ulimit -f"):
+            SharedBuckets([2000], torch.device("cpu"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize(
