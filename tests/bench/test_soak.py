@@ -42,7 +42,10 @@ def write(run, rows):
     [
         (lambda run, rows: write(run, rows[1:]), "lost or doubled"),
         (lambda run, rows: write(run, [rows[0], *rows]), "lost or doubled"),
-        (lambda run, rows: write(run, [*rows[:-1], {"step": 9, "reward": 0.6}]), "other values"),
+        (
+            lambda run, rows: write(run, [*rows[:-1], {"step": 9, "reward": 0.6}]),
+            "other values of reward",
+        ),
         (lambda run, rows: (run.output / ".checkpoint-2.tmp").mkdir(), "files are left"),
         (lambda run, rows: run.errors.append("Traceback (most"), "a traceback"),
         (lambda run, rows: run.errors.append("error: a\nerror: b\n"), "2 errors"),
