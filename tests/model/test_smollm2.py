@@ -3,7 +3,9 @@
 Read next: examples/smollm2.py.
 """
 
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,3 +154,10 @@ def test_the_hub_comes_first_and_the_package_second(converted, gguf_file, tmp_pa
 def test_an_existing_folder_is_refused(tmp_path, capsys):
     assert smollm2.main([str(tmp_path)]) == 2
     assert "exists: delete it, or name another folder" in capsys.readouterr().err
+
+
+def test_the_extra_real_installs_what_reads_a_gguf_file():
+    # The tests have more packages than `make real`, so a missing one would go unnoticed here.
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    extra = re.search(r"^real = .*$", pyproject, re.MULTILINE).group()
+    assert [name for name in smollm2.READERS if f'"{name}>=' not in extra] == []
