@@ -127,6 +127,8 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str
                     f"{name} cannot be set: training relies on {value or 'it being on'}; leave the "
                     "option out."
                 )
+    if not ours.host:  # for example, an unset variable; vLLM would listen on all addresses
+        raise UserError("--host is empty: write an address, or leave the option out.")
     for name in ours.allowed_hosts:
         if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
             raise UserError(f"--allowed-hosts {name} is no name; write it without scheme and port.")
@@ -359,6 +361,7 @@ def set_environment(secret: str, names: list[str]) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.pop("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", None)  # such a server would be of no use
+    os.environ.pop("VLLM_API_KEY", None)  # vLLM would require it in place of our secret
     # spawned workers must find nanogrpo too
     root = str(Path(nanogrpo.__file__).absolute().parents[1])  # not resolved: it may be a link
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))

@@ -55,6 +55,8 @@ def reading(
 def read_json(path: Path) -> dict:
     """Return the object in a JSON file. Raises UserError if the file is missing or damaged."""
     with reading(path, problem="is not valid JSON"):
+        if path.exists() and not path.is_file():  # a pipe or a device may never end
+            raise UserError(f"{path} is not a file: restore it from its source.")
         try:
             value = json.loads(path.read_bytes())
         except FileNotFoundError:

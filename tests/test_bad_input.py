@@ -6,6 +6,7 @@ run/test_train.py, where runs succeed.
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -78,6 +79,14 @@ def remove(name: str):
     return lambda folder: (folder / name).unlink()
 
 
+def pipe(name: str):
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return damage
+
+
 def shard(missing: bool = False, index: str | None = None):
     """Write the weights as two files and an index. A file may be missing, or the index wrong."""
 
@@ -124,6 +133,7 @@ MODELS = {
         lambda f: (f / "config.json").write_bytes(b'{"\xff": 1}'),
         r"base/config\.json is not valid JSON",
     ),
+    "config a pipe": (pipe("config.json"), r"base/config\.json is not a file: restore it"),
     "config a list": (write_file("config.json", "[]"), r"base/config\.json holds no JSON object"),
     "architecture": (
         set_fields(model_type="gemma3"),
@@ -322,6 +332,14 @@ MODELS = {
     "index without a map": (
         shard(index="{}"),
         r"model\.safetensors\.index\.json has no weight_map",
+    ),
+    "index that leaves the folder": (
+        shard(index='{"weight_map": {"a": "../b.safetensors"}}'),
+        r"index\.json names \.\./b\.safetensors, which is not in that folder: download it again",
+    ),
+    "index with a full path": (
+        shard(index='{"weight_map": {"a": "/b.safetensors"}}'),
+        r"index\.json names /b\.safetensors, which is not in that folder",
     ),
     "index with an odd map": (
         shard(index='{"weight_map": {"a": 1}}'),

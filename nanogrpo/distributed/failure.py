@@ -74,8 +74,10 @@ class Watch:
         ]
         for thread in self.threads:
             thread.start()
+        watches.append(self)
 
     def stop(self) -> None:
+        watches.remove(self)
         self.stopped.set()
         for thread in self.threads:
             thread.join(self.timeout)
@@ -132,7 +134,7 @@ class Watch:
         if first[0] == mine.encode():
             if bug is not None:
                 traceback.print_exception(bug)
-            print(f"error: {message}", file=sys.stderr)
+            write_error(message)
         return first[0]
 
     def _leave(self, status: int, report: bytes) -> None:
@@ -161,6 +163,27 @@ class Watch:
 
         run_with_timeout(self.grace, wait_for_the_others)
         leave(status)
+
+
+# the watch of this process, if the run has several ranks
+watches: list[Watch] = []
+
+
+def end_with(error: UserError) -> None:
+    """End this process, and with it all ranks, where raising the error would not end anything."""
+    if watches:
+        watches[0].end_all(error)  # does not return
+    try:
+        write_error(str(error))
+        finish_saves()
+    finally:
+        leave(2)
+
+
+def write_error(message: str) -> None:
+    """Write to stderr, even if a signal has interrupted a `print`, where `print` would fail."""
+    with contextlib.suppress(OSError):  # a closed pipe
+        os.write(2, f"error: {message}\n".encode(errors="backslashreplace"))
 
 
 def leave(status: int) -> None:

@@ -28,7 +28,6 @@ import hashlib
 import inspect
 import itertools
 import json
-import os
 import re
 import signal
 import threading
@@ -471,12 +470,9 @@ def give_up(seconds: float, frame: FrameType | None) -> None:
     """End this process, because the function that runs in this frame catches every exception."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     place = frame and f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    message = (
-        f"error: --tool-timeout {seconds:g}: a tool does not end (it is at {place}), because it "
-        "catches every exception: replace its `except:` by `except Exception:`.\n"
+    failure.end_with(
+        UserError(
+            f"--tool-timeout {seconds:g}: a tool does not end (it is at {place}), because it "
+            "catches every exception: replace its `except:` by `except Exception:`."
+        )
     )
-    try:
-        os.write(2, message.encode())  # `print` fails if the signal interrupted another `print`
-        failure.finish_saves()
-    finally:
-        failure.leave(2)

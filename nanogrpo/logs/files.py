@@ -32,7 +32,7 @@ def read_records(path: Path) -> Iterator[tuple[bytes, dict]]:
         except (ValueError, RecursionError):  # not JSON, not UTF-8, or endless brackets
             if number == len(lines):
                 return
-        is_object = isinstance(record, dict)
+        is_object = isinstance(record, dict) and isinstance(record.get("num_tokens", 0), int)
         if not is_object or not ("run" in record or isinstance(record.get("step"), int)):
             raise UserError(f"{path}:{number} is not a record of a log: fix or remove this line.")
         yield line, record

@@ -76,7 +76,14 @@ def files(folder: Path) -> list[Path]:
         raise UserError(
             f"{folder / INDEX} has no weight_map from tensors to files: download it again."
         )
-    return [folder / shard for shard in sorted(set(weight_map.values()))]
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(
+                f"{folder / INDEX} names {name[:200]}, which is not in that folder: download it "
+                "again."
+            )
+    return [folder / name for name in names]
 
 
 def tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:

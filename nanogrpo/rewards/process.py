@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
+import math
 import os
 import pickle
 import re
@@ -37,7 +39,7 @@ from typing import Any
 from nanogrpo.distributed.parent import killed_with
 from nanogrpo.errors import UserError, text_of
 from nanogrpo.rewards import plugin
-from nanogrpo.rewards.call import CallResult, Functions, packed
+from nanogrpo.rewards.call import MAX_REWARD, CallResult, Functions, packed
 
 # Time limit in seconds for importing the functions. It is long because a user's file may load a
 # model of its own.
@@ -45,11 +47,22 @@ IMPORT_TIMEOUT = 300.0
 # Seconds between checks that the process is alive. The socket alone does not show that it has died,
 # because children of the process may keep it open.
 POLL = 0.5
-
-
+# Maximum bytes of an answer: a reward function can write to the socket without end.
+LONGEST = 1 << 28
 # The names of environment variables that usually hold secrets, such as HF_TOKEN, NANOGRPO_SECRET
 # and SSH_AUTH_SOCK (but not TOKENIZERS_PARALLELISM and GIT_AUTHOR_NAME).
-PRIVATE = re.compile("TOKEN(?!IZER)|SECRET|KEY|PASSW|CREDENTIAL|AUTH(?!OR)", re.IGNORECASE)
+PRIVATE = re.compile(
+    "TOKEN(?!IZER)|SECRET|KEY|PASS|_PWD|_PAT(_|$)|COOKIE|CREDENTIAL|AUTH(?!OR(_|S|$))",
+    re.IGNORECASE,
+)
+# Others hold an address with a user or a password, such as DATABASE_URL=postgres://me:word@host/.
+WITH_USER = re.compile(r"://[^/\s@]+@")
+
+
+NO_ANSWER = (
+    "the process of the reward functions sent no answer but other data: a function must not write "
+    "to open files that are not its own, or log more than 256 MiB"
+)
 
 
 class CallLost(Exception):
@@ -94,6 +107,7 @@ class RewardProcess:
                 start_new_session=True,
             )
         self.starts += 1
+        self.calls = 0  # of this process; an answer begins with the number of its call
         # The finalizer also runs when the interpreter exits.
         self.kill = weakref.finalize(self, _kill, self.process, self.socket)
         try:
@@ -119,7 +133,11 @@ class RewardProcess:
             arguments = arguments | {"environments": packed(arguments["environments"])}
         if not self.kill.alive:
             self.start()
-        return CallResult(*self._ask((functions, arguments, labels), timeout))
+        answer = self._ask((functions, arguments, labels), timeout)
+        try:
+            return read_result(answer, len(functions), len(labels))
+        except (ValueError, TypeError, OverflowError) as e:
+            raise UserError(NO_ANSWER) from e
 
     def _ask(self, message: Any, timeout: float) -> Any:
         deadline = time.monotonic() + timeout
@@ -149,12 +167,12 @@ class RewardProcess:
             killed = f"was killed by {signal.Signals(-status).name}" if status < 0 else ""
             raise CallLost(killed or f"exited with status {status}") from None
         try:
-            kind, answer = json.loads(line)
+            number, kind, answer = json.loads(line)
         except (ValueError, TypeError, RecursionError) as e:
-            raise UserError(
-                "the process of the reward functions sent no answer but other data: a function "
-                "must not write to open files that are not its own"
-            ) from e
+            raise UserError(NO_ANSWER) from e
+        if number != self.calls:
+            raise UserError(NO_ANSWER)
+        self.calls += 1
         if kind == "error":
             raise UserError(answer)
         return answer
@@ -175,7 +193,27 @@ class RewardProcess:
             if not part:
                 raise EOFError
             data += part
+            if len(data) > LONGEST:
+                raise UserError(NO_ANSWER)
         return data
+
+
+def read_result(answer: Any, functions: int, samples: int) -> CallResult:
+    """Return an answer, which a function may have forged, as the result of a call.
+
+    Raises ValueError, TypeError or OverflowError if `Functions.call` cannot have returned it.
+    """
+    rewards, extra, metrics = answer
+    values = [value for row in rewards for value in row if value is not None]
+    right = [len(row) for row in rewards] == [samples] * functions
+    right = right and all(type(v) is float and abs(v) <= MAX_REWARD for v in values)
+    for name, column in extra:
+        right = right and type(name) is str and type(column) is list and len(column) == samples
+    for name, value in metrics:
+        right = right and type(name) is str and math.isfinite(value)
+    if not right:
+        raise ValueError
+    return CallResult(rewards, extra, metrics)
 
 
 def public_variables(passed: Sequence[str] = ()) -> dict[str, str]:
@@ -186,7 +224,11 @@ def public_variables(passed: Sequence[str] = ()) -> dict[str, str]:
                 f"--reward-env {name}: the environment has no such variable; export it first, or "
                 "leave the option out"
             )
-    return {n: v for n, v in os.environ.items() if n in passed or not PRIVATE.search(n)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in passed or not (PRIVATE.search(name) or WITH_USER.search(value))
+    }
 
 
 def _kill(process: subprocess.Popen, connection: socket.socket) -> None:
@@ -207,13 +249,14 @@ def main(descriptor: int, trainer: int) -> None:
     signal.signal(signal.SIGINT, lambda *_: None)  # so only a function raises KeyboardInterrupt
     connection = socket.socket(fileno=descriptor)
     requests = connection.makefile("rb")
-    me = os.getpid()
+    me, numbers = os.getpid(), itertools.count()
 
     def send(kind: str, answer: Any) -> None:
         # If user code forked and the child returned here as well, only the parent may answer.
         if os.getpid() != me:
             os._exit(0)
-        connection.sendall(json.dumps((kind, answer)).encode() + b"\n")
+        data = json.dumps(answer)  # which may fail, so the number is taken afterwards
+        connection.sendall(f'[{next(numbers)}, "{kind}", {data}]\n'.encode())
 
     with contextlib.suppress(ConnectionError, EOFError):  # the trainer is gone
         try:

@@ -46,6 +46,9 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
     with contextlib.ExitStack() as held:
 
         def claim() -> None:
+            metrics = folder / "metrics.jsonl"
+            if metrics.exists() and not metrics.is_file():  # a pipe would never end
+                raise UserError(f"{metrics} is not a file: choose another --output-dir.")
             if not (cfg.resume or cfg.overwrite_output_dir) and _holds_a_run(folder):
                 raise UserError(
                     f"--output-dir {folder} already holds a run: continue it with --resume, choose "
@@ -53,7 +56,7 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
                 )
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                _lock(held.enter_context((folder / ".lock").open("w")), folder)
+                _lock(held.enter_context((folder / ".lock").open("a")), folder)
                 mark.touch()
             except OSError as e:
                 raise UserError(
@@ -77,7 +80,8 @@ def _holds_a_run(folder: Path) -> bool:
     is not ours must not be replaced.
     """
     metrics = folder / "metrics.jsonl"
-    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+    with reading(metrics, "choose another --output-dir"):
+        lines = metrics.read_bytes().splitlines() if metrics.exists() else []
     logged = any(not line.startswith(b'{"run"') for line in lines)
     return logged or bool(checkpoint.checkpoints(str(folder)))
 
@@ -115,7 +119,15 @@ def clear(cfg: Config) -> None:
                 "choose another --output-dir."
             )
     for path in found:
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all its files."""
+    try:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    except OSError as e:
+        raise UserError(f"{path} cannot be removed ({e.strerror}): remove it yourself.") from e
 
 
 def remove_unfinished(cfg: Config) -> None:
@@ -123,12 +135,12 @@ def remove_unfinished(cfg: Config) -> None:
     folder = Path(cfg.output_dir)
     for path in folder.glob(".checkpoint-*.tmp"):
         log.warning("removed %s: the run ended while it was writing this checkpoint", path)
-        shutil.rmtree(path)
+        remove(path)
     # The old version of a checkpoint that was being replaced. If the run was killed between the two
     # renames, the old one is the only one left.
     for old in folder.glob(".checkpoint-*.old"):
         final = folder / old.name[1 : -len(".old")]
-        shutil.rmtree(old) if final.exists() else old.rename(final)
+        remove(old) if final.exists() else old.rename(final)
 
 
 def origin(cfg: Config, world: World, prompts: Sequence[Prompt]) -> dict[str, str]:

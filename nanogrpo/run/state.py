@@ -38,7 +38,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -405,7 +405,7 @@ def resume(
     for state in optimizer.state.values():
         state["step"].copy_(mine["updates"])
     world.once(lambda: _set_aside_after(folder))
-    return saved["step"], saved.get("carried", {})
+    return saved["step"], saved["carried"]
 
 
 def _latest(
@@ -424,6 +424,7 @@ def _latest(
     with _readable(folder):
         saved = verify.read_state(folder)
         step, config, inputs = saved["step"], {**saved["config"]}, {**saved.get("origin", {})}
+        saved["carried"] = {**saved.get("carried", {})}
         if not isinstance(step, int) or folder.name != f"checkpoint-{step}":
             raise UserError(f"state.json belongs to step {step}")
     if step > cfg.max_steps:
@@ -524,6 +525,19 @@ class _Unpickler(pickle._Unpickler):
 
     In particular, it cannot contain BytesStorageMetadata, which torch would unpickle in turn.
     """
+
+    def load_build(self) -> None:
+        # `BUILD` sets attributes, also those of a class or a function, for the whole process
+        target = self.stack[-2]  # type: ignore[attr-defined]  # which its stub does not list
+        if isinstance(target, type) or not dataclasses.is_dataclass(target):
+            raise pickle.UnpicklingError("state/.metadata changes an object that is not its own")
+        super().load_build()  # type: ignore[misc]  # the same
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: load_build,
+    }
+    del dispatch[pickle.BYTEARRAY8[0]]  # it reserves memory before it reads
 
     def find_class(self, module: str, name: str) -> Any:
         if name in INDEX.get(module, "").split():

@@ -51,6 +51,8 @@ def read_state(folder: Path) -> dict:
             head, _, tail = path.read_bytes().rpartition(str(own).encode())
         if hashlib.sha256(head + BLANK.encode() + tail).hexdigest() != own:
             raise UserError(f"{STATE} has changed since it was written")
+    if not isinstance(saved.get("files", {}), dict):
+        raise UserError(f"{STATE} has no list of files")
     return saved
 
 

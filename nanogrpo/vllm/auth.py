@@ -54,6 +54,8 @@ ROUTES = {
 # A refused request may have a body of so many bytes, sent within so many seconds, before the server
 # closes the connection.
 REFUSED_BYTES, REFUSED_SECONDS = 1 << 16, 2.0
+# So many bodies of refused requests are read at a time. More are not read at all.
+reading_refused = asyncio.Semaphore(256)
 TRAINER = "X-Nanogrpo-Trainer"  # the header with a trainer's random id
 LEASE = 20.0  # seconds for which a trainer keeps the server to itself after its last request
 
@@ -70,7 +72,7 @@ def loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:  # a name
-        return address == "localhost"
+        return address.lower() == "localhost"
 
 
 class AccessControl:
@@ -168,8 +170,10 @@ async def refuse(receive, send, status: int, error: str) -> None:
             message = await receive()
             size, more = size + len(message.get("body", b"")), message.get("more_body", False)
 
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(discard(), REFUSED_SECONDS)
+    if not reading_refused.locked():
+        async with reading_refused:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(discard(), REFUSED_SECONDS)
     await answer(send, status, {"error": error}, (b"connection", b"close"))
 
 

@@ -1,27 +1,30 @@
 """Limits on the connections of strangers, as a protocol class for uvicorn, vLLM's HTTP server.
 
 In: connections. Out: requests with complete headers; auth.py limits their bodies. uvicorn alone
-would wait for the rest of a request's headers forever, keep any number of their bytes, and leave a
-POST that asks for a websocket without an answer. serve.py passes OPTIONS to uvicorn. Read before:
-auth.py. Read next: server.py.
+would wait for the rest of a request's headers forever, keep any number of their bytes and of such
+connections, and leave a POST that asks for a websocket without an answer. serve.py passes OPTIONS
+to uvicorn. Read before: auth.py. Read next: server.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 HEADER_SECONDS = 10.0  # from the start of a connection, or the end of an answer, to the next header
 READ_SECONDS = 0.1  # to read what has arrived by then
 HEADER_BYTES = 1 << 16
+UNFINISHED = 512  # connections of all clients without a request; of more, the oldest is closed
 
 
 class Limited(HttpToolsProtocol):
     """HTTP as in uvicorn, but a request's headers must arrive within limits of time and size."""
 
+    unfinished: ClassVar[dict[Limited, None]] = {}  # without a request in progress, oldest first
     timer: asyncio.TimerHandle | None = None  # runs while no request is in progress
-    received = 0  # bytes since it was started
+    received = 0  # bytes since it was started, without those of bodies
 
     def connection_made(self, transport):
         super().connection_made(transport)
@@ -34,8 +37,13 @@ class Limited(HttpToolsProtocol):
     def data_received(self, data):
         super().data_received(data)
         self.received += len(data)
-        if self.timer is not None and self.received > HEADER_BYTES:
+        if self.received > HEADER_BYTES:
             self.end(431)
+
+    def on_body(self, body):
+        # What remains are headers, but also the sizes of chunks, and the headers after them.
+        self.received -= len(body)
+        super().on_body(body)
 
     def on_headers_complete(self):
         self.stop()
@@ -50,21 +58,27 @@ class Limited(HttpToolsProtocol):
     def wait(self) -> None:
         self.received = 0
         self.timer = self.loop.call_later(HEADER_SECONDS, self.late)
+        self.unfinished[self] = None
+        if len(self.unfinished) > UNFINISHED:
+            next(iter(self.unfinished)).end(503)
 
     def late(self) -> None:
         # If this process was busy or suspended, it has not read what has already arrived.
         self.timer = self.loop.call_later(READ_SECONDS, self.end, 408)
 
     def stop(self) -> None:
+        self.unfinished.pop(self, None)
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
     def end(self, status: int) -> None:
-        """Close a connection that has no request in progress."""
+        """Close the connection, with an answer unless a request is in progress."""
+        waiting = self.timer is not None
         self.stop()
         if not self.transport.is_closing():
-            self.transport.write(STATUS_LINE[status] + b"connection: close\r\n\r\n")
+            if waiting:
+                self.transport.write(STATUS_LINE[status] + b"connection: close\r\n\r\n")
             self.transport.close()
 
 

@@ -2,12 +2,14 @@
 
 In: the port of a server. Out: its secret. serve.py writes the file, which only its owner can read.
 A trainer of the same user on the same machine finds it there, so neither needs an option. A new
-server at the port replaces it. Read before: auth.py. Read next: server.py.
+server at the port replaces it when the old one has ended. Read before: auth.py. Read next:
+server.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import socket
@@ -21,7 +23,9 @@ from nanogrpo.vllm.auth import SECRET
 
 def place(port: int) -> Path:
     """Return the file with the secret of this user's server at a port of this machine."""
-    folder = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    folder = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(folder):  # its specification says that such a value is ignored
+        folder = os.path.expanduser("~/.local/state")
     # several machines may share a home folder
     return Path(folder, "nanogrpo", f"{socket.gethostname()}-{port}.secret")
 
@@ -30,16 +34,26 @@ def create(port: int) -> tuple[str, Path]:
     """Create a secret and store it. Return both."""
     secret, path = secrets.token_urlsafe(32), place(port)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.is_absolute():
+            raise FileNotFoundError("you have no home folder")
+        for parent in reversed(path.parents):
+            parent.mkdir(mode=0o700, exist_ok=True)
         folder = path.parent.lstat()
         if not stat.S_ISDIR(folder.st_mode) or not ours(folder, closed=0o022):
             raise PermissionError("it is not yours, or others can write to it")
-        descriptor, name = tempfile.mkstemp(dir=path.parent)  # mode 0600
+        if in_use(path):  # also while it loads, when the port is still free
+            raise UserError(
+                f"--port {port} belongs to another server of yours; end it, or choose another port."
+            )
+        # mode 0600; it stays open, because the lock shows that this process runs
+        descriptor, name = tempfile.mkstemp(dir=path.parent)
         try:
-            with open(descriptor, "w") as file:
-                file.write(secret + "\n")
+            os.write(descriptor, f"{secret}\n".encode())
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.replace(name, path)
         except OSError:
+            os.close(descriptor)
             with contextlib.suppress(OSError):
                 os.unlink(name)
             raise
@@ -48,6 +62,16 @@ def create(port: int) -> tuple[str, Path]:
             f"A secret cannot be stored in {path.parent} ({e}); set {SECRET} or --secret-file."
         ) from e
     return secret, path
+
+
+def in_use(path: Path) -> bool:
+    """Return whether the server that has stored this secret still runs."""
+    with contextlib.suppress(OSError), path.open("r+b") as file:  # OSError: no such file, no locks
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return True
+    return False
 
 
 def find(port: int) -> str:

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,13 +156,17 @@ class Server:
             if connection not in self.open or (only_if_alive and not self.alive):
                 raise ServerError(f"{self.url} was lost before {path} was sent")
             data = None if body is None else json.dumps(body)
-            connection.request(method, path, data, self.headers)
-            reply = connection.getresponse()
-            raw = reply.read(most + 1)
+            with deadline(connection, timeout):
+                connection.request(method, path, data, self.headers)
+                reply = connection.getresponse()
+                raw = bytearray()
+                # not `read`, which has no limit if the size of a chunk is negative
+                while len(raw) <= most and (part := reply.read1(1 << 20)):
+                    raw += part
             if len(raw) > most:
                 raise ServerError(f"{self.url} answered {path} with more than {most:,} bytes")
             if reply.length:  # which the server has announced, but not sent
-                raise http.client.IncompleteRead(raw, reply.length)
+                raise http.client.IncompleteRead(bytes(raw), reply.length)
         except TimeoutError as e:
             raise ServerError(f"{self.url} did not answer {path} within {limit:g} s") from e
         except (OSError, http.client.HTTPException) as e:
@@ -232,10 +236,38 @@ class Server:
         """End all requests in progress in other threads, which then raise ServerError."""
         with self.lock:
             for connection in self.open:
-                if connection.sock is not None:
-                    with contextlib.suppress(OSError):  # the request may have just ended
-                        connection.sock.shutdown(socket.SHUT_RDWR)
+                shut(connection)
             self.open.clear()  # requests that are still connecting check this
+
+
+def shut(connection: http.client.HTTPConnection) -> None:
+    """End a request in progress in another thread."""
+    if connection.sock is not None:
+        with contextlib.suppress(OSError):  # it may have just ended
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def deadline(connection: http.client.HTTPConnection, seconds: float) -> Iterator[None]:
+    """Raise TimeoutError if a request takes longer than this. The timeout of a socket starts again
+    with every byte that arrives.
+    """
+    over, late = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        # It waits twice: if this process was suspended, it can still read what has arrived.
+        if not (over.wait(seconds) or over.wait(0.5)):
+            late.set()
+            shut(connection)
+
+    if seconds < DAY:
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        if late.is_set():
+            raise TimeoutError
 
 
 def retry(

@@ -6,10 +6,12 @@ The processes are real. Read before: test_signals.py (ends that a run's collecti
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import datetime
 import os
+import re
 import signal
 import threading
 import time
@@ -19,9 +21,11 @@ import pytest
 import torch.distributed as dist
 
 import train
+from nanogrpo import timelimit
 from nanogrpo.config import Config
 from nanogrpo.distributed import failure
 from nanogrpo.distributed.world import join
+from nanogrpo.engine import tools
 from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
 from nanogrpo.rewards.runner import Runner
@@ -145,6 +149,34 @@ def stops_late() -> None:
 
 def test_the_store_outlives_every_watch():
     run(2, stops_late)
+
+
+# --- where nothing can be raised ---
+
+
+def uses_a_tool(stuck: int) -> None:
+    """Call a tool that catches every exception on one rank; the other waits for the result."""
+    timelimit.TRIES, timelimit.PAUSE = 1, 0.02
+
+    def stubborn() -> None:
+        while True:
+            with contextlib.suppress(BaseException):
+                time.sleep(PATIENCE)
+
+    with join(WATCHED) as world:
+        patient = world.patient()
+        if world.rank == stuck:
+            tools.limited(stubborn, 0.02)
+        patient.gather(world.rank)
+
+
+@pytest.mark.parametrize("stuck", [0, 1])
+def test_a_tool_that_does_not_end_on_one_rank_ends_all_with_its_own_error(stuck):
+    ranks = start(2, uses_a_tool, stuck)
+    ends = ranks.ends()
+    assert (ends[stuck], ends[1 - stuck]) == (2, 1), ranks.errors()
+    (error,) = re.findall("^error: .*", "\n".join(ranks.errors()), re.MULTILINE)
+    assert error.startswith("error: --tool-timeout 0.02: a tool does not end (it is at test_fail")
 
 
 # --- a failure during a save ---

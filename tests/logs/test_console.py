@@ -131,6 +131,8 @@ def test_a_log_without_a_step_is_continued(tmp_path, caplog):
         b"[1]",
         b"7",
         b'{"reward": 1}',
+        b'{"step": 1, "num_tokens": "many"}',
+        b'{"step": 1, "num_tokens": null}',
         b"[" * 10**5,
     ],
 )

@@ -79,12 +79,39 @@ def too_long_for_json(prompts, log_extra, **kwargs):
     return [1.0] * len(prompts)
 
 
-def writes_to_its_connection(prompts, **kwargs):
+def write_to_connection(data):
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # no longer open, or only for reading
             if descriptor > 2:
-                os.write(descriptor, b"hello\n")
+                os.write(descriptor, data)
+
+
+def writes_to_its_connection(prompts, **kwargs):
+    write_to_connection(b"hello\n")
     return [1.0] * len(prompts)
+
+
+def forges(name, reward):
+    def function(prompts, **kwargs):
+        rewards = ", ".join([reward] * len(prompts))
+        write_to_connection(f'[1, "done", [[[{rewards}]], [], []]]\n'.encode())
+        if name != "answers_twice":
+            time.sleep(1000)
+        return [2.0] * len(prompts)
+
+    function.__name__ = name
+    return function
+
+
+forges_a_text = forges("forges_a_text", '"1"')
+forges_a_nan = forges("forges_a_nan", "NaN")
+forges_another_shape = forges("forges_another_shape", "1.0, 1.0")
+answers_twice = forges("answers_twice", "1.0")
+
+
+def writes_without_end(prompts, **kwargs):
+    while True:
+        write_to_connection(b"1" * 10_000)
 
 
 def always_hangs(prompts, **kwargs):

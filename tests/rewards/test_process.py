@@ -15,9 +15,10 @@ import pytest
 
 from nanogrpo.distributed.failure import Stop
 from nanogrpo.errors import UserError
+from nanogrpo.rewards import process as reward_process
 from nanogrpo.rewards.builtin import load_function
 from nanogrpo.rewards.call import Functions, TrainerState
-from nanogrpo.rewards.process import CallLost, RewardProcess
+from nanogrpo.rewards.process import CallLost, RewardProcess, public_variables, read_result
 from nanogrpo.rewards.runner import MAX_LOST_CALLS, Runner
 from tests.rewards.clock import only_hangs_take_time
 from tests.rewards.conftest import FUNCTIONS, groups, make_samples
@@ -145,8 +146,9 @@ SECRETS = {
         "SSH_AUTH_SOCK",
         "my_api_key",
     ),
+    *("DB_PASS", "MYSQL_PWD", "GH_PAT", "XAUTHORITY", "SESSION_COOKIE"),
 }
-HARMLESS = {"TOKENIZERS_PARALLELISM", "GIT_AUTHOR_NAME", "MY_SETTING"}
+HARMLESS = {"TOKENIZERS_PARALLELISM", "GIT_AUTHOR_NAME", "AUTHORS", "LD_RUN_PATH", "MY_SETTING"}
 
 
 @pytest.mark.parametrize("passed", [(), ("HF_TOKEN", "my_api_key", "MY_SETTING")])
@@ -164,6 +166,15 @@ def test_secrets_of_the_environment_do_not_reach_reward_functions(monkeypatch, t
         assert set(samples[0].extra["names"].split()) == HARMLESS | {*passed}
         runner.process.kill()  # the next process has the same variables
     assert os.environ["HF_TOKEN"] == "value"
+
+
+def test_addresses_with_a_password_do_not_reach_reward_functions(monkeypatch):
+    monkeypatch.setenv("DATABASE_URL", "postgres://me:word@host/rows")
+    monkeypatch.setenv("http_proxy", "http://word@proxy:3128/")
+    monkeypatch.setenv("JUDGE_URL", "https://host:8000/a@b")
+    found = public_variables()
+    assert {"DATABASE_URL", "http_proxy", "JUDGE_URL"} & found.keys() == {"JUDGE_URL"}
+    assert public_variables(["http_proxy"])["http_proxy"] == "http://word@proxy:3128/"
 
 
 @pytest.mark.parametrize("name", ["NOT_SET_ANYWHERE", ""])
@@ -350,6 +361,49 @@ def test_ctrl_c_is_not_taken_for_a_mistake_of_the_function():
 def test_an_answer_that_cannot_be_sent_or_read_ends_the_run(name, message):
     with pytest.raises(UserError, match=message):
         Runner(named(name), timeout=60).score(groups(2))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(None, 7, "abc", [], [[], [], [], []], {"a": 1, "b": 2, "c": 3}, [1, 2, 3]),
+        *([[[1.0]], [], []], [[[1.0, 2.0], [1.0, 2.0]], [], []]),  # other numbers of values
+        *([[[1.0, x]], [], []] for x in ("1", 1, True, float("nan"), float("inf"), 1e31, [1.0])),
+        *([[[1.0, 2.0]], [x], []] for x in (7, "ab", ["a"], ["a", [1]], ["a", "xy"], [1, [1, 2]])),
+        *([[[1.0, 2.0]], [], [x]] for x in (7, "ab", ["a"], ["a", "b"], ["a", 10**400], [1, 2.0])),
+        [[[1.0, 2.0]], [], [["a", float("nan")]]],
+    ],
+)
+def test_what_no_function_can_return_is_refused(answer):
+    right = [[[1.0, None]], [["a", [1, "b"]]], [["m", 0.5]]]
+    assert read_result(right, 1, 2) == tuple(right)
+    with pytest.raises((ValueError, TypeError, OverflowError)):
+        read_result(answer, 1, 2)
+
+
+def test_a_forged_answer_ends_the_run():
+    """The function writes it to the trainer's connection, and returns something else."""
+    for name in ("forges_a_text", "forges_a_nan", "forges_another_shape"):
+        with pytest.raises(UserError, match="sent no answer but other data"):
+            Runner(named(name), timeout=60).score(groups(2))
+
+
+def test_an_answer_is_not_taken_for_that_of_the_next_call():
+    runner = Runner(named("answers_twice"), timeout=60)
+
+    def score_twice() -> None:
+        for _ in range(2):
+            runner.score(groups(2))
+
+    with pytest.raises(UserError, match="sent no answer but other data"):
+        score_twice()
+
+
+def test_an_answer_without_end_is_not_kept(monkeypatch):
+    monkeypatch.setattr(reward_process, "LONGEST", 1 << 20)
+    runner = Runner(named("writes_without_end"), timeout=60)
+    with pytest.raises(UserError, match="sent no answer but other data"):
+        runner.score(groups(2))
 
 
 def test_data_that_cannot_be_copied_ends_the_run():

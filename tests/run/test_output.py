@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from nanogrpo.distributed.world import join
 from nanogrpo.errors import UserError
 from nanogrpo.run import output
 from nanogrpo.types import Prompt
-from tests.conftest import arguments, steps, write_base
+from tests.conftest import SOLO, arguments, steps, write_base
 from tests.ranks import PATIENCE, argv, run, running, start, until
 
 
@@ -76,6 +77,48 @@ def test_overwriting_never_removes_an_input(tmp_path, name):
     with pytest.raises(UserError, match=r"would remove \S+checkpoint-2, which this run reads"):
         output.clear(Config(output_dir=str(tmp_path), overwrite_output_dir=True, **{name: value}))
     assert used.exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_log_that_is_no_file_is_refused(tmp_path, kind):
+    """A pipe would never end."""
+    log = tmp_path / "metrics.jsonl"
+    log.mkdir() if kind == "folder" else os.mkfifo(log)
+    for options in ({}, {"resume": True}, {"overwrite_output_dir": True}):
+        with (
+            pytest.raises(UserError, match=rf"^{log} is not a file: choose another --output-dir"),
+            output.claimed(Config(output_dir=str(tmp_path), **options), SOLO),
+        ):
+            pass
+
+
+def test_the_lock_of_a_folder_does_not_clear_a_file(tmp_path):
+    (tmp_path / "mine").write_text("text")
+    (tmp_path / ".lock").symlink_to(tmp_path / "mine")
+    with output.claimed(Config(output_dir=str(tmp_path)), SOLO):
+        pass
+    assert (tmp_path / "mine").read_text() == "text"
+
+
+def test_what_cannot_be_removed_is_named(tmp_path, monkeypatch):
+    """For example, because it belongs to another user."""
+
+    def fails(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(shutil, "rmtree", fails)
+    for name, options in ((".checkpoint-3.tmp", {}), ("checkpoint-3", {"overwrite": True})):
+        (tmp_path / name).mkdir()
+        cfg = Config(output_dir=str(tmp_path), overwrite_output_dir=bool(options))
+        with pytest.raises(
+            UserError, match=rf"{name} cannot be removed \(Permission denied\): rem"
+        ):
+            output.clear(cfg) if options else output.remove_unfinished(cfg)
+        (tmp_path / name).rmdir()
+    (tmp_path / ".checkpoint-4.tmp").write_text("a file")
+    (tmp_path / ".checkpoint-5.tmp").symlink_to(tmp_path)
+    output.remove_unfinished(Config(output_dir=str(tmp_path)))
+    assert not [*tmp_path.iterdir()]
 
 
 # --- same data, same rewards ---

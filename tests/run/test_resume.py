@@ -234,6 +234,7 @@ DAMAGE = {
     "state of a step in quotes": lambda f: change(f, step="2"),
     "state with a list of options": lambda f: change(f, config=[]),
     "state with a list of inputs": lambda f: change(f, origin=[]),
+    "state with a list of carried values": lambda f: change(f, carried=[1]),
     "state a list": lambda f: (f / "state.json").write_text("[]"),
 }
 

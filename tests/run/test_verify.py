@@ -201,6 +201,42 @@ def test_an_index_that_would_run_code_is_refused(two_saves, tmp_path, tiny_base)
     assert not proof.exists()
 
 
+METADATA = b"ctorch.distributed.checkpoint.metadata\n"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        METADATA + b"Metadata\n",
+        b"cpathlib\nPosixPath\n",
+        b"ctorch.serialization\n_get_layout\n",
+        b"cbuiltins\ngetattr\n",
+        METADATA + b"_MEM_FORMAT_ENCODING\n(K\x00tR",  # a member, which all indices share
+    ],
+)
+def test_an_index_cannot_change_a_class_or_a_function(two_saves, tmp_path, tiny_base, changed):
+    """The last instruction of a pickle sets attributes of what is on the stack."""
+    shutil.copytree(two_saves, tmp_path / "run")
+    change(tmp_path / "run" / "checkpoint-2")
+    path = tmp_path / "run" / "checkpoint-2" / "state" / ".metadata"
+    path.write_bytes(b"\x80\x02" + changed + b"N}X\x03\x00\x00\x00oddK\x01s\x86b.")
+    with pytest.raises(UserError, match=r"is damaged \(state/\.metadata changes an object that is"):
+        start(tmp_path, tiny_base, resume=True)
+    owners = [state.Metadata, type(tmp_path), torch.serialization._get_layout]
+    assert not any(hasattr(o, "odd") for o in (*owners, state._MEM_FORMAT_ENCODING(0)))
+
+
+def test_a_number_in_an_index_reserves_no_memory(two_saves, tmp_path, tiny_base):
+    """The instruction for a bytearray of 2^60 bytes."""
+    shutil.copytree(two_saves, tmp_path / "run")
+    change(tmp_path / "run" / "checkpoint-2")
+    path = tmp_path / "run" / "checkpoint-2" / "state" / ".metadata"
+    size = 1 << 60
+    path.write_bytes(b"\x80\x05" + pickle.BYTEARRAY8 + size.to_bytes(8, "little") + b".")
+    with pytest.raises(UserError, match=r"is damaged \(150\)"):
+        start(tmp_path, tiny_base, resume=True)
+
+
 def test_our_own_index_contains_only_what_is_allowed(two_saves):
     """The restricted reader returns what torch's own returns."""
     for step in (1, 2):
@@ -273,6 +309,14 @@ def test_an_undisturbed_log_gives_no_warning(tiny_base, files, tmp_path, caplog)
 
 
 # --- hashes ---
+
+
+def test_hashes_of_another_form_are_damage(tmp_path):
+    for files in (["model.safetensors"], "x", 7, None):
+        (tmp_path / "state.json").write_text(verify.seal({"step": 1, "files": files}))
+        with pytest.raises(UserError, match=r"state\.json has no list of files"):
+            verify.read_state(tmp_path)
+        assert not verify.is_sound(tmp_path)
 
 
 def test_a_hash_is_that_of_sha256sum(tmp_path):

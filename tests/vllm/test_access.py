@@ -7,6 +7,8 @@ vLLM. Read next: forge.py, test_serve.py.
 
 from __future__ import annotations
 
+import asyncio
+import select
 import socket
 import time
 
@@ -170,6 +172,23 @@ def test_headers_without_end_are_not_kept(door):
         assert answer(sock)[:13] in (b"HTTP/1.1 431 ", b"")
 
 
+@pytest.mark.parametrize("more", [b"X: y\r\n", b"X"])
+def test_headers_after_a_body_have_the_same_limit(door, monkeypatch, more):
+    """A body in chunks may be followed by headers, and the size of a chunk by anything."""
+    monkeypatch.setattr(auth, "REFUSED_SECONDS", 60.0)
+    size = b"0\r\n" if more.endswith(b"\n") else b"1;"
+    with door.connect() as sock:
+        sock.sendall(request("POST", "/pause", door.port, ["Transfer-Encoding: chunked"]) + size)
+        assert send(sock, more * 10_000, 400 << 20) < 64 << 20
+    assert door.reached == []
+
+
+def test_a_large_body_of_a_trainer_is_no_header(door):
+    body = "x" * (1 << 20)
+    data = request("POST", "/pause", door.port, [RIGHT, f"Content-Length: {len(body)}"], body)
+    assert door.status(data) == 200
+
+
 def test_a_body_without_end_is_not_read(door):
     """The stranger is refused and the connection closed, long before 400 MB."""
     head = request("POST", "/pause", door.port, [f"Content-Length: {400 << 20}"])
@@ -212,6 +231,44 @@ def test_many_unfinished_connections_do_not_keep_a_trainer_out(door):
     for sock in waiting:
         sock.sendall(b"GET /health HTTP/1.1\r\n")
     assert door.status(request("GET", "/health", door.port, [RIGHT])) == 200
+    for sock in waiting:
+        sock.close()
+
+
+def test_of_many_connections_without_a_request_the_oldest_are_closed(door, monkeypatch):
+    monkeypatch.setattr(limits, "UNFINISHED", 5)
+    waiting = [door.connect() for _ in range(20)]
+    for sock in waiting:
+        sock.sendall(b"GET /health HTTP/1.1\r\n")
+    for sock in waiting[:15]:
+        assert answer(sock).startswith(b"HTTP/1.1 503 ")
+    assert door.status(request("GET", "/health", door.port, [RIGHT])) == 200
+    assert answer(waiting[15]).startswith(b"HTTP/1.1 503 ")  # closed for the trainer
+    for sock in waiting[16:]:
+        sock.sendall(f"Host: 127.0.0.1\r\n{RIGHT}\r\nConnection: close\r\n\r\n".encode())
+        assert answer(sock).startswith(b"HTTP/1.1 200 ")
+    for sock in waiting:
+        sock.close()
+    assert len(limits.Limited.unfinished) <= 5
+
+
+def test_of_many_refused_requests_only_some_bodies_are_read(door, monkeypatch):
+    monkeypatch.setattr(auth, "reading_refused", asyncio.Semaphore(3))
+    monkeypatch.setattr(auth, "REFUSED_SECONDS", 60.0)
+    waiting = {door.connect() for _ in range(10)}
+    for sock in waiting:
+        sock.sendall(request("POST", "/pause", door.port, ["Content-Length: 10"], "{"))
+    refused: set[socket.socket] = set()
+    while len(refused) < 7:
+        (ready, _, _) = select.select([*(waiting - refused)], [], [], 30)
+        assert ready
+        refused |= {*ready}
+    for sock in refused:
+        assert answer(sock).startswith(b"HTTP/1.1 401 ")
+    assert door.status(request("GET", "/health", door.port, [RIGHT])) == 200
+    for sock in waiting - refused:  # the server still waits for their bodies
+        sock.sendall(b"123456789")
+        assert answer(sock).startswith(b"HTTP/1.1 401 ")
     for sock in waiting:
         sock.close()
 

@@ -5,6 +5,7 @@ Read next: test_real.py.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -13,6 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -346,21 +348,82 @@ def test_an_answer_that_cannot_be_read_loses_the_server_and_the_run_stops(fake, 
     assert len(str(e.value)) < 1000
 
 
-def test_an_answer_cut_short_is_not_taken_for_an_empty_one():
-    """Only that of /health has no body."""
+@contextlib.contextmanager
+def answering(answer) -> Iterator[Server]:
+    """Yield the client of a server that reads one request and then calls `answer` to send bytes."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
-        def answer():
-            with listening.accept()[0] as peer:
+        def work():
+            with contextlib.suppress(OSError), listening.accept()[0] as peer:
                 data = b""
                 while not data.endswith(b"\r\n\r\n"):
                     data += peer.recv(1 << 16)
-                peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n")
+                answer(peer)
 
-        threading.Thread(target=answer, daemon=True).start()
-        server = Server(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=60.0)
-        with pytest.raises(ServerError, match=r"did not answer /health .*IncompleteRead"):
-            server.get("/health")
+        threading.Thread(target=work, daemon=True).start()
+        yield Server(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=60.0)
+
+
+def test_an_answer_cut_short_is_not_taken_for_an_empty_one():
+    """Only that of /health has no body."""
+    with (
+        answering(
+            lambda peer: peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n")
+        ) as server,
+        pytest.raises(ServerError, match=r"did not answer /health .*IncompleteRead"),
+    ):
+        server.get("/health")
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n",
+        CHUNKED + b"ffffffffff\r\n",
+        CHUNKED + b"-1\r\n",  # which http.client takes for a chunk that ends with the connection
+    ],
+)
+def test_an_answer_without_end_is_not_kept(start):
+    sent = [0]
+
+    def flood(peer):
+        peer.sendall(start)
+        while sent[0] < 1 << 30:
+            sent[0] += peer.send(b"x" * (1 << 20))
+
+    with (
+        answering(flood) as server,
+        pytest.raises(ServerError, match="answered /is_paused with more than 4,194,304 bytes"),
+    ):
+        server.get("/is_paused")
+    assert sent[0] < 64 << 20  # with what fits into the buffers of the sockets
+
+
+@pytest.mark.parametrize(
+    ("start", "drop"),
+    [
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\nX: ", b"x"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b"x"),
+        (CHUNKED + b"0\r\n", b"X: x\r\n"),
+    ],
+)
+def test_an_answer_that_arrives_drop_by_drop_is_late(start, drop):
+    def drip(peer):
+        peer.sendall(start)
+        while True:
+            peer.sendall(drop)
+            time.sleep(0.01)
+
+    with (
+        answering(drip) as server,
+        pytest.raises(ServerError, match=r"did not answer /is_paused within 0\.2 s"),
+    ):
+        server.get("/is_paused", timeout=0.2)
 
 
 @pytest.mark.parametrize("answer", [{}, {"is_paused": 0}, {"is_paused": None}])

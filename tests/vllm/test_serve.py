@@ -17,6 +17,7 @@ import sys
 import threading
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -85,6 +86,21 @@ def test_our_own_options_cannot_be_set_for_vllm_by_another_spelling(word):
     name = {"h": "--host", "p": "--port", "m": "--model"}[word.removeprefix("--no-").lstrip("-")[0]]
     with pytest.raises(UserError, match=f"cannot be used: write {name} and its value"):
         serve.options(["--model", "m", word, "0.0.0.0"])
+
+
+def test_an_empty_host_is_refused():
+    """vLLM would listen on all addresses."""
+    for words in (["--host", ""], ["--host="]):
+        with pytest.raises(UserError, match="--host is empty: write an address, or leave"):
+            serve.options(["--model", "m", *words])
+
+
+def test_a_key_for_vllm_itself_is_ignored(monkeypatch):
+    """vLLM would require it for completions, where trainers send our secret."""
+    with mock.patch.dict(os.environ, {"VLLM_API_KEY": "x"}):
+        serve.set_environment(LONG, [])
+        assert "VLLM_API_KEY" not in os.environ
+        assert os.environ[SECRET] == LONG
 
 
 def test_options_of_vllm_with_longer_names_are_not_mistaken_for_ours():
@@ -302,6 +318,53 @@ def test_a_new_server_replaces_the_secret_of_an_old_one_but_not_of_a_running_one
         assert f"--port {port} of 127.0.0.1 cannot be used" in capsys.readouterr().err
         assert stored.find(port) == secret
     assert serve.find_secret(port, None)[0] == stored.find(port) != secret
+
+
+def test_a_server_that_is_still_loading_keeps_its_secret(monkeypatch, tmp_path):
+    """Its port is free until it has loaded, or is taken on another address only."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv(SECRET, raising=False)
+    script = "from nanogrpo.vllm import secret; print(secret.create(8000)[0], flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        text=True,
+    ) as loading:
+        secret = loading.stdout.readline().strip()
+        with pytest.raises(UserError, match="--port 8000 belongs to another server of yours; end"):
+            serve.find_secret(8000, None)
+        assert stored.find(8000) == secret
+        assert serve.find_secret(8001, None)[0] != secret
+        loading.kill()
+    assert serve.find_secret(8000, None)[0] == stored.find(8000) != secret
+
+
+def test_the_umask_does_not_open_a_secret_to_others(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home" / "state"))
+    before = os.umask(0)
+    try:
+        _, file = stored.create(8000)
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (file, *file.parents[:3])]
+    assert modes == [0o600, 0o700, 0o700, 0o700]
+
+
+def test_a_secret_is_never_stored_in_the_working_directory(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(SECRET, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", "state")  # relative, so it does not count
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    _, file = serve.find_secret(8000, None)
+    assert file.parent == tmp_path / "home" / ".local" / "state" / "nanogrpo"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without a home
+    with pytest.raises(UserError, match=f"you have no home folder.*; set {SECRET} or --secret-f"):
+        serve.find_secret(8000, None)
+    assert stored.find(8000) == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 def test_the_users_secret_counts_more_than_a_stored_one(monkeypatch, tmp_path):
