@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -80,7 +81,7 @@ def options_of(
     return cfg, samples
 
 
-def strips(samples: list[Sample], cfg: Config, pair_cost: float) -> list[PackedBatch]:
+def strips(samples: list[Sample], cfg: Config, pair_cost: float) -> Sequence[PackedBatch]:
     """Return the micro-batches of our side's step."""
     (update,) = packing.schedule(packing.sizes(samples, cfg), cfg, 0, pair_cost=pair_cost)
     return packing.pack(update, samples, cfg)

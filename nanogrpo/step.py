@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -149,7 +149,7 @@ def measure(run: Run) -> tuple[metrics.Clock, metrics.Meter]:
 # --- micro-batches --------------------------------------------------------------------------------
 
 
-def pack(run: Run, samples: list[Sample], step: int) -> Iterator[list[PackedBatch]]:
+def pack(run: Run, samples: list[Sample], step: int) -> Iterator[Sequence[PackedBatch]]:
     """Yield this rank's micro-batches of each optimizer step, repeated num_iterations times.
 
     The old and reference log-probs are computed before the first optimizer step. Every rank must
@@ -160,10 +160,7 @@ def pack(run: Run, samples: list[Sample], step: int) -> Iterator[list[PackedBatc
     sizes = world.concat(packing.sizes(samples, cfg))
     updates = packing.schedule(sizes, cfg, step, world.size, run.model.cfg.pair_cost)
     mine = world.exchange(samples, packing.wanted(updates, world.size))
-    packed = [
-        [batch.to(world.device) for batch in packing.pack(update, mine, cfg, world.rank)]
-        for update in updates
-    ]
+    packed = [packing.pack(update, mine, cfg, world.rank, world.device) for update in updates]
     for batches in packed:
         add_logps(run, batches)
     for update, batches in enumerate(packed * cfg.num_iterations):
@@ -180,7 +177,7 @@ def logp(model: Decoder, batch: PackedBatch, cfg: Config) -> Tensor:
 
 
 @torch.no_grad()
-def add_logps(run: Run, batches: list[PackedBatch]) -> None:
+def add_logps(run: Run, batches: Sequence[PackedBatch]) -> None:
     """Fill in the old and reference log-probs that the loss of one optimizer step needs.
 
     old_logp: log-probs under the policy that sampled, from the trainer or the engine. It stays None
@@ -192,6 +189,8 @@ def add_logps(run: Run, batches: list[PackedBatch]) -> None:
     cfg, entropies = run.cfg, []
     mode, top = cfg.vllm_importance_sampling_mode, cfg.top_entropy_quantile < 1
     recompute = not cfg.old_from_engine and (not cfg.on_policy or mode != "off")
+    if not (cfg.old_from_engine or recompute or top or run.reference is not None):
+        return  # without building the strips
     for batch in batches:
         if cfg.old_from_engine:
             batch.old_logp = batch.sampling_logp

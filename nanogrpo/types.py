@@ -11,6 +11,7 @@ key/value heads · E head size · F MLP width · V vocabulary · G group size ·
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,10 +78,11 @@ class Sample:
     advantage: float = 0.0
 
     @property
-    def model_token_indices(self) -> list[int]:
+    def model_token_indices(self) -> Sequence[int]:
         """The indices of the tokens that the model sampled, which can be trained on."""
-        flags = self.is_model_token or [True] * len(self.token_ids)
-        return [i for i, from_model in enumerate(flags) if from_model]
+        if self.is_model_token is None:
+            return range(len(self.token_ids))
+        return [i for i, from_model in enumerate(self.is_model_token) if from_model]
 
 
 @dataclass
@@ -143,10 +145,11 @@ class PackedBatch:
     measured_only: bool = False
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """Return a copy of the batch on a device."""
+        """Return a copy of the batch on a device. The host does not wait for the copy to a GPU."""
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        if torch.device(device).type == "cuda":  # only from pinned memory is the copy asynchronous
+            tensors = {name: x.pin_memory() for name, x in tensors.items() if not x.is_cuda}
         moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
+            name: x.to(device, non_blocking=True) for name, x in tensors.items()
         }
         return dataclasses.replace(self, **moved)

@@ -179,7 +179,7 @@ def packed(samples: Sequence[Sample], cfg: Config) -> list[PackedBatch]:
     """Return the micro-batches of one step. They include `s.old_logp` and `s.ref_logp` if a test
     has set them.
     """
-    batches = packing.pack(packing.one_update(samples, cfg), samples, cfg)
+    batches = list(packing.pack(packing.one_update(samples, cfg), samples, cfg))
     for batch in batches:
         members = batch.sample.unique_consecutive().tolist()
         for name in ("old_logp", "ref_logp"):

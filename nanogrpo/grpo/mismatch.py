@@ -19,14 +19,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanogrpo.grpo.spread import Gather, one_rank, spreads
 from nanogrpo.kernels.reference import LOG_RATIO_MAX
 
 
-def compare(delta: Tensor, weight: Tensor | None = None) -> dict[str, float]:
-    """Return the metrics over M tokens.
+def compare(
+    delta: Tensor, weight: Tensor | None = None, gather: Gather = one_rank
+) -> dict[str, float]:
+    """Return the metrics over M tokens, which may be divided over the ranks.
 
     delta: [M] float32, Δ = log π − log μ. weight: [M], from `correction`; without it, the last
-    three are left out.
+    three are left out. gather: World.gather, which every rank must then call.
 
     sampling_logp_difference/mean, max     mean and maximum of |Δ|, as in TRL
     k3                                     mean of e^Δ − 1 − Δ, never negative: an estimate of
@@ -39,24 +42,32 @@ def compare(delta: Tensor, weight: Tensor | None = None) -> dict[str, float]:
     """
     delta = delta.double()  # so that a difference of 1e-6 keeps its precision
     clamped = delta.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
-    out = {
-        "sampling_logp_difference/mean": delta.abs().mean(),
-        "sampling_logp_difference/max": delta.abs().max(),
-        "k3": (clamped.exp() - 1 - clamped).mean(),
-        "ratio": clamped.abs().exp().mean(),
+    terms = {
+        "gap": delta.abs(),
+        "k3": clamped.exp() - 1 - clamped,
+        "ratio": clamped.abs().exp(),
     }
     if weight is not None:
-        w = weight.double()
-        squares = (w * w).sum()
+        weight = weight.double()
+        terms |= {"weight": weight, "square": weight * weight, "masked": weight == 0}
+    found = spreads(terms, gather)
+    out = {
+        "sampling_logp_difference/mean": found["gap"].mean,
+        "sampling_logp_difference/max": found["gap"].most,
+        "k3": found["k3"].mean,
+        "ratio": found["ratio"].mean,
+    }
+    if weight is not None:
+        w, square = found["weight"], found["square"].mean
         out |= {
-            "importance_sampling_ratio/min": w.min(),
-            "importance_sampling_ratio/mean": w.mean(),
-            "importance_sampling_ratio/max": w.max(),
-            "masked": (w == 0).double().mean(),
+            "importance_sampling_ratio/min": w.least,
+            "importance_sampling_ratio/mean": w.mean,
+            "importance_sampling_ratio/max": w.most,
+            "masked": found["masked"].mean,
             # if all weights are 0, so is the result
-            "ess": w.sum() ** 2 / (len(w) * squares) if squares > 0 else squares,
+            "ess": w.mean**2 / square if square > 0 else 0.0,
         }
-    return {f"sampling/{name}": value.item() for name, value in out.items()}
+    return {f"sampling/{name}": value for name, value in out.items()}
 
 
 def correction(

@@ -27,19 +27,23 @@ model/attention.py (how a completion attends to its prompt).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from nanogrpo.config import Config
 from nanogrpo.grpo.loss import has_gradient, is_trained, token_weight
 from nanogrpo.types import PackedBatch, Sample
 
+NO_ROWS = range(0)
 KEY_ROWS = 4  # maximum number of key rows of a strip per token of the budget (see Piece.room)
 
 
@@ -95,7 +99,7 @@ def sizes(samples: Sequence[Sample], cfg: Config) -> list[Size]:
     """Return the sizes of the samples; a masked completion has size 0."""
     out = []
     for s in samples:
-        trained = s.model_token_indices if is_trained(s, cfg) else []
+        trained: Sequence[int] = s.model_token_indices if is_trained(s, cfg) else []
         end = trained[-1] + 1 if trained else 0
         lengths = len(s.prompt.token_ids), end, len(trained)
         out.append(Size(s.prompt.id, *lengths, has_gradient(s, cfg)))
@@ -275,17 +279,39 @@ def _assign(strips: list[Strip], sizes: Sequence[Size]) -> list[Strip]:
 # --- the tensors ---
 
 
+class Strips(Sequence[PackedBatch]):
+    """A rank's micro-batches of an optimizer step. Each one is built when it is first used.
+
+    A GPU computes asynchronously, so the host builds the next strip while the GPU trains on one.
+    """
+
+    def __init__(self, count: int, build: Callable[[int], PackedBatch]):
+        self.indices, self.build = range(count), functools.cache(build)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.build(self.indices[index])
+
+
 def pack(
-    update: Update, samples: Mapping[int, Sample] | Sequence[Sample], cfg: Config, rank: int = 0
-) -> list[PackedBatch]:
+    update: Update,
+    samples: Mapping[int, Sample] | Sequence[Sample],
+    cfg: Config,
+    rank: int = 0,
+    device: torch.device | str = "cpu",
+) -> Strips:
     """Return a rank's micro-batches of an optimizer step.
 
     samples: at least the samples that the rank computes, by their index in the generation.
     """
-    return [
-        _pack(strip, samples, update, cfg, measured_only=k < update.measured)
-        for k, strip in enumerate(update.strips[rank])
-    ]
+    strips = update.strips[rank]
+
+    def build(k: int) -> PackedBatch:
+        return _pack(strips[k], samples, update, cfg, k < update.measured).to(device)
+
+    return Strips(len(strips), build)
 
 
 def _pack(
@@ -296,59 +322,73 @@ def _pack(
     measured_only: bool,
 ) -> PackedBatch:
     tokens: list[int] = []  # [T]
-    positions: list[int] = []  # [T]
-    kv_rows: list[int] = []  # [Tk]
+    # ranges that together have the length T and Tk
+    positions: list[range] = []
+    kv_rows: list[range] = []
     starts, kv_starts = [0], [0]  # [N+1]
 
-    def sequence(ids: list[int], position: int, sees: list[int]) -> list[int]:
+    def sequence(ids: list[int], position: int, sees: range) -> range:
         """Append a sequence that attends to the rows `sees` and to itself; return its own rows."""
-        own = list(range(len(tokens), len(tokens) + len(ids)))
+        own = range(len(tokens), len(tokens) + len(ids))
         tokens.extend(ids)
-        positions.extend(range(position, position + len(ids)))
-        kv_rows.extend(sees + own)
+        positions.append(range(position, position + len(ids)))
+        kv_rows.extend((sees, own))
         starts.append(len(tokens))
-        kv_starts.append(len(kv_rows))
+        kv_starts.append(kv_starts[-1] + len(sees) + len(own))
         return own
 
-    rows, targets, sample = [], [], []  # [M]
-    advantage, weight, logp = [], [], []  # [M]
+    rows, targets, logp = [], [], []  # arrays that together have the length M
+    sample, counts, advantage, weight = [], [], [], []  # one entry per completion
     for piece in strip:
         prompt = samples[piece.samples[0]].prompt
-        shared = sequence(prompt.token_ids, 0, []) if len(piece.samples) > 1 else []
+        many = len(piece.samples) > 1
+        shared = sequence(prompt.token_ids, 0, NO_ROWS) if many else NO_ROWS
         for i in piece.samples:
-            s, trained = samples[i], samples[i].model_token_indices
+            s, trained = samples[i], np.asarray(samples[i].model_token_indices)
             ids = s.token_ids[: trained[-1]]  # the inputs: all tokens before the last target
-            if shared:  # the last prompt token predicts the first token of every completion
-                predicts = [shared[-1], *(sequence(ids, len(shared), shared) if ids else [])]
+            if many:
+                own = sequence(ids, len(shared), shared) if ids else NO_ROWS
+                last, first = shared[-1], own.start
             else:
-                predicts = sequence(prompt.token_ids + ids, 0, [])[len(prompt.token_ids) - 1 :]
-            n = len(trained)
-            rows += [predicts[j] for j in trained]
-            targets += [s.token_ids[j] for j in trained]
-            sample += [i] * n
-            advantage += [s.advantage] * n
-            weight += [token_weight(n, len(update.samples), update.n_tokens, cfg)] * n
-            logp += [s.logp[j] for j in trained]
+                own = sequence(prompt.token_ids + ids, 0, NO_ROWS)
+                last, first = own[len(prompt.token_ids) - 1], own.start + len(prompt.token_ids)
+            # The row of the prompt's last token predicts token 0 of every completion.
+            rows.append(np.where(trained == 0, last, first + trained - 1))
+            targets.append(np.asarray(s.token_ids)[trained])
+            logp.append(np.asarray(s.logp)[trained])
+            sample.append(i)
+            counts.append(len(trained))
+            advantage.append(s.advantage)
+            weight.append(token_weight(len(trained), len(update.samples), update.n_tokens, cfg))
     if not tokens:  # nothing to compute; with one token, this rank can take part in the collectives
-        sequence([0], 0, [])
+        sequence([0], 0, NO_ROWS)
 
     def longest(bounds: list[int]) -> int:
         return max(end - start for start, end in itertools.pairwise(bounds))
 
-    sharing = len(kv_rows) > len(tokens)
+    def spans(ranges: list[range]) -> Tensor:
+        return joined([np.arange(r.start, r.stop) for r in ranges])
+
+    def joined(arrays: list[np.ndarray], dtype: Any = np.int64) -> Tensor:
+        return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype))
+
+    def each_token(values: list, dtype: torch.dtype) -> Tensor:  # [M]
+        return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(counts).long())
+
+    sharing = kv_starts[-1] > len(tokens)
     return PackedBatch(
         tokens=torch.tensor(tokens),
-        positions=torch.tensor(positions),
+        positions=spans(positions),
         cu_seqlens=torch.tensor(starts, dtype=torch.int32),
         max_len=longest(starts),
-        kv_rows=torch.tensor(kv_rows) if sharing else None,
+        kv_rows=spans(kv_rows) if sharing else None,
         kv_cu_seqlens=torch.tensor(kv_starts, dtype=torch.int32) if sharing else None,
         kv_max_len=longest(kv_starts) if sharing else 0,
-        rows=torch.tensor(rows, dtype=torch.int64),
-        targets=torch.tensor(targets, dtype=torch.int64),
-        sample=torch.tensor(sample, dtype=torch.int64),
-        advantage=torch.tensor(advantage, dtype=torch.float32),
-        weight=torch.tensor(weight, dtype=torch.float32),
-        sampling_logp=torch.tensor(logp, dtype=torch.float32),
+        rows=joined(rows),
+        targets=joined(targets),
+        sample=each_token(sample, torch.int64),
+        advantage=each_token(advantage, torch.float32),
+        weight=each_token(weight, torch.float32),
+        sampling_logp=joined(logp, np.float32),
         measured_only=measured_only,
     )

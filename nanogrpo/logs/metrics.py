@@ -22,6 +22,7 @@ from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.grpo import mismatch
 from nanogrpo.grpo.entropy import Bonus
+from nanogrpo.grpo.spread import spreads
 from nanogrpo.model.head import PolicyOut
 from nanogrpo.types import PackedBatch, Sample
 
@@ -108,43 +109,56 @@ class Meter:
         if self.entropy_bonus.on:
             bonus = sum(world.gather(float(self.entropy_term)))
             out["policy_loss"] = out["loss"] + bonus / self.updates
-        parts = world.concat(
-            [{name: t.float().cpu() for name, t in part.items()} for part in self.parts]
-        )
-        if not sum(len(part["sample"]) for part in parts):  # every completion was masked
+        found = spreads(self._vectors(), world.gather)
+        if not found:  # every completion was masked
             return out
-
-        def joined(name: str) -> Tensor:
-            return torch.cat([part[name] for part in parts if name in part])
-
-        out["entropy"] = joined("entropy").mean().item()
-        if "kl" in parts[0]:
-            out["kl"] = joined("kl").mean().item()
-        ids = torch.stack([joined("update"), joined("sample")]).long()
-        # One id for each pair of completion and update.
-        _, index, count = ids.unique(dim=1, return_inverse=True, return_counts=True)
-
-        def by_sample(values: Tensor) -> Tensor:
-            return torch.zeros(len(count)).index_add_(0, index, values) / count
-
-        for level, name in (key.split(":", 1) for key in parts[0] if ":" in key):
-            values = joined(f"{level}:{name}")
-            view = by_sample if level == "sequence" else lambda x: x
-            if name != "clip":
-                out[name] = view(values).mean().item()
-                continue
-            low, high = (values == -1).float(), (values == 1).float()
+        out |= {name: spread.mean for name, spread in found.items() if not name.startswith("clip_")}
+        if "clip_low" in found:
             out |= {
-                "clip_ratio/low_mean": view(low).mean().item(),
-                "clip_ratio/low_min": by_sample(low).min().item(),
-                "clip_ratio/high_mean": view(high).mean().item(),
-                "clip_ratio/high_max": by_sample(high).max().item(),
-                "clip_ratio/region_mean": view(low + high).mean().item(),
+                "clip_ratio/low_mean": found["clip_low"].mean,
+                "clip_ratio/low_min": found["clip_low by completion"].least,
+                "clip_ratio/high_mean": found["clip_high"].mean,
+                "clip_ratio/high_max": found["clip_high by completion"].most,
+                "clip_ratio/region_mean": found["clip_low"].mean + found["clip_high"].mean,
             }
-        if not any("delta" in part for part in parts):  # see _without_dropout
+        if not any("delta" in part for part in self.parts):  # see _without_dropout
             return out
-        corrected = any("importance" in part for part in parts)
-        return out | mismatch.compare(joined("delta"), joined("importance") if corrected else None)
+        corrected = any("importance" in part for part in self.parts)
+        weight = self._joined("importance") if corrected else None
+        return out | mismatch.compare(self._joined("delta"), weight, world.gather)
+
+    def _joined(self, name: str) -> Tensor:
+        """Return this rank's values of all micro-batches that have any."""
+        return torch.cat([part[name].cpu() for part in self.parts if name in part])
+
+    def _vectors(self) -> dict[str, Tensor]:
+        """Return this rank's values by the name of their metric: one per token or completion.
+
+        A rank has all tokens of an update that belong to one completion, so it can average them.
+        """
+        if not self.parts:
+            return {}
+        sample, update = self._joined("sample"), self._joined("update")
+        # One number for each pair of completion and update.
+        pair = update * (int(sample.max()) + 1) + sample if len(sample) else sample
+        count = pair.bincount()
+
+        def by_completion(values: Tensor) -> Tensor:
+            return (pair.bincount(values.double()) / count)[count > 0]
+
+        names = [name for name in self.parts[0] if name in ("entropy", "kl")]
+        out = {name: self._joined(name) for name in names}
+        for level, name in (key.split(":", 1) for key in self.parts[0] if ":" in key):
+            values = self._joined(f"{level}:{name}")
+            view = by_completion if level == "sequence" else torch.Tensor.double
+            if name != "clip":
+                out[name] = view(values)
+                continue
+            for side, bound in (("clip_low", -1), ("clip_high", 1)):
+                clipped = values == bound
+                out[side] = view(clipped)
+                out[f"{side} by completion"] = by_completion(clipped)
+        return out
 
 
 def _given(samples: Sequence[Facts]) -> dict[str, list[float]]:

@@ -6,6 +6,7 @@ Read next: tests/test_invariants.py, which compares packed and unpacked gradient
 
 import dataclasses
 import itertools
+import time
 from itertools import pairwise
 
 import pytest
@@ -360,3 +361,34 @@ def test_with_uneven_lengths_few_tokens_change_rank(world):
         cost = [sum(piece.cost for piece in strip) for strip in slot]
         by_cost += away(sorted(range(world), key=lambda s: -cost[s]))
     assert moved(sizes, [update], world) == least < by_cost
+
+
+def many(groups: int, completion_tokens: int) -> list[Sample]:
+    """Groups of eight completions of equal length for prompts of 100 tokens."""
+    prompts = [Prompt(i, "", [1] * 100) for i in range(groups)]
+    ids, logp, versions = ([x] * completion_tokens for x in (2, -0.5, 0))
+    return [
+        Sample(prompt, j, ids, logp, True, versions, advantage=1.0)
+        for prompt in prompts
+        for j in range(8)
+    ]
+
+
+def test_strips_are_built_when_they_are_first_used_and_only_once():
+    samples, cfg = many(4, 20), config(token_budget=300)
+    update = packing.one_update(samples, cfg)
+    batches = packing.pack(update, {i: samples[i] for i in update.strips[0][0][0].samples}, cfg)
+    assert len(batches) == 4
+    assert batches[0] is batches[0]
+    with pytest.raises(KeyError):  # its samples are not here
+        batches[-1]
+
+
+def test_packing_a_million_tokens_takes_at_most_a_second():
+    samples, cfg = many(128, 1000), config(token_budget=16_384, num_generations=8)
+    began = time.process_time()
+    (update,) = packing.schedule(packing.sizes(samples, cfg), cfg, 0)
+    tokens = sum(len(batch.targets) for batch in packing.pack(update, samples, cfg))
+    seconds = time.process_time() - began
+    assert tokens == 128 * 8 * 1000
+    assert seconds < 1.0

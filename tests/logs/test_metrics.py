@@ -6,6 +6,7 @@ tests/grpo/test_trl_parity.py compares them with TRL's own numbers. Read next: t
 import dataclasses
 import math
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -160,6 +161,42 @@ def test_dropout_is_no_gap_between_trainer_and_engine():
         add(meter, [0], [0], 0.5, entropy=[1.0], logp=[-9.0], **values)
         meter.end_update(1.0)
         assert meter.summary(SOLO).get("sampling/sampling_logp_difference/max") == gap
+
+
+def test_the_metrics_of_two_ranks_are_those_of_all_their_tokens():
+    values = {"entropy": [1.0, 2.0, 3.0, 4.0], "sampling": [-1.5, -1.0, -0.75, -3.0]}
+    clip = [-1, 0, 1, -1]
+    whole = metrics.Meter(Config(), Bonus(Config(), SOLO))
+    parts = [metrics.Meter(Config(), Bonus(Config(), SOLO)) for _ in range(2)]
+    add(whole, [0, 0, 1, 2], clip, 0.5, **values)
+    add(parts[0], [0, 0], clip[:2], 0.25, **{name: x[:2] for name, x in values.items()})
+    add(parts[1], [1, 2], clip[2:], 0.25, **{name: x[2:] for name, x in values.items()})
+    for meter in (whole, *parts):
+        meter.end_update(1.0)
+    calls: list[list] = []  # what the first rank contributed to each exchange
+
+    def record(mine):
+        calls.append([mine])
+        return [mine]
+
+    parts[0].summary(SimpleNamespace(gather=record))
+    exchanges = iter(calls)
+    both = SimpleNamespace(gather=lambda mine: [*next(exchanges), mine])
+    assert parts[1].summary(both) == pytest.approx(whole.summary(SOLO))
+
+
+def test_the_metrics_of_a_million_tokens_take_at_most_a_second():
+    meter = metrics.Meter(Config(), Bonus(Config(), SOLO))
+    n = 1_000_000
+    sample = torch.arange(1000).repeat_interleave(n // 1000)
+    ones, clip = torch.ones(n), torch.zeros(n, dtype=torch.int8)
+    taken = {"importance": None, "entropy_weight": None, "sampling_logp": ones, "old_logp": None}
+    out = PolicyOut(torch.tensor(0.5), ones, ones, None, {"clip": clip})
+    meter.add(SimpleNamespace(sample=sample, **taken), out)
+    meter.end_update(1.0)
+    began = time.process_time()
+    meter.summary(SOLO)
+    assert time.process_time() - began < 1.0
 
 
 # --- the documentation ---
