@@ -1,11 +1,11 @@
 # demo: teach a small model arithmetic with GRPO.  real: teach a language model word problems.
 # lint: check style and types.  test: run the tests.  test-vllm: run the tests against a real vLLM.
-# soak: run a tiny task with twenty random faults.
+# soak: run a tiny task with twenty random faults.  gpu: measure everything on an NVIDIA GPU.
 # Each target first installs what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo real test test-vllm soak lint clean
+.PHONY: demo real test test-vllm soak gpu has-gpu lint clean
 
 demo: .venv/plot.done
 	rm -rf runs/demo
@@ -39,6 +39,15 @@ soak: .venv/test.done
 test-vllm: .venv/test.done .venv-vllm/done
 	NANOGRPO_REQUIRE_VLLM=1 $(BIN)/python -m pytest -q -m vllm
 
+# All stages take less than an hour. `make gpu STAGES="kernels step"` runs some of them.
+gpu: | has-gpu .venv/gpu.done .venv-vllm-gpu/done runs/smollm2
+	NANOGRPO_VLLM_PYTHON=$(CURDIR)/.venv-vllm-gpu/bin/python \
+		$(BIN)/python -m bench.gpu $(if $(STAGES),--stages $(STAGES))
+
+has-gpu:
+	@nvidia-smi -L > /dev/null 2>&1 || \
+		{ echo "make gpu needs an NVIDIA GPU, and nvidia-smi finds none." >&2; exit 2; }
+
 lint: .venv/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,5 +67,10 @@ lint: .venv/test.done
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+.venv-vllm-gpu/done:
+	test -x .venv-vllm-gpu/bin/python || $(PYTHON) -m venv .venv-vllm-gpu
+	.venv-vllm-gpu/bin/python -m pip install --quiet vllm==0.32.0
+	touch $@
+
 clean:
-	rm -rf .venv .venv-vllm runs build *.egg-info
+	rm -rf .venv .venv-vllm .venv-vllm-gpu runs build *.egg-info

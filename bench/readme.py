@@ -18,8 +18,8 @@ from bench import common, tables
 HEAD = """# Benchmarks
 
 This page is generated from the records in bench/results/ by `python -m bench.readme`; do not edit
-it. Each benchmark is a Python module; `--help` shows its options. Only `bench/gpu.sh` and
-`bench/gpu_train.sh` need a GPU.
+it. Each benchmark is a Python module; `--help` shows its options. Only `make gpu`
+needs a GPU; each of its stages can be repeated alone (`make gpu STAGES="kernels step"`).
 
 Within a run, the sides alternate and use the same number of threads. The tables show medians and
 extremes. TRL is version 1.16.0, with the settings that are best for it (bench/trl_run.py). If TRL

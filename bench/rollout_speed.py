@@ -18,7 +18,10 @@ oneDNN, but transformers does not; the side "nanogrpo, unpacked" shows how much 
 
 If vLLM is installed (--vllm-python), its server is included as well. It is used over HTTP as in
 train.py --engine vllm, but with one request per completion. It has the same number of threads,
-computes in float32, and processes at most --batch completions at a time. Read next:
+computes in float32, and processes at most --batch completions at a time.
+
+--shape 0.6B instead compares our engine with vLLM alone, on a GPU, in bfloat16, with CUDA graphs on
+both sides and 256 completions at a time (results/rollout_large.json). Read next:
 nanogrpo/engine/local.py.
 """
 
@@ -66,9 +69,8 @@ def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
 
 def make_engine(model: Decoder, slots: int, packed: bool) -> LocalEngine:
     """Return the embedded engine with the model's weights, packed for oneDNN or not."""
-    engine = LocalEngine(
-        model.cfg, max_len=model.cfg.max_position_embeddings, slots=slots, device="cpu"
-    )
+    device, context = model.lm_head.weight.device, model.cfg.max_position_embeddings
+    engine = LocalEngine(model.cfg, max_len=context, slots=slots, device=device)
     # without oneDNN the engine does not pack its weights
     library = linear._onednn if packed else None
     with patch.object(linear, "_onednn", library):
@@ -136,7 +138,8 @@ def vllm_server(model: Decoder, args: argparse.Namespace) -> Iterator[VLLMEngine
         base = Path(where) / "base"
         base.mkdir()
         checkpoint.export(model, base, warmup.write_tokenizer(base))
-        options = f"--dtype float32 --max-model-len {context} --max-num-seqs {args.batch}".split()
+        dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
+        options = f"--dtype {dtype} --max-model-len {context} --max-num-seqs {args.batch}".split()
         log = Path(where) / "serve.log"
         sidecar = Sidecar(base, [*options, *args.vllm_options], args.vllm_python, log)
         engine = VLLMEngine(model, max_len=context, sidecar=sidecar, window=args.batch)
@@ -175,7 +178,7 @@ def measure(
     sides = {name: functools.partial(ours, name) for name in engines}
     sides |= {name: functools.partial(theirs, name) for name in peers}
     timings = common.interleave(sides, args.repeats, title=case)
-    best = min(timings[name].median for name in peers)
+    best = min((timings[name].median for name in peers), default=None)
     tokens = sum(lengths)
     figures = {
         "tokens": tokens,
@@ -193,11 +196,30 @@ def measure(
             argv,
             timing,
             tokens_per_second=tokens / timing.median,
-            speedup_over_best_generate=best / timing.median,
+            speedup_over_best_generate=best / timing.median if best else None,
             **figures,
         )
         for name, timing in timings.items()
     ]
+
+
+def on_gpu(args: argparse.Namespace, argv: Sequence[str]) -> list[dict]:
+    """Run `--shape`: our engine and vLLM on a GPU, with random weights of a real model's shape."""
+    args.batch, args.longest = 256, 512
+    shape = common.large_qwen3(args.shape, args.prompt_length + args.longest)
+    args.vocab, args.vllm_options = shape.vocab_size, ["--gpu-memory-utilization", "0.4"]
+    with torch.device("cuda"):
+        model = Decoder(shape).bfloat16().requires_grad_(False)
+    engines: dict = {"nanogrpo": make_engine(model, args.batch, packed=False)}
+    lengths = uneven_lengths(4 * args.batch, args.longest)
+    case = f"{args.shape}, GPU, bfloat16, uneven, {args.batch} at a time"
+    with contextlib.ExitStack() as stack:
+        if args.vllm_python:
+            engines["vLLM"] = stack.enter_context(vllm_server(model, args))
+        records = measure(case, lengths, engines, {}, model, args, argv)
+    common.write("rollout_large", records, args.out)
+    tables.show("rollout_large", records)
+    return records
 
 
 def main(argv: Sequence[str]) -> list[dict]:
@@ -226,9 +248,18 @@ def main(argv: Sequence[str]) -> list[dict]:
         default=["--enforce-eager"],
         help="additional options of the server (default --enforce-eager)",
     )
+    parser.add_argument(
+        "--shape",
+        choices=list(common.LARGE),
+        help="compare with vLLM on a GPU, with a model of this size, instead of the cases",
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    if args.shape:
+        if not torch.cuda.is_available():
+            parser.error(f"--shape {args.shape} needs a GPU, and torch finds none.")
+        return on_gpu(args, argv)
 
     context = args.prompt_length + max(args.length, args.longest)
     cfg = common.small_qwen3(args.hidden, args.layers, args.vocab, context)

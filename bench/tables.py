@@ -137,6 +137,17 @@ def soak(records: list[dict]) -> Lines:
     return lines
 
 
+def gpu(records: list[dict]) -> Lines:
+    lines: Lines = []
+    for r in records:
+        peak = r.get("memory/peak_gib")
+        figures = (r.get(name, "–") for name in ("step_time", "tokens_per_second", "sampling/k3"))
+        memory = mib(peak * 2**30) if peak else "–"
+        lines.append((r["case"], r["status"], r["seconds"], *figures, memory))
+    return lines
+
+
+GPU_STAGES = ("environment", "tests", "kernels", "step", "decode", "train")
 GPU_CASES = [
     (f"{size}, GPU, bfloat16, uneven", side) for size in common.LARGE for side in common.SIDES
 ]
@@ -263,6 +274,13 @@ BENCHES = {
         rollout_speed,
         (("even", "nanogrpo"), ("even", "vLLM"), ("uneven", "nanogrpo"), ("uneven", "vLLM")),
     ),
+    "rollout_large": Bench(
+        "How fast does the embedded engine sample on a GPU, compared with vLLM? Useful tokens/s.",
+        ("case", "side", "tokens/s", "slowest – fastest"),
+        lambda records: [line[:4] for line in rollout_speed(records)],
+        [("0.6B, GPU, bfloat16, uneven, 256 at a time", side) for side in ("nanogrpo", "vLLM")],
+        command="python -m bench.rollout_speed --shape 0.6B",
+    ),
     "sync_speed": Bench(
         "How long does a weight sync to a real vLLM server on the same machine take?",
         ("model", "transport", "p50 ms", "p95 ms", "GB/s", "MB"),
@@ -287,7 +305,14 @@ BENCHES = {
             ("forward, loss and gradient of logits",),
             ("head, hidden to gradients",),
         ),
-        command="bench/gpu.sh",
+        command="make gpu",
+    ),
+    "gpu": Bench(
+        "Does everything run on an NVIDIA GPU? The last stage makes ten steps of `make real`.",
+        ("stage", "result", "seconds", "seconds per step", "tokens/s", "k3", "peak memory"),
+        gpu,
+        [(stage,) for stage in GPU_STAGES],
+        command="make gpu",
     ),
     "soak": Bench(
         "Does a random fault at a random time lose anything? Each run of a tiny task gets one fault"

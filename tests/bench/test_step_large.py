@@ -7,7 +7,6 @@ running out of memory. Read next: bench/step_large.py.
 
 import contextlib
 import dataclasses
-import subprocess
 import sys
 import weakref
 from types import SimpleNamespace
@@ -270,17 +269,6 @@ def test_the_shape_option_without_a_gpu_is_an_error(monkeypatch, capsys):
         step_time.main(["--shape", "0.6B"])
     assert e.value.code == 2
     assert "--shape 0.6B needs a GPU, and torch finds none." in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
-def test_the_script_without_a_gpu_ends_with_an_error(tmp_path):
-    argv, env = (
-        [common.ROOT / "bench/gpu_train.sh", tmp_path / "out"],
-        {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
-    )
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "bench/gpu_train.sh needs a GPU, and torch finds none.\n"
 
 
 @pytest.mark.parametrize("more", [[], ["--no-trl"]])

@@ -1,7 +1,7 @@
 """Properties of the kernels that only a GPU can show: real sizes, real rounding, determinism, the
 memory limit. Marker `gpu`.
 
-bench/gpu.sh runs it. The tests of test_log_softmax.py and test_policy.py also run compiled where
+`make gpu` runs it. The tests of test_log_softmax.py and test_policy.py also run compiled where
 there is a GPU.
 """
 

@@ -1,0 +1,133 @@
+"""Run everything that needs an NVIDIA GPU, in stages of at most ten minutes: `make gpu`.
+
+    python -m bench.gpu                    all stages
+    python -m bench.gpu --stages step      one of them again
+
+In: nothing; `train` needs runs/smollm2, which `make gpu` writes. Out: the records of the benchmarks
+in bench/results, gpu.json with one record per stage, a log per stage, and gpu.md: the tables of all
+of these, to paste into a pull request. A stage that fails or takes too long does not stop the
+others. Peers that are not installed are left out. Read next: kernel_speed.py, step_large.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench import common, readme
+
+LIMIT = 600  # seconds per stage
+# Stage → the arguments of Python, one list per command; OUT is the folder of the results.
+STAGES: dict[str, list[list[str]]] = {  # named in tables.py as well
+    "environment": [["-m", "torch.utils.collect_env"]],
+    # The kernels' own tests run compiled here, and in Triton's interpreter elsewhere.
+    "tests": [
+        ["-m", "pytest", "-q", "-m", "gpu"],
+        [
+            *("-m", "pytest", "-q", "tests/kernels/test_log_softmax.py"),
+            "tests/kernels/test_policy.py",
+        ],
+    ],
+    "kernels": [
+        ["-m", "bench.kernel_speed", "--check"],
+        ["-m", "bench.kernel_speed", "--seconds", "8", "--out", "OUT"],
+    ],
+    "step": [["-m", "bench.step_time", "--shape", "0.6B", "--out", "OUT"]],
+    "decode": [["-m", "bench.rollout_speed", "--shape", "0.6B", "--out", "OUT"]],
+    "train": [
+        ["examples/word_problems.py", "runs/problems"],
+        [
+            *("train.py", "--config", "examples/word_problems.json", "--max-steps", "10"),
+            *("--overwrite-output-dir", "--output-dir", "OUT/gpu_train"),
+        ],
+    ],
+}
+# The results that the stages write, with their tables in tables.py.
+TABLES = ("gpu", "kernel_speed", "step_large", "rollout_large")
+
+
+def run(stage: str, out: Path, limit: float = LIMIT) -> dict:
+    """Run the commands of a stage, up to the first that fails. Return the figures of its record.
+
+    The output is shown, and written to OUT/gpu_<stage>.log.
+    """
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    env.pop("TRITON_INTERPRET", None)  # left over from CPU tests, it would interpret the kernels
+    # On several GPUs, TRL's trainer would split its batches.
+    env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    began, status = time.perf_counter(), "passed"
+    with (out / f"gpu_{stage}.log").open("w") as log:
+        for command in STAGES[stage]:
+            argv = [sys.executable, *(a.replace("OUT", str(out)) for a in command)]
+            process = subprocess.Popen(
+                argv,
+                env=env,
+                cwd=common.ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that a server that it started ends with it
+            )
+            try:
+                code = process.wait(max(limit - (time.perf_counter() - began), 0))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                status = f"ended after {limit:.0f} s"
+                break
+            if code:
+                status = f"failed with exit status {code}"
+                break
+    return {"status": status, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def trained(log: Path) -> dict[str, float]:
+    """Return the median of some metrics over the steps after the first, which warms up."""
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    steps = [row for row in rows if "step_time" in row][1:]
+    names = ("step_time", "tokens_per_second", "sampling/k3", "memory/peak_gib")
+    return {n: statistics.median(r[n] for r in steps) for n in names if steps and n in steps[0]}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = common.parser("gpu", __doc__, threads=False)
+    parser.add_argument(
+        "--stages",
+        nargs="*",
+        default=list(STAGES),
+        choices=list(STAGES),
+        metavar="STAGE",
+        help=f"stages to run (default: {', '.join(STAGES)})",
+    )
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("bench.gpu needs an NVIDIA GPU, and torch finds none.", file=sys.stderr)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for stage in args.stages:
+        print(f"{stage}: the output is in {args.out / f'gpu_{stage}.log'}", flush=True)
+        figures = run(stage, args.out)
+        print(f"{stage}: {figures['status']} after {figures['seconds']} s", flush=True)
+        if figures["status"] != "passed":
+            failed.append(stage)
+        elif stage == "train":
+            figures |= trained(args.out / "gpu_train" / "metrics.jsonl")
+        record = common.record("gpu", stage, "nanogrpo", argv, **figures)
+        common.merge("gpu", [record], args.out)
+    page = args.out / "gpu.md"
+    page.write_text("\n".join(readme.section(name, common.read(name, args.out)) for name in TABLES))
+    print(f"the tables for a pull request: {page}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
