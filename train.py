@@ -33,6 +33,7 @@ from nanogrpo.distributed.world import World, join
 from nanogrpo.errors import UserError
 from nanogrpo.grpo.loss import objective
 from nanogrpo.run import output
+from nanogrpo.run.memory import explained
 from nanogrpo.run.optim import clip_and_step, learning_rate
 from nanogrpo.run.setup import NOTHING, Given, closing, setup
 from nanogrpo.step import assign_advantages, begin, evaluate, log_step, measure, pack, score, sync
@@ -124,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         cfg.validate()
         # An absolute path, because a reward function may change the working directory.
         cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(cfg.output_dir))
-        with join(cfg) as world, Stop() as stop, output.claimed(cfg, world):
+        with join(cfg) as world, Stop() as stop, output.claimed(cfg, world), explained(cfg):
             train(cfg, world, stop)
     except (
         UserError,

@@ -266,7 +266,7 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None, micro: int = 
         engine = LocalEngine(
             shape,
             max_len=longest + cfg.max_completion_length,
-            slots=cfg.max_concurrent,
+            slots=cfg.slots,
             device="cuda" if torch.cuda.is_available() else "cpu",
         )
         greedy = SamplingParams(

@@ -54,7 +54,7 @@ Setting = tuple[str, float]  # gradient checkpointing, share of the token budget
 @contextlib.contextmanager
 def ours(folder: Path, cfg: Config, samples: list[Sample], setting: Setting) -> Iterator[Ours]:
     checkpointing, share = setting
-    budget = round(cfg.token_budget * share)
+    budget = round(cfg.strip_tokens * share)
     cfg = dataclasses.replace(cfg, gradient_checkpointing=checkpointing, token_budget=budget)
     with join(cfg) as world:
         yield Ours(folder, cfg, world)
@@ -63,7 +63,7 @@ def ours(folder: Path, cfg: Config, samples: list[Sample], setting: Setting) -> 
 @contextlib.contextmanager
 def theirs(folder: Path, cfg: Config, samples: list[Sample], setting: Setting) -> Iterator[Trl]:
     checkpointing, share = setting
-    micro = micro_batches(samples, cfg.token_budget * share)
+    micro = micro_batches(samples, cfg.strip_tokens * share)
     yield Trl(folder, cfg, micro, checkpointing != "none")
 
 

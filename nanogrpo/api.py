@@ -37,6 +37,7 @@ from nanogrpo.distributed.world import join
 from nanogrpo.errors import UserError
 from nanogrpo.logs.files import read_records
 from nanogrpo.run import output
+from nanogrpo.run.memory import explained
 from nanogrpo.run.setup import Given
 
 
@@ -68,7 +69,7 @@ def train(
         logging.basicConfig(level=logging.INFO, format="%(message)s")
     cfg.validate()
     cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(cfg.output_dir))
-    with join(cfg) as world, Stop() as stop, output.claimed(cfg, world):
+    with join(cfg) as world, Stop() as stop, output.claimed(cfg, world), explained(cfg):
         _loop().train(cfg, world, stop, given)
     records = read_records(Path(cfg.output_dir) / "metrics.jsonl")
     return [record for _, record in records if "run" not in record]

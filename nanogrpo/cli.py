@@ -74,9 +74,6 @@ PROFILES: dict[str, dict] = {
         "warmup_steps": 20.0,  # AdamW's moments are unreliable during the first updates
         "max_grad_norm": 1.0,
         "max_steps": 500,
-        "token_budget": 32768,  # a strip contains as many completions as fit
-        "gradient_checkpointing": "selective",  # keep matrix products, recompute the rest
-        "max_concurrent": 256,  # only for the local engine; a vLLM server decides for itself
         "eval_steps": 25,
         "save_steps": 25,
         "save_total_limit": 3,
@@ -131,7 +128,7 @@ def parser(command: Command | None = None) -> argparse.ArgumentParser:
         else:
             choices = "{" + ",".join(CHOICES.get(field.name, ())) + "}"
             convert, letter = (
-                (float, "X") if "float" in kind else (int, "N") if kind == "int" else (str, "TEXT")
+                (float, "X") if "float" in kind else (int, "N") if "int" in kind else (str, "TEXT")
             )
             how |= {"type": convert, "metavar": choices if field.name in CHOICES else letter}
             if kind.startswith("tuple"):

@@ -219,8 +219,11 @@ class Config:
         "what generates the completions: our own decoder in the training process, or vLLM servers",
         choices=("local", "vllm"),
     )
-    max_concurrent: int = option(
-        64, "sequences the local engine decodes at once; a vLLM server decides for itself", "> 0"
+    max_concurrent: int | None = option(
+        None,
+        "sequences the local engine decodes at once (a vLLM server decides for itself); default:"
+        " 64, or on a GPU as many as a step samples, if they fit",
+        "> 0",
     )
     tools: tuple[str, ...] = option(
         (),
@@ -489,9 +492,10 @@ class Config:
     share_prompts: bool = option(
         True, "pack a prompt's tokens once for all its completions: same gradient, fewer tokens"
     )
-    token_budget: int = option(
-        16384,
-        "tokens per micro-batch; gradients accumulate over as many as a minibatch needs",
+    token_budget: int | None = option(
+        None,
+        "tokens per micro-batch; gradients accumulate over as many as a minibatch needs; default:"
+        " 16384, or fewer if a GPU has too little free memory",
         "> 0",
     )
     learning_rate: float = option(1e-6, "peak learning rate, after the warmup", "> 0")
@@ -544,6 +548,13 @@ class Config:
         (),
         "layers that get adapters, such as q_proj v_proj; empty: all seven",
         choices=LORA_TARGETS,
+        needs="lora_r",
+    )
+    lora_base_dtype: str = option(
+        "auto",
+        "how the frozen weights are stored; auto: in the dtype they compute in, which is bfloat16"
+        " on a GPU",
+        choices=("auto", "float32", "bfloat16"),
         needs="lora_r",
     )
     lora_adapter: str = option(
@@ -646,10 +657,11 @@ class Config:
     )
 
     gradient_checkpointing: str = option(
-        "none",
-        "recompute activations in the backward pass: none, all, or only the cheap ones",
+        "auto",
+        "recompute activations in the backward pass: none, all, or only the cheap ones; auto: none,"
+        " or as many as a GPU's free memory requires",
         group="Hardware",
-        choices=("none", "full", "selective"),
+        choices=("auto", "none", "full", "selective"),
         words={"true": "full", "false": "none"},
     )
     torch_compile: bool = option(
@@ -668,6 +680,12 @@ class Config:
     reshard_after_forward: bool = option(
         True,
         "free gathered weights after the forward pass (ZeRO-3) instead of keeping them (ZeRO-2)",
+    )
+    reduce_gradients: str = option(
+        "auto",
+        "reduce gradients over the GPUs once per optimizer step, or after each micro-batch, which"
+        " needs 4 bytes less per weight but communicates more; auto: by free memory",
+        choices=("auto", "step", "micro_batch"),
     )
     ddp_timeout: int = option(
         600,
@@ -722,6 +740,21 @@ class Config:
     def updates_per_step(self) -> int:
         """The number of optimizer steps per generation."""
         return self.num_iterations * self.steps_per_generation
+
+    @property
+    def slots(self) -> int:
+        """max_concurrent, or 64 if it is not set. On a GPU, run/memory.py sets it."""
+        return self.max_concurrent or 64
+
+    @property
+    def strip_tokens(self) -> int:
+        """token_budget, or 16,384 if it is not set. On a GPU, run/memory.py sets it."""
+        return self.token_budget or 16384
+
+    @property
+    def checkpointing(self) -> str:
+        """gradient_checkpointing, or none for auto. On a GPU, run/memory.py decides."""
+        return "none" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 
     @property
     def scheduler_kwargs(self) -> dict[str, Any]:

@@ -57,14 +57,15 @@ TRANSLATED = {
     "save_strategy": "`steps` changes nothing; otherwise give a number to `--save-steps`, where 0"
     " means only after the last step",
     "bf16": "`true` changes nothing, because a GPU computes in bfloat16 and a CPU in float32, and"
-    " weights are stored in float32",
+    " trained weights are stored in float32",
     "shuffle_dataset": "`true` changes nothing, because prompts are always shuffled, by `--seed`"
     " and epoch",
 }
 
 # Another option does it, but a value of one is not a value of the other.
 INSTEAD = {
-    "auto_find_batch_size": "lower `--token-budget`; the memory is estimated before the run",
+    "auto_find_batch_size": "leave out `--token-budget`, which is chosen from the free memory of a"
+    " GPU before the run",
     "data_seed": "use `--seed`, which is the seed of all randomness",
     "accelerator_config deepspeed fsdp fsdp_config parallelism_config local_rank": "start one"
     " process per GPU with torchrun, which always shards the weights; see"
@@ -73,8 +74,8 @@ INSTEAD = {
     " lines; then use `--push-to-hub`",
     "project": "set TRACKIO_PROJECT or WANDB_PROJECT, for `--report-to trackio` or `wandb`",
     "torch_compile_mode": "use `--torch-compile`, with `--torch-compile-backend`",
-    "torch_empty_cache_steps": "set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, or lower"
-    " `--token-budget`",
+    "torch_empty_cache_steps": "lower `--token-budget`; the allocator's segments can grow, so no"
+    " gaps need to be freed (docs/memory.md)",
     "vllm_server_timeout": "use `--server-timeout` for one request, and `--server-patience` for a"
     " lost server",
     "vllm_gpu_memory_utilization": 'use `--vllm-options="--gpu-memory-utilization 0.3"`',
@@ -157,8 +158,8 @@ UNSUPPORTED = {
     "dataset_streaming streaming": "a resumed run draws the prompts again, so all of them are read"
     " at the start",
     "load_in_4bit load_in_8bit bnb_4bit_quant_type bnb_4bit_quant_storage"
-    " use_bnb_nested_quant": "the base model is not quantized; `--lora-r` trains adapters on a"
-    " float32 base",
+    " use_bnb_nested_quant": "the base model is not quantized; on a GPU `--lora-r` trains adapters"
+    " on a bfloat16 base",
     "use_dora lora_modules_to_save lora_target_parameters": "adapters are plain LoRA on linear"
     " layers",
 }

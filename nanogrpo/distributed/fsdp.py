@@ -68,9 +68,9 @@ def prepare(model: Decoder, world: World, cfg: Config) -> None:
             block.forward = _compiled(  # type: ignore[method-assign]
                 block, cfg.torch_compile_backend
             )
-        if cfg.gradient_checkpointing != "none":
+        if cfg.checkpointing != "none":
             block.forward = _recomputed(  # type: ignore[method-assign]
-                block.forward, cfg.gradient_checkpointing, cfg.lora_dropout > 0
+                block.forward, cfg.checkpointing, cfg.lora_dropout > 0
             )
     if dist.is_initialized():
         _shard(model, world, cfg)
@@ -133,15 +133,15 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
     """Shard each block as one unit, an untied head as another, and all other parameters at the
     root.
 
-    Master weights are float32; GPUs compute in bfloat16 and reduce in float32.
-    `cast_forward_inputs` is off because it would turn the float32 rotary angles into bfloat16. A
-    tied head is the embedding and belongs to the root, whose parameters stay gathered between
-    forward and backward. If it were a separate unit, the same matrix would be gathered twice and
-    receive gradients from two places.
+    Master weights are float32; GPUs compute in bfloat16 and reduce in float32. So does any device
+    if frozen weights are stored in bfloat16 (--lora-base-dtype). `cast_forward_inputs` is off
+    because it would turn the float32 rotary angles into bfloat16. A tied head is the embedding and
+    belongs to the root, whose parameters stay gathered between forward and backward. If it were a
+    separate unit, the same matrix would be gathered twice and receive gradients from two places.
     """
     options: dict[str, Any] = {}
     cuda = world.device.type == "cuda"
-    if cuda:
+    if cuda or any(p.dtype == torch.bfloat16 for p in model.parameters()):
         options["mp_policy"] = MixedPrecisionPolicy(
             torch.bfloat16, torch.float32, cast_forward_inputs=False
         )
@@ -154,6 +154,8 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
         # its backward pass immediately follows its forward pass
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
+    # read by `backward`; a single process has no communication that it could save
+    cast(Any, model).reduces_each = cfg.reduce_gradients == "micro_batch" or world.size == 1
     # FSDP2 prefetches only when the host reaches the next block. With packed strips the host often
     # waits for the GPU (to read their bounds), so we prefetch one block ahead explicitly in both
     # passes.
@@ -177,12 +179,14 @@ def backward(model: nn.Module, loss: Tensor, world: World, last: bool) -> None:
     Each loss is already divided by the token count of the full optimizer step, so gradients are
     summed over the ranks. FSDP takes their mean: scaling the loss by the number of ranks turns that
     mean into the sum. Gradients accumulate unsharded and are reduced once, after the `last`
-    micro-batch. A loss without a graph, from a strip that is only measured, adds nothing.
+    micro-batch; with --reduce-gradients micro_batch, and on a single GPU, they are reduced after
+    each one, and only a rank's shard accumulates. A loss without a graph, from a strip that is only
+    measured, adds nothing.
     """
     if not loss.requires_grad:
         return
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(last or cast(Any, model).reduces_each)
     (loss * world.size).backward()
 
 

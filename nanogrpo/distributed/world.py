@@ -152,6 +152,7 @@ def join(cfg: Config) -> Iterator[World]:
         )
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
+        _configure_allocator(cfg)
         torch.cuda.set_device(device)
     world = World(rank, size, device)
     watch = _connect(cfg, world)
@@ -173,6 +174,18 @@ def join(cfg: Config) -> Iterator[World]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _configure_allocator(cfg: Config) -> None:
+    """Let torch's allocator extend its segments, unless the user has configured it. Strips have
+    ever new lengths, and in segments of fixed sizes these would leave gaps.
+
+    A trainer with a vLLM server shares memory with it by CUDA IPC. For such segments torch then
+    needs a system call (pidfd_getfd) that containers usually forbid. So they are left off there.
+    """
+    names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # torch prefers the first
+    if cfg.engine == "local" and not any(os.environ.get(name) for name in names):
+        os.environ[names[1]] = "expandable_segments:True"  # torch reads it at its first allocation
 
 
 def _connect(cfg: Config, world: World) -> Watch | None:

@@ -189,8 +189,8 @@ def _strips(
             for j in range(0, len(group), most)
         ]
         # Only a single completion may exceed the budget, because nothing can split it.
-        if all(p.room <= cfg.token_budget or len(p.samples) == 1 for p in pieces):
-            strips, cost = _spread(pieces, len(sizes), cfg.token_budget, world)
+        if all(p.room <= cfg.strip_tokens or len(p.samples) == 1 for p in pieces):
+            strips, cost = _spread(pieces, len(sizes), cfg.strip_tokens, world)
             if cost < least:
                 best, least = strips, cost
         most = math.ceil(most / 2) if most > 1 else 0

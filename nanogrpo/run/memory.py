@@ -1,14 +1,17 @@
-"""Estimate the memory of a run before anything is allocated, and refuse a run that cannot fit.
+"""Estimate the memory of a run before anything is allocated, choose the settings that fit, and
+refuse a run that cannot fit.
 
-In: the model's sizes, the options, the number of ranks. Out: a table in bytes for one rank, and the
-memory that is available.
+In: the model's sizes, the options, the number of ranks. Out: a table in bytes for one rank, the
+memory that is available, and the options with a value for each setting that the user left open.
 
 With n parameters (n_b in a block, n_r in the rest: embedding, head, norms) on W ranks, computing in
 b bytes per number (2 on a GPU, 4 on a CPU) on micro-batches of T tokens:
 
-    parameters     4·n/W                      float32 master weights
+    parameters     4·n/W                      float32 master weights; 2·n/W for frozen ones that
+                                              are stored in bfloat16 (--lora-base-dtype)
     optimizer      8·n/W                      two float32 moments; about 2·n/W in 8 bits
-    gradients      4·n/W, or 4·n + 4·n/W      the second if several micro-batches accumulate
+    gradients      4·n/W, or 4·n + 4·n/W      the second if several micro-batches accumulate on
+                                              several ranks, and are reduced only after the last
     gathered       b·(n_r + 2·n_b), or b·n    by FSDP: the root and two blocks, or (ZeRO-2) all
     activations    T · per_token              per layer: `activation_bytes`
     key rows       2·b·K·E · (Tk - T)         per layer: keys and values of shared prompts, gathered
@@ -16,7 +19,8 @@ b bytes per number (2 on a GPU, 4 on a CPU) on micro-batches of T tokens:
     logits         b·C·V + 4·V·D              one chunk of C rows, and the head's float32 gradient
     engine         b·n + KV cache             its copy of the weights, and 2·b·K·E per layer, slot
                                               and position
-                   or b·n                     with vLLM: rank 0's copy of the weights to send
+                   or b·n                     with vLLM: rank 0's copy of the weights to send, and
+                                              the server, if it is on rank 0's GPU
     checkpoint     12·n/W + 4·n               copies on the host while they are written; the last
                                               term on rank 0 only
     reference      4·n/W                      with beta > 0; plus its gathered root, and its own
@@ -26,17 +30,21 @@ b bytes per number (2 on a GPU, 4 on a CPU) on micro-batches of T tokens:
 With adapters, only trained parameters count towards the optimizer, the gradients and the first term
 of the checkpoint row. The head then has no gradient, and the reference needs no second model.
 
-Completion lengths are unknown in advance, so we assume the maximum. Read next: grpo/packing.py
-(which determines the length of a strip).
+Completion lengths are unknown in advance, so we assume the maximum. docs/memory.md shows what is
+chosen for which model and GPU. Read next: grpo/packing.py (which determines the length of a strip).
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import dataclasses
 import logging
 import os
+import re
 import resource
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,9 +52,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nanogrpo.config import Config
+from nanogrpo.config import Config, dashed
 from nanogrpo.distributed.world import World
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, first_sentence
 from nanogrpo.grpo import packing
 from nanogrpo.model import head as ops
 from nanogrpo.model import lora
@@ -56,9 +64,24 @@ from nanogrpo.model.hf_config import ModelConfig
 log = logging.getLogger("nanogrpo")
 
 
-# Left free on a GPU that trainer and vLLM share: contexts, communication buffers, fragmentation.
+# Left free on a GPU: workspaces, communication buffers, CUDA graphs, fragmentation. A vLLM server
+# on the same GPU needs as much for itself.
 MARGIN = 2 << 30
 MOST = 0.92  # the largest share for vLLM, its own default
+# The settings of training that a GPU tries, from the fastest to the leanest:
+# gradient_checkpointing, token_budget, reduce_gradients.
+SETTINGS = (
+    ("none", 16384, "step"),
+    ("none", 8192, "step"),
+    ("selective", 8192, "step"),
+    ("selective", 8192, "micro_batch"),
+    ("selective", 4096, "micro_batch"),
+    ("full", 8192, "micro_batch"),
+    ("full", 4096, "micro_batch"),
+    ("full", 1024, "micro_batch"),
+)
+CHOSEN = ("max_concurrent", "gradient_checkpointing", "token_budget", "reduce_gradients")
+MOST_SLOTS = 256  # with more, a decode step takes longer almost in proportion
 
 
 class Row(NamedTuple):
@@ -67,6 +90,7 @@ class Row(NamedTuple):
     name: str
     bytes: int
     on_host: bool = False  # in host memory, although the run computes on a GPU
+    of_server: bool = False  # allocated by a vLLM server on the same GPU
 
 
 def activation_bytes(c: ModelConfig, item: int, kind: str) -> tuple[int, int]:
@@ -115,7 +139,7 @@ def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[in
     longest = cfg.max_completion_length - 1
     sample = longest_prompt + longest
     tokens = keys = prompts * cfg.num_generations * sample
-    max_keys = budget = cfg.token_budget
+    max_keys = budget = cfg.strip_tokens
     if cfg.share_prompts:
         tokens = prompts * (longest_prompt + cfg.num_generations * longest)
         keys += prompts * longest_prompt
@@ -148,22 +172,23 @@ def table(
     """
     c, W = model.cfg, world.size
     cuda = world.device.type == "cuda"
-    sharded = dist.is_initialized()
+    sharded = cuda or dist.is_initialized()  # a single GPU uses FSDP2, too
     item, dtype = (2, torch.bfloat16) if cuda else (4, torch.float32)
     offloaded = cfg.cpu_offload and cuda
-    n = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    parameters = list(model.parameters())
+    n = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
     block = sum(p.numel() for p in model.model.layers[0].parameters())
     root = n - block * c.num_hidden_layers
     moments = moment_bytes(model, cfg, W)
     out = [
-        Row("parameters", 4 * n // W, offloaded),
+        Row("parameters", sum(p.nbytes for p in parameters) // W, offloaded),
         Row("optimizer", moments, offloaded),
         Row("gradients", 4 * trained // W, offloaded),
     ]
     T, Tk, several = longest_strip(cfg, W, longest_prompt)
     if sharded:
-        if several:
+        if several and W > 1 and cfg.reduce_gradients != "micro_batch":
             out.append(Row("gradients, summed before they are reduced", 4 * trained))
         gathered = item * (root + 2 * block if cfg.reshard_after_forward else n)
         out.append(Row("gathered by FSDP", gathered))
@@ -174,7 +199,7 @@ def table(
         size = sum(p.nbytes for p in judge.parameters())
         out.append(Row(f"reward model {judge.__name__}", size))
 
-    kind = cfg.gradient_checkpointing
+    kind = cfg.checkpointing
     kept, again = map(sum, zip(activation_bytes(c, item, kind), adapter_bytes(model, item, kind)))
     per_token = c.num_hidden_layers * kept + again + 3 * item * c.hidden_size
     out.append(Row(f"activations of {T:,} tokens", T * per_token))
@@ -186,23 +211,44 @@ def table(
     gradient = (4 if cuda else 8) * head
     out.append(Row(f"logits of {rows:,} tokens", item * rows * c.vocab_size + gradient))
 
-    weights = item * sum(p.numel() for _, p in lora.base_parameters(model))
-    if cfg.engine == "vllm":  # a separate process; rank 0 has a copy of the weights to send
-        out.append(Row("weights to be sent", weights * world.main))
-    else:
-        positions = longest_prompt + cfg.max_completion_length
-        cache = key_row * c.num_hidden_layers * cfg.max_concurrent * positions
-        name = f"engine: cache of {cfg.max_concurrent} × {positions:,} tokens"
-        out += [Row("engine: weights", weights), Row(name, cache)]
+    # merged with the adapters, if there are any, which are all that is trained then
+    weights = item * (n - trained if cfg.lora_r else n)
+    positions = longest_prompt + cfg.max_completion_length
+    out += engine_rows(cfg, world, weights, key_row * c.num_hidden_layers, positions)
     saved = 4 * trained + (4 * n if cfg.sync_ref_model else 0)
     size = 0 if cfg.save_only_model else saved // W + moments
-    size += 4 * n * world.main
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if world.rank < local:  # rank 0 copies the weights, into memory that its machine's ranks share
+        size += 4 * n // local
     return [*out, Row("a checkpoint that is being written", size, on_host=True)]
 
 
+def engine_rows(
+    cfg: Config, world: World, weights: int, token: int, positions: int
+) -> Iterator[Row]:
+    """Yield the rows of the engine. weights: the bytes of its copy of the model; token: those of a
+    token's keys and values in all layers; positions: the length of the longest sequence.
+    """
+    cache, name = token * cfg.slots * positions, f"cache of {cfg.slots} × {positions:,} tokens"
+    if cfg.engine == "local":
+        yield Row("engine: weights", weights)
+        yield Row(f"engine: {name}", cache)
+    elif world.main:  # the server is a separate process; rank 0 has a copy of the weights to send
+        yield Row("weights to be sent", weights)
+        if world.device.type == "cuda" and not cfg.server:
+            yield Row("vLLM: weights", weights, of_server=True)
+            yield Row(f"vLLM: {name}", cache, of_server=True)
+            yield Row("vLLM: workspaces", MARGIN, of_server=True)
+
+
+def on_device(rows: Sequence[Row]) -> int:
+    """Return the bytes of the rows that are on the GPU."""
+    return sum(row.bytes for row in rows if not row.on_host)
+
+
 def capacity(world: World) -> tuple[int, int]:
-    """Return (bytes on the device, bytes of host memory) for one rank. The ranks of a machine share
-    its memory.
+    """Return (bytes on the device, bytes of host memory) for one rank. Of a GPU, what is free or
+    already reserved by this process counts. The ranks of a machine share its memory.
     """
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")  # the limit of a container, if there is one
@@ -210,7 +256,8 @@ def capacity(world: World) -> tuple[int, int]:
         host = min(host, int(limit.read_text()))
     host //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if world.device.type == "cuda":
-        return torch.cuda.get_device_properties(world.device).total_memory, host
+        free, _ = torch.cuda.mem_get_info(world.device)
+        return free + torch.cuda.memory_reserved(world.device), host
     return host, host
 
 
@@ -219,11 +266,81 @@ def shown(n: float) -> str:
     return f"{n / 2**20:,.1f} MiB"
 
 
+# --- the settings ---------------------------------------------------------------------------------
+
+
+def fit(
+    model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()
+) -> tuple[Config, int]:
+    """Return the options with every setting chosen, and the estimate of `check`. Every rank must
+    call.
+    """
+    cuda = world.device.type == "cuda"
+    available = min(world.gather(capacity(world)[0])) if cuda else 0
+    chosen = choose(model, cfg, world, longest_prompt, available, judges)
+    if cuda:
+        log.info("settings for the free GPU memory: %s", spelled(chosen))
+    return chosen, check(model, chosen, world, longest_prompt, judges)
+
+
+def choose(
+    model: Decoder,
+    cfg: Config,
+    world: World,
+    longest_prompt: int,
+    available: int,
+    judges: Sequence[nn.Module] = (),
+) -> Config:
+    """Return the options with a value for each of CHOSEN that the user left open: on a GPU, the
+    first of SETTINGS that leaves MARGIN of the available bytes free. If none does, it is the last.
+
+    Sampling takes most of a step and gets faster with the number of slots, so these are halved only
+    if no setting of training fits. All ranks must choose the same, so they choose for rank 0, which
+    stores most. On a CPU, the choice does not depend on the memory.
+    """
+    if world.device.type == "cpu":
+        return _with(cfg, cfg.slots, cfg.checkpointing, cfg.strip_tokens, "step")
+    first = dataclasses.replace(world, rank=0)
+    slots = min(-(-cfg.generation_batch_size // world.size), MOST_SLOTS)
+    tried = [
+        _with(cfg, slots >> halvings, *setting)
+        for halvings in range(slots.bit_length())
+        for setting in SETTINGS
+        if not (cfg.torch_compile and setting[0] == "selective")
+    ]
+
+    def fits(c: Config) -> bool:
+        rows = table(model, c, first, longest_prompt, judges)
+        return on_device(rows) + MARGIN <= available
+
+    return next(filter(fits, tried), tried[-1]) if fits(tried[-1]) else tried[-1]
+
+
+def _with(cfg: Config, slots: int, kind: str, budget: int, reduce: str) -> Config:
+    """Return the options with these settings, where the user has not given others."""
+    auto = cfg.gradient_checkpointing == "auto", cfg.reduce_gradients == "auto"
+    return dataclasses.replace(
+        cfg,
+        max_concurrent=cfg.max_concurrent or slots,
+        token_budget=cfg.token_budget or budget,
+        gradient_checkpointing=kind if auto[0] else cfg.gradient_checkpointing,
+        reduce_gradients=reduce if auto[1] else cfg.reduce_gradients,
+    )
+
+
+def spelled(cfg: Config, but: Config | None = None) -> str:
+    """Return the settings as a command line has them, without those that are the same in `but`."""
+    names = [n for n in CHOSEN if but is None or getattr(cfg, n) != getattr(but, n)]
+    if cfg.engine != "local" and "max_concurrent" in names:
+        names.remove("max_concurrent")  # a vLLM server has no slots of ours
+    return " ".join(f"--{dashed(name)} {getattr(cfg, name)}" for name in names)
+
+
 def check(
     model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()
 ) -> int:
-    """Log the rows, largest first, and return the estimated bytes on the device. Raises UserError
-    if they exceed the available memory.
+    """Log the rows, largest first, and return the estimated bytes on the device, without those of a
+    vLLM server. Raises UserError if the rows exceed the available memory.
     """
     rows = table(model, cfg, world, longest_prompt, judges)
     device, host = capacity(world)
@@ -244,12 +361,92 @@ def check(
         log.info("%s", "\n".join(lines))
         if needed > there:
             sizes = ", ".join(parts[:4])
+            advice = (
+                "lower --token-budget or --max-concurrent, use --gradient-checkpointing full or "
+                "--cpu-offload, or use more processes"
+            )
+            if here is on_gpu:
+                advice = what_fits(model, cfg, world, longest_prompt, (device, host), judges)
             raise UserError(
                 f"a process needs {shown(needed)} of memory but {place} has {shown(there)} "
-                f"available ({sizes}, …): lower --token-budget or --max-concurrent, use "
-                "--gradient-checkpointing full or --cpu-offload, or use more processes."
+                f"available, so {shown(needed - there)} are missing ({sizes}, …): {advice}."
             )
-    return sum(row.bytes for row in on_gpu or on_host)
+    return sum(row.bytes for row in on_gpu or on_host if not row.of_server)
+
+
+def what_fits(
+    model: Decoder,
+    cfg: Config,
+    world: World,
+    longest_prompt: int,
+    available: tuple[int, int],
+    judges: Sequence[nn.Module] = (),
+) -> str:
+    """Return what to change in a run that does not fit on a GPU: every change that is enough,
+    according to the table. available: the bytes on the GPU and on the host.
+    """
+    opened = dataclasses.replace(
+        cfg,
+        max_concurrent=None,
+        token_budget=None,
+        gradient_checkpointing="auto",
+        reduce_gradients="auto",
+    )
+
+    def fitting(changed: Config, model: Decoder = model, size: int = world.size) -> Config | None:
+        there = dataclasses.replace(world, rank=0, size=size)
+        best = choose(model, changed, there, longest_prompt, available[0], judges)
+        rows = table(model, best, there, longest_prompt, judges)
+        on_host = sum(row.bytes for row in rows) - on_device(rows)
+        return best if on_device(rows) <= available[0] and on_host <= available[1] else None
+
+    found = []
+    if best := fitting(opened):
+        found.append(spelled(best, but=cfg))
+    if not cfg.lora_r:
+        with_adapters, adapted = dataclasses.replace(opened, lora_r=16), copy.deepcopy(model)
+        lora.attach(adapted, with_adapters, world.device.type)
+        if fitting(with_adapters, adapted):
+            found.append("--lora-r 16")
+    others = {
+        "--optim adamw_torch_8bit": dataclasses.replace(opened, optim="adamw_torch_8bit"),
+        "--cpu-offload": dataclasses.replace(opened, cpu_offload=True),
+        "--engine vllm with --server on another GPU": dataclasses.replace(
+            opened, engine="vllm", server=("there",)
+        ),
+    }
+    found += [text for text, changed in others.items() if fitting(changed)]
+    sizes = [2**i for i in range(1, 7) if 2**i > world.size and cfg.prompts_per_step % 2**i == 0]
+    found += [f"{size} GPUs of this size" for size in sizes if fitting(opened, size=size)][:1]
+    return f"use {' or '.join(found)}" if found else "use a smaller model or larger GPUs"
+
+
+@contextlib.contextmanager
+def explained(cfg: Config) -> Iterator[None]:
+    """Turn a GPU's OutOfMemoryError into a UserError that says what to lower. cuBLAS, and CUDA
+    outside of torch's allocator, raise other errors for the same reason.
+    """
+    try:
+        yield
+    except RuntimeError as e:
+        known = "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+        full = isinstance(e, torch.cuda.OutOfMemoryError) or any(text in str(e) for text in known)
+        if not full:
+            raise
+        found = re.search(r"allocate ([\d.]+ \w+).* of which ([\d.]+ \w+)", str(e), re.DOTALL)
+        sizes = f"{found[1]} needed, {found[2]} free" if found else first_sentence(e)
+        lower = [
+            f"--{dashed(name)} {value // 2}" if value else f"a lower --{dashed(name)}"
+            for name in ("token_budget", "max_concurrent")[: 1 + (cfg.engine == "local")]
+            if (value := getattr(cfg, name)) != 1
+        ]
+        if cfg.gradient_checkpointing != "full":
+            lower.append("--gradient-checkpointing full")
+        saved = any(Path(cfg.output_dir).glob("*checkpoint-*"))
+        start = "continue with --resume and" if saved else "start again with"
+        raise UserError(
+            f"the GPU ran out of memory ({sizes}): {start} {' or '.join(lower)}."
+        ) from e
 
 
 def server_share(world: World, estimate: int, given: Sequence[str]) -> list[str]:

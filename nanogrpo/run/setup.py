@@ -121,7 +121,8 @@ def closing(run: Run) -> Iterator[None]:
     """Close the parts of the run, however it ends. If the last server is lost, save first."""
     with contextlib.closing(run.log), run.saver, contextlib.closing(run.engine), run.trace:
         try:
-            yield
+            with memory.explained(run.cfg):
+                yield
         except ServerLost:  # raised on every rank
             if run.done > run.start:
                 run.saver.save(run.done, run.entropy_bonus.state)
@@ -150,7 +151,7 @@ def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
     check_metric(cfg, rewards, tools)
     rollout = given.rollout or (plugin.load(cfg.rollout, "--rollout") if cfg.rollout else None)
     model = checkpoint.empty_model(source)
-    lora.attach(model, cfg)
+    lora.attach(model, cfg, world.device.type)
     adapters.check_base(source, cfg)
     check_vocabulary(tokenizer, model)
     context = model.cfg.max_position_embeddings
@@ -167,7 +168,7 @@ def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
     if tools and tools.environment:  # its observations make prompts longer
         longest = min(max(longest, cfg.max_prompt_length), context - cfg.max_completion_length)
         tools.max_prompt_length = longest
-    estimate = memory.check(model, cfg, world, longest, rewards.models)
+    cfg, estimate = memory.fit(model, cfg, world, longest, rewards.models)
 
     load_sharded(model, source, world, cfg)
     reference = make_reference(model, source, world, cfg)
@@ -286,9 +287,7 @@ def make_engine(
     With --engine vllm and no --server, a vLLM server is started here and ends with the run.
     """
     if cfg.engine == "local":
-        return LocalEngine(
-            model.cfg, max_len=max_len, slots=cfg.max_concurrent, device=world.device
-        )
+        return LocalEngine(model.cfg, max_len=max_len, slots=cfg.slots, device=world.device)
     sidecar = None
     if not cfg.server:
         python = cfg.vllm_python or os.environ.get("NANOGRPO_VLLM_PYTHON", "")

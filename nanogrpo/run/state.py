@@ -80,6 +80,7 @@ FREE = """
     device ddp_timeout heartbeat_timeout reward_timeout reward_env tool_timeout server vllm_python
     vllm_options weight_transport server_window server_timeout server_patience max_concurrent
     token_budget share_prompts gradient_checkpointing cpu_offload reshard_after_forward
+    reduce_gradients lora_base_dtype
 """
 
 

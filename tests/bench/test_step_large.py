@@ -249,8 +249,8 @@ def test_the_shapes_are_those_of_qwen3():
 def test_the_strips_of_the_case_are_full():
     cfg, samples = step_sides.options_of(step_large.CASE)
     batches = step_sides.strips(samples, cfg, common.large_qwen3("0.6B", 1280).pair_cost)
-    assert cfg.token_budget == 16_384
-    assert sum(len(b.tokens) for b in batches) > 0.9 * cfg.token_budget * len(batches)
+    assert cfg.strip_tokens == 16_384
+    assert sum(len(b.tokens) for b in batches) > 0.9 * cfg.strip_tokens * len(batches)
 
 
 def test_both_sides_start_from_the_same_weights(tmp_path):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import train
 from nanogrpo.config import Config
+from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import join
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing
@@ -72,6 +73,8 @@ VARIANTS[0]["measure_zero_advantages"] = True
 SHARDED = [
     {"reshard_after_forward": False, "token_budget": 100},
     {"cpu_offload": True, "token_budget": 100},
+    {"reduce_gradients": "micro_batch", "token_budget": 40},
+    {"reduce_gradients": "micro_batch", "cpu_offload": True, "token_budget": 60},
 ]
 OBJECTIVES = [
     {**OFF_POLICY, "gradient_checkpointing": "full", "token_budget": 60},
@@ -186,6 +189,30 @@ def test_every_rank_holds_only_its_part_under_the_models_names(bases):
     assert sum(f["local"] for f in facts) == 3 * sum(p.nbytes for p in model.parameters())
     assert all(f["local"] < 0.3 * sum(g["local"] for g in facts) for f in facts)
     assert facts[0]["dtypes"] == {"torch.float32"}
+
+
+def gradients_between(base: Path) -> list[list[bool]]:
+    """Return, for each setting, which parameters have a sharded gradient after a micro-batch that
+    is not the last.
+    """
+    found = []
+    with join(Config(device="cpu")) as world:
+        for reduce in ("auto", "step", "micro_batch"):
+            cfg = Config(num_generations=4, token_budget=10**6, reduce_gradients=reduce)
+            model = parts.load_sharded(checkpoint.empty_model(base), base, world, cfg)
+            (batch,) = packing.pack(packing.one_update(generation(0), cfg), generation(0), cfg)
+            loss = model.forward_packed(batch, grpo.objective(batch, cfg)).loss
+            fsdp.backward(model, loss, world, last=False)
+            found.append([p.grad is not None for p in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_are_summed_in_shards_on_one_rank_or_if_the_user_asks_for_it(bases, size):
+    """Otherwise the sum over the micro-batches is as large as the model, on every rank."""
+    for found in run(size, gradients_between, bases[False]):
+        once, each = [[False], [True]][size == 1], [True]
+        assert [{*flags} for flags in found] == [{*once}, {*once}, {*each}]
 
 
 # --- full runs ---

@@ -183,6 +183,83 @@ def test_engines_receive_the_merged_weights(tied):
     assert all(torch.equal(sync.slots[n], p) for n, p in merged.items())
 
 
+# --- a base in bfloat16 ---
+
+HALF = dataclasses.replace(LORA, lora_base_dtype="bfloat16")
+
+
+def test_a_bfloat16_base_computes_what_a_float32_base_computes_in_bfloat16():
+    """Bit for bit, the log-probs, which stay in float32, and the gradients of the adapters: a GPU
+    rounds a float32 base to bfloat16 before it computes.
+    """
+    batch = random_batch([(3, 9), (5, 4), (2, 14)])
+    half, rounded = adapted(HALF), adapted(LORA).bfloat16()
+    kinds = {p.requires_grad: p.dtype for p in half.parameters()}
+    assert kinds == {False: torch.bfloat16, True: torch.float32}
+    a, b = (model.forward_packed(batch, grpo.objective(batch, LORA)) for model in (half, rounded))
+    assert a.logp.dtype == a.loss.dtype == torch.float32
+    assert torch.equal(a.logp, b.logp)
+    found, expected = gradient(half, batch), gradient(rounded, batch)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[n], expected[n].float()) for n in found)
+    with lora.disabled(half), lora.disabled(rounded):
+        assert torch.equal(logits(half), logits(rounded))
+
+
+def test_a_bfloat16_base_differs_from_a_float32_base_by_its_rounding():
+    """The error of the log-probs is that of bfloat16's 8 bits, and the gradients point the same
+    way.
+    """
+    batch = random_batch([(3, 9), (5, 4), (2, 14)])
+    half, exact = adapted(HALF), adapted(LORA)
+    a, b = (
+        model.forward_packed(batch, grpo.objective(batch, LORA)).logp for model in (half, exact)
+    )
+    assert 0 < (a - b).abs().mean() < 2**-8 * b.abs().mean() * 4
+    mine, theirs = (
+        torch.cat([g.flatten() for g in gradient(m, batch).values()]) for m in (half, exact)
+    )
+    assert torch.cosine_similarity(mine, theirs, dim=0) > 0.999
+
+
+def test_adapters_are_merged_into_a_bfloat16_base_without_rounding():
+    half = adapted(HALF)
+    merged, name = dict(lora.full_parameters(half)), "model.layers.0.mlp.up_proj"
+    layer = half.model.layers[0].mlp.up_proj
+    exact = layer.weight.double() + 2.5 * layer.lora_B.double() @ layer.lora_A.double()
+    assert merged[f"{name}.weight"].dtype == torch.float32
+    torch.testing.assert_close(merged[f"{name}.weight"].double(), exact, rtol=1e-6, atol=1e-6)
+    # the base was rounded once, when it was loaded
+    before = dict(tiny_model().named_parameters())["model.norm.weight"]
+    assert torch.equal(merged["model.norm.weight"], before.bfloat16())
+
+
+def test_a_bfloat16_base_takes_half_the_memory():
+    half, full = adapted(HALF), adapted(LORA)
+    adapters_bytes = sum(p.nbytes for p in full.parameters() if p.requires_grad)
+    sizes = [
+        {row.name: row.bytes for row in rows_of(model, cfg)}["parameters"]
+        for model, cfg in ((half, HALF), (full, LORA))
+    ]
+    assert sizes[0] - adapters_bytes == (sizes[1] - adapters_bytes) / 2
+    assert sizes[0] == sum(p.nbytes for p in half.parameters())
+
+
+def test_the_base_has_the_dtype_of_the_device_unless_the_user_chooses():
+    def base(choice: str, device: str) -> torch.dtype:
+        model = tiny_model()
+        lora.attach(model, dataclasses.replace(LORA, lora_base_dtype=choice), device)
+        return model.model.embed_tokens.weight.dtype
+
+    half, full = torch.bfloat16, torch.float32
+    for choice, cpu, cuda in (
+        ("auto", full, half),
+        ("float32", full, full),
+        ("bfloat16", half, half),
+    ):
+        assert (base(choice, "cpu"), base(choice, "cuda")) == (cpu, cuda)
+
+
 # --- what they cost ---
 
 

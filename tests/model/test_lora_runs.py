@@ -91,6 +91,27 @@ def test_gradients_and_adapters_do_not_depend_on_ranks_or_memory_options(bases, 
     assert differ(alone["tied"][1], base) > 1e-3
 
 
+HALVES = [
+    ("tied", {"lora_base_dtype": "bfloat16", "token_budget": 10**6}),
+    ("untied", {"lora_base_dtype": "bfloat16", "token_budget": 60, "cpu_offload": True}),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_bfloat16_base_is_trained_on_ranks_up_to_its_rounding(bases, alone, size):
+    """Gradients are sums of products that are rounded to 8 bits. The merged weights are rounded
+    once, and the adapters are trained in float32.
+    """
+    for results in on_ranks(size, every_variant, bases, HALVES):
+        for (name, _), (grads, merged, sent, off) in zip(HALVES, results):
+            assert differ(alone[name][0], grads) < 0.05
+            assert {g.dtype for g in grads.values()} == {torch.float32}
+            assert differ(alone[name][1], merged) < 2**-8
+            assert {w.dtype for w in sent.values()} == {torch.bfloat16}
+            assert differ(alone[name][2], sent) < 2**-8
+            assert off.dtype == torch.bfloat16
+
+
 def test_compiled_blocks_give_the_same(bases):
     """Checks recomputation and disabled adapters too. aot_eager traces as inductor does, without a
     C compiler.
@@ -160,10 +181,10 @@ def test_a_run_trains_adapters_and_leaves_folders_for_peft_and_transformers(base
     assert from_there[0]["kl"] > 1e-4  # against the base, not the loaded adapter
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(bases, files, tmp_path, size):
+@pytest.mark.parametrize(("size", "dtype"), [(1, "float32"), (2, "float32"), (2, "bfloat16")])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(bases, files, tmp_path, size, dtype):
     """With dropout, whose random numbers depend on the step."""
-    dropout = ["--lora-dropout", "0.2", "--use-rslora"]
+    dropout = ["--lora-dropout", "0.2", "--use-rslora", "--lora-base-dtype", dtype]
 
     def run(output: str, *options: str) -> None:
         argv = arguments(bases["tied"], files, tmp_path / output, *RUN, *dropout, *options)
@@ -172,7 +193,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(bases, files, tmp_pa
 
     run("whole", "--max-steps", "4")
     gaps = [row["sampling/sampling_logp_difference/max"] for row in steps(tmp_path / "whole")]
-    assert max(gaps) < 1e-4  # the dropout is not part of it
+    # the dropout is not part of it, and the engine computes in float32
+    assert max(gaps) < (1e-4 if dtype == "float32" else 0.5)
     run("parts", "--max-steps", "2")
     run("parts", "--max-steps", "4", "--resume")
     assert steps(tmp_path / "parts")[-2:] == steps(tmp_path / "whole")[-2:]
@@ -180,6 +202,23 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(bases, files, tmp_pa
         a, b = (load_file(tmp_path / name / "checkpoint-4" / file) for name in ("whole", "parts"))
         assert a.keys() == b.keys()
         assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_run_with_a_bfloat16_base_leaves_the_folders_of_one_with_float32(bases, files, tmp_path):
+    """Same names, shapes and dtypes. transformers computes the same with the merged weights as with
+    the base, rounded, and the adapters.
+    """
+    shapes = {}
+    for dtype in ("float32", "bfloat16"):
+        go(bases["tied"], files, tmp_path / dtype, "--lora-base-dtype", dtype)
+        for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+            saved = load_file(tmp_path / dtype / "checkpoint-3" / file)
+            found = {n: (w.shape, w.dtype) for n, w in saved.items()}
+            assert shapes.setdefault(file, found) == found
+    last, base = tmp_path / "bfloat16" / "checkpoint-3", hugging_face(bases["tied"])
+    base.load_state_dict({n: w.bfloat16().float() for n, w in base.state_dict().items()})
+    both = peft.PeftModel.from_pretrained(base, last / "adapter")
+    torch.testing.assert_close(theirs(hugging_face(last)), theirs(both), rtol=1e-5, atol=1e-5)
 
 
 def test_the_reference_is_the_base_and_no_second_model_is_kept(bases, files, tmp_path):
@@ -213,6 +252,10 @@ def test_the_reference_is_the_base_and_no_second_model_is_kept(bases, files, tmp
         (["--lora-r", "-1"], "--lora-r is -1"),
         (["--lora-alpha", "0"], "--lora-alpha is 0.0"),
         (["--lora-dropout", "1"], "--lora-dropout is 1.0: it must be < 1"),
+        (
+            ["--lora-base-dtype", "float16"],
+            "--lora-base-dtype is 'float16': choose one of auto, float32, bfloat16",
+        ),
         (["--lora-dropout", "-0.1"], "--lora-dropout is -0.1: it must be >= 0"),
     ],
 )

@@ -1,0 +1,94 @@
+"""Print the tables of docs/memory.md: which settings a run chooses for which model and GPU.
+
+    python -m bench.fits
+
+In: nothing; the models exist only as shapes, and no GPU is needed. Out: one table per command, in
+Markdown. The settings are chosen by `memory.choose`, and the bytes are those of its table. A card
+has 1 GiB less free than its name says, which is about what CUDA itself takes. Read next:
+nanogrpo/run/memory.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanogrpo.cli import PROFILES
+from nanogrpo.config import Config
+from nanogrpo.distributed.world import World
+from nanogrpo.model import lora
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.hf_config import ModelConfig
+from nanogrpo.run import memory
+
+# Qwen3: D, F, layers, heads, key heads, tied head
+SHAPES = {
+    "0.6B": (1024, 3072, 28, 16, 8, True),
+    "1.7B": (2048, 6144, 28, 16, 8, True),
+    "4B": (2560, 9728, 36, 32, 8, True),
+    "8B": (4096, 12288, 36, 32, 8, False),
+}
+CARDS = (24, 40, 80, 141)  # GB
+SIZES = (1, 8)  # GPUs
+PROMPT = 256  # tokens of the longest prompt
+COMMANDS = {
+    "train.py": Config(),
+    "train.py --profile full": Config(**PROFILES["full"]),
+    "train.py --lora-r 16": Config(lora_r=16),
+}
+
+
+def model(name: str, cfg: Config) -> Decoder:
+    """Return a Qwen3 of this size on the meta device, as it is on a GPU with these options."""
+    D, F, L, H, K, tied = SHAPES[name]
+    shape = ModelConfig(
+        "qwen3", 151936, D, F, L, H, K, 128, 40960, rope_theta=1e6, tie_word_embeddings=tied
+    )
+    with torch.device("meta"):
+        out = Decoder(shape)
+    lora.attach(out, cfg, "cuda")
+    return out
+
+
+def gpus(size: int) -> World:
+    """Return the first of so many ranks, each with a GPU, which need not exist."""
+    return World(0, size, torch.device("cuda", 0))
+
+
+def free(card: int) -> int:
+    """Return the bytes that are free on a card with so many GB."""
+    return (card - 1) << 30
+
+
+def cell(shape: Decoder, cfg: Config, size: int, card: int) -> str:
+    """Return the chosen settings and the estimate, or how much is missing."""
+    world = gpus(size)
+    chosen = memory.choose(shape, cfg, world, PROMPT, free(card))
+    needed = memory.on_device(memory.table(shape, chosen, world, PROMPT))
+    if needed > free(card):
+        return f"{(needed - free(card)) / 2**30:.1f} GiB missing"
+    each = ", reduced each" if size > 1 and chosen.reduce_gradients == "micro_batch" else ""
+    kind, budget = chosen.checkpointing, chosen.strip_tokens // 1024
+    return f"{needed / 2**30:.1f} GiB: {chosen.slots} slots, {budget}k, {kind}{each}"
+
+
+def tables() -> str:
+    """Return the tables."""
+    lines = []
+    for command, cfg in COMMANDS.items():
+        shapes = {name: model(name, cfg) for name in SHAPES}
+        lines += [
+            f"### `{command}`",
+            "",
+            f"| model | GPUs | {' | '.join(f'{c} GB' for c in CARDS)} |",
+        ]
+        lines.append(f"| --- | --- | {' | '.join('---' for _ in CARDS)} |")
+        for name, shape in shapes.items():
+            for size in SIZES:
+                cells = (cell(shape, cfg, size, card) for card in CARDS)
+                lines.append(f"| {name} | {size} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(tables())

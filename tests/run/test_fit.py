@@ -1,0 +1,290 @@
+"""The settings that a GPU chooses fit, and a run that cannot fit is refused with what would help.
+
+The GPUs are pretended: models are on the meta device, and nothing is allocated. Read before:
+test_memory.py. Read next: test_out_of_memory.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bench import common, fits
+from nanogrpo.config import Config
+from nanogrpo.distributed import fsdp, world
+from nanogrpo.distributed.world import World
+from nanogrpo.errors import UserError
+from nanogrpo.model import lora
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.run import memory
+from tests.conftest import SOLO, tiny_model
+
+GIB = 2**30
+HOST = 2**42  # bytes of host memory, more than any of these runs needs
+CASES = list(itertools.product(fits.COMMANDS, fits.SHAPES, fits.SIZES, fits.CARDS))
+shape = functools.cache(fits.model)
+
+
+def needed(model: Decoder, cfg: Config, size: int, longest: int = fits.PROMPT) -> int:
+    return memory.on_device(memory.table(model, cfg, fits.gpus(size), longest))
+
+
+@pytest.fixture
+def has(monkeypatch):
+    """Return a function that pretends that so many bytes are free on each GPU."""
+    return lambda free: monkeypatch.setattr(memory, "capacity", lambda world: (free, HOST))
+
+
+@pytest.mark.parametrize(("command", "name", "size", "card"), CASES)
+def test_every_model_starts_on_every_card_or_a_sentence_says_what_is_missing(
+    command, name, size, card, has
+):
+    cfg, free = fits.COMMANDS[command], fits.free(card)
+    model, world = shape(name, cfg), fits.gpus(size)
+    has(free)
+    chosen = memory.choose(model, cfg, world, fits.PROMPT, free)
+    assert None not in (chosen.max_concurrent, chosen.token_budget)
+    assert "auto" not in (chosen.gradient_checkpointing, chosen.reduce_gradients)
+    if needed(model, chosen, size) <= free:
+        assert memory.check(model, chosen, world, fits.PROMPT) == needed(model, chosen, size)
+        return
+    with pytest.raises(UserError) as error:
+        memory.check(model, chosen, world, fits.PROMPT)
+    sentence = str(error.value)
+    missing = memory.shown(needed(model, chosen, size) - free)
+    assert f"available, so {missing} are missing (" in sentence
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+    # no other settings would have fit
+    every = itertools.product(("none", "full", "selective"), (256, 4096), ("step", "micro_batch"))
+    for kind, budget, reduce in every:
+        lean = dataclasses.replace(
+            cfg,
+            max_concurrent=1,
+            gradient_checkpointing=kind,
+            token_budget=budget,
+            reduce_gradients=reduce,
+        )
+        assert needed(model, lean, size) > free, lean
+
+
+def test_the_documentation_has_the_tables():
+    """If this fails, put the output of `python -m bench.fits` into docs/memory.md."""
+    assert fits.tables() in (common.ROOT / "docs/memory.md").read_text()
+
+
+def test_more_memory_never_chooses_leaner_settings():
+    cfg, seen = fits.COMMANDS["train.py"], []
+    model = shape("1.7B", cfg)
+    for free in range(40, 141, 3):
+        chosen = memory.choose(model, cfg, fits.gpus(1), fits.PROMPT, free * GIB)
+        assert needed(model, chosen, 1) + memory.MARGIN <= free * GIB
+        setting = chosen.gradient_checkpointing, chosen.token_budget, chosen.reduce_gradients
+        seen.append((-chosen.slots, memory.SETTINGS.index(setting)))
+    assert seen == sorted(seen, reverse=True)
+    assert seen[-1] == (-64, 0)
+    assert len(set(seen)) > 4
+
+
+def test_a_long_prompt_takes_slots_instead_of_ending_the_run():
+    """With a cache as long as the longest prompt, 64 slots of 16,384 tokens would need 112 GiB."""
+    cfg = fits.COMMANDS["train.py"]
+    model = shape("0.6B", cfg)
+    chosen = memory.choose(model, cfg, fits.gpus(1), 16_384, fits.free(80))
+    assert 1 < chosen.slots < 64
+    assert needed(model, chosen, 1, 16_384) + memory.MARGIN <= fits.free(80)
+
+
+def test_what_the_user_gives_is_kept_and_the_rest_is_chosen_around_it():
+    given = {"max_concurrent": 100, "token_budget": 5000, "gradient_checkpointing": "none"}
+    for name, value in given.items():
+        cfg = Config(**{name: value})
+        for free in (20, 60, 200):
+            chosen = memory.choose(
+                shape("0.6B", Config()), cfg, fits.gpus(1), fits.PROMPT, free * GIB
+            )
+            assert getattr(chosen, name) == value
+    compiled = Config(torch_compile=True)
+    kinds = {
+        memory.choose(
+            shape("0.6B", Config()), compiled, fits.gpus(1), fits.PROMPT, free * GIB
+        ).checkpointing
+        for free in range(16, 60)
+    }
+    assert kinds == {"none", "full"}  # the compiler does not go together with selective
+
+
+def test_on_a_cpu_nothing_depends_on_the_memory():
+    fixed = {
+        "max_concurrent": 64,
+        "token_budget": 16384,
+        "gradient_checkpointing": "none",
+        "reduce_gradients": "step",
+    }
+    for free in (0, 10 * GIB, 1000 * GIB):
+        chosen = memory.choose(tiny_model(), Config(), SOLO, 40, free)
+        assert chosen == dataclasses.replace(Config(), **fixed)
+    cfg = Config(token_budget=7, gradient_checkpointing="full")
+    assert memory.choose(tiny_model(), cfg, SOLO, 40, 0).token_budget == 7
+    assert (Config().slots, Config().strip_tokens, Config().checkpointing) == (64, 16384, "none")
+
+
+def test_all_ranks_choose_the_same_for_the_fullest_gpu(caplog, monkeypatch):
+    """Rank 0 also has the weights for the servers, and this rank has more free memory."""
+    cfg = Config(engine="vllm", server=("http://there:1",))
+    model, free = shape("0.6B", Config()), [25 * GIB, 60 * GIB]
+    monkeypatch.setattr(memory, "capacity", lambda world: (free[world.rank], HOST))
+    monkeypatch.setattr(World, "gather", lambda self, mine: free)
+    found = []
+    for rank in (0, 1):
+        place = dataclasses.replace(fits.gpus(2), rank=rank)
+        with caplog.at_level(logging.INFO):
+            found.append(memory.fit(model, cfg, place, fits.PROMPT))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] > found[1][1]
+    assert found[0][0].checkpointing != "none" or found[0][0].strip_tokens < 16384
+    (line,) = {m for m in caplog.messages if m.startswith("settings for the free GPU memory: ")}
+    assert "--token-budget" in line
+    assert "--max-concurrent" not in line  # the server decides
+
+
+# --- what would fit -------------------------------------------------------------------------------
+
+
+def test_each_change_that_the_sentence_names_is_enough(has):
+    has(fits.free(80))
+    cfg, model = fits.COMMANDS["train.py"], shape("8B", fits.COMMANDS["train.py"])
+    chosen = memory.choose(model, cfg, fits.gpus(1), fits.PROMPT, fits.free(80))
+    with pytest.raises(UserError, match=r"use --lora-r 16 or .*--cpu-offload.* or 4 GPUs of this"):
+        memory.check(model, chosen, fits.gpus(1), fits.PROMPT)
+    for changes, size in (({"lora_r": 16}, 1), ({"cpu_offload": True}, 1), ({}, 4)):
+        other = dataclasses.replace(cfg, **changes)
+        best = memory.choose(shape("8B", other), other, fits.gpus(size), fits.PROMPT, fits.free(80))
+        assert memory.check(shape("8B", other), best, fits.gpus(size), fits.PROMPT) < fits.free(80)
+    two = memory.choose(model, cfg, fits.gpus(2), fits.PROMPT, fits.free(80))
+    assert needed(model, two, 2) > fits.free(80)
+
+
+def test_settings_of_the_user_that_do_not_fit_are_named_with_others_that_do(has):
+    has(fits.free(24))
+    cfg, model = Config(token_budget=65_536, max_concurrent=500), shape("0.6B", Config())
+    chosen = memory.choose(model, cfg, fits.gpus(1), 2048, fits.free(24))
+    with pytest.raises(UserError) as error:
+        memory.check(model, chosen, fits.gpus(1), 2048)
+    best = memory.choose(model, Config(), fits.gpus(1), 2048, fits.free(24))
+    words = f"--max-concurrent {best.max_concurrent}", f"--token-budget {best.token_budget}"
+    assert all(f"{word} " in str(error.value) for word in words)
+    memory.check(model, best, fits.gpus(1), 2048)
+
+
+def test_a_model_beyond_all_of_them_is_refused_too(has):
+    has(2 * GIB)
+    cfg = Config(generation_batch_size=8)  # one prompt: no second rank can share the step
+    chosen = memory.choose(shape("8B", Config()), cfg, fits.gpus(1), fits.PROMPT, 2 * GIB)
+    with pytest.raises(UserError, match=r"\): use a smaller model or larger GPUs\.$"):
+        memory.check(shape("8B", Config()), chosen, fits.gpus(1), fits.PROMPT)
+
+
+def test_a_server_on_the_same_gpu_is_counted_but_is_not_the_trainers(has):
+    has(fits.free(80))
+    model = shape("0.6B", Config())
+    sizes = {}
+    for servers in ((), ("http://there:1",)):
+        cfg = Config(engine="vllm", server=servers, max_concurrent=16)
+        chosen = memory.choose(model, cfg, fits.gpus(1), fits.PROMPT, fits.free(80))
+        rows = memory.table(model, chosen, fits.gpus(1), fits.PROMPT)
+        server = sum(row.bytes for row in rows if row.of_server)
+        estimate = memory.check(model, chosen, fits.gpus(1), fits.PROMPT)
+        assert estimate == memory.on_device(rows) - server
+        sizes[servers] = server
+    n = sum(p.numel() for p in model.parameters())
+    token = 2 * 2 * 8 * 128 * 28  # keys and values of 8 heads of 128 in 28 layers
+    assert sizes[()] == 2 * n + 16 * (256 + 512) * token + memory.MARGIN
+    assert sizes[("http://there:1",)] == 0
+
+
+def test_the_capacity_of_a_gpu_is_what_others_leave_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
+    assert memory.capacity(fits.gpus(1))[0] == 53 * GIB
+
+
+# --- bytes per weight -----------------------------------------------------------------------------
+
+
+def per_weight(size: int, cfg: Config, *rows: str) -> float:
+    """Return the bytes per weight of these rows for the 8B model."""
+    model = shape("8B", dataclasses.replace(cfg, reduce_gradients="auto"))
+    table = memory.table(model, cfg, fits.gpus(size), fits.PROMPT)
+    n = sum(p.numel() for _, p in lora.base_parameters(model))
+    names = ("parameters", "optimizer", "gradients", "engine: weights")
+    return sum(row.bytes for row in table if row.name.startswith(names)) / n
+
+
+def test_the_bytes_per_weight_are_those_of_the_documentation():
+    once = Config(token_budget=4096)  # several micro-batches, on eight ranks too
+    each = dataclasses.replace(once, reduce_gradients="micro_batch")
+    full = Config(lora_r=16, lora_base_dtype="float32")
+    assert per_weight(1, once) == pytest.approx(18)  # 22 with an unsharded sum
+    assert per_weight(8, once) == pytest.approx(16 / 8 + 4 + 2)
+    assert per_weight(8, each) == pytest.approx(16 / 8 + 2)
+    adapters = 16 * per_weight_of_adapters()
+    assert per_weight(1, full) == pytest.approx(4 + 2 + adapters)
+    assert per_weight(1, Config(lora_r=16)) == pytest.approx(2 + 2 + adapters)
+
+
+def per_weight_of_adapters() -> float:
+    model = shape("8B", Config(lora_r=16))
+    sizes = {flag: 0 for flag in (False, True)}
+    for p in model.parameters():
+        sizes[p.requires_grad] += p.numel()
+    return sizes[True] / sizes[False]
+
+
+@pytest.mark.parametrize("cfg", [Config(), Config(lora_r=16, lora_base_dtype="bfloat16")])
+def test_shards_of_a_large_model_on_eight_ranks_are_as_large_as_estimated(cfg):
+    """FSDP2 shards the model on a pretended process group."""
+    place = World(0, 8, torch.device("cpu"))
+    model = fits.model("1.7B", cfg)
+    row = memory.table(model, cfg, place, fits.PROMPT)[0]
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        fsdp.prepare(model, place, cfg)
+        local = sum(p.to_local().nbytes for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
+    assert row.name == "parameters"
+    assert row.bytes == pytest.approx(local, rel=1e-3)
+
+
+# --- the allocator --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "after"),
+    [
+        ({}, {}, "expandable_segments:True"),
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native"),
+        ({}, {"PYTORCH_ALLOC_CONF": "backend:native"}, None),
+        ({"engine": "vllm"}, {}, None),  # CUDA IPC
+    ],
+)
+def test_segments_can_grow_unless_the_user_or_cuda_ipc_forbids_it(
+    monkeypatch, options, before, after
+):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    environment = dict(os.environ)
+    monkeypatch.setattr(os, "environ", environment)
+    world._configure_allocator(Config(**options))
+    assert environment.get("PYTORCH_CUDA_ALLOC_CONF") == after

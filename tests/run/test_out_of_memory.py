@@ -1,0 +1,97 @@
+"""A GPU that runs out of memory ends the run with one sentence, and loses no checkpoint.
+
+The errors are raised at random operations of a run on the CPU. Read next: test_resume.py.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError
+from nanogrpo.model.checkpoint import checkpoints
+from nanogrpo.run import memory, verify
+from tests.conftest import arguments, steps
+
+FULL = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.25 GiB of"
+    " which 1.10 GiB is free. Including non-PyTorch memory, this process has 78.1 GiB in use."
+)
+
+
+class FullAt(TorchDispatchMode):
+    """Count the operations, and raise torch's error at one of them."""
+
+    def __init__(self, at: int = -1):
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.at:
+            raise torch.cuda.OutOfMemoryError(FULL)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_full_gpu_ends_the_run_with_one_sentence_and_keeps_the_checkpoints(
+    tiny_base, files, tmp_path, capsys
+):
+    argv = arguments(tiny_base, files, tmp_path / "whole", "--save-steps", "1")
+    with FullAt() as watched:
+        assert train.main(argv) == 0
+    rng, ends = random.Random(0), []
+    for i in range(4):
+        folder = tmp_path / str(i)
+        at = rng.randrange(watched.count // 2, watched.count)  # after the first checkpoint
+        argv[argv.index("--output-dir") + 1] = str(folder)
+        with FullAt(at):
+            assert train.main(argv) == 2
+        error = capsys.readouterr().err.strip().splitlines()
+        assert error[-1] == (
+            "error: the GPU ran out of memory (2.00 GiB needed, 1.10 GiB free): continue with"
+            " --resume and --token-budget 8192 or --max-concurrent 32 or --gradient-checkpointing"
+            " full."
+        )
+        assert not any("Traceback" in line for line in error)
+        done, saved = len(steps(folder)), checkpoints(folder)
+        assert [p.name for p in saved][-1] in (f"checkpoint-{done}", f"checkpoint-{done - 1}")
+        assert all(verify.is_sound(p) for p in saved)
+        ends.append((done, folder))
+    assert len({done for done, _ in ends}) > 1
+    assert train.main([*argv, "--resume"]) == 0
+    assert steps(ends[-1][1]) == steps(tmp_path / "whole")
+
+
+def sentence(error: Exception, cfg: Config) -> str:
+    with pytest.raises(UserError) as raised, memory.explained(cfg):
+        raise error
+    return str(raised.value)
+
+
+def test_the_sentence_names_only_what_can_be_lowered(tmp_path):
+    cfg = Config(output_dir=str(tmp_path))
+    full = torch.cuda.OutOfMemoryError(FULL)
+    lower = r"start again with a lower --token-budget or a lower --max-concurrent or --gradient-"
+    assert re.search(lower, sentence(full, cfg))  # before the settings are chosen
+    least = Config(
+        output_dir=str(tmp_path),
+        token_budget=2048,
+        max_concurrent=1,
+        gradient_checkpointing="full",
+    )
+    assert sentence(full, least).endswith("start again with --token-budget 1024.")
+    served = Config(output_dir=str(tmp_path), engine="vllm", token_budget=2048)
+    assert "--max-concurrent" not in sentence(full, served)
+    for text in ("CUDA error: out of memory\nCompile with", "CUBLAS_STATUS_ALLOC_FAILED when"):
+        assert sentence(RuntimeError(text), least).startswith("the GPU ran out of memory (CU")
+
+
+def test_other_errors_are_not_explained(tmp_path):
+    with pytest.raises(RuntimeError, match="shapes"), memory.explained(Config()):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
