@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import os
 import pickle
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -196,6 +197,7 @@ def _connect(cfg: Config, world: World) -> Watch | None:
     # NCCL for tensors on GPUs, gloo for small Python objects and offloaded shards on the host.
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
+    check_torchrun()
     try:
         # A single GPU needs a group too, because FSDP2 is what lets it compute in bfloat16 from
         # float32 master weights.
@@ -221,3 +223,22 @@ def _connect(cfg: Config, world: World) -> Watch | None:
     # waits for the rank that failed.
     watched = dist.PrefixStore(f"watch {attempt}", store.clone())
     return Watch(watched, world.rank, world.size, cfg.heartbeat_timeout)
+
+
+def check_torchrun() -> None:
+    """Raise UserError if torchrun was killed before this rank could connect to its store.
+
+    Torchrun serves the store before it starts a rank. Without this check the rank would outlive it,
+    because torch tries to reach the store until --ddp-timeout.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_connection(where, timeout=10.0).close()
+    except ConnectionRefusedError:
+        raise UserError(
+            f"torchrun is gone (nobody listens at {where[0]}:{where[1]}): start the run again."
+        ) from None
+    except OSError:  # torch tries for longer
+        pass

@@ -18,11 +18,11 @@ import os
 import re
 import reprlib
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -315,9 +315,9 @@ class Sidecar:
         self.logged = 0  # bytes in `output` before the process started
         # A folder that contains only a link to our package, for the server's interpreter. If our
         # package is installed, its folder also contains others, such as torch, which that
-        # interpreter must not find.
-        self.link = tempfile.TemporaryDirectory(prefix="nanogrpo-")
-        Path(self.link.name, "nanogrpo").symlink_to(Path(nanogrpo.__file__).resolve().parent)
+        # interpreter must not find. It is next to the log: a killed run leaves nothing elsewhere.
+        self.path = output.absolute().with_name(f".{output.stem}")
+        self.reserved: socket.socket | None = None  # holds the port of the process
         self.over = threading.Event()  # set by `stop`; nothing is started afterwards
 
     def start(self, timeout: float) -> Server:
@@ -327,14 +327,19 @@ class Sidecar:
         in the meantime.
         """
         self.kill()
-        with socket.socket() as sock:
-            # If another process takes this port before serve.py does, serve.py reports it.
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
+        # While this socket is bound, no other process gets the port, unless it also asks for the
+        # very port with SO_REUSEADDR, as serve.py does.
+        self.reserved = sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
         command = [self.python, str(script("serve.py")), "--model", self.model, "--port", str(port)]
         command += ["--owner", str(os.getpid()), *self.options]
-        path = filter(None, [self.link.name, os.environ.get("PYTHONPATH")])
+        path = filter(None, [str(self.path), os.environ.get("PYTHONPATH")])
         try:
+            self.path.mkdir(exist_ok=True)
+            (self.path / "nanogrpo").unlink(missing_ok=True)
+            (self.path / "nanogrpo").symlink_to(Path(nanogrpo.__file__).resolve().parent)
             output = self.output.open("ab")
         except OSError as e:
             raise UserError(
@@ -411,10 +416,13 @@ class Sidecar:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout)
         self.kill()
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def kill(self) -> None:
         """Kill the process and all its workers, even if it hangs, or has ended without them."""
         process, self.process = self.process, None
+        if self.reserved is not None:
+            self.reserved.close()
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):  # the whole group has already ended

@@ -19,8 +19,8 @@ from nanogrpo.errors import UserError
 from nanogrpo.run import output
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import write_base
-from tests.distributed.test_signals import argv
-from tests.ranks import PATIENCE, Ranks, run, start
+from tests.distributed.test_signals import patient
+from tests.ranks import PATIENCE, Ranks, argv, run, start
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,14 @@ def test_an_address_where_nobody_listens_is_reported(base, tmp_path):
     assert "rank 1 could not join the 2 processes" in refused(ranks)
 
 
+def test_a_rank_does_not_wait_for_a_torchrun_that_was_killed(base, tmp_path):
+    """Torchrun listens before it starts a rank. Torch would try for --ddp-timeout, ten minutes."""
+    launched = {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2"}
+    ranks = start(1, train.main, argv(base, tmp_path), **launched)
+    message = r"error: torchrun is gone \(nobody listens at 127\.0\.0\.1:\d+\): start the run again"
+    assert re.match(message, refused(ranks))
+
+
 def test_a_port_in_use_is_reported(base, tmp_path):
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -76,7 +84,7 @@ def test_a_port_in_use_is_reported(base, tmp_path):
 
 
 def test_a_step_that_the_ranks_cannot_share_evenly_is_refused(base, tmp_path):
-    ranks = start(3, train.main, argv(base, tmp_path))
+    ranks = start(3, patient, argv(base, tmp_path))
     ends = ranks.ends(PATIENCE)
     assert set(ends) <= {1, 2}
     assert 2 in ends

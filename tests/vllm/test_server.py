@@ -10,6 +10,7 @@ test_trouble.py.
 from __future__ import annotations
 
 import re
+import socket
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ import pytest
 from nanogrpo.errors import UserError
 from nanogrpo.vllm.auth import CONNECT, INFO
 from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar, retry
+from serve import check_port
 from tests.conftest import tiny_config
 from tests.vllm.fake import MODEL, FakeVLLM, engine_of, wait_until
 
@@ -128,6 +130,25 @@ def dying(tmp_path, monkeypatch):
         return sidecar, sidecar.start(60.0)
 
     return start
+
+
+def test_a_sidecar_keeps_its_port_and_leaves_nothing_but_its_log(tmp_path, monkeypatch):
+    """While the server loads, or ends and is started again, nobody else may take the port."""
+    monkeypatch.setattr("nanogrpo.vllm.server.script", lambda name: tmp_path / name)
+    (tmp_path / "serve.py").write_text("import nanogrpo; print(nanogrpo.__file__)")
+    (tmp_path / ".serve").mkdir()
+    (tmp_path / ".serve" / "nanogrpo").symlink_to(tmp_path)  # by a run that was killed
+    sidecar = Sidecar(tmp_path, [], sys.executable, tmp_path / "serve.log")
+    with pytest.raises(UserError, match=re.escape(f"({tmp_path}/.serve/nanogrpo/__init__.py)")):
+        sidecar.start(60.0)
+    port = sidecar.reserved.getsockname()[1]
+    with socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        check_port("127.0.0.1", port)  # serve.py may
+        sidecar.stop()
+        other.bind(("127.0.0.1", port))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["serve.log", "serve.py"]
 
 
 def test_a_log_that_cannot_be_written_is_named(tmp_path):
