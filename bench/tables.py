@@ -132,8 +132,9 @@ def soak(records: list[dict]) -> Lines:
     for r in records:
         if r["case"] == "suite":
             lines.append(("tests under load", r["times"], r["times"], len(r["failures"])))
+        where = "real vLLM: " if r["case"] == "real vLLM" else ""
         for kind, found in r.get("kinds", {}).items():
-            lines.append((kind, found["runs"], found["starts"], found["broken"]))
+            lines.append((where + kind, found["runs"], found["starts"], found["broken"]))
     return lines
 
 
@@ -320,7 +321,12 @@ BENCHES = {
         " promise is any difference, traceback, leftover process or temporary file.",
         ("fault", "runs", "starts", "broken promises"),
         soak,
-        wanted=[("SIGKILL of a rank",), ("tests under load",)],
+        wanted=[
+            ("SIGKILL of a rank",),
+            ("SIGKILL of torchrun",),
+            ("real vLLM: SIGKILL of a worker",),
+            ("tests under load",),
+        ],
     ),
 }
 

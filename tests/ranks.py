@@ -143,11 +143,11 @@ def run(size: int, work: Callable, *args, **env: str) -> list:
     return ranks.results()
 
 
-def torchrun(*script: str) -> subprocess.Popen:
-    """Start a script on two ranks under torchrun."""
+def torchrun(*script: str, **env: str) -> subprocess.Popen:
+    """Start a script on two ranks under torchrun. Its options may come first."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*launcher, "--master-port", str(free_port()), *script]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 

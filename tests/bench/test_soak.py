@@ -4,37 +4,64 @@
 """
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from bench import soak, tables
+from bench.soak_faults import FAULTS, MODES, REAL, STEPS
 from tests.conftest import write_base
 
 
 def test_runs_with_a_fault_keep_every_promise(tmp_path):
-    (record,) = soak.main(["--faults", "2", "--seed", "1", "--out", str(tmp_path)])
+    (record,) = soak.main(["--faults", "2", "--seed", "6", "--out", str(tmp_path)])
     assert record["broken"] == []
     assert sum(kind["runs"] for kind in record["kinds"].values()) == 2
     lines = tables.lines_of("soak", [record])
     assert {len(line) for line in lines} == {len(tables.BENCHES["soak"].columns)}
 
 
+@pytest.mark.parametrize("modes", [MODES, REAL])
+def test_every_fault_comes_once_before_any_comes_twice(modes):
+    fitting = {name for name, fault in FAULTS.items() if any(map(fault.fits, modes.values()))}
+    plans = soak.plan(2 * len(fitting), 7, modes)
+    for part in (plans[: len(fitting)], plans[len(fitting) :]):
+        assert {fault for _, fault, _ in part} == fitting
+        assert all(FAULTS[fault].fits(modes[mode]) for mode, fault, _ in part)
+    assert [p[:2] for p in soak.plan(2 * len(fitting), 7, modes)] == [p[:2] for p in plans]
+
+
+def test_every_mode_and_every_fault_is_used():
+    plans = [*soak.plan(200, 0), *soak.plan(10, 0, REAL)]
+    assert {mode for mode, *_ in plans} == {*MODES, *REAL}
+    assert {fault for _, fault, _ in plans} == {*FAULTS}
+
+
 @pytest.fixture
 def finished(tmp_path):
     """A run that looks finished, with its rows and the hash of its weights."""
     base = write_base(tmp_path / "base")
-    with soak.new_run(soak.MODES["one process"], base) as run:
-        last = run.output / f"checkpoint-{soak.STEPS}"
+    with soak.new_run(MODES["one process"], base) as run:
+        last = run.output / f"checkpoint-{STEPS}"
         last.mkdir(parents=True)
         (last / "model.safetensors").write_bytes(b"weights")
         (run.output / ".lock").touch()
-        rows = [{"step": step, "reward": 0.5} for step in range(soak.STEPS)]
+        rows = [{"step": step, "reward": 0.5} for step in range(STEPS)]
         write(run, rows)
         yield run, rows, run.weights()
 
 
 def write(run, rows):
     (run.output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def start_process(run, rows):
+    """Start a process that belongs to the run. It is killed at the end of the run."""
+    run.patience = 0.0
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    subprocess.Popen(command, env=os.environ | {"SOAK": run.mark})
 
 
 @pytest.mark.parametrize(
@@ -47,12 +74,14 @@ def write(run, rows):
             "other values of reward",
         ),
         (lambda run, rows: (run.output / ".checkpoint-2.tmp").mkdir(), "files are left"),
+        (lambda run, rows: (run.folder / "tmp" / "nanogrpo-1").mkdir(), "files are left"),
         (lambda run, rows: run.errors.append("Traceback (most"), "a traceback"),
         (lambda run, rows: run.errors.append("error: a\nerror: b\n"), "2 errors"),
         (
             lambda run, rows: next(run.output.glob("*/model.safetensors")).write_bytes(b"other"),
             "weights differ",
         ),
+        (start_process, "1 processes are left"),
     ],
 )
 def test_each_broken_promise_is_noticed(finished, broken, message):

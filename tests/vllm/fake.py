@@ -36,7 +36,7 @@ PARAMS = SamplingParams(max_tokens=8, stop_token_ids=(7, 9), seed=3)
 
 
 class FakeVLLM:
-    def __init__(self, cfg, max_model_len: int = 256, workers: int = 1):
+    def __init__(self, cfg, max_model_len: int = 256, workers: int = 1, port: int = 0):
         model = {name: getattr(cfg, name) for name in FIELDS}
         self.facts = {
             "model": model,
@@ -82,7 +82,7 @@ class FakeVLLM:
             def log_message(self, *_):
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         self.secret, self.stored = stored.create(self.http.server_port)
 

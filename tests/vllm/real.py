@@ -29,6 +29,9 @@ PYTHON = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/py
 CPU = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "384", "--max-num-seqs", "64"]
 
 
+# variables of vLLM's environment: 1 GiB of cache, and cores that it shares with the tests
+SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
 # vLLM's attention on CPUs needs heads of 32.
 SIZES = {"head_dim": 32, "hidden_size": 64, "max_position_embeddings": 512}
 
@@ -74,10 +77,8 @@ def sidecar(model: Path, output: Path, *options: str) -> Sidecar:
             f"NANOGRPO_REQUIRE_VLLM is set but {PYTHON} does not exist"
         )
         pytest.skip(f"needs a real vLLM, and {PYTHON} does not exist (docs/vllm.md)")
-    # GiB; the default is a share of the machine
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    # the tests' own process needs the cores too
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    for name, value in SMALL.items():
+        os.environ.setdefault(name, value)
     return Sidecar(model, [*CPU, *options], PYTHON, output, startup_timeout=240.0)
 
 
