@@ -13,17 +13,17 @@ import threading
 import pytest
 
 from nanogrpo.distributed.parent import on_end
-from tests.ranks import ROOT
+from tests.ranks import PATIENCE, ROOT
 
 OWNER = """
 import os, subprocess, sys, time
 watch = "import os, sys, time; from nanogrpo.distributed.parent import on_end; "
-watch += f"on_end({os.getpid()}, lambda: os._exit(0), sys.stdin.fileno()); time.sleep(60)"
+watch += f"on_end({os.getpid()}, lambda: os._exit(0), sys.stdin.fileno()); time.sleep(600)"
 watcher = subprocess.Popen([sys.executable, "-c", watch], stdin=subprocess.PIPE)
 child = os.fork()
 if child:
     print(watcher.pid, child, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -37,7 +37,7 @@ def test_the_end_is_seen_although_a_child_of_the_process_holds_the_pipe():
         owner.wait()
         gone = threading.Event()
         on_end(watcher, gone.set)
-        assert gone.wait(20)
+        assert gone.wait(PATIENCE)
         os.kill(child, 0)  # it is alive
     finally:
         os.kill(child, signal.SIGKILL)
@@ -55,7 +55,7 @@ def test_the_pipe_is_enough_where_no_process_can_be_watched(monkeypatch, error):
     os.write(writing, b"not the end")
     assert not ended.wait(0.05)
     os.close(writing)
-    assert ended.wait(20)
+    assert ended.wait(PATIENCE)
     os.close(reading)
 
 
@@ -64,4 +64,4 @@ def test_a_process_that_has_already_ended_is_noticed():
     process.wait()
     ended = threading.Event()
     on_end(process.pid, ended.set)
-    assert ended.wait(20)
+    assert ended.wait(PATIENCE)

@@ -112,7 +112,7 @@ class Rendezvous:
     """`World.gather` for ranks that are threads."""
 
     def __init__(self, size: int):
-        self.barrier, self.said = threading.Barrier(size, timeout=20), [None] * size
+        self.barrier, self.said = threading.Barrier(size, timeout=60), [None] * size
 
     def of(self, rank: int):
         def gather(value):

@@ -339,10 +339,18 @@ def test_answers_have_the_order_of_the_calls(tokenizer):
 
 
 def test_async_calls_of_all_samples_wait_together(tokenizer):
-    conversations = [[f"{i} {call('wait', seconds=0.3)}{END}", "So." + END] for i in range(20)]
-    start = time.perf_counter()
-    converse(Tools(tokenizer, [wait]), conversations)
-    assert time.perf_counter() - start < 3  # one after the other: 6 seconds
+    arrived = []
+
+    async def meet() -> str:
+        """Wait for the others."""
+        arrived.append(None)
+        while len(arrived) < 20:
+            await asyncio.sleep(0.01)
+        return "met"
+
+    conversations = [[f"{i} {call('meet')}{END}", "So." + END] for i in range(20)]
+    samples = converse(Tools(tokenizer, [meet], timeout=60.0), conversations)
+    assert [s.conversation.messages[1]["content"] for s in samples] == ["met"] * 20
 
 
 def test_a_call_that_takes_too_long_is_ended(tokenizer):

@@ -22,6 +22,7 @@ from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server
 from serve import SPACE
 from tests.engine.rounding import agree
+from tests.vllm.fake import wait_until
 from tests.vllm.real import (
     PROMPTS,
     ROOT,
@@ -103,16 +104,20 @@ def test_vllm_reads_no_abbreviated_options(untied, tmp_path):
         process.start(TIMEOUT)
 
 
-def test_a_server_suspended_while_sampling_is_noticed_and_replaced(trained):
+def test_a_server_suspended_while_sampling_is_noticed_and_replaced(trained, monkeypatch):
     model, engine = trained
     expected, before = content(engine.sample(PROMPTS, 4, params(1.0), step=1)), engine.restarts
-    results, begin = [], time.monotonic()
+    start, started = engine.sidecar.start, []
+    monkeypatch.setattr(
+        engine.sidecar, "start", lambda *args: started.append(time.monotonic()) or start(*args)
+    )
     # its connections stay open, and the kernel continues to accept new ones
     kill(engine, signal.SIGSTOP)
+    begin = time.monotonic()
     results = engine.sample(PROMPTS, 4, params(1.0), step=1)
     assert content(results) == expected
-    # a heartbeat notices it; the rest is vLLM's start
-    assert time.monotonic() - begin < TIMEOUT * 1.25 + 150
+    # a heartbeat notices it, an attempt to use it again fails, and the machine may be busy
+    assert started[0] - begin < 3 * TIMEOUT + 30
     check(model, engine, before, expected)
 
 
@@ -124,14 +129,11 @@ def test_a_server_killed_while_sampling_loses_no_group_and_leaves_no_worker(trai
         target=lambda: results.extend(engine.sample(PROMPTS * 4, 4, params(1.0), step=1))
     )
     thread.start()
-    deadline = time.monotonic() + 30
-    # until requests are under way
-    while not engine.servers[0].open and time.monotonic() < deadline:
-        pass
+    wait_until(lambda: engine.servers[0].open)  # requests are under way
     pids = processes(engine.sidecar.process.pid)
     kill(engine)
-    assert ended(pids[1:], within=10.0)  # vLLM alone would leave its workers behind
-    thread.join(200)
+    assert ended(pids[1:], within=60.0)  # vLLM alone would leave its workers behind
+    thread.join()
     assert content(results) == expected
     check(model, engine, before, expected[: len(PROMPTS) * 4])
 
@@ -166,7 +168,7 @@ def test_a_trainer_killed_in_the_middle_of_a_sync(trained, tmp_path):
     secret = server.headers["Authorization"].removeprefix("Bearer ")
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), engine.sidecar.model, server.url, secret]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     restarts, pid = engine.restarts, engine.sidecar.process.pid
     assert server.get("/is_paused") == {"is_paused": True}
@@ -180,7 +182,7 @@ def test_a_trainer_killed_in_the_middle_of_a_sync(trained, tmp_path):
     pids = processes(engine.sidecar.process.pid)
     # the kernel closes a killed trainer's end of the pipe
     engine.sidecar.process.stdin.close()
-    assert ended(pids, within=20.0)
+    assert ended(pids, within=60.0)
 
 
 DIES = """

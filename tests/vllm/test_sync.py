@@ -38,7 +38,7 @@ from nanogrpo.vllm.buckets import (
 )
 from nanogrpo.vllm.sync import WeightSync
 from tests.conftest import tiny_model
-from tests.ranks import SERVER, run
+from tests.ranks import PATIENCE, SERVER, run
 from tests.vllm.real import train_a_little
 
 ENTRIES = [["a.weight", "float32", [2, 3]], ["b", "bfloat16", [5]], ["c", "float16", [1, 1, 7]]]
@@ -258,6 +258,7 @@ def test_announce_returns_once_the_store_has_the_update():
 
 def receive(connection) -> None:
     """Do what the worker does with a trainer's connection data and one update."""
+    connection.send("imported")
     info, cpu = InitInfo(**connection.recv()), torch.device("cpu")
     if info.transport == "memory":
         buckets = [attach(h, n, cpu) for h, n in zip(info.handles, info.plan.sizes)]
@@ -295,6 +296,9 @@ def test_buckets_reach_another_process(transport):
     ours, theirs = SERVER.Pipe()
     process = SERVER.Process(target=receive, args=(theirs,))
     process.start()
+    # the limits of the sync are not for the imports of the other process
+    assert ours.poll(PATIENCE)
+    assert ours.recv() == "imported"
     peer, cpu = Peer(ours), torch.device("cpu")
     sync = WeightSync(model, "float32", cpu, transport, bucket_bytes=4096, timeout=120.0)
     sync.gather(model)
@@ -304,7 +308,7 @@ def test_buckets_reach_another_process(transport):
         ours.send("go")
         peer.group.send(sync.buckets)
     expected = {n: p.double().sum().item() for n, p in model.named_parameters()}
-    assert ours.poll(120)
+    assert ours.poll(PATIENCE)
     assert ours.recv() == {"sequence": 1, "sums": expected}
-    process.join(120)
+    process.join(PATIENCE)
     sync.disconnect(peer)

@@ -288,7 +288,7 @@ def late_to_load(url: str, secret: str) -> float:
         servers=[url],
         secret=secret,
         transport="memory",
-        timeout=5.0,
+        timeout=60.0,  # the fake server may be slow on a busy machine
         world=world,
     )
     gather = engine.sync.gather
