@@ -816,6 +816,8 @@ def _values(c: Config) -> Iterator[str]:
         if "required" in rules and not (items and all(items)):
             yield f"{name} is missing: {rules['required']}."
         for item in items:
+            if isinstance(item, str) and "\0" in item:  # in YAML, and from Python
+                yield f"{name} has a NUL character, which no file or name can have: remove it."
             if isinstance(item, float) and not math.isfinite(item):
                 yield f"{name} is {item}: give a finite number."
             if item not in CHOICES.get(f.name, (item,)):

@@ -190,6 +190,14 @@ def test_every_rule_names_the_option_and_the_value(name, value):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"), [("model", "a\0"), ("data", ("a", "\0")), ("output_dir", "\0")]
+)
+def test_a_nul_character_is_refused(name, value):
+    with pytest.raises(UserError, match=f"^--{dashed(name)} has a NUL character, which no file or"):
+        dataclasses.replace(GOOD, **{name: value}).validate()
+
+
+@pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
         ("learning_rate", "1e-4", "a number"),

@@ -48,7 +48,7 @@ IMPORT_TIMEOUT = 300.0
 # because children of the process may keep it open.
 POLL = 0.5
 # Maximum bytes of an answer: a reward function can write to the socket without end.
-LONGEST = 1 << 28
+LONGEST = 1 << 27
 # The names of environment variables that usually hold secrets, such as HF_TOKEN, NANOGRPO_SECRET
 # and SSH_AUTH_SOCK (but not TOKENIZERS_PARALLELISM and GIT_AUTHOR_NAME).
 PRIVATE = re.compile(
@@ -61,7 +61,7 @@ WITH_USER = re.compile(r"://[^/\s@]+@")
 
 NO_ANSWER = (
     "the process of the reward functions sent no answer but other data: a function must not write "
-    "to open files that are not its own, or log more than 256 MiB"
+    "to open files that are not its own, or log more than 128 MiB"
 )
 
 

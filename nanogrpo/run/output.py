@@ -57,7 +57,7 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 _lock(held.enter_context((folder / ".lock").open("a")), folder)
-                mark.touch()
+                mark.open("a").close()  # not `touch`, which takes a folder, too
             except OSError as e:
                 raise UserError(
                     f"--output-dir {folder} cannot be written ({e.strerror}): "

@@ -120,7 +120,7 @@ class AccessControl:
                 " start serve.py with --allowed-hosts and this name"
             )
         # The comparison takes constant time, so the secret cannot be guessed byte by byte.
-        given = b"".join(values(b"authorization"))
+        given = b", ".join(values(b"authorization"))
         if not (self.secret and hmac.compare_digest(given, b"Bearer " + self.secret)):
             return 401, "the secret is missing or wrong"
         return None

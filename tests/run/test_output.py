@@ -79,6 +79,17 @@ def test_overwriting_never_removes_an_input(tmp_path, name):
     assert used.exists()
 
 
+@pytest.mark.parametrize("name", [".lock", ".writable"])
+def test_a_folder_in_place_of_our_marks_is_refused(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with (
+        pytest.raises(UserError, match=r"cannot be written \(Is a directory\): choose another fol"),
+        output.claimed(Config(output_dir=str(tmp_path)), SOLO),
+    ):
+        pass
+    assert (tmp_path / name).is_dir()
+
+
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
 def test_a_log_that_is_no_file_is_refused(tmp_path, kind):
     """A pipe would never end."""

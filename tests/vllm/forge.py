@@ -44,6 +44,7 @@ STRANGE = {
     "another scheme": "Authorization: Basic {basic}",
     "the secret without a scheme": "Authorization: {secret}",
     "the secret elsewhere": "X-Api-Key: {secret}\r\nCookie: secret={secret}",
+    "a secret in two headers": "Authorization: Bearer \r\nAuthorization: {secret}",
     "two secrets": "Authorization: Bearer x\r\nAuthorization: Bearer {secret}",
     "a proxy": "X-Forwarded-For: 127.0.0.1\r\nForwarded: for=127.0.0.1;host=localhost",
     "another path": "X-Original-URL: /health\r\nX-Rewrite-URL: /health",

@@ -324,21 +324,25 @@ def test_a_server_that_is_still_loading_keeps_its_secret(monkeypatch, tmp_path):
     """Its port is free until it has loaded, or is taken on another address only."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv(SECRET, raising=False)
-    script = "from nanogrpo.vllm import secret; print(secret.create(8000)[0], flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        text=True,
-    ) as loading:
-        secret = loading.stdout.readline().strip()
+    reader, writer = os.pipe()
+    loading = os.fork()  # a new program would have to import torch
+    if not loading:
+        try:
+            os.write(writer, stored.create(8000)[0].encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        secret = os.read(reader, 100).decode()
         with pytest.raises(UserError, match="--port 8000 belongs to another server of yours; end"):
             serve.find_secret(8000, None)
         assert stored.find(8000) == secret
         assert serve.find_secret(8001, None)[0] != secret
-        loading.kill()
+    finally:
+        os.kill(loading, signal.SIGKILL)
+        os.waitpid(loading, 0)
+        os.close(reader)
+        os.close(writer)
     assert serve.find_secret(8000, None)[0] == stored.find(8000) != secret
 
 
