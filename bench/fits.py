@@ -17,16 +17,9 @@ from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.model import lora
 from nanogrpo.model.decoder import Decoder
-from nanogrpo.model.hf_config import ModelConfig
-from nanogrpo.run import memory
+from nanogrpo.run import memory, plan
 
-# Qwen3: D, F, layers, heads, key heads, tied head
-SHAPES = {
-    "0.6B": (1024, 3072, 28, 16, 8, True),
-    "1.7B": (2048, 6144, 28, 16, 8, True),
-    "4B": (2560, 9728, 36, 32, 8, True),
-    "8B": (4096, 12288, 36, 32, 8, False),
-}
+SHAPES = ("0.6B", "1.7B", "4B", "8B")  # of Qwen3
 CARDS = (24, 40, 80, 141)  # GB
 SIZES = (1, 8)  # GPUs
 PROMPT = 256  # tokens of the longest prompt
@@ -39,12 +32,7 @@ COMMANDS = {
 
 def model(name: str, cfg: Config) -> Decoder:
     """Return a Qwen3 of this size on the meta device, as it is on a GPU with these options."""
-    D, F, L, H, K, tied = SHAPES[name]
-    shape = ModelConfig(
-        "qwen3", 151936, D, F, L, H, K, 128, 40960, rope_theta=1e6, tie_word_embeddings=tied
-    )
-    with torch.device("meta"):
-        out = Decoder(shape)
+    out = plan.shape_of(name)
     lora.attach(out, cfg, "cuda")
     return out
 

@@ -138,6 +138,20 @@ def soak(records: list[dict]) -> Lines:
     return lines
 
 
+def plan(records: list[dict]) -> Lines:
+    return [
+        (
+            r["case"],
+            phase,
+            r["predicted"][phase],
+            r["real"][phase],
+            times(r["predicted"][phase] / r["real"][phase]),
+        )
+        for r in records
+        for phase in ("sample", "train", "step")
+    ]
+
+
 def gpu(records: list[dict]) -> Lines:
     lines: Lines = []
     for r in records:
@@ -307,6 +321,13 @@ BENCHES = {
             ("head, hidden to gradients",),
         ),
         command="make gpu",
+    ),
+    "plan": Bench(
+        "How well does `nanogrpo plan` predict the seconds of a step? Both are on this CPU, whose"
+        " speeds are measured first.",
+        ("parameters", "phase", "predicted s", "real s", "predicted / real"),
+        plan,
+        [(size, "step") for size in ("3M", "38M", "135M")],
     ),
     "gpu": Bench(
         "Does everything run on an NVIDIA GPU? The last stage makes ten steps of `make real`.",

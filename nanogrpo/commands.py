@@ -19,6 +19,7 @@ HELP = """usage: nanogrpo COMMAND [options]
   serve    start a vLLM server that follows the trainer
   chat     talk to a checkpoint in the terminal
   eval     measure a checkpoint on held-out data
+  plan     predict the memory and the speed of a run on GPUs
   plot     plot the log of a run
   warmup   teach a tiny model some arithmetic, to try things on
 
@@ -27,6 +28,7 @@ nanogrpo COMMAND --help lists the options of a command."""
 MODULES = {
     "chat": "nanogrpo.chat",
     "eval": "nanogrpo.eval",
+    "plan": "nanogrpo.run.plan",
     "plot": "nanogrpo.logs.plot",
     "warmup": "nanogrpo.run.warmup",
 }

@@ -1,0 +1,204 @@
+"""`nanogrpo plan`: the formulas against independent counts, and the command.
+
+Read next: nanogrpo/run/cost.py, nanogrpo/run/plan.py.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.common import small_qwen3
+from nanogrpo.config import Config
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.run import cost, plan
+
+H100 = cost.GPUS["H100"]
+SMALL = small_qwen3(64, 2, 256, 128)
+# compute is free, except for what a test asks about
+FREE = cost.Device(*[float("inf")] * 3, 0.0, 1 << 40, decode=float("inf"), fused=True)
+
+
+def works(prompt: int, completion: int, groups: int = 2, group: int = 2) -> cost.Work:
+    return cost.Work([prompt] * groups, [completion] * groups * group)
+
+
+def test_the_flop_of_training_are_those_that_torch_counts():
+    """On one sequence without a prompt, where every token is trained."""
+    model = Decoder(SMALL)
+    tokens = torch.randint(256, (48,))
+    causal = cost.Work([0], [48])
+
+    def attend(layer, q, k, v):
+        q, k, v = (
+            x.transpose(0, 1)[None]
+            for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+        )
+        return (q @ k.transpose(-1, -2) @ v)[0].transpose(0, 1)
+
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, torch.arange(48), attend).sum().backward()
+    device = FREE._replace(flops=1.0, attention=1.0)
+    # The count includes both halves of the causal square, and no pair twice.
+    square = 12 * 2 * 64 * 48 * 48
+    half = 12 * 2 * 64 * sum(causal.pairs)
+    found = cost.train(SMALL, causal, device)
+    assert found - half == pytest.approx(counter.get_total_flops() - square)
+
+
+def test_a_decode_step_reads_every_weight_and_key_once():
+    weights = sum(p.numel() for n, p in Decoder(SMALL).named_parameters() if p.ndim == 2)
+    device = FREE._replace(bandwidth=1.0)
+    empty, full = (cost.decode_step(SMALL, 0, keys, device) for keys in (0, 10))
+    assert empty == 2 * weights
+    assert full - empty == 10 * 2 * 2 * 2 * SMALL.num_key_value_heads * SMALL.head_dim
+    # with many rows, the products take longer than reading the weights
+    device = FREE._replace(decode=1.0)
+    assert cost.decode_step(SMALL, 8, 0, device) == 8 * 2 * weights
+
+
+def test_sampling_adds_up_its_decode_steps():
+    """Against a loop over single steps."""
+    work = cost.Work([5, 9, 7], [3, 8, 2, 11, 6, 1])
+    waiting = list(zip([5, 5, 9, 9, 7, 7], work.completions))
+    device = FREE._replace(bandwidth=1.0)
+    active, seconds = [], 0.0
+    while waiting or active:
+        while waiting and len(active) < 2:
+            active.append([*waiting.pop(0), 0])
+        keys = sum(prompt + done + 0.5 for prompt, _, done in active)
+        seconds += cost.decode_step(SMALL, len(active), keys, device)
+        active = [[p, n, done + 1] for p, n, done in active if done + 1 < n]
+    assert cost.sample(SMALL, work, device, slots=2) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("mean", "longest"), [(10, 100), (300, 1024), (50, 64), (1, 8)])
+def test_lengths_have_the_mean_and_the_limit(mean, longest):
+    found = cost.lengths(512, mean, longest)
+    assert len(found) == 512
+    assert 1 <= min(found) <= max(found) <= longest
+    assert sum(found) / 512 == pytest.approx(mean, rel=0.05)
+
+
+def test_more_gpus_and_a_faster_link_never_make_training_slower_to_compute():
+    work = works(256, 1000, 64, 8)
+    seconds = [cost.train(SMALL, work, H100._replace(link=float("inf")), n) for n in (1, 2, 4, 8)]
+    assert seconds == sorted(seconds, reverse=True)
+    over_network = cost.train(SMALL, work, H100._replace(network=1.0), 16)
+    assert over_network > cost.train(SMALL, work, H100, 16)
+
+
+def test_the_bytes_of_a_layer_are_counted_without_products_and_views():
+    x = torch.empty(8, 16)
+    with cost.Traffic() as found:
+        y = x.t() @ x  # a product
+        z = y.view(-1)  # a view
+        z + z
+    assert (found.launches, found.bytes) == (2, 3 * 256 * 4)
+
+
+# --- the command ---
+
+
+def run(capsys, *argv: str) -> str:
+    assert plan.main([*argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_plan_of_one_card_says_how_to_start_it(capsys):
+    out = run(capsys, "0.6B", "--gpu", "H100", "--num-generations", "16")
+    assert "embedded" in out
+    assert "on the GPU together" in out
+    (command,) = [line for line in out.splitlines() if "train.py" in line]
+    assert command.startswith(
+        "python train.py --model Qwen/Qwen3-0.6B --data DATA --num-generations 16"
+    )
+
+
+def test_the_plan_of_64_machines_uses_servers_and_torchrun(capsys):
+    options = "--profile full --generation-batch-size 8192 --engine vllm --max-staleness 1"
+    out = run(capsys, "32B", "--gpu", "B200", "--gpus", "512", *options.split())
+    (serve,) = [line for line in out.splitlines() if "serve.py" in line]
+    assert serve.startswith(
+        "for i in {0..7}; do CUDA_VISIBLE_DEVICES=$((0 + 1 * i)) python serve.py"
+    )
+    (train,) = [line for line in out.splitlines() if "train.py" in line]
+    assert train.startswith("torchrun --nproc-per-node 8 --nnodes ")
+    assert re.search(r"--server http://HOST\{1\.\.\d+\}:\{8000\.\.8007\}$", train)
+
+
+def test_servers_share_the_last_machine_of_the_trainers():
+    Machines = plan.Machines
+    assert plan.placed(8, 4, 1, 8) == [Machines(1, 4, 4)]
+    assert plan.placed(16, 4, 2, 8) == [Machines(1, 4, 2), Machines(1, 0, 4)]
+    assert plan.placed(16, 8, 4, 8) == [Machines(1, 0, 2)]
+    assert plan.placed(2, 1, 1, 8) == [Machines(1, 1, 1)]
+    assert plan.placed(8, 8, 1, 8) == []
+
+
+def test_bash_expands_the_commands_to_one_server_per_gpu():
+    layout = plan.Layout(4, plan.placed(24, 4, 2, 8), 2, Config(), [], {})
+    lines = plan.commands(layout, "M", [], 8)
+    echo = [
+        re.sub(r"python .*--port", "echo --port", x).replace("do ", "do echo ")
+        for x in lines[1:4:2]
+    ]
+    script = "\n".join(x.replace(" &", "; ").replace("; ;", ";") for x in echo)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    cards = re.findall(r"CUDA_VISIBLE_DEVICES=(\S+)", done.stdout)
+    assert cards == ["4,5", "6,7", "0,1", "2,3", "4,5", "6,7"]
+    hosts = subprocess.run(
+        ["bash", "-c", "echo " + lines[-1].partition("--server ")[2]],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert hosts.stdout.split() == [
+        *(f"http://127.0.0.1:{port}" for port in (8000, 8001)),
+        *(f"http://HOST{n}:{port}" for n in (1, 2) for port in (8000, 8001, 8002, 8003)),
+    ]
+
+
+def test_every_layout_uses_the_gpus_it_was_given_and_fits():
+    cfg = Config(data=("DATA",), generation_batch_size=128)
+    args = plan.checked(plan.arguments().parse_args(["8B", "--gpus", "8", "--gpu", "H200"]), cfg)
+    found = list(plan.layouts(plan.shape_of("8B"), cfg, args))
+    assert len(found) > 2
+    for x in found:
+        assert x.trainers + x.each * sum(m.number * m.servers for m in x.machines) <= 8
+        assert x.total == pytest.approx(sum(x.seconds.values()))
+        assert all(s >= 0 for s in x.seconds.values())
+    assert [x.machines == [] for x in found].count(True) == 1
+
+
+def test_sampling_ahead_hides_the_shorter_of_sampling_and_training():
+    layout = plan.Layout(
+        1, 1, 1, Config(max_staleness=1), [], {"sync": 1, "sample": 5, "score": 1, "train": 4}
+    )
+    assert layout.total == 7
+    assert layout._replace(cfg=Config()).total == 11
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("8B --gpu H10", "--gpu H10 is not known: choose one of 4090"),
+        ("8B --gpus 0", "--gpus must be at least 1"),
+        ("8B --gpus 12", "--gpus 12 is not a multiple of the 8 GPUs per machine"),
+        ("8B --completion-length 999", "--completion-length 999 is above --max-completion-length"),
+        ("8B --prompt-length 9 --longest-prompt 5", "--prompt-length is above --longest-prompt"),
+        ("8B --skipped 1", "--skipped in [0, 1)"),
+        ("8B --gpu 4090", "8B does not fit on 1 × 4090 with these options"),
+        ("nowhere", "there is no such folder"),
+        ("8B --num-generation 4", "--num-generation is not an option: use --num-generations"),
+    ],
+)
+def test_bad_input_ends_with_one_sentence(argv, message, capsys):
+    assert plan.main(argv.split()) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
