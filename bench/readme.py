@@ -18,12 +18,13 @@ from bench import common, tables
 HEAD = """# Benchmarks
 
 This page is generated from the records in bench/results/ by `python -m bench.readme`; do not edit
-it. Each benchmark is a Python module; `--help` shows its options. Only `make gpu`
-needs a GPU; each of its stages can be repeated alone (`make gpu STAGES="kernels step"`).
+it. Each benchmark is a Python module; `--help` shows its options. Only `make gpu` needs a GPU; each
+of its stages can be repeated alone (`make gpu STAGES="kernels step"`).
 
 Within a run, the sides alternate and use the same number of threads. The tables show medians and
-extremes. TRL is version 1.16.0, with the settings that are best for it (bench/trl_run.py). If TRL
-is faster, the tables show that, too. "Not yet measured" means that there is no record.
+extremes. "Over TRL" is a side's speed divided by TRL's, and "of TRL's" is its memory divided by
+TRL's. TRL is version 1.16.0, with the settings that are best for it (bench/trl_run.py). If TRL is
+faster, the tables show that, too. "Not yet measured" means that there is no record.
 """
 
 

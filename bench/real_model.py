@@ -1,13 +1,13 @@
 """How fast does a real language model learn word problems in nanogrpo and in TRL? Both train
 SmolLM2-135M-Instruct, as `make real` does.
 
-In: nothing; the model and the problems are written by examples/smollm2.py and
-examples/word_problems.py if they are missing. Out: results/real_model.json with one record per run,
-and docs/img/real_model.png: reward and held-out accuracy by step and by second.
+In: nothing; if the model or the problems are missing, examples/smollm2.py and
+examples/word_problems.py write them. Out: results/real_model.json with one record per run, and
+docs/img/real_model.png: reward and held-out accuracy by step and by second.
 
 Both sides train with the options in examples/word_problems.json: the same base, prompts, order,
-rewards, learning rate and number of completions, all weights in float32. The settings that TRL has
-and we have not are in trl_run.py: sdpa attention, TRL's fused head, fused AdamW, and two
+rewards, learning rate and number of completions, all weights in float32. trl_run.py has the
+settings that exist only in TRL: sdpa attention, TRL's fused head, fused AdamW, and two
 micro-batches. In all runs, the same engine answers the held-out problems greedily; this is not
 timed. The sides run alternately, each run in a process of its own. A record is written when its run
 ends, and a run that has a record is not repeated, so an interrupted benchmark can be continued. TRL
@@ -20,9 +20,9 @@ speed of the model's matrix products in the same process:
     training FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs        (step_large.py explains the letters)
     sampling FLOP = 2·N·S + 2·V·D·C + 4·L·H·E·pairs
 
-S: prompts' tokens, once per group, and sampled tokens. C: sampled tokens. The peak is the speed of
-the fastest matrix product among the model's layers, on as many rows as a training step has.
-Read next: runs.py, learning.py.
+S: sampled tokens, plus the tokens of each group's prompt. C: sampled tokens. The peak is the speed
+of the fastest matrix product among the model's layers, on as many rows as a training step has at
+most. Read next: runs.py, learning.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import PackedBatch, Sample
 
 OPTIONS = common.ROOT / "examples/word_problems.json"
-HIDDEN = ("model", "output_dir", "max_steps", "seed")  # not settings: places, or recorded anyway
+# Options that are not recorded as settings: paths, and what a record has under another name.
+NOT_SETTINGS = ("model", "output_dir", "max_steps", "seed")
 # TRL needs more than 24 GB for all completions at once. Half of them have about as many tokens as
 # one of our micro-batches.
 TRL_MICRO = 2
@@ -134,8 +135,8 @@ def sampling_flops(c: ModelConfig, samples: Sequence[Sample]) -> float:
 def profile(cfg: Config, threads: int) -> dict:
     """Run some steps of our side in this process; return FLOP, seconds and shares of the peak.
 
-    The peak is measured before and after the run, and the higher one counts. The first step is a
-    warm-up.
+    The peak is measured before and after the run, and the higher one counts. The first step is not
+    counted in the shares.
     """
     import train
 
@@ -194,7 +195,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         "--profile", action="store_true", help="measure our side's share of the matmul peak instead"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="two small steps, to try the benchmark; needs --out"
+        "--quick", action="store_true", help="two tiny steps, to test the benchmark; needs --out"
     )
     args = parser.parse_args(argv)
     if args.quick and args.out == common.RESULTS:
@@ -229,7 +230,7 @@ def measure(
         "settings": {
             f.name: list(value) if isinstance(value, tuple) else value  # as JSON returns it
             for f in dataclasses.fields(cfg)
-            if (value := getattr(cfg, f.name)) != f.default and f.name not in HIDDEN
+            if (value := getattr(cfg, f.name)) != f.default and f.name not in NOT_SETTINGS
         },
     }
     # records with different options belong to a different experiment; a profile belongs to none

@@ -60,7 +60,7 @@ def run(side: str, cfg: Config, threads: int, micro: int = 1) -> dict:
 
 
 def parser(bench: str, doc: str, base: Path, **numbers) -> argparse.ArgumentParser:
-    """Return `common.parser` with the options of such a benchmark. base: of --base by default."""
+    """Return `common.parser` with the options of such a benchmark. base: the default of --base."""
     picture = common.ROOT / f"docs/img/{bench}.png"
     shown = [path.relative_to(common.ROOT) for path in (base, picture)]
     out = common.parser(bench, doc, **numbers)
@@ -189,7 +189,7 @@ def arguments(cfg: Config) -> list[str]:
 def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
     """Run train.py's own loop and measure its steps.
 
-    sampled: the samples of each step are appended to this list.
+    sampled: a list to which the samples of each step are appended.
     """
     import train
     from nanogrpo import step as step_module
@@ -317,7 +317,10 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None, micro: int = 
 
 
 def rollout(samples: list[Sample], texts: list[str]) -> dict:
-    """Return the given completions of these prompts in the format of TRL's `rollout_func`."""
+    """Return completions that our side has sampled, as TRL's `rollout_func` returns them.
+
+    texts: the prompts of TRL's step, which must be those of the samples.
+    """
     if [s.prompt.text for s in samples] != texts:
         raise RuntimeError("the two sides draw different prompts")
     return {

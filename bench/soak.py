@@ -7,13 +7,14 @@ A run is one of MODES and its fault one of FAULTS; each fault comes once before 
 moment is a random time during the start, or a random time after a random step. These promises are
 checked:
 
-    rows        every step is in metrics.jsonl once, with the values of the undisturbed run
-    weights     the last checkpoint has the same bytes (both not with --max-staleness, whose runs
-                depend on time). If the fault deletes the folder, the rows before may be missing,
-                and a message names them
+    rows        every step is in metrics.jsonl once, with the values of the undisturbed run. If the
+                fault deletes the folder, earlier rows may be missing, and a message names them
+    weights     the last checkpoint has the same bytes
     errors      a rank that ends by itself prints one sentence and no traceback
     processes   no process of the run is alive half a minute after its end
     files       no temporary file is left, in the folder of the run or elsewhere
+
+With --max-staleness, a run depends on timing, so values and weights are not compared.
 
 `--real-vllm N` instead makes N runs with a real vLLM, which takes a minute to start. `--suite N`
 instead runs the tests that depend on scheduling N times, next to six busy processes. Read next:
