@@ -30,7 +30,7 @@ from nanogrpo.run.setup import sampling_params
 from nanogrpo.types import Prompt
 
 DESCRIPTION = """Chat with a checkpoint. Each line is a message. /clear starts a new conversation,
-/exit or Ctrl-D ends it, and Ctrl-C stops an answer."""
+/exit or Ctrl-D ends the program, and Ctrl-C stops an answer."""
 OPTIONS = """
     model system_prompt enable_thinking chat_template_kwargs max_completion_length
     temperature top_p top_k min_p seed device
@@ -88,7 +88,8 @@ class Chat:
         shown = ["", ""]  # the answer and the thinking so far
         text = ""
 
-        def fresh(text: str) -> Iterator[tuple[str, bool]]:
+        def new_pieces(text: str) -> Iterator[tuple[str, bool]]:
+            """Yield what the text has and `shown` has not."""
             for is_thinking, part in enumerate(split(text, thinks)):
                 if piece := part[len(shown[is_thinking]) :]:
                     shown[is_thinking] = part
@@ -97,8 +98,8 @@ class Chat:
         try:
             for (sample,) in self.engine.sample_steps([Prompt(self.turns, "", ids)], 1, params, 0):
                 text = self.tokenizer.decode(sample.token_ids)
-                yield from fresh(_complete(text))
-            yield from fresh(text)  # with what was held back
+                yield from new_pieces(_complete(text))
+            yield from new_pieces(text)  # with what was held back
         finally:  # also if the caller stops in the middle
             reply = split(text, thinks)[0].strip()
             self.messages = [*asked, {"role": "assistant", "content": reply}]

@@ -3,8 +3,8 @@
     Config(model="runs/base", data=("arithmetic",)).validate()
 
 In: values, usually from the command line (cli.py). Out: a `Config`, which is frozen. A value of the
-wrong type raises a UserError at once, and `validate` one for any other invalid value; it names the
-option and says what to do. Options have the same names as in
+wrong type raises a UserError when the `Config` is made, and `validate` raises one for any other
+invalid value. The message names the option and says what to do. Options have the same names as in
 TRL's GRPOConfig wherever the meaning is the same (docs/trl.md). To add one, add a field: `--help`,
 the command line, the JSON file and the checks follow from it. Read next: train.py.
 """
@@ -68,19 +68,19 @@ TYPES: dict[str, tuple[Any, str]] = {
 def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
     """Declare a field of `Config`.
 
-    Limits are written as "> 0" or "<= 1". `choices` lists the allowed values. `required` is the
-    advice for a user who leaves the option out. `needs` names another option ("lora_r"), possibly
-    with values ("loss_type=sapo"), without which this one has no effect. `group` starts a new
-    section of `--help`. `words` maps other spellings of a value, such as TRL's true and false, to
-    ours.
+    Limits are written as "> 0" or "<= 1". `choices` lists the allowed values. `required` makes the
+    option mandatory, and is the advice for a user who leaves it out. `needs` names another option
+    ("lora_r"), possibly with values ("loss_type=dppo_tv|dppo_kl"), without which this one has no
+    effect. `group` starts a new section of `--help`. `words` maps other spellings of a value, such
+    as TRL's true and false, to ours.
     """
     return field(default=default, metadata={"help": help, "limits": limits, **rules})
 
 
 def converted(kind: str, value: Any) -> Any:
-    """Return a value in the form that a field of this type takes, or raise TypeError.
+    """Return a value in the form that a field of type `kind` takes, or raise TypeError.
 
-    A list becomes a tuple, 1 becomes 1.0 where a field takes numbers, and a number of numpy becomes
+    A list becomes a tuple, 1 becomes 1.0 in a field of type float, and a number of numpy becomes
     one of Python.
     """
     kind, _, optional = kind.partition(" | ")
@@ -94,7 +94,7 @@ def converted(kind: str, value: Any) -> Any:
 
 
 def type_name(kind: str, none: str) -> str:
-    """Return what to call a field's type in an error message. none: what to call None there."""
+    """Return the name of a field's type in an error message, where None is called `none`."""
     kind, _, optional = kind.partition(" | ")
     return TYPES[kind][1] + (f" or {none}" if optional else "")
 
@@ -133,13 +133,13 @@ class Config:
     )
     answer_column: str = option(
         "",
-        "column with the reference answer, which becomes the column solution; of a text with ####,"
-        " only the result after it",
+        "column with the reference answer, which becomes the column solution; if it contains ####,"
+        " only the text after that is kept",
     )
     system_prompt: str = option(
         "",
-        "text, or file with the text, of a system message before each prompt; without a chat"
-        " template, a text before it",
+        "system message before each prompt, as text or as the name of a file; without a chat"
+        " template, it is plain text before the prompt",
     )
     output_dir: str = option(
         "runs/grpo",
@@ -157,7 +157,8 @@ class Config:
     )
     long_prompts: str = option(
         "refuse",
-        "what to do about longer prompts: stop with the line number, or drop and count them",
+        "what to do about longer prompts: stop with an error that names the line, or drop them and"
+        " log how many",
         choices=("refuse", "drop"),
     )
 
@@ -183,8 +184,8 @@ class Config:
     )
     reward_env: tuple[str, ...] = option(
         (),
-        "environment variables with secrets that the process of the reward functions gets, such as"
-        " OPENAI_API_KEY; see docs/rewards.md",
+        "secret environment variables to pass to your reward functions, such as OPENAI_API_KEY;"
+        " others are hidden from them (docs/rewards.md)",
     )
 
     num_generations: int = option(
@@ -195,7 +196,7 @@ class Config:
     )
     generation_batch_size: int = option(
         64,
-        "completions per step (P*G), which makes generation_batch_size / num_generations prompts",
+        "completions per step (P*G); a step has generation_batch_size / num_generations prompts",
         "> 0",
     )
     max_completion_length: int = option(
@@ -247,7 +248,7 @@ class Config:
     )
     rollout: str = option(
         "",
-        "function for completions of several turns that decides when the model writes:"
+        "function that decides when the model generates and inserts text in between:"
         " module:function or file.py:function",
     )
     max_resample_times: int = option(
@@ -294,7 +295,7 @@ class Config:
     )
     server_patience: float = option(
         600.0,
-        "seconds to wait for a lost server that we did not start, before saving and stopping",
+        "seconds to wait for a lost server that you have started, before saving and stopping",
         ">= 0",
         "<= 1e7",
         needs="engine=vllm",
@@ -308,8 +309,8 @@ class Config:
     )
     old_logp_from: str = option(
         "auto",
-        "old log-probs in the ratio: the trainer's, the engine's, or the engine's only for stale"
-        " samples (auto)",
+        "old log-probs in the ratio: the trainer's, the engine's, or the engine's only with"
+        " max_staleness and without vllm_importance_sampling_mode (auto)",
         choices=("auto", "trainer", "engine"),
     )
     vllm_importance_sampling_mode: str = option(
@@ -416,8 +417,8 @@ class Config:
     )
     measure_zero_advantages: bool = option(
         False,
-        "also compute the entropy and the other metrics of completions whose advantage is 0, which"
-        " have no gradient and are otherwise skipped",
+        "include completions whose advantage is 0 in the entropy and the other metrics; otherwise"
+        " training skips them, because they have no gradient",
     )
     mask_truncated_completions: bool = option(
         False, "leave completions that reached the length limit out of the loss"
@@ -429,7 +430,7 @@ class Config:
     )
     top_entropy_quantile: float = option(
         1.0,
-        "train on this share of the tokens only, those with the highest entropy; 1: on all",
+        "train only on this share of the tokens, those with the highest entropy; 1: on all",
         ">= 0",
         "<= 1",
     )
@@ -597,7 +598,7 @@ class Config:
     )
     save_total_limit: int = option(2, "keep this many of the newest checkpoints; 0: all", ">= 0")
     save_only_model: bool = option(
-        False, "save the weights without the optimizer's state, so --resume cannot continue"
+        False, "save the weights without the optimizer's state; --resume then cannot continue"
     )
     load_best_model_at_end: bool = option(
         False,
@@ -885,7 +886,7 @@ def _sizes(c: Config) -> Iterator[str]:
             " itself what to recompute: use full or none."
         )
     if "none" in c.report_to and len(c.report_to) > 1:
-        yield "--report-to lists none together with others: leave none out."
+        yield "--report-to lists 'none' together with others: remove 'none'."
 
 
 def _schedule(c: Config) -> Iterator[str]:
@@ -966,7 +967,8 @@ def _loss(c: Config) -> Iterator[str]:
     if c.use_adaptive_entropy and not low <= c.entropy_coef <= high:
         yield (
             f"--entropy-coef {c.entropy_coef} is not between --entropy-coef-min {low} and"
-            f" --entropy-coef-max {high}, as --use-adaptive-entropy requires: start inside."
+            f" --entropy-coef-max {high}, as --use-adaptive-entropy requires: choose a value"
+            " between them."
         )
     together = c.multi_objective_aggregation == "sum_then_normalize"
     if c.scale_rewards != "group" and not together:
@@ -995,7 +997,8 @@ def _engine(c: Config) -> Iterator[str]:
     if not low <= 1 <= high:
         yield (
             f"--vllm-importance-sampling-clip-min {low} and --vllm-importance-sampling-clip-max"
-            f" {high} do not enclose 1, the weight when both agree: choose one on each side of it."
+            f" {high} do not enclose 1, the weight if trainer and engine agree: choose one bound on"
+            " each side of it."
         )
     if c.old_from_engine and corrected:
         yield (
@@ -1015,8 +1018,8 @@ def _engine(c: Config) -> Iterator[str]:
         )
     if c.rollout and len(users) > 1:
         yield (
-            f"--rollout cannot be used with --{dashed(users[1])}, which is a rollout of its own:"
-            " leave one of them out."
+            f"--rollout cannot be used with --{dashed(users[1])}, because tool calls are a rollout"
+            " of their own: leave one of them out."
         )
     for name in ("max_tool_calling_iterations", "tool_timeout"):
         if getattr(c, name) != getattr(Config, name) and not (c.tools or c.environment_factory):
@@ -1030,7 +1033,7 @@ def _engine(c: Config) -> Iterator[str]:
         if getattr(c, name) != getattr(Config, name):
             yield (
                 f"--{dashed(name)} {getattr(c, name)} cannot be used with --engine vllm, because"
-                " its log-probs would include the filter, which training does not repeat: use"
+                " its log-probs would include the filter, which training does not apply: use"
                 f" {getattr(Config, name)}."
             )
     if not 0.01 <= c.temperature <= 2:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nanogrpo.timelimit import Overtime
 
-# These end the program or a generator, or are sentences already.
+# These end the program, a generator or a call with a time limit. They are not errors of a file.
 PASSED = (KeyboardInterrupt, SystemExit, GeneratorExit, Overtime)
 
 
@@ -31,8 +31,9 @@ def reading(
     """Turn whatever a reader raises on a file that we did not make into one UserError.
 
     The readers are libraries in Python, C and Rust, which raise errors of every type on damaged
-    files: also MemoryError, RecursionError, and Rust's PanicException, which is no Exception. So
-    each use contains the reading and nothing else, or our own mistakes would look like the file's.
+    files: also MemoryError, RecursionError, and Rust's PanicException, which is no subclass of
+    Exception. Put nothing but the reading into the block, because a bug of ours there would be
+    reported as damage to the file.
 
     >>> with reading("a.json"):
     ...     json.loads("[")
@@ -46,7 +47,7 @@ def reading(
         reason = first_sentence(e)
         if isinstance(e, OSError) and e.strerror:  # without the path, which `what` names
             reason = e.strerror
-        elif isinstance(e, LookupError | TypeError):  # whose message is often no more than a name
+        elif isinstance(e, LookupError | TypeError):  # the message is often only a name
             reason = f"{type(e).__name__}: {reason}"
         where = what() if callable(what) else what
         raise UserError(f"{where} {problem} ({reason}): {advice}.") from e
@@ -60,14 +61,14 @@ def read_json(path: Path) -> dict:
         try:
             value = json.loads(path.read_bytes())
         except FileNotFoundError:
-            raise UserError(f"{path} is missing: check the folder and complete it.") from None
+            raise UserError(f"{path} is missing: check the path, or restore the file.") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object: restore it from its source.")
     return value
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception of the user's code, whose `__str__` may raise another."""
+    """Return the text of an exception. In the user's code, its `__str__` may raise another."""
     try:
         return str(error)
     except BaseException as another:  # the user's code may raise anything

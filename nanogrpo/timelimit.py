@@ -13,12 +13,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-TRIES, PAUSE = 5, 1.0  # how often to interrupt a function, and the seconds between two times
+TRIES, PAUSE = 5, 1.0  # how many times to interrupt a function, and the seconds in between
 
 
 class Overtime(BaseException):
-    """Raised in a function when its time is over. It is not an Exception, which the function may
-    catch.
+    """Raised in a function when its time is over. It is no subclass of Exception, because many
+    functions catch these.
     """
 
 
@@ -30,9 +30,9 @@ def limited(
     """Call a function. If it has not returned after `seconds`, end it and raise TimeoutError. 0: no
     limit.
 
-    A signal interrupts Python code and waiting for input, but not a computation in C, which is
-    interrupted when it returns. Only the main thread can use signals. `give_up` is called with the
-    limit and the frame that runs if a function continues after several interrupts.
+    A signal interrupts Python code and waiting for input, but a computation in C only when it
+    returns. Only the main thread can use signals. If the function catches TRIES interrupts and
+    continues, `give_up` is called with `seconds` and the frame that is running.
     """
     if not seconds:
         return function()
@@ -45,7 +45,7 @@ def limited(
 
     begun = time.monotonic()
     before = signal.signal(signal.SIGALRM, over)
-    left, every = signal.getitimer(signal.ITIMER_REAL)  # the timer of someone else, which continues
+    left, every = signal.getitimer(signal.ITIMER_REAL)  # a timer that runs already; restored below
     try:
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds, PAUSE)

@@ -1,4 +1,4 @@
-"""TRL's options: which name or value here stands for each option of TRL that has no equal here.
+"""TRL's options that do not exist here under the same name: what each becomes, or why it cannot.
 
     translate({"use_peft": True, "per_device_train_batch_size": 8})
         → {"lora_r": 16, "generation_batch_size": 8, "steps_per_generation": 1}
@@ -62,7 +62,7 @@ TRANSLATED = {
     " and epoch",
 }
 
-# Another option does it, but a value of one is not a value of the other.
+# Another option serves this purpose, but its values mean something else.
 INSTEAD = {
     "auto_find_batch_size": "leave out `--token-budget`, which is chosen from the free memory of a"
     " GPU before the run",
@@ -100,7 +100,7 @@ IGNORED = {
     "ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters"
     " ddp_static_graph ds3_gather_for_generation ignore_bias_buffers": "weights are sharded with"
     " FSDP2",
-    "average_tokens_across_devices": "the loss is averaged over the tokens of all processes",
+    "average_tokens_across_devices": "the loss is always averaged over the tokens of all processes",
     "batch_eval_metrics eval_accumulation_steps eval_do_concat_batches eval_use_gather_object"
     " include_for_metrics label_names prediction_loss_only": "an evaluation scores completions"
     " with the reward functions",
@@ -111,8 +111,10 @@ IGNORED = {
     "restore_callback_states_from_checkpoint": "there are no callbacks",
     "gradient_checkpointing_kwargs activation_checkpointing_kwargs": "`--gradient-checkpointing`"
     " has no further settings",
-    "use_liger_kernel liger_kernel_config": "head, norms and activations are fused kernels",
-    "attn_implementation": "a GPU uses FlashAttention if it is installed",
+    "use_liger_kernel liger_kernel_config": "a GPU always uses the fused kernels of the output"
+    " head",
+    "attn_implementation": "a GPU uses the package flash-attn if it is installed, otherwise torch's"
+    " own FlashAttention",
     "use_cache use_transformers_continuous_batching transformers_continuous_batching_config"
     " use_transformers_paged": "the local engine has a key-value cache and always batches"
     " continuously",
@@ -132,7 +134,7 @@ UNSUPPORTED = {
     "fp16 fp16_full_eval bf16_full_eval": "a GPU computes in bfloat16 and a CPU in float32",
     "full_determinism": "on a CPU the same seed gives the same bits; on a GPU it does not",
     "label_smoothing_factor": "completions have advantages, and no labels",
-    "neftune_noise_alpha": "noise would train another policy than the one that sampled",
+    "neftune_noise_alpha": "with noise, the trained policy would differ from the one that sampled",
     "optim_args optim_target_modules": "AdamW is the only optimizer; its settings are"
     " `--adam-beta1`, `--adam-beta2`, `--adam-epsilon` and `--weight-decay`",
     "eval_delay": "evaluations start before the first step",
@@ -144,7 +146,7 @@ UNSUPPORTED = {
     " this machine only",
     "model_revision": "download the revision, and give its folder to `--model`",
     "model_init_kwargs trust_remote_code": "there is one decoder, in nanogrpo/model/decoder.py",
-    "router_aux_loss_coef": "there are no mixtures of experts",
+    "router_aux_loss_coef": "mixture-of-experts models are not supported",
     "cast_lm_head_to_fp32": "everything after the logits is computed in float32, and"
     " kernels/README.md describes the rounding",
     "generation_kwargs repetition_penalty cache_implementation": "the distribution that is sampled"

@@ -4,13 +4,13 @@ In: pairs of an answer and a reference, as texts. Out: True or False for each, o
 that was not tried. Read next: rewards/process.py, which starts and kills the process that this code
 runs in.
 
-A completion may contain any expression, and computer algebra may take forever or all memory on one
-of them: 10^{10^{10}}, or 9!!!!!. So math-verify runs in a process of its own. For each pair the
-kernel gives it SECONDS of processor time and MEMORY bytes. If it exceeds the time, the kernel ends
-it, also inside C code, the pair counts as different, and the next pair starts a new process. This
-uses no signal handlers in the trainer, where they would only work on the main thread. It measures
-processor time, so that a busy machine does not change a verdict. (math-verify's own limits are
-signals and wall-clock time.) Several processes share the work if there are many pairs.
+A completion may contain any expression, and algebra on some of them never ends or needs more memory
+than there is: 10^{10^{10}}, or 9!!!!!. So math-verify runs in a process of its own. For each pair,
+the operating system allows this process SECONDS of processor time and MEMORY bytes. If the process
+exceeds the time, it is killed, also inside C code; the pair then counts as different, and the next
+pair starts a new process. math-verify's own limits are signals and wall-clock time. Signals would
+work only in the trainer's main thread, and with wall-clock time a busy machine could change a
+verdict. Several processes share the work if there are many pairs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MEMORY = 2 << 30  # bytes of address space
 MAX_LOST = 20  # pairs that may exceed their limits in one call, in each process
 TIMEOUT = 60.0  # seconds for a pair that waits instead of computing
 PROCESSES = min(4, os.cpu_count() or 1)
-PAIRS_PER_PROCESS = 16  # with fewer, another process would take longer to start than it saves
+PAIRS_PER_PROCESS = 16  # with fewer, starting another process would take longer than it saves
 
 Pair = tuple[str, str]
 
@@ -52,7 +52,7 @@ def check_installed(spec: str) -> None:
 # Threads that live as long as the trainer, because a process also ends with the thread that started
 # it. Each of them has a process of its own.
 THREADS = ThreadPoolExecutor(PROCESSES, "math-verify")
-OWN: dict[int, RewardProcess] = {}  # thread → its process
+PROCESS_OF: dict[int, RewardProcess] = {}  # by the id of the thread
 
 
 def equal(pairs: Sequence[Pair]) -> list[bool | None]:
@@ -90,14 +90,14 @@ def _judge_all(pairs: Sequence[Pair]) -> dict[Pair, bool | None]:
 def _ask(pair: Pair) -> bool:
     """Return the verdict of math-verify. Raises CallLost if the pair exceeds the limits."""
     me = threading.get_ident()
-    process = OWN.get(me) or OWN.setdefault(me, RewardProcess([f"{__name__}:judge"]))
+    process = PROCESS_OF.get(me) or PROCESS_OF.setdefault(me, RewardProcess([f"{__name__}:judge"]))
     arguments = {"completions": [pair[0]], "solution": [pair[1]], "completion_ids": [[]]}
     job = [(0, "math-verify")], arguments, ["the answer"]
     try:
         result = process.call(*job, timeout=TIMEOUT)
     except CallLost as reason:
-        # The kernel ends a process at its limit with SIGXCPU. SIGKILL came from elsewhere, perhaps
-        # before this call.
+        # A process that reaches its limit is ended with SIGXCPU. SIGKILL came from elsewhere,
+        # perhaps before this call, so the pair is tried once more.
         if "SIGKILL" not in str(reason):
             raise
         result = process.call(*job, timeout=TIMEOUT)

@@ -112,7 +112,8 @@ def tensors(
 
 def _parts(name: str, moment: Tensor) -> dict[str, Tensor]:
     """Return what must be saved of a moment: the moment itself, or, if torchao stores it in 8 bits,
-    its codes and scales. The blocks of a shard are its own, so they belong to this rank.
+    its codes and scales. Each rank divides its own shard into blocks, so their names contain the
+    rank.
     """
     with torch.no_grad():
         local = moment.to_local() if isinstance(moment, DTensor) else moment
@@ -140,7 +141,7 @@ class Saver:
         model: Decoder,
         optimizer: Optimizer,
         tokenizer: Tokenizer,
-        config_json: dict,  # the base model's, whose folder may be deleted before we save
+        config_json: dict,  # the base model's; its folder may be deleted before we save
         origin: dict[str, str],  # hashes of the inputs, from output.origin
         reference: Decoder | None = None,  # saved if it follows the policy
     ):
@@ -160,15 +161,15 @@ class Saver:
         )
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self.job: Future | None = None
-        self.final = Path()
+        self.final = Path()  # of the checkpoint that was started last
 
     def __enter__(self) -> Saver:
         failure.unfinished.append(self.wait)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Wait for the last save. After a failure, leave the waiting to world.join, because the
-        other ranks must first learn of the failure and then complete their parts.
+        """Wait for the last save. After a failure, world.join waits instead, because the other
+        ranks must first learn of the failure and then complete their parts.
         """
         if kind is None:
             self.finish()
@@ -247,7 +248,7 @@ class Saver:
                     "files": verify.digests(folder, writer.hashes if writer else {}),
                 }
                 (folder / verify.STATE).write_text(verify.seal(row))
-                # Even if the machine crashes, the log must not end before its last checkpoint.
+                # Even after a power cut, the log must have every step of the last checkpoint.
                 log_file = self.final.with_name("metrics.jsonl")
                 if log_file.exists():
                     checkpoint.flush(log_file)
@@ -260,7 +261,7 @@ class Saver:
         """Start writing what a resumed run needs. Returns when the copies are complete; the files
         are written in the background.
         """
-        # without a stager, the writer would copy in another way
+        # without this stager, torch would use the writer's own
         plain = StagingOptions(
             use_pinned_memory=False,
             use_shared_memory=False,
@@ -346,7 +347,7 @@ def reason(error: BaseException) -> str:
 def deciding(cfg: Config, row: Mapping[str, float]) -> float | None:
     """Return the value of --metric-for-best-model in the metrics of an evaluation, if it is there.
 
-    Its name may lack the folder, as in TRL.
+    The option may leave out eval/ and rewards/, or start with eval_, as in TRL.
     """
     name = cfg.metric_for_best_model
     names = name, f"eval/{name.removeprefix('eval_')}", f"eval/rewards/{name}"
@@ -362,7 +363,9 @@ def unknown_metric(cfg: Config, row: Mapping[str, float]) -> UserError:
 
 
 def _best(cfg: Config) -> dict | None:
-    """Return the best checkpoint that the run to be resumed has recorded, by the same metric."""
+    """Return the best checkpoint so far, as the last one records it. None if there is none, if it
+    was removed, or if --metric-for-best-model has changed.
+    """
     found = checkpoint.checkpoints(cfg.output_dir) if cfg.resume else []
     if not found or not cfg.load_best_model_at_end:
         return None
@@ -393,8 +396,8 @@ def resume(
     a comment changes its hash.
 
     A finished folder that has changed since it was written is an error. Falling back to the
-    previous checkpoint would lose steps, so the user must decide (--resume-from). Checkpoints after
-    that one are then renamed, because the next --resume must not take them.
+    previous checkpoint would lose steps, so the user must decide (--resume-from). Newer checkpoints
+    than that one are then renamed, because the next --resume must not continue from them.
     """
     found = world.once(lambda: _latest(cfg, origin, world.size)) if cfg.resume else None
     if found is None:
@@ -442,8 +445,8 @@ def _latest(
         )
     if cfg.optim == "adamw_torch_8bit" and saved.get("processes") != processes:
         raise UserError(
-            f"--resume: {folder} was written by {saved.get('processes')} processes, and 8-bit "
-            f"moments cannot be split in another way: use as many, not {processes}."
+            f"--resume: {folder} was written by {saved.get('processes')} processes, and its 8-bit "
+            f"moments cannot be divided among {processes}: use as many processes as before."
         )
     free = set(FREE.split())
     by_share = 0 < cfg.warmup_steps < 1
@@ -453,7 +456,7 @@ def _latest(
         "inverse_sqrt",
     ):
         free.remove("max_steps")  # the schedule depends on the length of the run
-    # an option that did not exist yet is set to its default, which has no effect
+    # an option that did not exist when the checkpoint was written had the effect of its default
     for name, value in (defaults | config).items():
         if name not in free and now.get(name) != value:
             raise UserError(
@@ -507,7 +510,7 @@ def _check_files(folder: Path, saved: dict[str, Any], world: World) -> None:
     world.once(check)
 
 
-# What the index of state/ consists of. An index that names anything else was not written by a run.
+# The names in the index of state/, by module. An index with other names was not written by a run.
 INDEX = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex "
@@ -522,7 +525,7 @@ INDEX = {
 
 # The unpickler in C would reserve as much memory as a damaged number asks for.
 class _Unpickler(pickle._Unpickler):
-    """Read a pickle that contains no more than an index of tensors, so it can run no code.
+    """Read a pickle that names only what INDEX lists and torch's dtypes, so that it runs no code.
 
     In particular, it cannot contain BytesStorageMetadata, which torch would unpickle in turn.
     """
@@ -545,7 +548,7 @@ class _Unpickler(pickle._Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        # how some versions of Python write the only enum there
+        # some versions of Python write the only enum in the index in this way
         if (module, name) == ("builtins", "getattr"):
             return lambda _, member: _MEM_FORMAT_ENCODING[member]
         raise pickle.UnpicklingError(f"state/.metadata names {module}.{name}")

@@ -29,7 +29,7 @@ from nanogrpo.model import rope
 SECRET = "NANOGRPO_SECRET"
 SHORTEST = 16  # minimum length of a secret in characters
 
-# The environment variable with the names of the server, separated by commas.
+# The environment variable with the host names of the server, separated by commas.
 NAMES = "NANOGRPO_SERVER_NAMES"
 
 HEALTH, INFO, CONNECT = "/health", "/nanogrpo", "/init_weight_transfer_engine"
@@ -51,8 +51,8 @@ ROUTES = {
     "/resume": ("POST", "sync: continue with the requests"),
     DISCONNECT: ("POST", "sync: release the server for other trainers"),
 }
-# A refused request may have a body of so many bytes, sent within so many seconds, before the server
-# closes the connection.
+# Before the server refuses a request, it reads at most this many bytes of the body, for at most
+# this many seconds.
 REFUSED_BYTES, REFUSED_SECONDS = 1 << 16, 2.0
 # So many bodies of refused requests are read at a time. More are not read at all.
 reading_refused = asyncio.Semaphore(256)
@@ -98,7 +98,8 @@ class AccessControl:
             return await answer(send, 409, {"error": error})
         method, _ = ROUTES.get(path, ("", ""))
         if scope["method"] != method:
-            return await answer(send, 404, {"error": "this server only samples and takes weights"})
+            error = "this server has no such route (docs/vllm.md lists its routes)"
+            return await answer(send, 404, {"error": error})
         if path == INFO:
             return await answer(send, 200, describe(scope["app"].state))
         await self.app(scope, receive, send)
@@ -110,14 +111,14 @@ class AccessControl:
             return [value for key, value in headers if key == name]
 
         if values(b"upgrade"):
-            return 400, "this server upgrades no connections"
+            return 400, "this server does not upgrade connections"
         if values(b"origin"):  # browsers add it to the requests that a page makes to other servers
-            return 403, "this server answers no web pages"
+            return 403, "this server does not answer web pages"
         hosts = b", ".join(values(b"host")).decode("latin-1")
         if not self.is_name(hosts):
             return 403, (
-                f"the host {hosts[:100]!r} in the request is no address and no name of this server;"
-                " start serve.py with --allowed-hosts and this name"
+                f"the host {hosts[:100]!r} in the request is neither an IP address nor a name of"
+                " this server; start serve.py with --allowed-hosts and this name"
             )
         # The comparison takes constant time, so the secret cannot be guessed byte by byte.
         given = b", ".join(values(b"authorization"))
@@ -129,8 +130,9 @@ class AccessControl:
         """Return whether a Host header is an address, or one of the names of this server.
 
         An attacker can let the name of a web page point to this machine (DNS rebinding). The
-        browser then takes the server for a part of that page, and sends the page's name. It never
-        sends an address instead, so any address is accepted, as behind a NAT.
+        browser then treats the server as a part of that page, and sends the page's name. It never
+        sends an address instead, so any address is accepted: behind a NAT, the server does not know
+        by which address it is reached.
         """
         if not (parts := re.fullmatch(r"(\[[\w.:%]+\]|[\w.-]+)(:\d{1,5})?", host, re.ASCII)):
             return False
@@ -158,7 +160,7 @@ class AccessControl:
 
 
 async def refuse(receive, send, status: int, error: str) -> None:
-    """Answer a stranger and close the connection.
+    """Answer a request that is not a trainer's, and close the connection.
 
     A small body is read first: if a connection is closed with unread data, the other side may not
     see the answer.
@@ -186,7 +188,10 @@ async def answer(send, status: int, content: dict, *headers: tuple[bytes, bytes]
 
 
 def scaling(angles: dict, raw: dict) -> dict | None:
-    """Return the scaling of a model's rotary embedding as a trainer writes it, or None."""
+    """Return the scaling of a model's rotary embedding as a trainer writes it, or None.
+
+    angles: rope_parameters of the model's configuration; raw: all of the configuration.
+    """
 
     def require(ok: bool, *problem: str) -> None:
         if not ok:
@@ -194,7 +199,7 @@ def scaling(angles: dict, raw: dict) -> dict | None:
 
     try:
         found = rope.read(angles, raw, require)
-    except UserError:  # no trainer computes this kind, so it differs from every trainer's
+    except UserError:  # the trainer does not support this kind, so it must not compare as equal
         return angles
     return found.to_dict() if found else None
 

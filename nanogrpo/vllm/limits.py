@@ -1,9 +1,9 @@
-"""Limits on the connections of strangers, as a protocol class for uvicorn, vLLM's HTTP server.
+"""Limits on the time and size of a request's headers, for uvicorn, vLLM's HTTP server.
 
-In: connections. Out: requests with complete headers; auth.py limits their bodies. uvicorn alone
-would wait for the rest of a request's headers forever, keep any number of their bytes and of such
-connections, and leave a POST that asks for a websocket without an answer. serve.py passes OPTIONS
-to uvicorn. Read before: auth.py. Read next: server.py.
+In: connections, also those of strangers. Out: requests with complete headers; auth.py limits their
+bodies. uvicorn alone would wait forever for the rest of a request's headers, store any number of
+their bytes and of such connections, and not answer a POST that asks for a websocket. serve.py
+passes OPTIONS to uvicorn. Read before: auth.py. Read next: server.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-HEADER_SECONDS = 10.0  # from the start of a connection, or the end of an answer, to the next header
-READ_SECONDS = 0.1  # to read what has arrived by then
-HEADER_BYTES = 1 << 16
-UNFINISHED = 512  # connections of all clients without a request; of more, the oldest is closed
+# From the start of a connection, or the end of an answer, to the end of the next headers.
+HEADER_SECONDS = 10.0
+READ_SECONDS = 0.1  # added, to read bytes that have arrived in time but were not read yet
+HEADER_BYTES = 1 << 16  # for all headers of a request
+UNFINISHED = 512  # connections without a request, of all clients; then the oldest is closed
 
 
 class Limited(HttpToolsProtocol):
@@ -24,7 +25,7 @@ class Limited(HttpToolsProtocol):
 
     unfinished: ClassVar[dict[Limited, None]] = {}  # without a request in progress, oldest first
     timer: asyncio.TimerHandle | None = None  # runs while no request is in progress
-    received = 0  # bytes since it was started, without those of bodies
+    received = 0  # bytes since the timer was started, without those of bodies
 
     def connection_made(self, transport):
         super().connection_made(transport)
@@ -51,7 +52,7 @@ class Limited(HttpToolsProtocol):
 
     def on_response_complete(self):
         super().on_response_complete()
-        # Otherwise the client has already sent its next request.
+        # If the response is not complete, self.cycle is the client's next request already.
         if self.cycle.response_complete and not self.transport.is_closing():
             self.wait()
 
@@ -63,7 +64,7 @@ class Limited(HttpToolsProtocol):
             next(iter(self.unfinished)).end(503)
 
     def late(self) -> None:
-        # If this process was busy or suspended, it has not read what has already arrived.
+        # If this process was busy or suspended, bytes may have arrived in time but not been read.
         self.timer = self.loop.call_later(READ_SECONDS, self.end, 408)
 
     def stop(self) -> None:
@@ -82,5 +83,5 @@ class Limited(HttpToolsProtocol):
             self.transport.close()
 
 
-# "none": a request for a websocket is a request like any other, which auth.py refuses.
+# ws="none": uvicorn passes requests for a websocket on like all others, and auth.py refuses them.
 OPTIONS = {"http": Limited, "ws": "none"}

@@ -1,8 +1,8 @@
-"""The secret that serve.py creates if the user gives none, and the file with it.
+"""The secret that serve.py creates if the user gives none, and the file that stores it.
 
 In: the port of a server. Out: its secret. serve.py writes the file, which only its owner can read.
-A trainer of the same user on the same machine finds it there, so neither needs an option. A new
-server at the port replaces it when the old one has ended. Read before: auth.py. Read next:
+A trainer of the same user on the same machine reads it, so neither needs an option. When the server
+has ended, the next one at the same port replaces the file. Read before: auth.py. Read next:
 server.py.
 """
 
@@ -21,8 +21,8 @@ from nanogrpo.errors import UserError
 from nanogrpo.vllm.auth import SECRET
 
 
-def place(port: int) -> Path:
-    """Return the file with the secret of this user's server at a port of this machine."""
+def path_of(port: int) -> Path:
+    """Return the path of the file with the secret of this user's server at a port."""
     folder = os.environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(folder):  # its specification says that such a value is ignored
         folder = os.path.expanduser("~/.local/state")
@@ -31,15 +31,15 @@ def place(port: int) -> Path:
 
 
 def create(port: int) -> tuple[str, Path]:
-    """Create a secret and store it. Return both."""
-    secret, path = secrets.token_urlsafe(32), place(port)
+    """Create a secret and store it. Return the secret and the path of its file."""
+    secret, path = secrets.token_urlsafe(32), path_of(port)
     try:
         if not path.is_absolute():
             raise FileNotFoundError("you have no home folder")
         for parent in reversed(path.parents):
             parent.mkdir(mode=0o700, exist_ok=True)
         folder = path.parent.lstat()
-        if not stat.S_ISDIR(folder.st_mode) or not ours(folder, closed=0o022):
+        if not stat.S_ISDIR(folder.st_mode) or not is_ours(folder, denied=0o022):
             raise PermissionError("it is not yours, or others can write to it")
         if in_use(path):  # also while it loads, when the port is still free
             raise UserError(
@@ -76,9 +76,9 @@ def in_use(path: Path) -> bool:
 
 def find(port: int) -> str:
     """Return the secret of this user's server at a port of this machine, "" if there is none."""
-    path = place(port)
+    path = path_of(port)
     try:
-        # a link or a pipe was not made by us
+        # do not follow a link or wait for a pipe, which somebody else must have made
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return ""
@@ -86,7 +86,7 @@ def find(port: int) -> str:
         raise UserError(f"{path} cannot be read ({e}); remove it, or set {SECRET}.") from e
     try:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or not ours(found, closed=0o077):
+        if not stat.S_ISREG(found.st_mode) or not is_ours(found, denied=0o077):
             raise UserError(
                 f"{path} belongs to another user, or others can read it; remove it, and start "
                 "serve.py again."
@@ -96,6 +96,6 @@ def find(port: int) -> str:
         os.close(descriptor)
 
 
-def ours(found: os.stat_result, closed: int) -> bool:
-    """Return whether a file is ours, and others lack the permissions `closed`."""
-    return found.st_uid == os.geteuid() and not found.st_mode & closed
+def is_ours(found: os.stat_result, denied: int) -> bool:
+    """Return whether this user owns a file, and its mode has none of the `denied` bits."""
+    return found.st_uid == os.geteuid() and not found.st_mode & denied

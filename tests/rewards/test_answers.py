@@ -200,7 +200,7 @@ def test_endless_algebra_is_wrong_and_costs_the_trainer_nothing(caplog):
 
 def test_a_killed_process_costs_no_verdict():
     assert symbolic.equal([("(x+1)(x+3)", "x^2+4x+3")]) == [True]
-    for own in symbolic.OWN.values():
+    for own in symbolic.PROCESS_OF.values():
         os.kill(own.process.pid, signal.SIGKILL)  # between two calls, as the kernel may
     assert symbolic.equal([("(x+1)(x+4)", "x^2+5x+4")]) == [True]
 

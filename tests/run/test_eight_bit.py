@@ -128,7 +128,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path, size):
     cfg = dataclasses.replace(CFG, model=str(base), output_dir=str(tmp_path), resume=True)
     model = checkpoint.load_model(base)
     world = World(0, 3, torch.device("cpu"))
-    message = f"written by {size} processes, and 8-bit moments cannot be split in another way: use"
+    message = f"written by {size} processes, and its 8-bit moments cannot be divided among 3: use"
     with pytest.raises(UserError, match=message):
         state._latest(cfg, {}, world.size)
     assert state._latest(cfg, {}, size) is not None
