@@ -182,7 +182,7 @@ def arguments(cfg: Config) -> list[str]:
         elif isinstance(value, bool):
             out.append(name if value else f"--no-{dashed(field.name)}")
         elif value is not None:
-            out.append(f"{name}={value}")
+            out.append(f"{name}={json.dumps(value) if isinstance(value, dict) else value}")
     return out
 
 

@@ -271,7 +271,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where to write train.jsonl and held_out.jsonl")
     folder = parser.parse_args(argv).folder
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        parser.error(f"{folder} cannot be made ({e.strerror}): name another folder.")
     for split, count in SIZE.items():
         lines = [json.dumps(record) + "\n" for record in problems(split, count)]
         (folder / f"{split}.jsonl").write_text("".join(lines))

@@ -175,8 +175,9 @@ def parse(argv: list[str] | None = None, command: Command | None = None) -> Conf
         raise UserError(
             "--num-train-epochs and --max-steps both say how long to train: leave one of them out."
         )
-    options = trl_names.translate(_over(_read(Path(file)) if file is not None else {}, given))
-    cfg = Config(**_over(PROFILES.get(profile, {}), options))
+    preset = PROFILES.get(profile, {})
+    given = _over(_read(Path(file)) if file is not None else {}, given)
+    cfg = Config(**_over(preset, trl_names.translate(given, preset)))
     if print_config:
         cfg.validate()
         print(json.dumps(asdict(cfg), indent=2))
@@ -195,6 +196,7 @@ def _respelled(argv: Sequence[str]) -> list[str]:
     flags with true or false (--resume true), and options that TRL uses as flags.
     """
     out, words = [], [*argv]
+    given: dict[str, str] = {}  # our name → the name that was given
     while words:
         word = words.pop(0)
         option = re.fullmatch(r"--([a-z][\w-]*)(=.*)?", word, re.DOTALL)
@@ -203,7 +205,12 @@ def _respelled(argv: Sequence[str]) -> list[str]:
         if not known & {name, name.removeprefix("no_")}:
             out.append(word)
             continue
-        name = _renamed(name)
+        theirs, name = name, _renamed(name)
+        if given.setdefault(name, theirs) != theirs:
+            raise UserError(
+                f"--{dashed(theirs)} is given twice, also as --{dashed(given[name])}: leave one of"
+                " them out."
+            )
         following = words[0] if words else "--"
         rules = FIELDS[name].metadata if name in FIELDS else {}
         if name in FIELDS and FIELDS[name].type == "bool":

@@ -88,6 +88,8 @@ def converted(kind: str, value: Any) -> Any:
         return None
     if not isinstance(value, TYPES[kind][0]) or (isinstance(value, bool) and kind != "bool"):
         raise TypeError
+    if isinstance(value, dict) and not all(isinstance(name, str) for name in value):
+        raise TypeError
     if kind.startswith("tuple"):
         return tuple(converted("str" if "str" in kind else "float", item) for item in value)
     return int(value) if kind == "int" else float(value) if kind == "float" else value
@@ -1079,3 +1081,8 @@ def _ignored(c: Config) -> Iterator[str]:
         if wanted and current not in wanted.split("|"):
             choice = wanted.replace("|", " or ")
             yield f"{problem} with --{dashed(other)} {current}: choose {choice}, or leave it out."
+    if c.log_unique_prompts and not {"trackio", "wandb"} & {*c.report_to}:
+        yield (
+            "--log-unique-prompts is True, which has no effect without the tables of trackio or"
+            " wandb: name one of them with --report-to, or leave it out."
+        )

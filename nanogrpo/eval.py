@@ -72,7 +72,7 @@ def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]
         samples = engine.sample(mine, cfg.num_generations_eval, params, step=0)
     for sample in samples:
         sample.text = tokenizer.decode(sample.token_ids)
-    rewards.score(samples, TrainerState())
+    rewards.score(samples, TrainerState(1, 1, 1.0))  # the end of a run, for a curriculum
     row = metrics.of_evaluation(metrics.facts(samples, world), cfg.num_generations_eval)
     logged = rewards.metrics(world.gather)
     return {**row, **{f"eval/{name}": value for name, value in logged.items()}}, samples

@@ -180,8 +180,13 @@ SERVER = ("vllm_mode", "vllm_server_host", "vllm_server_port")
 # --- the translation ------------------------------------------------------------------------------
 
 
-def translate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with TRL's replaced by ours, and log what became of each one."""
+def translate(
+    options: Mapping[str, Any], profile: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the options with TRL's replaced by ours, and log what became of each one.
+
+    profile: the options of --profile, which stay below these.
+    """
     out = {name: value for name, value in options.items() if name not in NAMES}
     given = {name: value for name, value in options.items() if name in NAMES}
     ignored, instead, unsupported = map(rows, (IGNORED, INSTEAD, UNSUPPORTED))
@@ -192,20 +197,20 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
             reason = unsupported.get(name)
             advice = f"it is not supported here, because {reason}" if reason else instead[name]
             raise UserError(f"--{dashed(name)} is an option of TRL: {advice}.")
-    _values(given, out)
+    _values(given, out, profile or {})
     _server(given, out)
     _batch(given, out)
     _ours(out)
     return out
 
 
-def _values(given: Mapping[str, Any], out: dict[str, Any]) -> None:
+def _values(given: Mapping[str, Any], out: dict[str, Any], profile: Mapping[str, Any]) -> None:
     """Translate the options whose meaning depends on nothing but their value."""
     correction = "vllm_importance_sampling_mode"
     # TRL's vllm_mode is colocate unless it says otherwise.
     own = not (given.keys() & set(SERVER) or out.keys() & {"server", "weight_transport"})
     folder = given.get("resume_from_checkpoint")
-    named = {"resume": True, "resume_from": folder} if isinstance(folder, str) else {}
+    named = {"resume": True, "resume_from": folder} if folder and isinstance(folder, str) else {}
     meanings: dict[str, dict[str, dict[str, Any]]] = {
         "use_vllm": {
             "true": {"engine": "vllm", **({"weight_transport": "memory"} if own else {})},
@@ -234,7 +239,8 @@ def _values(given: Mapping[str, Any], out: dict[str, Any]) -> None:
         value, text = str(given[name]).lower(), rows(TRANSLATED)[name]
         if value not in meaning:
             raise UserError(f"--{dashed(name)} {given[name]} is not supported: {text}.")
-        if name.startswith("eval") and value in ("steps", "true") and not out.get("eval_steps"):
+        steps = out.get("eval_steps", profile.get("eval_steps"))
+        if name.startswith("eval") and value in ("steps", "true") and not steps:
             raise UserError(f"--{dashed(name)} {value} needs --eval-steps: give a number of steps.")
         if meaning[value]:
             _take({name: given[name]}, out, **meaning[value])

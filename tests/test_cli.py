@@ -93,7 +93,7 @@ def test_a_bad_config_file_is_named_with_its_problem(tmp_path, content, sentence
 def test_a_missing_config_file_or_profile(tmp_path):
     with pytest.raises(UserError, match=r"--config .*gone is missing"):
         parse(["--config", str(tmp_path / "gone")])
-    with pytest.raises(UserError, match=r"--config \. is not valid JSON"):
+    with pytest.raises(UserError, match=r"--config \. is not a file"):
         parse(["--config", ""])  # an unset variable of a shell
     with pytest.raises(UserError, match="--profile is 'fast': choose one of debug, full"):
         parse(["--profile", "fast"])

@@ -177,6 +177,14 @@ BAD = [
 ]
 
 
+def test_unique_prompts_need_a_dashboard_with_tables():
+    cfg = dataclasses.replace(GOOD, log_completions=True, log_unique_prompts=True)
+    for report_to in ("none",), ("tensorboard",):
+        with pytest.raises(UserError, match="--log-unique-prompts is True, which has no effect w"):
+            dataclasses.replace(cfg, report_to=report_to).validate()
+    dataclasses.replace(cfg, report_to=("tensorboard", "wandb")).validate()
+
+
 @pytest.mark.parametrize(("name", "value"), BAD)
 def test_every_rule_names_the_option_and_the_value(name, value):
     with pytest.raises(UserError) as error:
@@ -215,6 +223,7 @@ def test_a_nul_character_is_refused(name, value):
         ("reward_weights", np.ones((9, 9)), "a list of numbers"),
         ("delta", "2", "a number or None"),
         ("chat_template_kwargs", [1], "an object or None"),
+        ("chat_template_kwargs", {1: 2, "a": 3}, "an object or None"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_when_the_options_are_made(name, value, wanted):
@@ -327,6 +336,8 @@ def test_an_option_that_needs_another_is_valid_with_it():
                 values |= {"eval_steps": 7, "eval_temperature": 0.5}
             if other == "use_adaptive_entropy":
                 values["entropy_coef"] = 0.125
+            if name == "log_unique_prompts":
+                values["report_to"] = ("trackio",)
             dataclasses.replace(GOOD, **values).validate()
 
 

@@ -80,6 +80,17 @@ def test_it_writes_every_completion_and_the_same_numbers_as_training(
     ]
 
 
+def test_a_curriculum_is_at_its_end(tiny_base, data, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def share(completions, trainer_state, **kwargs):\n"
+        "    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)\n"
+    )
+    rewards = ["--reward-funcs", f"{tmp_path / 'reward.py'}:share"]
+    assert evaluation.main(options(tiny_base, data, tmp_path / "eval", *rewards)) == 0
+    result = json.loads((tmp_path / "eval/eval.json").read_text())
+    assert result["metrics"]["eval/rewards/share"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -16,7 +16,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.utils import DatasetMixtureConfig
 
 from nanogrpo import trl_names
-from nanogrpo.cli import parse
+from nanogrpo.cli import PROFILES, parse
 from nanogrpo.config import Config, dashed
 from nanogrpo.errors import UserError
 
@@ -152,6 +152,15 @@ def test_trls_words_are_understood(capsys, caplog, argv, expected):
     }
 
 
+def test_the_steps_of_a_profile_are_enough_for_an_eval_strategy(capsys, caplog):
+    argv = ["--profile", "full", "--eval_strategy"]
+    cfg, _ = run(capsys, caplog, *argv, "steps", "--eval_on_start")
+    assert cfg.eval_steps == PROFILES["full"]["eval_steps"]
+    assert run(capsys, caplog, *argv, "no")[0].eval_steps == 0
+    with pytest.raises(UserError, match="--eval-strategy steps needs --eval-steps: give a number"):
+        parse([*argv, "steps", "--eval_steps", "0"])
+
+
 def test_each_translation_is_logged_once(capsys, caplog):
     argv = "--use_vllm --model_name_or_path m --scale_rewards False --logging_steps 1 --bf16"
     _, lines = run(capsys, caplog, *argv.split())
@@ -280,6 +289,11 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
             "--generation-batch-size and --steps-per-generation determine the batch: leave out",
         ),
         ("--num_train_epochs 2 --max_steps 100", "--num-train-epochs and --max-steps both say how"),
+        (
+            "--warmup_ratio 0.1 --warmup_steps 10",
+            "--warmup-steps is given twice, also as --warmup-ratio: leave one of them out.",
+        ),
+        ("--resume_from_checkpoint=", "--resume-from-checkpoint  is not supported: true is --re"),
         ("--num-train-epoch 2", "--num-train-epoch is not an option: use --num-train-epochs, or"),
         ("--use-vlm", "--use-vlm is not an option: use --use-vllm, or see --help"),
         ("--quantization_config x", "--quantization_config is not an option"),

@@ -23,6 +23,7 @@ from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.logs.files import replace, set_aside
 from nanogrpo.logs.progress import console, fitted, number, short_names
+from nanogrpo.rewards.runner import COLUMNS
 from nanogrpo.types import Sample
 
 
@@ -77,12 +78,17 @@ def write(path: Path, records: Sequence[dict]) -> None:
 
 
 def record(step: int, sample: Sample) -> dict:
-    """Return a line of the table. rewards/runner.py makes sure that no column occurs twice."""
+    """Return a line of the table.
+
+    rewards/runner.py makes sure that no column of `log_extra` has the name of another one. A reward
+    function that is named like one of our columns, such as `step`, gets the column `step_reward`.
+    """
+    rewards = {f"{n}_reward" if n in COLUMNS else n: value for n, value in sample.rewards.items()}
     return {
         "step": step,
         "prompt": sample.prompt.text,
         "completion": sample.text,
-        **sample.rewards,
+        **rewards,
         "reward": sample.reward,
         "advantage": sample.advantage,
         "stopped": sample.stopped,

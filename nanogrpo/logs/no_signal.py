@@ -71,7 +71,11 @@ def reason(
             f"{truncated:.0%} of the completions were truncated at {limit}, before they could "
             "finish their answer: raise the limit"
         )
-    if row.get("entropy", 1.0) < 0.001:
+    n = cfg.num_generations
+    groups = [samples[i : i + n] for i in range(0, len(samples), n)]
+    # The entropy may be that of a single short completion, because training skips the others.
+    same_length = all(len({s.length for s in group}) == 1 for group in groups)
+    if same_length and row.get("entropy", 1.0) < 0.001:
         return (
             f"the completions of a prompt are all alike (entropy {row['entropy']:.0e}): raise "
             "--temperature, or start again with a lower --learning-rate"

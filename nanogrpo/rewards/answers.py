@@ -24,7 +24,7 @@ BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 # The bound on the length of a formula keeps the time linear in the length of the text.
 FORMULA = re.compile(
-    r"(?<!\\)(?:\$\$([^$]{1,500})\$\$|\$([^$\n]{1,500})\$)"
+    r"(?<!\\)(?:\$\$((?:\\\$|[^$]){1,500})\$\$|\$((?:\\\$|[^$\n]){1,500})\$)"
     r"|\\\(((?:(?!\\\)).){1,500})\\\)|\\\[((?:(?!\\\]).){1,500})\\\]"
     r"|(-?\\[dt]?frac\{-?\d{1,50}\}\{-?\d{1,50}\})",
     re.DOTALL,
@@ -119,11 +119,18 @@ ROOT = re.compile(r"√\s*(\d+|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})")
 FONT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|boldsymbol|bm|mbox)\s*\{([^{}]*)\}")
 # LaTeX's spaces and delimiters. A $ before a number, without a second one, is a currency.
 SPACE = re.compile(
-    r"\\(?:left|right|displaystyle|quad|qquad)(?![a-zA-Z])|\\[!,;: ()\[\]]|~"
+    r"\\(?:left|right|displaystyle|quad|qquad|boxed|fbox)(?![a-zA-Z])|\\[!,;: ()\[\]]|~"
     r"|(?<!\\)\$(?!-?\d[^$]*\Z)"
 )
 DEGREE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])")
 FRACTION = re.compile(r"\\[dtc]?frac *(?:\{ *(-?[\d,]+) *\}|(\d)) *(?:\{ *([\d,]+) *\}|(\d))")
+# The base of a number: 101_{two}, 101_2, 101 base 2.
+DIGITS = "zero one two three four five six seven eight nine ten"
+BASES = {name: n for n, name in enumerate(DIGITS.split())}
+NAME = rf"(\d+|{'|'.join(BASES)})"
+BASE = re.compile(
+    rf"_ ?\{{ ?(?:base )?{NAME} ?\}}|(?:_ ?| (?:in )?base ){NAME}(?!\w)", re.IGNORECASE
+)
 CURRENCY = re.compile(r"([$€£¥₹]) ?(-?[\d.,]*\d(?: ?(?:hundred|thousand|[mbtr]+illion)\b)?)")
 # The words before an answer, the name of what has this value, and a calculation next to it:
 # "The answer is", "Total cost =", "f(2) =", "9 * 2 =".
@@ -151,7 +158,12 @@ def plain(text: str) -> str:
     text = SPACE.sub(" ", FONT.sub(r" \1 ", FONT.sub(r" \1 ", text))).replace(r"\$", "$")
     text = FRACTION.sub(r" \1\2/\3\4 ", DEGREE.sub(" degrees ", text))
     text = re.sub(r"\s+", " ", text).strip(" *_`").rstrip(".").rstrip()
-    return EXTRA.sub("", CURRENCY.sub(r"\2 \1", text))
+    return BASE.sub(_base, EXTRA.sub("", CURRENCY.sub(r"\2 \1", text)))
+
+
+def _base(match: re.Match) -> str:
+    name = (match[1] or match[2]).lower()
+    return f"_{BASES.get(name, name)}"
 
 
 def canonical(text: str) -> str:
@@ -172,6 +184,7 @@ class Measure(NamedTuple):
     # "cm", the first name of a common unit; "": any other word for what is counted, or no word;
     # None: the text after the number is no unit but changes its meaning ("3 squared", "11_2")
     unit: str | None
+    rate: str = ""  # "day", if the unit is "dollars per day"; "": none, or any other word
 
 
 UNITS = {
@@ -228,7 +241,8 @@ SCALE = rf"(?: ?({'|'.join(SCALES)})\b)?"
 # sign, digits, power of ten, scale
 NUMBER = re.compile(
     r"([+-]|(?:minus|negative) )? ?"
-    r"((?:\d+ )?\d+(?:,\d{3})* ?/ ?[1-9][\d,]*|\d{1,3}(?:[ ,]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
+    r"((?:\d+ )?\d+(?:,\d{3})* ?/ ?[1-9]\d*(?:,\d{3})*"
+    r"|\d{1,3}(?:[ ,]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
     r"(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{? ?([+-]?\d{1,3}) ?\}?)?" + SCALE,
     re.IGNORECASE,
 )
@@ -246,15 +260,16 @@ TRIMMING = re.compile(
 # Words after a number usually name what is counted. These, and digits, change the number instead,
 # or put it in doubt.
 NO_UNIT = re.compile(
-    r"\A_|\d|\b(?:or|not|if|but|maybe|perhaps|possibly|squared|cubed|doubled|tripled|halved"
-    r"|factorial|to the power|(?:plus|minus|times|to|point|and|over|by) (?:a )?(?:half|zero|one|two"
-    rf"|three|four|five|six|seven|eight|nine|ten)|{'|'.join(SCALES)})\b"
+    r"\A_|\A or\b|\d|\b(?:or (?:more|less|fewer|so)|not|if|but|maybe|perhaps|possibly|squared|cubed"
+    r"|doubled|tripled|halved|factorial|to the power"
+    r"|(?:plus|minus|times|to|point|and|over|by) (?:a )?"
+    rf"(?:half|{DIGITS.replace(' ', '|')})|{'|'.join(SCALES)})\b(?!-)"
 )
-# The denominator of a rate: the unit of "18 dollars per day" is that of "18 dollars".
+# Before the denominator of a rate: the unit of "18 dollars per day" is that of "18 dollars".
 RATE = re.compile(r"/|\b(?:per|an?|each|every)\b")
 # Text after a number that is not a unit, but the rest of a formula, or another number.
 ALGEBRA = re.compile(
-    r"[+*=\\^,;]|\b[^\W\d_acfghlms]\b|\b(?:or|and)\b.*\d"
+    r"[+*=\\^,;]|\b[^\W\d_acfghlms]\b|\ba\Z|\b(?:or|and)\b.*\d"
     rf"|\A (?!(?:{'|'.join(UNITS)})\b)[a-z]{{2}}\b"
 )
 ARITHMETIC = re.compile(
@@ -271,13 +286,17 @@ def measure(text: str) -> Measure:
     if whole.number is not None or match is None:
         return whole
     body, words = match["body"], TRIMMING.sub("", match["words"].lower())
-    names = re.findall("[a-z]+|[$€£¥₹¢]", RATE.split(words)[0])
-    unit = next((UNITS[name] for name in names if name in UNITS), "")
+    unit, rate = map(_unit, [*RATE.split(words, maxsplit=1), ""][:2])
     if ALGEBRA.search(words) or not (unit or ARITHMETIC.fullmatch(body)):
         return whole
     if NO_UNIT.search(words):
         return whole._replace(unit=None)
-    return Measure(body, _number(body), unit)
+    return Measure(body, _number(body), unit, rate)
+
+
+def _unit(words: str) -> str:
+    names = re.findall("[a-z]+|[$€£¥₹¢]", words)
+    return next((UNITS[name] for name in names if name in UNITS), "")
 
 
 def _number(text: str) -> Fraction | None:
@@ -301,7 +320,8 @@ NO_NUMBER = re.compile(
 UNFINISHED = re.compile(r"[\d)}] ?(?:[-+*=(]|\\cdot|\\times|\\div)|\)\d|\A[^\^({]*\Z")
 # A time of day, and a number in another base.
 LITERAL = re.compile(r"\d{1,2}:\d\d|\w+_\w+")
-CHOICE = re.compile(r"\(?([A-Z])(?:(?:[).:]+ ?| - )(.*))?")
+# A label, and perhaps the text of the choice. "N - 1" has no label.
+CHOICE = re.compile(r"\(?([A-Z])(?:(?:[).:]+ ?| - (?=[^\W\d_]{2}))(.*))?")
 OTHER_CHOICE = re.compile(r"\([A-Z]\)|(?:\b(?:or|and)|[,;/&]) ?\(?[A-Z](?:[).:]|\Z)")
 WORDS = re.compile(r"(?:[^\W\d_]|[-'&.]){2,}")
 
@@ -318,14 +338,15 @@ def compare(answer: str, reference: str) -> bool | None:
     if max(len(answer), len(reference)) > MAX_LENGTH:
         return answer.strip() == reference.strip()
     given, wanted = measure(answer), measure(reference)
-    if given.unit and wanted.unit and given.unit != wanted.unit:
+    if any(u and v and u != v for u, v in zip(given[2:], wanted[2:])):  # unit and rate
         return False
     x, y = given.number, wanted.number
     if x is not None and y is not None:
         is_scaled = x * RATIOS.get(given.unit or "", 1) == y * RATIOS.get(wanted.unit or "", 1)
         # A decimal of at least six places may be rounded.
-        places = [n for part in (given, wanted) if (n := len(part.body.partition(".")[2])) >= 6]
-        is_rounded = places and abs(x - y) * 2 * 10 ** min(places) <= 1
+        found = [re.search(r"\.(\d{6,})\Z", part.body) for part in (given, wanted)]
+        places = [len(match[1]) for match in found if match]
+        is_rounded = places and abs(x - y) * 10 ** min(places) < 1
         return bool(x == y or is_scaled or is_rounded)
     a, b = canonical(given.body), canonical(wanted.body)
     if a == b:
@@ -352,3 +373,9 @@ def compare(answer: str, reference: str) -> bool | None:
             return None
         return a.casefold() == b.casefold()
     return None
+
+
+def without_label(reference: str) -> str:
+    """Return the text of a choice, such as "12" for "(B) 12"; any other reference as it is."""
+    label = CHOICE.fullmatch(measure(reference).body)
+    return label[2] if label and label[2] else reference

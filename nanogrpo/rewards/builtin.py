@@ -14,10 +14,17 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from nanogrpo.errors import UserError
 from nanogrpo.rewards import plugin, symbolic
-from nanogrpo.rewards.answers import compare, extract_answer, extract_reference, latex
+from nanogrpo.rewards.answers import (
+    compare,
+    extract_answer,
+    extract_reference,
+    latex,
+    without_label,
+)
 
 # --- answers ---
 
@@ -36,8 +43,7 @@ def accuracy_reward(
     rewards: list[float | None] = []
     pairs = {}  # by the index of the completion
     for i, (completion, *cells) in enumerate(zip(completions, solution or blank, answer or blank)):
-        # an empty cell of a CSV file is an empty text
-        references = [str(cell) for cell in cells if cell is not None and str(cell).strip()]
+        references = [str(cell) for cell in cells if not _is_empty(cell)]
         given = extract_answer(_text(completion))
         rewards.append(0.0 if references else None)
         if references and given is not None:
@@ -65,11 +71,21 @@ def reasoning_accuracy_reward(
     return accuracy_reward(answers, solution, answer)
 
 
+def _is_empty(cell: Any) -> bool:
+    """Return whether a record lacks this value: null, the empty text of CSV, or NaN of pandas."""
+    is_nan = isinstance(cell, float) and math.isnan(cell)
+    return cell is None or is_nan or not str(cell).strip()
+
+
 def same_answers(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
     """Return whether each (answer, reference) is equal; None if there was no time to decide."""
     verdicts = [compare(*pair) for pair in pairs]
-    undecided = [pair for pair, verdict in zip(pairs, verdicts) if verdict is None]
-    decided = iter(symbolic.equal([(latex(answer), latex(wanted)) for answer, wanted in undecided]))
+    undecided = [
+        (latex(answer), latex(without_label(wanted)))
+        for (answer, wanted), verdict in zip(pairs, verdicts)
+        if verdict is None
+    ]
+    decided = iter(symbolic.equal(undecided))
     return [next(decided) if verdict is None else verdict for verdict in verdicts]
 
 

@@ -25,6 +25,7 @@ It has a thread of its own, because a notebook already runs another loop in the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import math
@@ -134,9 +135,17 @@ class Functions:
 
 
 def start_loop() -> asyncio.AbstractEventLoop:
-    """Return an event loop that runs in a thread of its own."""
+    """Return an event loop that runs in a thread of its own, whatever its tasks do."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async", daemon=True).start()
+
+    def run() -> None:
+        while not loop.is_closed():
+            # A task that calls sys.exit or loop.stop ends the loop. It runs again, because the code
+            # that awaits the task gets the exception, and we wait for that code.
+            with contextlib.suppress(BaseException):
+                loop.run_forever()
+
+    threading.Thread(target=run, name="async", daemon=True).start()
     return loop
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from nanogrpo.config import Config
+from nanogrpo.config import Config, dashed
 from nanogrpo.data import prompts as data
 from nanogrpo.data import sources
 from nanogrpo.distributed import fsdp
@@ -158,6 +158,8 @@ def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
     parts, eval_prompts = load_prompts(cfg, tokenizer, context, tools, given)
     prompts = list(itertools.chain(*parts))
     check_answers(cfg, prompts)
+    if eval_prompts and all(map(needs_answers, cfg.reward_funcs)):  # or nothing is evaluated
+        check_answers(cfg, eval_prompts, "eval_data" if cfg.eval_data else "data")
     cfg = with_steps(cfg, len(prompts))
     origin = output.origin(cfg, world, prompts)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts)
@@ -455,14 +457,26 @@ def check_data_options(cfg: Config, tokenizer: Tokenizer) -> None:
         )
 
 
-def check_answers(cfg: Config, prompts: list[Prompt]) -> None:
+def check_answers(cfg: Config, prompts: list[Prompt], option: str = "data") -> None:
+    """Require the answers that the reward functions compare with. option: names the sources."""
+    name = f"--{dashed(option)} {' '.join(getattr(cfg, option))}"
     answered = any({"solution", "answer"} & p.columns.keys() for p in prompts)
     judges = [spec for spec in cfg.reward_funcs if needs_answers(spec)]
     if judges and not answered:
         raise UserError(
-            f"--data {' '.join(cfg.data)} has neither a column solution nor answer, which "
+            f"{name} has neither a column solution nor answer, which "
             f"--reward-funcs {judges[0]} compares with: add one, or name other reward functions."
         )
+    for p in prompts if judges else ():
+        found = {column: p.columns.get(column) for column in ("solution", "answer")}
+        given = {column: value for column, value in found.items() if value is not None}
+        if given and all(isinstance(value, list | tuple | dict) for value in given.values()):
+            column, value = given.popitem()
+            raise UserError(
+                f"{name}: the column {column} of prompt {p.id} holds a {type(value).__name__}, but "
+                f"--reward-funcs {judges[0]} compares with a text or a number: name another column "
+                "with --answer-column."
+            )
     gym = any("reasoning_gym" in p.columns for p in prompts)
     if "reasoning_gym" in cfg.reward_funcs and not gym:
         raise UserError(

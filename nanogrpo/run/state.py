@@ -350,7 +350,8 @@ def deciding(cfg: Config, row: Mapping[str, float]) -> float | None:
     The option may leave out eval/ and rewards/, or start with eval_, as in TRL.
     """
     name = cfg.metric_for_best_model
-    names = name, f"eval/{name.removeprefix('eval_')}", f"eval/rewards/{name}"
+    short = name.removeprefix("eval_").removesuffix("/mean")  # TRL: eval_rewards/NAME/mean
+    names = name, f"eval/{short}", f"eval/rewards/{short}"
     return next((row[name] for name in names if name in row), None)
 
 

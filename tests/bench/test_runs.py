@@ -233,6 +233,7 @@ def test_options_survive_json_and_the_command_line():
         share_prompts=False,
         epsilon_high=0.3,
         eval_steps=2,
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
     )
     back = json.loads(json.dumps(vars(cfg)))
     assert Config(**back) == cfg

@@ -142,7 +142,7 @@ MISTAKES = {
         ["--data-weights", "1", "1"],
         r"--data-weights has 2 values but --data has 1",
     ),
-    "no such split": (["--data", "{saved}"], r"no split 'train' but 'a'"),
+    "no such split": (["--data", "{saved}"], r"no split 'train' but 'a', 'b'"),
     "no held-out split": (
         ["--data", "{saved}", "--dataset-train-split", "a", "--eval-steps", "1"],
         r"no held-out prompts: .*--eval-data",
@@ -168,6 +168,16 @@ MISTAKES = {
         ["--reward-funcs", "reasoning_gym", "--generation-batch-size", "4"],
         r"--reward-funcs reasoning_gym scores the problems of --data reasoning_gym:NAME, but ",
     ),
+    "answers that are lists": (
+        ["--data", "{saved}", "--dataset-train-split", "b"]
+        + ["--reward-funcs", "accuracy", "--answer-column", "lists"],
+        r"the column solution of prompt 0 holds a list, but --reward-funcs accuracy compares with",
+    ),
+    "no answers in the held-out data": (
+        ["--data", "{saved}", "--dataset-train-split", "a", "--dataset-test-split", "b"]
+        + ["--reward-funcs", "accuracy", "--eval-steps", "1"],
+        r"--data \S+saved has neither a column solution nor answer, which --reward-funcs accuracy",
+    ),
     "no hub data for the configuration": (
         ["--dataset-config", "main"],
         r"--dataset-config main has no effect, because no source is a data set of the hub",
@@ -191,8 +201,9 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_reported_in_one_sentence(tiny_base, files, tmp_path, capsys, mistake):
     datasets = pytest.importorskip("datasets")
-    rows = [{"prompt": f"{i}="} for i in range(4)]
-    datasets.DatasetDict(a=datasets.Dataset.from_list(rows)).save_to_disk(tmp_path / "saved")
+    a = datasets.Dataset.from_list([{"prompt": f"{i}=", "answer": str(i)} for i in range(9)])
+    b = datasets.Dataset.from_list([{"prompt": f"{i}=", "lists": [i]} for i in range(9)])
+    datasets.DatasetDict(a=a, b=b).save_to_disk(tmp_path / "saved")
     capsys.readouterr()
     options, sentence = MISTAKES[mistake]
     options = [option.format(saved=tmp_path / "saved") for option in options]

@@ -138,6 +138,14 @@ def test_the_same_problems_are_written_every_time(tmp_path, capsys):
         assert f"{split}.jsonl: {count} problems" in capsys.readouterr().out or split != "train"
 
 
+def test_a_file_in_place_of_the_folder_is_named(tmp_path, capsys):
+    (tmp_path / "problems").touch()
+    with pytest.raises(SystemExit) as error:
+        word_problems.main([str(tmp_path / "problems")])
+    assert error.value.code == 2
+    assert "problems cannot be made (File exists): name another" in capsys.readouterr().err
+
+
 # --- the reward ---
 
 

@@ -11,7 +11,7 @@ import train
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import join
 from nanogrpo.errors import UserError
-from nanogrpo.logs.completions import Completions
+from nanogrpo.logs.completions import Completions, record
 from nanogrpo.rewards.runner import COLUMNS
 from tests.conftest import SOLO, arguments, steps
 from tests.logs.conftest import sample
@@ -31,6 +31,12 @@ def table(folder, step: int) -> list[dict]:
             encoding="utf-8"
         )
     ]
+
+
+def test_a_function_with_the_name_of_a_column_hides_nothing():
+    row = record(5, sample(3, step=1.0, reward=2.0, even=0.0))
+    expected = {"step": 5, "step_reward": 1.0, "reward": 3.0, "reward_reward": 2.0, "even": 0.0}
+    assert expected.items() <= row.items()
 
 
 def test_every_completion_of_a_run_is_written_with_its_rewards(tiny_base, files, tmp_path):

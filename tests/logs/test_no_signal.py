@@ -49,6 +49,9 @@ def test_the_reason_fits_the_completions():
     assert why(same, {**FLAT, "entropy": 2e-5}).startswith(
         "the completions of a prompt are all alike (entropy 2e-05): raise --temperature"
     )
+    # of a step without a signal, the entropy is that of its shortest completion
+    different = [sample(n, accuracy=0.0) for n in (1, 3, 3, 3)]
+    assert "alike" not in why(different, {**FLAT, "entropy": 2e-5})
 
 
 def test_the_reason_fits_the_options():

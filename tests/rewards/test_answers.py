@@ -129,6 +129,8 @@ def test_degenerate_completions_take_linear_time():
         " ",
         "answer $1$ ",
         "\\boxed{1}, ",
+        "$\\$",
+        "answer $\\$1",
     ):
         text = piece * (32000 // len(piece))
         for form in (
@@ -167,6 +169,15 @@ def test_a_worked_solution_without_a_marked_answer_does_not_hide_the_bare_answer
     assert accuracy_reward(completions, solution=[worked] * 2) == [0.0, 1.0]
     marked = [worked + "\n#### 18"] * 2
     assert accuracy_reward(completions, solution=marked, answer=["126"] * 2) == [1.0, 0.0]
+
+
+def test_a_missing_answer_of_pandas_is_not_a_reference():
+    nan = float("nan")
+    assert accuracy_reward(["#### 1"] * 3, solution=[nan, nan, 1.0], answer=["1", nan, nan]) == [
+        1.0,
+        None,
+        1.0,
+    ]
 
 
 # --- math-verify ---

@@ -238,6 +238,35 @@ def test_no_exception_ends_the_loop_of_async_functions(kind):
             runner.score(make_samples())
 
 
+def test_a_task_that_ends_the_loop_of_async_functions_ends_neither_it_nor_the_call():
+    async def exits(completions, **kwargs):
+        async def helper():
+            sys.exit(3)
+
+        await asyncio.gather(helper())
+
+    async def stops(completions, **kwargs):
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    samples = make_samples()
+    with pytest.raises(UserError, match="the reward function exits raised SystemExit: 3"):
+        score(samples, [stops, exits])
+    score(samples, [stops])
+    assert [sample.reward for sample in samples] == [1.0, 1.0]
+
+
+def test_an_async_function_may_start_a_program():
+    async def runs(completions, **kwargs):
+        program = await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(3)")
+        return [float(await program.wait())] * len(completions)
+
+    samples = make_samples()
+    score(samples, [runs])
+    assert [sample.reward for sample in samples] == [3.0, 3.0]
+
+
 def test_an_exception_without_a_text_is_reported():
     class Silent(Exception):
         def __str__(self):

@@ -76,7 +76,15 @@ def test_a_checkpoint_without_an_evaluation_is_not_the_best(tmp_path, tiny_base)
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("accuracy_reward", 1.0), ("eval_mean_length", 3.0), ("eval/reward", 2.0), ("reward", 2.0)],
+    [
+        ("accuracy_reward", 1.0),
+        ("eval_mean_length", 3.0),
+        ("eval/reward", 2.0),
+        ("reward", 2.0),
+        ("rewards/accuracy_reward", 1.0),
+        ("eval_reward", 2.0),  # this and the next as TRL logs them
+        ("eval_rewards/accuracy_reward/mean", 1.0),
+    ],
 )
 def test_the_metric_is_found_by_its_names(tmp_path, tiny_base, name, value):
     row = {"eval/rewards/accuracy_reward": 1.0, "eval/reward": 2.0, "eval/mean_length": 3.0}
