@@ -40,6 +40,8 @@ def reading(
     UserError: a.json cannot be read (Expecting value: line 1 column 2 (char 1)): restore it from …
     """
     try:
+        if isinstance(what, Path) and what.exists() and not what.is_file():
+            raise UserError(f"{what} is not a file: {advice}.")  # a pipe may never end
         yield
     except (UserError, *PASSED):
         raise
@@ -56,8 +58,6 @@ def reading(
 def read_json(path: Path) -> dict:
     """Return the object in a JSON file. Raises UserError if the file is missing or damaged."""
     with reading(path, problem="is not valid JSON"):
-        if path.exists() and not path.is_file():  # a pipe or a device may never end
-            raise UserError(f"{path} is not a file: restore it from its source.")
         try:
             value = json.loads(path.read_bytes())
         except FileNotFoundError:

@@ -286,6 +286,10 @@ MODELS = {
         remove("model.safetensors"),
         r"base holds neither model\.safetensors nor model\.safetensors\.index\.json",
     ),
+    "weights a pipe": (
+        pipe("model.safetensors"),
+        r"model\.safetensors is not a file: copy it again",
+    ),
     "truncated weights": (truncate, r"base/model\.safetensors is missing or damaged"),
     "empty weights": (
         write_file("model.safetensors", ""),

@@ -8,9 +8,11 @@ nanogrpo/errors.py (`reading`), tests/run/test_verify.py (damage that must be fo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
+import os
 import random
 import resource
 import shutil
@@ -312,3 +314,7 @@ def test_a_damaged_file_gives_a_result_or_one_sentence(name, tiny_base, tmp_path
     assert used < BYTES
     path.write_bytes(good)
     read()
+    path.unlink()
+    os.mkfifo(path)  # waiting for its content would not end
+    with contextlib.suppress(UserError):
+        read()

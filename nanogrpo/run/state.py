@@ -570,6 +570,9 @@ class _Reader(dcp.FileSystemReader):
 def _load(folder: Path, mine: dict[str, Tensor]) -> None:
     """Read this rank's parts of every tensor, written by any number of ranks."""
     with _readable(folder):
+        for path in (folder / "state").iterdir():
+            if not path.is_file():  # a pipe would never end
+                raise UserError(f"state/{path.name} is not a file")
         reader = _Reader(folder / "state")
         stored = reader.read_metadata().state_dict_metadata
         there = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}

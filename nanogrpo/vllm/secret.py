@@ -48,7 +48,8 @@ def create(port: int) -> tuple[str, Path]:
         # mode 0600; it stays open, because the lock shows that this process runs
         descriptor, name = tempfile.mkstemp(dir=path.parent)
         try:
-            os.write(descriptor, f"{secret}\n".encode())
+            with open(descriptor, "w", closefd=False) as file:
+                file.write(secret + "\n")
             with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.replace(name, path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import http.server
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -419,6 +420,20 @@ def test_a_secret_is_not_stored_where_others_could_replace_it(monkeypatch, tmp_p
     sentence = rf"A secret cannot be stored in {folder} \(.*\); set {SECRET} or --secret-file\."
     with pytest.raises(UserError, match=sentence):
         serve.find_secret(8000, None)
+
+
+def test_a_secret_that_does_not_fit_on_the_disk_is_not_stored(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    stored.create(8000)
+    before, secret = resource.getrlimit(resource.RLIMIT_FSIZE), stored.find(8000)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"A secret cannot be stored in .*\(.*File too large\)"):
+            stored.create(8000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert stored.find(8000) == secret
+    assert len([*stored.place(8000).parent.iterdir()]) == 1
 
 
 @pytest.mark.parametrize(
