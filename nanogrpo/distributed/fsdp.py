@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -139,7 +140,8 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
     belongs to the root, whose parameters stay gathered between forward and backward. If it were a
     separate unit, the same matrix would be gathered twice and receive gradients from two places.
     """
-    options: dict[str, Any] = {}
+    # Without a mesh, FSDP2 chooses the machine's accelerator, even for a model on the CPU.
+    options: dict[str, Any] = {"mesh": init_device_mesh(world.device.type, (world.size,))}
     cuda = world.device.type == "cuda"
     if cuda or any(p.dtype == torch.bfloat16 for p in model.parameters()):
         options["mp_policy"] = MixedPrecisionPolicy(

@@ -298,7 +298,9 @@ class LocalEngine:
             now.wait_stream(aside)
             state.copy_(before)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=next((g.pool() for g in self.graphs.values()), None)):
+            pool = next((g.pool() for g in self.graphs.values()), None)
+            # Another thread may synchronize meanwhile, such as the one that writes a checkpoint.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._forward(rows, span, params)
             self.graphs[shape] = graph
         self.graphs[shape].replay()

@@ -112,6 +112,20 @@ def test_gradient_and_parameters_do_not_depend_on_the_ranks(bases, alone, size):
         assert differ(expected[1], weights) < LIMIT, (tied, options)
 
 
+def beside_a_gpu(folder: Path) -> tuple:
+    torch._C._get_accelerator = lambda *_: torch.device("cuda")
+    with join(Config(device="cpu")) as world:
+        found = train_steps(folder, {"token_budget": 60}, world)
+    return found if world.main else ()
+
+
+def test_a_machine_with_a_gpu_can_train_on_its_cpu(bases, alone):
+    """FSDP2 alone would gather the weights on the GPU."""
+    gradient, weights = run(2, beside_a_gpu, bases[True])[0]
+    assert differ(alone(True)[0], gradient) < LIMIT
+    assert differ(alone(True)[1], weights) < LIMIT
+
+
 def test_the_objectives_are_different_ones(bases, alone):
     """The comparison above is not of one run in three disguises."""
     for options in (OFF_POLICY, FEW):

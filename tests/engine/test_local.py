@@ -5,7 +5,9 @@ Everything runs on a tiny random decoder. Read next: tests/engine/test_sampler.p
 tests/bench/test_rollout_speed.py.
 """
 
+import contextlib
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -283,6 +285,30 @@ def test_non_finite_logits_raise_an_error_and_leave_no_nan_in_the_cache():
                 engine.sample(prompts, 2, PARAMS, step=0)
     engine.load(model, version=10)
     assert ids(engine.sample(prompts, 2, PARAMS, step=0)) == good
+
+
+# --- CUDA graphs ---
+
+
+def test_a_graph_is_captured_although_another_thread_synchronizes(monkeypatch):
+    """In CUDA's default mode, a checkpoint that is being written would end the capture."""
+    modes = []
+
+    @contextlib.contextmanager
+    def graph(_, pool, capture_error_mode="global"):
+        modes.append(capture_error_mode)
+        yield
+
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    pretended = {"graph": graph, "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: None)}
+    pretended |= {"current_stream": lambda: stream, "Stream": lambda: stream}
+    pretended["stream"] = contextlib.nullcontext
+    for name, value in pretended.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    engine = make_engine()
+    monkeypatch.setattr(engine, "_forward", lambda *_: None)
+    engine._replay(1, 64, PARAMS)
+    assert modes == ["thread_local"]
 
 
 # --- GPU ---
