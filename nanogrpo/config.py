@@ -278,11 +278,22 @@ class Config:
         'serve.py options for that server, as one string: --vllm-options="--dtype half"',
         needs="engine=vllm",
     )
+    vllm_gpus: str = option(
+        "",
+        "GPUs of that server, such as 1 or 2,3 (tensor parallel), as numbers or UUIDs; empty: share"
+        " the trainer's first GPU",
+        needs="engine=vllm",
+    )
+    vllm_enable_sleep_mode: bool = option(
+        False,
+        "on a shared GPU, free the server's memory while the trainer trains, and wake it to sample",
+        needs="engine=vllm",
+    )
     weight_transport: str = option(
-        "broadcast",
-        "how weights reach the servers: by torch.distributed from any machine, or through memory on"
-        " the same one",
-        choices=("broadcast", "memory"),
+        "auto",
+        "how weights reach the servers: by torch.distributed between GPUs and machines, through the"
+        " memory of the same GPU or machine, or whichever fits (auto)",
+        choices=("auto", "broadcast", "memory"),
         needs="engine=vllm",
     )
     server_window: int = option(
@@ -1049,6 +1060,22 @@ def _engine(c: Config) -> Iterator[str]:
                 f"--{dashed(name)} configures a server that the trainer starts: give it to serve.py"
                 " instead, or leave --server out."
             )
+    for name in ("vllm_gpus", "vllm_enable_sleep_mode"):
+        if c.server and getattr(c, name):
+            yield (
+                f"--{dashed(name)} is for a server that the trainer starts, but --server names one"
+                " that runs already: leave one of them out."
+            )
+    gpus = c.vllm_gpus.split(",")
+    if c.vllm_gpus and not all(re.fullmatch(r"[0-9]{1,4}|(GPU|MIG)-[\w/-]+", gpu) for gpu in gpus):
+        yield f"--vllm-gpus is {c.vllm_gpus!r}: write numbers or UUIDs with commas, such as 2,3."
+    if len(set(gpus)) < len(gpus):
+        yield f"--vllm-gpus {c.vllm_gpus} names a GPU twice: name each once."
+    if c.vllm_enable_sleep_mode and c.max_staleness:
+        yield (
+            "--vllm-enable-sleep-mode cannot be used with --max-staleness, because the server then"
+            " samples while the trainer trains: leave one of them out."
+        )
     try:
         words = shlex.split(c.vllm_options)
     except ValueError as e:

@@ -41,10 +41,12 @@ TRANSLATED = {
     " `--steps-per-generation`; micro-batches follow from `--token-budget`",
     "use_vllm": "`true` is `--engine vllm`, with TRL's default `vllm_mode`; `false` is"
     " `--engine local`",
-    "vllm_mode": "`colocate`, the default: `--weight-transport memory`, with a vLLM server that the"
-    " trainer starts on the same GPU; `server`: `--server`, with the address of a server that you"
-    " have started",
+    "vllm_mode": "`colocate`, the default: without `--server`, the trainer starts a vLLM server on"
+    " its own GPU; `server`: `--server`, with the address of a server that you have started",
     "vllm_server_host vllm_server_port": "`--server http://HOST:PORT`",
+    "vllm_gpu_memory_utilization vllm_tensor_parallel_size": "the options of the same names in"
+    " `--vllm-options`, as in TRL only for a server that the trainer starts; by default, the memory"
+    " is chosen from what is free",
     "vllm_importance_sampling_correction": "`true` is `--vllm-importance-sampling-mode"
     " sequence_mask`, unless another mode is given; `false` is `off`",
     "use_peft": "`true` is `--lora-r 16`, unless another rank is given; `false` is `--lora-r 0`",
@@ -78,8 +80,6 @@ INSTEAD = {
     " gaps need to be freed (docs/memory.md)",
     "vllm_server_timeout": "use `--server-timeout` for one request, and `--server-patience` for a"
     " lost server",
-    "vllm_gpu_memory_utilization": 'use `--vllm-options="--gpu-memory-utilization 0.3"`',
-    "vllm_tensor_parallel_size": 'use `--vllm-options="--tensor-parallel-size 2"`',
     "vllm_model_impl": 'use `--vllm-options="--model-impl transformers"`',
     "reward_model_name_or_path": "use `--reward-funcs model:FOLDER`",
     "datasets test_split_size": "use `--data` with several sources, `--data-weights` and"
@@ -153,8 +153,6 @@ UNSUPPORTED = {
     " would differ from the policy that is trained",
     "vllm_structured_outputs_regex": "constraints change the log-probs, which would differ from"
     " those of the policy that is trained",
-    "vllm_enable_sleep_mode": "the server keeps its memory while the trainer works; on a shared GPU"
-    ' limit it with `--vllm-options="--gpu-memory-utilization 0.3"`',
     "log_multimodal": "only text is supported",
     "log_completions_hub_repo": "`--log-completions` writes files, which you can upload",
     "dataset_streaming streaming": "a resumed run draws the prompts again, so all of them are read"
@@ -175,6 +173,10 @@ def rows(table: Mapping[str, str]) -> dict[str, str]:
 TABLES = (RENAMED, TRANSLATED, INSTEAD, IGNORED, UNSUPPORTED)
 NAMES = {name for table in TABLES for name in rows(table)} - {f.name for f in fields(Config)}
 SERVER = ("vllm_mode", "vllm_server_host", "vllm_server_port")
+OF_VLLM = {
+    "vllm_gpu_memory_utilization": "--gpu-memory-utilization",
+    "vllm_tensor_parallel_size": "--tensor-parallel-size",
+}
 
 
 # --- the translation ------------------------------------------------------------------------------
@@ -207,13 +209,11 @@ def translate(
 def _values(given: Mapping[str, Any], out: dict[str, Any], profile: Mapping[str, Any]) -> None:
     """Translate the options whose meaning depends on nothing but their value."""
     correction = "vllm_importance_sampling_mode"
-    # TRL's vllm_mode is colocate unless it says otherwise.
-    own = not (given.keys() & set(SERVER) or out.keys() & {"server", "weight_transport"})
     folder = given.get("resume_from_checkpoint")
     named = {"resume": True, "resume_from": folder} if folder and isinstance(folder, str) else {}
     meanings: dict[str, dict[str, dict[str, Any]]] = {
         "use_vllm": {
-            "true": {"engine": "vllm", **({"weight_transport": "memory"} if own else {})},
+            "true": {"engine": "vllm"},
             "false": {"engine": "local"},
         },
         "vllm_importance_sampling_correction": {
@@ -249,18 +249,34 @@ def _values(given: Mapping[str, Any], out: dict[str, Any], profile: Mapping[str,
 
 
 def _server(given: Mapping[str, Any], out: dict[str, Any]) -> None:
-    """Translate the options that say where vLLM runs."""
+    """Translate the options that say where vLLM runs, and with how much memory."""
     theirs = {name: given[name] for name in SERVER if name in given}
+    settings = {name: given[name] for name in OF_VLLM if name in given}
     mode = given.get("vllm_mode", "server")
     if mode not in ("colocate", "server"):
         raise UserError(f"--vllm-mode is {mode!r}: choose colocate or server.")
-    if theirs and out.get("engine") != "vllm":
-        log.info("%s: ignored, because vLLM is not used", _spelled(theirs))
-    elif theirs and mode == "colocate":
-        _take(theirs, out, weight_transport="memory")
+    if theirs | settings and out.get("engine") != "vllm":
+        log.info("%s: ignored, because vLLM is not used", _spelled(theirs | settings))
+        return
+    if theirs and mode == "colocate" and "server" in out:
+        raise UserError(
+            f"--vllm-mode colocate means a server that the trainer starts, but"
+            f" {_spelled({'server': out['server']})} is given too: leave one of them out."
+        )
+    if theirs and mode == "colocate":
+        log.info("--vllm-mode colocate: without --server, the trainer starts a server on its GPU")
     elif theirs and "server" not in out:
         host, port = given.get("vllm_server_host", "127.0.0.1"), given.get("vllm_server_port", 8000)
         _take(theirs, out, server=(f"http://{host}:{port}",))
+    for name, value in settings.items():
+        if type(value) not in (int, float) or value <= 0:
+            raise UserError(f"--{dashed(name)} is {value!r} but must be a number above 0.")
+    if settings and "server" in out:
+        log.info("%s: ignored, because --server has its own settings", _spelled(settings))
+    elif settings:
+        words = [f"{OF_VLLM[name]}={value}" for name, value in settings.items()]
+        options = " ".join(filter(None, [out.pop("vllm_options", ""), *words]))
+        _take(settings, out, vllm_options=options)
 
 
 def _batch(given: Mapping[str, Any], out: dict[str, Any]) -> None:

@@ -72,6 +72,8 @@ def other_value(name: str):
         return (1.5, 2.0, 1e-3) if "float" in kind else ("a", "b:c")
     if kind.startswith("dict"):
         return {"a": [True, None]}
+    if name == "vllm_gpus":
+        return "1,GPU-0a1b"
     value = 2.0 if name == "vllm_importance_sampling_clip_max" else 0.125
     return {"bool": not f.default, "int": 7, "str": "other"}.get(kind.split()[0], value)
 

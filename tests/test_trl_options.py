@@ -55,7 +55,7 @@ def test_every_option_of_trl_has_exactly_one_answer():
 def test_answers_name_options_that_exist():
     answers = [f"--{dashed(ours)}" for ours in trl_names.RENAMED.values()]
     answers += [text for table in trl_names.TABLES[1:] for text in table.values()]
-    engine = {"gpu-memory-utilization", "tensor-parallel-size", "model-impl"}
+    engine = {"model-impl"}
     named = {name for text in answers for name in re.findall(r"--(?:no-)?([a-z][a-z0-9-]*)", text)}
     assert named - {dashed(name) for name in OURS} == engine
 
@@ -106,10 +106,20 @@ def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
             "--log_completions=True --no_enable_thinking",
             "log_completions=True enable_thinking=False",
         ),
-        ("--use_vllm", "engine=vllm weight_transport=memory"),  # TRL's default is colocate
-        ("--use_vllm --weight_transport broadcast", "engine=vllm"),
+        ("--use_vllm", "engine=vllm"),  # TRL's default is colocate, and so is ours
+        ("--use_vllm --weight_transport broadcast", "engine=vllm weight_transport=broadcast"),
         ("--use_vllm False", ""),
-        ("--use_vllm --vllm_mode colocate", "engine=vllm weight_transport=memory"),
+        ("--use_vllm --vllm_mode colocate", "engine=vllm"),
+        ("--use_vllm --vllm_enable_sleep_mode", "engine=vllm vllm_enable_sleep_mode=True"),
+        (
+            "--use_vllm --vllm_gpu_memory_utilization 0.3",
+            "engine=vllm vllm_options=--gpu-memory-utilization=0.3",
+        ),
+        ("--vllm_gpu_memory_utilization 0.3", ""),
+        (
+            "--use_vllm --vllm_mode server --vllm_tensor_parallel_size 2",
+            "engine=vllm server=http://127.0.0.1:8000",
+        ),
         ("--vllm_mode colocate", ""),
         ("--use_vllm --vllm_mode server", "engine=vllm server=http://127.0.0.1:8000"),
         ("--use_vllm --vllm_server_host h --vllm_server_port 9", "engine=vllm server=http://h:9"),
@@ -167,7 +177,7 @@ def test_each_translation_is_logged_once(capsys, caplog):
     assert sorted(line for line in lines if "because" not in line and "bf16" not in line) == [
         "--model-name-or-path: taken as --model",
         "--scale-rewards False: taken as none",
-        "--use-vllm: taken as --engine vllm --weight-transport memory",
+        "--use-vllm: taken as --engine vllm",
     ]
     assert "--logging-steps: ignored, because every step is logged, by the first process" in lines
     assert any(line.startswith("--bf16: true changes nothing") for line in lines)
@@ -242,6 +252,14 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
             "--use-vllm means --engine vllm, but --engine local is given",
         ),
         ("--use_vllm --vllm_mode both", "--vllm-mode is 'both': choose colocate or server."),
+        (
+            "--use_vllm --vllm_mode colocate --server http://h:1",
+            "--vllm-mode colocate means a server that the trainer starts, but --server http://h:1",
+        ),
+        (
+            "--use_vllm --vllm_tensor_parallel_size two",
+            "--vllm-tensor-parallel-size is 'two' but must be a number above 0.",
+        ),
         (
             "--shuffle_dataset false",
             "--shuffle-dataset False is not supported: true changes nothing, because prompts are",
@@ -355,7 +373,6 @@ def test_a_yaml_file_of_trl_is_understood(capsys, caplog, tmp_path):
         generation_batch_size=16,
         num_train_epochs=1.0,
         engine="vllm",
-        weight_transport="memory",
         scale_rewards="none",
         gradient_checkpointing="full",
         lr_scheduler_type="cosine_with_min_lr",

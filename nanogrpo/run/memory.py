@@ -235,9 +235,10 @@ def engine_rows(
         yield Row(f"engine: {name}", cache)
     elif world.main:  # the server is a separate process; rank 0 has a copy of the weights to send
         yield Row("weights to be sent", weights)
-        if world.device.type == "cuda" and not cfg.server:
-            yield Row("vLLM: weights", weights, of_server=True)
-            yield Row(f"vLLM: {name}", cache, of_server=True)
+        if world.device.type == "cuda" and not cfg.server and cfg.vllm_gpus in ("", "0"):
+            if not cfg.vllm_enable_sleep_mode:  # otherwise it frees both while the trainer trains
+                yield Row("vLLM: weights", weights, of_server=True)
+                yield Row(f"vLLM: {name}", cache, of_server=True)
             yield Row("vLLM: workspaces", MARGIN, of_server=True)
 
 
@@ -449,25 +450,34 @@ def explained(cfg: Config) -> Iterator[None]:
         ) from e
 
 
-def server_share(world: World, estimate: int, given: Sequence[str]) -> list[str]:
+def while_sampling(
+    model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()
+) -> int:
+    """Return the bytes that the trainer keeps on the device while it does not train."""
+    kept = ("parameters", "optimizer", "reference model", "reward model", "weights to be sent")
+    rows = table(model, cfg, world, longest_prompt, judges)
+    return sum(row.bytes for row in rows if row.name.startswith(kept) and not row.on_host)
+
+
+def server_share(world: World, needed: int, given: Sequence[str]) -> list[str]:
     """Return the option with the share of the trainer's GPU that a vLLM server of our own may use,
     unless the user has `given` one. On a CPU, serve.py chooses.
 
     The server gets what is free now, except for a margin and what the trainer is still expected to
-    allocate. So the share also holds when the server is restarted later.
+    allocate, of the `needed` bytes. So the share also holds when the server is restarted later.
     """
     chosen = ("--gpu-mem", "--device-mem", "--kv-cache-mem")
     if world.device.type == "cpu" or any(w.replace("_", "-").startswith(chosen) for w in given):
         return []
     free, total = torch.cuda.mem_get_info(world.device)
-    growth = max(estimate - torch.cuda.memory_allocated(world.device), 0)
+    growth = max(needed - torch.cuda.memory_allocated(world.device), 0)
     left = free - growth - MARGIN
     if left <= 0:
         raise UserError(
             f"--engine vllm: of the {shown(free)} that are free on the GPU, the trainer will need "
-            f"{shown(growth)}, which leaves nothing for vLLM: lower --token-budget, start serve.py "
-            "on another GPU and name it with --server, or set --gpu-memory-utilization in "
-            "--vllm-options."
+            f"{shown(growth)}, which leaves nothing for vLLM: lower --token-budget, let them take "
+            "turns with --vllm-enable-sleep-mode, name another GPU with --vllm-gpus, or set "
+            "--gpu-memory-utilization in --vllm-options."
         )
     share = min(left / total, MOST)
     log.info(

@@ -18,6 +18,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -44,9 +45,11 @@ from nanogrpo.rewards.builtin import needs_answers
 from nanogrpo.rewards.runner import Runner
 from nanogrpo.run import hub, memory, optim, output, state, warmup
 from nanogrpo.types import Prompt
+from nanogrpo.vllm import gpus
 from nanogrpo.vllm.auth import SECRET
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import ServerLost, Sidecar
+from nanogrpo.vllm.sleeping import SleepingEngine
 
 log = logging.getLogger("nanogrpo")
 
@@ -143,6 +146,7 @@ def closing(run: Run) -> Iterator[None]:
 def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
     """Check every input, then build the parts. Every rank must call."""
     check_world(cfg, world)
+    gpus.shares(cfg, world)  # refuses GPUs that a vLLM server cannot use
     hub.check(cfg)
     source = find_model(cfg, world)
     tokenizer = Tokenizer(source)
@@ -182,7 +186,9 @@ def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
     if cfg.data_weights:
         draw_all = functools.partial(data.draw_mixed, parts, cfg.data_weights, cfg.prompts_per_step)
     max_len = longest + cfg.max_completion_length
-    engine = make_engine(cfg, world, model, source, max_len, estimate)
+    turn = memory.while_sampling(model, cfg, world, longest, rewards.models)
+    needed = turn if cfg.vllm_enable_sleep_mode else estimate
+    engine = client = make_engine(cfg, world, model, source, max_len, needed)
     if function := rollout or tools:
         # Every tool call has a limit of its own, but together they may take long.
         patient = world.patient() if tools and cfg.tool_timeout else world
@@ -192,6 +198,8 @@ def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
         draw = functools.partial(draw_all, cfg.seed)
         limits = cfg.max_steps, cfg.max_staleness
         engine = AheadEngine(engine, draw, cfg.num_generations, sampling, *limits, world)
+    if cfg.vllm_enable_sleep_mode:
+        engine = SleepingEngine(engine, cast(VLLMEngine, client))
     config_json = read_json(source / "config.json")
     return Run(
         cfg=cfg,
@@ -280,11 +288,12 @@ def sampling_params(cfg: Config, tokenizer: Tokenizer) -> SamplingParams:
 
 
 def make_engine(
-    cfg: Config, world: World, model: Decoder, source: Path, max_len: int, estimate: int
+    cfg: Config, world: World, model: Decoder, source: Path, max_len: int, needed: int
 ) -> Engine:
     """Return the engine that samples. It has no weights yet.
 
-    estimate: the expected peak of the trainer's device memory in bytes.
+    needed: the bytes of device memory that the trainer is expected to need while a vLLM server has
+    its memory.
 
     With --engine vllm and no --server, a vLLM server is started here and ends with the run.
     """
@@ -296,9 +305,19 @@ def make_engine(
         # CPUs compute bfloat16 slowly, and the server must agree with the trainer's float32.
         dtype = ["--dtype", "float32"] if world.device.type == "cpu" else []
         given = shlex.split(cfg.vllm_options)
-        share = world.once(lambda: memory.server_share(world, estimate, given))
-        options = ["--max-model-len", str(max_len), *dtype, *share, *given]
-        sidecar = Sidecar(source, options, python, Path(cfg.output_dir) / "serve.log")
+        own = cfg.vllm_gpus  # GPUs
+        shared = gpus.shares(cfg, world)
+        share = world.once(lambda: memory.server_share(world, needed, given)) if shared else []
+        sleeps = ["--enable-sleep-mode"] if cfg.vllm_enable_sleep_mode else []
+        several = gpus.parallel(own, given)
+        options = ["--max-model-len", str(max_len), *dtype, *share, *sleeps, *several, *given]
+        sidecar = Sidecar(
+            source,
+            options,
+            python,
+            Path(cfg.output_dir) / "serve.log",
+            gpus=world.once(lambda: gpus.visible(own)) if own else "",
+        )
     return VLLMEngine(
         model,
         max_len=max_len,
@@ -309,6 +328,7 @@ def make_engine(
         window=cfg.server_window,
         timeout=cfg.server_timeout,
         patience=cfg.server_patience,
+        sleeps=cfg.vllm_enable_sleep_mode,
         world=world,
     )
 

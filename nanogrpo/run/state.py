@@ -78,9 +78,9 @@ FREE = """
     save_only_model load_best_model_at_end metric_for_best_model greater_is_better
     push_to_hub hub_model_id hub_private_repo
     device ddp_timeout heartbeat_timeout reward_timeout reward_env tool_timeout server vllm_python
-    vllm_options weight_transport server_window server_timeout server_patience max_concurrent
-    token_budget share_prompts gradient_checkpointing cpu_offload reshard_after_forward
-    reduce_gradients lora_base_dtype
+    vllm_options vllm_gpus vllm_enable_sleep_mode weight_transport server_window server_timeout
+    server_patience max_concurrent token_budget share_prompts gradient_checkpointing cpu_offload
+    reshard_after_forward reduce_gradients lora_base_dtype
 """
 
 

@@ -49,6 +49,8 @@ ROUTES = {
     "/update_weights": ("POST", "sync: receive the weights"),
     "/finish_weight_update": ("POST", "sync: label the new weights"),
     "/resume": ("POST", "sync: continue with the requests"),
+    "/sleep": ("POST", "sleep mode: free the memory while the trainer trains"),
+    "/wake_up": ("POST", "sleep mode: allocate the memory again"),
     DISCONNECT: ("POST", "sync: release the server for other trainers"),
 }
 # Before the server refuses a request, it reads at most this many bytes of the body, for at most
@@ -101,7 +103,7 @@ class AccessControl:
             error = "this server has no such route (docs/vllm.md lists its routes)"
             return await answer(send, 404, {"error": error})
         if path == INFO:
-            return await answer(send, 200, describe(scope["app"].state))
+            return await answer(send, 200, await describe(scope["app"].state))
         await self.app(scope, receive, send)
 
     def refusal(self, headers: list[tuple[bytes, bytes]]) -> tuple[int, str] | None:
@@ -204,11 +206,14 @@ def scaling(angles: dict, raw: dict) -> dict | None:
     return found.to_dict() if found else None
 
 
-def describe(state) -> dict:
+async def describe(state) -> dict:
     """Return the facts that a trainer checks before it uses this server.
 
-    state: the state of the application, as filled in by vLLM.
+    state: the state of the application, as filled in by vLLM. The workers tell which GPUs they use,
+    when the first request asks for it.
     """
+    if not hasattr(state, "device_facts"):
+        state.device_facts = await state.engine_client.collective_rpc("device_facts")
     config = state.engine_client.vllm_config
     model = config.model_config
     raw = model.hf_config.to_dict()
@@ -221,4 +226,6 @@ def describe(state) -> dict:
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": model.max_model_len,
         "workers": config.parallel_config.world_size_across_dp,
+        "gpus": [facts["gpu"] for facts in state.device_facts if facts["gpu"]],
+        "nccl": state.device_facts[0]["nccl"],
     }

@@ -14,11 +14,13 @@ model. Read next: sync.py (the trainer's end), then worker.py (the server's end)
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,6 +40,16 @@ ALIGN = 64  # bytes; each tensor starts on a cache line, which suits every dtype
 # Bytes before the first tensor of bucket 0. The first 8 contain the number of the update.
 HEADER = 64
 LARGEST = 1 << 44  # maximum bytes of a model, 16 TiB: above any model, below integer overflow
+FAR = timedelta(days=7)  # the timeout of a NCCL group, which ours must precede
+POLL = 0.0005  # seconds between two looks at a broadcast; torch's own wait takes up to 10 ms
+
+
+def device_facts(device: torch.device) -> dict[str, str]:
+    """Return the UUID of a process's GPU and its version of NCCL; both are "" on a CPU."""
+    if device.type != "cuda":
+        return {"gpu": "", "nccl": ""}
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return {"gpu": uuid, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 
 
 # --- the layout ---
@@ -181,24 +193,25 @@ class BroadcastGroup:
         device: torch.device,
         sock: socket.socket | None = None,  # the trainer's socket, which serves the store
     ):
-        wait = timedelta(seconds=info.timeout)
+        self.timeout = timedelta(seconds=info.timeout)
         # the store closes the socket
         serve: dict[str, Any] = (
             {"is_master": True, "master_listen_fd": sock.detach()} if sock else {}
         )
         store = dist.TCPStore(
-            info.address, info.port, None, timeout=wait, wait_for_workers=False, **serve
+            info.address, info.port, None, timeout=self.timeout, wait_for_workers=False, **serve
         )
         self.store = dist.PrefixStore(info.group, store)
-        self.device = device
+        # Nothing could end the wait of NCCL for a rank that never comes. This wait has a timeout.
+        self.store.set(f"rank {rank}", "")
+        self.store.wait([f"rank {other}" for other in range(info.size)])
         self.group: Any
         if device.type == "cuda":
-            nccl: Any = dist.ProcessGroupNCCL  # its type stub lacks this overload
-            self.group = nccl(self.store, rank, info.size, wait)
+            self.group = _nccl(self.store, rank, info.size)
         else:
             gloo: Any = dist.ProcessGroupGloo  # its type stub lacks _Options
             options = gloo._Options()
-            options._timeout = wait
+            options._timeout = self.timeout
             # by default gloo uses the interface that the machine's name resolves to
             options._devices = [
                 gloo.create_device(hostname="127.0.0.1")
@@ -206,6 +219,8 @@ class BroadcastGroup:
                 else gloo.create_default_device()
             ]
             self.group = gloo(self.store, rank, info.size, options)
+        # NCCL connects the ranks, and reads its settings, in the first operation.
+        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
 
     def announce(self, sequence: int) -> None:
         """Publish the number of the next update. Return when the workers can see it."""
@@ -218,13 +233,17 @@ class BroadcastGroup:
 
     def broadcast(self, bucket: Tensor) -> None:
         """Copy the trainer's bucket, [size] uint8 on the group's device, into the buckets of all
-        workers.
+        workers. Raises RuntimeError after the timeout, or if a peer is gone; the group cannot be
+        used afterwards.
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self.group.broadcast([bucket], options).wait()
-        if self.device.type == "cuda":  # NCCL's wait does not block the host
-            torch.cuda.current_stream(self.device).synchronize()
+        work = self.group.broadcast([bucket], options)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while not work.is_completed() and time.monotonic() < deadline:
+            time.sleep(POLL)
+        # With a timeout, NCCL's wait blocks the host too, and aborts an operation that is late.
+        work.wait(self.timeout)
 
     def send(self, buckets: Sequence[Tensor]) -> None:
         for bucket in buckets:
@@ -233,6 +252,25 @@ class BroadcastGroup:
     def close(self) -> None:
         self.group.abort()  # also releases a peer that is blocked in a broadcast
         del self.group, self.store
+
+
+def _nccl(store: dist.Store, rank: int, size: int) -> Any:
+    """Return a NCCL group that never ends this process.
+
+    A group has a watchdog, which ends the process if an operation exceeds the group's timeout or a
+    peer dies. There is none if this variable is set while the group is created. `broadcast` has a
+    timeout of its own instead, and raises.
+    """
+    variable = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        nccl: Any = dist.ProcessGroupNCCL  # its type stub lacks this overload
+        return nccl(store, rank, size, FAR)
+    finally:
+        os.environ.pop(variable)
+        if before is not None:
+            os.environ[variable] = before
 
 
 # --- memory ---
@@ -247,7 +285,8 @@ class SharedBuckets:
         self.buckets: list[Tensor] = []  # [size] uint8 each
         for size in sizes:
             if device.type == "cuda":
-                self.buckets.append(torch.zeros(size, dtype=torch.uint8, device=device))
+                with _fixed_segments():
+                    self.buckets.append(torch.zeros(size, dtype=torch.uint8, device=device))
             else:
                 # Memory with a file descriptor but no name: nothing is left behind, however this
                 # process ends.
@@ -265,7 +304,7 @@ class SharedBuckets:
         """Return one handle per bucket, made of JSON types, for `attach`."""
         if self.device.type != "cuda":
             return [{"path": f"/proc/{os.getpid()}/fd/{fd}"} for fd in self.files]
-        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        uuid = device_facts(self.device)["gpu"]
         shared = [b.untyped_storage()._share_cuda_()[1:] for b in self.buckets]
         return [
             {"gpu": uuid, "parts": [p.hex() if isinstance(p, bytes) else p for p in parts]}
@@ -275,6 +314,21 @@ class SharedBuckets:
     def close(self) -> None:
         while self.files:
             os.close(self.files.pop())
+
+
+@contextlib.contextmanager
+def _fixed_segments() -> Iterator[None]:
+    """Allocate memory that other processes can map, which those of expandable segments cannot."""
+    conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments:True" not in conf:
+        yield
+        return
+    # torch resets all settings that are not named, so all are passed again.
+    torch._C._accelerator_setAllocatorSettings(conf.replace("segments:True", "segments:False"))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(conf)
 
 
 def attach(handle: Any, size: int, device: torch.device) -> Tensor:
@@ -296,7 +350,7 @@ def attach(handle: Any, size: int, device: torch.device) -> Tensor:
                 f"the shared bucket cannot be opened ({e.strerror}): are trainer and server on one "
                 "machine?"
             ) from e
-    if handle.get("gpu") != str(torch.cuda.get_device_properties(device).uuid):
+    if handle.get("gpu") != device_facts(device)["gpu"]:
         raise ValueError("the shared bucket is on another GPU: use the broadcast transport")
     parts = handle.get("parts")
     if not isinstance(parts, list) or len(parts) != 7:

@@ -14,7 +14,7 @@ returns unknown labels (because it was restarted, or another trainer uses it) co
 prefix cache is salted with the label, so keys computed with older weights are never reused.
 
 With several trainer processes, rank 0 talks to the servers and shares the results and errors. Read
-next: sync.py, engine/ahead.py.
+next: sync.py, sleeping.py, engine/ahead.py.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 from nanogrpo.distributed.failure import asked
@@ -36,6 +37,7 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm import protocol
 from nanogrpo.vllm.auth import HEALTH, INFO
+from nanogrpo.vllm.buckets import device_facts
 from nanogrpo.vllm.protocol import GroupRequest
 from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar, retry
 from nanogrpo.vllm.sync import WeightSync
@@ -59,16 +61,20 @@ class VLLMEngine:
         servers: Sequence[str] = (),  # addresses, or
         sidecar: Sidecar | None = None,  # a process to start
         secret: str = "",
-        transport: str = "broadcast",  # how weights are sent: see buckets.py
+        # how weights are sent: auto, or one of the two in buckets.py
+        transport: str = "auto",
         window: int = 64,  # groups in progress on one server
         # seconds within which a healthy server answers a heartbeat and accepts the weights
         timeout: float = 60.0,
         patience: float = 600.0,  # seconds to wait for a server that we cannot restart
+        # Whether the servers sleep when they are not needed: see `wake`.
+        sleeps: bool = False,
         world: World = ALONE,
     ):
         self.world = world.patient()
         self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, patience
         self.window, self.timeout = window, timeout
+        self.transport, self.sleeps = transport, sleeps
         self.interval = min(HEARTBEAT, timeout / 4)
         self.version = -1  # version of the weights
         self.dtype = ""  # the dtype of the servers
@@ -83,16 +89,16 @@ class VLLMEngine:
         except BaseException:
             self.over.set()  # `close` will not be called, so end the threads here
             raise
-        self.sync = WeightSync(
-            model, dtype, world.device, transport, timeout=timeout, main=world.main
-        )
+        self.sync = WeightSync(model, dtype, world.device, timeout=timeout, main=world.main)
+        if sleeps:
+            self.sleep()
 
     # --- the engine's interface ---
 
     def load(self, model: nn.Module, version: int) -> None:
         """Gather the model's weights and send them to every server. Every rank must call.
 
-        Raises ServerLost if no server accepts them.
+        Raises ServerLost if no server accepts them. In sleep mode, `wake` sends them.
         """
         with self.lock:
             # Rank 0 may have to wait for the lock. The other ranks wait for rank 0 here, because
@@ -100,7 +106,23 @@ class VLLMEngine:
             self.world.once(lambda: None)
             self.sync.gather(model)
             self.version = version
+            if not self.sleeps:
+                self.world.once(self._send_to_all)
+
+    def wake(self) -> None:
+        """In sleep mode: wake the servers, and send them the weights. Every rank must call.
+
+        Raises ServerLost if no server accepts them.
+        """
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()  # memory that we do not use, but the servers will
+        with self.lock:
             self.world.once(self._send_to_all)
+
+    def sleep(self) -> None:
+        """In sleep mode: free the memory of the servers. Every rank must call."""
+        with self.lock:
+            self.world.once(self._put_to_sleep)
 
     def sample(
         self,
@@ -230,15 +252,43 @@ class VLLMEngine:
     # --- sending weights, on rank 0 ---
 
     def _send_to_all(self) -> None:
-        """Send the weights to all servers, except lost ones that do not answer heartbeats."""
-        for server in self.servers:
+        """Send the weights to all servers at the same time, except lost ones that do not answer
+        heartbeats.
+        """
+        problems: dict[Server, Exception] = {}
+
+        def send(server: Server) -> None:
             try:
                 if server.error is not None and not server.alive:
                     raise server.error
                 self._send(server)
             except ServerError as e:
                 self._lose(server, e)
+            except Exception as e:  # raised below, in the caller's thread
+                problems[server] = e
+
+        threads = [
+            threading.Thread(target=send, args=(server,), daemon=True) for server in self.servers
+        ]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        found = [problems[server] for server in self.servers if server in problems]
+        for problem in found[1:]:
+            log.warning("%s", problem)
+        if found:
+            raise found[0]
         self._recover()
+
+    def _put_to_sleep(self) -> None:
+        for server in self.servers:
+            if server.error is None:  # lost ones do not answer
+                server.asleep = True
+                try:
+                    self.sync.sleep(server)
+                except ServerError as e:
+                    self._lose(server, e)
 
     def _send(self, server: Server) -> None:
         """Connect to a server, unless it is already alive, and send it the weights. Afterwards the
@@ -246,8 +296,8 @@ class VLLMEngine:
         """
         try:
             if not server.alive:
-                self.sync.connect(server, self._workers(server))
-            self.sync.send(server, self.version)
+                self.sync.connect(server, *self._greet(server))
+            self.sync.send(server, self.version, wake=self.sleeps)
         except UserError as e:
             if server.version < 0:
                 raise
@@ -255,15 +305,18 @@ class VLLMEngine:
             # now may be a different server that uses the address temporarily.
             raise ServerError(str(e)) from e
         server.alive, server.version = not self.over.is_set(), self.version
-        server.error, server.reported = None, False
+        server.asleep, server.error, server.reported = False, None, False
 
-    def _workers(self, server: Server) -> int:
-        """Check that the server can serve this trainer. Return its number of workers."""
+    def _greet(self, server: Server) -> tuple[str, int]:
+        """Check that the server can serve this trainer. Return how weights reach it, and its number
+        of workers.
+        """
         info = server.get(INFO, timeout=min(self.timeout, 10.0))
-        server.get(HEALTH, timeout=min(self.timeout, 10.0))  # INFO does not reach the engine
+        server.get(HEALTH, timeout=min(self.timeout, 10.0))  # INFO need not reach the engine
         protocol.check_server(str(server), info, self.cfg, self.max_len, self.dtype)
         self.dtype = info["dtype"]
-        return info["workers"]
+        ours = device_facts(self.world.device)
+        return protocol.transport(self.transport, str(server), info, ours), info["workers"]
 
     # --- losing and recovering servers, on rank 0 ---
 
@@ -278,7 +331,7 @@ class VLLMEngine:
         if self.sidecar is not None:
             self.servers = [self.sidecar.start(self.timeout)]
         for server in self.servers:
-            call = functools.partial(self._workers, server)
+            call = functools.partial(self._greet, server)
             if problem := retry(min(self.patience, FIRST), call, self.over):
                 if self.sidecar is not None:
                     raise UserError(f"{problem}; see {self.sidecar.output}.")
@@ -304,7 +357,7 @@ class VLLMEngine:
             try:
                 if is_paused() and server.alive:
                     with self.lock:  # unless one of our own syncs has paused it
-                        if server.alive and is_paused():
+                        if server.alive and not server.asleep and is_paused():
                             raise ServerError(f"{server} is paused, but not by this trainer")
                 if not server.alive:
                     server.error = None  # weights may be sent to it again

@@ -47,6 +47,8 @@ def check_server(server: str, info: dict, cfg: ModelConfig, max_len: int, dtype:
         "max_model_len": is_integer(info.get("max_model_len"), 1, 1 << 31),
         "dtype": info.get("dtype") in [*DTYPES],
         "workers": is_integer(info.get("workers"), 1, WORKERS),
+        "gpus": isinstance(info.get("gpus"), list) and all(map(is_short, info["gpus"])),
+        "nccl": is_short(info.get("nccl")),
     }
     for name in valid:
         if not valid[name]:
@@ -74,6 +76,47 @@ def check_server(server: str, info: dict, cfg: ModelConfig, max_len: int, dtype:
             f"--server {server} runs in {info['dtype']}, but another server runs in {dtype}; start "
             "all of them with the same --dtype."
         )
+
+
+def transport(wanted: str, server: str, info: dict, ours: dict[str, str]) -> str:
+    """Return how weights reach a server: broadcast or memory.
+
+    wanted: --weight-transport. info: the server's description. ours: buckets.device_facts of the
+    trainer. Raises UserError if they cannot, or not as wanted: NCCL connects only processes on
+    different GPUs, with the same version of NCCL, and a process can map only memory of its own GPU.
+    """
+    theirs = {*info["gpus"]}
+    if bool(theirs) != bool(ours["gpu"]):
+        there, here = ("a GPU", "a CPU") if theirs else ("a CPU", "a GPU")
+        raise UserError(
+            f"--server {server} computes on {there} but the trainer on {here}, so it cannot get "
+            "the weights; start both on the same kind of device."
+        )
+    if not theirs:
+        return "broadcast" if wanted == "auto" else wanted
+    shared = ours["gpu"] in theirs
+    if shared and len(theirs) > 1:
+        raise UserError(
+            f"--server {server} uses the trainer's GPU and others, and no transport reaches both; "
+            "give the server only that GPU, or only others."
+        )
+    found = "memory" if shared else "broadcast"
+    if wanted not in ("auto", found):
+        why = (
+            "shares the trainer's GPU, and NCCL connects only different GPUs"
+            if shared
+            else "is on another GPU, which cannot map the trainer's memory"
+        )
+        raise UserError(
+            f"--weight-transport {wanted} cannot be used, because {server} {why}; leave it out."
+        )
+    if not shared and info["nccl"] != ours["nccl"]:
+        raise UserError(
+            f"--server {server} has NCCL {shown.repr(info['nccl'])} but the trainer has "
+            f"{ours['nccl']!r}, and NCCL connects only equal versions; install the same torch for "
+            "both."
+        )
+    return found
 
 
 def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
@@ -189,6 +232,11 @@ def read(
         samples = [dataclasses.replace(samples[0], index=i) for i in range(n)]
     require([s.index for s in samples] == list(range(n)), "a completion twice")
     return samples
+
+
+def is_short(value: Any) -> bool:
+    """Return whether a value from JSON is a short text."""
+    return isinstance(value, str) and len(value) <= 100
 
 
 def is_integer(value: Any, low: int, high: int) -> bool:

@@ -96,6 +96,7 @@ class Server:
         self.authorize()
         # State, set by client.py and sync.py:
         self.alive = False  # it is connected, has the current weights, and receives requests
+        self.asleep = False  # the same, but without its weights, until they are sent again
         self.version = -1  # the version of the last weights it received
         self.error: Exception | None = None  # why the last heartbeat failed, or it was lost
         self.reported = False  # whether the outage has already been logged
@@ -307,9 +308,11 @@ class Sidecar:
         python: str,  # the interpreter that has vLLM
         output: Path,  # the file for the server's messages
         startup_timeout: float = 900.0,
+        gpus: str = "",  # its CUDA_VISIBLE_DEVICES, if not ours
     ):
         self.model, self.options, self.output = str(model), options, output
         self.python, self.startup_timeout = python or sys.executable, startup_timeout
+        self.environment = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         self.secret = secrets.token_urlsafe(32)
         self.process: subprocess.Popen | None = None
         self.logged = 0  # bytes in `output` before the process started
@@ -354,7 +357,9 @@ class Sidecar:
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,
-                    env=os.environ | {SECRET: self.secret, "PYTHONPATH": os.pathsep.join(path)},
+                    env=os.environ
+                    | self.environment
+                    | {SECRET: self.secret, "PYTHONPATH": os.pathsep.join(path)},
                     start_new_session=True,  # a process group, so its workers can be killed too
                 )
         except OSError as e:

@@ -6,6 +6,9 @@ label with their version.
     every rank   gather   full parameters, cast to the servers' dtype, into the buckets of rank 0
     rank 0       send     pause → start → update ∥ broadcast → finish, with a new label → resume
 
+With sleep mode, the server has no weights and no KV cache while the trainer trains: `sleep` frees
+both, and `send` wakes the memory of the weights before the update, and the KV cache after it.
+
 All gathers end before the first send, because NCCL can deadlock if a rank uses two communicators at
 the same time. This costs one copy of the model on rank 0. In return, the same weights can be sent
 at any time to a server that restarts, while the model is already being trained further. Nothing
@@ -52,14 +55,13 @@ class WeightSync:
         model: nn.Module,
         dtype: str,  # the dtype of the servers: float32, bfloat16 or float16
         device: torch.device,
-        transport: str = "broadcast",
         bucket_bytes: int = BUCKET_BYTES,
         timeout: float = 60.0,  # seconds for each request, and for each broadcast
         main: bool = True,  # whether this is rank 0, which has the buckets
     ):
         entries = [(n, dtype, list(p.shape)) for n, p in lora.base_parameters(model)]
         self.layout = Layout(entries, bucket_bytes)
-        self.device, self.transport, self.timeout = device, transport, timeout
+        self.device, self.timeout = device, timeout
         self.dtype = DTYPES[dtype]
         self.sequence = 0  # the number of the last update; 0 before the first gather
         # distinguishes this trainer's labels and cached prefixes from those of other runs
@@ -86,16 +88,16 @@ class WeightSync:
             # another process or another communicator reads the buckets next
             torch.cuda.synchronize(self.device)
 
-    def connect(self, server: Server, workers: int) -> None:
+    def connect(self, server: Server, transport: str, workers: int) -> None:
         """Tell a server the layout and transport of the buckets. workers: their number on it."""
         self.disconnect(server)
         info: dict[str, Any] = {
-            "transport": self.transport,
+            "transport": transport,
             "layout": self.layout.entries,
             "bucket_bytes": self.layout.bucket_bytes,
             "timeout": self.timeout,
         }
-        if self.transport == "memory":
+        if transport == "memory":
             server.post(CONNECT, {"init_info": info | {"handles": self.shared.handles()}})
             return
         address = own_address(server)
@@ -106,21 +108,25 @@ class WeightSync:
         join = InitInfo(**info)
         joining = _on_thread(lambda: BroadcastGroup(join, 0, self.device, sock))
         server.post(CONNECT, {"init_info": info}, timeout=self.timeout + 10)
-        server.group = _result(joining, self.timeout)
+        server.group = _result(joining, server, self.timeout)
 
     def disconnect(self, server: Server) -> None:
         group, server.group = server.group, None
         if group is not None:
             group.close()
 
-    def send(self, server: Server, version: int) -> None:
+    def send(self, server: Server, version: int, wake: bool = False) -> None:
         """Send the buckets to a connected server, as `version`.
 
         After a ServerError the server must be connected again. Requests in progress are paused,
         keep their KV cache, and continue with the new weights. New requests never reuse prefixes
         cached under older weights, because they salt the prefix cache (see client.py).
+
+        wake: the server uses sleep mode, and may be asleep.
         """
         group = server.group
+        if wake:
+            server.post("/wake_up?tags=weights")
         server.post("/pause?mode=keep&clear_cache=false")
         try:
             server.post("/update_weight_version", {"new_version": TORN})
@@ -136,15 +142,25 @@ class WeightSync:
             update = {"update_info": {"sequence": self.sequence}}
             server.post("/update_weights", update, timeout=self.timeout + 10)
             if sending is not None:
-                _result(sending, self.timeout)
+                _result(sending, server, self.timeout)
             server.post("/finish_weight_update", {"weight_version": self.label(version)})
+            if wake:
+                server.post("/wake_up?tags=kv_cache")
         except BaseException:
             self.disconnect(server)
-            # Report the first error. If that was a hang, this request hangs too.
-            with contextlib.suppress(ServerError):
-                server.post("/resume", timeout=min(self.timeout, 5.0))
+            # A server that resumed without its KV cache would crash. It stays paused instead.
+            if not wake:
+                # Report the first error. If that was a hang, this request hangs too.
+                with contextlib.suppress(ServerError):
+                    server.post("/resume", timeout=min(self.timeout, 5.0))
             raise
         server.post("/resume")
+
+    def sleep(self, server: Server) -> None:
+        """Free the memory of a server's weights and KV cache, until `send` wakes it."""
+        # level 2 discards the weights, so their label must not stay
+        server.post("/update_weight_version", {"new_version": TORN})
+        server.post("/sleep?level=2&mode=abort")
 
     def close(self, servers: list[Server]) -> None:
         """Disconnect from the servers and release them for other trainers."""
@@ -169,12 +185,12 @@ def _on_thread(call: Callable[[], Any]) -> Future:
     return future
 
 
-def _result(future: Future, timeout: float) -> Any:
+def _result(future: Future, server: Server, timeout: float) -> Any:
     try:
         return future.result(timeout)
     except Exception as e:  # raised by the call, or a timeout, which has no message
         reason = str(e) or f"it did not end within {timeout:g} s"
-        raise ServerError(f"the broadcast to the server failed: {reason}") from e
+        raise ServerError(f"the broadcast to {server} failed: {reason}") from e
 
 
 def own_address(server: Server) -> str:

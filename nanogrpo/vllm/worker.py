@@ -30,9 +30,10 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.utils.nccl import unpinned_nccl_env
 
 from nanogrpo.distributed.parent import on_end
-from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, attach, sequence_of
+from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, attach, device_facts, sequence_of
 
 NAME = "nanogrpo"  # the engine's name in --weight-transfer-config
 
@@ -54,7 +55,10 @@ class Transfer(WeightTransferEngine):
         else:
             p = self.parallel_config
             rank = 1 + p.data_parallel_index * p.world_size + p.rank  # the trainer is rank 0
-            self.group = BroadcastGroup(info, rank, device)
+            # With VLLM_BATCH_INVARIANT=1, vLLM sets NCCL variables that the trainer does not have.
+            # A group of processes with different settings would hang.
+            with unpinned_nccl_env():
+                self.group = BroadcastGroup(info, rank, device)
         self.info = info
 
     def start_weight_update(self) -> None:
@@ -119,7 +123,15 @@ class Transfer(WeightTransferEngine):
 
 
 class Extension:
-    """The class that --worker-extension-cls names. Its only purpose is to import this file."""
+    """The class that --worker-extension-cls names, to import this file. vLLM adds it to the bases
+    of its worker.
+    """
+
+    device: torch.device  # the worker's
+
+    def device_facts(self) -> dict[str, str]:
+        """Answer auth.describe, in the HTTP process."""
+        return device_facts(torch.device(self.device))
 
 
 def end_with(server: int) -> None:

@@ -3,10 +3,13 @@
     with FakeVLLM(tiny_config()) as server:     # on a free port of this machine
         engine = engine_of(server)              # a client that has sent it MODEL's weights
 
-Completions are a hash of their seed, so equal requests get equal replies. Weights really arrive, by
-the memory transport: `server.weights` holds those of the last sync. `server.disturb` may replace
-any reply: (method, path, body) → None for the usual one, a status, a reply, or its bytes. It has a
-secret, stored like that of serve.py, so clients on this machine find it.
+Completions are a hash of their seed, so equal requests get equal replies. Weights really arrive:
+`server.weights` holds those of the last sync. `server.disturb` may replace any reply: (method,
+path, body with query) → None for the usual one, a status, a reply, or its bytes. It has a secret,
+stored like that of serve.py, so clients on this machine find it.
+
+In sleep mode, it answers 500 to requests that would use memory that is not there. `server.wrong`
+lists them; a real server would crash.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from unittest import mock
+from urllib.parse import parse_qsl
 
 import torch
 
@@ -26,7 +30,7 @@ from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm import client
 from nanogrpo.vllm import secret as stored
 from nanogrpo.vllm.auth import FIELDS
-from nanogrpo.vllm.buckets import InitInfo, attach, sequence_of
+from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, attach, sequence_of
 from nanogrpo.vllm.client import VLLMEngine
 from tests.conftest import tiny_model
 
@@ -43,14 +47,19 @@ class FakeVLLM:
             "dtype": "float32",
             "max_model_len": max_model_len,
             "workers": workers,
-            "device": "cpu",
+            "gpus": [],
+            "nccl": "",
         }
+        self.group: BroadcastGroup | None = None
         self.label, self.weights, self.requests, self.disturb = (
             "default",
             {},
             [],
             lambda *call: None,
         )
+        self.asleep: set[str] = set()  # the memory that is freed: weights, kv_cache
+        self.garbage = False  # whether the weights have been freed since they last arrived
+        self.wrong: list[str] = []
         self.engines: list[VLLMEngine] = []  # that engine_of made
         self.running = threading.Event()  # cleared by /pause, set by /resume
         self.running.set()
@@ -61,7 +70,8 @@ class FakeVLLM:
                 body = json.loads(
                     self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}"
                 )
-                call = (self.command, self.path.split("?")[0], body)
+                path, _, query = self.path.partition("?")
+                call = (self.command, path, body | dict(parse_qsl(query)))
                 fake.requests.append(call)
                 known = self.headers["Authorization"] == f"Bearer {fake.secret}"
                 reply = fake.disturb(*call) if known else 401
@@ -99,12 +109,31 @@ class FakeVLLM:
         self.stored.unlink(missing_ok=True)
         self.http.shutdown()
         self.http.server_close()  # from now on: connection refused
+        if self.group is not None:
+            self.group.close()
+            self.group = None
 
-    def answer(self, path: str, body: dict) -> dict:
+    def answer(self, path: str, body: dict) -> dict | int:
         if path in ("/pause", "/resume"):
             (self.running.set if path == "/resume" else self.running.clear)()
+        if path == "/sleep":
+            assert body["level"] == "2"
+            self.running.clear()
+            self.asleep, self.garbage, self.weights = {"weights", "kv_cache"}, True, {}
+        if path == "/wake_up":
+            self.asleep.discard(body["tags"])
+            if not self.asleep:  # vLLM then continues by itself
+                self.running.set()
         if path == "/inference/v1/generate":
             self.running.wait(20)
+        if (
+            (path == "/resume" and self.asleep)
+            or (path == "/update_weights" and (self.running.is_set() or "weights" in self.asleep))
+            or ("generate" in path and (self.asleep or self.garbage))
+        ):
+            self.wrong.append(path)
+            return 500
+        if path == "/inference/v1/generate":
             return {
                 "choices": [
                     self.choice(i, body["sampling_params"])
@@ -112,18 +141,25 @@ class FakeVLLM:
                 ]
             }
         if path == "/init_weight_transfer_engine":
-            self.init_info = InitInfo(**body["init_info"])
+            self.init_info = info = InitInfo(**body["init_info"])
             self.mapped = [
-                attach(h, n, torch.device("cpu"))
-                for h, n in zip(self.init_info.handles, self.init_info.plan.sizes)
+                attach(h, n, torch.device("cpu")) for h, n in zip(info.handles, info.plan.sizes)
             ]
+            device = torch.device("cuda" if self.facts["gpus"] else "cpu")
+            self.group = None if self.mapped else BroadcastGroup(info, 1, device)
         if path == "/update_weights":
+            if self.group is not None:
+                assert self.group.announced(body["update_info"]["sequence"])
+                sizes = self.init_info.plan.sizes
+                self.mapped = [torch.empty(n, dtype=torch.uint8) for n in sizes]
+                self.group.send(self.mapped)
             assert int(sequence_of(self.mapped[0])) == body["update_info"]["sequence"]
             self.weights = {
                 n: t.clone()
                 for i, b in enumerate(self.mapped)
                 for n, t in self.init_info.plan.views(b, i)
             }
+            self.garbage = False
         self.label = body.get("weight_version") or body.get("new_version") or self.label
         return (
             self.facts

@@ -29,7 +29,7 @@ METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS", "CONNECT")
 CLOSED = [
     *("/", "/docs", "/openapi.json", "/redoc", "/ping", "/invocations", "/version", "/load"),
     *("/server_info", "/tokenize", "/v1/models", "/v1/completions", "/v1/chat/completions"),
-    *("/v1/responses", "/v1/realtime", "/collective_rpc", "/sleep", "/wake_up", "/is_sleeping"),
+    *("/v1/responses", "/v1/realtime", "/collective_rpc", "/is_sleeping"),
     *("/reset_prefix_cache", "/abort_requests", "/get_world_size", "/weight_info"),
     *("/weight_checker", "/start_draft_weight_update", "/inference/v1/abort_requests"),
     "/release_kv_cache_memory",

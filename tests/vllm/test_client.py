@@ -5,6 +5,7 @@ Read next: test_real.py.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import dataclasses
@@ -525,6 +526,50 @@ def test_when_one_of_two_servers_dies_the_other_does_the_work(fake):
         assert [s.versions[0] for s in engine.sample(PROMPTS[:2], 1, PARAMS, step=1)] == [1, 1]
 
 
+@contextlib.contextmanager
+def four():
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(FakeVLLM(tiny_config())) for _ in range(4)]
+
+
+def test_all_servers_get_the_weights_at_the_same_time():
+    together = threading.Barrier(4, timeout=60)
+
+    def disturb(method, path, body):
+        if path == "/update_weights":
+            together.wait()
+
+    with four() as servers:
+        for server in servers:
+            server.disturb = disturb
+        engine = engine_of(*servers)
+        assert [s.alive for s in engine.servers] == [True] * 4
+        for server in servers:
+            assert server.label == engine.sync.label(0)
+            assert all(torch.equal(server.weights[n], p) for n, p in MODEL.named_parameters())
+
+
+def test_each_server_that_gets_no_weights_is_named(caplog):
+    with four() as servers:
+        engine = engine_of(*servers)
+        for server in servers[1:3]:
+            server.disturb = lambda m, path, b: 500 if path == "/update_weights" else None
+        engine.load(MODEL, 1)
+        assert [s.alive for s in engine.servers] == [True, False, False, True]
+        lost = [r.getMessage() for r in caplog.records if "lost a server" in r.getMessage()]
+        assert sorted(line.split()[3] for line in lost) == sorted(s.url for s in servers[1:3])
+
+
+def test_each_server_that_cannot_be_used_is_named(caplog):
+    with four() as servers:
+        engine = engine_of(*servers, load=False)
+        for server in servers[2:]:
+            server.facts["model"] = server.facts["model"] | {"vocab_size": 77}
+        with pytest.raises(UserError, match=f"--server {servers[2].url} serves another model"):
+            engine.load(MODEL, 0)
+        assert f"--server {servers[3].url} serves another model" in caplog.text
+
+
 def test_a_server_that_comes_back_gets_the_weights_with_the_next_sync(fake):
     with FakeVLLM(tiny_config()) as other:
         engine = engine_of(fake, other, interval=0.02)
@@ -622,7 +667,7 @@ def test_a_server_of_another_model_is_refused(fake, field):
 
 
 @pytest.mark.parametrize("value", [None, "256", 0, -1, True, 1e9, [[]]])
-@pytest.mark.parametrize("fact", ["model", "max_model_len", "dtype", "workers"])
+@pytest.mark.parametrize("fact", ["model", "max_model_len", "dtype", "workers", "gpus"])
 def test_a_description_that_is_not_a_sidecars_is_refused(fake, fact, value):
     fake.facts[fact] = value
     with pytest.raises(
@@ -645,8 +690,14 @@ def test_a_server_of_the_same_model_is_accepted(tmp_path, name):
     config = SimpleNamespace(
         model_config=model, parallel_config=SimpleNamespace(world_size_across_dp=1)
     )
-    state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config))
-    info = json.loads(json.dumps(auth.describe(state)))
+
+    async def collective_rpc(method: str) -> list[dict]:
+        assert method == "device_facts"
+        return [{"gpu": gpu, "nccl": "2.29.7"} for gpu in ("A", "B")]
+
+    client = SimpleNamespace(vllm_config=config, collective_rpc=collective_rpc)
+    info = json.loads(json.dumps(asyncio.run(auth.describe(SimpleNamespace(engine_client=client)))))
+    assert (info["gpus"], info["nccl"]) == (["A", "B"], "2.29.7")
     check_server("here", info, cfg, 64, "")
     other = dataclasses.replace(cfg, rope_scaling=Scaling("linear", 3.0))
     with pytest.raises(

@@ -27,6 +27,7 @@ from nanogrpo.types import Prompt
 from nanogrpo.vllm.auth import ROUTES
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, ServerError
+from nanogrpo.vllm.sleeping import SleepingEngine
 from nanogrpo.vllm.sync import WeightSync
 from tests.conftest import write_base
 from tests.engine.rounding import agree, trained
@@ -201,6 +202,29 @@ def test_two_trainer_processes_under_fsdp(tied):
     assert second["prompts"] == [4, 4, 5, 5]
 
 
+# --- sleep mode ---
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "memory"])
+def test_the_order_of_sleep_mode_is_one_that_vllm_accepts(tied, transport):
+    """A vLLM on a CPU pauses, but keeps its memory when it sleeps."""
+    model = checkpoint.load_model(tied.folder)
+    client = tied.engine(model, transport=transport, sleeps=True)
+    engine = SleepingEngine(client, client)
+    for version in (0, 0, 1):
+        assert tied.server.get("/is_paused") == {"is_paused": True}
+        engine.load(model, version)
+        samples = engine.sample(PROMPTS, 4, params(1.0), step=version)
+        assert {v for s in samples for v in s.versions} == {version}
+        assert gap(model, samples, 1.0) <= 1e-5
+        if version == 0:
+            train_a_little(model, seed=len(samples))
+    assert client.restarts == 0
+    client.wake()
+    engine.close()
+    assert label(tied.server) == client.sync.label(1)
+
+
 # --- access control ---
 
 
@@ -296,9 +320,9 @@ def test_a_layout_that_lacks_a_tensor_is_refused(tied):
     s = tied.server
     s.get("/health")
     part = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"norm": model.model.norm})})
-    sync = WeightSync(part, "float32", torch.device("cpu"), "memory")
+    sync = WeightSync(part, "float32", torch.device("cpu"))
     sync.gather(part)
-    sync.connect(s, 1)
+    sync.connect(s, "memory", 1)
     with pytest.raises(ServerError, match="parameters did not arrive"):
         sync.send(s, 0)
     assert label(s) == "torn"

@@ -97,6 +97,13 @@ def test_a_start_that_fails_is_reported_with_its_cause(untied, tmp_path, monkeyp
     assert process.process.poll() is not None
 
 
+def test_vllm_cannot_sleep_on_a_cpu(untied, tmp_path):
+    """This is why --vllm-enable-sleep-mode needs a GPU."""
+    process = sidecar(untied.folder, tmp_path / "serve.log", "--enable-sleep-mode")
+    with pytest.raises(UserError, match="Sleep mode is not supported on current platform"):
+        process.start(TIMEOUT)
+
+
 def test_vllm_reads_no_abbreviated_options(untied, tmp_path):
     """So no spelling that serve.py does not know can change what it has checked."""
     process = sidecar(untied.folder, tmp_path / "serve.log", "--max-num-s", "8")

@@ -535,8 +535,8 @@ def test_routes_that_sampling_does_not_need_are_closed(control):
         "//health",
         "/pause/../collective_rpc",
         "/%68ealth",
-        "/sleep",
-        "/wake_up",
+        "/is_sleeping",
+        "/release_kv_cache_memory",
         "/reset_prefix_cache",
         "/v1/completions",
     ):
@@ -546,7 +546,10 @@ def test_routes_that_sampling_does_not_need_are_closed(control):
 
 
 def test_the_server_describes_itself_to_trainers_with_the_secret(monkeypatch, control):
-    monkeypatch.setattr("nanogrpo.vllm.auth.describe", lambda state: {"dtype": "float32"})
+    async def describe(state) -> dict:
+        return {"dtype": "float32"}
+
+    monkeypatch.setattr("nanogrpo.vllm.auth.describe", describe)
     assert ask(control, INFO, method="GET") == (200, b'{"dtype": "float32"}')
     assert ask(control, INFO, method="GET", secret=None)[0] == 401
 

@@ -158,6 +158,18 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path):
         sidecar.start(60.0)
 
 
+@pytest.mark.parametrize(("gpus", "visible"), [("", "6"), ("7,GPU-b", "7,GPU-b")])
+def test_our_own_server_sees_the_gpus_that_it_was_given(tmp_path, monkeypatch, gpus, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
+    monkeypatch.setattr("nanogrpo.vllm.server.script", lambda name: tmp_path / name)
+    (tmp_path / "serve.py").write_text(
+        "import os, sys; sys.exit(os.environ['CUDA_VISIBLE_DEVICES'])"
+    )
+    sidecar = Sidecar(tmp_path, [], sys.executable, tmp_path / "serve.log", gpus=gpus)
+    with pytest.raises(UserError, match=rf"status 1 \({visible}\)"):
+        sidecar.start(60.0)
+
+
 HEALTHY = """
 import http.server, os, signal, sys
 class Healthy(http.server.BaseHTTPRequestHandler):

@@ -300,9 +300,9 @@ def test_buckets_reach_another_process(transport):
     assert ours.poll(PATIENCE)
     assert ours.recv() == "imported"
     peer, cpu = Peer(ours), torch.device("cpu")
-    sync = WeightSync(model, "float32", cpu, transport, bucket_bytes=4096, timeout=120.0)
+    sync = WeightSync(model, "float32", cpu, bucket_bytes=4096, timeout=120.0)
     sync.gather(model)
-    sync.connect(peer, workers=1)
+    sync.connect(peer, transport, workers=1)
     if peer.group is not None:
         peer.group.announce(sync.sequence)
         ours.send("go")

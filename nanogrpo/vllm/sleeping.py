@@ -1,0 +1,56 @@
+"""Let trainer and vLLM take turns on one GPU: a wrapper around the engine, for
+--vllm-enable-sleep-mode.
+
+    gather │ wake, send the weights, sample, sleep │ score, train │ gather │ …
+           │ the server has its memory             │ the trainer has all of the rest
+
+A server that sleeps (vLLM's level 2) has neither weights nor a KV cache. So the weights are sent
+each time it wakes, even if they have not changed, as after an evaluation. One turn covers one call
+of `sample`, in which tools may be called. Read before: client.py. Read next: sync.py (the order of
+the requests), run/memory.py (the memory of each turn).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from nanogrpo.engine.base import Engine, SamplingParams
+from nanogrpo.types import Prompt, Sample
+from nanogrpo.vllm.client import VLLMEngine
+
+
+class SleepingEngine:
+    """An engine whose servers sleep, except while it samples.
+
+    engine: the engine that is called to sample, possibly a wrapper. client: the VLLMEngine in it.
+    """
+
+    def __init__(self, engine: Engine, client: VLLMEngine):
+        self.engine, self.client = engine, client
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def load(self, model: nn.Module, version: int) -> None:
+        self.engine.load(model, version)
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams,
+        step: int,
+    ) -> list[Sample]:
+        self.client.wake()
+        samples = self.engine.sample(prompts, n, params, step)
+        self.client.sleep()
+        return samples
+
+    def metrics(self) -> dict[str, float]:
+        return self.engine.metrics()
+
+    def close(self) -> None:
+        self.engine.close()
