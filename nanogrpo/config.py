@@ -698,7 +698,7 @@ class Config:
     reduce_gradients: str = option(
         "auto",
         "reduce gradients over the GPUs once per optimizer step, or after each micro-batch, which"
-        " needs 4 bytes less per weight but communicates more; auto: by free memory",
+        " needs almost 4 bytes less per weight but communicates more; auto: by free memory",
         choices=("auto", "step", "micro_batch"),
     )
     ddp_timeout: int = option(

@@ -156,8 +156,7 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
         # its backward pass immediately follows its forward pass
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    # read by `backward`; a single process has no communication that it could save
-    cast(Any, model).reduces_each = cfg.reduce_gradients == "micro_batch" or world.size == 1
+    cast(Any, model).reduces_each = cfg.reduce_gradients == "micro_batch"  # read by `backward`
     # FSDP2 prefetches only when the host reaches the next block. With packed strips the host often
     # waits for the GPU (to read their bounds), so we prefetch one block ahead explicitly in both
     # passes.
@@ -180,9 +179,9 @@ def backward(model: nn.Module, loss: Tensor, world: World, last: bool) -> None:
 
     Each loss is already divided by the token count of the full optimizer step, so gradients are
     summed over the ranks. FSDP takes their mean: scaling the loss by the number of ranks turns that
-    mean into the sum. Gradients accumulate unsharded and are reduced once, after the `last`
-    micro-batch; with --reduce-gradients micro_batch, and on a single GPU, they are reduced after
-    each one, and only a rank's shard accumulates. A loss without a graph, from a strip that is only
+    mean into the sum. Gradients accumulate unsharded, in place of the shards, and are reduced once,
+    after the `last` micro-batch. With --reduce-gradients micro_batch they are reduced after each
+    one, so only a rank's shard accumulates. A loss without a graph, from a strip that is only
     measured, adds nothing.
     """
     if not loss.requires_grad:

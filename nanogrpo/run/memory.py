@@ -10,8 +10,8 @@ b bytes per number (2 on a GPU, 4 on a CPU) on micro-batches of T tokens:
     parameters     4·n/W                      float32 master weights; 2·n/W for frozen ones that
                                               are stored in bfloat16 (--lora-base-dtype)
     optimizer      8·n/W                      two float32 moments; about 2·n/W in 8 bits
-    gradients      4·n/W, or 4·n + 4·n/W      the second if several micro-batches accumulate on
-                                              several ranks, and are reduced only after the last
+    gradients      4·n/W, or 4·n              the second while several micro-batches accumulate and
+                                              are reduced only after the last
     gathered       b·(n_r + 2·n_b), or b·n    by FSDP: the root and two blocks, or (ZeRO-2) all
     activations    T · per_token              per layer: `activation_bytes`
     key rows       2·b·K·E · (Tk - T)         per layer: keys and values of shared prompts, gathered
@@ -184,12 +184,15 @@ def table(
     out = [
         Row("parameters", sum(p.nbytes for p in parameters) // W, offloaded),
         Row("optimizer", moments, offloaded),
-        Row("gradients", 4 * trained // W, offloaded),
     ]
     T, Tk, several = longest_strip(cfg, W, longest_prompt)
+    # The sum of several micro-batches takes the place of the shards, which are made of it.
+    unsharded = sharded and several and cfg.reduce_gradients != "micro_batch"
+    if unsharded and (W > 1 or offloaded):
+        out.append(Row("gradients, summed before they are reduced", 4 * trained))
+    if offloaded or not (unsharded and W > 1):
+        out.append(Row("gradients", 4 * trained // W, offloaded))
     if sharded:
-        if several and W > 1 and cfg.reduce_gradients != "micro_batch":
-            out.append(Row("gradients, summed before they are reduced", 4 * trained))
         gathered = item * (root + 2 * block if cfg.reshard_after_forward else n)
         out.append(Row("gathered by FSDP", gathered))
     if cfg.beta and not cfg.lora_r:
@@ -303,11 +306,12 @@ def choose(
         return _with(cfg, cfg.slots, cfg.checkpointing, cfg.strip_tokens, "step")
     first = dataclasses.replace(world, rank=0)
     slots = min(-(-cfg.generation_batch_size // world.size), MOST_SLOTS)
+    alone = world.size == 1 and not cfg.cpu_offload  # then there is nothing to reduce
     tried = [
-        _with(cfg, slots >> halvings, *setting)
+        _with(cfg, slots >> halvings, kind, budget, "step" if alone else reduce)
         for halvings in range(slots.bit_length())
-        for setting in SETTINGS
-        if not (cfg.torch_compile and setting[0] == "selective")
+        for kind, budget, reduce in SETTINGS
+        if not (cfg.torch_compile and kind == "selective")
     ]
 
     def fits(c: Config) -> bool:

@@ -24,9 +24,10 @@ from nanogrpo.grpo import packing
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim, state
 from nanogrpo.run import setup as parts
-from tests.conftest import lines, timeless, write_base
+from tests.conftest import lines, random_batch, timeless, tiny_model, write_base
 from tests.distributed.training import ALONE, LIMIT, differ, generation, train_steps
 from tests.ranks import DATA, PATIENCE, REWARD, run, running, torchrun, until
+from tests.run.allocator import most_at_once
 
 
 @pytest.fixture(scope="module")
@@ -221,12 +222,37 @@ def gradients_between(base: Path) -> list[list[bool]]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradients_are_summed_in_shards_on_one_rank_or_if_the_user_asks_for_it(bases, size):
+def test_gradients_are_summed_in_shards_if_the_user_asks_for_it(bases):
     """Otherwise the sum over the micro-batches is as large as the model, on every rank."""
-    for found in run(size, gradients_between, bases[False]):
-        once, each = [[False], [True]][size == 1], [True]
-        assert [{*flags} for flags in found] == [{*once}, {*once}, {*each}]
+    for found in run(2, gradients_between, bases[False]):
+        assert [{*flags} for flags in found] == [{False}, {False}, {True}]
+
+
+def bytes_of_gradients() -> list[float]:
+    """Return the peak bytes per weight of three micro-batches, for each setting."""
+    found = []
+    with join(Config(device="cpu")) as world:
+        for reduce in ("step", "micro_batch"):
+            cfg = Config(reduce_gradients=reduce)
+            model = tiny_model(num_hidden_layers=40, hidden_size=96, intermediate_size=300)
+            fsdp.prepare(model, world, cfg)
+
+            def step(model=model, cfg=cfg) -> None:
+                for i in range(3):
+                    batch = random_batch([(2, 3)], seed=i)
+                    loss = model.forward_packed(batch, grpo.objective(batch, cfg)).loss
+                    fsdp.backward(model, loss, world, last=i == 2)
+
+            found.append(most_at_once(step) / sum(p.numel() for p in model.parameters()))
+    return found
+
+
+def test_on_one_rank_the_sum_takes_the_place_of_the_shards():
+    """So there are 4 bytes per weight, and never 8, for whichever setting. The rest is two gathered
+    blocks, and what one block computes.
+    """
+    (found,) = run(1, bytes_of_gradients)
+    assert all(4 < peak < 6.5 for peak in found), found
 
 
 # --- full runs ---
