@@ -18,6 +18,7 @@ from bench import kernel_decoder, kernel_peers
 from nanogrpo.kernels import reference
 from nanogrpo.model import head as ops
 from nanogrpo.model import ops as kernel_ops
+from nanogrpo.model.dispatch import functions_for
 
 EPSILON, TEMPERATURE = 0.2, 0.7
 OBJECTIVE = reference.Objective(EPSILON, EPSILON)
@@ -89,7 +90,7 @@ def rows_case(count: int, vocab: int, device: str, dtype: torch.dtype) -> Case:
     inputs = {**base.inputs, "old": old, **tokens}
 
     def ours(logits, targets, old, advantage, weight) -> Results:
-        module = ops.row_functions(logits.device)
+        module = functions_for(logits.device)
         inputs = LossInputs(advantage, weight, old)
         logp, _ = module.policy_rows_(logits, targets, TEMPERATURE, inputs, OBJECTIVE)
         return {"logp": logp, "grad": logits}

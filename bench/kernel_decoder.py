@@ -2,8 +2,7 @@
 with RoPE, and SwiGLU, forward and backward.
 
 In: a device. Out: the arguments of kernel_cases.py's `Case`, one dict per operation. The sides are
-nanogrpo (kernels/norm.py, rope.py, swiglu.py), eager PyTorch, and torch.compile. The model will use
-one of the three kernels once this bench shows that it beats torch.compile. Read next:
+nanogrpo (kernels/norm.py, rope.py, swiglu.py), eager PyTorch, and torch.compile. Read next:
 kernel_cases.py.
 """
 
@@ -16,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanogrpo.kernels import reference
+
 EPS = 1e-6
 
 
@@ -24,11 +25,10 @@ def eager_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Ten
     return F.rms_norm(h, weight.shape, weight, EPS), h
 
 
-def eager_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
-    n = F.rms_norm(x, weight.shape, weight, EPS)
-    wide = n.to(torch.promote_types(n.dtype, torch.float32))
-    a, b = wide.chunk(2, -1)
-    return ((wide * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]).to(x.dtype),)
+def eager_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    return reference.norm_rope(q, k, q_weight, k_weight, cos, sin, EPS)
 
 
 def eager_swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor]:
@@ -40,7 +40,7 @@ def _fused(name: str) -> Callable[..., tuple[Tensor, ...]]:
 
     return {
         "norm": lambda x, residual, weight: norm.add_rms_norm(x, residual, weight, EPS),
-        "rope": lambda x, weight, cos, sin: (rope.norm_rope(x, weight, cos, sin, EPS),),
+        "rope": lambda **inputs: rope.norm_rope(**inputs, eps=EPS),
         "swiglu": lambda gate, up: (swiglu.swiglu(gate, up),),
     }[name]
 
@@ -63,7 +63,7 @@ def _both_ways(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., dic
 def cases(device: str, small: bool) -> list[Callable[[], dict]]:
     dtype = torch.float32 if small else torch.bfloat16
     # the sizes of Qwen3-8B
-    T, D, H, E, W = (16, 48, 3, 16, 80) if small else (8192, 4096, 32, 128, 12_288)
+    T, D, H, K, E, W = (16, 48, 3, 1, 16, 80) if small else (8192, 4096, 32, 8, 128, 12_288)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype).requires_grad_()
@@ -90,8 +90,9 @@ def cases(device: str, small: bool) -> list[Callable[[], dict]]:
         return dict(name=title, inputs=inputs, sides=sides, truth=truth, floor=floor, shape=shape)
 
     def rope_inputs() -> dict[str, Tensor]:
-        angles = torch.randn(T, E // 2, device=device).repeat(1, 2)
-        return {"x": draw(T, H, E), "weight": draw(E), "cos": angles.cos(), "sin": angles.sin()}
+        angles = torch.randn(T, 1, E // 2, device=device).repeat(1, 1, 2)
+        heads = {"q": draw(T, H, E), "k": draw(T, K, E), "q_weight": draw(E), "k_weight": draw(E)}
+        return {**heads, "cos": angles.cos(), "sin": angles.sin()}
 
     return [
         lambda: make(
@@ -107,8 +108,8 @@ def cases(device: str, small: bool) -> list[Callable[[], dict]]:
             "QK-norm and RoPE",
             eager_rope,
             rope_inputs(),
-            5 * T * H * E,
-            {"T": T, "H": H, "E": E},
+            5 * T * (H + K) * E,
+            {"T": T, "H": H, "K": K, "E": E},
         ),
         lambda: make(
             "swiglu",

@@ -2,9 +2,8 @@
 the loss.
 
 In: logits [N, V] (overwritten), targets [N], `LossInputs` [N]. Out: log-prob and entropy [N]
-float32, and dloss/dlogits in place of the logits. This file also re-exports the other row functions
-of this folder under the names that they have in reference.py, so head.py can use either file. Read
-next: head.py, which calls `policy_rows_` on a chunk of logits between two matrix products.
+float32, and dloss/dlogits in place of the logits. Read next: head.py, which calls `policy_rows_` on
+a chunk of logits between two matrix products.
 
 Equation.   (logp, H): log_softmax.py on the row;  (l, dl): policy.py `terms` of logp;
             loss = weight · l - entropy_weight · H
@@ -30,20 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .log_softmax import (
-    LOG2E,
-    check_rows,
-    log_softmax_backward_,
-    log_softmax_forward,
-    results,
-    row_gradient,
-    statistics,
-    wide,
-)
-from .policy import numbers_of, policy_forward, terms
+from .log_softmax import LOG2E, check_rows, results, row_gradient, statistics, wide
+from .policy import numbers_of, terms
 from .reference import LossInputs, Objective
-
-__all__ = ["log_softmax_backward_", "log_softmax_forward", "policy_forward", "policy_rows_"]
 
 # A program has twice as many lanes as a program of the forward kernel, two per thread, so it fills
 # a multiprocessor. Each thread has 64 registers. Narrow loads (`statistics` in log_softmax.py) need

@@ -3,9 +3,9 @@ tokens, without ever storing all logits.
 
 In: hidden [M, D], lm_head [V, D], targets [M], `LossInputs` [M]. Out: vectors [M], and in the
 backward dhidden [M, D] and dhead [V, D]. cuBLAS computes the matrix products (on a CPU, the library
-of linear.py). Between them run the functions of the module `rows`: reference.py, or fused_rows.py,
-which has Triton kernels of the same names. So both implementations share the loop over chunks and
-the two autograd Functions below. Read next: nanogrpo/model/head.py.
+of linear.py). Between them run the functions of the module `rows`: reference.py, or fused.py, which
+has Triton kernels of the same names. So both implementations share the loop over chunks and the two
+autograd Functions below. Read next: nanogrpo/model/head.py.
 
 Equation.   z_i = h_i Wᵀ / T;  logp_i = z_{i,y_i} - lse(z_i);
             L = Σ_i weight_i l(logp_i) - entropy_weight_i H_i.

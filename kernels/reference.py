@@ -1,8 +1,8 @@
-"""The GRPO loss and the log-softmax in plain PyTorch: the code that runs on a CPU, and the results
-that kernels must match.
+"""The GRPO loss, the log-softmax and the elementwise parts of a decoder block in plain PyTorch: the
+code that runs on a CPU, and the results that kernels must match.
 
 In: logits [N, V] or per-token vectors [M], any float type. Out: float32 (float64 for float64
-inputs, which finite differences need).
+inputs, which finite differences need). The functions of a block keep the dtype of their input.
 
 **Start with `policy_terms`.** It is the loss of the default run: the ratio, clip and KL of each
 token, with each equation above the line that computes it. On a CPU, exactly this function runs,
@@ -13,17 +13,22 @@ three calls below train.py:
        └─ policy_rows_ (below)              turns a chunk of logits into log-probs and gradients
           └─ policy_terms (below)           the loss of each token, and its derivative
 
-On a GPU, Triton kernels take the place of the last two. They have the same names and arguments:
+On a GPU, Triton kernels take the place of the last two. They have the same names and arguments,
+and fused.py lists them:
 
 | here | kernel |
 |---|---|
 | `log_softmax_forward`, `log_softmax_backward_` | log_softmax.py |
 | `policy_forward`, and `policy_terms` for one token | policy.py |
 | `policy_rows_` | fused_rows.py |
+| `rms_norm`, `add_rms_norm` | norm.py |
+| `norm_rope` | rope.py |
+| `swiglu` | swiglu.py |
+| `gather_rows` | gather.py |
 
-Derivatives are written out and not left to autograd, because they specify the kernels and because
-the fused head needs them during its forward pass. tests/model/test_head.py checks them against
-autograd and finite differences. Read next: log_softmax.py.
+Derivatives of the loss are written out and not left to autograd, because they specify the kernels
+and because the fused head needs them during its forward pass. tests/model/test_head.py checks them
+against autograd and finite differences. Read next: log_softmax.py.
 """
 
 from __future__ import annotations
@@ -33,7 +38,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Log-ratios are clamped here before exp. e^20 and its square are finite in float32.
 LOG_RATIO_MAX = 20.0
@@ -234,3 +241,82 @@ def policy_rows_(
     dentropy = None if inputs.entropy_weight is None else -inputs.entropy_weight
     log_softmax_backward_(logits, targets, temperature, norm, entropy, dlogp, dentropy)
     return logp, entropy
+
+
+# --- the elementwise parts of a decoder block ---
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / √(mean(x²) + ε) · weight for the rows of x [T, D] (Zhang and Sennrich 2019)."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm of x + residual, and x + residual, which is the next residual [T, D]."""
+    total = residual + x
+    return rms_norm(total, weight, eps), total
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embedding (Su et al. 2021). It pairs dimensions i and i + E/2, as
+    Hugging Face does.
+
+    x: [T, heads, E]; cos, sin: [T, 1, E] float32. The computation is at least in float32, and the
+    result has x's dtype.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    a, b = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
+
+
+def norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Return q [T, H, E] and k [T, K, E], each head normalized and rotated.
+
+    Without a norm, as in all models but Qwen3, the weights [E] are None.
+    """
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) · up [T, F] (Shazeer 2020)."""
+    return F.silu(gate) * up
+
+
+# How `gather_rows` sums gradients: see gather.py. The code below does not need it.
+Order = tuple[Tensor, Tensor] | None
+
+
+def row_order(index: Tensor, count: int) -> Order:
+    return None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.count = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (index,) = ctx.saved_tensors
+        total = torch.zeros(ctx.count, *dy.shape[1:], dtype=accumulate(dy.dtype), device=dy.device)
+        return total.index_add_(0, index, dy.to(total.dtype)).to(dy.dtype), None
+
+
+def gather_rows(x: Tensor, index: Tensor, order: Order = None) -> Tensor:
+    """Return x[index] [n, …]. The gradients of a row that is gathered several times are added in
+    float32.
+    """
+    return _Gather.apply(x, index)

@@ -678,8 +678,16 @@ class Config:
         choices=("auto", "none", "full", "selective"),
         words={"true": "full", "false": "none"},
     )
+    kernels: str = option(
+        "auto",
+        "norms, rotation, SwiGLU and output head in Triton kernels or in PyTorch; auto: triton on a"
+        " GPU, torch on a CPU",
+        choices=("auto", "triton", "torch"),
+    )
     torch_compile: bool = option(
-        False, "compile each block of the model; the first steps take minutes longer"
+        False,
+        "compile each block of the model, which replaces the Triton kernels in it; the first steps"
+        " take minutes longer",
     )
     torch_compile_backend: str = option(
         "inductor",
@@ -719,6 +727,10 @@ class Config:
         "seed for all randomness; on a CPU the same seed gives the same run, bit for bit",
         ">= 0",
         "< 9223372036854775808",
+    )
+    full_determinism: bool = option(
+        False,
+        "use only deterministic operations on a GPU; the backward pass of attention gets slower",
     )
     device: str = option("auto", "device to train on", choices=("auto", "cpu", "cuda"))
     resume: bool = option(False, "continue from the last checkpoint in output_dir")

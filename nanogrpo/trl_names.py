@@ -132,7 +132,6 @@ IGNORED = {
 
 UNSUPPORTED = {
     "fp16 fp16_full_eval bf16_full_eval": "a GPU computes in bfloat16 and a CPU in float32",
-    "full_determinism": "on a CPU the same seed gives the same bits; on a GPU it does not",
     "label_smoothing_factor": "completions have advantages, and no labels",
     "neftune_noise_alpha": "with noise, the trained policy would differ from the one that sampled",
     "optim_args optim_target_modules": "AdamW is the only optimizer; its settings are"

@@ -15,6 +15,7 @@ network. Read next: model/test_decoder.py.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -44,7 +45,7 @@ from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.grpo import packing
 from nanogrpo.grpo.advantages import step_advantages
-from nanogrpo.model import checkpoint
+from nanogrpo.model import checkpoint, dispatch
 from nanogrpo.model.attention import Packed
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
@@ -141,6 +142,24 @@ def positions_of(lengths: Sequence[int], device: str = "cpu") -> tuple[torch.Ten
     return positions, Packed(cu_seqlens, max(lengths))
 
 
+PROMPT, COMPLETIONS = 5, [4, 1, 7]  # lengths
+
+
+def shared_prompt() -> Packed:
+    """Pack one prompt, then its completions. Each sees the keys of the prompt and its own."""
+    cu_seqlens = torch.tensor([0, PROMPT, *COMPLETIONS]).cumsum(0)  # [N+1]
+    own = [torch.arange(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
+    rows = [own[0], *(torch.cat((own[0], mine)) for mine in own[1:])]
+    kv_cu_seqlens = torch.tensor([0, *map(len, rows)]).cumsum(0, dtype=torch.int32)
+    return Packed(
+        cu_seqlens.int(),
+        max(COMPLETIONS),
+        torch.cat(rows),
+        kv_cu_seqlens,
+        PROMPT + max(COMPLETIONS),
+    )
+
+
 def random_batch(
     pairs: Sequence[tuple[int, int]], vocab_size: int = 151, seed: int = 0, off_policy: bool = True
 ) -> PackedBatch:
@@ -219,7 +238,7 @@ def assign_advantages(samples: Sequence[Sample], cfg: Config) -> torch.Tensor:
 @pytest.fixture
 def reference_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the equations of kernels/reference.py on every device."""
-    monkeypatch.setenv("NANOGRPO_OPS", "torch")
+    monkeypatch.setattr(dispatch, "choice", "torch")
 
 
 # --- folders ---

@@ -10,24 +10,30 @@ of K: grouped-query attention). Out: `[T, H, E]`. A block does not know which ki
 * `KVCache`, for decoding. Each row is the next token of one sequence. Its key and value are written
 to the cache, and then it attends to all cached tokens of its sequence.
 
-`Packed` has three backends with the same signature: the flash-attn package, torch's varlen
-attention, and a reference that runs anywhere. Read next: decoder.py (which calls this),
-engine/local.py (which owns the cache).
+`Packed` has four backends with the same signature: flash-attn 4, flash-attn 2, torch's varlen
+attention, and a reference that runs anywhere. None of them repeats keys for grouped queries. The
+forward passes are deterministic. The backward passes follow one rule, that of torch: they are
+deterministic if `torch.use_deterministic_algorithms(True)` was called (`--full-determinism`). Read
+next: decoder.py (which calls this), engine/local.py (which owns the cache).
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import inspect
 import logging
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanogrpo.errors import UserError
+from nanogrpo.kernels.reference import Order
+from nanogrpo.model.dispatch import functions_for
 
 log = logging.getLogger("nanogrpo")
 
@@ -60,56 +66,113 @@ def reference(
     return torch.cat(out, dim=2)[0].transpose(0, 1)  # [Tq, H, E]
 
 
+@functools.cache
+def _varlen_attn() -> tuple[Callable, dict[str, Any]]:
+    """Return torch's function and its options. The kernel of torch 2.11 handles grouped queries
+    too; later versions ask for a confirmation.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return varlen_attn, {"window_size": (-1, 0)} | ({"enable_gqa": True} if grouped else {})
+
+
 def torch_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor, max_k: int
 ) -> Tensor:
     """Call `torch.nn.attention.varlen.varlen_attn` (CUDA, half precision). It runs FlashAttention
-    without the flash-attn package.
+    without the flash-attn package, and follows the rule of determinism by itself.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
-    # the signature changed between torch 2.11 and 2.13
-    known = inspect.signature(varlen_attn).parameters
-    kwargs: dict = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    if "enable_gqa" in known:
-        kwargs["enable_gqa"] = True
-    else:
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))  # [Tk, H, E]
-    # it only returns a tuple if more outputs are requested
-    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **kwargs)  # type: ignore[return-value]
+    varlen_attn, options = _varlen_attn()
+    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options)
 
 
-def flash(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor, max_k: int
-) -> Tensor:
-    """Call `flash_attn_varlen_func` of the flash-attn package (CUDA, half precision), with its
-    deterministic backward.
+def deterministic() -> bool:
+    """Return whether backward passes must be deterministic, by the rule of torch's own attention:
+    a warning is no promise.
     """
-    from flash_attn import flash_attn_varlen_func
-
-    return flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, max_q, max_k, causal=True, deterministic=True
-    )
-
-
-BACKENDS = {"reference": reference, "torch": torch_varlen, "flash": flash}
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not warn_only
 
 
 @functools.cache
-def backend(device_type: str, dtype: torch.dtype) -> str:
-    """Return the name of the fastest backend that can run, or of the one that NANOGRPO_ATTENTION
-    names. The name is logged once.
+def flash_function(module: str) -> Callable | None:
+    """Return `flash_attn_varlen_func` of a module, or None if there is none with the arguments that
+    we need.
+
+    That a folder flash_attn exists says little: flash-attn 2 exports the function there, flash-attn
+    4 only in flash_attn/cute, and older versions of that folder have another function. A package
+    that is installed but cannot be imported is reported.
     """
-    half = device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
-    fast = "flash" if importlib.util.find_spec("flash_attn") else "torch"
-    name = os.environ.get("NANOGRPO_ATTENTION") or (fast if half else "reference")
-    if name not in BACKENDS:
+    try:
+        found = getattr(importlib.import_module(module), "flash_attn_varlen_func", None)
+    except ImportError as e:
+        # not installed; or without a dependency, or built for another version of torch
+        if not (isinstance(e, ModuleNotFoundError) and module.startswith(e.name or "-")):
+            log.warning("attention does not use %s, which cannot be imported: %s", module, e)
+        return None
+    needed = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "deterministic"}
+    return found if found and needed <= inspect.signature(found).parameters.keys() else None
+
+
+def flash(
+    module: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    max_q: int,
+    cu_k: Tensor,
+    max_k: int,
+) -> Tensor:
+    """Call `flash_attn_varlen_func` of flash-attn 2 or 4 (CUDA, half precision)."""
+    function = flash_function(module)
+    assert function  # `backend` has checked it
+    lengths = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k)
+    out = function(q, k, v, **lengths, causal=True, deterministic=deterministic())
+    return out if isinstance(out, Tensor) else out[0]  # version 4 also returns log-sum-exps
+
+
+FLASH = {"flash4": "flash_attn.cute", "flash": "flash_attn"}  # the modules of versions 4 and 2
+BACKENDS: dict[str, Callable[..., Tensor]] = {
+    **{name: functools.partial(flash, module) for name, module in FLASH.items()},
+    "torch": torch_varlen,
+    "reference": reference,
+}
+# their names in the log
+NAMES = {
+    "flash4": "flash-attn 4",
+    "flash": "flash-attn 2",
+    "torch": "torch's varlen_attn",
+    "reference": "torch's scaled_dot_product_attention, one call per sequence",
+}
+
+
+@functools.cache
+def backend(device_type: str, dtype: torch.dtype, size: int = 128) -> str:
+    """Return the name of the fastest backend that can run for heads of this size, or of the one
+    that NANOGRPO_ATTENTION names.
+    """
+    name = os.environ.get("NANOGRPO_ATTENTION", "")
+    if name and name not in BACKENDS:
         raise UserError(
             f"NANOGRPO_ATTENTION={name} is not an attention backend: choose one of "
             f"{', '.join(BACKENDS)}."
         )
-    log.info("attention: %s (%s, %s)", name, device_type, dtype)
-    return name
+    if name in FLASH and not flash_function(FLASH[name]):
+        raise UserError(
+            f"NANOGRPO_ATTENTION={name} needs {FLASH[name]}.flash_attn_varlen_func, which is not "
+            "installed: install flash-attn, or leave the variable unset."
+        )
+    if name:
+        return name
+    half = device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    if not half or size % 8 or size > 256:
+        return "reference"
+    if flash_function(FLASH["flash4"]) and size <= 128:
+        # Version 4 has no backward for older GPUs, and no deterministic one for 12.x.
+        name = "flash4" if torch.cuda.get_device_capability()[0] in (9, 10, 11) else ""
+    return name or ("flash" if flash_function(FLASH["flash"]) else "torch")
 
 
 class Packed:
@@ -119,7 +182,8 @@ class Packed:
     keys of the same rows. With `kv_rows`, they attend to the keys of rows kv_rows[kv_cu_seqlens[n]]
     …, the last of which are their own. So completions share one copy of their prompt: its keys are
     gathered once per completion, and the backward of this gather sums the gradients of all
-    completions. With `keep`, the keys and values of each layer are kept in `kept` (prefill).
+    completions in float32 and in a fixed order. With `keep`, the keys and values of each layer are
+    kept in `kept` (prefill).
     """
 
     def __init__(
@@ -132,6 +196,7 @@ class Packed:
         keep: bool = False,
     ):
         self.kv_rows = kv_rows
+        self.kv_order: Order = None  # how `gather_rows` sums gradients
         keys = (cu_seqlens, max_len) if kv_cu_seqlens is None else (kv_cu_seqlens, kv_max_len)
         self.bounds = (cu_seqlens, max_len, *keys)
         self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep else None
@@ -140,8 +205,12 @@ class Packed:
         if self.kept is not None:
             self.kept[layer] = (k, v)  # [T, K, E] each
         if self.kv_rows is not None:
-            k, v = k.index_select(0, self.kv_rows), v.index_select(0, self.kv_rows)  # [Tk, K, E]
-        return BACKENDS[backend(q.device.type, q.dtype)](q, k, v, *self.bounds)
+            functions = functions_for(k.device)
+            if self.kv_order is None:  # the first layer
+                self.kv_order = functions.row_order(self.kv_rows, len(k))
+            # [Tk, K, E] each
+            k, v = (functions.gather_rows(x, self.kv_rows, self.kv_order) for x in (k, v))
+        return BACKENDS[backend(q.device.type, q.dtype, q.shape[2])](q, k, v, *self.bounds)
 
 
 # --- one token per sequence, over a cache ---

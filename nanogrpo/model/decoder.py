@@ -10,7 +10,8 @@ Hugging Face, so loading and saving checkpoints needs no mapping (checkpoint.py)
 
 The model knows nothing about GRPO, engines, or sharding, which distributed/fsdp.py adds from
 outside. Training uses the packed forward and decoding the cached one. Both run the same code and
-differ only in `attend`. Read next: attention.py, then head.py.
+differ only in `attend`. Norms, rotation and SwiGLU are functions of kernels/reference.py on a CPU,
+and Triton kernels of the same names on a GPU (dispatch.py). Read next: attention.py, then head.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from nanogrpo.kernels.linear import linear
 from nanogrpo.model import rope
 from nanogrpo.model.attention import Packed
+from nanogrpo.model.dispatch import functions_for
 from nanogrpo.model.head import HeadOp
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import PackedBatch
@@ -32,23 +34,22 @@ from nanogrpo.types import PackedBatch
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embedding (Su et al. 2021). It pairs dimensions i and i + E/2, as
-    Hugging Face does.
-
-    x: [T, heads, E]; cos, sin: [T, 1, E] float32. The computation is at least in float32, and the
-    result has x's dtype.
-    """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    a, b = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
-
-
 class Linear(nn.Linear):
     """nn.Linear, but faster for large float32 matrix products on a CPU (kernels/linear.py)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm, also in one kernel with the residual add before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functions_for(x.device).rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + residual, and x + residual, [T, D] each."""
+        return functions_for(x.device).add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -62,15 +63,17 @@ class Attention(nn.Module):
         self.v_proj = Linear(D, K * E, bias=qkv_bias)
         self.o_proj = Linear(H * E, D, bias=cfg.attention_bias)
         # Only Qwen3 normalizes each head's query and key before the rotation.
-        self.q_norm = nn.RMSNorm(E, cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(E, cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(E, cfg.rms_norm_eps) if cfg.qk_norm else None
+        self.k_norm = RMSNorm(E, cfg.rms_norm_eps) if cfg.qk_norm else None
+        self.eps = cfg.rms_norm_eps
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.E)))  # [T, H, E]
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.E)))  # [T, K, E]
+        q = self.q_proj(x).unflatten(-1, (-1, self.E))  # [T, H, E]
+        k = self.k_proj(x).unflatten(-1, (-1, self.E))  # [T, K, E]
         v = self.v_proj(x).unflatten(-1, (-1, self.E))  # [T, K, E]
-        out = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)  # [T, H, E]
-        return self.o_proj(out.flatten(-2))  # [T, D]
+        weights = [norm and norm.weight for norm in (self.q_norm, self.k_norm)]  # [E] or None
+        q, k = functions_for(x.device).norm_rope(q, k, *weights, cos, sin, self.eps)
+        return self.o_proj(attend(self.layer, q, k, v).flatten(-2))  # [T, D]
 
 
 class MLP(nn.Module):
@@ -83,21 +86,22 @@ class MLP(nn.Module):
         self.down_proj = Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = F.silu(self.gate_proj(x)) * self.up_proj(x)  # [T, F]
+        inner = functions_for(x.device).swiglu(self.gate_proj(x), self.up_proj(x))  # [T, F]
         return self.down_proj(inner)  # [T, D]
 
 
 class Block(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.self_attn = Attention(cfg, layer)
-        self.post_attention_layernorm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.mlp = MLP(cfg)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        normed, x = self.post_attention_layernorm.of_sum(attended, x)
+        return x + self.mlp(normed)
 
 
 class Body(nn.Module):
@@ -108,7 +112,7 @@ class Body(nn.Module):
         self.cfg = cfg
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
         self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.num_hidden_layers))
-        self.norm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         c = self.cfg
@@ -193,7 +197,10 @@ class Decoder(nn.Module):
         tokens, positions: [T]; rows: [M] indices into T, or None for all; op: see `Head`.
         """
         hidden = self.model(tokens, positions, attend)  # [T, D]
-        return self.lm_head(hidden if rows is None else hidden.index_select(0, rows), op)
+        if rows is not None:
+            # Rows may repeat: the last token of a shared prompt predicts all first tokens.
+            hidden = functions_for(hidden.device).gather_rows(hidden, rows)  # [M, D]
+        return self.lm_head(hidden, op)
 
     def forward_packed(self, batch: PackedBatch, op: HeadOp):
         """Return `op` of the hidden states that predict the strip's completion tokens.

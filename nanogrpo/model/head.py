@@ -10,27 +10,22 @@ of rows at a time, never all [M, V].
 | `head_policy_loss` | hidden [M, D] → loss | the training step: three matrix products |
 | `head_logp` | hidden [M, D] → log-prob, entropy [M] | old and reference log-probs |
 
-On CUDA they run the Triton kernels, and on other devices the PyTorch code of kernels/reference.py.
-The environment variable NANOGRPO_OPS (`triton` or `torch`) forces one of the two. Read next:
-kernels/reference.py (the loss), kernels/head.py (the loop over chunks), kernels/README.md.
+On CUDA they run Triton kernels, and on other devices the PyTorch code of kernels/reference.py,
+unless --kernels chooses (dispatch.py). Read next: kernels/reference.py (the loss), kernels/head.py
+(the loop over chunks), kernels/README.md.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-import os
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanogrpo.errors import UserError
-from nanogrpo.kernels import reference
 from nanogrpo.kernels.head import HeadLogp, HeadPolicyLoss
 from nanogrpo.kernels.reference import LossInputs, Objective
+from nanogrpo.model.dispatch import functions_for
 
 # (hidden [M, D], lm_head [V, D]) → anything: what Decoder.forward_packed applies
 HeadOp = Callable[[Tensor, Tensor], Any]
@@ -49,29 +44,6 @@ class PolicyOut(NamedTuple):
     # Whether each metric has one value per sequence, repeated for its tokens. If so, its mean is
     # taken over sequences.
     by_sequence: bool = False
-
-
-def row_functions(device: torch.device) -> ModuleType:
-    """Return kernels/fused_rows.py or kernels/reference.py, which have the same functions."""
-    return _module(device.type, os.environ.get("NANOGRPO_OPS", ""))
-
-
-@functools.cache
-def _module(device: str, forced: str) -> ModuleType:
-    name = forced or ("triton" if device == "cuda" else "torch")
-    if name not in ("triton", "torch"):
-        raise UserError(
-            f"NANOGRPO_OPS is {name!r}: set it to 'triton' or 'torch', or leave it unset to "
-            "choose by device."
-        )
-    logging.getLogger("nanogrpo").info(
-        "ops on %s run in %s%s", device, name, " (forced)" if forced else ""
-    )
-    if name == "torch":
-        return reference
-    from nanogrpo.kernels import fused_rows  # imports Triton, which a CPU does not need
-
-    return fused_rows
 
 
 def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -115,7 +87,7 @@ def head_policy_loss(
     if not torch.is_grad_enabled():
         hidden, lm_head = hidden.detach(), lm_head.detach()
     chunk = chunk or default_chunk(len(lm_head), hidden.dtype, hidden.device)
-    args = targets, inputs, objective, temperature, chunk, row_functions(hidden.device)
+    args = targets, inputs, objective, temperature, chunk, functions_for(hidden.device)
     loss, logp, entropy, clip, kl = HeadPolicyLoss.apply(hidden, lm_head, *args)
     return PolicyOut(loss, logp, entropy, kl, {"clip": clip})
 
@@ -137,5 +109,5 @@ def head_logp(
     hidden, as in inference engines; everything after them is computed in float32.
     """
     chunk = chunk or default_chunk(len(lm_head), hidden.dtype, hidden.device)
-    args = targets, temperature, chunk, row_functions(hidden.device)
+    args = targets, temperature, chunk, functions_for(hidden.device)
     return HeadLogp.apply(hidden, lm_head, *args)

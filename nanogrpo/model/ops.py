@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nanogrpo.kernels.reference import LossInputs, Objective
-from nanogrpo.model.head import PolicyOut, check_reference, row_functions
+from nanogrpo.model.dispatch import functions_for
+from nanogrpo.model.head import PolicyOut, check_reference
 
 
 def policy_loss(logp: Tensor, inputs: LossInputs, objective: Objective) -> PolicyOut:
@@ -41,7 +42,7 @@ def selective_log_softmax(
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logp, inputs, objective):
-        loss, dlogp, clip, kl = row_functions(logp.device).policy_forward(logp, inputs, objective)
+        loss, dlogp, clip, kl = functions_for(logp.device).policy_forward(logp, inputs, objective)
         ctx.save_for_backward(dlogp)
         ctx.mark_non_differentiable(*(x for x in (clip, kl) if x is not None))
         return loss, clip, kl
@@ -56,7 +57,7 @@ class _PolicyLoss(torch.autograd.Function):
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, temperature):
-        rows = row_functions(logits.device)
+        rows = functions_for(logits.device)
         logp, entropy, norm = rows.log_softmax_forward(logits, targets, temperature)
         ctx.save_for_backward(logits, targets, norm, entropy)
         ctx.settings = rows, temperature

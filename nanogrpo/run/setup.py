@@ -37,7 +37,7 @@ from nanogrpo.grpo.entropy import Bonus
 from nanogrpo.logs import metrics, progress
 from nanogrpo.logs.console import Log
 from nanogrpo.logs.trace import make_trace
-from nanogrpo.model import adapters, checkpoint, lora
+from nanogrpo.model import adapters, attention, checkpoint, dispatch, lora
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards import plugin
@@ -158,6 +158,7 @@ def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
     lora.attach(model, cfg, world.device.type)
     adapters.check_base(source, cfg)
     check_vocabulary(tokenizer, model)
+    choose_kernels(cfg, world, model.cfg.head_dim)
     context = model.cfg.max_position_embeddings
     parts, eval_prompts = load_prompts(cfg, tokenizer, context, tools, given)
     prompts = list(itertools.chain(*parts))
@@ -235,6 +236,31 @@ def find_model(cfg: Config, world: World) -> Path:
     folder = Path(cfg.base)
     world.once(lambda: warmup.ensure_base(folder, cfg.seed, int(count)))
     return folder
+
+
+def choose_kernels(cfg: Config, world: World, head_size: int) -> None:
+    """Choose the kernels and the determinism of this process, and log what will compute."""
+    device = world.device.type
+    if cfg.kernels == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError(
+            "--kernels triton needs a GPU, because on a CPU only Triton's slow interpreter runs its"
+            " kernels (TRITON_INTERPRET=1): use --kernels auto."
+        )
+    dispatch.choice = cfg.kernels
+    if cfg.full_determinism:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        # Not needed, and slow. torch defines this property of a module dynamically.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    triton = dispatch.functions_for(world.device) is not dispatch.reference
+    parts = ["Triton kernels" if triton else "PyTorch functions"]
+    if cfg.torch_compile:
+        parts.append(f"blocks by torch.compile ({cfg.torch_compile_backend})")
+    parts.append(f"attention by {attention.NAMES[attention.backend(device, dtype, head_size)]}")
+    if attention.deterministic():
+        parts.append("deterministic")
+    log.info("computing on %s in %s: %s", device, f"{dtype}"[6:], ", ".join(parts))
 
 
 def load_sharded(model: Decoder, source: Path, world: World, cfg: Config) -> Decoder:

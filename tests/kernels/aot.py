@@ -1,11 +1,12 @@
 """Replacements for a GPU in the kernel tests: compiling ahead of time, counting instructions, and
 an exact fma.
 
-`compile_contract` turns a kernel into machine code for a GPU that is not here, with the assembler
-that Triton ships. `report` lists the facts that the compile contracts check: spills, and the
-instructions of the inner loops. Triton decides at import whether it interprets, so contracts run in
-a process of their own: `TRITON_INTERPRET=0 python tests/kernels/aot.py` prints one JSON line per
-kernel. Read next: test_contracts.py.
+`contracts` calls the functions that launch kernels on meta tensors, and records the launches.
+`compiled` turns one of them into machine code for a GPU that is not here, with Triton's own launch
+code and the assembler that it ships. `report` lists the facts that the compile contracts check:
+registers, spills, and the instructions of the inner loops. Triton decides at import whether it
+interprets, so contracts run in a process of their own: `TRITON_INTERPRET=0 python
+tests/kernels/aot.py` prints one JSON line per kernel. Read next: test_contracts.py.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":  # run as a script: the checkout is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -41,115 +44,137 @@ def exact_fma() -> None:
     interpreter.InterpreterBuilder.create_fma = create_fma
 
 
-# Types of the run-time arguments by name; all other pointers (upper case) are *fp32.
-KINDS = {
-    **dict.fromkeys(
-        [
-            "X",
-            "RESIDUAL",
-            "Y",
-            "SUM",
-            "H",
-            "DY",
-            "DSUM",
-            "DX",
-            "GATE",
-            "UP",
-            "DGATE",
-            "DUP",
-            "LOGITS",
-        ],
-        "*{}",
-    ),
-    **{"TARGETS": "*i64", "CLIP": "*i8", "stride": "i64"},
-    **dict.fromkeys(["N", "V", "M", "T", "D", "blocks", "count", "heads"], "i32"),
-}
-# multiples of 16 for Qwen3's sizes, as Triton finds at a launch; pointers always are
-ALIGNED = ("stride", "V", "D")
-ODD = ("D",)  # where rows start at odd places
-
-
 @dataclass
-class Contract:
-    """A kernel as it is launched. Arguments that `constants` does not mention are run-time ones."""
+class Launch:
+    """A kernel with the arguments of a launch; the tensors are on the meta device."""
 
     kernel: Any
-    constants: dict
-    warps: int
-    dtype: str = "bf16"  # of logits and activations
-    aligned: tuple[str, ...] = ALIGNED
+    args: tuple
+    options: dict[str, Any]  # constants, and the number of warps
+
+    @property
+    def warps(self) -> int:
+        return self.options.get("num_warps", 4)
 
 
-def contracts() -> dict[str, Contract]:
-    """Return every kernel by name, with the shapes of its launches."""
+def launches(call: Callable[[], object]) -> list[Launch]:
+    """Return the launches of a call on meta tensors, in order. No kernel runs."""
+    from triton.runtime.jit import JITFunction
+
+    found = []
+
+    def record(kernel, *args, grid, warmup, **options):
+        found.append(Launch(kernel, args, options))
+
+    with mock.patch.object(JITFunction, "run", record):
+        call()
+    return found
+
+
+# the sizes of Qwen3-8B and its vocabulary, and of a strip
+T, D, H, K, E, F, V = 8192, 4096, 32, 8, 128, 12_288, 151_936
+
+
+def contracts() -> dict[str, Launch]:
+    """Return a launch of every kernel by name, with the arguments that the model passes."""
     import torch
 
-    from nanogrpo.kernels import fused_rows, log_softmax, norm, policy, rope, swiglu, textbook
+    from nanogrpo.kernels import (
+        fused_rows,
+        gather,
+        log_softmax,
+        norm,
+        policy,
+        reference,
+        rope,
+        swiglu,
+        textbook,
+    )
 
-    table = {}
-    absent = dict(OLD=None, REF=None, IMP=None)
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
-        end = "" if name == "bf16" else f", {name}"
-        lanes = dict(WIDE=True, R=log_softmax.LANES, C=16 // dtype.itemsize)
-        forward = Contract(log_softmax.forward_kernel, lanes, log_softmax.WARPS, name)
-        visit = lanes | dict(BIAS=True, R=fused_rows.LANES)
-        rows = Contract(fused_rows.row_kernel, visit, fused_rows.WARPS, name)
-        narrow = dict(WIDE=False, C=4)
-        table |= {
-            f"log_softmax.forward{end}": forward,
-            f"log_softmax.forward, odd stride{end}": replace(
-                forward, constants=lanes | dict(WIDE=False), aligned=ODD
-            ),
-            f"rows{end}": rows,
-            f"rows, odd stride{end}": replace(rows, constants=visit | narrow, aligned=ODD),
-        }
-        if end:  # the others differ from bfloat16 in nothing but their loads
-            continue
-        table["rows, on policy"] = replace(
-            rows, constants=dict(ENTROPY_WEIGHT=None, **absent, **visit)
-        )
-        block = dict(BLOCK=log_softmax.BLOCK)
-        backward = Contract(log_softmax.backward_kernel, block, log_softmax.WARPS)
-        table |= {
-            "log_softmax.backward": backward,
-            "log_softmax.backward, odd stride": replace(backward, aligned=ODD),
-        }
-    policies = dict(BIAS=True, BLOCK=policy.BLOCK)
-    block, warps = norm.shape_of_block(4096)
-    return table | {
-        "textbook": Contract(textbook.textbook_kernel, dict(BLOCK=textbook.BLOCK), 4),
-        "policy": Contract(policy.policy_kernel, policies, policy.WARPS),
-        "policy, on policy": Contract(
-            policy.policy_kernel, dict(KL=None, **policies, **absent), policy.WARPS
-        ),
-        "policy.sum": Contract(policy.sum_kernel, dict(BLOCK=128), 1),
-        "norm.forward": Contract(norm.forward_kernel, dict(BLOCK=block), warps),
-        "norm.backward": Contract(norm.backward_kernel, dict(BLOCK=block), warps),
-        "rope.forward": Contract(rope.forward_kernel, dict(HALF=64, ROWS=16), 4),
-        "rope.backward": Contract(rope.backward_kernel, dict(HALF=64, ROWS=16), 4),
-        "swiglu.forward": Contract(swiglu.forward_kernel, dict(BLOCK=4096), 8),
-        "swiglu.backward": Contract(swiglu.backward_kernel, dict(BLOCK=4096), 8),
-    }
+    table: dict[str, Launch] = {}
+
+    def add(names: str, function: Callable, *args: Any) -> None:
+        found = launches(lambda: function(*args))
+        table.update(zip(names.split("; "), found, strict=True))
+
+    def meta(*shape: int, dtype=torch.bfloat16, frozen: bool = False) -> torch.Tensor:
+        grad = dtype.is_floating_point and not frozen
+        return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
+
+    def vector(dtype=torch.float32) -> torch.Tensor:
+        return meta(T, dtype=dtype, frozen=True)
+
+    def both_ways(function: Callable, *inputs: Any) -> None:
+        out = function(*inputs)
+        out = out if isinstance(out, tuple) else (out,)
+        leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        torch.autograd.grad(out, leaves, out)
+
+    targets, objective = vector(torch.int64), reference.Objective(0.2, 0.28, beta=0.1)
+    every = reference.LossInputs(*(vector() for _ in range(6)))
+    on_policy = reference.LossInputs(vector(), vector())
+    for dtype, end in ((torch.bfloat16, ""), (torch.float16, ", fp16"), (torch.float32, ", fp32")):
+        wide = meta(T, V, dtype=dtype, frozen=True)
+        odd = meta(T, V + 1, dtype=dtype, frozen=True)[:, : V - 1]  # rows start at odd places
+        for logits, name in ((wide, end), (odd, f", odd stride{end}")):
+            args = logits, targets, 0.7
+            add(f"log_softmax.forward{name}", log_softmax.log_softmax_forward, *args)
+            add(f"rows{name}", fused_rows.policy_rows_, *args, every, objective)
+            if not end:  # the others differ from bfloat16 in nothing but their loads
+                rest = meta(2, T, dtype=torch.float32, frozen=True), *(vector() for _ in range(3))
+                backward = log_softmax.log_softmax_backward_
+                add(f"log_softmax.backward{name}", backward, *args, *rest)
+    half = meta(T, V, frozen=True), targets, 0.7
+    add("rows, on policy", fused_rows.policy_rows_, *half, on_policy, objective)
+    add("textbook", textbook.textbook_log_softmax, *half)
+    # the number of tokens with a loss is rarely a multiple of 16
+    logp = meta(T - 1, dtype=torch.float32, frozen=True)
+    for inputs, name in ((every, ""), (on_policy, ", on policy")):
+        vectors = inputs.map(lambda v: torch.empty_like(logp))
+        add(f"policy{name}; policy.sum", policy.policy_forward, logp, vectors, objective)
+
+    x, weight, eps = meta(T, D), meta(D), 1e-6
+    names = "norm.forward{0}; norm.backward{0}"
+    add(names.format(""), both_ways, norm.add_rms_norm, x, meta(T, D), weight, eps)
+    add(names.format(", no residual"), both_ways, norm.rms_norm, x, weight, eps)
+    names = "rope.forward{0}; rope.backward{0}"
+    angles = [meta(T, 1, E, dtype=torch.float32, frozen=True) for _ in range(2)]
+    k, norms = meta(T, K, E), (meta(E), meta(E))
+    for heads, end in ((H, ""), (2 * H, ", 64 heads")):
+        q = meta(T, heads, E)
+        add(names.format(end), both_ways, rope.norm_rope, q, k, *norms, *angles, eps)
+    add(names.format(", no norm"), both_ways, rope.norm_rope, q, k, None, None, *angles, eps)
+    gate, up = meta(T, F), meta(T, F)
+    add("swiglu.forward; swiglu.backward", both_ways, swiglu.swiglu, gate, up)
+    order = meta(4 * T, dtype=torch.int64), meta(T + 1, dtype=torch.int64)
+    add("gather.sum", both_ways, gather.gather_rows, k, order[0], order)
+    return table
 
 
-def compile_contract(contract: Contract, arch: int):
-    """Compile a kernel for sm_<arch>."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+class _Absent:
+    """Stands in for the driver of a GPU that is not here, for Triton's own launch code."""
 
-    fn, signature, constants, hints = contract.kernel, {}, {}, {}
-    for i, name in enumerate(fn.arg_names):
-        kind = KINDS.get(name, "*fp32" if name.isupper() else "fp32").format(contract.dtype)
-        # Constants are written in upper case too; an absent pointer is a constant None.
-        if name in contract.constants:
-            kind, constants[name] = "constexpr", contract.constants[name]
-        elif name in contract.aligned or kind.startswith("*"):
-            hints[(i,)] = [["tt.divisibility", 16]]
-        signature[name] = kind
-    source = ASTSource(fn, signature, constants, hints)
-    target, options = GPUTarget("cuda", arch, 32), {"num_warps": contract.warps}
-    return triton.compile(source, target=target, options=options)
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch  # kernels are cached by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+
+def compiled(launch: Launch, arch: int):
+    """Compile a kernel for sm_<arch> as a launch would, without running it."""
+    from triton.runtime.driver import driver
+
+    driver.set_active(_Absent(arch))
+    return launch.kernel.warmup(*launch.args, grid=(1,), **launch.options)
 
 
 def tool(name: str, option: str, cubin: bytes) -> str:
@@ -183,29 +208,29 @@ def disassemble(cubin: bytes) -> tuple[list[str], list[list[str]]]:
     return code, loops
 
 
-def report(name: str, contract: Contract, arch: int, code: bool = True) -> dict:
+def report(name: str, launch: Launch, arch: int, code: bool = True) -> dict:
     """Return the facts about a kernel that the contracts check; code: its instructions too.
 
     Disassembling takes twice as long as compiling.
     """
-    compiled = compile_contract(contract, arch)
-    usage = tool("cuobjdump", "-res-usage", compiled.asm["cubin"])
-    facts: dict[str, Any] = {"kernel": name, "arch": arch}
+    asm = compiled(launch, arch).asm
+    usage = tool("cuobjdump", "-res-usage", asm["cubin"])
+    facts: dict[str, Any] = {"kernel": name, "arch": arch, "threads": 32 * launch.warps}
     for word in ("REG", "STACK", "LOCAL"):  # spilled registers go to the stack, in local memory
         facts[word] = int(re.search(rf"\b{word}:(\d+)", usage).group(1))  # type: ignore[union-attr]
     # min and max that lose a NaN
-    facts["drops_nan"] = len(re.findall(r"\b(?:min|max)\.f32", compiled.asm["ptx"]))
+    facts["drops_nan"] = len(re.findall(r"\b(?:min|max)\.f32", asm["ptx"]))
     if not code:
         return facts
-    instructions, loops = disassemble(compiled.asm["cubin"])
-    block = contract.constants.get("R", 1) * contract.constants.get("C", 1)
-    block = contract.constants.get("BLOCK", block)
+    instructions, loops = disassemble(asm["cubin"])
+    block = launch.options.get("R", 1) * launch.options.get("C", 1)
+    block = launch.options.get("BLOCK", block)
     facts |= {"instructions": len(instructions), "loops": []}
     for loop in loops:
         names = Counter(operation(i).split(".")[0] for i in loop)
         facts["loops"].append(
             {
-                "per_element": round(len(loop) * contract.warps * 32 / block, 4),
+                "per_element": round(len(loop) * launch.warps * 32 / block, 4),
                 "barriers": names["BAR"],
                 "exp2": names["MUFU"],
                 "shuffles": names["SHFL"],
@@ -218,15 +243,17 @@ def report(name: str, contract: Contract, arch: int, code: bool = True) -> dict:
 # Kernels at the limit of registers (32 warps leave 64 per thread), and the largest of the others.
 WIDEST = ("rows", "rows, fp32", "rows, odd stride", "rows, odd stride, fp32")
 WIDEST += ("policy", "policy, on policy", "norm.backward", "rope.backward", "swiglu.backward")
+WIDEST += ("rope.backward, 64 heads", "gather.sum")
+ARCHS = (80, 89, 90, 100, 120)  # A100, RTX 4090, H100, B200, RTX 5090
 
 
 def main() -> None:
-    """Print the facts of every kernel on sm_90, and of the widest on sm_80 and sm_100."""
+    """Print the facts of every kernel on sm_90, and of the widest on the other architectures."""
     table = contracts()
-    for name, contract in table.items():
-        print(json.dumps(report(name, contract, 90)), flush=True)
-    for arch in (80, 100):
-        for name in WIDEST:
+    for name, launch in table.items():
+        print(json.dumps(report(name, launch, 90)), flush=True)
+    for arch in ARCHS:
+        for name in WIDEST if arch != 90 else ():
             print(json.dumps(report(name, table[name], arch, code=False)), flush=True)
 
 

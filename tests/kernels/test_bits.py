@@ -11,6 +11,7 @@ from nanogrpo.kernels.reference import LossInputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanogrpo.kernels import fused_rows, log_softmax, policy
+from nanogrpo.model import dispatch
 from nanogrpo.model import head as ops
 from nanogrpo.model import ops as kernel_ops
 from tests.conftest import DEVICE
@@ -83,7 +84,7 @@ def test_policy_repeated_and_permuted(monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_head_repeated_and_results_in_float32(dtype, monkeypatch):
-    monkeypatch.setenv("NANOGRPO_OPS", "triton")
+    monkeypatch.setattr(dispatch, "choice", "triton")
     g = torch.Generator().manual_seed(1)
     hidden, lm_head = (
         torch.randn(n, 5, generator=g).to(dtype).to(DEVICE).requires_grad_() for n in (9, 33)

@@ -10,6 +10,7 @@ import torch
 from nanogrpo.kernels.reference import LossInputs, Objective
 
 from nanogrpo.kernels import fused_rows, log_softmax, reference
+from nanogrpo.model import dispatch
 from nanogrpo.model import head as ops
 from nanogrpo.model import ops as kernel_ops
 
@@ -63,10 +64,10 @@ def test_more_rows_than_a_grid_is_high():
 def test_head_in_one_chunk_and_in_several_against_float64(monkeypatch):
     hidden, head, targets, inputs = _draw(300, 256)
     wide = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
-    monkeypatch.setenv("NANOGRPO_OPS", "torch")
+    monkeypatch.setattr(dispatch, "choice", "torch")
     exact = ops.head_policy_loss(*wide, targets, inputs.map(torch.Tensor.double), CLIP)
     truth = torch.autograd.grad(exact.loss, wide)
-    monkeypatch.delenv("NANOGRPO_OPS")
+    monkeypatch.setattr(dispatch, "choice", "auto")
     for chunk in (None, 64):  # several chunks: float32 sums of bfloat16 products
         out = ops.head_policy_loss(hidden, head, targets, inputs, CLIP, chunk=chunk)
         grads = torch.autograd.grad(out.loss, (hidden, head))

@@ -1,5 +1,5 @@
-"""The decoder's memory-bound kernels (norm, rope, swiglu) and the textbook softmax against float64:
-as exact as eager PyTorch.
+"""The decoder's memory-bound kernels (norm, rope, swiglu, gather) and the textbook softmax against
+float64: as exact as eager PyTorch.
 
 They run in Triton's interpreter where there is no GPU. Read next: test_log_softmax.py.
 """
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanogrpo.kernels import norm, reference, rope, swiglu, textbook
+from nanogrpo.kernels import gather, norm, reference, rope, swiglu, textbook
 from tests.conftest import CUDA, DEVICE
 
 # The interpreter truncates to bfloat16 instead of rounding: twice the error of an element.
@@ -43,7 +43,10 @@ def _compare(fused, eager, inputs, dtype):
         assert (a.double() - c).abs().max() <= allowed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@DTYPES
 @pytest.mark.parametrize(("count", "width"), [(5, 48), (13, 7)])
 def test_add_rms_norm(dtype, count, width, monkeypatch):
     monkeypatch.setattr(norm, "PROGRAMS", 8)  # fewer than 13 rows: a program visits several
@@ -56,27 +59,115 @@ def test_add_rms_norm(dtype, count, width, monkeypatch):
         return F.rms_norm(x + residual, (width,), weight, 1e-6), x + residual
 
     _compare(lambda *v: norm.add_rms_norm(*v, 1e-6), eager, [x, residual, weight], dtype)
+    _compare(
+        lambda *v: norm.rms_norm(*v, 1e-6),
+        lambda x, weight: F.rms_norm(x, (width,), weight, 1e-6),
+        [x, weight],
+        dtype,
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_rope(dtype):
-    x, weight = _draw(7, 3, 16, seed=0, dtype=dtype), _draw(16, seed=1, dtype=dtype)
-    angles = torch.randn(7, 8, generator=torch.Generator().manual_seed(2)).repeat(1, 2).to(DEVICE)
-    cos, sin = angles.cos(), angles.sin()
-
-    def eager(x, weight):
-        n = F.rms_norm(x, (16,), weight, 1e-6)
-        a, b = n.to(cos.dtype if x.dtype != torch.float64 else x.dtype).chunk(2, -1)
-        turned = torch.cat((a, b), -1) * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
-        return turned.to(x.dtype)
-
-    _compare(lambda x, weight: rope.norm_rope(x, weight, cos, sin, 1e-6), eager, [x, weight], dtype)
+def _angles(count, size):
+    """Return cosines and sines [T, 1, E] with two equal halves. The factor is YaRN's."""
+    angles = torch.randn(count, 1, size // 2, generator=torch.Generator().manual_seed(2))
+    angles = angles.repeat(1, 1, 2).to(DEVICE)
+    return 1.1 * angles.cos(), 1.1 * angles.sin()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def _rotated(x, cos, sin):
+    a, b = x.chunk(2, -1)
+    cos, sin = (t[..., : x.shape[-1] // 2] for t in (cos, sin))
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(("H", "K", "E"), [(4, 2, 16), (3, 1, 12)])
+def test_norm_rope(dtype, H, K, E, monkeypatch):
+    monkeypatch.setattr(rope, "PROGRAMS", 4)  # fewer than 7 tokens: a program visits several
+    q, k = _draw(7, H, E, seed=0, dtype=dtype), _draw(7, K, E, seed=1, dtype=dtype)
+    weights = [_draw(E, seed=seed, dtype=dtype) for seed in (2, 3)]
+    cos, sin = _angles(7, E)
+
+    def eager(q, k, *weights):
+        if weights:
+            q, k = (F.rms_norm(x, (E,), w, 1e-6) for x, w in zip((q, k), weights))
+        return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+    def fused(q, k, q_weight=None, k_weight=None):
+        return rope.norm_rope(q, k, q_weight, k_weight, cos, sin, 1e-6)
+
+    _compare(fused, eager, [q, k, *weights], dtype)
+    _compare(fused, eager, [q, k], dtype)  # Qwen2, Llama and Mistral have no such norms
+
+
+@DTYPES
 def test_swiglu(dtype):
     gate, up = _draw(5, 1001, seed=0, dtype=dtype), _draw(5, 1001, seed=1, dtype=dtype)
     _compare(swiglu.swiglu, lambda g, u: F.silu(g) * u, [gate, up], dtype)
+
+
+def test_slices_of_a_larger_product_are_read_in_place():
+    """Queries and keys, or gate and up, may be computed in one product."""
+    qkv, cos_sin = _draw(5, 4 * 8, seed=0, dtype=torch.float32), _angles(5, 8)
+    q, k, _ = (x.unflatten(1, (-1, 8)) for x in qkv.split([16, 8, 8], 1))
+    rotated = rope.norm_rope(q, k, None, None, *cos_sin, 1e-6)
+    copied = rope.norm_rope(q.contiguous(), k.contiguous(), None, None, *cos_sin, 1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(rotated, copied))
+    gate, up = qkv.chunk(2, 1)
+    assert torch.equal(swiglu.swiglu(gate, up), swiglu.swiglu(gate.contiguous(), up.contiguous()))
+    upstream = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    (got,) = torch.autograd.grad(swiglu.swiglu(gate, up), qkv, upstream)
+    (expected,) = torch.autograd.grad(F.silu(gate) * up, qkv, upstream)
+    torch.testing.assert_close(got, expected)
+
+
+def test_frozen_weights_get_no_gradient():
+    """As under LoRA, where the other gradients stay the same."""
+    x, weight = _draw(5, 8, seed=0, dtype=torch.float32), torch.ones(8, device=DEVICE)
+    y, total = norm.add_rms_norm(x, x.detach(), weight, 1e-6)
+    q, k = (v.view(5, 1, 8) for v in (y, total))
+    out = rope.norm_rope(q, k, weight, weight, *_angles(5, 8), 1e-6)
+    (got,) = torch.autograd.grad(sum(v.sum() for v in out), x)
+    trained = weight.clone().requires_grad_()
+    y, total = norm.add_rms_norm(x, x.detach(), trained, 1e-6)
+    q, k = (v.view(5, 1, 8) for v in (y, total))
+    out = rope.norm_rope(q, k, trained, trained, *_angles(5, 8), 1e-6)
+    expected, dweight = torch.autograd.grad(sum(v.sum() for v in out), [x, trained])
+    assert torch.equal(got, expected)
+    assert dweight.any()
+
+
+# --- gathered rows ---
+
+INDEX = torch.tensor([0, 1, 2, 0, 1, 3, 0, 1, 4, 4, 5, 0, 1])  # rows 0 and 1 are shared; no row 6
+
+
+@pytest.mark.parametrize("functions", [gather, reference])
+def test_gathered_rows_sum_their_gradients_in_float32_and_in_order(functions, monkeypatch):
+    monkeypatch.setattr(gather, "BLOCK", 16)
+    index = INDEX.to(DEVICE)
+    x = _draw(7, 2, 12, seed=0, dtype=torch.float32)  # [T, K, E]
+    upstream = torch.randn(13, 2, 12, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    expected = torch.zeros(7, 24)
+    for i, dy in zip(INDEX.tolist(), upstream.cpu().flatten(1)):
+        expected[i] += dy
+    for order in (None, functions.row_order(index, 7)):
+        y = functions.gather_rows(x, index, order)
+        assert torch.equal(y, x[index])
+        (dx,) = torch.autograd.grad(y, x, upstream)
+        assert torch.equal(dx.cpu().flatten(1), expected)
+
+
+@pytest.mark.parametrize("functions", [gather, reference])
+@pytest.mark.parametrize("G", [8, 64])
+def test_the_gradient_of_a_shared_row_is_rounded_once(functions, G):
+    x = _draw(3, 32, seed=0, dtype=torch.bfloat16)
+    index = torch.arange(3).repeat(G).to(DEVICE)
+    upstream = _draw(3 * G, 32, seed=1, dtype=torch.bfloat16).detach()
+    (dx,) = torch.autograd.grad(functions.gather_rows(x, index), x, upstream)
+    exact = upstream.double().view(G, 3, 32).sum(0)
+    assert dx.dtype == torch.bfloat16
+    assert ((dx.double() - exact).abs() <= ROUND[torch.bfloat16] * exact.abs() + 1e-5).all()
 
 
 def test_empty_inputs_work_and_second_derivatives_raise():
@@ -87,6 +178,13 @@ def test_empty_inputs_work_and_second_derivatives_raise():
     norm.add_rms_norm(empty, empty, weight, 1e-6)[0].sum().backward()
     assert not weight.grad.any()
     assert swiglu.swiglu(empty, empty).shape == (0, 8)
+    heads, cos = empty.view(0, 1, 8), torch.zeros(0, 1, 8, device=DEVICE)
+    q, k = rope.norm_rope(heads, heads, weight, weight, cos, cos, 1e-6)
+    (q.sum() + k.sum()).backward()
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    x = torch.ones(3, 8, device=DEVICE, requires_grad=True)
+    gather.gather_rows(x, none).sum().backward()
+    assert not x.grad.any()
     x = torch.ones(2, 8, device=DEVICE, requires_grad=True)
     (grad,) = torch.autograd.grad(swiglu.swiglu(x, x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nanogrpo.kernels.reference import LossInputs, Objective
 
 from nanogrpo.kernels import fused_rows, log_softmax, policy, reference
+from nanogrpo.model import dispatch
 from nanogrpo.model import head as ops
 from nanogrpo.model import ops as kernel_ops
 from tests.conftest import DEVICE
@@ -211,7 +212,7 @@ def test_both_implementations_of_the_head_agree(monkeypatch):
     o = Objective(0.2, 0.3, beta=0.1)
     results = []
     for name in ("torch", "triton"):
-        monkeypatch.setenv("NANOGRPO_OPS", name)
+        monkeypatch.setattr(dispatch, "choice", name)
         out = ops.head_policy_loss(hidden, head, targets, inputs, o, chunk=4)
         logp, entropy = ops.head_logp(hidden, head, targets, 0.7, chunk=4)
         other = kernel_ops.policy_loss(logp, inputs, o)

@@ -1,11 +1,15 @@
-"""Attention over packed sequences: the reference equals the equation, and the backend is chosen and
-logged.
+"""Attention over packed sequences: the reference equals the equation, and the backend is chosen by
+what the installed packages export.
 
 The key/value cache is tested with the engine that owns it. Read next: test_decoder.py.
 """
 
+import ast
+import importlib
+import importlib.util
 import itertools
-import logging
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +17,18 @@ import torch
 from nanogrpo.errors import UserError
 from nanogrpo.model import attention
 from nanogrpo.model.attention import Packed, reference
-from tests.conftest import positions_of, random_tokens, tiny_model
+from tests.conftest import (
+    COMPLETIONS,
+    PROMPT,
+    positions_of,
+    random_tokens,
+    shared_prompt,
+    tiny_model,
+)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
 
 
 def by_hand(q, k, v, lengths):
@@ -57,24 +72,6 @@ def test_packed_remembers_the_keys_and_values_when_asked():
     assert all(x.shape == (9, 2, 16) for pair in keeping.kept.values() for x in pair)
 
 
-PROMPT, COMPLETIONS = 5, [4, 1, 7]
-
-
-def shared_prompt() -> Packed:
-    """Pack one prompt, then its completions. Each sees the keys of the prompt and its own."""
-    cu_seqlens = torch.tensor([0, PROMPT, *COMPLETIONS]).cumsum(0)  # [N+1]
-    own = [torch.arange(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
-    rows = [own[0], *(torch.cat((own[0], mine)) for mine in own[1:])]
-    kv_cu_seqlens = torch.tensor([0, *map(len, rows)]).cumsum(0, dtype=torch.int32)
-    return Packed(
-        cu_seqlens.int(),
-        max(COMPLETIONS),
-        torch.cat(rows),
-        kv_cu_seqlens,
-        PROMPT + max(COMPLETIONS),
-    )
-
-
 def test_completions_that_share_a_prompt_equal_those_that_repeat_it():
     """Compares outputs and gradients. The keys of the prompt receive the sum of the completions'
     gradients.
@@ -106,30 +103,221 @@ def test_completions_that_share_a_prompt_equal_those_that_repeat_it():
         ].abs().max(), name
 
 
-def test_the_backend_is_logged_once_and_can_be_chosen(monkeypatch, caplog):
+def test_shared_keys_get_the_gradients_of_index_select_on_a_cpu():
+    """Bit for bit in float32, and one rounding away from float64 in bfloat16."""
+    attend = shared_prompt()
+    q, k, v = (torch.randn(17, heads, 8, generator=seeded(heads)) for heads in (4, 2, 2))
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, plain = ([x.to(dtype).requires_grad_() for x in (k, v)] for _ in range(2))
+        gathered = [x.index_select(0, attend.kv_rows) for x in plain]
+        expected = torch.autograd.grad(
+            reference(q.to(dtype), *gathered, *attend.bounds).sum(), plain
+        )
+        got = torch.autograd.grad(shared_prompt()(0, q.to(dtype), *ours).sum(), ours)
+        for a, b in zip(got, expected):
+            if dtype == torch.float32:
+                assert torch.equal(a, b)
+            else:
+                torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+# --- the choice of a backend ---
+
+# The parameters of the functions that we call, as the sources of these versions define them.
+SIGNATURES = {
+    "flash-attn 2.8.3": "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p"
+    " softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
+    " block_table",
+    "flash-attn-4 4.0.0b36": "q k v qv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+    " min_seqlen_k seqused_q seqused_k gather_kv_indices page_table softmax_scale causal"
+    " window_size learnable_sink softcap num_splits pack_gqa deterministic score_mod score_mod_bwd"
+    " mask_mod block_sparse_tensors aux_tensors aux_scalars return_lse scheduler_metadata"
+    " seqlen_k_per_split disable_scheduler_metadata gather_bwd_recompute_p gather_bwd_token_chunk",
+    "torch 2.11": "query key value cu_seq_q cu_seq_k max_q max_k * return_aux scale window_size",
+    "torch 2.13": "query key value cu_seq_q cu_seq_k max_q max_k * return_aux scale window_size"
+    " enable_gqa seqused_k block_table num_splits",
+}
+
+
+def stub(name: str, parameters: str, bounds: str, result: str = "out") -> str:
+    """Return the source of a function that computes the reference, and records its arguments."""
+    q, k, v, *rest = parameters.split()
+    parameters = ", ".join([q, k, v, *(word if word == "*" else f"{word}=None" for word in rest)])
+    return f"""
+from nanogrpo.model.attention import reference
+calls = []
+def {name}({parameters}):
+    calls.append(dict(locals()))
+    out = reference({q}, {k}, {v}, {bounds})
+    return {result}
+"""
+
+
+def flash_stub(version: str, result: str = "out") -> str:
+    bounds = "cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k"
+    return stub("flash_attn_varlen_func", SIGNATURES[version], bounds, result)
+
+
+# the files of packages that may be installed
+EMPTY = {"flash_attn/other/__init__.py": ""}  # flash_attn is a namespace package
+OLD = {"flash_attn/__init__.py": "def flash_attn_func(): pass"}
+FLASH2 = {"flash_attn/__init__.py": flash_stub("flash-attn 2.8.3")}
+FLASH4 = {"flash_attn/cute/__init__.py": flash_stub("flash-attn-4 4.0.0b36", "(out, None)")}
+EARLY4 = {
+    "flash_attn/cute/__init__.py": "def flash_attn_varlen_func(q, k, v, cu_seqlens_q=None,"
+    " cu_seqlens_k=None, seqused_q=None, seqused_k=None, causal=False): pass"
+}
+BROKEN4 = {"flash_attn/cute/__init__.py": "import cutlass_that_is_not_there"}
+BROKEN2 = {"flash_attn/__init__.py": "raise ImportError('undefined symbol')"}
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Return a function that installs the files of packages, and forgets what was imported."""
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("flash-attn is installed: the stubs would not be alone")
+
+    def forget():
+        attention.flash_function.cache_clear(), attention.backend.cache_clear()
+        attention._varlen_attn.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+            del sys.modules[name]
+
+    def install(files: dict[str, str]) -> None:
+        for name, source in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(source)
+        importlib.invalidate_caches()
+
     monkeypatch.delenv("NANOGRPO_ATTENTION", raising=False)
-    attention.backend.cache_clear()
-    with caplog.at_level(logging.INFO, logger="nanogrpo"):
-        assert [attention.backend("cpu", torch.float32) for _ in range(3)] == ["reference"] * 3
-    assert [r.message for r in caplog.records] == ["attention: reference (cpu, torch.float32)"]
-    # the fast ones compute in half precision only
-    assert attention.backend.__wrapped__("cuda", torch.float32) == "reference"
-    assert attention.backend.__wrapped__("cuda", torch.bfloat16) in ("flash", "torch")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    forget()
+    yield install
+    forget()
+
+
+@pytest.mark.parametrize(
+    ("files", "capability", "expected"),
+    [
+        ({}, (9, 0), "torch"),
+        (EMPTY, (9, 0), "torch"),
+        (OLD, (9, 0), "torch"),
+        (FLASH2, (8, 9), "flash"),
+        (FLASH4, (9, 0), "flash4"),
+        (FLASH4, (10, 0), "flash4"),
+        (FLASH4, (8, 0), "torch"),
+        (FLASH4, (12, 0), "torch"),
+        (FLASH2 | FLASH4, (9, 0), "flash4"),
+        (FLASH2 | FLASH4, (8, 0), "flash"),
+        (FLASH2 | EARLY4, (9, 0), "flash"),
+    ],
+)
+def test_packages_are_told_apart_by_what_they_export(
+    files, capability, expected, install, monkeypatch
+):
+    install(files)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    assert attention.backend("cuda", torch.bfloat16) == expected
+    if expected == "flash4":
+        assert attention.backend("cuda", torch.bfloat16, 256) != "flash4"
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"), [(BROKEN4, "cutlass_that_is_not_there"), (BROKEN2, "undefined symbol")]
+)
+def test_a_package_that_cannot_be_imported_is_reported(files, reason, install, caplog):
+    install(files)
+    assert attention.backend("cuda", torch.bfloat16) == "torch"
+    assert caplog.records
+    assert all(reason in r.message for r in caplog.records)
+
+
+@pytest.mark.parametrize("name", ["flash", "flash4"])
+def test_a_backend_that_is_not_installed_is_one_sentence(name, install, monkeypatch):
+    monkeypatch.setenv("NANOGRPO_ATTENTION", name)
+    with pytest.raises(UserError, match=rf"NANOGRPO_ATTENTION={name} needs .*: install flash-attn"):
+        attention.backend("cuda", torch.bfloat16)
+
+
+@pytest.fixture
+def determinism():
+    yield torch.use_deterministic_algorithms
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("files", [FLASH2, FLASH4])
+def test_our_call_fits_flash_attn(files, install, determinism):
+    """It is causal, and by torch's rule deterministic."""
+    install(files)
+    name = "flash" if files is FLASH2 else "flash4"
+    attend = shared_prompt()
+    q, k, v = (torch.randn(n, h, 8, generator=seeded(n)) for n, h in ((17, 4), (32, 2), (32, 2)))
+    calls = sys.modules[attention.flash_function(attention.FLASH[name]).__module__].calls
+    for settings in ({"mode": False}, {"mode": True, "warn_only": True}, {"mode": True}):
+        determinism(**settings)
+        out = attention.BACKENDS[name](q, k, v, *attend.bounds)
+        assert torch.equal(out, reference(q, k, v, *attend.bounds))
+    assert [call["causal"] for call in calls] == [True] * 3
+    assert [call["deterministic"] for call in calls] == [False, False, True]
+
+
+@pytest.mark.parametrize("version", ["torch 2.11", "torch 2.13"])
+def test_our_call_fits_torch_and_repeats_no_keys(version, install, monkeypatch):
+    module = {}
+    bounds = "cu_seq_q, max_q, cu_seq_k, max_k"
+    exec(stub("varlen_attn", SIGNATURES[version], bounds), module)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", module["varlen_attn"])
+    attend = shared_prompt()
+    q, k, v = (torch.randn(n, h, 8, generator=seeded(n)) for n, h in ((17, 4), (32, 2), (32, 2)))
+    out = attention.torch_varlen(q, k, v, *attend.bounds)
+    assert torch.equal(out, reference(q, k, v, *attend.bounds))
+    (call,) = module["calls"]
+    assert call["window_size"] == (-1, 0)  # causal
+    assert call["key"] is k
+    assert call.get("enable_gqa") is (True if version == "torch 2.13" else None)
+
+
+def test_the_installed_torch_has_the_signature_of_the_table():
+    """Read from its source, because on other machines it might not be importable."""
+    version = "torch 2.11" if torch.__version__.startswith("2.11.") else "torch 2.13"
+    path = Path(torch.__file__).parent / "nn" / "attention" / "varlen.py"
+    (function,) = (
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "varlen_attn"
+    )
+    a = function.args
+    found = [*(arg.arg for arg in a.args), "*", *(arg.arg for arg in a.kwonlyargs)]
+    assert found == SIGNATURES[version].split()
+
+
+def test_the_backend_can_be_chosen(monkeypatch):
+    choose = attention.backend.__wrapped__
+    monkeypatch.delenv("NANOGRPO_ATTENTION", raising=False)
+    assert choose("cpu", torch.float32) == "reference"
+    # the fast ones compute in half precision only, and for some sizes of heads
+    assert choose("cuda", torch.float32) == "reference"
+    assert choose("cuda", torch.bfloat16, 12) == "reference"
+    assert choose("cuda", torch.bfloat16) in ("flash4", "flash", "torch")
     monkeypatch.setenv("NANOGRPO_ATTENTION", "reference")
-    assert attention.backend.__wrapped__("cuda", torch.bfloat16) == "reference"
+    assert choose("cuda", torch.bfloat16) == "reference"
     monkeypatch.setenv("NANOGRPO_ATTENTION", "sparse")
     with pytest.raises(
-        UserError, match=r"NANOGRPO_ATTENTION=sparse is not .*reference, torch, flash"
+        UserError, match=r"NANOGRPO_ATTENTION=sparse is not .*flash4, flash, torch, reference\."
     ):
-        attention.backend.__wrapped__("cpu", torch.float32)
+        choose("cpu", torch.float32)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("name", ["torch", "flash"])
+@pytest.mark.parametrize("name", ["torch", "flash", "flash4"])
 def test_fast_backends_agree_with_the_equation(name, shared):
-    if name == "flash":
-        pytest.importorskip("flash_attn")
+    """With grouped queries. flash4 has no backward before Hopper."""
+    if name in attention.FLASH and not attention.flash_function(attention.FLASH[name]):
+        pytest.skip(f"{name} is not installed")
+    if name == "flash4" and torch.cuda.get_device_capability()[0] not in (9, 10, 11):
+        pytest.skip("flash-attn 4 needs Hopper or Blackwell")
     torch.manual_seed(0)
     lengths = [130, 1, 77, 300]
     attend = shared_prompt() if shared else positions_of(lengths)[1]

@@ -5,14 +5,17 @@ Read next: tests/kernels/test_log_softmax.py, which compares the other implement
 equations.
 """
 
-import logging
+import inspect
+import sys
 
 import pytest
 import torch
 from nanogrpo.kernels.reference import LossInputs
 
+import nanogrpo.kernels
 from nanogrpo.errors import UserError
-from nanogrpo.kernels import reference
+from nanogrpo.kernels import fused, reference
+from nanogrpo.model import dispatch
 from nanogrpo.model import head as ops
 from nanogrpo.model import ops as kernel_ops
 from nanogrpo.model.decoder import Head
@@ -103,19 +106,27 @@ def test_the_head_is_a_unit_for_fsdp():
         dist.destroy_process_group()
 
 
-def test_the_implementation_follows_the_device_unless_forced(caplog, monkeypatch):
-    def names():
-        devices = ("cuda", "cpu", "cuda:1")
-        return [ops.row_functions(torch.device(d)).__name__.split(".")[-1] for d in devices]
+def test_the_implementation_follows_the_device_unless_chosen(monkeypatch):
+    def names(choice):
+        monkeypatch.setattr(dispatch, "choice", choice)
+        devices = map(torch.device, ("cuda", "cpu", "cuda:1"))
+        return [dispatch.functions_for(d).__name__.split(".")[-1] for d in devices]
 
-    ops._module.cache_clear()
-    monkeypatch.delenv("NANOGRPO_OPS")
-    with caplog.at_level(logging.INFO, logger="nanogrpo"):
-        assert names() == ["fused_rows", "reference", "fused_rows"]
-        assert len(caplog.records) == 2  # once per kind of device
-        monkeypatch.setenv("NANOGRPO_OPS", "torch")
-        assert ops.row_functions(torch.device("cuda")) is reference
-        assert "forced" in caplog.text
-    monkeypatch.setenv("NANOGRPO_OPS", "fast")
-    with pytest.raises(UserError, match="NANOGRPO_OPS"):
-        names()
+    assert names("auto") == ["fused", "reference", "fused"]
+    assert names("torch") == ["reference"] * 3
+    assert names("triton") == ["fused"] * 3
+
+
+def test_both_implementations_have_the_same_functions():
+    for name in fused.__all__:
+        ours, theirs = (inspect.signature(getattr(m, name)) for m in (fused, reference))
+        assert [*ours.parameters] == [*theirs.parameters], name
+
+
+def test_a_missing_triton_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(dispatch, "choice", "auto")
+    monkeypatch.setitem(sys.modules, "nanogrpo.kernels.fused", None)
+    monkeypatch.delattr(nanogrpo.kernels, "fused")
+    dispatch._module.cache_clear()
+    with pytest.raises(UserError, match=r"--kernels auto needs Triton.* use --kernels torch\.$"):
+        dispatch.functions_for(torch.device("cuda"))

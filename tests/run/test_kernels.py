@@ -1,0 +1,78 @@
+"""--kernels, --torch-compile and --full-determinism: what a run chooses, and logs before it starts.
+
+Read next: tests/model/test_fused.py (the kernels in a model), tests/model/test_attention.py (the
+backends of attention).
+"""
+
+import importlib.util
+import logging
+import re
+
+import pytest
+import torch
+
+import train
+from nanogrpo.config import Config
+from nanogrpo.distributed.world import World
+from nanogrpo.errors import UserError
+from nanogrpo.kernels import reference
+from nanogrpo.model import attention, dispatch
+from nanogrpo.run import setup as parts
+from tests.conftest import SOLO, arguments
+
+GPU = World(0, 1, torch.device("cuda"))
+ON_CPU = "attention by torch's scaled_dot_product_attention, one call per sequence"
+ON_GPU = "attention by torch's varlen_attn"
+
+
+@pytest.fixture(autouse=True)
+def unchanged(monkeypatch):
+    """Restore the state of the process."""
+    monkeypatch.setattr(dispatch, "choice", "auto")
+    monkeypatch.delenv("NANOGRPO_ATTENTION", raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    attention.backend.cache_clear()
+    yield
+    torch.use_deterministic_algorithms(False)
+    attention.backend.cache_clear()
+
+
+def logged(caplog, world: World, **options) -> str:
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "nanogrpo"):
+        parts.choose_kernels(Config(**options), world, 128)
+    (record,) = caplog.records
+    return record.getMessage()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn"), reason="another backend is installed")
+def test_one_line_says_what_computes(caplog):
+    on_gpu, on_cpu = "computing on cuda in bfloat16: ", "computing on cpu in float32: "
+    assert logged(caplog, GPU) == f"{on_gpu}Triton kernels, {ON_GPU}"
+    assert logged(caplog, GPU, kernels="torch") == f"{on_gpu}PyTorch functions, {ON_GPU}"
+    assert logged(caplog, SOLO) == f"{on_cpu}PyTorch functions, {ON_CPU}"
+    compiled = logged(caplog, GPU, torch_compile=True)
+    assert compiled == f"{on_gpu}Triton kernels, blocks by torch.compile (inductor), {ON_GPU}"
+    assert logged(caplog, GPU, full_determinism=True).endswith(f"{ON_GPU}, deterministic")
+    assert attention.deterministic()
+
+
+def test_the_choice_holds_for_the_process():
+    parts.choose_kernels(Config(kernels="torch"), GPU, 128)
+    assert dispatch.functions_for(GPU.device) is reference
+    parts.choose_kernels(Config(), GPU, 128)
+    assert dispatch.functions_for(GPU.device) is not reference
+
+
+def test_triton_without_a_gpu_is_one_sentence(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UserError, match=r"^--kernels triton needs a GPU.*: use --kernels auto\.$"):
+        parts.choose_kernels(Config(kernels="triton"), SOLO, 128)
+
+
+def test_a_run_logs_the_line_before_its_first_step(tiny_base, files, tmp_path, caplog):
+    options = arguments(tiny_base, files, tmp_path, "--max-steps", "1", "--kernels", "torch")
+    with caplog.at_level(logging.INFO, "nanogrpo"):
+        assert train.main(options) == 0
+    lines = [r.getMessage() for r in caplog.records]
+    assert sum(bool(re.match("computing on cpu in float32: PyTorch", line)) for line in lines) == 1
