@@ -88,7 +88,7 @@ def check(run: Run, rows: list[dict], weights: str) -> None:
     if first and run.starts > 1:
         assert "has no record of" in "".join(run.errors), "no message about the missing steps"
     if run.mode.exact:
-        # a deleted log cannot be counted on
+        # num_tokens continues from the log, which may have been deleted
         uncertain = (*run.mode.uncertain, *(["num_tokens"] if first else []))
         different = {
             name

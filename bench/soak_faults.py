@@ -149,7 +149,7 @@ class Run:
             time.sleep(0.05)
 
     def steps(self) -> list[dict]:
-        """Return the logged steps; a last line that is not complete is no step yet."""
+        """Return the logged steps, without a last line that is not complete yet."""
         found = []
         with contextlib.suppress(FileNotFoundError):
             for line in (self.output / "metrics.jsonl").read_text().splitlines():
@@ -211,7 +211,7 @@ class Run:
 
 
 def work(argv: list[str], jump: str) -> int:
-    """Run train.py in this process. The clock is a day late while the file `jump` exists."""
+    """Run train.py in this process. While the file `jump` exists, the clock is a day behind."""
     now = time.time
     time.time = lambda: now() - 86_400 * os.path.exists(jump)
     tempfile.tempdir = None  # another run's: this process is forked
@@ -258,7 +258,7 @@ def serve_fake(
     on_end(owner, lambda: os._exit(0))
     fake = FakeVLLM(config, port=port)
     fake.secret, fake.disturb = secret, disturb
-    fake.http.handle_error = lambda *_: None  # a reset is meant
+    fake.http.handle_error = lambda *_: None  # `disturb` resets connections on purpose
     with fake:
         ready.send(True)
         threading.Event().wait()
@@ -302,7 +302,7 @@ def sends(who: str, *numbers: int) -> Strike:
 
 
 def suspends(who: str) -> Strike:
-    """Return a fault: one process of a kind stops for a while, too short to be noticed or not."""
+    """Return a fault: one process of a kind is suspended, for less or more than the timeouts."""
 
     def strike(run: Run, rng: random.Random):
         found = run.wait_for(who)
@@ -321,7 +321,7 @@ def kill_all(run: Run, rng: random.Random):
 
 
 def full_disk(run: Run, rng: random.Random):
-    """Let no file grow beyond a size that some file of a checkpoint has."""
+    """Let writes fail midway, as on a full disk: no file may grow beyond a random size."""
     size = rng.randint(20_000, 200_000)
     for pid in run.find("rank"):
         with contextlib.suppress(ProcessLookupError):
@@ -330,7 +330,7 @@ def full_disk(run: Run, rng: random.Random):
 
 
 def read_only(run: Run, rng: random.Random):
-    """Replace the folder by a read-only view of itself (root), or take the right to write."""
+    """Mount the folder read-only over itself (as root), or remove the permission to write."""
     mount = os.geteuid() == 0 and shutil.which("mount")
     if not run.output.exists():
         return nothing

@@ -56,7 +56,7 @@ ROUTES = {
 # Before the server refuses a request, it reads at most this many bytes of the body, for at most
 # this many seconds.
 REFUSED_BYTES, REFUSED_SECONDS = 1 << 16, 2.0
-# So many bodies of refused requests are read at a time. More are not read at all.
+# This many bodies of refused requests are read at a time. Those of further ones are not read.
 reading_refused = asyncio.Semaphore(256)
 TRAINER = "X-Nanogrpo-Trainer"  # the header with a trainer's random id
 LEASE = 20.0  # seconds for which a trainer keeps the server to itself after its last request
