@@ -10,6 +10,10 @@ nanogrpo/run/memory.py.
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
+
 import torch
 
 from nanogrpo.cli import PROFILES
@@ -38,12 +42,12 @@ def model(name: str, cfg: Config) -> Decoder:
 
 
 def gpus(size: int) -> World:
-    """Return the first of so many ranks, each with a GPU, which need not exist."""
+    """Return the first of `size` ranks, each with a GPU, which need not exist."""
     return World(0, size, torch.device("cuda", 0))
 
 
 def free(card: int) -> int:
-    """Return the bytes that are free on a card with so many GB."""
+    """Return the bytes that are free on a card with `card` GB."""
     return (card - 1) << 30
 
 
@@ -78,5 +82,13 @@ def tables() -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.fits", description=__doc__.split("\n\n")[0]
+    )
+    parser.parse_args(argv)
     print(tables())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
