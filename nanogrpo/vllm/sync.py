@@ -9,11 +9,12 @@ label with their version.
 With sleep mode, the server has no weights and no KV cache while the trainer trains: `sleep` frees
 both, and `send` wakes the memory of the weights before the update, and the KV cache after it.
 
-All gathers end before the first send, because NCCL can deadlock if a rank uses two communicators at
-the same time. This costs one copy of the model on rank 0. In return, the same weights can be sent
-at any time to a server that restarts, while the model is already being trained further. Nothing
-here waits forever. A broadcast has no timeout of its own, so it runs on a daemon thread; the
-caller's thread makes the matching HTTP request, which does have a timeout. Read before: buckets.py.
+All gathers end before the first send, because NCCL can deadlock if two ranks use the same two
+communicators at the same time. (Sends to several servers may overlap: each of their communicators
+shares only rank 0 with the others.) This costs one copy of the model on rank 0. In return, the same
+weights can be sent at any time to a server that restarts, while the model is already being trained
+further. Nothing here waits forever: the broadcast, on a daemon thread, has a timeout, and so has
+the matching HTTP request, which the caller's thread makes. Read before: buckets.py.
 Read next: worker.py (the other end), client.py (the caller).
 """
 

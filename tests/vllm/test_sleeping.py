@@ -9,12 +9,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+import train
 from nanogrpo.errors import UserError
+from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.run import setup
+from nanogrpo.vllm import gpus
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, ServerError, ServerLost
 from nanogrpo.vllm.sleeping import SleepingEngine
 from nanogrpo.vllm.sync import TORN
-from tests.conftest import tiny_config, tiny_model
+from tests.conftest import arguments, lines, timeless, tiny_config, tiny_model
 from tests.vllm import pretend
 from tests.vllm.fake import MODEL, PARAMS, PROMPTS, FakeVLLM, content, engine_of, wait_until
 
@@ -178,6 +182,23 @@ def test_a_secret_is_needed_to_wake_a_server(fake):
     for path in ("/wake_up?tags=weights", "/sleep?level=2"):
         with pytest.raises(UserError, match="refuses the secret"):
             Server(fake.url, "x" * 32).post(path)
+
+
+def test_a_run_in_sleep_mode_has_the_same_steps_and_evaluations(
+    tiny_base, files, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gpus, "shares", lambda cfg, world: False)  # which refuses a CPU
+    runs = {"awake": [], "asleep": ["--vllm-enable-sleep-mode"]}
+    for name, options in runs.items():
+        with FakeVLLM(tiny_config(vocab_size=Tokenizer(tiny_base).vocab_size)) as fake:
+            monkeypatch.setattr(setup, "Sidecar", lambda *_, server=fake, **__: Restarts(server))
+            options += ["--engine", "vllm", "--weight-transport", "memory", "--eval-steps", "2"]
+            options += ["--eval-data", str(files / "uneven.jsonl"), "--max-resample-times", "1"]
+            assert train.main(arguments(tiny_base, files, tmp_path / name, *options)) == 0
+            assert (fake.wrong, fake.asleep) == ([], BOTH if name == "asleep" else set())
+    records = [[timeless(row) for row in lines(tmp_path / name) if "step" in row] for name in runs]
+    assert len(records[0]) == 3 + 3  # steps, and evaluations after 0, 2 and 3
+    assert records[0] == records[1]
 
 
 def test_two_servers_sleep_and_wake(fake):
