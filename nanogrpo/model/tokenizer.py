@@ -275,8 +275,14 @@ class Tokenizer:
                 '{"name": text, "template": text}; correct it or remove it.'
             )
         # The template comes with the model, so it runs in a sandbox and cannot change the messages.
+        # Nothing is computed here: no time limit holds yet (see data/prompts.py), and Jinja would
+        # compute constants when it optimizes, or when it compiles their output.
         env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, _Generation],
+            optimized=False,
+            finalize=_as_it_is,
         )
         env.filters["tojson"] = _tojson
         env.globals["raise_exception"] = _raise_exception
@@ -291,7 +297,16 @@ class Tokenizer:
 
 
 def _reads(env: jinja2.Environment, text: str) -> set[str]:
-    return jinja2.meta.find_undeclared_variables(env.parse(text)) - env.globals.keys()
+    # as jinja2.meta.find_undeclared_variables, which would compute constants
+    generator = jinja2.meta.TrackingCodeGenerator(env)
+    generator.optimizer = None
+    generator.visit(env.parse(text))
+    return generator.undeclared_identifiers - env.globals.keys()
+
+
+@jinja2.pass_context  # so it is called when the template runs, not when it is compiled
+def _as_it_is(context: jinja2.runtime.Context, value: Any) -> Any:
+    return value
 
 
 class _Template(NamedTuple):

@@ -10,6 +10,7 @@ import struct
 from datetime import date
 from pathlib import Path
 
+import jinja2
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -228,6 +229,18 @@ def test_the_default_template_is_chosen_and_cannot_read_the_date(tmp_path):
     ours = Tokenizer(make_folder(tmp_path, several, in_config=True))
     assert ours.render(CHATS[0]) == "DFalse"  # a null bos_token is empty, not "None"
     assert str(date.today().year) not in ours.render(CHATS[0])
+
+
+def test_nothing_of_a_template_is_computed_before_it_is_used(tmp_path, monkeypatch):
+    """When it is loaded, no time limit holds. Jinja would compute constants then."""
+    calls = []
+    upper = lambda text: calls.append(text) or text.upper()  # noqa: E731
+    monkeypatch.setitem(jinja2.filters.FILTERS, "upper", upper)
+    text = "{{ 'a' ~ 'b'|upper }}{% if 'c'|upper %}{% set x = 'd'|upper %}{{ x }}{% endif %}"
+    tokenizer = Tokenizer(make_folder(tmp_path, text))
+    assert calls == []
+    assert tokenizer.render([]) == "aBD"
+    assert calls == ["b", "c", "d"]
 
 
 def test_the_template_cannot_leave_its_sandbox_or_change_the_messages(tmp_path):
