@@ -93,19 +93,20 @@ class Row(NamedTuple):
     of_server: bool = False  # allocated by a vLLM server on the same GPU
 
 
-def activation_bytes(c: ModelConfig, item: int, kind: str) -> tuple[int, int]:
+def activation_bytes(c: ModelConfig, item: int, kind: str, fused: bool = False) -> tuple[int, int]:
     """Return (kept, recomputed): the bytes per token that each layer keeps for the backward pass,
     and that one layer recomputes in it. The count follows Block.forward and includes each tensor
     that autograd keeps: 4·D (input and output of two norms), q and k before and after norm and
     rotation, v, attention's result and its copy for o_proj, gate, up, silu(gate), and their
-    product.
+    product. With `fused` kernels, there is neither that copy nor silu(gate).
     """
     D, F = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     norms = 2 if c.qk_norm else 1  # copies of q and k: before the norm, and rotated
     # float32 statistics: one number for each norm, and for each head's softmax
     statistics = 4 * (2 + 2 * c.num_attention_heads + c.num_key_value_heads)
-    everything = item * (4 * D + (norms + 2) * q + (norms + 1) * kv + 4 * F) + statistics
+    copies, products = (norms + 1, 3) if fused else (norms + 2, 4)
+    everything = item * (4 * D + copies * q + (norms + 1) * kv + products * F) + statistics
     if kind == "none":
         return everything, 0
     if kind == "full":
@@ -203,7 +204,9 @@ def table(
         out.append(Row(f"reward model {judge.__name__}", size))
 
     kind = cfg.checkpointing
-    kept, again = map(sum, zip(activation_bytes(c, item, kind), adapter_bytes(model, item, kind)))
+    fused = cuda and cfg.kernels != "torch" and not cfg.torch_compile
+    of_block = activation_bytes(c, item, kind, fused)
+    kept, again = map(sum, zip(of_block, adapter_bytes(model, item, kind)))
     per_token = c.num_hidden_layers * kept + again + 3 * item * c.hidden_size
     out.append(Row(f"activations of {T:,} tokens", T * per_token))
     key_row = 2 * item * c.num_key_value_heads * c.head_dim  # keys and values of a token in a layer
@@ -416,10 +419,13 @@ def what_fits(
     others = {
         "--optim adamw_torch_8bit": dataclasses.replace(opened, optim="adamw_torch_8bit"),
         "--cpu-offload": dataclasses.replace(opened, cpu_offload=True),
-        "--engine vllm with --server on another GPU": dataclasses.replace(
-            opened, engine="vllm", server=("there",)
+        "--engine vllm with another GPU in --vllm-gpus": dataclasses.replace(
+            opened, engine="vllm", vllm_gpus="1", vllm_enable_sleep_mode=False
         ),
     }
+    if cfg.engine == "vllm" and not (cfg.server or cfg.vllm_gpus or cfg.max_staleness):
+        turns = dataclasses.replace(opened, vllm_enable_sleep_mode=True)
+        others["--vllm-enable-sleep-mode"] = turns
     found += [text for text, changed in others.items() if fitting(changed)]
     sizes = [2**i for i in range(1, 7) if 2**i > world.size and cfg.prompts_per_step % 2**i == 0]
     found += [f"{size} GPUs of this size" for size in sizes if fitting(opened, size=size)][:1]

@@ -197,19 +197,29 @@ def test_a_model_beyond_all_of_them_is_refused_too(has):
 def test_a_server_on_the_same_gpu_is_counted_but_is_not_the_trainers(has):
     has(fits.free(80))
     model = shape("0.6B", Config())
-    sizes = {}
-    for servers in ((), ("http://there:1",)):
-        cfg = Config(engine="vllm", server=servers, max_concurrent=16)
+    sizes = []
+    for where in ({}, {"server": ("http://there:1",)}, {"vllm_gpus": "1"}):
+        cfg = Config(engine="vllm", max_concurrent=16, **where)
         chosen = memory.choose(model, cfg, fits.gpus(1), fits.PROMPT, fits.free(80))
         rows = memory.table(model, chosen, fits.gpus(1), fits.PROMPT)
         server = sum(row.bytes for row in rows if row.of_server)
         estimate = memory.check(model, chosen, fits.gpus(1), fits.PROMPT)
         assert estimate == memory.on_device(rows) - server
-        sizes[servers] = server
+        sizes.append(server)
     n = sum(p.numel() for p in model.parameters())
     token = 2 * 2 * 8 * 128 * 28  # keys and values of 8 heads of 128 in 28 layers
-    assert sizes[()] == 2 * n + 16 * (256 + 512) * token + memory.MARGIN
-    assert sizes[("http://there:1",)] == 0
+    assert sizes == [2 * n + 16 * (256 + 512) * token + memory.MARGIN, 0, 0]
+
+
+def test_taking_turns_with_a_server_is_proposed_where_it_is_enough(has):
+    model, cfg = shape("1.7B", Config()), Config(engine="vllm", max_concurrent=64)
+    has(fits.free(40))
+    chosen = memory.choose(model, cfg, fits.gpus(1), fits.PROMPT, fits.free(40))
+    with pytest.raises(UserError, match=r" or --vllm-enable-sleep-mode"):
+        memory.check(model, chosen, fits.gpus(1), fits.PROMPT)
+    turns = dataclasses.replace(cfg, vllm_enable_sleep_mode=True)
+    chosen = memory.choose(model, turns, fits.gpus(1), fits.PROMPT, fits.free(40))
+    assert memory.check(model, chosen, fits.gpus(1), fits.PROMPT) < fits.free(40)
 
 
 def test_the_capacity_of_a_gpu_is_what_others_leave_free(monkeypatch):

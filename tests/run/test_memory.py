@@ -23,11 +23,13 @@ from nanogrpo.engine.local import LocalEngine
 from nanogrpo.errors import UserError
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing
+from nanogrpo.model import dispatch
 from nanogrpo.model.attention import Packed
-from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.decoder import Block, Decoder
 from nanogrpo.run import memory, optim
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import packed, random_batch, tiny_config, tiny_model
+from tests.kernels.traffic import QWEN3, Traffic
 from tests.ranks import run
 from tests.run.allocator import most_at_once
 
@@ -93,6 +95,40 @@ def test_activations_are_as_large_as_estimated(model_type, kind):
     estimate = 600 * (4 * per_layer + 3 * 4 * 128)
     assert 0.8 < kept / estimate < 1.25, (kept, estimate)
     assert hidden.requires_grad
+
+
+class Attention(torch.autograd.Function):
+    """Keeps what FlashAttention keeps, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out, sums = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, sums)
+        return out
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_block_on_a_gpu_keeps_as_much_as_estimated(kernels, model_type, monkeypatch):
+    """Of Qwen3-0.6B's shape, on meta tensors in bfloat16."""
+    monkeypatch.setattr(dispatch, "choice", kernels)
+    c, T = dataclasses.replace(QWEN3, model_type=model_type), 64
+    with torch.device("meta"):
+        block = Block(c, 0).to(torch.bfloat16)
+        x = torch.empty(T, c.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        cos, sin = torch.empty(2, T, 1, c.head_dim)
+    kept = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        kept[t.untyped_storage()._cdata] = t.untyped_storage()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), Traffic().counting():
+        block(x, cos, sin, lambda layer, q, k, v: Attention.apply(q, k, v))
+    shared = {t.untyped_storage()._cdata for t in (*block.parameters(), cos)}
+    found = sum(storage.nbytes() for key, storage in kept.items() if key not in shared)
+    estimate, _ = memory.activation_bytes(c, 2, "none", fused=kernels == "triton")
+    assert 0.9 < found / (T * estimate) < 1.01
 
 
 def test_keys_gathered_for_shared_prompts_are_as_many_as_estimated():
