@@ -111,9 +111,9 @@ IGNORED = {
     "restore_callback_states_from_checkpoint": "there are no callbacks",
     "gradient_checkpointing_kwargs activation_checkpointing_kwargs": "`--gradient-checkpointing`"
     " has no further settings",
-    "use_liger_kernel liger_kernel_config": "a GPU always uses the fused kernels of the output"
-    " head",
-    "attn_implementation": "a GPU uses the package flash-attn if it is installed, otherwise torch's"
+    "use_liger_kernel liger_kernel_config": "a GPU uses our fused kernels, unless `--kernels` is"
+    " torch",
+    "attn_implementation": "a GPU uses a flash-attn package if one is installed, otherwise torch's"
     " own FlashAttention",
     "use_cache use_transformers_continuous_batching transformers_continuous_batching_config"
     " use_transformers_paged": "the local engine has a key-value cache and always batches"
