@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import os
@@ -59,8 +58,7 @@ def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]
     model = checkpoint.empty_model(source)
     setup.check_vocabulary(tokenizer, model)
     load = setup.prompt_loader(cfg, tokenizer, model.cfg.max_position_embeddings)
-    parts = load(cfg.data, split=cfg.dataset_test_split, held_out=True)
-    prompts = list(itertools.chain(*parts))[: cfg.eval_samples or None]
+    prompts = setup.load_held_out(cfg, load, cfg.data)
     setup.check_answers(cfg, prompts)
     setup.load_sharded(model, source, world, cfg)
     max_len = max(len(p.token_ids) for p in prompts) + cfg.max_completion_length

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 from functools import lru_cache
 from typing import Any
 
 from nanogrpo.arguments import parse_arguments
 from nanogrpo.errors import UserError
+
+log = logging.getLogger("nanogrpo")
 
 PREFIX = "reasoning_gym:"
 # Added to the seed of held-out problems. Problem i of a data set is made from `seed + i`, so data
@@ -23,8 +26,10 @@ PREFIX = "reasoning_gym:"
 HELD_OUT = 1_000_000_000
 
 
-def records(source: str, held_out: bool) -> list[dict]:
-    """Return the records of a source that starts with PREFIX. The default seed is 0."""
+def records(source: str, held_out: bool, most: int = 0) -> list[dict]:
+    """Return the records of a source that starts with PREFIX, at most the first `most` unless that
+    is 0, because some kinds take long. The default seed is 0.
+    """
     try:
         name, given = parse(source)
         seed = given.get("seed", 0)
@@ -34,7 +39,9 @@ def records(source: str, held_out: bool) -> list[dict]:
         made = ",".join(f"{key}={value!r}" for key, value in given.items())
         spec = f"{PREFIX}{name}:{made}"
         data = dataset(spec)
-        problems = [data[i] for i in range(len(data))]
+        count = min(len(data), most or len(data))
+        log.info("%s: making %s problems", source, f"{count:,}")
+        problems = [data[i] for i in range(count)]
     except UserError as e:
         raise UserError(f"{source}: {e}") from e
     except Exception as e:  # the package raises errors of many types, also AssertionError

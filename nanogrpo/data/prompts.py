@@ -52,13 +52,15 @@ def load_all(
     split: str = "train",
     held_out: bool = False,
     config: str = "",
+    most: int = 0,
     max_prompt_length: int | None = None,
     long_prompts: str = "refuse",
     **how: Any,
 ) -> list[list[Prompt]]:
     """Return the prompts of each source: a name, or the records themselves.
 
-    sources.py explains `split`, `held_out` and `config`; `how` are options of `from_record`.
+    sources.py explains `split`, `held_out`, `config` and `most`. `how` are options of
+    `from_record`.
 
     `Prompt.id` is the position of the record in the concatenation of all sources. It is part of the
     random key. Adding a source at the end, or dropping a long prompt, does not change the id of any
@@ -76,7 +78,7 @@ def load_all(
     first_id = 0
     seconds = TIME_LIMIT if threading.current_thread() is threading.main_thread() else 0.0
     for source in data:
-        name, records = sources.name(source), sources.read(source, split, held_out, config)
+        name, records = sources.name(source), sources.read(source, split, held_out, config, most)
         kept = []
         for id, (place, record) in enumerate(records, first_id):
             make = functools.partial(from_record, record, tokenizer, id, place, **how)

@@ -27,21 +27,22 @@ Source = str | Iterable[dict] | Mapping[str, Any]
 
 
 def read(
-    source: Source, split: str = "train", held_out: bool = False, config: str = ""
+    source: Source, split: str = "train", held_out: bool = False, config: str = "", most: int = 0
 ) -> list[Record]:
     """Return all records of a source.
 
     `split` selects one of the splits of a data set of the hub or of a saved `DatasetDict`.
     `held_out` selects the held-out problems of a task, which defines its own split. `config` is the
-    configuration of a data set of the hub. Raises UserError, with the file and line, if something
-    is missing, empty or damaged.
+    configuration of a data set of the hub. `most` is the number of records that are needed, for
+    sources that make them; 0: all. Raises UserError, with the file and line, if something is
+    missing, empty or damaged.
     """
     if not isinstance(source, str):
         found = _given(source, split)
     elif source in tasks.TASKS:
         found = _numbered(source, tasks.records("eval" if held_out else "train"))
     elif source.startswith(gym.PREFIX):
-        found = _numbered(source, gym.records(source, held_out))
+        found = _numbered(source, gym.records(source, held_out, most))
     elif uses_hub(source):
         records = _of_split(hub.load(source, config), split, source)
         with reading(f"--data {source}", "download the data set again"):

@@ -94,6 +94,11 @@ class Tools:
         self.stops = [
             tokenizer.decode([id], skip_special_tokens=False) for id in tokenizer.stop_token_ids
         ]
+        if self.timeout and threading.current_thread() is not threading.main_thread():
+            raise UserError(
+                f"--tool-timeout {self.timeout:g} needs a signal, which only the main thread "
+                "receives: train there, or use 0."
+            )
         # The environments are made once and reset for each sample.
         self.pool = [self._make_environment()] if environment else []
         self.schemas = [schema.of_function(f, "--tools") for f in self.functions]
@@ -364,11 +369,6 @@ class Tools:
             )
         if twice := {name for name in self.names if self.names.count(name) > 1}:
             raise UserError(f"{option}: two tools have the name {min(twice)}: rename one of them.")
-        if self.timeout and threading.current_thread() is not threading.main_thread():
-            raise UserError(
-                f"--tool-timeout {self.timeout:g} needs a signal, which only the main thread "
-                "receives: train there, or use 0."
-            )
         name = self.names[0]
         answer = {"role": "tool", "name": name, "content": ANSWER}
         try:

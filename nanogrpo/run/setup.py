@@ -467,8 +467,16 @@ def load_prompts(
             "--eval-steps asks for evaluation, but there are no held-out prompts: name some with "
             "--eval-data."
         )
-    found = load(held_out, split=cfg.dataset_test_split, held_out=True)
-    return parts, list(itertools.chain(*found))[: cfg.eval_samples or None]
+    return parts, load_held_out(cfg, load, held_out)
+
+
+def load_held_out(
+    cfg: Config, load: Callable[..., list[list[Prompt]]], names: Sequence[sources.Source]
+) -> list[Prompt]:
+    """Return the first --eval-samples prompts of these sources. load: from `prompt_loader`."""
+    most = cfg.eval_samples if cfg.long_prompts == "refuse" else 0  # others may take their places
+    found = load(names, split=cfg.dataset_test_split, held_out=True, most=most)
+    return list(itertools.chain(*found))[: cfg.eval_samples or None]
 
 
 # --- checks ---------------------------------------------------------------------------------------

@@ -3,14 +3,17 @@
 Read next: tests/rewards/test_reasoning_gym.py (their rewards).
 """
 
+import dataclasses
 import sys
 
 import pytest
 
+from nanogrpo.config import Config
 from nanogrpo.data import gym, sources
 from nanogrpo.data.prompts import load_all
 from nanogrpo.errors import UserError
 from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.run import setup
 from tests.model.tokenizer_folder import make_folder
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -103,3 +106,17 @@ def test_without_the_package_the_message_says_what_to_install(monkeypatch):
         UserError, match=r"this needs the package .*: pip install 'nanogrpo\[reasoning\]'\."
     ):
         sources.read("reasoning_gym:countdown")
+
+
+def test_an_evaluation_makes_only_the_problems_that_it_needs(tiny_tokenizer, caplog):
+    source = "reasoning_gym:chain_sum:size=20"
+    cfg = Config(data=(source,), eval_samples=3, max_completion_length=8)
+    found = []
+    with caplog.at_level("INFO", "nanogrpo"):
+        for how in ("refuse", "drop"):  # dropped prompts would leave less than three
+            each = dataclasses.replace(cfg, long_prompts=how)
+            load = setup.prompt_loader(each, tiny_tokenizer, 256)
+            found.append(setup.load_held_out(each, load, each.data))
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
+    assert caplog.messages == [f"{source}: making {n} problems" for n in (3, 20)]

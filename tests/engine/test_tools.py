@@ -409,16 +409,18 @@ def test_a_tool_that_catches_every_exception_ends_the_run(monkeypatch, capfd):
 def test_a_time_limit_needs_the_main_thread(tokenizer):
     found = []
 
-    def work():
+    def work(*tools):
         try:
-            Tools(tokenizer, [add], timeout=1.0)
+            Tools(tokenizer, *tools, timeout=1.0)
         except UserError as e:
             found.append(str(e))
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert "--tool-timeout 1 needs a signal" in found[0]
+    for tools in ([[add]], [[], Counter]):
+        thread = threading.Thread(target=work, args=tools)
+        thread.start()
+        thread.join()
+    assert len(found) == 2
+    assert all("--tool-timeout 1 needs a signal" in message for message in found)
 
 
 # --- what the model reads ---
@@ -763,7 +765,7 @@ def test_ranks_that_call_different_tools_end_together(example):
     [
         ("--tools nowhere", "--tools: 'nowhere' is neither package.module:name nor path/file.py"),
         ("--tools {example}:no", "has no function 'no'"),
-        ("--tools json:loads --rollout a:b", "--rollout cannot be used with --tools, which is a"),
+        ("--tools json:loads --rollout a:b", "--rollout cannot be used with --tools, because"),
         ("--environment-factory a:b --rollout a:b", "--rollout cannot be used with --environment-"),
         (
             "--tools a:b --engine vllm --max-staleness 1",
