@@ -8,8 +8,10 @@ from .fused_rows import policy_rows_
 from .gather import gather_rows, row_order
 from .log_softmax import log_softmax_backward_, log_softmax_forward
 from .norm import add_rms_norm, rms_norm
+from .paged import paged_attention
 from .policy import policy_forward
 from .rope import norm_rope
+from .sample import sample_tokens
 from .swiglu import swiglu
 
 __all__ = [
@@ -18,9 +20,11 @@ __all__ = [
     "log_softmax_backward_",
     "log_softmax_forward",
     "norm_rope",
+    "paged_attention",
     "policy_forward",
     "policy_rows_",
     "rms_norm",
     "row_order",
+    "sample_tokens",
     "swiglu",
 ]

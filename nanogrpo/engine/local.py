@@ -9,19 +9,20 @@ In: prompts (token ids), the number of completions per prompt, and `SamplingPara
                           └──────────────────────────────────────────────────────────────────────┘
 
 A finished row is refilled immediately, by a waiting completion or by the last active one. So the
-active rows are always rows 0 … b-1 of the cache, and a step only computes active rows.
+active rows are always rows 0 … b-1 of the cache, and a step only computes active rows. If the cache
+of a GPU is full, the youngest completion returns to the queue and later goes on from its tokens.
 
 A prompt is prefilled once for its group, *without its last token*, which is the first input of
 decoding. So prefill needs neither the output head nor sampling, and all tokens are sampled in one
 place.
 
-Read before: engine/base.py (the interface), model/attention.py (the cache). Read next:
-engine/sampler.py (how a token is sampled), vllm/client.py (the other engine).
+Read before: engine/base.py (the interface), engine/cache.py (the caches). Read next:
+engine/sampler.py (how a token is sampled), engine/gpu.py (a decode step on a GPU), vllm/client.py
+(the other engine).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,17 +32,16 @@ from torch import Tensor, nn
 
 from nanogrpo.engine import sampler
 from nanogrpo.engine.base import SamplingParams, stream
+from nanogrpo.engine.cache import KVCache, PagedCache, Prefix
+from nanogrpo.engine.gpu import GPUStep
 from nanogrpo.kernels.linear import PACK_FROM, packed
 from nanogrpo.model import lora
-from nanogrpo.model.attention import KVCache, Packed
+from nanogrpo.model.attention import Packed
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample
 
 PREFILL_TOKENS = 8192  # maximum number of tokens prefilled together, which limits the memory
-
-# keys and values of a prompt without its last token, [L, K, length - 1, E] each
-Prefix = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -51,6 +51,10 @@ class Completion:
     sample: Sample
     limit: int  # maximum number of completion tokens
     key: int  # key of its random stream
+    turn: int  # its place in the order of all completions
+    # The tokens it starts from: its prompt, the same list for its whole group; or, after it was put
+    # back, a list of its own with all tokens so far.
+    start: list[int]
 
     @property
     def finished(self) -> bool:
@@ -65,8 +69,9 @@ class Completion:
 class Scheduler:
     """Assigns rows to completions: row r of the cache and of `state` belongs to active[r]."""
 
-    def __init__(self, cache: KVCache, slots: int, device: torch.device):
+    def __init__(self, cache: KVCache | PagedCache, slots: int, device: torch.device):
         self.cache, self.slots = cache, slots
+        self.put_back = 0  # completions that left the full cache, since the last `metrics`
         # [3, slots]: the next input token of each row, the token's position, and the row's random
         # key. The tensor is never replaced, because CUDA graphs use its address.
         self.state = torch.zeros(3, slots, dtype=torch.int64, device=device)
@@ -75,24 +80,33 @@ class Scheduler:
         """Queue these completions, and drop all others."""
         self.waiting: deque[Completion] = deque(completions)
         self.active: list[Completion] = []
-        self.prefixes: dict[int, Prefix] = {}  # by id(prompt.token_ids)
+        self.prefixes: dict[int, Prefix] = {}  # by id(completion.start)
         self.cache.clear()
 
-    def schedule(self, prefill: Callable[[list[list[int]]], dict[int, Prefix]]) -> bool:
-        """Assign the free rows to waiting completions. Return whether any row is active."""
+    def schedule(self, prefill: Callable[[list[list[int]]], dict[int, Prefix]], ahead: int) -> bool:
+        """Make room for the next `ahead` tokens of each row, and assign the free rows to waiting
+        completions. Return whether any row is active.
+
+        However small the cache is, it holds one completion of any length. So the oldest one is
+        never put back, and all of them finish.
+        """
+        while not self.cache.reserve(
+            c.position + min(ahead, c.limit - len(c.sample.token_ids)) for c in self.active
+        ):
+            self._put_back_youngest()
         while self.waiting and len(self.active) < self.slots:
-            ids, first = self.waiting[0].sample.prompt.token_ids, len(self.active)
+            ids, first = self.waiting[0].start, len(self.active)
             if id(ids) not in self.prefixes:
-                # Completions are queued in prompt order, so the old prefixes are no longer needed.
-                self.prefixes.clear()
-                self.prefixes |= prefill([c.sample.prompt.token_ids for c in self.waiting])
-            while (
-                len(self.active) < self.slots
-                and self.waiting
-                and self.waiting[0].sample.prompt.token_ids is ids
-            ):
-                self.active.append(self.waiting.popleft())
-            self.cache.fill(first, len(self.active), *self.prefixes[id(ids)])
+                if not self.cache.fits(len(ids) - 1 + ahead):
+                    break
+                # Completions are queued in order, so the old prefixes are no longer needed.
+                self.prefixes = prefill([c.start for c in self.waiting])
+            free = min(self.slots - first, len(self.waiting))
+            group = next((i for i in range(free) if self.waiting[i].start is not ids), free)
+            filled = self.cache.fill(first, group, self.prefixes[id(ids)], ahead)
+            if not filled:
+                break
+            self.active += [self.waiting.popleft() for _ in range(filled)]
             new = [(ids[-1], c.position, c.key) for c in self.active[first:]]
             self.state[:, first : len(self.active)] = torch.tensor(new, device=self.state.device).T
         return bool(self.active)
@@ -100,7 +114,7 @@ class Scheduler:
     def postprocess(
         self, tokens: Tensor, logp: Tensor, version: int, stops: Container[int]
     ) -> None:
-        """Append the new tokens [steps, b] to their samples, then fill the gaps in the rows."""
+        """Append the new tokens [steps, b] to their samples, then drop the finished rows."""
         for c, ids, values in zip(self.active, tokens.T.tolist(), logp.T.tolist()):
             # tokens after a stop token are discarded
             size = next((i + 1 for i, t in enumerate(ids) if t in stops), len(ids))
@@ -109,19 +123,29 @@ class Scheduler:
             c.sample.versions += [version] * size
             c.sample.stopped = ids[size - 1] in stops
         kept = [r for r, c in enumerate(self.active) if not c.finished]
-        gaps = [r for r in range(len(kept)) if self.active[r].finished]
-        if gaps:  # fill them with the last unfinished rows
-            moved = kept[-len(gaps) :]
-            self.cache.move(moved, gaps, max(self.active[r].position for r in moved))
+        if len(kept) < len(self.active):
+            self._keep(kept)
+
+    def _put_back_youngest(self) -> None:
+        """Return the youngest active completion to the front of the queue."""
+        row = max(range(len(self.active)), key=lambda r: self.active[r].turn)
+        c = self.active[row]
+        c.start = c.sample.prompt.token_ids + c.sample.token_ids
+        self.waiting.appendleft(c)
+        self.put_back += 1
+        self._keep([r for r in range(len(self.active)) if r != row])
+
+    def _keep(self, kept: list[int]) -> None:
+        """Keep only these rows, in increasing order; the last of them move into the gaps."""
+        rows = list(range(len(kept)))
+        gaps = sorted({*rows} - {*kept})
+        moved = kept[len(kept) - len(gaps) :]
+        for gap, row in zip(gaps, moved):
+            rows[gap] = row
+        self.cache.keep(rows, max((self.active[r].position for r in moved), default=0))
+        self.active = [self.active[r] for r in rows]
+        if gaps:
             self.state[:, gaps] = self.state[:, moved]
-            for gap, row in zip(gaps, moved):
-                self.active[gap] = self.active[row]
-        del self.active[len(kept) :]
-
-
-def _bucket(x: int, least: int, most: int) -> int:
-    """Round x up to least · 2ⁱ, but at most to `most`, so that there are few shapes and graphs."""
-    return min(least << (-(-x // least) - 1).bit_length(), most)
 
 
 class LocalEngine:
@@ -130,6 +154,9 @@ class LocalEngine:
     Copying takes one pass over the weights. The copy keeps an optimizer step from changing the
     weights of a `version`, and lets the engine use a different dtype: float32 on a CPU, bfloat16 on
     CUDA unless `dtype` is given. Log-probs are always float32.
+
+    On a GPU, `cache_tokens` limits the memory of the cache: see `engine.cache.cache_tokens`. If it
+    is too small for all slots, fewer completions are decoded at the same time.
     """
 
     def __init__(
@@ -138,8 +165,10 @@ class LocalEngine:
         *,
         max_len: int,  # length of the context: prompt and completion
         device: torch.device | str,
-        slots: int = 64,  # number of completions decoded at the same time
+        slots: int = 64,  # maximum number of completions decoded at the same time
+        cache_tokens: int | None = None,  # None: enough for all slots
         dtype: torch.dtype | None = None,
+        paged: bool | None = None,  # None: on a GPU
     ):
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
@@ -151,7 +180,13 @@ class LocalEngine:
             self.model = Decoder(cfg).to(self.dtype).requires_grad_(False)
         self.model.to_empty(device=self.device).tie()
         size = cfg.num_hidden_layers, slots, cfg.num_key_value_heads, max_len, cfg.head_dim
-        self.cache = KVCache(*size, self.dtype, self.device)
+        self.cache: KVCache | PagedCache
+        self.gpu_step: GPUStep | None = None
+        if on_gpu if paged is None else paged:
+            self.cache = PagedCache(*size, self.dtype, self.device, cache_tokens)
+            self.gpu_step = GPUStep(self.model, self.cache, max_len)
+        else:
+            self.cache = KVCache(*size, self.dtype, self.device)
         self.scheduler = Scheduler(self.cache, slots, self.device)
         self.logp = torch.zeros(slots, device=self.device)  # log-prob of each row's newest token
         # number of decode steps per transfer to the host, because each transfer waits for the GPU
@@ -178,7 +213,10 @@ class LocalEngine:
         self.version = version
 
     def metrics(self) -> dict[str, float]:
-        return {}
+        if self.gpu_step is None:
+            return {}
+        count, self.scheduler.put_back = self.scheduler.put_back, 0
+        return {"sampling/put_back": count}
 
     def close(self) -> None:
         """Free weights, cache and graphs; the engine cannot be used afterwards."""
@@ -208,12 +246,14 @@ class LocalEngine:
                 Sample(p, j, [], [], False, []),
                 p.max_tokens or params.max_tokens,
                 stream(params.seed, step, p.id, j),
+                i * n + j,
+                p.token_ids,
             )
-            for p in prompts
+            for i, p in enumerate(prompts)
             for j in range(n)
         ]
         self.scheduler.start(completions)
-        while self.scheduler.schedule(self._prefill):
+        while self.scheduler.schedule(self._prefill, self.stride):
             tokens, logp = self._decode(self.scheduler.active, params)
             self.scheduler.postprocess(tokens, logp, self.version, params.stop_token_ids)
             yield [c.sample for c in completions]
@@ -226,20 +266,22 @@ class LocalEngine:
             room -= len(ids)
             if pack and room < 0:
                 break
-            pack[id(ids)] = ids[:-1]
-        lengths = [len(ids) for ids in pack.values()]
+            pack[id(ids)] = ids
+        lengths = [len(ids) - 1 for ids in pack.values()]
         some = [n for n in lengths if n]  # a prompt of one token leaves nothing to prefill
         if not some:
             nothing = self.cache.k[:, 0, :, :0]  # [L, K, 0, E]
-            return dict.fromkeys(pack, (nothing, nothing))
-        tokens = torch.tensor(list(itertools.chain(*pack.values())), device=self.device)  # [T]
+            return {key: Prefix(ids, nothing, nothing) for key, ids in pack.items()}
+        tokens = [t for ids in pack.values() for t in ids[:-1]]
         positions = torch.cat([torch.arange(n, device=self.device) for n in some])  # [T]
         cu_seqlens = torch.tensor([0, *some], device=self.device).cumsum(0).int()  # [N+1]
         attend = Packed(cu_seqlens, max(some), keep=True)
-        self.model.model(tokens, positions, attend)  # without the head: nothing is sampled here
+        # without the head: nothing is sampled here
+        self.model.model(torch.tensor(tokens, device=self.device), positions, attend)
         layers = zip(*(attend.kept or {}).values())  # first the keys of all layers, then the values
         keys, values = (torch.stack(kept).transpose(1, 2) for kept in layers)  # [L, K, T, E] each
-        return dict(zip(pack, zip(keys.split(lengths, dim=2), values.split(lengths, dim=2))))
+        split = zip(pack.items(), keys.split(lengths, dim=2), values.split(lengths, dim=2))
+        return {key: Prefix(ids, k, v) for (key, ids), k, v in split}
 
     def _decode(
         self, active: Sequence[Completion], params: SamplingParams
@@ -251,7 +293,7 @@ class LocalEngine:
         forward = self._forward
         # A graph has fixed shapes, so rows b … rows-1 are computed too, at a valid position.
         if self.replays:
-            rows, span = _bucket(b, 1, self.slots), _bucket(span, 64, self.max_len)
+            rows = min(1 << (b - 1).bit_length(), self.slots)
             self.scheduler.state[1, b:rows] = 0
             forward = self._replay
         sampled = []
@@ -275,7 +317,10 @@ class LocalEngine:
         """
         token, position, key = self.scheduler.state[:, :rows]  # [rows] each
         self.cache.begin(position, span)
-        logits = self.model(token, position, self.cache, None, self.head)  # [rows, V]
+        if self.gpu_step:
+            logits = self.gpu_step(token, position)  # [rows, V]
+        else:
+            logits = self.model(token, position, self.cache, None, self.head)  # [rows, V]
         sampled, self.logp[:rows] = sampler.sample(logits, key, position, params)
         token.copy_(sampled)
         position += 1
@@ -284,8 +329,8 @@ class LocalEngine:
         """Run `_forward` as a CUDA graph, with one launch instead of hundreds. The graph is
         captured when its shape first occurs.
         """
-        # everything that is constant in a graph
-        shape = (rows, span, params.temperature, params.top_k, params.top_p, params.min_p)
+        # Everything that is constant in a graph. The span is not: a paged cache does not need it.
+        shape = (rows, params.temperature, params.top_k, params.top_p, params.min_p)
         if shape not in self.graphs:
             state = self.scheduler.state
             now, aside = torch.cuda.current_stream(), torch.cuda.Stream()

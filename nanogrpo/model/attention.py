@@ -1,5 +1,4 @@
-"""The two kinds of attention that a decoder block can use: causal attention over packed sequences,
-and over a key/value cache.
+"""Causal attention over packed sequences.
 
 In: queries `[T, H, E]`, keys and values `[T, K, E]` of sequences laid end to end (H is a multiple
 of K: grouped-query attention). Out: `[T, H, E]`. A block does not know which kind it uses. It calls
@@ -7,8 +6,8 @@ of K: grouped-query attention). Out: `[T, H, E]`. A block does not know which ki
 
 * `Packed`, for training, scoring and prefill. Each sequence attends to itself and to the prompt it
   shares; nothing is padded.
-* `KVCache`, for decoding. Each row is the next token of one sequence. Its key and value are written
-to the cache, and then it attends to all cached tokens of its sequence.
+* a cache (engine/cache.py), for decoding. Each row is the next token of one sequence. Its key and
+value are written to the cache, and then it attends to all cached tokens of its sequence.
 
 `Packed` has four backends with the same signature: flash-attn 4, flash-attn 2, torch's varlen
 attention, and a reference that runs anywhere. None of them repeats keys for grouped queries. The
@@ -37,8 +36,6 @@ from nanogrpo.model.dispatch import functions_for
 
 log = logging.getLogger("nanogrpo")
 
-
-# --- packed sequences ---
 
 # Each backend takes the queries q [Tq, H, E] of N sequences. Sequence n has rows cu_q[n] …
 # cu_q[n+1] (int32), and the longest has max_q rows. In the same way, cu_k and max_k describe k and
@@ -211,83 +208,3 @@ class Packed:
             # [Tk, K, E] each
             k, v = (functions.gather_rows(x, self.kv_rows, self.kv_order) for x in (k, v))
         return BACKENDS[backend(q.device.type, q.dtype, q.shape[2])](q, k, v, *self.bounds)
-
-
-# --- one token per sequence, over a cache ---
-
-
-class KVCache:
-    """The keys and values of B sequences of at most S tokens. Calling it attends with one new token
-    for each of the first b rows.
-
-    Before each step, call `begin(positions, span)`: row i writes its token to column `positions[i]`
-    and attends to the columns up to and including it. Only the first `span` columns are read, so
-    short sequences are fast even in a long cache.
-
-    On a CPU the cache starts with few columns and is widened as sequences grow, because rows that
-    are close together in memory are read about 1.5 times as fast. On a GPU it has all S columns
-    from the start: CUDA graphs need fixed addresses.
-    """
-
-    def __init__(
-        self, layers: int, B: int, K: int, S: int, E: int, dtype: torch.dtype, device: torch.device
-    ):
-        self.S, self.narrow = S, S if device.type == "cuda" else min(S, 64)
-        self.k = torch.zeros(layers, B, K, self.narrow, E, dtype=dtype, device=device)
-        self.v = torch.zeros_like(self.k)
-        self.columns = torch.arange(S, device=device)  # [S]
-        self.index = torch.arange(B, device=device)  # [B]
-
-    @property
-    def width(self) -> int:
-        return self.k.shape[3]
-
-    def clear(self) -> None:
-        """Narrow the cache to its initial width and zero it. A NaN left in a masked column would
-        spread, since 0 · NaN is NaN.
-        """
-        if self.width > self.narrow:
-            self.k, self.v = (x[:, :, :, : self.narrow].clone() for x in (self.k, self.v))
-        self.k.zero_(), self.v.zero_()
-
-    def widen(self, span: int) -> None:
-        """Make room for `span` columns, in steps of 64."""
-        if span > self.width:
-            more = min(-(-span // 64) * 64, self.S) - self.width
-            self.k, self.v = (F.pad(x, (0, 0, 0, more)) for x in (self.k, self.v))
-
-    def fill(self, first: int, end: int, k: Tensor, v: Tensor) -> None:
-        """Write the keys and values of a prompt, [layers, K, t, E], to the rows first … end-1."""
-        self.widen(k.shape[2])
-        self.k[:, first:end, :, : k.shape[2]] = k[:, None]
-        self.v[:, first:end, :, : v.shape[2]] = v[:, None]
-
-    def move(self, source: list[int], target: list[int], span: int) -> None:
-        """Copy the first `span` columns of row source[i] to row target[i]. No row is in both."""
-        self.k[:, target, :, :span] = self.k[:, source, :, :span]
-        self.v[:, target, :, :span] = self.v[:, source, :, :span]
-
-    def begin(self, positions: Tensor, span: int) -> None:
-        """Prepare a step. positions: [b] int64 with b ≤ B, all below `span`; span: at most S."""
-        self.widen(span)
-        self.positions, self.span = positions, span
-        unseen = self.columns[:span] > positions[:, None]  # [b, span]
-        bias = torch.zeros_like(unseen, dtype=self.k.dtype).masked_fill_(unseen, float("-inf"))
-        self.bias = bias[:, None, None]  # [b, 1, 1, span]
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        b, H, E = q.shape
-        K = k.shape[1]
-        keys, values = self.k[layer], self.v[layer]  # [B, K, S, E]
-        keys[self.index[:b], :, self.positions] = k
-        values[self.index[:b], :, self.positions] = v
-        keys, values = keys[:b, :, : self.span], values[:b, :, : self.span]
-        # the H/K query heads of a key head act as the query length, so no key must be repeated
-        q = q.view(b, K, H // K, E)
-        if q.is_cuda:
-            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.bias)
-        else:
-            # on a CPU, two plain matmuls at these sizes take a third of the time of the fused call
-            scores = torch.matmul(q * E**-0.5, keys.transpose(-1, -2))  # [b, K, H/K, span]
-            out = torch.matmul(scores.add_(self.bias).softmax(-1), values)  # [b, K, H/K, E]
-        return out.reshape(b, H, E)

@@ -67,10 +67,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(E, cfg.rms_norm_eps) if cfg.qk_norm else None
         self.eps = cfg.rms_norm_eps
 
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return queries [T, H·E], keys and values [T, K·E]."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        q = self.q_proj(x).unflatten(-1, (-1, self.E))  # [T, H, E]
-        k = self.k_proj(x).unflatten(-1, (-1, self.E))  # [T, K, E]
-        v = self.v_proj(x).unflatten(-1, (-1, self.E))  # [T, K, E]
+        q, k, v = (y.unflatten(-1, (-1, self.E)) for y in self.project(x))  # [T, H or K, E]
         weights = [norm and norm.weight for norm in (self.q_norm, self.k_norm)]  # [E] or None
         q, k = functions_for(x.device).norm_rope(q, k, *weights, cos, sin, self.eps)
         return self.o_proj(attend(self.layer, q, k, v).flatten(-2))  # [T, D]
@@ -85,8 +87,12 @@ class MLP(nn.Module):
         self.up_proj = Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.mlp_bias)
         self.down_proj = Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
 
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return gate and up, [T, F] each."""
+        return self.gate_proj(x), self.up_proj(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        inner = functions_for(x.device).swiglu(self.gate_proj(x), self.up_proj(x))  # [T, F]
+        inner = functions_for(x.device).swiglu(*self.project(x))  # [T, F]
         return self.down_proj(inner)  # [T, D]
 
 
@@ -114,15 +120,19 @@ class Body(nn.Module):
         self.layers = nn.ModuleList(Block(cfg, i) for i in range(cfg.num_hidden_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines that rotate queries and keys at positions [T]."""
         c = self.cfg
         frequencies, factor = rope.frequencies(
-            c.rope_theta, c.head_dim, c.rope_scaling, tokens.device
+            c.rope_theta, c.head_dim, c.rope_scaling, positions.device
         )
         # Angles are always float32, because bf16 cannot represent all positions above 256.
         angles = positions[:, None].float() * frequencies  # [T, E/2]
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [T, 1, E]
-        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return angles.cos() * factor, angles.sin() * factor
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        cos, sin = self.angles(positions)
         x = self.embed_tokens(tokens)  # [T, D]
         for layer in self.layers:
             x = layer(x, cos, sin, attend)

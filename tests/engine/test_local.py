@@ -14,8 +14,8 @@ import torch
 
 from nanogrpo.engine import local
 from nanogrpo.engine.base import SamplingParams
+from nanogrpo.engine.cache import KVCache
 from nanogrpo.engine.local import LocalEngine
-from nanogrpo.model.attention import KVCache
 from nanogrpo.model.rope import Scaling
 from nanogrpo.types import Prompt
 from tests.conftest import positions_of, tiny_model

@@ -7,6 +7,7 @@ tests/engine/test_local.py.
 
 import pytest
 import torch
+from nanogrpo.kernels.reference import uniform
 from transformers import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -14,9 +15,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanogrpo.engine import sampler
 from nanogrpo.engine.base import SamplingParams, stream
-from nanogrpo.engine.sampler import filter_logits, sample, uniform
+from nanogrpo.engine.sampler import filter_logits, sample
+from nanogrpo.kernels import reference
 
 
 def test_uniform_is_splitmix64():
@@ -80,7 +81,7 @@ def test_tokens_follow_the_softmax(changes):
 @pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-24, 1 - 2.0**-53])
 def test_a_token_of_probability_zero_is_never_sampled(u, monkeypatch):
     monkeypatch.setattr(
-        sampler, "uniform", lambda key, counter: torch.full(key.shape, u, dtype=torch.float64)
+        reference, "uniform", lambda key, counter: torch.full(key.shape, u, dtype=torch.float64)
     )
     logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0))
     logits[:, :7] = logits[:, 2000:2010] = logits[:, -9:] = float("-inf")

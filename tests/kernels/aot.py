@@ -84,9 +84,11 @@ def contracts() -> dict[str, Launch]:
         gather,
         log_softmax,
         norm,
+        paged,
         policy,
         reference,
         rope,
+        sample,
         swiglu,
         textbook,
     )
@@ -148,6 +150,14 @@ def contracts() -> dict[str, Launch]:
     add("swiglu.forward; swiglu.backward", both_ways, swiglu.swiglu, gate, up)
     order = meta(4 * T, dtype=torch.int64), meta(T + 1, dtype=torch.int64)
     add("gather.sum", both_ways, gather.gather_rows, k, order[0], order)
+    # a decode step of 64 rows; q, k and v are parts of one product
+    keys = meta(64, dtype=torch.int64)
+    joint = meta(64, (H + 2 * K) * E).split([H * E, K * E, K * E], dim=1)
+    heads = [x.unflatten(1, (-1, E)) for x in joint]
+    pages = meta(64, 128, dtype=torch.int32), meta(999, K, 32, E), meta(999, K, 32, E)
+    add("paged.attend; paged.combine", paged.paged_attention, *heads, keys, *pages)
+    names = "sample.totals; sample.counts; sample.pick"
+    add(names, sample.sample_tokens, meta(64, V), keys, keys, 0.7)
     return table
 
 
@@ -243,7 +253,8 @@ def report(name: str, launch: Launch, arch: int, code: bool = True) -> dict:
 # Kernels at the limit of registers (32 warps leave 64 per thread), and the largest of the others.
 WIDEST = ("rows", "rows, fp32", "rows, odd stride", "rows, odd stride, fp32")
 WIDEST += ("policy", "policy, on policy", "norm.backward", "rope.backward", "swiglu.backward")
-WIDEST += ("rope.backward, 64 heads", "gather.sum")
+WIDEST += ("rope.backward, 64 heads", "gather.sum", "paged.attend", "paged.combine")
+WIDEST += ("sample.totals", "sample.counts", "sample.pick")
 ARCHS = (80, 89, 90, 100, 120)  # A100, RTX 4090, H100, B200, RTX 5090
 
 

@@ -1,0 +1,242 @@
+"""The paged cache of a GPU: the same completions as with the CPU's cache in a pool of any size, and
+each page belongs to one row or one prompt.
+
+Without a GPU, its attention runs as written in kernels/reference.py, and once in Triton's
+interpreter. Read next: test_launches.py, tests/kernels/test_paged.py.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from nanogrpo.config import Config
+from nanogrpo.engine import local
+from nanogrpo.engine.base import SamplingParams
+from nanogrpo.engine.cache import PAGE, cache_tokens, pages_of
+from nanogrpo.engine.local import LocalEngine
+from nanogrpo.kernels import paged, sample
+from nanogrpo.model import adapters, dispatch, lora
+from nanogrpo.model.rope import Scaling
+from nanogrpo.types import Prompt
+from tests.conftest import random_tokens, tiny_model
+
+MAX_LEN = 200
+PARAMS = SamplingParams(max_tokens=100, stop_token_ids=range(2), seed=5)
+# the first two prompts have full pages to share: one of them ends with a page, one does not
+LENGTHS = (PAGE + 1, 2 * PAGE + 9, 1, 3, 30)
+
+
+def make_prompts(lengths=LENGTHS):
+    return [Prompt(100 + i, "", random_tokens(n, seed=i).tolist()) for i, n in enumerate(lengths)]
+
+
+def make_engine(model=None, **options):
+    model = model or tiny_model()
+    options = {"slots": 64, "max_len": MAX_LEN, "device": "cpu", "paged": True} | options
+    engine = LocalEngine(model.cfg, **options)
+    engine.load(model, version=7)
+    return engine
+
+
+def same(samples, expected):
+    assert [s.token_ids for s in samples] == [s.token_ids for s in expected]
+    assert [s.stopped for s in samples] == [s.stopped for s in expected]
+    for a, b in zip(samples, expected):
+        assert len(a.logp) == len(a.versions) == len(a.token_ids)
+        torch.testing.assert_close(torch.tensor(a.logp), torch.tensor(b.logp), atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Completions that the CPU's engine sampled, four of each prompt."""
+    samples = make_engine(paged=False).sample(make_prompts(), 4, PARAMS, step=0)
+    assert len({len(s.token_ids) for s in samples}) > 8  # they end at different times
+    return samples
+
+
+def watch(engine):
+    """Check at each step that the pages add up, and that rows write to pages of their own. Return
+    a list that counts the rows of each step.
+    """
+    cache, rows, reserve = engine.cache, [], engine.cache.reserve
+
+    def check(lengths):
+        lengths = list(lengths)
+        done = reserve(lengths)
+        shared = {id(prefix): prefix for prefix, _ in cache.rows}.values()
+        for prefix in shared:
+            assert prefix.users == sum(other is prefix for other, _ in cache.rows)
+        owned = [page for _, own in cache.rows for page in own]
+        once = [*owned, *(page for prefix in shared for page in prefix.pages), *cache.free]
+        assert sorted(once) == list(range(1, cache.k.shape[1]))  # each page once; 0 is nobody's
+        for row, (prefix, own) in enumerate(cache.rows):
+            pages = [*prefix.pages, *own]
+            assert cache.on_host[row].tolist() == pages + [0] * (cache.table.shape[1] - len(pages))
+            if done:
+                assert lengths[row] - 1 < PAGE * len(pages)
+                assert len(prefix.pages) * PAGE <= engine.scheduler.active[row].position
+        assert not cache.on_host[len(cache.rows) :].any()
+        rows.append(len(cache.rows))
+        return done
+
+    cache.reserve = check
+    return rows
+
+
+@pytest.mark.parametrize(("slots", "stride"), [(64, 1), (5, 8)])
+def test_pages_give_the_same_completions(slots, stride, expected):
+    engine = make_engine(slots=slots)
+    engine.stride = stride
+    watch(engine)
+    same(engine.sample(make_prompts(), 4, PARAMS, step=0), expected)
+    assert len(engine.cache.free) == slots * pages_of(MAX_LEN)
+    # a second call starts with an empty cache, even if the first was abandoned
+    next(iter(engine.sample_steps(make_prompts(), 4, PARAMS, step=3)))
+    same(engine.sample(make_prompts(), 4, PARAMS, step=0), expected)
+
+
+@pytest.mark.parametrize("stride", [1, 8])
+@pytest.mark.parametrize("contexts", [1, 3])
+def test_a_pool_that_is_much_too_small_gives_the_same_completions(contexts, stride, expected):
+    """Here 20 completions of up to 173 tokens share a pool of one context, or of three."""
+    engine = make_engine(cache_tokens=contexts * MAX_LEN)
+    engine.stride = stride
+    rows = watch(engine)
+    same(engine.sample(make_prompts(), 4, PARAMS, step=0), expected)
+    assert engine.metrics()["sampling/put_back"] > 3
+    assert engine.metrics()["sampling/put_back"] == 0  # since the last call
+    assert max(rows) < 20
+    assert any(a > b > 0 for a, b in itertools.pairwise(rows))
+
+
+def test_a_completion_that_was_put_back_is_prefilled_with_its_tokens():
+    engine, seen = make_engine(cache_tokens=MAX_LEN), []
+    engine.model.model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    prompts, params = make_prompts([60, 60]), dataclasses.replace(PARAMS, stop_token_ids=())
+    samples = engine.sample(prompts, 1, params, step=0)
+    assert seen[0] == 2 * 59
+    # decode steps call the layers themselves, so all other entries are completions that continue
+    assert len(seen) == 1 + engine.metrics()["sampling/put_back"] > 1
+    assert all(60 <= n < 160 for n in seen[1:])
+    alone = [make_engine().sample([p], 1, params, step=0)[0] for p in prompts]
+    same(samples, alone)
+
+
+def test_the_completions_of_a_prompt_share_its_full_pages():
+    engine = make_engine()
+    total = len(engine.cache.free)
+    prompts = make_prompts([2 * PAGE + 9])
+    steps = engine.sample_steps(prompts, 6, dataclasses.replace(PARAMS, stop_token_ids=()), step=0)
+    next(iter(steps))
+    assert total - len(engine.cache.free) == 2 + 6
+    assert (engine.cache.table[:6, :2] == engine.cache.table[0, :2]).all()
+    assert engine.cache.table[:6, 2].unique().numel() == 6
+    # completions that enter later share the same pages
+    later = make_engine(slots=2)
+    watch(later)
+    limits = dataclasses.replace(PARAMS, max_tokens=20)
+    same(
+        later.sample(prompts, 6, limits, step=0),
+        make_engine(paged=False).sample(prompts, 6, limits, step=0),
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 1},
+        {"model_type": "qwen2"},
+        {"model_type": "llama", "mlp_bias": True, "rope_scaling": Scaling("yarn", 4.0, 32)},
+    ],
+    ids=["tied", "multi_query", "qwen2", "llama"],
+)
+def test_joint_products_compute_the_same_and_follow_a_load(changes):
+    engine = make_engine(tiny_model(**changes))
+    for seed in (0, 1):
+        model = tiny_model(seed=seed, **changes)
+        engine.load(model, version=seed)
+        params = dataclasses.replace(PARAMS, max_tokens=12)
+        samples = engine.sample(make_prompts(), 2, params, step=0)
+        same(samples, make_engine(model, paged=False).sample(make_prompts(), 2, params, step=0))
+
+
+def test_joint_weights_contain_the_merged_adapters():
+    model, cfg = tiny_model(), Config(lora_r=4)
+    engine = make_engine(model)
+    lora.attach(model, cfg)
+    adapters.initialize(model, cfg)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if lora.is_adapter(name):
+                p.normal_(0, 0.3)
+    engine.load(model, version=1)
+    attention = engine.model.model.layers[1].self_attn
+    weights = dict(lora.full_parameters(model))
+    x, names = torch.randn(3, 48), [f"model.layers.1.self_attn.{n}_proj.weight" for n in "qkv"]
+    for y, name in zip(attention.project(x), names):
+        torch.testing.assert_close(y, x @ weights[name].T)
+
+
+def test_no_tensor_moves_between_steps():
+    """CUDA graphs use the addresses of all tensors that outlive a step."""
+    engine = make_engine(slots=7, cache_tokens=2 * MAX_LEN)
+    step = engine.gpu_step
+
+    def addresses():
+        joint = [b.self_attn.q_proj.weight for b in engine.model.model.layers]
+        cache = engine.cache.k, engine.cache.v, engine.cache.table
+        own = engine.scheduler.state, engine.logp, step.cos, step.sin
+        return [x.data_ptr() for x in (*cache, *own, *joint, *engine.model.parameters())]
+
+    before = addresses()
+    for n, longest in ((1, 3), (6, 100), (2, 20)):
+        engine.sample(make_prompts(), n, dataclasses.replace(PARAMS, max_tokens=longest), step=n)
+        engine.load(tiny_model(seed=n), version=n)
+        assert addresses() == before
+
+
+@pytest.mark.parametrize("wanted", [None, 1, 400, 10**9])
+def test_the_cache_has_as_many_tokens_as_announced(wanted):
+    cache = make_engine(slots=3, cache_tokens=wanted).cache
+    announced = cache_tokens(3, MAX_LEN, True, wanted)
+    assert announced == cache.k.shape[1] * PAGE == (len(cache.free) + 1) * PAGE
+    assert MAX_LEN + PAGE <= announced <= 3 * (MAX_LEN + PAGE) + PAGE
+    assert wanted != 400 or announced == 400 // PAGE * PAGE + PAGE
+    plain = make_engine(slots=3, paged=False)
+    plain.cache.widen(MAX_LEN)
+    assert cache_tokens(3, MAX_LEN, False, wanted) == plain.cache.k[0, :, 0, :, 0].numel()
+
+
+def test_non_finite_logits_raise_an_error_and_leave_no_nan_in_the_pages(monkeypatch):
+    model, broken, prompts = tiny_model(), tiny_model(), make_prompts()
+    engine = make_engine(model)
+    params = dataclasses.replace(PARAMS, max_tokens=8)
+    good = engine.sample(prompts, 2, params, step=0)
+    with torch.no_grad():
+        broken.get_parameter("model.layers.0.self_attn.v_proj.weight")[3, 1] = float("nan")
+    engine.load(broken, version=9)
+    with pytest.raises(FloatingPointError, match=r"prompt 10\d, weights 9"):
+        engine.sample(prompts, 2, params, step=0)
+    engine.load(model, version=10)
+    same(engine.sample(prompts, 2, params, step=0), good)
+
+
+def test_the_kernels_give_the_same_completions(monkeypatch):
+    """All of them, in Triton's interpreter unless there is a GPU."""
+    model, prompts = tiny_model(), make_prompts([PAGE + 2, 3])
+    params = dataclasses.replace(PARAMS, max_tokens=3)
+    expected = make_engine(model, paged=False).sample(prompts, 2, params, step=0)
+    monkeypatch.setattr(dispatch, "choice", "triton")
+    monkeypatch.setattr(paged, "PROGRAMS", 16)
+    monkeypatch.setattr(sample, "BLOCK", 64)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    engine = make_engine(model.to(device), device=device, dtype=torch.float32)
+    same(engine.sample(prompts, 2, params, step=0), expected)
+
+
+def test_prefills_are_limited_with_pages_too(monkeypatch, expected):
+    monkeypatch.setattr(local, "PREFILL_TOKENS", 20)
+    same(make_engine(slots=9).sample(make_prompts(), 4, PARAMS, step=0), expected)

@@ -1,0 +1,124 @@
+"""The kernels of a decode step: attention over pages against float64, and sampling against the
+reference, token by token.
+
+They run in Triton's interpreter where there is no GPU. Read next: tests/engine/test_cache.py.
+"""
+
+import pytest
+import torch
+
+from nanogrpo.kernels import paged, reference, sample
+from tests.conftest import CUDA, DEVICE
+from tests.kernels.inputs import as_exact_as_eager
+
+PAGE = 16
+# first token; last place of a page; first place of a page; several pages
+POSITIONS = (0, PAGE - 1, PAGE, 3 * PAGE + 5)
+
+
+def inputs(H, K, E, dtype):
+    """Return queries, keys, values, positions, a table, and pages with NaN wherever no token is."""
+    g = torch.Generator().manual_seed(0)
+    b, positions = len(POSITIONS), torch.tensor(POSITIONS)
+    used = [-(-(p + 1) // PAGE) for p in POSITIONS]
+    order = (1 + torch.randperm(sum(used), generator=g)).split(used)
+    table = torch.zeros(b + 2, max(used) + 1, dtype=torch.int32)  # more rows than are decoded
+    keys, values = (torch.full((1 + sum(used), K, PAGE, E), torch.nan) for _ in range(2))
+    for row, pages in enumerate(order):
+        table[row, : len(pages)] = pages
+        for position in range(POSITIONS[row]):
+            page, place = pages[position // PAGE], position % PAGE
+            keys[page, :, place], values[page, :, place] = torch.randn(2, K, E, generator=g)
+    # as in a product of q, k and v: the heads of a row are adjacent, rows are further apart
+    joint = torch.randn(b, (H + 2 * K) * E, generator=g).to(DEVICE, dtype)
+    q, k, v = (x.unflatten(1, (-1, E)) for x in joint.split([H * E, K * E, K * E], dim=1))
+    rest = positions, table, keys.to(dtype), values.to(dtype)
+    return q, k, v, *(x.to(DEVICE) for x in rest)
+
+
+@pytest.mark.parametrize("programs", [1, 64])  # one part per row; several, some without pages
+@pytest.mark.parametrize(("H", "K", "E"), [(4, 2, 16), (3, 1, 12)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if CUDA else torch.float16])
+def test_paged_attention(dtype, H, K, E, programs, monkeypatch):
+    monkeypatch.setattr(paged, "PROGRAMS", programs)
+    got, eager, exact = (
+        [x.to(t) if x.is_floating_point() else x for x in inputs(H, K, E, dtype)]
+        for t in (dtype, dtype, torch.float64)
+    )
+    y = paged.paged_attention(*got)
+    expected, truth = reference.paged_attention(*eager), reference.paged_attention(*exact)
+    assert (y.shape, y.dtype) == (expected.shape, dtype)
+    unit = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]
+    as_exact_as_eager(y, expected, truth, scale=1 + unit / 2.0**-22)
+    for mine, theirs in zip(got[-2:], eager[-2:]):  # the newest token is in its page
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_reference_is_the_equation():
+    q, k, v, positions, table, keys, values = inputs(4, 2, 16, torch.float32)
+    y = reference.paged_attention(q, k, v, positions, table, keys, values)
+    for row, last in enumerate(POSITIONS):
+        at = torch.arange(last + 1, device=DEVICE)
+        pages = table[row, at // PAGE].long()
+        assert torch.equal(keys[pages[-1], :, last % PAGE], k[row])
+        for h in range(4):
+            seen = keys[pages, h // 2, at % PAGE].double()
+            weights = (seen @ q[row, h].double() / 4).softmax(0)
+            exact = weights @ values[pages, h // 2, at % PAGE].double()
+            torch.testing.assert_close(y[row, h].double(), exact, rtol=0, atol=1e-6)
+
+
+def logits_of(b, V, dtype):
+    z = 3 * torch.randn(b, V, generator=torch.Generator().manual_seed(1))
+    z[0] = 7.0
+    z[1] -= 10_000.0
+    z[2, 5] = 40.0  # one token has all the probability
+    z[3, :-1] = -torch.inf
+    z[4, : V // 2] = -torch.inf  # chunks without any probability
+    z[5, V // 2 :] = -torch.inf
+    return z.to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sample_tokens(dtype, temperature, monkeypatch):
+    """The kernels sample the reference's tokens. Rounding could change one in a million."""
+    monkeypatch.setattr(sample, "BLOCK", 32)
+    b, V = 24, 150
+    logits = logits_of(b, V, dtype)
+    key = torch.arange(b, device=DEVICE) * (1 << 58) + 12345
+    counter = torch.arange(b, device=DEVICE) % 5
+    token, logp = sample.sample_tokens(logits, key, counter, temperature)
+    expected, logp_expected = reference.sample_tokens(logits, key, counter, temperature)
+    assert token.tolist() == expected.tolist()
+    assert token[3] == V - 1
+    exact = (logits.double() / temperature).log_softmax(-1).gather(1, token[:, None])[:, 0]
+    as_exact_as_eager(logp, logp_expected, exact)
+
+
+def test_logits_that_are_not_numbers_give_a_token_and_no_log_prob(monkeypatch):
+    monkeypatch.setattr(sample, "BLOCK", 32)
+    logits = torch.zeros(3, 70, device=DEVICE)
+    logits[0, 40], logits[1, 3], logits[2] = torch.nan, torch.inf, -torch.inf
+    zeros = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    token, logp = sample.sample_tokens(logits, zeros, zeros, 1.0)
+    assert ((token >= 0) & (token < 70)).all()
+    assert not logp.isfinite().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tokens_follow_the_softmax_at_full_size(temperature):
+    """Pearson's statistic against float64 probabilities, about Normal(0, 1)."""
+    n, V = 20_000, 151_936
+    logits = 3 * torch.randn(V, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    key, counter = torch.full((n,), 99, device="cuda"), torch.arange(n, device="cuda")
+    token, _ = sample.sample_tokens(logits.bfloat16().expand(n, -1), key, counter, temperature)
+    p = (logits.bfloat16().double() / temperature).softmax(-1)
+    order = p.argsort(descending=True)
+    likely = order[:200]
+    counts = torch.bincount(token, minlength=V).double()
+    counts = torch.cat([counts[likely], counts.sum()[None] - counts[likely].sum()])
+    expected = n * torch.cat([p[likely], 1 - p[likely].sum()[None]])
+    statistic = (((counts - expected) ** 2 / expected).sum() - 200) / 400**0.5
+    assert abs(statistic) < 4
