@@ -433,7 +433,7 @@ def test_a_secret_that_does_not_fit_on_the_disk_is_not_stored(monkeypatch, tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert stored.find(8000) == secret
-    assert len([*stored.place(8000).parent.iterdir()]) == 1
+    assert len([*stored.path_of(8000).parent.iterdir()]) == 1
 
 
 @pytest.mark.parametrize(
