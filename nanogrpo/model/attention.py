@@ -200,7 +200,8 @@ class Packed:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.kept is not None:
-            self.kept[layer] = (k, v)  # [T, K, E] each
+            # copied if they are parts of a larger product, which would then be kept too
+            self.kept[layer] = (k.contiguous(), v.contiguous())  # [T, K, E] each
         if self.kv_rows is not None:
             functions = functions_for(k.device)
             if self.kv_order is None:  # the first layer

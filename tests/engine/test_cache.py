@@ -124,6 +124,16 @@ def test_a_completion_that_was_put_back_is_prefilled_with_its_tokens():
     same(samples, alone)
 
 
+def test_a_prefill_keeps_keys_and_values_alone():
+    """They come from a product with the queries, which would need several times their memory."""
+    engine, seen = make_engine(), []
+    engine.model.model.register_forward_pre_hook(lambda _, args: seen.append(args[2]))
+    engine.sample(make_prompts([40, 30]), 1, dataclasses.replace(PARAMS, max_tokens=1), step=0)
+    kept = [x for pair in seen[0].kept.values() for x in pair]
+    assert all(x.shape == (68, 2, 16) for x in kept)
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in kept)
+
+
 def test_the_completions_of_a_prompt_share_its_full_pages():
     engine = make_engine()
     total = len(engine.cache.free)
