@@ -60,6 +60,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--problems", type=int, default=48, help="compare on the first N problems")
     parser.add_argument("--max-completion-length", type=int, default=40)
     args = parser.parse_args(argv)
+    for path in (args.before, args.after, args.data):
+        if not path.exists():
+            parser.error(f"{path} is missing: train first, with `make real`.")
     records = [json.loads(line) for line in args.data.read_text().splitlines()][: args.problems]
     prompts = [record["prompt"] for record in records]
     before, after = (

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from nanogrpo.engine.base import Engine, SamplingParams, stream
-from nanogrpo.errors import UserError
+from nanogrpo.errors import UserError, text_of
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.types import Prompt, Sample
 
@@ -189,8 +189,10 @@ class TurnsEngine:
             self.function(list(samples), turns)
         except (UserError, FloatingPointError):
             raise
-        except Exception as e:  # the user's code may raise anything
-            raise UserError(f"{self.name} raised {type(e).__name__}: {e}; fix the function.") from e
+        # The user's code may raise anything, and sys.exit(0) must not look like success.
+        except (Exception, SystemExit) as e:
+            kind, text = type(e).__name__, text_of(e)
+            raise UserError(f"{self.name} raised {kind}: {text}; fix the function.") from e
         while turns.turn([], [], done=True):  # while other ranks have more turns
             pass
         for s in samples:

@@ -43,7 +43,7 @@ def accuracy_reward(
     rewards: list[float | None] = []
     pairs = {}  # by the index of the completion
     for i, (completion, *cells) in enumerate(zip(completions, solution or blank, answer or blank)):
-        references = [str(cell) for cell in cells if not _is_empty(cell)]
+        references = [str(cell) for cell in cells if not is_empty(cell)]
         given = extract_answer(_text(completion))
         rewards.append(0.0 if references else None)
         if references and given is not None:
@@ -71,7 +71,7 @@ def reasoning_accuracy_reward(
     return accuracy_reward(answers, solution, answer)
 
 
-def _is_empty(cell: Any) -> bool:
+def is_empty(cell: Any) -> bool:
     """Return whether a record lacks this value: null, the empty text of CSV, or NaN of pandas."""
     is_nan = isinstance(cell, float) and math.isnan(cell)
     return cell is None or is_nan or not str(cell).strip()

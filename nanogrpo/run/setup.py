@@ -41,7 +41,7 @@ from nanogrpo.model import adapters, attention, checkpoint, dispatch, lora
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards import plugin
-from nanogrpo.rewards.builtin import needs_answers
+from nanogrpo.rewards.builtin import is_empty, needs_answers
 from nanogrpo.rewards.runner import Runner
 from nanogrpo.run import hub, memory, optim, output, state, warmup
 from nanogrpo.types import Prompt
@@ -514,15 +514,16 @@ def check_data_options(cfg: Config, tokenizer: Tokenizer) -> None:
 def check_answers(cfg: Config, prompts: list[Prompt], option: str = "data") -> None:
     """Require the answers that the reward functions compare with. option: names the sources."""
     name = f"--{dashed(option)} {' '.join(getattr(cfg, option))}"
-    answered = any({"solution", "answer"} & p.columns.keys() for p in prompts)
+    columns = ("solution", "answer")
+    answered = any(not is_empty(p.columns.get(column)) for p in prompts for column in columns)
     judges = [spec for spec in cfg.reward_funcs if needs_answers(spec)]
     if judges and not answered:
         raise UserError(
-            f"{name} has neither a column solution nor answer, which "
-            f"--reward-funcs {judges[0]} compares with: add one, or name other reward functions."
+            f"{name} has no value in a column solution or answer, which --reward-funcs "
+            f"{judges[0]} compares with: add one, or name other reward functions."
         )
     for p in prompts if judges else ():
-        found = {column: p.columns.get(column) for column in ("solution", "answer")}
+        found = {column: p.columns.get(column) for column in columns}
         given = {column: value for column, value in found.items() if value is not None}
         if given and all(isinstance(value, list | tuple | dict) for value in given.values()):
             column, value = given.popitem()

@@ -176,7 +176,12 @@ MISTAKES = {
     "no answers in the held-out data": (
         ["--data", "{saved}", "--dataset-train-split", "a", "--dataset-test-split", "b"]
         + ["--reward-funcs", "accuracy", "--eval-steps", "1"],
-        r"--data \S+saved has neither a column solution nor answer, which --reward-funcs accuracy",
+        r"--data \S+saved has no value in a column solution or answer, which --reward-funcs accu",
+    ),
+    "only empty answers": (
+        ["--data", "{saved}", "--dataset-train-split", "b", "--answer-column", "none"]
+        + ["--reward-funcs", "accuracy"],
+        r"--data \S+saved has no value in a column solution or answer, which --reward-funcs accu",
     ),
     "no hub data for the configuration": (
         ["--dataset-config", "main"],
@@ -202,7 +207,9 @@ MISTAKES = {
 def test_a_mistake_is_reported_in_one_sentence(tiny_base, files, tmp_path, capsys, mistake):
     datasets = pytest.importorskip("datasets")
     a = datasets.Dataset.from_list([{"prompt": f"{i}=", "answer": str(i)} for i in range(9)])
-    b = datasets.Dataset.from_list([{"prompt": f"{i}=", "lists": [i]} for i in range(9)])
+    b = datasets.Dataset.from_list(
+        [{"prompt": f"{i}=", "lists": [i], "none": ""} for i in range(9)]
+    )
     datasets.DatasetDict(a=a, b=b).save_to_disk(tmp_path / "saved")
     capsys.readouterr()
     options, sentence = MISTAKES[mistake]

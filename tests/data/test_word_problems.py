@@ -2,10 +2,12 @@
 overlap. Read next: examples/word_problems.py.
 """
 
+import importlib
 import itertools
 import json
 import re
 import string
+from pathlib import Path
 
 import pytest
 
@@ -144,6 +146,15 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path, capsys):
         word_problems.main([str(tmp_path / "problems")])
     assert error.value.code == 2
     assert "problems cannot be made (File exists): name another" in capsys.readouterr().err
+
+
+def test_a_comparison_names_the_checkpoint_that_is_missing(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(Path(word_problems.__file__).parent)
+    main = importlib.import_module("before_after").main
+    with pytest.raises(SystemExit) as error:
+        main([str(tmp_path), str(tmp_path / "checkpoint-9"), "held_out.jsonl"])
+    assert error.value.code == 2
+    assert "checkpoint-9 is missing: train first, with `make real`." in capsys.readouterr().err
 
 
 # --- the reward ---

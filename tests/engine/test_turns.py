@@ -6,6 +6,7 @@ Read next: nanogrpo/engine/turns.py, tests/grpo/test_packing.py.
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 
@@ -258,11 +259,16 @@ def fails(samples, turns):
     raise KeyError("tool")
 
 
+def leaves(samples, turns):
+    sys.exit(0)
+
+
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
         (lambda samples, turns: None, "with no token that the model wrote: call turns.generate"),
         (fails, "fails raised KeyError: 'tool'; fix the function"),
+        (leaves, "leaves raised SystemExit: 0; fix the function"),
         (
             lambda samples, turns: turns.generate(samples, stop=("no such token",)),
             "choose a text that is one token",
