@@ -60,7 +60,8 @@ def cell(shape: Decoder, cfg: Config, size: int, card: int) -> str:
         return f"{(needed - free(card)) / 2**30:.1f} GiB missing"
     each = ", reduced each" if size > 1 and chosen.reduce_gradients == "micro_batch" else ""
     kind, budget = chosen.checkpointing, chosen.strip_tokens // 1024
-    return f"{needed / 2**30:.1f} GiB: {chosen.slots} slots, {budget}k, {kind}{each}"
+    cached = (chosen.cache_tokens or 0) / 1024
+    return f"{needed / 2**30:.1f} GiB: {cached:,.0f}k cached, {budget}k, {kind}{each}"
 
 
 def tables() -> str:

@@ -225,7 +225,13 @@ class Config:
     max_concurrent: int | None = option(
         None,
         "sequences the local engine decodes at once (a vLLM server decides for itself); default:"
-        " 64, or on a GPU as many as a step samples, if they fit",
+        " 64, or on a GPU as many as a step samples, at most 256",
+        "> 0",
+    )
+    cache_tokens: int | None = option(
+        None,
+        "tokens in the local engine's cache on a GPU, at least one sequence; default: as many as"
+        " fit, at most the longest sequence in each slot",
         "> 0",
     )
     tools: tuple[str, ...] = option(

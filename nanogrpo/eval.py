@@ -44,8 +44,8 @@ OPTIONS = """
     enable_thinking chat_template_kwargs max_prompt_length long_prompts output_dir
     overwrite_output_dir reward_funcs reward_weights reward_timeout reward_env
     num_generations_eval eval_temperature eval_top_p eval_samples max_completion_length
-    engine max_concurrent server vllm_python vllm_options vllm_gpus weight_transport server_window
-    server_timeout server_patience seed device ddp_timeout heartbeat_timeout
+    engine max_concurrent cache_tokens server vllm_python vllm_options vllm_gpus weight_transport
+    server_window server_timeout server_patience seed device ddp_timeout heartbeat_timeout
 """
 COMMAND = cli.Command("nanogrpo eval", DESCRIPTION, OPTIONS.split())
 

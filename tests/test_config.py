@@ -260,6 +260,7 @@ def test_an_object_holds_only_what_json_can_store():
 RANGES = {
     "above 0": "max_completion_length temperature sapo_temperature_pos sapo_temperature_neg top_p"
     " vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef_delta max_concurrent"
+    " cache_tokens"
     " max_steps num_iterations token_budget learning_rate adam_epsilon ddp_timeout server_window"
     " server_timeout vllm_importance_sampling_clip_max lora_alpha ref_model_mixup_alpha"
     " ref_model_sync_steps generation_batch_size steps_per_generation data_weights"

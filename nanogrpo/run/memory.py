@@ -17,8 +17,8 @@ b bytes per number (2 on a GPU, 4 on a CPU) on micro-batches of T tokens:
     key rows       2·b·K·E · (Tk - T)         per layer: keys and values of shared prompts, gathered
                                               once per completion
     logits         b·C·V + 4·V·D              one chunk of C rows, and the head's float32 gradient
-    engine         b·n + KV cache             its copy of the weights, and 2·b·K·E per layer, slot
-                                              and position
+    engine         b·n + KV cache             its copy of the weights, and 2·b·K·E per layer and
+                                              token: all positions of all slots, or --cache-tokens
                    or b·n                     with vLLM: rank 0's copy of the weights to send, and
                                               the server, if it is on rank 0's GPU
     checkpoint     12·n/W + 4·n               copies on the host while they are written; the last
@@ -54,6 +54,7 @@ from torch import nn
 
 from nanogrpo.config import Config, dashed
 from nanogrpo.distributed.world import World
+from nanogrpo.engine.cache import cache_tokens
 from nanogrpo.errors import UserError, first_sentence
 from nanogrpo.grpo import packing
 from nanogrpo.model import head as ops
@@ -80,7 +81,13 @@ SETTINGS = (
     ("full", 4096, "micro_batch"),
     ("full", 1024, "micro_batch"),
 )
-CHOSEN = ("max_concurrent", "gradient_checkpointing", "token_budget", "reduce_gradients")
+CHOSEN = (
+    "max_concurrent",
+    "cache_tokens",
+    "gradient_checkpointing",
+    "token_budget",
+    "reduce_gradients",
+)
 MOST_SLOTS = 256  # with more, a decode step takes longer almost in proportion
 
 
@@ -235,7 +242,10 @@ def engine_rows(
     """Yield the rows of the engine. weights: the bytes of its copy of the model; token: those of a
     token's keys and values in all layers; positions: the length of the longest sequence.
     """
-    cache, name = token * cfg.slots * positions, f"cache of {cfg.slots} × {positions:,} tokens"
+    paged = world.device.type == "cuda"
+    tokens = cache_tokens(cfg.slots, positions, paged, cfg.cache_tokens)
+    name = f"cache of {f'{tokens:,}' if paged else f'{cfg.slots} × {positions:,}'} tokens"
+    cache = token * tokens
     if cfg.engine == "local":
         yield Row("engine: weights", weights)
         yield Row(f"engine: {name}", cache)
@@ -301,35 +311,57 @@ def choose(
     """Return the options with a value for each of CHOSEN that the user left open: on a GPU, the
     first of SETTINGS that leaves MARGIN of the available bytes free. If none does, it is the last.
 
-    Sampling takes most of a step and gets faster with the number of slots, so these are halved only
-    if no setting of training fits. All ranks must choose the same, so they choose for rank 0, which
-    stores most. On a CPU, the choice does not depend on the memory.
+    Sampling takes most of a step and gets faster with the number of completions that the cache
+    holds. So it has room for half of what all slots may need at the end, because few completions
+    are that long, or a quarter and so on, but only if no setting of training fits. Then it gets
+    what is left, as far as it is useful and leaves twice the margin. All ranks must choose the
+    same, so they choose for rank 0, which stores most. On a CPU, the choice does not depend on the
+    memory.
     """
     if world.device.type == "cpu":
-        return _with(cfg, cfg.slots, cfg.checkpointing, cfg.strip_tokens, "step")
+        return _with(cfg, cfg.slots, None, cfg.checkpointing, cfg.strip_tokens, "step")
     first = dataclasses.replace(world, rank=0)
-    slots = min(-(-cfg.generation_batch_size // world.size), MOST_SLOTS)
+    slots = cfg.max_concurrent or min(-(-cfg.generation_batch_size // world.size), MOST_SLOTS)
+    longest = longest_prompt + cfg.max_completion_length
     alone = world.size == 1 and not cfg.cpu_offload  # then there is nothing to reduce
     tried = [
-        _with(cfg, slots >> halvings, kind, budget, "step" if alone else reduce)
-        for halvings in range(slots.bit_length())
+        _with(
+            cfg,
+            slots,
+            max(slots * longest >> halvings, longest),
+            kind,
+            budget,
+            "step" if alone else reduce,
+        )
+        for halvings in range(1, slots.bit_length() + 1)
         for kind, budget, reduce in SETTINGS
         if not (cfg.torch_compile and kind == "selective")
     ]
 
-    def fits(c: Config) -> bool:
-        rows = table(model, c, first, longest_prompt, judges)
-        return on_device(rows) + MARGIN <= available
+    def left(c: Config) -> int:
+        """Return the bytes that remain, if it fits."""
+        return available - MARGIN - on_device(table(model, c, first, longest_prompt, judges))
 
-    return next(filter(fits, tried), tried[-1]) if fits(tried[-1]) else tried[-1]
+    best = tried[-1]
+    if left(best) >= 0:
+        best = next(c for c in tried if left(c) >= 0)
+        token = 4 * model.cfg.num_key_value_heads * model.cfg.head_dim * model.cfg.num_hidden_layers
+        if cfg.cache_tokens is None:
+            most, more = slots * longest, max(left(best) - MARGIN, 0) // token
+            tokens = min(most, (best.cache_tokens or 0) + more)
+            best = dataclasses.replace(best, cache_tokens=tokens)
+    return best
 
 
-def _with(cfg: Config, slots: int, kind: str, budget: int, reduce: str) -> Config:
+def _with(
+    cfg: Config, slots: int, cached: int | None, kind: str, budget: int, reduce: str
+) -> Config:
     """Return the options with these settings, where the user has not given others."""
     auto = cfg.gradient_checkpointing == "auto", cfg.reduce_gradients == "auto"
     return dataclasses.replace(
         cfg,
         max_concurrent=cfg.max_concurrent or slots,
+        cache_tokens=cfg.cache_tokens or cached,
         token_budget=cfg.token_budget or budget,
         gradient_checkpointing=kind if auto[0] else cfg.gradient_checkpointing,
         reduce_gradients=reduce if auto[1] else cfg.reduce_gradients,
@@ -339,9 +371,9 @@ def _with(cfg: Config, slots: int, kind: str, budget: int, reduce: str) -> Confi
 def spelled(cfg: Config, but: Config | None = None) -> str:
     """Return the settings as a command line has them, without those that are the same in `but`."""
     names = [n for n in CHOSEN if but is None or getattr(cfg, n) != getattr(but, n)]
-    if cfg.engine != "local" and "max_concurrent" in names:
-        names.remove("max_concurrent")  # a vLLM server has no slots of ours
-    return " ".join(f"--{dashed(name)} {getattr(cfg, name)}" for name in names)
+    if cfg.engine != "local":  # a vLLM server decides for itself
+        names = [n for n in names if n not in ("max_concurrent", "cache_tokens")]
+    return " ".join(f"--{dashed(n)} {getattr(cfg, n)}" for n in names if getattr(cfg, n))
 
 
 def check(
@@ -396,6 +428,7 @@ def what_fits(
     opened = dataclasses.replace(
         cfg,
         max_concurrent=None,
+        cache_tokens=None,
         token_budget=None,
         gradient_checkpointing="auto",
         reduce_gradients="auto",
@@ -446,18 +479,14 @@ def explained(cfg: Config) -> Iterator[None]:
             raise
         found = re.search(r"allocate ([\d.]+ \w+).* of which ([\d.]+ \w+)", str(e), re.DOTALL)
         sizes = f"{found[1]} needed, {found[2]} free" if found else first_sentence(e)
-        lower = [
-            f"--{dashed(name)} {value // 2}" if value else f"a lower --{dashed(name)}"
-            for name in ("token_budget", "max_concurrent")[: 1 + (cfg.engine == "local")]
-            if (value := getattr(cfg, name)) != 1
-        ]
-        if cfg.gradient_checkpointing != "full":
-            lower.append("--gradient-checkpointing full")
+        lower = "a lower --token-budget or --max-concurrent, or --gradient-checkpointing full"
+        if cfg.token_budget and cfg.max_concurrent:  # every setting, or others would be chosen
+            cache = "cache_tokens" if cfg.cache_tokens else "max_concurrent"
+            halves = {n: max(1, getattr(cfg, n) // 2) for n in ("token_budget", cache)}
+            lower = spelled(dataclasses.replace(cfg, **halves))
         saved = any(Path(cfg.output_dir).glob("*checkpoint-*"))
         start = "continue with --resume and" if saved else "start again with"
-        raise UserError(
-            f"the GPU ran out of memory ({sizes}): {start} {' or '.join(lower)}."
-        ) from e
+        raise UserError(f"the GPU ran out of memory ({sizes}): {start} {lower}.") from e
 
 
 def while_sampling(

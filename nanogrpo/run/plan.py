@@ -129,7 +129,9 @@ def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[L
         if memory.on_device(rows) > free:
             continue
         if embedded:
-            engines, slots, sampler = trainers, chosen.slots, device
+            mean = args.prompt_length + args.completion_length
+            slots = max(1, min(chosen.slots, int((chosen.cache_tokens or 0) / mean)))
+            engines, sampler = trainers, device
         else:
             longest = args.longest_prompt + cfg.max_completion_length
             key = 2 * device.item * c.num_key_value_heads * c.head_dim * c.num_hidden_layers

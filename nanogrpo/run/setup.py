@@ -324,7 +324,10 @@ def make_engine(
     With --engine vllm and no --server, a vLLM server is started here and ends with the run.
     """
     if cfg.engine == "local":
-        return LocalEngine(model.cfg, max_len=max_len, slots=cfg.slots, device=world.device)
+        slots, tokens = cfg.slots, cfg.cache_tokens
+        return LocalEngine(
+            model.cfg, max_len=max_len, slots=slots, cache_tokens=tokens, device=world.device
+        )
     sidecar = None
     if not cfg.server:
         python = cfg.vllm_python or os.environ.get("NANOGRPO_VLLM_PYTHON", "")

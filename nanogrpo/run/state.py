@@ -79,8 +79,8 @@ FREE = """
     push_to_hub hub_model_id hub_private_repo
     device ddp_timeout heartbeat_timeout reward_timeout reward_env tool_timeout server vllm_python
     vllm_options vllm_gpus vllm_enable_sleep_mode weight_transport server_window server_timeout
-    server_patience max_concurrent token_budget share_prompts gradient_checkpointing cpu_offload
-    reshard_after_forward reduce_gradients lora_base_dtype
+    server_patience max_concurrent cache_tokens token_budget share_prompts gradient_checkpointing
+    cpu_offload reshard_after_forward reduce_gradients lora_base_dtype
 """
 
 

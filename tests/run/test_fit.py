@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench import common, fits
-from nanogrpo.config import Config
+from nanogrpo.config import Config, dashed
 from nanogrpo.distributed import fsdp, world
 from nanogrpo.distributed.world import World
+from nanogrpo.engine.cache import PAGE
 from nanogrpo.errors import UserError
 from nanogrpo.model import lora
 from nanogrpo.model.decoder import Decoder
@@ -71,6 +72,7 @@ def test_every_model_starts_on_every_card_or_a_sentence_says_what_is_missing(
         lean = dataclasses.replace(
             cfg,
             max_concurrent=1,
+            cache_tokens=1,
             gradient_checkpointing=kind,
             token_budget=budget,
             reduce_gradients=reduce,
@@ -89,23 +91,32 @@ def test_more_memory_never_chooses_leaner_settings():
     for free in range(40, 141, 3):
         chosen = memory.choose(model, cfg, fits.gpus(1), fits.PROMPT, free * GIB)
         assert needed(model, chosen, 1) + memory.MARGIN <= free * GIB
-        seen.append((chosen.slots, -KINDS.index(chosen.checkpointing), chosen.strip_tokens))
+        assert chosen.slots == 64
+        share = (chosen.cache_tokens * 64 // (64 * 768)).bit_length()  # of the cache, in halvings
+        seen.append((min(share, 6), -KINDS.index(chosen.checkpointing), chosen.strip_tokens))
     assert seen == sorted(seen)
-    assert seen[-1] == (64, 0, 16384)
+    assert seen[-1] == (6, 0, 16384)
+    assert chosen.cache_tokens == 64 * 768
     assert len(set(seen)) > 4
 
 
-def test_a_long_prompt_takes_slots_instead_of_ending_the_run():
-    """With a cache as long as the longest prompt, 64 slots of 16,384 tokens would need 112 GiB."""
+def test_a_long_prompt_makes_the_cache_smaller_instead_of_ending_the_run():
+    """With room for the longest prompt in each of 64 slots, the cache would need 115 GiB."""
     cfg = fits.COMMANDS["train.py"]
     model = shape("0.6B", cfg)
     chosen = memory.choose(model, cfg, fits.gpus(1), 16_384, fits.free(80))
-    assert 1 < chosen.slots < 64
+    assert chosen.slots == 64
+    assert 16_896 < chosen.cache_tokens < 64 * 16_896 / 1.4
     assert needed(model, chosen, 1, 16_384) + memory.MARGIN <= fits.free(80)
 
 
 def test_what_the_user_gives_is_kept_and_the_rest_is_chosen_around_it():
-    given = {"max_concurrent": 100, "token_budget": 5000, "gradient_checkpointing": "none"}
+    given = {
+        "max_concurrent": 100,
+        "cache_tokens": 9000,
+        "token_budget": 5000,
+        "gradient_checkpointing": "none",
+    }
     for name, value in given.items():
         cfg = Config(**{name: value})
         for free in (20, 60, 200):
@@ -176,13 +187,13 @@ def test_each_change_that_the_sentence_names_is_enough(has):
 
 def test_settings_of_the_user_that_do_not_fit_are_named_with_others_that_do(has):
     has(fits.free(24))
-    cfg, model = Config(token_budget=65_536, max_concurrent=500), shape("0.6B", Config())
+    cfg, model = Config(token_budget=65_536, cache_tokens=300_000), shape("0.6B", Config())
     chosen = memory.choose(model, cfg, fits.gpus(1), 2048, fits.free(24))
     with pytest.raises(UserError) as error:
         memory.check(model, chosen, fits.gpus(1), 2048)
     best = memory.choose(model, Config(), fits.gpus(1), 2048, fits.free(24))
-    words = f"--max-concurrent {best.max_concurrent}", f"--token-budget {best.token_budget}"
-    assert all(f"{word} " in str(error.value) for word in words)
+    for name in ("cache_tokens", "token_budget"):
+        assert f"--{dashed(name)} {getattr(best, name)} " in str(error.value)
     memory.check(model, best, fits.gpus(1), 2048)
 
 
@@ -199,7 +210,7 @@ def test_a_server_on_the_same_gpu_is_counted_but_is_not_the_trainers(has):
     model = shape("0.6B", Config())
     sizes = []
     for where in ({}, {"server": ("http://there:1",)}, {"vllm_gpus": "1"}):
-        cfg = Config(engine="vllm", max_concurrent=16, **where)
+        cfg = Config(engine="vllm", max_concurrent=16, cache_tokens=8000, **where)
         chosen = memory.choose(model, cfg, fits.gpus(1), fits.PROMPT, fits.free(80))
         rows = memory.table(model, chosen, fits.gpus(1), fits.PROMPT)
         server = sum(row.bytes for row in rows if row.of_server)
@@ -208,11 +219,12 @@ def test_a_server_on_the_same_gpu_is_counted_but_is_not_the_trainers(has):
         sizes.append(server)
     n = sum(p.numel() for p in model.parameters())
     token = 2 * 2 * 8 * 128 * 28  # keys and values of 8 heads of 128 in 28 layers
-    assert sizes == [2 * n + 16 * (256 + 512) * token + memory.MARGIN, 0, 0]
+    assert sizes == [2 * n + (8000 + PAGE) * token + memory.MARGIN, 0, 0]
 
 
 def test_taking_turns_with_a_server_is_proposed_where_it_is_enough(has):
-    model, cfg = shape("1.7B", Config()), Config(engine="vllm", max_concurrent=64)
+    cfg = Config(engine="vllm", cache_tokens=64 * 768)
+    model = shape("1.7B", Config())
     has(fits.free(40))
     chosen = memory.choose(model, cfg, fits.gpus(1), fits.PROMPT, fits.free(40))
     with pytest.raises(UserError, match=r" or --vllm-enable-sleep-mode"):

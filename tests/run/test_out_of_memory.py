@@ -5,8 +5,8 @@ The errors are raised at random operations of a run on the CPU. Read next: test_
 
 from __future__ import annotations
 
+import dataclasses
 import random
-import re
 
 import pytest
 import torch
@@ -55,8 +55,8 @@ def test_a_full_gpu_ends_the_run_with_one_sentence_and_keeps_the_checkpoints(
         error = capsys.readouterr().err.strip().splitlines()
         assert error[-1] == (
             "error: the GPU ran out of memory (2.00 GiB needed, 1.10 GiB free): continue with"
-            " --resume and --token-budget 8192 or --max-concurrent 32 or --gradient-checkpointing"
-            " full."
+            " --resume and --max-concurrent 32 --gradient-checkpointing none --token-budget 8192"
+            " --reduce-gradients step."
         )
         assert not any("Traceback" in line for line in error)
         done, saved = len(steps(folder)), checkpoints(folder)
@@ -74,22 +74,21 @@ def sentence(error: Exception, cfg: Config) -> str:
     return str(raised.value)
 
 
-def test_the_sentence_names_only_what_can_be_lowered(tmp_path):
-    cfg = Config(output_dir=str(tmp_path))
+def test_the_sentence_names_every_setting_or_others_would_be_chosen(tmp_path):
+    folder = str(tmp_path)
     full = torch.cuda.OutOfMemoryError(FULL)
-    lower = r"start again with a lower --token-budget or a lower --max-concurrent or --gradient-"
-    assert re.search(lower, sentence(full, cfg))  # before the settings are chosen
-    least = Config(
-        output_dir=str(tmp_path),
-        token_budget=2048,
-        max_concurrent=1,
-        gradient_checkpointing="full",
+    lower = "start again with a lower --token-budget or --max-concurrent, or --gradient-"
+    assert lower in sentence(full, Config(output_dir=folder))  # before they are chosen
+    settings = {"token_budget": 2048, "max_concurrent": 64, "gradient_checkpointing": "full"}
+    chosen = Config(output_dir=folder, cache_tokens=9000, reduce_gradients="step", **settings)
+    assert sentence(full, chosen).endswith(
+        " start again with --max-concurrent 64 --cache-tokens 4500 --gradient-checkpointing full"
+        " --token-budget 1024 --reduce-gradients step."
     )
-    assert sentence(full, least).endswith("start again with --token-budget 1024.")
-    served = Config(output_dir=str(tmp_path), engine="vllm", token_budget=2048)
+    served = dataclasses.replace(chosen, engine="vllm")
     assert "--max-concurrent" not in sentence(full, served)
     for text in ("CUDA error: out of memory\nCompile with", "CUBLAS_STATUS_ALLOC_FAILED when"):
-        assert sentence(RuntimeError(text), least).startswith("the GPU ran out of memory (CU")
+        assert sentence(RuntimeError(text), chosen).startswith("the GPU ran out of memory (CU")
 
 
 def test_other_errors_are_not_explained(tmp_path):
