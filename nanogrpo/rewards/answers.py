@@ -133,11 +133,12 @@ BASE = re.compile(
 )
 CURRENCY = re.compile(r"([$€£¥₹]) ?(-?[\d.,]*\d(?: ?(?:hundred|thousand|[mbtr]+illion)\b)?)")
 # The words before an answer, the name of what has this value, and a calculation next to it:
-# "The answer is", "Total cost =", "f(2) =", "9 * 2 =".
+# "The answer is", "Total cost =", "Total:", "f(2) =", "9 * 2 =".
 CALCULATION = r"[\d.,(){}^ ]+(?:[-+*/]|\\(?:cdot|times|div))[-+*/\d.,(){}^ ]*"
 EXTRA = re.compile(
     r"\A(?:(?:the )?(?:(?:final|correct) )?(?:answer|option|choice)\b(?: is\b)?\s*[:=]?\s*(?=\S)"
-    r"|(?:\\?[a-z]+(?: [a-z]{2,})*(?:_\w|_\{\w+\}|\(\w+\))?)? ?= ?(?=[-+$\\\d.(])"
+    r"|(?:\\?[a-z]+(?: [a-z]{2,})*(?:_\w|_\{\w+\}|\(\w+\))?)? ?"
+    r"(?:=|(?<=[a-z]{2}):) ?(?=[-+$\\\d.(])"
     rf"|{CALCULATION}= ?(?=\S))+|(?<=\d) ?={CALCULATION}\Z",
     re.IGNORECASE,
 )
