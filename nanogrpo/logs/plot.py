@@ -41,8 +41,12 @@ Rows = list[dict]
 def read(run: Path) -> Rows:
     """Return the numbers of a run's steps and evaluations. run: its folder, or a metrics.jsonl."""
     path = run / "metrics.jsonl" if run.is_dir() else run
-    records = [record for _, record in read_records(path) if "step" in record]
-    return [{k: v for k, v in record.items() if isinstance(v, int | float)} for record in records]
+    rows = [
+        # NaN, infinity, and integers that are too large for a float cannot be drawn
+        {k: v for k, v in record.items() if isinstance(v, int | float) and abs(v) < 1e300}
+        for _, record in read_records(path)
+    ]
+    return [row for row in rows if "step" in row]
 
 
 def series(rows: Rows, name: str) -> tuple[list[float], list[float]]:

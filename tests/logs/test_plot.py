@@ -226,3 +226,15 @@ def test_files_that_cannot_be_read_or_written_give_an_error(tmp_path, capsys):
     assert plot.main([str(tmp_path), str(tmp_path / "gone")]) == 2
     assert "gone cannot be read" in error(capsys)
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_values_that_cannot_be_drawn_are_left_out(tmp_path):
+    odd = [float("nan"), float("inf"), -float("inf"), 10**400, "x", None, [1.0]]
+    lines = [row(i, reward=value) for i, value in enumerate(odd)]
+    log = tmp_path / "metrics.jsonl"
+    log.write_text(HEAD + row(0) + "".join(lines) + row(10**400) + row(7))
+    found = plot.read(tmp_path)
+    assert [r["step"] for r in found] == [0, *range(7), 7]
+    assert [r["reward"] for r in found if "reward" in r] == [0.5, 0.5]
+    plot.draw([tmp_path], tmp_path / "curve.png")
+    assert (image.imread(tmp_path / "curve.png")[..., :3].min(axis=2) < 0.9).mean() > 0.005
