@@ -41,7 +41,7 @@ ALIGN = 64  # bytes; each tensor starts on a cache line, which suits every dtype
 HEADER = 64
 LARGEST = 1 << 44  # maximum bytes of a model, 16 TiB: above any model, below integer overflow
 FAR = timedelta(days=7)  # the timeout of a NCCL group, which ours must precede
-POLL = 0.0005  # seconds between two looks at a broadcast; torch's own wait takes up to 10 ms
+POLL = 0.0005  # seconds between two looks at a NCCL broadcast; its own wait takes up to 10 ms
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
@@ -205,6 +205,7 @@ class BroadcastGroup:
         # Nothing could end the wait of NCCL for a rank that never comes. This wait has a timeout.
         self.store.set(f"rank {rank}", "")
         self.store.wait([f"rank {other}" for other in range(info.size)])
+        self.device = device
         self.group: Any
         if device.type == "cuda":
             self.group = _nccl(self.store, rank, info.size)
@@ -239,9 +240,10 @@ class BroadcastGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         work = self.group.broadcast([bucket], options)
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        while not work.is_completed() and time.monotonic() < deadline:
-            time.sleep(POLL)
+        if self.device.type == "cuda":
+            deadline = time.monotonic() + self.timeout.total_seconds()
+            while not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(POLL)
         # With a timeout, NCCL's wait blocks the host too, and aborts an operation that is late.
         work.wait(self.timeout)
 
