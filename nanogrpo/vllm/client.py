@@ -354,12 +354,13 @@ class VLLMEngine:
             return protocol.is_paused(server.get("/is_paused"), str(server))
 
         def heartbeat() -> None:
+            lost = not server.alive  # otherwise the answer may be older than the loss
             try:
                 if is_paused() and server.alive:
                     with self.lock:  # unless one of our own syncs has paused it
                         if server.alive and not server.asleep and is_paused():
                             raise ServerError(f"{server} is paused, but not by this trainer")
-                if not server.alive:
+                if lost:
                     server.error = None  # weights may be sent to it again
             except (ServerError, UserError) as e:
                 if server.alive:
