@@ -62,7 +62,7 @@ def measure(size: str, args: argparse.Namespace, argv: Sequence[str]) -> dict:
         work = work_of(step)
         predicted["sample"].append(cost.sample(c, work, device, cfg.slots))
         predicted["train"].append(cost.train(c, work, device, budget=cfg.strip_tokens))
-        predicted["sync"].append(cost.sync(c, device, 1, servers=False))
+        predicted["sync"].append(cost.sync(c, device, 1))
     real = {name: statistics.median(found["phases"][name][1:]) for name in (*predicted, "score")}
     guess = {name: statistics.median(values) for name, values in predicted.items()}
     return common.record(

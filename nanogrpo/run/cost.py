@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,10 +42,11 @@ class Device(NamedTuple):
     # FLOP/s of products with as many rows as a decode step has, where memory is not the limit
     decode: float = 0.0
     fused: bool = False  # whether the decoder uses the Triton kernels
+    reduce: float = 0.0  # seconds of an all-reduce among the GPUs of a vLLM server
 
 
-def _gpu(tflops: float, tb: float, gb: int, link: float, network: float, item: int = 2) -> Device:
-    """Return a GPU from its data sheet: dense bfloat16 TFLOP/s, TB/s and GB of memory, GB/s of its
+def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Device:
+    """Return a GPU from its data sheet: dense bfloat16 TFLOP/s, TB/s and GiB of memory, GB/s of its
     links. Programs reach only a part of these; the shares are estimates.
     """
     flops = 0.65e12 * tflops
@@ -53,7 +55,7 @@ def _gpu(tflops: float, tb: float, gb: int, link: float, network: float, item: i
         attention=0.5e12 * tflops,
         bandwidth=0.8e12 * tb,
         launch=2e-6,
-        memory=gb * 10**9,
+        memory=gib << 30,
         link=0.8e9 * link,
         network=0.8e9 * network,
         decode=flops,
@@ -61,13 +63,14 @@ def _gpu(tflops: float, tb: float, gb: int, link: float, network: float, item: i
     )
 
 
-# The vendor's figures. `network`: one 400 Gbit/s adapter per GPU in H100, H200 and B200 servers,
+# The vendor's figures. The "GB" of a card's name are GiB; of the L40S's 48, ECC leaves 45.
+# `network`: one 400 Gbit/s adapter per GPU in H100, H200 and B200 servers,
 # 200 Gbit/s with A100, 100 Gbit/s with L40S, and 10 Gbit/s for the others.
 GPUS = {
     "4090": _gpu(165, 1.008, 24, 32, 1.25),
     "A100-40GB": _gpu(312, 1.555, 40, 300, 25),
     "A100": _gpu(312, 2.039, 80, 300, 25),
-    "L40S": _gpu(362, 0.864, 48, 32, 12.5),
+    "L40S": _gpu(362, 0.864, 45, 32, 12.5),
     "H100": _gpu(989, 3.35, 80, 450, 50),
     "H200": _gpu(989, 4.8, 141, 450, 50),
     "B200": _gpu(2250, 8.0, 180, 900, 50),
@@ -98,16 +101,14 @@ def lengths(count: int, mean: float, longest: int) -> list[int]:
     those of reasoning models are.
     """
     low, high = 0.0, 1e3 * longest
+    # the quantiles of the distribution, so the result is not random
+    quantiles = -np.log1p(-(np.arange(count) + 0.5) / count)
     for _ in range(60):  # find the scale by bisection
         scale = (low + high) / 2
-        # the quantiles of the distribution, so the result is not random
-        found = [
-            min(max(round(-scale * math.log1p(-(i + 0.5) / count)), 1), longest)
-            for i in range(count)
-        ]
-        low, high = (scale, high) if sum(found) < mean * count else (low, scale)
+        found = (scale * quantiles).round().clip(1, longest).astype(int)
+        low, high = (scale, high) if found.sum() < mean * count else (low, scale)
     # in an order that mixes long and short ones
-    return [found[i * 7919 % count] for i in range(count)] if count % 7919 else found
+    return found[np.arange(count) * 7919 % count if count % 7919 else ...].tolist()
 
 
 class Weights(NamedTuple):
@@ -195,35 +196,56 @@ def train(
     gpus: int = 1,
     *,
     budget: int = 16384,
-    recompute: bool = False,
+    checkpointing: str = "none",
     per_node: int = 8,
+    adapters: int = 0,
+    updates: int = 1,
+    iterations: int = 1,
+    scored: int = 0,
+    reduces_each: bool = False,
 ) -> float:
     """Return the seconds to train on a step's completions.
 
-    budget: tokens of a micro-batch. recompute: gradient checkpointing.
+    budget: tokens of a micro-batch. checkpointing: --gradient-checkpointing. adapters: how many
+    weights are trained, if not all (LoRA). updates: optimizer steps per iteration. iterations:
+    passes over the step. scored: further forward passes, for old or reference log-probs.
+    reduces_each: whether gradients are reduced after each micro-batch.
     """
     w, E = Weights.of(c), c.num_attention_heads * c.head_dim
     kept = 1 - work.skipped
     trained = kept * sum(work.completions)
     tokens = kept * sum(work.prompts) + trained
     pairs = kept * sum(work.pairs)
-    passes = 4 if recompute else 3  # in units of a forward pass
-    products = 2 * (passes * w.layers * w.block * tokens + 3 * w.head * trained)
+    # All in units of a forward pass. A frozen weight has no gradient of its own.
+    again = iterations * (checkpointing != "none")  # of cheap operations
+    all_again = iterations * (checkpointing == "full")  # of products and attention
+    forwards, gradients = iterations + scored, iterations * (1 if adapters else 2)
+    products = (forwards + all_again + gradients) * w.layers * w.block * tokens
+    products += (forwards + gradients) * w.head * trained
+    attention = (forwards + all_again + 2 * iterations) * w.layers * E * pairs
     forward, backward = layer_traffic(c, d)
-    moved = w.layers * tokens * ((passes - 2) * forward.bytes + backward.bytes)
-    moved += 16 * c.vocab_size * trained  # logits in float32, read and written twice
-    micro = math.ceil(tokens / gpus / budget)
-    launches = w.layers * micro * (forward.launches + backward.launches)
-    compute = (
-        products / d.flops + 4 * passes * w.layers * E * pairs / d.attention + moved / d.bandwidth
-    ) / gpus
-    compute = max(compute, launches * d.launch)
-    share = (gpus - 1) / gpus
-    link = d.link if gpus <= per_node else min(d.link, d.network)
-    # Every micro-batch gathers the weights twice; an update reduces float32 gradients once.
-    traffic = share * w.total * (2 * micro * d.item + 4) / link
-    optimizer = 32 * w.total / gpus / d.bandwidth  # reads 20 bytes per weight and writes 12
-    return max(compute, traffic) + optimizer
+    moved = (forwards + again) * forward.bytes + iterations * backward.bytes
+    moved *= w.layers * tokens
+    # logits in float32, read and written once in each pass
+    moved += 8 * (forwards + iterations) * c.vocab_size * trained
+    micro = updates * math.ceil(tokens / updates / gpus / budget)
+    launches = w.layers * micro * (forwards * forward.launches + iterations * backward.launches)
+    compute = 2 * products / d.flops + 4 * attention / d.attention + moved / d.bandwidth
+    compute = max(compute / gpus, launches * d.launch)
+    # Every pass of a micro-batch gathers the weights. Gradients are reduced in float32.
+    n, reduced = adapters or w.total, micro if reduces_each else updates
+    traffic = d.item * micro * (forwards + iterations) * w.total + 4 * reduced * iterations * n
+    transfer = traffic * (gpus - 1) / gpus / ring(d, gpus, per_node)
+    # an update reads 20 bytes per weight and writes 12
+    optimizer = 32 * updates * iterations * n / gpus / d.bandwidth
+    return max(compute, transfer) + optimizer
+
+
+def ring(d: Device, gpus: int, per_node: int) -> float:
+    """Return the bytes/s of a ring through these GPUs. Between machines, NCCL builds one ring per
+    network adapter, and there is one adapter per GPU.
+    """
+    return d.link if gpus <= per_node else min(d.link, per_node * d.network)
 
 
 def decode_step(c: ModelConfig, rows: float, keys: float, d: Device) -> float:
@@ -234,7 +256,8 @@ def decode_step(c: ModelConfig, rows: float, keys: float, d: Device) -> float:
     cache = 2 * d.item * c.num_key_value_heads * c.head_dim * w.layers * keys
     sampling = (d.item + 12) * c.vocab_size * rows  # logits, and three passes over probabilities
     launches = w.layers * layer_traffic(c, d)[0].launches + 20
-    return products + (cache + sampling) / d.bandwidth + launches * d.launch
+    waits = launches * d.launch + 2 * w.layers * d.reduce
+    return products + (cache + sampling) / d.bandwidth + waits
 
 
 def sample(c: ModelConfig, work: Work, d: Device, slots: int) -> float:
@@ -280,15 +303,20 @@ def _between(step: Callable[[float, float], float]) -> Callable[[float, float], 
     return fast
 
 
-def sync(c: ModelConfig, d: Device, trainers: int, servers: bool, per_node: int = 8) -> float:
+def sync(
+    c: ModelConfig, d: Device, trainers: int, near: int = 0, far: int = 0, per_node: int = 8
+) -> float:
     """Return the seconds to bring the weights to the engine: to a copy on each GPU, or from rank 0
     to vLLM servers, which write them to memory once more.
+
+    near: servers on the machine of rank 0. far: servers on others. Rank 0 sends the weights to each
+    of them, at the same time.
     """
     size = d.item * Weights.of(c).total
-    link = d.link if trainers <= per_node else min(d.link, d.network)
-    gather = size * (trainers - 1) / trainers / link
+    gather = size * (trainers - 1) / trainers / ring(d, trainers, per_node)
     copy = (4 / d.item + 1) * size / trainers / d.bandwidth  # cast the float32 shards
-    return gather + copy + (size / link + 2 * size / d.bandwidth if servers else 0.0)
+    sent = size * max(near / d.link, far / d.network)
+    return gather + copy + (sent + 2 * size / d.bandwidth if near + far else 0.0)
 
 
 # --- a CPU as a device ----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import logging
 import math
+import shlex
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nanogrpo import cli
-from nanogrpo.config import Config
+from nanogrpo.config import Config, dashed
 from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
 from nanogrpo.logs import progress
@@ -43,8 +44,9 @@ QWEN3 = {
     "32B": (5120, 25600, 64, 64, 8, False),
 }
 RESERVED = 1 << 30  # bytes of a GPU that CUDA itself takes
+MOST = 100_000  # completions of a step; counting with more takes minutes
 SLOTS = 256  # sequences that a vLLM server decodes at once, its own default on most GPUs
-ALL_REDUCE = 1e-5  # seconds of one among the GPUs of a server, twice per layer
+ALL_REDUCE = 1e-5  # seconds of one among the GPUs of a server
 
 
 class Machines(NamedTuple):
@@ -112,13 +114,16 @@ def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[L
         args.skipped,
     )
     weights = device.item * cost.Weights.of(c).total
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     each = 2 ** max(0, math.ceil(math.log2(weights / (0.6 * device.memory))))
-    for trainers in range(1, args.gpus + 1):
+    for trainers in range(1, min(args.gpus, P) + 1):
         machines = placed(args.gpus, trainers, each, args.per_node)
         servers = sum(m.number * m.servers for m in machines)
         embedded = trainers == args.gpus
         wanted = cfg.engine == "local" if embedded else servers
         if P % trainers or not wanted or each > args.per_node:
+            continue
+        if trainers > args.per_node and trainers % args.per_node:  # torchrun starts equal numbers
             continue
         addresses = tuple(m.addresses for m in machines)
         engine = "local" if embedded else "vllm"
@@ -142,14 +147,13 @@ def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[L
                 decode=each * device.decode,
                 attention=each * device.attention,
                 bandwidth=each * device.bandwidth,
+                reduce=ALL_REDUCE if each > 1 else 0.0,
             )
         share = cost.Work(work.prompts[::engines], _groups(work, engines), args.skipped)
-        sampling = cost.sample(c, share, sampler, slots)
-        if each > 1 and not embedded:
-            sampling += 2 * c.num_hidden_layers * ALL_REDUCE * cfg.max_completion_length
+        near = sum(m.servers for m in machines if m.first)
         seconds = {
-            "sync": cost.sync(c, device, trainers, not embedded, args.per_node),
-            "sample": sampling,
+            "sync": cost.sync(c, device, trainers, near, servers - near, args.per_node),
+            "sample": cost.sample(c, share, sampler, slots),
             "score": args.score_seconds,
             "train": cost.train(
                 c,
@@ -157,11 +161,23 @@ def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[L
                 device,
                 trainers,
                 budget=chosen.strip_tokens,
-                recompute=chosen.checkpointing == "full",
+                checkpointing=chosen.checkpointing,
                 per_node=args.per_node,
+                adapters=trained if cfg.lora_r else 0,
+                updates=cfg.steps_per_generation,
+                iterations=cfg.num_iterations,
+                scored=_scored(chosen),
+                reduces_each=chosen.reduce_gradients == "micro_batch",
             ),
         }
         yield Layout(trainers, machines, each, chosen, rows, seconds)
+
+
+def _scored(cfg: Config) -> int:
+    """Return the forward passes before training: for old and for reference log-probs (step.py)."""
+    corrected = not cfg.on_policy or cfg.vllm_importance_sampling_mode != "off"
+    old = (corrected and not cfg.old_from_engine) or cfg.top_entropy_quantile < 1
+    return old + (cfg.beta > 0)
 
 
 def _groups(work: cost.Work, engines: int) -> list[int]:
@@ -173,16 +189,19 @@ def _groups(work: cost.Work, engines: int) -> list[int]:
 
 def commands(layout: Layout, model: str, words: list[str], per_node: int) -> list[str]:
     """Return the bash commands that start the layout."""
-    name = f"Qwen/Qwen3-{model}" if model in QWEN3 else model
+    name = f"Qwen/Qwen3-{model}" if model in QWEN3 else shlex.quote(model)
     each, out = layout.each, []
     for machines in layout.machines:
         cards = ",".join(f"$(({machines.first + j} + {each} * i))" for j in range(each))
         serve = f"CUDA_VISIBLE_DEVICES={cards} python serve.py --model {name} --port $((8000 + i))"
         serve += f" --tensor-parallel-size {each}" if each > 1 else ""
-        where = (
-            "next to the trainers" if machines.first else f"on each of {machines.number} machines"
-        )
-        out.append(f"# {where}")
+        if machines.first:
+            out.append("# next to the trainers")
+        else:
+            serve += " --host 0.0.0.0"
+            out.append(
+                f"# on each of {machines.number} machines; NANOGRPO_SECRET: see docs/vllm.md"
+            )
         out.append(f"for i in {{0..{machines.servers - 1}}}; do {serve} & done")
     nodes = math.ceil(layout.trainers / per_node)
     start = "python"
@@ -190,7 +209,8 @@ def commands(layout: Layout, model: str, words: list[str], per_node: int) -> lis
         start = f"torchrun --nproc-per-node {min(layout.trainers, per_node)}"
         if nodes > 1:
             start += f" --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    options = [f"--model {name} --data DATA", *words, memory.spelled(layout.cfg)]
+    data = [] if "--data" in words else ["--data DATA"]
+    options = [f"--model {name}", *data, *map(shlex.quote, words), memory.spelled(layout.cfg)]
     if layout.machines:
         options += [] if "--engine" in words else ["--engine vllm"]
         options.append(f"--server {' '.join(m.addresses for m in layout.machines)}")
@@ -248,8 +268,21 @@ def checked(args: argparse.Namespace, cfg: Config) -> argparse.Namespace:
         )
     if args.prompt_length > args.longest_prompt:
         raise UserError("--prompt-length is above --longest-prompt: raise the longest, too.")
-    if args.score_seconds < 0 or not 0 <= args.skipped < 1:
+    if not 0 <= args.score_seconds < math.inf or not 0 <= args.skipped < 1:
         raise UserError("--score-seconds must be at least 0, and --skipped in [0, 1).")
+    if cfg.generation_batch_size > MOST:
+        raise UserError(
+            f"--generation-batch-size {cfg.generation_batch_size} is too large for a plan: give at "
+            f"most {MOST}."
+        )
+    for name in ("server", "vllm_gpus", "vllm_options", "vllm_enable_sleep_mode", "cpu_offload"):
+        if getattr(cfg, name):
+            raise UserError(f"--{dashed(name)} is not part of a plan: leave it out.")
+    if cfg.engine == "vllm" and args.gpus == 1:
+        raise UserError(
+            "--engine vllm is planned with servers on GPUs of their own: set --gpus to at least 2, "
+            "or leave --engine out."
+        )
     return args
 
 
@@ -289,14 +322,19 @@ def main(argv: list[str] | None = None) -> int:
         args, words = arguments().parse_known_args(sys.argv[1:] if argv is None else argv)
         cfg = cli.parse(["--model", args.model, "--data", "DATA", *words])
         cfg.validate()
+        if cfg.model != args.model:
+            raise UserError(
+                f"the model is given twice, {args.model} and --model: leave out --model."
+            )
         args = checked(args, cfg)
         model = shape_of(args.model)
         lora.attach(model, cfg, "cuda")
         found = sorted(layouts(model, cfg, args), key=lambda x: x.total)
         if not found:
             raise UserError(
-                f"{args.model} does not fit on {args.gpus} × {args.gpu} with these options: use "
-                "more or larger GPUs, --lora-r 16, or --optim adamw_torch_8bit."
+                f"{args.model} does not fit on {args.gpus} × {args.gpu} with these options, or the "
+                f"{cfg.prompts_per_step} prompts of a step cannot be shared evenly: use more or "
+                "larger GPUs, --lora-r 16, or --optim adamw_torch_8bit."
             )
         report(found, args, words)
     except UserError as e:

@@ -92,6 +92,42 @@ def test_more_gpus_and_a_faster_link_never_make_training_slower_to_compute():
     assert over_network > cost.train(SMALL, work, H100, 16)
 
 
+def test_each_option_of_training_costs_its_own_passes_and_bytes():
+    work, device = works(16, 48), FREE._replace(flops=1.0)
+    w, tokens = cost.Weights.of(SMALL), 2 * 16 + 4 * 48
+    blocks, head = 2 * w.layers * w.block * tokens, 2 * w.head * 4 * 48
+    assert cost.train(SMALL, work, device, adapters=9) == 2 * blocks + 2 * head
+    assert cost.train(SMALL, work, device, scored=1) == 4 * blocks + 4 * head
+    assert cost.train(SMALL, work, device, iterations=2) == 6 * blocks + 6 * head
+    assert cost.train(SMALL, work, device, checkpointing="full") == 4 * blocks + 3 * head
+    assert cost.train(SMALL, work, device, checkpointing="selective") == 3 * blocks + 3 * head
+    linked = FREE._replace(link=1.0, item=2)
+    gathers, reduction = 4 * w.total, 4 * w.total  # by two GPUs, which send half of it
+    for reduces_each, reductions in ((False, 1), (True, 7)):
+        seconds = cost.train(SMALL, work, linked, 2, budget=16, reduces_each=reduces_each)
+        assert seconds == (7 * gathers + reductions * reduction) / 2
+    updated = FREE._replace(bandwidth=1.0, item=0)
+    steps = [cost.train(SMALL, work, updated, updates=n, adapters=1) for n in (1, 4)]
+    assert steps[1] - steps[0] == 3 * 32
+
+
+def test_a_sync_sends_the_weights_to_every_server_over_the_link_or_the_network():
+    device = FREE._replace(link=4.0, network=1.0)
+    size = 2 * cost.Weights.of(SMALL).total
+    assert cost.sync(SMALL, device, 1) == 0
+    assert cost.sync(SMALL, device, 1, near=7) == 7 * size / 4
+    assert cost.sync(SMALL, device, 1, near=7, far=16) == 16 * size
+
+
+def test_a_ring_between_machines_uses_the_adapters_of_all_gpus():
+    device = FREE._replace(link=4.0, network=1.0)
+    assert [cost.ring(device, gpus, per) for gpus, per in ((2, 2), (4, 2), (64, 8))] == [4, 2, 4]
+
+
+def test_a_split_server_waits_for_two_all_reduces_per_layer():
+    assert cost.decode_step(SMALL, 1, 1, FREE._replace(reduce=1.0)) == 2 * 2
+
+
 def test_the_bytes_of_a_layer_are_counted_without_products_and_views():
     x = torch.empty(8, 16)
     with cost.Traffic() as found:
@@ -175,6 +211,27 @@ def test_every_layout_uses_the_gpus_it_was_given_and_fits():
     assert [x.machines == [] for x in found].count(True) == 1
 
 
+def test_torchrun_starts_as_many_processes_on_each_machine():
+    cfg = Config(data=("DATA",), generation_batch_size=96)  # 12 prompts
+    args = plan.checked(plan.arguments().parse_args(["0.6B", "--gpus", "16"]), cfg)
+    found = list(plan.layouts(plan.shape_of("0.6B"), cfg, args))
+    assert sorted(x.trainers for x in found) == [1, 2, 3, 4, 6]  # not 12
+
+
+def test_the_commands_keep_quotes_and_open_remote_servers_to_the_trainer():
+    layout = plan.Layout(8, plan.placed(16, 8, 1, 8), 1, Config(), [], {})
+    _, serve, *_, train = plan.commands(layout, "my model", ["--system-prompt", "be brief"], 8)
+    assert "--host 0.0.0.0" in serve
+    assert "--model 'my model' --data DATA --system-prompt 'be brief'" in train
+
+
+def test_the_old_log_probs_of_several_updates_and_the_reference_take_a_pass_each():
+    assert plan._scored(Config()) == 0
+    assert plan._scored(Config(steps_per_generation=4)) == 1
+    assert plan._scored(Config(steps_per_generation=4, beta=0.1)) == 2
+    assert plan._scored(Config(engine="vllm", max_staleness=1)) == 0
+
+
 def test_sampling_ahead_hides_the_shorter_of_sampling_and_training():
     layout = plan.Layout(
         1, 1, 1, Config(max_staleness=1), [], {"sync": 1, "sample": 5, "score": 1, "train": 4}
@@ -192,6 +249,13 @@ def test_sampling_ahead_hides_the_shorter_of_sampling_and_training():
         ("8B --completion-length 999", "--completion-length 999 is above --max-completion-length"),
         ("8B --prompt-length 9 --longest-prompt 5", "--prompt-length is above --longest-prompt"),
         ("8B --skipped 1", "--skipped in [0, 1)"),
+        ("8B --score-seconds nan", "--score-seconds must be at least 0"),
+        ("8B --score-seconds inf", "--score-seconds must be at least 0"),
+        ("8B --generation-batch-size 80000000", "--generation-batch-size 80000000 is too large"),
+        ("8B --model 4B", "the model is given twice, 8B and --model: leave out --model"),
+        ("8B --cpu-offload", "--cpu-offload is not part of a plan: leave it out"),
+        ("8B --engine vllm --vllm-gpus 1", "--vllm-gpus is not part of a plan"),
+        ("8B --engine vllm", "set --gpus to at least 2, or leave --engine out"),
         ("8B --gpu 4090", "8B does not fit on 1 × 4090 with these options"),
         ("nowhere", "there is no such folder"),
         ("8B --num-generation 4", "--num-generation is not an option: use --num-generations"),
