@@ -6,6 +6,8 @@ The errors are raised at random operations of a run on the CPU. Read next: test_
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 import random
 
 import pytest
@@ -18,6 +20,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.model.checkpoint import checkpoints
 from nanogrpo.run import memory, verify
 from tests.conftest import arguments, steps
+from tests.ranks import argv, start
 
 FULL = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.25 GiB of"
@@ -42,16 +45,16 @@ class FullAt(TorchDispatchMode):
 def test_a_full_gpu_ends_the_run_with_one_sentence_and_keeps_the_checkpoints(
     tiny_base, files, tmp_path, capsys
 ):
-    argv = arguments(tiny_base, files, tmp_path / "whole", "--save-steps", "1")
+    options = arguments(tiny_base, files, tmp_path / "whole", "--save-steps", "1")
     with FullAt() as watched:
-        assert train.main(argv) == 0
+        assert train.main(options) == 0
     rng, ends = random.Random(0), []
     for i in range(4):
         folder = tmp_path / str(i)
         at = rng.randrange(watched.count // 2, watched.count)  # after the first checkpoint
-        argv[argv.index("--output-dir") + 1] = str(folder)
+        options[options.index("--output-dir") + 1] = str(folder)
         with FullAt(at):
-            assert train.main(argv) == 2
+            assert train.main(options) == 2
         error = capsys.readouterr().err.strip().splitlines()
         assert error[-1] == (
             "error: the GPU ran out of memory (2.00 GiB needed, 1.10 GiB free): continue with"
@@ -64,8 +67,35 @@ def test_a_full_gpu_ends_the_run_with_one_sentence_and_keeps_the_checkpoints(
         assert all(verify.is_sound(p) for p in saved)
         ends.append((done, folder))
     assert len({done for done, _ in ends}) > 1
-    assert train.main([*argv, "--resume"]) == 0
+    assert train.main([*options, "--resume"]) == 0
     assert steps(ends[-1][1]) == steps(tmp_path / "whole")
+
+
+def full_in_the_third_update(argv: list[str]) -> int:
+    """Run train.py; the GPU of rank 1 is full when its optimizer takes a third step."""
+    step, calls = torch.optim.AdamW.step, itertools.count()
+
+    def limited(self, *args):
+        if os.environ["RANK"] == "1" and next(calls) == 2:
+            raise torch.cuda.OutOfMemoryError(FULL)
+        return step(self, *args)
+
+    torch.optim.AdamW.step = limited
+    return train.main(argv)
+
+
+def test_a_full_gpu_of_one_rank_ends_all_ranks_with_one_sentence(tiny_base, tmp_path):
+    ranks = start(2, full_in_the_third_update, argv(tiny_base, tmp_path, "--save-steps", "1"))
+    assert ranks.ends() == [1, 2]
+    reports = [
+        [line for line in text.splitlines() if line.startswith(("error: ", "Traceback"))]
+        for text in ranks.errors()
+    ]
+    assert reports[0] == []
+    (sentence,) = reports[1]
+    assert sentence.startswith("error: the GPU ran out of memory (2.00 GiB needed, 1.10 GiB free):")
+    assert [p.name for p in checkpoints(str(tmp_path))] == ["checkpoint-1", "checkpoint-2"]
+    assert all(verify.is_sound(p) for p in checkpoints(str(tmp_path)))
 
 
 def sentence(error: Exception, cfg: Config) -> str:
