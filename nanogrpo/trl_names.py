@@ -163,6 +163,16 @@ UNSUPPORTED = {
     " layers",
 }
 
+# TRL's defaults of options that are refused: these values ask for nothing, and neither does false.
+NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "train_sampling_strategy": "random",
+    "local_rank": -1,
+    "log_multimodal": True,
+    "vllm_model_impl": "vllm",
+    "vllm_tensor_parallel_size": 1,
+}
+
 
 def rows(table: Mapping[str, str]) -> dict[str, str]:
     """Return a table with one entry for each name, and its texts without Markdown."""
@@ -194,7 +204,7 @@ def translate(
     for name, value in given.items():
         if name in ignored:
             log.info("--%s: ignored, because %s", dashed(name), ignored[name])
-        elif name in instead | unsupported and value not in (False, None):
+        elif name in instead | unsupported and value not in (False, None, NEUTRAL.get(name)):
             reason = unsupported.get(name)
             advice = f"it is not supported here, because {reason}" if reason else instead[name]
             raise UserError(f"--{dashed(name)} is an option of TRL: {advice}.")

@@ -332,6 +332,13 @@ def test_every_option_without_an_equal_is_refused_or_may_be_off(name):
     assert parse([f"--{name}", "false"]) == Config()
 
 
+def test_a_default_of_trl_asks_for_nothing():
+    theirs = trl.GRPOConfig(output_dir="-", use_cpu=True, bf16=False, report_to="none")
+    for name, value in trl_names.NEUTRAL.items():
+        assert getattr(theirs, name) == value, name
+        assert parse([f"--{name}", str(value)]) == Config()
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 YAML = """
