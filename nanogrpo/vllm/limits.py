@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 HEADER_SECONDS = 10.0
 READ_SECONDS = 0.1  # added, to read bytes that have arrived in time but were not read yet
 HEADER_BYTES = 1 << 16  # for all headers of a request
+HEADERS = 100  # of a request, because each takes up more memory than its bytes
 UNFINISHED = 512  # connections without a request, of all clients; then the oldest is closed
 
 
@@ -25,6 +26,7 @@ class Limited(HttpToolsProtocol):
 
     unfinished: ClassVar[dict[Limited, None]] = {}  # without a request in progress, oldest first
     timer: asyncio.TimerHandle | None = None  # runs while no request is in progress
+    headers_seen = 0  # of the request
     received = 0  # bytes since the timer was started, without those of bodies
 
     def connection_made(self, transport):
@@ -40,6 +42,16 @@ class Limited(HttpToolsProtocol):
         self.received += len(data)
         if self.received > HEADER_BYTES:
             self.end(431)
+
+    def on_message_begin(self):
+        self.headers_seen = 0
+        super().on_message_begin()
+
+    def on_header(self, name, value):
+        self.headers_seen += 1
+        if self.headers_seen > HEADERS:
+            raise ValueError("too many headers")  # uvicorn answers 400 and closes the connection
+        super().on_header(name, value)
 
     def on_body(self, body):
         # What remains are headers, but also the sizes of chunks, and the headers after them.

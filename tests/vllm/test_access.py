@@ -183,6 +183,19 @@ def test_headers_after_a_body_have_the_same_limit(door, monkeypatch, more):
     assert door.reached == []
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_many_headers_are_refused_whole(door, after):
+    """Each takes up more memory than its bytes. None may be skipped: one may be an Origin."""
+    for count, expected in ((90, 200), (limits.HEADERS, 400), (9000, 400)):
+        many, headers = "A: b\r\n" * count, [RIGHT, "Transfer-Encoding: chunked"]
+        if after:  # a body in chunks
+            data = request("POST", "/pause", door.port, headers, f"0\r\n{many}\r\n")
+        else:
+            data = request("POST", "/pause", door.port, [*headers, many.strip()], "0\r\n\r\n")
+        assert door.status(data) == expected, count
+    assert after or len(door.reached) == 1  # the headers after a body come too late to matter
+
+
 def test_a_large_body_of_a_trainer_is_no_header(door):
     body = "x" * (1 << 20)
     data = request("POST", "/pause", door.port, [RIGHT, f"Content-Length: {len(body)}"], body)
