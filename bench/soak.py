@@ -46,13 +46,20 @@ from tests.vllm.real import PYTHON, SIZES, SMALL
 TESTS = (  # those that depend on scheduling
     "tests/run/test_killed.py",
     "tests/run/test_state.py",
-    "tests/distributed",
+    "tests/distributed/test_failure.py",
+    "tests/distributed/test_parent.py",
+    "tests/distributed/test_signals.py",
+    "tests/distributed/test_world.py",
     "tests/rewards/test_process.py",
     "tests/rewards/test_shutdown.py",
     "tests/vllm/test_server.py",
     "tests/vllm/test_sync.py",
     "tests/vllm/test_trouble.py",
 )
+
+
+# modules that the forked processes would otherwise import again and again
+OURS = ("bench.soak_faults", "bench.tables", "tests.vllm.fake")
 
 
 # --- one fault ---
@@ -201,13 +208,14 @@ def soak(count: int, seed: int, workers: int, real: bool) -> dict:
 
 
 def suite(times: int) -> dict:
-    """Run the tests that depend on scheduling, next to six busy processes."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(6)]
+    """Run the tests that depend on scheduling, next to six busy processes, until Ctrl-C at most."""
+    loop = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(6)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not vllm"]
     command += ["-n", "4", "--dist", "worksteal", *TESTS]
-    failures = []
+    failures, turn = [], 0
     try:
-        for turn in range(times):
+        for turn in range(1, times + 1):
             done = subprocess.run(
                 command, cwd=common.ROOT, capture_output=True, text=True, check=False
             )
@@ -215,10 +223,12 @@ def suite(times: int) -> dict:
             if done.returncode:
                 failures.append({"turn": turn, "output": done.stdout[-3000:]})
                 print(done.stdout[-8000:], flush=True)
+    except KeyboardInterrupt:
+        turn -= 1  # it was not finished
     finally:
         for process in busy:
             process.kill()
-    return {"times": times, "failures": failures}
+    return {"times": turn, "failures": failures}
 
 
 def main(argv: Sequence[str]) -> list[dict]:
@@ -238,7 +248,7 @@ def main(argv: Sequence[str]) -> list[dict]:
     os.environ["PYTHONPATH"] = str(common.ROOT)
     os.environ.update({**SMALL, **os.environ})
     ranks.SERVER.set_forkserver_preload(
-        ["train", "tests.conftest", "torch.distributed.checkpoint", "bench.soak"]
+        ["train", "tests.conftest", "torch.distributed.checkpoint", *OURS]
     )
     began = time.monotonic()
     if args.suite:

@@ -273,7 +273,7 @@ Strike = Callable[[Run, random.Random], Callable[[], object]]
 @dataclasses.dataclass(frozen=True)
 class Fault:
     strike: Strike
-    fits: Callable[[Mode], object] = lambda mode: mode.server != "own"
+    fits: Callable[[Mode], object] = lambda mode: mode.server != "own" and not mode.torchrun
 
 
 def signal_to(pids: Sequence[int], number: int) -> None:
@@ -383,19 +383,21 @@ def network(run: Run, rng: random.Random):
 
 FAULTS = {
     "SIGKILL of a rank": Fault(sends("rank", signal.SIGKILL), lambda mode: True),
-    "SIGKILL of all ranks": Fault(kill_all),
+    "SIGKILL of all ranks": Fault(kill_all, lambda mode: mode.server != "own"),
     "SIGKILL of torchrun": Fault(sends("torchrun", signal.SIGKILL), lambda mode: mode.torchrun),
     "SIGKILL of the reward process": Fault(sends("reward process", signal.SIGKILL)),
     "SIGKILL of the server": Fault(sends("server", signal.SIGKILL), lambda mode: mode.server),
     "SIGKILL of a worker": Fault(
         sends("worker", signal.SIGKILL), lambda mode: mode.server == "own"
     ),
-    "SIGSTOP of a rank": Fault(suspends("rank")),
+    "SIGSTOP of a rank": Fault(suspends("rank"), lambda mode: mode.server != "own"),
     "SIGSTOP of torchrun": Fault(suspends("torchrun"), lambda mode: mode.torchrun),
     "SIGSTOP of the reward process": Fault(suspends("reward process")),
     "SIGSTOP of the server": Fault(suspends("server"), lambda mode: mode.server),
     "SIGSTOP of a worker": Fault(suspends("worker"), lambda mode: mode.server == "own"),
-    "SIGTERM or SIGINT of a rank": Fault(sends("rank", signal.SIGTERM, signal.SIGINT)),
+    "SIGTERM or SIGINT of a rank": Fault(
+        sends("rank", signal.SIGTERM, signal.SIGINT), lambda mode: mode.server != "own"
+    ),
     "SIGTERM or SIGINT of torchrun": Fault(
         sends("torchrun", signal.SIGTERM, signal.SIGINT), lambda mode: mode.torchrun
     ),
@@ -403,6 +405,6 @@ FAULTS = {
     "read-only folder": Fault(read_only),
     "deleted folder": Fault(delete_folder),
     "flipped bit": Fault(flip_a_bit),
-    "clock jump": Fault(clock_jump, lambda mode: not mode.torchrun and mode.server != "own"),
+    "clock jump": Fault(clock_jump),
     "network": Fault(network, lambda mode: mode.server == "fake"),
 }
