@@ -212,6 +212,7 @@ def suite(times: int) -> dict:
     loop = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
     busy = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(6)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not vllm"]
+    command += ["--timeout", "1800"]  # a limit that only ends a hang
     command += ["-n", "4", "--dist", "worksteal", *TESTS]
     failures, turn = [], 0
     try:

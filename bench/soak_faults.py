@@ -126,7 +126,7 @@ class Run:
         """Wait for the end of all processes. Return the status of torchrun, of train.py, or, if
         that did not end by itself, of each rank.
         """
-        patience = 900.0 if self.mode.server == "own" else ranks.PATIENCE
+        patience = 900.0  # it only ends a hang
         if self.torchrun:
             self.torchrun.communicate(timeout=patience)
             ends = [self.torchrun.returncode]

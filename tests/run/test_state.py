@@ -179,6 +179,7 @@ def uninterrupted(base, tmp_path_factory) -> dict[int, Path]:
     return {size: folder / str(size) for size in (1, 2)}
 
 
+@pytest.mark.timeout(1800)  # 30 processes
 def test_a_run_killed_anywhere_and_resumed_is_the_uninterrupted_one_bit_for_bit(
     base, uninterrupted, tmp_path
 ):

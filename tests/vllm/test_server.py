@@ -18,6 +18,7 @@ import time
 import pytest
 
 from nanogrpo.errors import UserError
+from nanogrpo.vllm import protocol
 from nanogrpo.vllm.auth import CONNECT, INFO
 from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar, retry
 from serve import check_port
@@ -50,6 +51,26 @@ def test_a_hanging_server_does_not_delay_syncs_and_is_used_again_once_it_answers
         engine.load(MODEL, 5)
         assert [s.alive for s in engine.servers] == [True, True]
         assert other.label == engine.sync.label(5)
+
+
+def test_an_answer_from_before_the_loss_does_not_bring_a_server_back(fake, monkeypatch):
+    """Or the next sync would send it weights, and wait."""
+    is_paused, lost, again, held = protocol.is_paused, *(threading.Event() for _ in range(3))
+    with FakeVLLM(tiny_config()) as other:
+        engine = engine_of(fake, other, interval=0.02)
+
+        def late(reply: dict, name: str) -> bool:
+            if name == other.url and not lost.is_set():
+                other.disturb = lambda *call: again.set() or held.wait(100)
+                engine._lose(engine.servers[1], ServerError("for the test"))
+                lost.set()
+            return is_paused(reply, name)
+
+        monkeypatch.setattr(protocol, "is_paused", late)
+        assert lost.wait(60)
+        assert again.wait(60)  # the heartbeat after the one that was answered
+        assert str(engine.servers[1].error) == "for the test"
+        held.set()
 
 
 def test_a_server_that_another_trainer_holds_is_waited_for_and_then_reported(fake):
