@@ -78,6 +78,9 @@ def watch(engine):
                 assert lengths[row] - 1 < PAGE * len(pages)
                 assert len(prefix.pages) * PAGE <= engine.scheduler.active[row].position
         assert not cache.on_host[len(cache.rows) :].any()
+        active = [c.turn for c in engine.scheduler.active]
+        # only the youngest wait
+        assert not active or all(max(active) < c.turn for c in engine.scheduler.waiting)
         rows.append(len(cache.rows))
         return done
 

@@ -15,9 +15,9 @@ import torch
 from nanogrpo.config import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import join
+from nanogrpo.engine.cache import KVCache
 from nanogrpo.kernels import norm, rope
 from nanogrpo.model import checkpoint, dispatch
-from nanogrpo.model.attention import KVCache
 from nanogrpo.model.decoder import logits
 from nanogrpo.run import setup as parts
 from tests.conftest import (
