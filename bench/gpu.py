@@ -79,10 +79,12 @@ def run(stage: str, out: Path, limit: float = LIMIT) -> dict:
             try:
                 code = process.wait(max(limit - (time.perf_counter() - began), 0))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
                 status = f"ended after {limit:.0f} s"
                 break
+            finally:  # also after Ctrl-C, which does not reach another session
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
             if code:
                 status = f"failed with exit status {code}"
                 break

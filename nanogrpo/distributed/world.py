@@ -178,11 +178,11 @@ def join(cfg: Config) -> Iterator[World]:
 
 
 def _configure_allocator(cfg: Config) -> None:
-    """Let torch's allocator extend its segments, unless the user has configured it. Strips have
-    ever new lengths, and in segments of fixed sizes these would leave gaps.
+    """Let torch's allocator extend its segments, unless the user has configured it. The lengths of
+    strips keep changing, which would leave gaps in segments of fixed sizes.
 
-    A trainer with a vLLM server shares memory with it by CUDA IPC. For such segments torch then
-    needs a system call (pidfd_getfd) that containers usually forbid. So they are left off there.
+    With a vLLM server this stays off: trainer and server may share memory by CUDA IPC, and for
+    extended segments torch then needs a system call (pidfd_getfd) that containers usually forbid.
     """
     names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # torch prefers the first
     if cfg.engine == "local" and not any(os.environ.get(name) for name in names):

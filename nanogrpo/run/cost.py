@@ -290,7 +290,9 @@ def sample(c: ModelConfig, work: Work, d: Device, slots: int) -> float:
 
 
 def _between(step: Callable[[float, float], float]) -> Callable[[float, float], float]:
-    """Return the same function, evaluated seldom: it is piecewise linear in both arguments."""
+    """Return the same function, but evaluate it only twice per number of rows: it is linear in the
+    number of keys.
+    """
     cached: dict[float, tuple[float, float]] = {}
 
     def fast(rows: float, keys: float) -> float:

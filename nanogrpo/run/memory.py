@@ -312,11 +312,11 @@ def choose(
     first of SETTINGS that leaves MARGIN of the available bytes free. If none does, it is the last.
 
     Sampling takes most of a step and gets faster with the number of completions that the cache
-    holds. So it has room for half of what all slots may need at the end, because few completions
-    are that long, or a quarter and so on, but only if no setting of training fits. Then it gets
-    what is left, as far as it is useful and leaves twice the margin. All ranks must choose the
-    same, so they choose for rank 0, which stores most. On a CPU, the choice does not depend on the
-    memory.
+    holds. The cache starts at half of what all slots could need, because few completions reach the
+    maximum length. It is halved again only while no setting of training fits. Finally, it grows
+    into the memory that is left, up to what all slots could need, but twice the margin stays free.
+    All ranks must choose the same, so they choose for rank 0, which stores most. On a CPU, the
+    choice does not depend on the memory.
     """
     if world.device.type == "cpu":
         return _with(cfg, cfg.slots, None, cfg.checkpointing, cfg.strip_tokens, "step")

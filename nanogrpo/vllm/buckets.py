@@ -40,7 +40,7 @@ ALIGN = 64  # bytes; each tensor starts on a cache line, which suits every dtype
 # Bytes before the first tensor of bucket 0. The first 8 contain the number of the update.
 HEADER = 64
 LARGEST = 1 << 44  # maximum bytes of a model, 16 TiB: above any model, below integer overflow
-FAR = timedelta(days=7)  # the timeout of a NCCL group, which ours must precede
+FAR = timedelta(days=7)  # the timeout of a NCCL group: far above ours, which acts first
 POLL = 0.0005  # seconds between two looks at a NCCL broadcast; its own wait takes up to 10 ms
 
 
@@ -202,7 +202,7 @@ class BroadcastGroup:
             info.address, info.port, None, timeout=self.timeout, wait_for_workers=False, **serve
         )
         self.store = dist.PrefixStore(info.group, store)
-        # Nothing could end the wait of NCCL for a rank that never comes. This wait has a timeout.
+        # NCCL itself would wait forever for a rank that never comes. This wait has a timeout.
         self.store.set(f"rank {rank}", "")
         self.store.wait([f"rank {other}" for other in range(info.size)])
         self.device = device

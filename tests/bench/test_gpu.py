@@ -5,6 +5,7 @@ Read next: bench/gpu.py.
 
 import json
 import os
+import signal
 import subprocess
 
 import pytest
@@ -65,13 +66,23 @@ def test_each_stage_can_run_alone_and_a_failed_one_stops_no_other(tmp_path, monk
     assert f"| decode | {tables.MISSING} |" in page
 
 
-def test_a_stage_that_takes_too_long_is_ended_with_its_processes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_stage_that_takes_too_long_or_is_interrupted_ends_with_its_processes(
+    interrupted, tmp_path, monkeypatch
+):
     child = (
         "import subprocess as s; p = s.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
     )
     monkeypatch.setattr(gpu, "STAGES", {"tests": [["-c", child]]})
-    found = gpu.run("tests", tmp_path, limit=1.0)
-    assert found["status"] == "ended after 1 s"
+    if interrupted:  # as by Ctrl-C, which reaches only this process
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with pytest.raises(KeyboardInterrupt):
+            gpu.run("tests", tmp_path)
+        signal.signal(signal.SIGALRM, before)
+    else:
+        found = gpu.run("tests", tmp_path, limit=1.0)
+        assert found["status"] == "ended after 1 s"
     pid = (tmp_path / "gpu_tests.log").read_text().strip()
     state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True)
     assert state.stdout.strip()[:1] in ("", "Z")
