@@ -149,13 +149,15 @@ def test_a_run_begins_with_its_sizes_and_ends_with_its_checkpoint(
     monkeypatch.chdir(folder.parent)
     with caplog.at_level("INFO", logger="nanogrpo"):
         assert train.main(argv) == 0
-    first, second = caplog.records[0].getMessage().splitlines()
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0].startswith("computing on cpu in float32")
+    first, second = messages[1].splitlines()
     assert first == (
         "12 prompts and 9 held-out prompts; with 4 per step, an epoch is 3 steps, and this run"
         " (3 steps) is 1.000 epochs"
     )
     assert re.fullmatch(r"training \d,\d{3} of 5\d,\d{3} parameters", second)
-    assert caplog.records[1].getMessage().startswith("estimated memory")
+    assert messages[2].startswith("estimated memory")
     assert capsys.readouterr().err.splitlines()[-1] == (
         "the model is in run/checkpoint-3: try it with `nanogrpo chat run/checkpoint-3`, or"
         " measure it with `nanogrpo eval`"

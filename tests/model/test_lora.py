@@ -177,7 +177,7 @@ def test_engines_receive_the_merged_weights(tied):
     engine = LocalEngine(model.cfg, max_len=32, slots=2, device="cpu")
     engine.load(model, version=1)
     assert all(torch.equal(p, merged[n]) for n, p in engine.model.named_parameters())
-    sync = WeightSync(model, "float32", torch.device("cpu"), "broadcast")
+    sync = WeightSync(model, "float32", torch.device("cpu"))
     sync.gather(model)
     assert sync.slots.keys() == merged.keys()
     assert all(torch.equal(sync.slots[n], p) for n, p in merged.items())
