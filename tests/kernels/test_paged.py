@@ -88,10 +88,13 @@ def test_sample_tokens(dtype, temperature, monkeypatch):
     logits = logits_of(b, V, dtype)
     key = torch.arange(b, device=DEVICE) * (1 << 58) + 12345
     counter = torch.arange(b, device=DEVICE) % 5
+    # this key gives the random number 0, which must not select a chunk without probability
+    key[4], counter[4] = 0x61C8864680B583EB, 0
     token, logp = sample.sample_tokens(logits, key, counter, temperature)
     expected, logp_expected = reference.sample_tokens(logits, key, counter, temperature)
     assert token.tolist() == expected.tolist()
     assert token[3] == V - 1
+    assert token[4] == V // 2
     exact = (logits.double() / temperature).log_softmax(-1).gather(1, token[:, None])[:, 0]
     as_exact_as_eager(logp, logp_expected, exact)
 
