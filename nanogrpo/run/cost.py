@@ -8,6 +8,7 @@ GPU yet; bench/plan.py compares it with real steps on a CPU. Read next: plan.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
 import itertools
@@ -358,13 +359,24 @@ def measured(c: ModelConfig, rows: int, slots: int, keys: int) -> Device:
     pairs = keys * (keys + 1) / 2
     a, b = torch.randn(2, 1 << 24)
     bandwidth = 12 * a.numel() / _seconds(lambda: torch.mul(a, b))
-    small = torch.randn(64)
-    return Device(
+    # The time per operation is that of a block on one token, which is too small for anything else.
+    tiny = dataclasses.replace(
+        c,
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    )
+    block, x, angles = Block(tiny, 0), torch.randn(1, 64), torch.randn(1, 1, 32)
+    found = Device(
         flops=products(rows, decoding=False),
         attention=4 * H * E * pairs / _seconds(lambda: attend(q, k, k, is_causal=True)),
         bandwidth=bandwidth,
-        launch=_seconds(lambda: [small + small for _ in range(100)]) / 100,
+        launch=0.0,
         memory=0,
         item=4,
         decode=products(slots, decoding=True),
     )
+    seconds = _seconds(lambda: block(x, angles, angles, lambda layer, q, k, v: q))
+    return found._replace(launch=seconds / layer_traffic(tiny, found)[0].launches)
