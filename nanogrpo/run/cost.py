@@ -162,6 +162,7 @@ class Layer(NamedTuple):
     bytes: float  # per token, read and written by all but products and attention
 
 
+@torch.enable_grad()  # `measured` has turned it off
 def layer_traffic(c: ModelConfig, d: Device) -> tuple[Layer, Layer]:
     """Return the operations of a forward and of a backward pass.
 
