@@ -346,9 +346,13 @@ def test_a_mistake_gives_the_same_error_with_and_without_the_process(process, na
 def test_ctrl_c_is_not_taken_for_a_mistake_of_the_function():
     """Without the handlers of a training run, for example in `nanogrpo eval`."""
     functions = Functions([load_function(spec) for spec in named(*SHARED)])
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(KeyboardInterrupt):
-        call(functions, "raises_interrupt", ["3"])
+    # a shell starts `command &` with Ctrl-C ignored, and the tests may run like that
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call(functions, "raises_interrupt", ["3"])
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
