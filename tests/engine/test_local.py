@@ -7,6 +7,7 @@ tests/bench/test_rollout_speed.py.
 
 import contextlib
 import dataclasses
+import itertools
 import types
 
 import pytest
@@ -171,12 +172,18 @@ def test_completions_do_not_depend_on_the_batching(monkeypatch):
 
 
 def test_decoding_several_steps_per_transfer_changes_nothing():
-    model, prompts = tiny_model(), make_prompts()
-    each, few = make_engine(model, slots=7), make_engine(model, slots=7)
-    few.stride = 8  # as on a GPU: tokens after a stop token are discarded
+    model, limits = tiny_model(), (5, 13, None, 1)
+    prompts = [
+        dataclasses.replace(p, max_tokens=m)
+        for p, m in zip(make_prompts(), itertools.cycle(limits))
+    ]
+    longest = max(len(p.token_ids) + (p.max_tokens or PARAMS.max_tokens) for p in prompts)
+    each, few = (make_engine(model, slots=7, max_len=longest) for _ in range(2))
+    few.stride = 8  # as on a GPU: tokens after a stop token and above the limit are discarded
     a, b = (engine.sample(prompts, 6, PARAMS, step=0) for engine in (each, few))
     assert ids(a) == ids(b)
     assert [s.stopped for s in a] == [s.stopped for s in b]
+    assert {len(s.token_ids) for s in b} >= {1, 5, 13}
 
 
 def test_a_prompt_is_prefilled_once_for_its_group():
