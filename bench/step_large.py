@@ -55,7 +55,9 @@ Setting = tuple[str, float]  # gradient checkpointing, share of the token budget
 def ours(folder: Path, cfg: Config, samples: list[Sample], setting: Setting) -> Iterator[Ours]:
     checkpointing, share = setting
     budget = round(cfg.strip_tokens * share)
-    cfg = dataclasses.replace(cfg, gradient_checkpointing=checkpointing, token_budget=budget)
+    # what a run chooses on one GPU with enough memory
+    settings = {"gradient_checkpointing": checkpointing, "reshard_after_forward": "never"}
+    cfg = dataclasses.replace(cfg, token_budget=budget, **settings)
     with join(cfg) as world:
         yield Ours(folder, cfg, world)
 

@@ -705,9 +705,12 @@ class Config:
         "keep weights, gradients and optimizer state in host memory; copy each block to the GPU"
         " when it runs",
     )
-    reshard_after_forward: bool = option(
-        True,
-        "free gathered weights after the forward pass (ZeRO-3) instead of keeping them (ZeRO-2)",
+    reshard_after_forward: str = option(
+        "auto",
+        "free the gathered weights of a block after its forward pass (ZeRO-3), or keep them until"
+        " the optimizer step (ZeRO-2); auto: keep them on one GPU if its free memory allows it",
+        choices=("auto", "always", "never"),
+        words={"true": "always", "false": "never"},
     )
     reduce_gradients: str = option(
         "auto",

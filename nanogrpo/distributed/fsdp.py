@@ -149,14 +149,17 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
         )
     if cfg.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=cuda)
+    keeps = cfg.reshard_after_forward == "never"
     blocks: list[Any] = list(model.model.layers)  # `fully_shard` makes them FSDPModules
     for block in blocks:
-        fully_shard(block, reshard_after_forward=cfg.reshard_after_forward, **options)
+        fully_shard(block, reshard_after_forward=not keeps, **options)
     if not model.cfg.tie_word_embeddings:
         # its backward pass immediately follows its forward pass
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    cast(Any, model).reduces_each = cfg.reduce_gradients == "micro_batch"  # read by `backward`
+    sharded: Any = model
+    sharded.keeps_gathered = keeps  # both are read by `backward`
+    sharded.reduces_each = cfg.reduce_gradients == "micro_batch"
     # FSDP2 prefetches only when the host reaches the next block. With packed strips the host often
     # waits for the GPU (to read their bounds), so we prefetch one block ahead explicitly in both
     # passes.
@@ -182,12 +185,15 @@ def backward(model: nn.Module, loss: Tensor, world: World, last: bool) -> None:
     mean into the sum. Gradients accumulate unsharded, in place of the shards, and are reduced once,
     after the `last` micro-batch. With --reduce-gradients micro_batch they are reduced after each
     one, so only a rank's shard accumulates. A loss without a graph, from a strip that is only
-    measured, adds nothing.
+    measured, adds nothing. With --reshard-after-forward never, the weights stay gathered until the
+    last micro-batch.
     """
     if not loss.requires_grad:
         return
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last or cast(Any, model).reduces_each)
+        sharded: Any = model
+        sharded.set_requires_gradient_sync(last or sharded.reduces_each)
+        sharded.set_reshard_after_backward(last or not sharded.keeps_gathered)
     (loss * world.size).backward()
 
 

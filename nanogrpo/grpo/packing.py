@@ -372,8 +372,8 @@ def _pack(
     def joined(arrays: list[np.ndarray], dtype: Any = np.int64) -> Tensor:
         return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype))
 
-    def each_token(values: list, dtype: torch.dtype) -> Tensor:  # [M]
-        return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(counts).long())
+    def each_token(values: list, dtype: Any) -> Tensor:  # [M]
+        return torch.from_numpy(np.array(values, dtype).repeat(np.array(counts, np.int64)))
 
     sharing = kv_starts[-1] > len(tokens)
     return PackedBatch(
@@ -386,9 +386,9 @@ def _pack(
         kv_max_len=longest(kv_starts) if sharing else 0,
         rows=joined(rows),
         targets=joined(targets),
-        sample=each_token(sample, torch.int64),
-        advantage=each_token(advantage, torch.float32),
-        weight=each_token(weight, torch.float32),
+        sample=each_token(sample, np.int64),
+        advantage=each_token(advantage, np.float32),
+        weight=each_token(weight, np.float32),
         sampling_logp=joined(logp, np.float32),
         measured_only=measured_only,
     )

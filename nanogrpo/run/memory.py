@@ -12,7 +12,8 @@ b bytes per number (2 on a GPU, 4 on a CPU) on micro-batches of T tokens:
     optimizer      8·n/W                      two float32 moments; about 2·n/W in 8 bits
     gradients      4·n/W, or 4·n              the second while several micro-batches accumulate and
                                               are reduced only after the last
-    gathered       b·(n_r + 2·n_b), or b·n    by FSDP: the root and two blocks, or (ZeRO-2) all
+    gathered       b·(n_r + 2·n_b), or b·n    by FSDP: the root and two blocks, or all
+                                              (--reshard-after-forward never)
     activations    T · per_token              per layer: `activation_bytes`
     key rows       2·b·K·E · (Tk - T)         per layer: keys and values of shared prompts, gathered
                                               once per completion
@@ -87,6 +88,7 @@ CHOSEN = (
     "gradient_checkpointing",
     "token_budget",
     "reduce_gradients",
+    "reshard_after_forward",
 )
 MOST_SLOTS = 256  # with more, a decode step takes longer almost in proportion
 
@@ -201,7 +203,7 @@ def table(
     if offloaded or not (unsharded and W > 1):
         out.append(Row("gradients", 4 * trained // W, offloaded))
     if sharded:
-        gathered = item * (root + 2 * block if cfg.reshard_after_forward else n)
+        gathered = item * (n if cfg.reshard_after_forward == "never" else root + 2 * block)
         out.append(Row("gathered by FSDP", gathered))
     if cfg.beta and not cfg.lora_r:
         gathered = item * root if sharded else 0
@@ -319,11 +321,12 @@ def choose(
     choice does not depend on the memory.
     """
     if world.device.type == "cpu":
-        return _with(cfg, cfg.slots, None, cfg.checkpointing, cfg.strip_tokens, "step")
+        return _with(cfg, cfg.slots, None, cfg.checkpointing, cfg.strip_tokens, "step", "always")
     first = dataclasses.replace(world, rank=0)
     slots = cfg.max_concurrent or min(-(-cfg.generation_batch_size // world.size), MOST_SLOTS)
     longest = longest_prompt + cfg.max_completion_length
-    alone = world.size == 1 and not cfg.cpu_offload  # then there is nothing to reduce
+    # one GPU: there is nothing to reduce, and gathering only copies the weights, for each strip
+    alone = world.size == 1 and not cfg.cpu_offload
     tried = [
         _with(
             cfg,
@@ -332,10 +335,12 @@ def choose(
             kind,
             budget,
             "step" if alone else reduce,
+            reshard,
         )
         for halvings in range(1, slots.bit_length() + 1)
         for kind, budget, reduce in SETTINGS
         if not (cfg.torch_compile and kind == "selective")
+        for reshard in (("never", "always") if alone else ("always",))
     ]
 
     def left(c: Config) -> int:
@@ -354,17 +359,22 @@ def choose(
 
 
 def _with(
-    cfg: Config, slots: int, cached: int | None, kind: str, budget: int, reduce: str
+    cfg: Config, slots: int, cached: int | None, kind: str, budget: int, reduce: str, reshard: str
 ) -> Config:
     """Return the options with these settings, where the user has not given others."""
-    auto = cfg.gradient_checkpointing == "auto", cfg.reduce_gradients == "auto"
+
+    def open_or(name: str, value: str) -> str:
+        given = getattr(cfg, name)
+        return value if given == "auto" else given
+
     return dataclasses.replace(
         cfg,
         max_concurrent=cfg.max_concurrent or slots,
         cache_tokens=cfg.cache_tokens or cached,
         token_budget=cfg.token_budget or budget,
-        gradient_checkpointing=kind if auto[0] else cfg.gradient_checkpointing,
-        reduce_gradients=reduce if auto[1] else cfg.reduce_gradients,
+        gradient_checkpointing=open_or("gradient_checkpointing", kind),
+        reduce_gradients=open_or("reduce_gradients", reduce),
+        reshard_after_forward=open_or("reshard_after_forward", reshard),
     )
 
 
@@ -432,6 +442,7 @@ def what_fits(
         token_budget=None,
         gradient_checkpointing="auto",
         reduce_gradients="auto",
+        reshard_after_forward="auto",
     )
 
     def fitting(changed: Config, model: Decoder = model, size: int = world.size) -> Config | None:

@@ -285,7 +285,7 @@ def make_reference(model: Decoder, source: Path, world: World, cfg: Config) -> D
     if not cfg.beta or cfg.lora_r:
         return model if cfg.beta else None
     # It has no backward pass, so there is no reason to keep its blocks gathered.
-    cfg = dataclasses.replace(cfg, reshard_after_forward=True)
+    cfg = dataclasses.replace(cfg, reshard_after_forward="always")
     reference = load_sharded(checkpoint.empty_model(source), source, world, cfg)
     return reference.requires_grad_(False)
 

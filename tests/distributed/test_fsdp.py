@@ -72,16 +72,16 @@ VARIANTS = [
 ]
 VARIANTS[0]["measure_zero_advantages"] = True
 SHARDED = [
-    {"reshard_after_forward": False, "token_budget": 100},
+    {"reshard_after_forward": "never", "token_budget": 100},
     {"cpu_offload": True, "token_budget": 100},
     {"reduce_gradients": "micro_batch", "token_budget": 40},
     {"reduce_gradients": "micro_batch", "cpu_offload": True, "token_budget": 60},
 ]
 OBJECTIVES = [
     {**OFF_POLICY, "gradient_checkpointing": "full", "token_budget": 60},
-    {**OFF_POLICY, "reshard_after_forward": False},
+    {**OFF_POLICY, "reshard_after_forward": "never"},
     {**FEW, "token_budget": 20},
-    {**FEW, "reshard_after_forward": False},
+    {**FEW, "reshard_after_forward": "never"},
 ]
 
 

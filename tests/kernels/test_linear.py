@@ -172,7 +172,7 @@ def _two_ranks(base):
     found = []
     with join(Config(device="cpu")) as world:
         for kind in ("none", "selective"):
-            options = {"reshard_after_forward": True, "gradient_checkpointing": kind}
+            options = {"reshard_after_forward": "always", "gradient_checkpointing": kind}
             with Seen() as seen:
                 gradient = _gradient(base, world, [BATCHES[world.rank]], **options)
             found.append((gradient, seen.onednn))

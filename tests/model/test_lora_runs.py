@@ -60,7 +60,7 @@ VARIANTS = [
         "tied",
         {"gradient_checkpointing": "selective", "share_prompts": False, "token_budget": 200},
     ),
-    ("untied", {"reshard_after_forward": False, "token_budget": 100}),
+    ("untied", {"reshard_after_forward": "never", "token_budget": 100}),
     ("tied", {"cpu_offload": True}),
 ]
 DROPOUT = [

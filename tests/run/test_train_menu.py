@@ -100,7 +100,7 @@ def test_every_advantage_trains(tiny_base, files, tmp_path, options):
 def test_options_that_no_other_run_uses(tiny_base, files, tmp_path):
     options = (
         "--top-k 20 --min-p 0.01 --no-enable-thinking --no-share-prompts "
-        "--no-reshard-after-forward --cpu-offload --adam-beta1 0.8 --adam-beta2 0.9 --beta 0.1 "
+        "--reshard-after-forward never --cpu-offload --adam-beta1 0.8 --adam-beta2 0.9 --beta 0.1 "
         "--no-use-bias-correction-kl --use-adaptive-entropy --entropy-target 9 "
         "--entropy-coef-max 0.005 --entropy-coef-delta 0.004 "
         '--lr-scheduler-type cosine_with_min_lr --lr-scheduler-kwargs {"min_lr_rate":0.1}'
