@@ -25,8 +25,6 @@ OBJECTIVE = reference.Objective(EPSILON, EPSILON)
 # The rows that are compared with float64: the first rows of the first sequence, because every side
 # computes them.
 ROWS = 15
-# Copy bandwidth in bytes/s and bfloat16 FLOP/s of an H200; the floors are only valid for this GPU.
-BANDWIDTH, FLOPS = 4.3e12, 790e12
 
 Results = dict[str, Tensor]  # results by name
 
@@ -44,7 +42,8 @@ class Case:
     # a string is the reason why a side cannot run here
     sides: dict[str, Callable[..., Results] | str]
     truth: Callable[..., Results]
-    floor: float | None  # seconds, on an H200
+    bytes: float = 0  # that must be read and written, each once
+    flop: float = 0  # of the matrix products
     restore: Sequence[str] = ()  # inputs that a side may overwrite
     shape: dict[str, int] = field(default_factory=dict)
 
@@ -75,9 +74,13 @@ def log_softmax_case(count: int, vocab: int, device: str, dtype: torch.dtype) ->
 
     sides = {"nanogrpo": ours, **kernel_peers.log_softmax(device, TEMPERATURE)}
     inputs = {"logits": logits, "targets": targets}
-    floor = count * vocab * dtype.itemsize / BANDWIDTH
     return Case(
-        "log-prob and entropy, forward", inputs, sides, truth, floor, shape={"N": count, "V": vocab}
+        "log-prob and entropy, forward",
+        inputs,
+        sides,
+        truth,
+        bytes=count * vocab * dtype.itemsize,
+        shape={"N": count, "V": vocab},
     )
 
 
@@ -102,9 +105,14 @@ def rows_case(count: int, vocab: int, device: str, dtype: torch.dtype) -> Case:
         return {"logp": logp, "grad": grad}
 
     sides = {"nanogrpo": ours, **kernel_peers.rows(device, TEMPERATURE, EPSILON)}
-    floor = 2 * count * vocab * dtype.itemsize / BANDWIDTH
     return Case(
-        "forward, loss and gradient of logits", inputs, sides, truth, floor, ("logits",), base.shape
+        "forward, loss and gradient of logits",
+        inputs,
+        sides,
+        truth,
+        bytes=2 * base.bytes,
+        restore=("logits",),
+        shape=base.shape,
     )
 
 
@@ -136,13 +144,12 @@ def head_case(count: int, vocab: int, width: int, device: str, dtype: torch.dtyp
         return {"logp": logp, "dhidden": logits @ head}
 
     sides = {"nanogrpo": ours, **kernel_peers.head(device, TEMPERATURE, EPSILON)}
-    floor = 6 * count * vocab * width / FLOPS
     return Case(
         "head, hidden to gradients",
         inputs,
         sides,
         truth,
-        floor,
+        flop=6 * count * vocab * width,
         shape={"N": count, "V": vocab, "D": width},
     )
 
@@ -164,7 +171,7 @@ def loss_case(count: int, device: str) -> Case:
         return {"grad": grad, "clip": clip}
 
     sides = {"nanogrpo": ours, **kernel_peers.loss(device, EPSILON)}
-    return Case("loss and gradient on [T]", inputs, sides, truth, None, shape={"T": count})
+    return Case("loss and gradient on [T]", inputs, sides, truth, shape={"T": count})
 
 
 def cases(device: str, small: bool) -> list[Callable[[], Case]]:

@@ -86,8 +86,8 @@ def cases(device: str, small: bool) -> list[Callable[[], dict]]:
             if device == "cuda"
             else "needs a GPU",
         }
-        floor = numbers * dtype.itemsize / 4.3e12
-        return dict(name=title, inputs=inputs, sides=sides, truth=truth, floor=floor, shape=shape)
+        moved = numbers * dtype.itemsize
+        return dict(name=title, inputs=inputs, sides=sides, truth=truth, bytes=moved, shape=shape)
 
     def rope_inputs() -> dict[str, Tensor]:
         angles = torch.randn(T, 1, E // 2, device=device).repeat(1, 1, 2)

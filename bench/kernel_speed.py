@@ -8,16 +8,20 @@ record per operation and side, with its time, floor (kernels/README.md explains 
 found), peak memory, launches, and error against float64.
 
 Each round runs all sides. Before each call, the logits are restored and the L2 cache is
-overwritten, which is not timed. Times are measured with CUDA events; the tables show the median,
-the fastest and the slowest time. A peer that fails or is not installed is listed with the reason.
+overwritten, which is not timed. That takes the GPU about a millisecond, in which the host launches
+the first kernels, so a short operation is not timed while it waits for the host. Times are measured
+with CUDA events; the tables show the median, the fastest and the slowest time. Floors follow from
+the speed of a copy and of a matrix product, which are measured first. A peer that fails or is not
+installed is listed with the reason.
 Read next: kernel_cases.py, the operations and the sides of each.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -59,7 +63,7 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
     """
     truth = {name: value.detach() for name, value in case.truth(**case.inputs).items()}
     inputs = Inputs(case)
-    flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")  # several times the L2 cache
+    flush = torch.empty(4 * 2**30, dtype=torch.int8, device="cuda")  # many times the L2 cache
     runnable = {name: side for name, side in case.sides.items() if callable(side)}
     figures = {}
 
@@ -113,6 +117,27 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
     return {name: (common.Timing(seconds[name]), figures[name]) for name in runnable}
 
 
+def ceilings() -> dict[str, float]:
+    """Return the bytes/s of a copy, read and written, and the FLOP/s of a bfloat16 product."""
+    source = torch.empty(2**30, dtype=torch.int8, device="cuda").random_()
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def seconds_of(work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(13):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            seconds.append(start.elapsed_time(end) / 1e3)
+        return statistics.median(seconds[3:])
+
+    copied, multiplied = seconds_of(lambda: target.copy_(source)), seconds_of(lambda: a @ b)
+    return {"bytes": 2 * source.nbytes / copied, "flop": 2 * 8192**3 / multiplied}
+
+
 def check(device: str) -> int:
     """Run every side on small shapes and print its errors; return 1 if one is wrong."""
     wrong, lines = 0, []
@@ -154,15 +179,16 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    records, left_out = [], []
+    records, left_out, most = [], [], ceilings()
     for make in cases("cuda", small=False):
         case = make()
         label = case.name + " " + " ".join(f"{k}={v:,}" for k, v in case.shape.items())
-        floor = case.floor if "H200" in torch.cuda.get_device_name() else None
+        floor = max(case.bytes / most["bytes"], case.flop / most["flop"]) or None
         for name, (timing, figures) in measure(case, args.seconds).items():
             figures |= {
                 "shape": case.shape,
                 "floor_seconds": floor,
+                "ceilings": most,
                 "peer_versions": kernel_peers.versions(),
             }
             records.append(common.record("kernel_speed", label, name, argv, timing, **figures))
