@@ -93,9 +93,10 @@ def test_more_memory_never_chooses_leaner_settings():
         assert needed(model, chosen, 1) + memory.MARGIN <= free * GIB
         assert chosen.slots == 64
         share = (chosen.cache_tokens * 64 // (64 * 768)).bit_length()  # of the cache, in halvings
-        seen.append((min(share, 6), -KINDS.index(chosen.checkpointing), chosen.strip_tokens))
+        kind, kept = -KINDS.index(chosen.checkpointing), chosen.reshard_after_forward == "never"
+        seen.append((min(share, 6), kind, chosen.strip_tokens, kept))
     assert seen == sorted(seen)
-    assert seen[-1] == (6, 0, 16384)
+    assert seen[-1] == (6, 0, 16384, True)
     assert chosen.cache_tokens == 64 * 768
     assert len(set(seen)) > 4
 
@@ -140,6 +141,7 @@ def test_on_a_cpu_nothing_depends_on_the_memory():
         "token_budget": 16384,
         "gradient_checkpointing": "none",
         "reduce_gradients": "step",
+        "reshard_after_forward": "always",
     }
     for free in (0, 10 * GIB, 1000 * GIB):
         chosen = memory.choose(tiny_model(), Config(), SOLO, 40, free)
