@@ -28,8 +28,9 @@ real: .venv/real.done runs/smollm2
 runs/smollm2: | .venv/real.done
 	$(BIN)/python examples/smollm2.py $@
 
+# The same tests on every machine: a GPU is hidden, and `make gpu` runs those that need one.
 test: .venv/test.done
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not vllm"
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not vllm"
 
 soak: .venv/test.done
 	$(BIN)/python -m bench.soak --faults 20 --out runs/soak
