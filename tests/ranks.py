@@ -12,6 +12,7 @@ that torchrun sets. Read next: distributed/test_fsdp.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -190,7 +191,8 @@ def insist(ranks: Ranks, number: int) -> int:
     os.kill(process.pid, number)
     until(lambda: "send it again to exit" in ranks.errors()[0])
     while process.is_alive() and time.monotonic() < begun + PATIENCE:
-        os.kill(process.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(process.pid, number)
         process.join(0.1)
     (status,) = ranks.ends(PATIENCE)
     assert time.monotonic() - begun > 1
