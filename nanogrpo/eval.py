@@ -32,7 +32,7 @@ from nanogrpo.logs.files import replace
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards.call import TrainerState
-from nanogrpo.run import setup
+from nanogrpo.run import memory, setup
 from nanogrpo.step import evaluation_sampling
 from nanogrpo.types import Sample
 
@@ -62,11 +62,12 @@ def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]
     setup.check_answers(cfg, prompts)
     setup.load_sharded(model, source, world, cfg)
     max_len = max(len(p.token_ids) for p in prompts) + cfg.max_completion_length
+    mine = world.part(prompts)
+    cfg = memory.for_sampling(cfg, model, world, len(mine) * cfg.num_generations_eval)
     engine = setup.make_engine(cfg, world, model, source, max_len, 0)
     with contextlib.closing(engine):
         engine.load(model, version=0)
         params = evaluation_sampling(cfg, setup.sampling_params(cfg, tokenizer))
-        mine = world.part(prompts)
         samples = engine.sample(mine, cfg.num_generations_eval, params, step=0)
     for sample in samples:
         sample.text = tokenizer.decode(sample.token_ids)
@@ -127,7 +128,8 @@ def main(argv: list[str] | None = None) -> int:
                 f"--output-dir {folder} already holds an evaluation: choose another folder, or "
                 "replace it with --overwrite-output-dir."
             )
-        with join(cfg) as world:
+        lower = "a lower --max-concurrent or --cache-tokens"
+        with join(cfg) as world, memory.explained(cfg, lower):
             world.once(lambda: claim(Path(cfg.output_dir)))
             row, samples = evaluate(cfg, world)
             write(cfg, row, samples, world)

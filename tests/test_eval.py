@@ -9,6 +9,7 @@ import math
 import os
 
 import pytest
+import torch
 
 import train
 from nanogrpo import eval as evaluation
@@ -107,6 +108,16 @@ def test_a_mistake_is_one_sentence(tiny_base, data, tmp_path, capsys, more, mess
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_full_gpu_is_one_sentence(tiny_base, data, tmp_path, capsys, monkeypatch):
+    def full(*_, **__):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(evaluation.setup.LocalEngine, "sample", full)
+    assert evaluation.main(options(tiny_base, data, tmp_path / "eval")) == 2
+    error = capsys.readouterr().err
+    assert "start again with a lower --max-concurrent or --cache-tokens." in error
 
 
 def test_an_earlier_evaluation_is_kept(tiny_base, data, tmp_path, capsys, monkeypatch):

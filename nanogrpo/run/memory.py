@@ -71,9 +71,9 @@ log = logging.getLogger("nanogrpo")
 MARGIN = 2 << 30
 MOST = 0.92  # the largest share for vLLM, its own default
 # The settings of training that a GPU tries, from the fastest to the leanest:
-# gradient_checkpointing, token_budget, reduce_gradients. "selective" calls Python for each operation,
-# so short strips wait for the host: on an H100, 12 layers of Qwen3-4B took 1.41 s with strips of
-# 4,096 tokens and 0.60 s with 8,192.
+# gradient_checkpointing, token_budget, reduce_gradients. "selective" calls Python for each
+# operation, so short strips wait for the host: on an H100, 12 layers of Qwen3-4B took 1.41 s with
+# strips of 4,096 tokens and 0.60 s with 8,192.
 SETTINGS = (
     ("none", 16384, "step"),
     ("none", 8192, "step"),
@@ -477,8 +477,31 @@ def what_fits(
     return f"use {' or '.join(found)}" if found else "use a smaller model or larger GPUs"
 
 
+def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) -> Config:
+    """Return the options of an evaluation with the slots and the cache of the embedded engine,
+    unless the user has given them: on a GPU, as many as fit next to the engine's weights. Every
+    rank must call.
+
+    model: is on the device already; completions: of this rank.
+    """
+    if world.device.type == "cpu" or cfg.engine != "local":
+        return cfg
+    c = model.cfg
+    weights = 2 * sum(p.numel() for p in model.parameters())
+    token = 4 * c.num_key_value_heads * c.head_dim * c.num_hidden_layers
+    free = capacity(world)[0] - torch.cuda.memory_allocated(world.device) - MARGIN - weights
+    return dataclasses.replace(
+        cfg,
+        max_concurrent=cfg.max_concurrent or max(1, min(completions, MOST_SLOTS)),
+        cache_tokens=cfg.cache_tokens or max(1, min(world.gather(free // token))),
+    )
+
+
 @contextlib.contextmanager
-def explained(cfg: Config) -> Iterator[None]:
+def explained(
+    cfg: Config,
+    lower: str = "a lower --token-budget or --max-concurrent, or --gradient-checkpointing full",
+) -> Iterator[None]:
     """Turn a GPU's OutOfMemoryError into a UserError that says what to lower. cuBLAS, and CUDA
     outside of torch's allocator, raise other errors for the same reason.
     """
@@ -491,7 +514,6 @@ def explained(cfg: Config) -> Iterator[None]:
             raise
         found = re.search(r"allocate ([\d.]+ \w+).* of which ([\d.]+ \w+)", str(e), re.DOTALL)
         sizes = f"{found[1]} needed, {found[2]} free" if found else first_sentence(e)
-        lower = "a lower --token-budget or --max-concurrent, or --gradient-checkpointing full"
         if cfg.token_budget and cfg.max_concurrent:  # every setting, or others would be chosen
             cache = "cache_tokens" if cfg.cache_tokens else "max_concurrent"
             halves = {n: max(1, getattr(cfg, n) // 2) for n in ("token_budget", cache)}

@@ -28,7 +28,7 @@ from nanogrpo.model.attention import Packed
 from nanogrpo.model.decoder import Block, Decoder
 from nanogrpo.run import memory, optim
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import packed, random_batch, tiny_config, tiny_model
+from tests.conftest import SOLO, packed, random_batch, tiny_config, tiny_model
 from tests.kernels.traffic import QWEN3, Traffic
 from tests.ranks import run
 from tests.run.allocator import most_at_once
@@ -373,7 +373,7 @@ def forward_with_all_logits(model: Decoder, batch, loss):
     return types.SimpleNamespace(loss=logp.mean())
 
 
-# --- a vLLM server on the same GPU ---
+# --- a pretended GPU ---
 
 
 @pytest.fixture
@@ -385,6 +385,7 @@ def gpu(monkeypatch):
             torch.cuda, "mem_get_info", lambda d: (int(free * 2**30), int(total * 2**30))
         )
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda d: int(allocated * 2**30))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda d: int(allocated * 2**30))
         return World(0, 1, torch.device("cuda", 0))
 
     return pretend
@@ -414,3 +415,16 @@ def test_the_users_share_is_kept(gpu, word):
 def test_a_gpu_without_room_for_a_server_is_reported(gpu):
     with pytest.raises(UserError, match=r"of the 20,480.0 MiB that are free .* nothing for vLLM"):
         memory.server_share(gpu(80, 20, 60), 80 * 2**30, [])
+
+
+def test_an_evaluation_gets_a_cache_as_large_as_the_free_memory(gpu):
+    model, world = tiny_model(), gpu(80, 20, 10)  # 10 GiB are allocated, 20 more are free
+    cfg = memory.for_sampling(Config(), model, world, completions=1000)
+    token = 4 * 2 * 16 * 2  # keys and values in bfloat16: 2 heads of 16 in 2 layers
+    weights = 2 * sum(p.numel() for p in model.parameters())
+    assert cfg.cache_tokens == ((18 << 30) - weights) // token
+    assert cfg.max_concurrent == memory.MOST_SLOTS
+    assert memory.for_sampling(Config(), model, world, completions=7).max_concurrent == 7
+    given = Config(max_concurrent=3, cache_tokens=5)
+    assert memory.for_sampling(given, model, world, completions=1000) == given
+    assert memory.for_sampling(Config(), model, SOLO, completions=1000) == Config()
