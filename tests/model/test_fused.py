@@ -16,20 +16,26 @@ from nanogrpo.config import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import join
 from nanogrpo.engine.cache import KVCache
-from nanogrpo.kernels import norm, rope
-from nanogrpo.model import checkpoint, dispatch
-from nanogrpo.model.decoder import logits
+from nanogrpo.grpo.loss import objective
+from nanogrpo.kernels import head, norm, rope
+from nanogrpo.model import attention, checkpoint, dispatch
+from nanogrpo.model.decoder import Decoder, logits
+from nanogrpo.run import optim
 from nanogrpo.run import setup as parts
+from nanogrpo.types import Prompt, Sample
 from tests.conftest import (
     COMPLETIONS,
     PROMPT,
     SOLO,
+    packed,
     positions_of,
     random_tokens,
     shared_prompt,
+    tiny_config,
     tiny_model,
     write_base,
 )
+from tests.kernels.traffic import Traffic
 from tests.model.lora_ranks import adapted
 from tests.model.peers import CONFIGS
 from tests.ranks import run
@@ -149,6 +155,36 @@ def test_decoding_a_token_at_a_time(monkeypatch):
             cache.begin(position, i + 1)
             got = model(tokens[i : i + 1], position, cache)
             torch.testing.assert_close(got[0], expected[i], rtol=0, atol=1e-5)
+
+
+def test_nothing_in_a_training_step_depends_on_data(monkeypatch):
+    """It runs on meta tensors, which have none; so the host never waits for a GPU. The exception is
+    the head, which selects its rows with `nonzero` (kernels/head.py): here it takes all of them.
+    """
+    monkeypatch.setattr(dispatch, "choice", "triton")
+    monkeypatch.setattr(attention, "backend", lambda *_: "torch")  # as on a GPU
+    monkeypatch.setattr(head, "_chunks", lambda mask, n: torch.ones_like(mask).cumsum(0).split(n))
+    cfg, prompt = Config(model="m"), Prompt(0, "", [1, 2, 3])
+    samples = [Sample(prompt, j, [5] * n, [-1.0] * n, True, [0] * n) for j, n in enumerate((2, 4))]
+    for sample in samples:
+        sample.advantage = 1.0
+    (batch,) = packed(samples, cfg)
+    assert batch.kv_rows is not None
+    with torch.device("meta"):
+        model = Decoder(tiny_config())
+    compute = copy.deepcopy(model).to(torch.bfloat16)
+    traffic = Traffic()
+    with traffic.counting():
+        out = compute.forward_packed(batch.to("meta"), objective(batch.to("meta"), cfg))
+        fsdp.backward(compute, out.loss, SOLO, last=True)
+    files = {name.split(".")[-2] for name in traffic.elementwise.names if "_kernel" in name}
+    assert files == {"norm", "rope", "swiglu", "gather", "log_softmax", "fused_rows", "policy"}
+    optimizer = optim.make_optimizer(model, cfg)
+    for master, weight in zip(model.parameters(), compute.parameters(), strict=True):
+        master.grad = weight.grad.float()
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).is_meta
+    optimizer.step()
+    assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
 
 
 @pytest.mark.gpu

@@ -68,15 +68,20 @@ def params(temperature: float, **changes) -> SamplingParams:
     return SamplingParams(temperature=temperature, **options)
 
 
-def sidecar(model: Path, output: Path, *options: str) -> Sidecar:
-    """Return a sidecar that is not started. Without an interpreter that has vLLM, skip the test, or
-    fail if NANOGRPO_REQUIRE_VLLM is set.
+def require() -> None:
+    """Skip the test without an interpreter that has vLLM, or fail if NANOGRPO_REQUIRE_VLLM is
+    set.
     """
     if not Path(PYTHON).exists():
         assert not os.environ.get("NANOGRPO_REQUIRE_VLLM"), (
             f"NANOGRPO_REQUIRE_VLLM is set but {PYTHON} does not exist"
         )
         pytest.skip(f"needs a real vLLM, and {PYTHON} does not exist (docs/vllm.md)")
+
+
+def sidecar(model: Path, output: Path, *options: str) -> Sidecar:
+    """Return a sidecar that is not started."""
+    require()
     for name, value in SMALL.items():
         os.environ.setdefault(name, value)
     return Sidecar(model, [*CPU, *options], PYTHON, output, startup_timeout=240.0)
