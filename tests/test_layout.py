@@ -28,6 +28,7 @@ PATTERNS = [
     "bench/**/*.py",
     "tests/**/*.py",
     "examples/**/*.py",
+    "exercises/**/*.py",
     "*.py",
 ]
 SOURCES = {str(p.relative_to(ROOT)): p for pattern in PATTERNS for p in sorted(ROOT.glob(pattern))}
@@ -71,7 +72,7 @@ ONLY_IN = {
     "transformers": "bench/ tests/ examples/",
     "peft": "tests/",
     "trl": "bench/ tests/",
-    "triton": "kernels/ bench/ tests/",
+    "triton": "kernels/ bench/ tests/ examples/ladder.py exercises/",
     "flash_attn": "nanogrpo/model/attention.py bench/ tests/",
     "math_verify": "nanogrpo/rewards/symbolic.py",
     "pyarrow": "nanogrpo/data/sources.py tests/",
@@ -82,7 +83,7 @@ ONLY_IN = {
     "wandb": "nanogrpo/logs/report.py tests/",
     "trackio": "nanogrpo/logs/report.py tests/",
     "tensorboard": "nanogrpo/logs/report.py tests/",
-    "matplotlib": "nanogrpo/logs/plot.py bench/",
+    "matplotlib": "nanogrpo/logs/plot.py bench/ examples/",
 }
 
 
