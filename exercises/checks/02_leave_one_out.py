@@ -1,0 +1,36 @@
+"""Check exercise 2 against `leave_one_out`."""
+
+import torch
+
+from exercises.hints import expect, given, matches
+from nanogrpo.grpo.advantages import group_relative, leave_one_out
+
+START = "rewards.sum(dim=1, keepdim=True) - rewards is the sum of the others, for each completion."
+
+
+def check(answer) -> None:
+    r = torch.tensor([[1, 0, 0, 0], [2, 1, 1, 0]], dtype=torch.float64)
+    total, right = r.sum(1, keepdim=True), leave_one_out(r)
+    mistakes = {
+        "The baseline still contains the completion's own reward: leave it out of the sum.": (
+            r - r.mean(1, keepdim=True)
+        ),
+        "There are only G - 1 others: divide their sum by G - 1.": r - (total - r) / 4,
+        "You divide by G - 1, but the sum still contains the completion itself: subtract it.": (
+            r - total / 3
+        ),
+        "You subtract the number 1 from the sum. Subtract the completion's own reward.": (
+            r - (total - 1) / 3
+        ),
+        "RLOO does not divide by the standard deviation.": group_relative(r)[0],
+        "The sign is wrong: a reward above those of the others has a positive advantage.": -right,
+    }
+    matches("advantages", answer.advantages(r.clone()), right, mistakes)
+    for G in (2, 4, 8):
+        factor = float(given(answer.f(G), "f"))
+        expect(
+            abs(factor * (G - 1) / G - 1) < 1e-9,
+            f"f({G}) is {factor:.4g}. Write A = r - (S - r)/(G - 1), where S is the sum of the"
+            " group, and bring it to one fraction; then S/G is the mean."
+            + (" Yours is the reciprocal." if abs(factor - (G - 1) / G) < 1e-9 else ""),
+        )

@@ -1,0 +1,45 @@
+"""Check exercise 4 against `policy_terms`."""
+
+import torch
+from nanogrpo.kernels.reference import LossInputs, Objective, policy_terms
+
+from exercises.hints import expect, given, matches
+
+START = "ratio = (logp - old_logp).exp() comes first; then two products, and their torch.minimum."
+
+
+def check(answer) -> None:
+    ratio = torch.tensor([0.5, 0.9, 1.0, 1.1, 2.0] * 2, dtype=torch.float64)
+    A = torch.tensor([1.5] * 5 + [-1.0] * 5, dtype=torch.float64)
+    old = -torch.linspace(0.5, 3.0, 10, dtype=torch.float64)
+    logp = old + ratio.log()
+    right = policy_terms(logp, LossInputs(A, torch.ones_like(A), old), Objective(0.2, 0.2))[0]
+    clamped = ratio.clamp(0.8, 1.2)
+    inverse = 1 / ratio
+    mistakes = {
+        "You take the larger of the two products. It must be the smaller one.": (
+            -torch.maximum(ratio * A, clamped * A)
+        ),
+        "There is only the clamped product. Without the min, a token that moved in the wrong"
+        " direction has no gradient that brings it back.": -clamped * A,
+        "Nothing is clipped yet: this is -ratio · A.": -ratio * A,
+        "Your ratio is upside down: it is exp(logp - old_logp).": (
+            -torch.minimum(inverse * A, inverse.clamp(0.8, 1.2) * A)
+        ),
+        "You use the difference of the log-probs as the ratio. Take its exp.": (
+            -torch.minimum(ratio.log() * A, ratio.log().clamp(0.8, 1.2) * A)
+        ),
+        "The sign is wrong: the loss is minus the smaller product.": -right,
+        "Take the min of the two products, and not of the two ratios: with A < 0 it is another.": (
+            -torch.minimum(ratio, clamped) * A
+        ),
+    }
+    matches("loss", answer.loss(logp, old, A, 0.2), right, mistakes)
+    flat = {("A > 0", "ratio > 1 + epsilon"), ("A < 0", "ratio < 1 - epsilon")}
+    found = {tuple(pair) for pair in given(answer.NO_GRADIENT, "NO_GRADIENT")}
+    expect(
+        found == flat,
+        "`loss` is right, but NO_GRADIENT is not. With A > 0, min(ratio·A, clamp(ratio)·A) is flat"
+        " only where the clamped product is the smaller one, and that is on one side of 1. With"
+        " A < 0 it is the other side.",
+    )

@@ -1,0 +1,79 @@
+"""Tools of the checkers: they compare an answer with the right one, and raise a `Hint` if it
+differs.
+
+In: what an answer returns, what is right, and what known mistakes would give. Out: nothing, or a
+`Hint`. A checker computes the result of each plausible mistake, so its hint names the mistake that
+was made. Read next: checks/01_advantage.py, check.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Hint(Exception):
+    """One or two sentences: what is wrong with an answer, and what to try."""
+
+
+class NotYet(Hint):
+    """The answer still has a `...` in place of code, or returns nothing."""
+
+
+def expect(right: Any, hint: str) -> None:
+    if not right:
+        raise Hint(hint)
+
+
+def given(value: Any, name: str) -> Any:
+    """Return a value of the answer, or raise NotYet if there is none."""
+    if value is None or value is ...:
+        raise NotYet(f"`{name}` has no value yet: replace its `...`")
+    return value
+
+
+def tensor(value: Any, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return a value of the answer as a float64 tensor of this shape."""
+    given(value, name)
+    if isinstance(value, (int, float)) and not shape:
+        value = torch.tensor(value)
+    expect(
+        isinstance(value, Tensor),
+        f"`{name}` returns a {type(value).__name__}; return a tensor of shape {list(shape)}.",
+    )
+    expect(
+        value.shape == shape,
+        f"`{name}` returns a tensor of shape {list(value.shape)}; its shape must be {list(shape)}.",
+    )
+    return value.detach().double()
+
+
+def matches(
+    name: str,
+    found: Any,
+    wanted: Tensor,
+    mistakes: Mapping[str, Tensor] | None = None,
+    otherwise: str = "Compare each step with the formula in the file.",
+    tolerance: float = 1e-6,
+) -> None:
+    """Raise a hint unless `found` equals `wanted`.
+
+    mistakes: hint → what that mistake would give. If none of them fits, the hint is `otherwise`,
+    with the first number that differs.
+    """
+    found, wanted = tensor(found, name, tuple(wanted.shape)), wanted.detach().double()
+    if torch.allclose(found, wanted, rtol=tolerance, atol=tolerance):
+        return
+    for hint, value in (mistakes or {}).items():
+        same = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+        if torch.allclose(found, value.detach().double().expand_as(found), **same):
+            raise Hint(hint)
+    apart = (found - wanted).abs() / (1 + wanted.abs())
+    place = int(apart.nan_to_num(torch.inf).flatten().argmax())
+    index = [int(i) for i in torch.unravel_index(torch.tensor(place), wanted.shape)]
+    numbers = f"{found.flatten()[place]:.5g} instead of {wanted.flatten()[place]:.5g}"
+    where = f" at {index}" if index else ""
+    raise Hint(f"`{name}` gives {numbers}{where}. {otherwise}")
