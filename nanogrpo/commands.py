@@ -21,6 +21,7 @@ HELP = """usage: nanogrpo COMMAND [options]
   eval     measure a checkpoint on held-out data
   plan     predict the memory and the speed of a run on GPUs
   plot     plot the log of a run
+  view     look at a run in the browser: curves, completions and tokens
   warmup   teach a tiny model some arithmetic, to try things on
 
 nanogrpo COMMAND --help lists the options of a command."""
@@ -30,6 +31,7 @@ MODULES = {
     "eval": "nanogrpo.eval",
     "plan": "nanogrpo.run.plan",
     "plot": "nanogrpo.logs.plot",
+    "view": "nanogrpo.logs.view",
     "warmup": "nanogrpo.run.warmup",
 }
 

@@ -660,6 +660,20 @@ class Config:
         "write every completion and its rewards to output_dir/completions, one file per step, and"
         " to the tables of trackio and wandb",
     )
+    log_tokens: bool = option(
+        False,
+        "also write each token of the completions, with its probability, entropy, ratio, gap"
+        " between trainer and engine, and share of the gradient, for nanogrpo view",
+        needs="log_completions",
+    )
+    log_tokens_mib: float = option(
+        256.0,
+        "MiB for the tokens of the whole run; each step may use its share, for as many complete"
+        " groups as fit",
+        "> 0",
+        "<= 1e7",
+        needs="log_tokens",
+    )
     log_unique_prompts: bool = option(
         False,
         "in the tables of trackio and wandb, keep one completion per prompt",

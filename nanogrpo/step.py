@@ -232,3 +232,5 @@ def log_step(
         record["resampled_groups"] = run.resampled_groups
     run.log.step(step, facts, record, clock, run.rewards.metrics(world.gather), advantages)
     run.log.samples(step, samples)
+    if meter.tokens:
+        run.log.token_log.step(step, samples, advantages, meter.tokens, run.tokenizer)

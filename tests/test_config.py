@@ -260,7 +260,7 @@ def test_an_object_holds_only_what_json_can_store():
 RANGES = {
     "above 0": "max_completion_length temperature sapo_temperature_pos sapo_temperature_neg top_p"
     " vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg entropy_coef_delta max_concurrent"
-    " cache_tokens"
+    " cache_tokens log_tokens_mib"
     " max_steps num_iterations token_budget learning_rate adam_epsilon ddp_timeout server_window"
     " server_timeout vllm_importance_sampling_clip_max lora_alpha ref_model_mixup_alpha"
     " ref_model_sync_steps generation_batch_size steps_per_generation data_weights"
@@ -280,7 +280,7 @@ LARGEST = {
     "<= 1": "top_p eval_top_p min_p top_entropy_quantile ref_model_mixup_alpha",
     "< 1": "epsilon adam_beta1 adam_beta2 lora_dropout",
     "<= 1e7": "reward_timeout server_timeout server_patience ddp_timeout heartbeat_timeout"
-    " tool_timeout",
+    " tool_timeout log_tokens_mib",
     f"< {2**63}": "seed",
 }
 
@@ -341,6 +341,8 @@ def test_an_option_that_needs_another_is_valid_with_it():
                 values["entropy_coef"] = 0.125
             if name == "log_unique_prompts":
                 values["report_to"] = ("trackio",)
+            if other == "log_tokens":
+                values["log_completions"] = True
             dataclasses.replace(GOOD, **values).validate()
 
 

@@ -324,6 +324,7 @@ def test_a_wheel_has_every_module_and_the_command_and_shadows_nothing(tmp_path):
     modules |= {"nanogrpo/scripts/train.py", "nanogrpo/scripts/serve.py"}
     assert {str(p.relative_to(site)) for p in site.rglob("*.py")} == modules
     assert (site / "nanogrpo" / "py.typed").exists()
+    assert (site / "nanogrpo" / "logs" / "view.html").exists()
     assert [p.name for p in site.iterdir() if p.suffix != ".dist-info"] == ["nanogrpo"]
 
     write_decoy(site)
@@ -342,6 +343,6 @@ def test_the_commands_of_a_checkout_are_its_own_files():
 def test_an_unknown_command_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["nanogrpo", "trian"])
     assert main() == 2
-    names = "train, serve, chat, eval, plan, plot, warmup"
+    names = "train, serve, chat, eval, plan, plot, view, warmup"
     message = f"error: nanogrpo has no command trian: choose one of {names}.\n"
     assert capsys.readouterr().err == message

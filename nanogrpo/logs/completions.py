@@ -5,7 +5,7 @@ In: the samples of a step. Out: `output_dir/completions/completions_00001.jsonl`
 the number counts finished steps, as in checkpoint-N; an evaluation writes eval_00001.jsonl. Each
 line is one completion with TRL's columns: step, prompt, completion, one column per reward function,
 reward, advantage, and then the columns of `log_extra`. `pandas.read_json(path, lines=True)` reads a
-file. Read next: logs/report.py (the dashboards), logs/plot.py.
+file. Read next: logs/tokens.py (the numbers of each token), logs/report.py (the dashboards).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Completions:
             return
         if start == 0 and self.folder.exists():
             set_aside(self.folder)
-        for path in self.folder.glob("*.jsonl"):
-            name = re.fullmatch(r"(?:completions|eval)_(\d+)", path.stem)
+        for path in self.folder.glob("*.jsonl*"):
+            name = re.fullmatch(r"(?:completions|eval|tokens)_(\d+)\.jsonl(?:\.gz)?", path.name)
             if name and int(name[1]) > start:
                 path.unlink()
 

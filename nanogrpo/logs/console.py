@@ -30,6 +30,7 @@ from nanogrpo.logs.metrics import Clock, Facts
 from nanogrpo.logs.no_signal import NoSignal
 from nanogrpo.logs.progress import Progress, print_line
 from nanogrpo.logs.report import REPORTERS
+from nanogrpo.logs.tokens import TokenLog
 from nanogrpo.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Log:
         self.cfg, self.main, self.path = cfg, world.main, Path(cfg.output_dir) / "metrics.jsonl"
         self.tokens = 0
         self.completions = Completions(cfg, world, start)
+        self.token_log = TokenLog(cfg, world)  # in the same folder
         self.progress, self.no_signal = Progress(cfg, world, start), NoSignal(cfg, start)
         self.reporters: list = []
         if self.main:

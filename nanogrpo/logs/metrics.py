@@ -23,6 +23,7 @@ from nanogrpo.distributed.world import World
 from nanogrpo.grpo import mismatch
 from nanogrpo.grpo.entropy import Bonus
 from nanogrpo.grpo.spread import spreads
+from nanogrpo.logs.tokens import TokenMeter
 from nanogrpo.model.head import PolicyOut
 from nanogrpo.types import PackedBatch, Sample
 
@@ -61,10 +62,13 @@ class Meter:
         self.norms: list[float] = []
         self.updates = 0
         self.first: int | None = None  # the first update with tokens
+        self.tokens = TokenMeter(cfg) if cfg.log_tokens else None
 
     def add(self, batch: PackedBatch, out: PolicyOut) -> None:
         """Add the loss of one micro-batch."""
         self.entropy_bonus.add(batch, out)
+        if self.tokens:
+            self.tokens.add(batch, out, self.updates)
         part = {"sample": batch.sample, "entropy": out.entropy}
         level = "sequence" if out.by_sequence else "token"
         part |= {f"{level}:{name}": x for name, x in out.metrics.items()}

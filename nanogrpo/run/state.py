@@ -72,7 +72,8 @@ warnings.filterwarnings(
 # rounding.
 FREE = """
     resume resume_from output_dir overwrite_output_dir max_steps save_steps save_total_limit
-    report_to run_name trace_step log_completions log_unique_prompts num_completions_to_print
+    report_to run_name trace_step log_completions log_unique_prompts log_tokens log_tokens_mib
+    num_completions_to_print
     eval_data dataset_test_split eval_steps eval_samples
     num_generations_eval eval_temperature eval_top_p measure_zero_advantages
     save_only_model load_best_model_at_end metric_for_best_model greater_is_better

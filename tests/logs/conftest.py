@@ -1,10 +1,16 @@
-"""A sample without a model, for the tests of this folder.
+"""A sample without a model, and the files of a run, for the tests of this folder.
 
-    from tests.logs.conftest import sample
+    from tests.logs.conftest import sample, write_run
 
 Read next: test_metrics.py.
 """
 
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from nanogrpo.logs.completions import write
 from nanogrpo.types import Prompt, Sample
 
 
@@ -13,3 +19,41 @@ def sample(n: int, stopped: bool = True, prompt: int = 3, **rewards: float | Non
     given = [r for r in rewards.values() if r is not None]
     fields = {"text": "text", "rewards": rewards, "reward": sum(given) if given else None}
     return Sample(Prompt(0, "?", [1] * prompt), 0, [2] * n, [0.0] * n, stopped, [0] * n, **fields)
+
+
+def write_run(
+    folder: Path,
+    steps: int,
+    tokens: bool = True,
+    words: Sequence[str] = (" one", " two\n", " end"),
+    prompt: str = "first?",
+    name: str = "entropy",
+    more: str = "ok",
+    options: dict | None = None,
+) -> None:
+    """Write the output folder of a run with two prompts of two completions per step, as the log
+    would.
+    """
+    (folder / "completions").mkdir(parents=True, exist_ok=True)
+    log: list[dict] = [{"run": options or {name: name}}, {"eval/after": 0, "eval/reward": 0.25}]
+    log[1]["step"] = -1
+    for i in range(steps):
+        log.append({"step": i, "reward": i / steps, name: 1.5, "rewards/a/mean": i / steps})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+    prompts = [prompt, [{"role": "user", "content": "second?"}]]
+    advantages = [1.0, -1.0, 0.5, -0.5]
+    for i in range(steps):
+        rows = []
+        lines = []
+        for j, advantage in enumerate(advantages):
+            row = {"step": i, "prompt": prompts[j // 2], "completion": "".join(words), more: more}
+            rows.append(row | {"reward": 1.0, "advantage": advantage, "stopped": j < 3})
+            numbers = {"logp": -0.5, "entropy": 1.25, "ratio": 1.1, "gap": 1e-6, "share": 0.125}
+            line = {key: [value] * len(words) for key, value in numbers.items()}
+            lines.append({"row": j, "id": [11] * len(words), "text": list(words), **line})
+        write(folder / "completions" / f"completions_{i + 1:05d}.jsonl", rows)
+        data = "".join(json.dumps(line) + "\n" for line in lines)
+        path = folder / "completions" / f"tokens_{i + 1:05d}.jsonl.gz"
+        if tokens:
+            path.write_bytes(gzip.compress(data.encode()))
+    write(folder / "completions" / "eval_00000.jsonl", rows[:1])
