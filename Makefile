@@ -1,11 +1,12 @@
 # demo: teach a small model arithmetic with GRPO.  real: teach a language model word problems.
 # lint: check style and types.  test: run the tests.  test-vllm: run the tests against a real vLLM.
+# docs: write the documentation as a web site to build/docs, and check its links.
 # soak: run a tiny task with twenty random faults.  gpu: measure everything on an NVIDIA GPU.
 # Each target first installs what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo real test test-vllm soak gpu has-gpu lint clean
+.PHONY: demo real docs test test-vllm soak gpu has-gpu lint clean
 
 demo: .venv/plot.done
 	rm -rf runs/demo
@@ -31,6 +32,10 @@ runs/smollm2: | .venv/real.done
 # The same tests on every machine: a GPU is hidden, and `make gpu` runs those that need one.
 test: .venv/test.done
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not vllm"
+
+docs: .venv/docs.done
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs -b html . build/docs
+	@echo "the site is build/docs/index.html"
 
 soak: .venv/test.done
 	$(BIN)/python -m bench.soak --faults 20 --out runs/soak

@@ -1,0 +1,21 @@
+"""Settings of the documentation site: `make docs` writes it to build/docs.
+
+In: the Markdown files of this folder, and the README of each part. Out: HTML with search. The
+source folder is the repository, so links work on the site as they do in the files. Sphinx and its
+theme are the extra `docs`.
+"""
+
+project = "nanogrpo"
+extensions = ["myst_parser"]
+root_doc = "docs/index"
+include_patterns = ["*.md", "*/*.md", "examples/*/*.md"]
+# folders that are not searched; a clone may contain environments and runs
+exclude_patterns = [".*", "runs", "build", "typings", "tests"]
+
+html_theme = "furo"
+html_title = "nanogrpo"
+html_show_sphinx = False
+html_copy_source = False
+html_extra_path = ["site"]  # its index.html leads to docs/index.html
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 4  # links to headings, as on GitHub
