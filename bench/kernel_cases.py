@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
-from nanogrpo.kernels.reference import LossInputs
+import torch.nn.functional as F
+from nanogrpo.kernels.reference import LossInputs, Quantized
 from torch import Tensor
 
 from bench import kernel_decoder, kernel_peers
@@ -174,18 +176,60 @@ def loss_case(count: int, device: str) -> Case:
     return Case("loss and gradient on [T]", inputs, sides, truth, shape={"T": count})
 
 
+def nf4_case(rows: int | None, out: int, width: int, device: str, dtype: torch.dtype) -> Case:
+    """Dequantize a weight [out, width]; or, with rows, multiply x [rows, width] with it."""
+    g = torch.Generator(device).manual_seed(4)
+    q = reference.nf4_quantize(torch.randn(out, width, generator=g, device=device))
+    inputs = {name: value for name, value in q._asdict().items() if name != "shape"}
+    if rows is not None:
+        inputs["x"] = torch.randn(rows, width, generator=g, device=device).to(dtype)
+        inputs["dense"] = reference.nf4_dequantize(q, dtype)
+
+    def compute(functions: ModuleType, dtype: torch.dtype, inputs: dict[str, Tensor]) -> Results:
+        q = Quantized(*list(inputs.values())[:4], torch.Size([out, width]))
+        if rows is None:
+            return {"out": functions.nf4_dequantize(q, dtype)}
+        return {"out": functions.nf4_matmul(inputs["x"].to(dtype), q)}
+
+    def ours(**inputs: Tensor) -> Results:
+        return compute(functions_for(torch.device(device)), dtype, inputs)
+
+    def eager(**inputs: Tensor) -> Results:
+        return compute(reference, dtype, inputs)
+
+    def truth(**inputs: Tensor) -> Results:
+        if rows is None:
+            return compute(reference, torch.float64, inputs)
+        return {"out": inputs["x"].double() @ inputs["dense"].double().T}
+
+    def dense(x: Tensor, dense: Tensor, **quantized: Tensor) -> Results:
+        return {"out": F.linear(x, dense)}
+
+    sides: dict[str, Callable[..., Results] | str] = {"nanogrpo": ours, "torch eager": eager}
+    sides["bitsandbytes"] = kernel_peers.nf4(device, (out, width), dtype)
+    if rows is not None:
+        sides["torch, bfloat16 weight"] = dense
+    moved = (0.516 + (dtype.itemsize if rows is None else 0)) * out * width
+    shape = {"rows": rows} if rows is not None else {}
+    shape |= {"out": out, "in": width}
+    name = "NF4 weight, dequantize" if rows is None else "NF4 weight, product"
+    return Case(name, inputs, sides, truth, bytes=moved, shape=shape)
+
+
 def cases(device: str, small: bool) -> list[Callable[[], Case]]:
     """Return functions that create the cases, because the inputs of all cases together would not
     fit into memory.
     """
     decoder = [lambda make=make: Case(**make()) for make in kernel_decoder.cases(device, small)]
     dtype, count, vocab, widths = torch.bfloat16, 8192, 151_936, (1024, 2048, 4096)
+    matrix = 4096, 12_288
     if small:
-        dtype, count, vocab, widths = torch.float32, 128, 301, (32,)
+        dtype, count, vocab, widths, matrix = torch.float32, 128, 301, (32,), (48, 320)
     return [
         lambda: log_softmax_case(count, vocab, device, dtype),
         lambda: rows_case(count, vocab, device, dtype),
         *(lambda width=w: head_case(count, vocab, width, device, dtype) for w in widths),
         lambda: loss_case(count if small else 32_768, device),
+        *(lambda rows=rows: nf4_case(rows, *matrix, device, dtype) for rows in (None, 1, 16)),
         *decoder,
     ]

@@ -1,4 +1,4 @@
-"""The peers in bench/kernel_speed.py: PyTorch, TRL and Liger, called as documented.
+"""The peers in bench/kernel_speed.py: PyTorch, TRL, Liger and bitsandbytes, called as documented.
 
 In: a device. Out: sides by name. A side takes the inputs of a case and returns results by name. If
 a peer cannot run here, its entry is a string with the reason. The N tokens are eight sequences of
@@ -15,12 +15,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nanogrpo.kernels import reference
+
 Sides = dict[str, "Callable[..., dict[str, Tensor]] | str"]
 
 
 def versions() -> dict[str, str]:
     found = {}
-    for package in ("trl", "liger-kernel", "nvidia-cutlass-dsl"):
+    for package in ("trl", "liger-kernel", "nvidia-cutlass-dsl", "bitsandbytes"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -224,3 +226,23 @@ def loss(device: str, epsilon: float) -> Sides:
         return {"grad": torch.autograd.grad(value, logp)[0], "clip": clip}
 
     return {"torch eager, as TRL": eager}
+
+
+def nf4(
+    device: str, shape: tuple[int, int], dtype: torch.dtype
+) -> Callable[..., dict[str, Tensor]] | str:
+    """Return bitsandbytes, which dequantizes, or multiplies if x is given."""
+
+    def side(packed, absmax, nested_absmax, nested_offset, x=None, dense=None) -> dict[str, Tensor]:
+        import bitsandbytes
+        from bitsandbytes.functional import QuantState
+
+        books = reference.nf4_tables(packed.device)
+        nested = QuantState(nested_absmax, code=books[1], blocksize=256, dtype=torch.float32)
+        state = QuantState(absmax, shape, books[0], 64, "nf4", dtype, nested_offset, nested)
+        packed = packed[:, None]  # [n/2, 1]: as bitsandbytes stores it
+        if x is None:
+            return {"out": bitsandbytes.functional.dequantize_4bit(packed, state)}
+        return {"out": bitsandbytes.matmul_4bit(x, packed, state)}
+
+    return _missing("bitsandbytes", device) or side

@@ -7,6 +7,7 @@ kernels), norm.py (those of a decoder block).
 from .fused_rows import policy_rows_
 from .gather import gather_rows, row_order
 from .log_softmax import log_softmax_backward_, log_softmax_forward
+from .nf4 import nf4_dequantize, nf4_matmul, nf4_quantize
 from .norm import add_rms_norm, rms_norm
 from .paged import paged_attention
 from .policy import policy_forward
@@ -19,6 +20,9 @@ __all__ = [
     "gather_rows",
     "log_softmax_backward_",
     "log_softmax_forward",
+    "nf4_dequantize",
+    "nf4_matmul",
+    "nf4_quantize",
     "norm_rope",
     "paged_attention",
     "policy_forward",

@@ -27,6 +27,7 @@ and fused.py lists them:
 | `gather_rows` | gather.py |
 | `paged_attention` | paged.py |
 | `sample_tokens` | sample.py |
+| `nf4_quantize`, `nf4_dequantize`, `nf4_matmul` | nf4.py |
 
 Derivatives of the loss are written out and not left to autograd, because they specify the kernels
 and because the fused head needs them during its forward pass. tests/model/test_head.py checks them
@@ -35,6 +36,7 @@ against autograd and finite differences. Read next: log_softmax.py.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -393,3 +395,122 @@ def sample_tokens(
     # gather here must not fail.
     token = token.clamp_(max=logits.shape[-1] - 1)
     return token[:, 0], logp.gather(1, token)[:, 0]
+
+
+# --- weights in four bits ---
+
+# NF4: the quantiles of N(0, 1) that cut [1 - δ, δ] into steps of equal probability, seven below the
+# median and eight above, divided by the largest. δ = 1 - (1/32 + 1/30) / 2. So each code is about
+# equally frequent in a block of normal numbers, and 0 and ±1 are exact (Dettmers et al. 2023,
+# arXiv 2305.14314, appendix E). The digits are those of bitsandbytes.
+NF4 = torch.tensor(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453]
+    + [-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0]
+    + [0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224]
+    + [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
+    dtype=torch.float32, device="cpu",
+)  # fmt: skip
+
+
+def midpoints(x: Tensor) -> Tensor:
+    return (x[:-1] + x[1:]) / 2
+
+
+def dynamic_codes() -> Tensor:
+    """Return the 256 numbers of the 8-bit code for absmax: in each decade from 1e-6 to 1 twice as
+    many as in the one below, ±, with 0 and 1 (Dettmers 2015, arXiv 1511.04561).
+    """
+    ends = [torch.linspace(0.1, 1, 2**i + 1, dtype=NF4.dtype, device="cpu") for i in range(7)]
+    positive = torch.cat([10.0 ** (i - 6) * midpoints(ends[i]) for i in range(7)])
+    return torch.cat([-positive, positive, NF4[[7, 15]]]).sort().values
+
+
+DYNAMIC = dynamic_codes()
+NF4_BLOCK, ABSMAX_BLOCK = 64, 256  # weights with one absmax; absmax with one nested_absmax
+
+
+@functools.cache
+def nf4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return NF4 and DYNAMIC on a device, always the same tensors: CUDA graphs cannot copy them."""
+    return NF4.to(device), DYNAMIC.to(device)
+
+
+class Quantized(NamedTuple):
+    """A weight in NF4. Its tensors have the values and names that bitsandbytes stores.
+
+    They may have any shape with the same numbers in the same order. If the rows of a weight [out,
+    in] are whole blocks (in is a multiple of 64), packed [out, in/2] and absmax [out, in/64] can be
+    sharded by rows. The other two are tiny and belong to the whole weight.
+    """
+
+    packed: Tensor  # uint8, two codes per byte, the first in the upper half
+    absmax: Tensor  # largest magnitude of each block: float32, or uint8 codes if nested
+    nested_absmax: Tensor | None  # largest magnitude of 256 absmax - offset; None: not nested
+    nested_offset: Tensor | None  # [] float32, the mean of absmax
+    shape: torch.Size
+
+
+def in_blocks(x: Tensor, size: int) -> Tensor:
+    """Return x [n] as [blocks, size], filled up with zeros."""
+    return F.pad(x, (0, -len(x) % size)).view(-1, size)
+
+
+def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize absmax [blocks] once more. Return the codes [blocks], and nested_absmax and
+    nested_offset.
+
+    Like bitsandbytes on a CPU, this rounds x/nested_absmax to the nearest of 2¹⁶ points in [-1, 1],
+    and that point to the nearest code.
+    """
+    offset = absmax.mean()
+    x = in_blocks(absmax - offset, ABSMAX_BLOCK)
+    nested_absmax = x.abs().amax(1)
+    # 0/0, in a block of zeros: any code will do, and bitsandbytes takes the first
+    x = (x * (1.0 / nested_absmax)[:, None]).nan_to_num(nan=-1.0).clamp(-1, 1)
+    point = ((x + 1.0) * 0.5 * 65_535 + 0.5).int()
+    # a tensor, because CUDA would multiply by the reciprocal of a Python number
+    x = 2 * point / x.new_tensor(65_535.0) - 1.0
+    codes = torch.bucketize(x, midpoints(DYNAMIC).to(x.device)).to(torch.uint8)
+    return codes.flatten()[: len(absmax)], nested_absmax, offset
+
+
+def nf4_absmax(q: Quantized) -> Tensor:
+    """Return absmax [blocks] in float32."""
+    if q.nested_absmax is None or q.nested_offset is None:
+        return q.absmax.flatten()
+    _, dynamic = nf4_tables(q.absmax.device)
+    x = in_blocks(dynamic[q.absmax.flatten().int()], ABSMAX_BLOCK) * q.nested_absmax.view(-1, 1)
+    return x.flatten()[: q.absmax.numel()] + q.nested_offset
+
+
+def nf4_quantize(w: Tensor, nested: bool = True) -> Quantized:
+    """Quantize a weight of any shape and float type. nested: quantize absmax, too.
+
+    A block with an inf or NaN has no finite weights afterwards, and if nested, the whole weight.
+    """
+    flat = w.detach().flatten().float()
+    x = in_blocks(flat, NF4_BLOCK)  # [blocks, 64]
+    absmax = x.abs().amax(1)  # [blocks]
+    scaled = x * (1.0 / absmax.clamp(min=1e-38))[:, None]
+    if len(flat) % NF4_BLOCK:  # bitsandbytes divides here, and stores the clamped absmax
+        absmax[-1] = absmax[-1].clamp(min=1e-38)
+        scaled[-1] = x[-1] / absmax[-1]
+    codes = torch.bucketize(scaled, midpoints(NF4).to(x.device), out_int32=True).flatten()
+    packed = (codes[::2] << 4 | codes[1::2])[: -(-len(flat) // 2)].to(torch.uint8)
+    if nested:
+        return Quantized(packed, *quantize_absmax(absmax), w.shape)
+    return Quantized(packed, absmax, None, None, w.shape)
+
+
+def nf4_dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return the weight [*shape]: NF4[code] · absmax, rounded once from float32 to dtype."""
+    nf4, _ = nf4_tables(q.packed.device)
+    pairs = torch.cartesian_prod(nf4, nf4)  # [256, 2], both numbers of a byte
+    x = in_blocks(pairs[q.packed.flatten().int()].flatten(), NF4_BLOCK)
+    x = (x * nf4_absmax(q)[:, None]).to(dtype)
+    return x.flatten()[: q.shape.numel()].view(q.shape)
+
+
+def nf4_matmul(x: Tensor, q: Quantized) -> Tensor:
+    """Return x Wᵀ [..., out] for x [..., in] and a quantized weight W [out, in]."""
+    return F.linear(x, nf4_dequantize(q, x.dtype))

@@ -79,6 +79,7 @@ ONLY_IN = {
     "datasets": "nanogrpo/data/hub.py bench/ tests/",
     "reasoning_gym": "nanogrpo/data/gym.py tests/",
     "torchao": "nanogrpo/run/optim.py tests/",
+    "bitsandbytes": "bench/ tests/",
     "yaml": "nanogrpo/cli.py",
     "wandb": "nanogrpo/logs/report.py tests/",
     "trackio": "nanogrpo/logs/report.py tests/",

@@ -83,6 +83,7 @@ def contracts() -> dict[str, Launch]:
         fused_rows,
         gather,
         log_softmax,
+        nf4,
         norm,
         paged,
         policy,
@@ -158,6 +159,15 @@ def contracts() -> dict[str, Launch]:
     add("paged.attend; paged.combine", paged.paged_attention, *heads, keys, *pages)
     names = "sample.totals; sample.counts; sample.pick"
     add(names, sample.sample_tokens, meta(64, V), keys, keys, 0.7)
+    weight, x = meta(D, F, frozen=True), meta(16, F, frozen=True)
+    add("nf4.quantize", nf4.nf4_quantize, weight, False)
+    sizes = D * F // 2, D * F // 64, D * F // 64 // 256
+    packed, codes, least = (meta(n, dtype=torch.uint8) for n in sizes)
+    nested = reference.Quantized(packed, codes, least.float(), least[0].float(), weight.shape)
+    flat = nested._replace(absmax=codes.float(), nested_absmax=None, nested_offset=None)
+    for q, end in ((nested, ""), (flat, ", not nested")):
+        add(f"nf4.dequantize{end}", nf4.nf4_dequantize, q, weight.dtype)
+        add(f"nf4.matmul{end}; nf4.sum", nf4.nf4_matmul, x, q)
     return table
 
 
@@ -236,6 +246,7 @@ def report(name: str, launch: Launch, arch: int, code: bool = True) -> dict:
     block = launch.options.get("R", 1) * launch.options.get("C", 1)
     block = launch.options.get("BLOCK", block)
     facts |= {"instructions": len(instructions), "loops": []}
+    facts["fused"] = sum(operation(i).startswith("FFMA") for i in instructions)
     for loop in loops:
         names = Counter(operation(i).split(".")[0] for i in loop)
         facts["loops"].append(
@@ -255,6 +266,7 @@ WIDEST = ("rows", "rows, fp32", "rows, odd stride", "rows, odd stride, fp32")
 WIDEST += ("policy", "policy, on policy", "norm.backward", "rope.backward", "swiglu.backward")
 WIDEST += ("rope.backward, 64 heads", "gather.sum", "paged.attend", "paged.combine")
 WIDEST += ("sample.totals", "sample.counts", "sample.pick")
+WIDEST += ("nf4.quantize", "nf4.dequantize", "nf4.matmul")
 ARCHS = (80, 89, 90, 100, 120)  # A100, RTX 4090, H100, B200, RTX 5090
 
 

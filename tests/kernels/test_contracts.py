@@ -88,6 +88,12 @@ def test_no_min_or_max_of_the_loss_loses_a_nan():
             assert reports()[name, arch]["drops_nan"] == 0
 
 
+def test_four_bit_weights_are_rounded_after_each_operation():
+    """As bitsandbytes does: a fused multiply-add would round DYNAMIC[d] · a' + ā only once."""
+    for name in ("nf4.dequantize", "nf4.matmul"):
+        assert reports()[name, 90]["fused"] == 0
+
+
 def test_the_readme_prints_the_counts():
     table = re.findall(
         r"^\| `([\w., ]+)`[^|]*\| (\d+) \| (\d+) \| ([\d.]+|–) \|",
