@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import os
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 from types import ModuleType
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         wrong += hint is not None
         print(f"{number:2} exercises/{path.name}: {'right' if hint is None else 'not yet'}")
         if hint is not None:
-            print(f"   {hint}")
+            print(textwrap.fill(hint, 100, initial_indent="   ", subsequent_indent="   "))
         elif len(numbers) == 1:
             print(f"   Compare with exercises/solutions/{path.name}.")
     return int(wrong > 0)

@@ -8,7 +8,7 @@ import torch
 from exercises.hints import matches
 from nanogrpo.kernels import reference
 
-START = "Correct the function."
+START = "After a shift, logits, tokens and mask all have T - 1 places."
 BUGS = {
     "temperature": "log_softmax(z) / T is no log-prob: its exponentials do not sum to 1.",
     "shift": "logits[b, t] predicts tokens[b, t + 1], but is compared with tokens[b, t]. The mask"
@@ -44,12 +44,15 @@ def check(answer) -> None:
     mistakes = {}
     for count in (1, 2, 3):
         for bugs in itertools.combinations(BUGS, count):
-            corrected = ", ".join(name for name in BUGS if name not in bugs)
+            corrected = " and the ".join(name for name in BUGS if name not in bugs)
             found = f"Corrected so far: the {corrected}. " if corrected else "Three bugs remain. "
             mistakes[found + BUGS[bugs[0]]] = variant(*batch, bugs)
     half = variant(*batch[:2], is_completion.roll(-1, 1), *batch[3:], ["shift"])
     mistakes["You have shifted the mask, but not the tokens."] = half
-    mistakes[
-        "The logits and tokens are shifted, but the mask is not: use is_completion[:, 1:]."
-    ] = variant(logits, tokens, is_completion.roll(1, 1), advantage, 0.7, [])
+    # the mask [:, :-1], divided by its own sum, or by that of the full mask
+    rolled = is_completion.roll(1, 1)
+    own = variant(logits, tokens, rolled, advantage, 0.7, [])
+    by_all = own * rolled[:, 1:].sum() / is_completion.sum()
+    hint = "The logits and tokens are shifted, but the mask is not: use is_completion[:, 1:]."
+    mistakes |= {hint: own, f"{hint} It is that of the predicted tokens.": by_all}
     matches("loss", answer.loss(*batch), right, mistakes)

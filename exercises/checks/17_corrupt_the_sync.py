@@ -14,14 +14,14 @@ START = "Begin with docs/metrics.md, and find the metrics that compare the engin
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def failures(test: str, answer: str) -> list[str] | None:
-    """Return the names of failed tests, or None if pytest finds no such test."""
+def failures(test: str, answer: str) -> list[str]:
+    """Return the names of the failed tests."""
     options = ["-q", "-rfE", "-p", "no:cacheprovider", "-p", "exercises.corrupting"]
     command = [sys.executable, "-m", "pytest", *options, test]
     env = {**os.environ, "EXERCISE": answer}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return found if done.returncode in (0, 1) else None
+    expect(done.returncode in (0, 1), f"pytest cannot run {test}: try it with python -m pytest.")
+    return re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
 
 
 def check(answer) -> None:
@@ -51,10 +51,12 @@ def check(answer) -> None:
     )
     expect(
         str(answer.TEST).startswith("tests/"),
-        "TEST must be the name of a test, such as tests/engine/test_local.py::test_a_name.",
+        "TEST must name one test, such as tests/engine/test_local.py::test_a_name.",
     )
+    file, _, test = answer.TEST.partition("::")
+    found = (ROOT / file).is_file() and f"def {test.split('[')[0]}(" in (ROOT / file).read_text()
+    expect(found, f"There is no test {answer.TEST}. Copy its name from the file.")
     failed = failures(answer.TEST, str(Path(answer.__file__).resolve()))
-    expect(failed is not None, f"pytest finds no test {answer.TEST}. Copy its name from the file.")
     expect(
         any("corrupted-sync" in name for name in failed),
         f"The metric shows it, but {answer.TEST} passes all the same. Look for a test that samples"

@@ -155,10 +155,11 @@ ONE = [  # (number, text, replacement, part of the hint)
     (17, "1.5 * weight", "weight / 0", "infinite or NaN"),
     (17, "sampling/sampling_logp_difference/mean", "reward", "Another metric"),
     (17, "sampling/sampling_logp_difference/mean", "gap", "There is no metric 'gap'"),
-    (17, "tests/engine/test_local.py::", "test_local.py::", "TEST must be the name of a test"),
-    (17, "test_log_probs_equal_the_trainers", "test_nothing", "pytest finds no test"),
+    (17, "tests/engine/test_local.py::", "test_local.py::", "TEST must name one test"),
+    (17, "test_log_probs_equal_the_trainers", "test_nothing", "There is no test"),
     (17, "tests/engine/test_local.py::test_log_probs_equal_the_trainers",
-        "tests/grpo/test_spread.py", "passes all the same"),
+        "tests/grpo/test_loss.py::test_weights_follow_their_definitions",
+        "passes all the same"),
 ]  # fmt: skip
 
 BEFORE = (
@@ -178,6 +179,8 @@ SEVERAL = [  # (number, [(text, replacement), …], part of the hint)
     (5, [*UNSHIFTED, (MASK, "is_completion.roll(-1, 1)")], "shifted the mask, but not"),
     (5, [BEFORE, ALL_PLACES], "Corrected so far: the shift."),
     (5, [BEFORE], "no log-prob"),
+    (5, [("l * mask", "l * is_completion[:, :-1]")], "but the mask is not"),
+    (5, [("l * mask", "l * is_completion")], "all have T - 1 places"),
     (14, [("range(0, len(hidden), chunk)", "[0]"), ("start + chunk", "len(hidden)")],
         "500 numbers"),
     (16, [("float(shard.square().sum())", "float(shard.norm())"), ("sum(gather(mine))", SQUARES)],
