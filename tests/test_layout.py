@@ -29,6 +29,7 @@ PATTERNS = [
     "tests/**/*.py",
     "examples/**/*.py",
     "exercises/**/*.py",
+    "docs/**/*.py",
     "*.py",
 ]
 SOURCES = {str(p.relative_to(ROOT)): p for pattern in PATTERNS for p in sorted(ROOT.glob(pattern))}
@@ -84,7 +85,7 @@ ONLY_IN = {
     "wandb": "nanogrpo/logs/report.py tests/",
     "trackio": "nanogrpo/logs/report.py tests/",
     "tensorboard": "nanogrpo/logs/report.py tests/",
-    "matplotlib": "nanogrpo/logs/plot.py bench/ examples/",
+    "matplotlib": "nanogrpo/logs/plot.py bench/ examples/ docs/img/draw.py",
 }
 
 
