@@ -329,7 +329,7 @@ def look_again(batch: PackedBatch, before: Tensor, model: Decoder, tokenizer: To
     with torch.no_grad():
         out = model.forward_packed(batch, grpo.objective(batch, CFG))
     ratio = (out.logp - before).exp()
-    clip = out.metrics["clip"]
+    clip = out.metrics.get("clip", torch.zeros_like(ratio))  # not every loss type has a clip
     second = second_tokens(batch)
     show(
         "the second token again, with the new weights",
