@@ -1,6 +1,7 @@
 """The notebook runs from top to bottom, and its model learns."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,19 @@ def test_the_notebook_runs_and_learns(tmp_path):
     first, last = map(float, re.search(r"right answers: (\S+) in .*, (\S+) in", texts[-1]).groups())
     assert last > first + 0.1
     assert (tmp_path / "runs/notebook/checkpoint-20/model.safetensors").is_file()
+
+
+BOOKS = runpy.run_path(str(NOTEBOOK.parents[1] / "docs/notebooks.py"))["written"]()
+
+
+@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
+def test_the_chapters_of_the_course_run_as_notebooks(path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    assert path.read_text() == BOOKS[path], "run python docs/notebooks.py"
+    notebook = nbformat.reads(BOOKS[path], as_version=4)
+    nbformat.validate(notebook)
+    resources = {"metadata": {"path": str(path.parent)}}
+    nbclient.NotebookClient(notebook, timeout=250, resources=resources).execute()
+    code = [c for c in notebook.cells if c.cell_type == "code"]
+    assert len(code) >= 9
+    assert all(c.outputs for c in code[1:])
