@@ -495,8 +495,10 @@ def nf4_quantize(w: Tensor, nested: bool = True) -> Quantized:
     if len(flat) % NF4_BLOCK:  # bitsandbytes divides here, and stores the clamped absmax
         absmax[-1] = absmax[-1].clamp(min=1e-38)
         scaled[-1] = x[-1] / absmax[-1]
-    codes = torch.bucketize(scaled, midpoints(NF4).to(x.device), out_int32=True).flatten()
-    packed = (codes[::2] << 4 | codes[1::2])[: -(-len(flat) // 2)].to(torch.uint8)
+    codes = torch.full_like(x, 15, dtype=torch.uint8)
+    for middle in midpoints(NF4).tolist():  # faster on a CPU than torch.bucketize
+        codes -= (scaled <= middle).view(torch.uint8)
+    packed = (codes[:, ::2] << 4 | codes[:, 1::2]).flatten()[: -(-len(flat) // 2)]
     if nested:
         return Quantized(packed, *quantize_absmax(absmax), w.shape)
     return Quantized(packed, absmax, None, None, w.shape)
@@ -506,9 +508,12 @@ def nf4_dequantize(q: Quantized, dtype: torch.dtype) -> Tensor:
     """Return the weight [*shape]: NF4[code] · absmax, rounded once from float32 to dtype."""
     nf4, _ = nf4_tables(q.packed.device)
     pairs = torch.cartesian_prod(nf4, nf4)  # [256, 2], both numbers of a byte
-    x = in_blocks(pairs[q.packed.flatten().int()].flatten(), NF4_BLOCK)
-    x = (x * nf4_absmax(q)[:, None]).to(dtype)
-    return x.flatten()[: q.shape.numel()].view(q.shape)
+    packed, absmax = in_blocks(q.packed.flatten(), NF4_BLOCK // 2), nf4_absmax(q)[:, None]
+    w = torch.empty(len(packed), NF4_BLOCK, dtype=dtype, device=packed.device)
+    for rows in blocks(w) if w.device.type == "cpu" else [slice(None)]:
+        x = pairs.index_select(0, packed[rows].flatten().int())  # [bytes, 2]
+        w[rows] = x.view(-1, NF4_BLOCK) * absmax[rows]
+    return w.flatten()[: q.shape.numel()].view(q.shape)
 
 
 def nf4_matmul(x: Tensor, q: Quantized) -> Tensor:
