@@ -267,6 +267,7 @@ def truth(rung: int) -> dict[str, Tensor]:
     hidden, head = hidden.double().requires_grad_(), head.double().requires_grad_()
     inputs = inputs_of(M).map(Tensor.double)
     assert inputs.old_logp is not None
+    assert inputs.entropy_weight is not None
     logp_all = torch.log_softmax(hidden @ head.T, -1)  # [M, V]
     logp = logp_all.gather(1, targets[:, None])[:, 0]
     entropy = -(logp_all.exp() * logp_all).sum(1)

@@ -68,8 +68,8 @@ def matches(
     if torch.allclose(found, wanted, rtol=tolerance, atol=tolerance):
         return
     for hint, value in (mistakes or {}).items():
-        same = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
-        if torch.allclose(found, value.detach().double().expand_as(found), **same):
+        value = value.detach().double().expand_as(found)
+        if torch.allclose(found, value, rtol=tolerance, atol=tolerance, equal_nan=True):
             raise Hint(hint)
     apart = (found - wanted).abs() / (1 + wanted.abs())
     place = int(apart.nan_to_num(torch.inf).flatten().argmax())
