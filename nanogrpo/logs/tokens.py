@@ -41,9 +41,8 @@ from nanogrpo.types import PackedBatch, Sample
 
 logger = logging.getLogger(__name__)
 COLUMNS = ("entropy", "ratio", "gap", "share")
-# More than the compressed bytes of a token in the file, to choose the groups before they are
-# written (docs/log.md).
-BYTES = 40
+# More than a token takes in the file (docs/log.md): the groups are chosen before they are written.
+BYTES = 24
 Columns = dict[str, list]
 
 

@@ -182,7 +182,8 @@ def serve(runs: Sequence[Run], port: int) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Look at a run in the browser, or compare two: curves, completions and tokens."
+        prog="nanogrpo view",
+        description="Look at a run in the browser, or compare two: curves, completions and tokens.",
     )
     parser.add_argument("runs", nargs="+", type=Path, help="output folders of one run or two")
     parser.add_argument(

@@ -200,4 +200,4 @@ class Run:
 
 def _preview(prompt: Any) -> str:
     text = prompt if isinstance(prompt, str) else prompt[-1][1] if prompt else ""
-    return text[-PREVIEW:]
+    return text[:PREVIEW]
