@@ -31,6 +31,7 @@ COMMANDS = {
     "train.py": Config(),
     "train.py --profile full": Config(**PROFILES["full"]),
     "train.py --lora-r 16": Config(lora_r=16),
+    "train.py --lora-r 16 --load-in-4bit": Config(lora_r=16, load_in_4bit=True),
 }
 
 

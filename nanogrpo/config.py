@@ -577,6 +577,12 @@ class Config:
         choices=("auto", "float32", "bfloat16"),
         needs="lora_r",
     )
+    load_in_4bit: bool = option(
+        False,
+        "store the frozen matrices of the blocks in 4 bits (NF4, as in QLoRA), which takes a"
+        " quarter of bfloat16's memory",
+        needs="lora_r",
+    )
     lora_adapter: str = option(
         "",
         "folder of adapters in PEFT's format to start from; the reference model stays the base",
@@ -927,6 +933,11 @@ def _sizes(c: Config) -> Iterator[str]:
         yield (
             f"--trace-step {c.trace_step} is beyond --max-steps {c.max_steps}: name a step of the"
             " run."
+        )
+    if c.torch_compile and c.load_in_4bit:
+        yield (
+            "--load-in-4bit cannot be used with --torch-compile, because the compiler could keep"
+            " the dequantized matrices for the backward pass: leave one of them out."
         )
     if c.torch_compile and c.gradient_checkpointing == "selective":
         yield (

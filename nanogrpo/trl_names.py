@@ -60,6 +60,10 @@ TRANSLATED = {
     " means only after the last step",
     "bf16": "`true` changes nothing, because a GPU computes in bfloat16 and a CPU in float32, and"
     " trained weights are stored in float32",
+    "bnb_4bit_quant_type bnb_4bit_quant_storage": "`nf4` and `uint8` change nothing, because"
+    " `--load-in-4bit` stores NF4 in bytes",
+    "use_bnb_nested_quant": "`true` changes nothing, because `--load-in-4bit` always quantizes the"
+    " scales of its blocks, too",
     "shuffle_dataset": "`true` changes nothing, because prompts are always shuffled, by `--seed`"
     " and epoch",
 }
@@ -156,9 +160,7 @@ UNSUPPORTED = {
     "log_completions_hub_repo": "`--log-completions` writes files, which you can upload",
     "dataset_streaming streaming": "a resumed run draws the prompts again, so all of them are read"
     " at the start",
-    "load_in_4bit load_in_8bit bnb_4bit_quant_type bnb_4bit_quant_storage"
-    " use_bnb_nested_quant": "the base model is not quantized; on a GPU `--lora-r` trains adapters"
-    " on a bfloat16 base",
+    "load_in_8bit": "`--load-in-4bit` is the only quantization",
     "use_dora lora_modules_to_save lora_target_parameters": "adapters are plain LoRA on linear"
     " layers",
 }
@@ -240,6 +242,9 @@ def _values(given: Mapping[str, Any], out: dict[str, Any], profile: Mapping[str,
         "eval_on_start": {"true": {}, "false": {}},
         "save_strategy": {"steps": {}},
         "bf16": {"true": {}},
+        "bnb_4bit_quant_type": {"nf4": {}},
+        "bnb_4bit_quant_storage": {"uint8": {}},
+        "use_bnb_nested_quant": {"true": {}},
         "shuffle_dataset": {"true": {}},
     }
     for name, meaning in meanings.items():
@@ -335,6 +340,11 @@ def _ours(out: dict[str, Any]) -> None:
         _take({"chat_template_kwargs": on}, out, **on)
     if out.get("max_steps") == -1 and out.get("num_train_epochs"):
         del out["max_steps"]  # TRL's way to leave it out
+    if str(out.get("optim")).startswith("paged_"):
+        raise UserError(
+            f"--optim {out['optim']} would move the optimizer's state to the host page by page,"
+            " which is not supported here: use adamw_torch_8bit, or --cpu-offload."
+        )
     if out.get("lora_target_modules") == ("all-linear",):
         out["lora_target_modules"] = Config.lora_target_modules  # all of them
 

@@ -56,6 +56,7 @@ from nanogrpo.types import PackedBatch, Sample
 PEERS = [
     "grpo/test_trl_parity.py",
     "grpo/test_trl_objectives.py",
+    "grpo/test_trl_nf4.py",
     "engine/test_trl_tools.py",
     "test_trl_options.py",
     "bench/test_runs.py",

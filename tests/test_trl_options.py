@@ -136,6 +136,10 @@ def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
         ("--use_cpu", "device=cpu"),
         ("--use_peft", "lora_r=16"),
         ("--use_peft --lora_r 8", "lora_r=8"),
+        (
+            "--use_peft --load_in_4bit --bnb_4bit_quant_type nf4 --use_bnb_nested_quant",
+            "lora_r=16 load_in_4bit=True",
+        ),
         ("--use_peft --lora_target_modules all-linear", "lora_r=16"),
         ("--resume_from_checkpoint", "resume=True"),
         ("--resume_from_checkpoint a/Checkpoint-5", "resume=True resume_from=a/Checkpoint-5"),
@@ -227,8 +231,20 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
             "--fp16 is an option of TRL: it is not supported here, because a GPU computes in",
         ),
         (
-            "--load_in_4bit true",
-            "--load-in-4bit is an option of TRL: it is not supported here, beca",
+            "--load_in_8bit true",
+            "--load-in-8bit is an option of TRL: it is not supported here, beca",
+        ),
+        (
+            "--bnb_4bit_quant_type fp4",
+            "--bnb-4bit-quant-type fp4 is not supported: nf4 and uint8 change nothing, because",
+        ),
+        (
+            "--use_bnb_nested_quant false",
+            "--use-bnb-nested-quant False is not supported: true changes nothing, because",
+        ),
+        (
+            "--optim paged_adamw_8bit",
+            "--optim paged_adamw_8bit would move the optimizer's state to the host page by page",
         ),
         (
             "--project x",

@@ -9,7 +9,8 @@ launches, of which four are matrix products:
 
 Compared with `Decoder.forward`, q, k and v come from one product, as do gate and up. The sum that
 ends a block is computed by the norm of the next one, and cosines and sines come from a table. The
-results are the same, except that a product may be rounded differently. Read next:
+results are the same, except that a product may be rounded differently. With --load-in-4bit, the
+products are those of `Decoder.forward`. Read next:
 kernels/paged.py (attention), kernels/norm.py (the other kernels).
 """
 
@@ -51,6 +52,8 @@ class GPUStep:
         blocks: Any = model.model.layers
         for block in blocks:
             attention, mlp = block.self_attn, block.mlp
+            if not isinstance(mlp.up_proj, nn.Linear):  # in four bits, with adapters
+                continue
             attention.project = join(attention.q_proj, attention.k_proj, attention.v_proj)
             mlp.project = join(mlp.gate_proj, mlp.up_proj)
         everywhere = torch.arange(max_len, device=cache.table.device)

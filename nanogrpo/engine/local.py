@@ -30,6 +30,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nanogrpo.config import Config
+from nanogrpo.distributed import fsdp
 from nanogrpo.engine import sampler
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.engine.cache import KVCache, PagedCache, Prefix
@@ -162,6 +164,10 @@ class LocalEngine:
     weights of a `version`, and lets the engine use a different dtype: float32 on a CPU, bfloat16 on
     CUDA unless `dtype` is given. Log-probs are always float32.
 
+    With `four_bits`, it uses the trainer's frozen weights themselves, which no step changes, and
+    copies only the adapters. It does not merge them. Where the trainer's weights are sharded, the
+    shards are gathered once, in four bits.
+
     On a GPU, `cache_tokens` limits the memory of the cache: see `engine.cache.cache_tokens`. If it
     is too small for all slots, fewer completions are decoded at the same time.
     """
@@ -176,6 +182,7 @@ class LocalEngine:
         cache_tokens: int | None = None,  # None: enough for all slots
         dtype: torch.dtype | None = None,
         paged: bool | None = None,  # None: on a GPU
+        four_bits: Config | None = None,  # the options of a run with --load-in-4bit
     ):
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
@@ -184,8 +191,13 @@ class LocalEngine:
         # on the meta device, because a random initialization takes time and changes the global
         # random state
         with torch.device("meta"):
-            self.model = Decoder(cfg).to(self.dtype).requires_grad_(False)
-        self.model.to_empty(device=self.device).tie()
+            self.model = Decoder(cfg)
+            if four_bits:
+                lora.attach(self.model, four_bits)
+            self.model.to(self.dtype).requires_grad_(False)
+        self.shares = four_bits is not None
+        if not self.shares:
+            self.model.to_empty(device=self.device).tie()
         size = cfg.num_hidden_layers, slots, cfg.num_key_value_heads, max_len, cfg.head_dim
         self.cache: KVCache | PagedCache
         self.gpu_step: GPUStep | None = None
@@ -210,8 +222,11 @@ class LocalEngine:
         Every rank calls this, because shards are gathered.
         """
         mine = dict(self.model.named_parameters())
-        for name, weight in lora.full_parameters(model, computed=True):
-            mine[name].copy_(weight)
+        if self.shares:
+            self._share(model, mine)
+        else:
+            for name, weight in lora.full_parameters(model, computed=True):
+                mine[name].copy_(weight)
         for module in self.model.modules():
             if isinstance(module, nn.Linear) and module.weight.numel() >= PACK_FROM:
                 # replace the forward of this module, not of its class
@@ -220,6 +235,18 @@ class LocalEngine:
         # the head operation (decoder.Head)
         self.head = packed(self.model.lm_head.weight, None, self.slots)
         self.version = version
+
+    def _share(self, model: nn.Module, mine: dict[str, nn.Parameter]) -> None:
+        """Take the frozen weights, only the first time, and copy the adapters."""
+        first = self.version < 0
+        fsdp.reshard(model)  # FSDP would free a gathered parameter
+        taken = {}
+        for name, p in model.named_parameters():
+            if first or lora.is_adapter(name):
+                where = self.device, mine[name].dtype
+                taken[name] = lora.gathered(p).to(*where, copy=lora.is_adapter(name))
+        self.model.load_state_dict(taken, strict=False, assign=first)  # no tied head in them
+        self.model.tie()
 
     def metrics(self) -> dict[str, float]:
         if self.gpu_step is None:

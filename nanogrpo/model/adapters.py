@@ -3,9 +3,11 @@ adapter_model.safetensors.
 
 In: a model with adapters (lora.py), and the options. Out: adapters, initialized or loaded, and
 folders that peft can load on top of the base model:
-`PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)`. PEFT's tensor names
-are ours with a prefix and a suffix. PEFT features that we do not support are rejected, with their
-name in the message. Read before: lora.py. Read next: run/state.py (when adapters are saved).
+`PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)`. If the base was in
+four bits, quantization_config.json in the folder has the arguments of transformers'
+BitsAndBytesConfig that give the same base. PEFT's tensor names are ours with a prefix and a suffix.
+PEFT features that we do not support are rejected, with their name in the message. Read before:
+lora.py. Read next: run/state.py (when adapters are saved).
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from nanogrpo.errors import UserError, read_json, reading
 from nanogrpo.model import lora
 from nanogrpo.model.checkpoint import copy_tensors, fill, tensors
 from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.hf_config import FOUR_BITS
 
 log = logging.getLogger("nanogrpo")
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+QUANTIZATION = "quantization_config.json"  # next to them, of a base in four bits
 SUBFOLDER = "adapter"  # of a checkpoint, for the adapters that are merged into its weights
 # The fields of adapter_config.json that do not change the computation, or whose effect we support.
 # Every other field must be absent, empty or "none", including fields that PEFT may add in future.
@@ -169,8 +173,10 @@ def host_adapters(model: Decoder, keep: bool = True) -> dict[str, Tensor]:
     return out
 
 
-def write(weights: dict[str, Tensor], folder: Path, cfg: Config) -> None:
-    """Write a folder in PEFT's format. weights: the result of `host_adapters`."""
+def write(weights: dict[str, Tensor], folder: Path, cfg: Config, device: str = "cpu") -> None:
+    """Write a folder in PEFT's format. weights: the result of `host_adapters`; device: the type of
+    device that they were trained on.
+    """
     alpha = cfg.lora_alpha
     config = {
         "peft_type": "LORA",
@@ -186,4 +192,7 @@ def write(weights: dict[str, Tensor], folder: Path, cfg: Config) -> None:
     }
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    if cfg.load_in_4bit:
+        dtype = {"bnb_4bit_compute_dtype": lora.base_dtype(cfg, device)}
+        (folder / QUANTIZATION).write_text(json.dumps(FOUR_BITS | dtype, indent=2) + "\n")
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})

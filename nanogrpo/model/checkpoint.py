@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nanogrpo.errors import UserError, read_json, reading
-from nanogrpo.model import lora
+from nanogrpo.model import lora, nf4
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
@@ -101,14 +101,17 @@ def tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:
 
 def load_weights(model: Decoder, folder: Path) -> None:
     """Copy the weights of a checkpoint into a model."""
-    wanted = {n: p for n, p in model.state_dict(keep_vars=True).items() if not lora.is_adapter(n)}
+    wanted = dict(lora.base_parameters(model))  # without a tied head
     # tables of angles, which the first Llama checkpoints contain
     skipped: tuple[str, ...] = (".rotary_emb.inv_freq",)
     if model.cfg.tie_word_embeddings:
         check_tied_head(folder)
-        del wanted["lm_head.weight"]
         skipped += ("lm_head.weight",)
-    found = (pair for pair in tensors(files(folder)) if not pair[0].endswith(skipped))
+    every = tensors(files(folder))
+    found: Iterable[tuple[str, Any]] = (pair for pair in every if not pair[0].endswith(skipped))
+    if in_four_bits(folder):
+        matrices = {name for name, p in wanted.items() if isinstance(p, nf4.Matrix)}
+        found = nf4.assembled(found, matrices, str(folder))
     copy_tensors(wanted, found, str(folder), "use a config.json and weights of the same model")
 
 
@@ -148,7 +151,10 @@ def check_float(name: str, tensor: Any, where: str) -> None:
 
 @torch.no_grad()
 def copy_tensors(
-    wanted: Mapping[str, Tensor], found: Iterable[tuple[str, Any]], where: str, advice: str
+    wanted: Mapping[str, Tensor | nf4.Matrix],
+    found: Iterable[tuple[str, Any]],
+    where: str,
+    advice: str,
 ) -> None:
     """Copy the tensors of files into parameters of the same names.
 
@@ -167,17 +173,22 @@ def copy_tensors(
                 f"{where}: the tensor {name} has shape {shape} but config.json asks for "
                 f"{expected}; {advice}."
             )
-        check_float(name, tensor, where)
+        if not (isinstance(wanted[name], nf4.Matrix) and tensor.get_dtype() == "NF4"):
+            check_float(name, tensor, where)
         fill(wanted[name], tensor)
         missing.discard(name)
     if missing:
         raise UserError(f"{where}: the tensor {min(missing)} is missing; {advice}.")
 
 
-def fill(parameter: Tensor, source) -> None:
+def fill(parameter: Tensor | nf4.Matrix, source) -> None:
     """Copy a tensor, or a slice of a file, into a parameter. For a sharded parameter, only this
-    rank's rows are read.
+    rank's rows are read. A matrix in four bits is read in full and quantized first.
     """
+    if isinstance(parameter, nf4.Matrix):
+        for part, full in parameter.parts(source[:]):
+            fill(part, full)
+        return
     if not isinstance(parameter, DTensor):
         parameter.copy_(source[:])
         return
@@ -188,12 +199,25 @@ def fill(parameter: Tensor, source) -> None:
         parameter.to_local().copy_(source[tuple(slice(o, o + n) for o, n in zip(offset, shape))])
 
 
-def empty_model(folder: Path) -> Decoder:
-    """Return a checkpoint's model on the meta device, where weights need no time or memory."""
+def in_four_bits(folder: Path) -> bool:
+    """Return whether the matrices of a checkpoint are stored in four bits, by bitsandbytes."""
+    return bool(read_json(folder / "config.json").get("quantization_config"))
+
+
+def empty_model(folder: Path, four_bits: bool = False) -> Decoder:
+    """Return a checkpoint's model on the meta device, where weights need no time or memory.
+
+    four_bits: whether `lora.attach` will replace its matrices by others in four bits.
+    """
     where = folder / "config.json"
     raw = read_json(where)
     with reading(where, "use the model's original file", "does not describe a model"):
         cfg = ModelConfig.from_dict(raw, str(where))
+    if raw.get("quantization_config") and not four_bits:
+        raise UserError(
+            f"{folder}: the weights are stored in 4 bits, on which only adapters can be trained: "
+            "use --load-in-4bit and --lora-r, or the original model."
+        )
     with torch.device("meta"):
         return Decoder(cfg)
 
@@ -300,6 +324,7 @@ def write_model(
     """
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     config = {**config, "dtype": dtype, "torch_dtype": dtype}
+    config.pop("quantization_config", None)  # of a base in four bits; these weights are floats
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     parts: list[dict[str, Tensor]] = [{}]
     for name, tensor in weights.items():

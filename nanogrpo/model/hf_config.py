@@ -46,7 +46,15 @@ NEUTRAL: dict[str, Any] = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "per_layer_config": None,
-    "quantization_config": None,
+}
+# The fields of quantization_config whose weights nf4.py can read: those of bitsandbytes in four
+# bits. The last one may be missing.
+FOUR_BITS: dict[str, Any] = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_quant_storage": "uint8",
 }
 
 
@@ -105,6 +113,15 @@ class ModelConfig:
             given = raw.get(name)
             advice = f"it must be {'null' if neutral is None else neutral}"
             require(given in (None, neutral), f"{name} {given!r:.60} is not supported", advice)
+        stored = raw.get("quantization_config") or {}
+        require(isinstance(stored, dict), f"quantization_config is {stored!r:.60}")
+        for name, needed in FOUR_BITS.items() if stored else ():
+            given = stored.get(name, needed if name == "bnb_4bit_quant_storage" else None)
+            require(
+                given == needed,
+                f"quantization_config with {name} {given!r:.60} is not supported",
+                f"it must be null, or have {name} {needed}",
+            )
         # Mistral has a window of 4096 tokens in transformers unless the field is null.
         window = raw.get("sliding_window", 4096 if kind == "mistral" else None)
         ignored = kind in ("qwen2", "qwen3")  # which have use_sliding_window

@@ -11,7 +11,8 @@ the same model, which can be used in two ways:
 
 B starts at zero, so the initial policy equals the base model. The adapters are trained in float32.
 The frozen weights are stored in the dtype they compute in, which is bfloat16 on a GPU: the same
-numbers, in half the memory.
+numbers, in half the memory. With --load-in-4bit, the matrices of the blocks are stored in four bits
+(nf4.py).
 
 With --lora-dropout, A x becomes A dropout(x), but only in forward passes that compute a gradient.
 Engines sample with the merged weights, so the log-probs of the policy that sampled (old_logp), like
@@ -24,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,19 +33,26 @@ from torch import Tensor, nn
 
 from nanogrpo.config import LORA_TARGETS, Config
 from nanogrpo.kernels.linear import linear
+from nanogrpo.model import nf4
 from nanogrpo.model.decoder import Decoder
 
 
 class LoRALinear(nn.Module):
-    """A linear layer with frozen weight and bias, and its adapters, which `adapters.initialize`
+    """A linear layer with its own frozen parameters, and its adapters, which `adapters.initialize`
     initializes.
     """
 
-    def __init__(self, base: nn.Linear, cfg: Config):
+    def __init__(self, base: nn.Linear | nf4.Linear4bit, cfg: Config):
         super().__init__()
         r = cfg.lora_r
-        self.weight, self.bias = base.weight, base.bias
-        new = functools.partial(base.weight.new_empty, dtype=_exact(base.weight))
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.bias = None
+        for name, p in base.named_parameters():  # under their names, which files have too
+            setattr(self, name, p)
+        weight: Any = base.weight
+        self.dtype: torch.dtype = getattr(base, "dtype", weight.dtype)
+        self.frozen: Any = type(base).forward  # computes W x + b with these parameters
+        new = functools.partial(weight.new_empty, dtype=_exact(self.dtype))
         self.lora_A = nn.Parameter(new((r, base.in_features)))
         self.lora_B = nn.Parameter(new((base.out_features, r)))
         self.scale = cfg.lora_alpha / (r**0.5 if cfg.use_rslora else r)
@@ -52,7 +60,7 @@ class LoRALinear(nn.Module):
         self.enabled = True
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight, self.bias)  # [T, out]
+        y = self.frozen(self, x)  # [T, out]
         if not self.enabled:
             return y
         if self.dropout and torch.is_grad_enabled():
@@ -66,26 +74,36 @@ def targets(cfg: Config) -> list[str]:
     return [name for name in LORA_TARGETS if name in (cfg.lora_target_modules or LORA_TARGETS)]
 
 
-def _exact(weight: Tensor) -> torch.dtype:
+def _exact(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a weight's adapters: at least float32."""
-    return torch.promote_types(weight.dtype, torch.float32)
+    return torch.promote_types(dtype, torch.float32)
+
+
+def base_dtype(cfg: Config, device: str) -> str:
+    """Return the dtype in which frozen weights are stored, or dequantized, on a type of device."""
+    auto = "bfloat16" if device == "cuda" else "float32"
+    return auto if cfg.lora_base_dtype == "auto" else cfg.lora_base_dtype
 
 
 def attach(model: Decoder, cfg: Config, device: str = "cpu") -> None:
     """Freeze the model and add adapters to the chosen layers, unless --lora-r is 0. Call this
-    before the model is loaded and sharded. device: the type of device that it will be on.
+    before the model is loaded and sharded. With --load-in-4bit, all layers of the blocks are then
+    in four bits. device: the type of device that it will be on.
     """
     if not cfg.lora_r:
         return
     model.requires_grad_(False)
-    auto = "bfloat16" if device == "cuda" else "float32"
-    if (auto if cfg.lora_base_dtype == "auto" else cfg.lora_base_dtype) == "bfloat16":
+    if base_dtype(cfg, device) == "bfloat16":
         model.to(torch.bfloat16)
-    for block in model.model.layers:
+    blocks: Any = model.model.layers
+    for block in blocks:
         for parent in (block.self_attn, block.mlp):
-            for name in targets(cfg):
-                if isinstance(layer := getattr(parent, name, None), nn.Linear):
-                    setattr(parent, name, LoRALinear(layer, cfg))
+            for name, layer in [*parent.named_children()]:
+                if not isinstance(layer, nn.Linear):
+                    continue
+                frozen = nf4.Linear4bit(layer) if cfg.load_in_4bit else layer
+                adapted = name in targets(cfg)
+                setattr(parent, name, LoRALinear(frozen, cfg) if adapted else frozen)
 
 
 @contextlib.contextmanager
@@ -105,15 +123,34 @@ def is_adapter(name: str) -> bool:
     return name.endswith((".lora_A", ".lora_B"))
 
 
-def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, parameter) for each parameter that a checkpoint contains, each one once."""
-    return ((name, p) for name, p in model.named_parameters() if not is_adapter(name))
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter | nf4.Matrix]]:
+    """Yield (name, parameter) for each parameter that a checkpoint contains, each one once. The
+    three parameters of a matrix in four bits are one `nf4.Matrix`.
+    """
+    packed = {name: m for name, m in model.named_modules() if nf4.is_packed(m)}
+    for name, p in model.named_parameters():
+        layer, _, own = name.rpartition(".")
+        if layer in packed and own == "weight":
+            yield name, nf4.Matrix(packed[layer])
+        elif not is_adapter(name) and not (layer in packed and own in nf4.PARTS):
+            yield name, p
+
+
+def sizes(model: nn.Module) -> tuple[int, int]:
+    """Return the number of trained weights, and of all."""
+    adapters = sum(p.numel() for n, p in model.named_parameters() if is_adapter(n))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return trained, adapters + sum(p.shape.numel() for _, p in base_parameters(model))
 
 
 def gathered(p: Tensor) -> Tensor:
-    """Return a parameter, detached. If it is sharded, a collective gathers the shards."""
-    p = p.detach()
-    return p.full_tensor() if hasattr(p, "full_tensor") else p  # only a DTensor has it
+    """Return a parameter, detached. If it is sharded, a collective gathers the shards, unless one
+    rank has all of them.
+    """
+    whole: Any = p.detach()
+    if not hasattr(whole, "full_tensor"):  # only a DTensor has it
+        return whole
+    return whole.to_local() if whole.device_mesh.size() == 1 else whole.full_tensor()
 
 
 def full_parameters(model: nn.Module, computed: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -143,12 +180,16 @@ def full_parameters(model: nn.Module, computed: bool = False) -> Iterator[tuple[
 
 
 def _merged(layer: nn.Module, name: str, p: Tensor) -> Tensor:
-    """Return a full parameter. Adapters are added in float32, and the sum is rounded once, or not
-    at all if the adapters have a higher precision than the weight.
+    """Return a full parameter. A matrix in four bits is dequantized. Adapters are added in float32,
+    and the sum is rounded once, or not at all if the adapters have a higher precision than the
+    weight.
     """
     w = gathered(p)
+    if name == "weight" and nf4.is_packed(layer):
+        others = (gathered(getattr(layer, part)) for part in nf4.PARTS[1:])
+        w = nf4.dequantized(nf4.shape_of(layer), (w, *others), cast(Any, layer).dtype)
     if not (isinstance(layer, LoRALinear) and name == "weight"):
         return w
-    exact, a, b = _exact(w), gathered(layer.lora_A), gathered(layer.lora_B)
+    exact, a, b = _exact(w.dtype), gathered(layer.lora_A), gathered(layer.lora_B)
     delta = b.to(exact) @ a.to(exact)  # [out, in]
     return (w.to(exact) + layer.scale * delta).to(torch.promote_types(w.dtype, a.dtype))

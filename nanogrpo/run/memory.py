@@ -8,17 +8,22 @@ With n parameters (n_b in a block, n_r in the rest: embedding, head, norms) on W
 b bytes per number (2 on a GPU, 4 on a CPU) on micro-batches of T tokens:
 
     parameters     4·n/W                      float32 master weights; 2·n/W for frozen ones that
-                                              are stored in bfloat16 (--lora-base-dtype)
+                                              are stored in bfloat16 (--lora-base-dtype), and
+                                              0.52·n/W in 4 bits (--load-in-4bit)
     optimizer      8·n/W                      two float32 moments; about 2·n/W in 8 bits
     gradients      4·n/W, or 4·n              the second while several micro-batches accumulate and
                                               are reduced only after the last
     gathered       b·(n_r + 2·n_b), or b·n    by FSDP: the root and two blocks, or all
-                                              (--reshard-after-forward never)
+                                              (--reshard-after-forward never); blocks in 4 bits
+                                              stay so
+    dequantized    b·D·F                      the largest matrix, with --load-in-4bit
     activations    T · per_token              per layer: `activation_bytes`
     key rows       2·b·K·E · (Tk - T)         per layer: keys and values of shared prompts, gathered
                                               once per completion
     logits         b·C·V + 4·V·D              one chunk of C rows, and the head's float32 gradient
-    engine         b·n + KV cache             its copy of the weights, and 2·b·K·E per layer and
+    engine         b·n + KV cache             its copy of the weights (with --load-in-4bit only
+                                              of the adapters and, if W > 1, of the 4 bits; it
+                                              shares the rest), and 2·b·K·E per layer and
                                               token: all positions of all slots, or --cache-tokens
                    or b·n                     with vLLM: rank 0's copy of the weights to send, and
                                               the server, if it is on rank 0's GPU
@@ -38,7 +43,6 @@ chosen for which model and GPU. Read next: grpo/packing.py (which determines the
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import logging
 import os
@@ -159,6 +163,15 @@ def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[in
     return T, max(min(keys, max_keys), T), tokens > budget or keys > max_keys
 
 
+def computed(module: nn.Module, item: int) -> int:
+    """Return the bytes of a module's parameters while it computes, at `item` bytes per number.
+    Matrices in four bits stay so.
+    """
+    return sum(
+        p.nbytes if p.dtype == torch.uint8 else item * p.numel() for p in module.parameters()
+    )
+
+
 def moment_bytes(model: Decoder, cfg: Config, world_size: int) -> int:
     """Return the bytes of the optimizer's two moments on one rank."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -187,10 +200,9 @@ def table(
     item, dtype = (2, torch.bfloat16) if cuda else (4, torch.float32)
     offloaded = cfg.cpu_offload and cuda
     parameters = list(model.parameters())
-    n = sum(p.numel() for p in parameters)
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    block = sum(p.numel() for p in model.model.layers[0].parameters())
-    root = n - block * c.num_hidden_layers
+    trained, n = lora.sizes(model)
+    block = computed(model.model.layers[0], item)
+    root = computed(model, item) - block * c.num_hidden_layers
     moments = moment_bytes(model, cfg, W)
     out = [
         Row("parameters", sum(p.nbytes for p in parameters) // W, offloaded),
@@ -204,10 +216,13 @@ def table(
     if offloaded or not (unsharded and W > 1):
         out.append(Row("gradients", 4 * trained // W, offloaded))
     if sharded:
-        gathered = item * (n if cfg.reshard_after_forward == "never" else root + 2 * block)
+        never = cfg.reshard_after_forward == "never"
+        gathered = computed(model, item) if never else root + 2 * block
         out.append(Row("gathered by FSDP", gathered))
+    if cfg.load_in_4bit:
+        out.append(Row("a dequantized matrix", item * c.hidden_size * c.intermediate_size))
     if cfg.beta and not cfg.lora_r:
-        gathered = item * root if sharded else 0
+        gathered = root if sharded else 0
         out.append(Row("reference model", 4 * n // W + gathered, offloaded))
     for judge in judges:
         size = sum(p.nbytes for p in judge.parameters())
@@ -229,6 +244,9 @@ def table(
 
     # merged with the adapters, if there are any, which are all that is trained then
     weights = item * (n - trained if cfg.lora_r else n)
+    if cfg.load_in_4bit and cfg.engine == "local":
+        shares = W == 1 and not offloaded and model.lm_head.weight.dtype == dtype
+        weights = item * trained if shares else computed(model, item)
     positions = longest_prompt + cfg.max_completion_length
     out += engine_rows(cfg, world, weights, key_row * c.num_hidden_layers, positions)
     saved = 4 * trained + (4 * n if cfg.sync_ref_model else 0)
@@ -456,11 +474,17 @@ def what_fits(
     found = []
     if best := fitting(opened):
         found.append(spelled(best, but=cfg))
-    if not cfg.lora_r:
-        with_adapters, adapted = dataclasses.replace(opened, lora_r=16), copy.deepcopy(model)
-        lora.attach(adapted, with_adapters, world.device.type)
-        if fitting(with_adapters, adapted):
-            found.append("--lora-r 16")
+    rank: dict[str, int] = {} if cfg.lora_r else {"lora_r": 16}
+    four_bits = {} if cfg.load_in_4bit or cfg.torch_compile else {"load_in_4bit": True}
+    for options in filter(None, (rank, rank | four_bits)):
+        changed = dataclasses.replace(opened, **options)  # type: ignore[arg-type]  # mixed types
+        with torch.device("meta"):
+            adapted = Decoder(model.cfg)
+        lora.attach(adapted, changed, world.device.type)
+        if fitting(changed, adapted):
+            words = (f"--{dashed(n)}{'' if v is True else f' {v}'}" for n, v in options.items())
+            found.append(" ".join(words))
+            break
     others = {
         "--optim adamw_torch_8bit": dataclasses.replace(opened, optim="adamw_torch_8bit"),
         "--cpu-offload": dataclasses.replace(opened, cpu_offload=True),

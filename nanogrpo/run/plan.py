@@ -92,10 +92,10 @@ class Layout(NamedTuple):
         return sum(s.values())
 
 
-def shape_of(name: str) -> Decoder:
-    """Return the model without weights, on the meta device."""
+def shape_of(name: str, four_bits: bool = False) -> Decoder:
+    """Return the model without weights, on the meta device. four_bits: see `empty_model`."""
     if name not in QWEN3:
-        return checkpoint.empty_model(checkpoint.locate(name))
+        return checkpoint.empty_model(checkpoint.locate(name), four_bits)
     D, F, L, H, K, tied = QWEN3[name]
     cfg = ModelConfig(
         "qwen3", 151936, D, F, L, H, K, 128, 40960, rope_theta=1e6, tie_word_embeddings=tied
@@ -327,14 +327,14 @@ def main(argv: list[str] | None = None) -> int:
                 f"the model is given twice, {args.model} and --model: leave out --model."
             )
         args = checked(args, cfg)
-        model = shape_of(args.model)
+        model = shape_of(args.model, cfg.load_in_4bit)
         lora.attach(model, cfg, "cuda")
         found = sorted(layouts(model, cfg, args), key=lambda x: x.total)
         if not found:
             raise UserError(
                 f"{args.model} does not fit on {args.gpus} × {args.gpu} with these options, or the "
                 f"{cfg.prompts_per_step} prompts of a step cannot be shared evenly: use more or "
-                "larger GPUs, --lora-r 16, or --optim adamw_torch_8bit."
+                "larger GPUs, --lora-r 16 (with --load-in-4bit), or --optim adamw_torch_8bit."
             )
         report(found, args, words)
     except UserError as e:

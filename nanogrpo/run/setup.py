@@ -154,7 +154,12 @@ def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
     rewards = make_rewards(cfg, world, tools, given)
     check_metric(cfg, rewards, tools)
     rollout = given.rollout or (plugin.load(cfg.rollout, "--rollout") if cfg.rollout else None)
-    model = checkpoint.empty_model(source)
+    model = checkpoint.empty_model(source, cfg.load_in_4bit)
+    if cfg.engine == "vllm" and checkpoint.in_four_bits(source):
+        raise UserError(
+            f"--engine vllm would load {source} in 4 bits, into which no merged weights can be "
+            "sent: use the original model with --load-in-4bit, or --engine local."
+        )
     lora.attach(model, cfg, world.device.type)
     adapters.check_base(source, cfg)
     check_vocabulary(tokenizer, model)
@@ -168,9 +173,7 @@ def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
     cfg = with_steps(cfg, len(prompts))
     origin = output.origin(cfg, world, prompts)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts)
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    counts = len(prompts), len(eval_prompts), trained, parameters
+    counts = len(prompts), len(eval_prompts), *lora.sizes(model)
     log.info("%s", progress.summary(cfg, *counts))
     if tools and tools.environment:  # its observations make prompts longer
         longest = min(max(longest, cfg.max_prompt_length), context - cfg.max_completion_length)
@@ -326,7 +329,12 @@ def make_engine(
     if cfg.engine == "local":
         slots, tokens = cfg.slots, cfg.cache_tokens
         return LocalEngine(
-            model.cfg, max_len=max_len, slots=slots, cache_tokens=tokens, device=world.device
+            model.cfg,
+            max_len=max_len,
+            slots=slots,
+            cache_tokens=tokens,
+            device=world.device,
+            four_bits=cfg if cfg.load_in_4bit else None,
         )
     sidecar = None
     if not cfg.server:

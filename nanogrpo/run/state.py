@@ -233,7 +233,8 @@ class Saver:
                 try:
                     checkpoint.write_model(weights, self.config_json, folder, self.tokenizer)
                     if adapter:
-                        adapters.write(adapter, folder / adapters.SUBFOLDER, self.cfg)
+                        device = self.world.device.type
+                        adapters.write(adapter, folder / adapters.SUBFOLDER, self.cfg, device)
                 finally:
                     # no rank may still write into a folder that is being removed
                     wait([shards] if shards else [])

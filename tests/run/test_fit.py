@@ -187,6 +187,22 @@ def test_each_change_that_the_sentence_names_is_enough(has):
     assert needed(model, two, 2) > fits.free(80)
 
 
+def test_four_bits_are_proposed_where_adapters_alone_are_not_enough(has):
+    has(fits.free(24))
+    for cfg, words in (
+        (Config(), "use --lora-r 16 --load-in-4bit"),
+        (Config(lora_r=16), "use --load-in-4bit"),
+    ):
+        model = shape("8B", cfg)
+        chosen = memory.choose(model, cfg, fits.gpus(1), fits.PROMPT, fits.free(24))
+        with pytest.raises(UserError, match=words):
+            memory.check(model, chosen, fits.gpus(1), fits.PROMPT)
+    cfg = Config(lora_r=16, load_in_4bit=True)
+    model = shape("8B", cfg)
+    chosen = memory.choose(model, cfg, fits.gpus(1), fits.PROMPT, fits.free(24))
+    assert memory.check(model, chosen, fits.gpus(1), fits.PROMPT) < fits.free(24) - memory.MARGIN
+
+
 def test_settings_of_the_user_that_do_not_fit_are_named_with_others_that_do(has):
     has(fits.free(24))
     cfg, model = Config(token_budget=65_536, cache_tokens=300_000), shape("0.6B", Config())
@@ -249,7 +265,7 @@ def per_weight(size: int, cfg: Config, *rows: str) -> float:
     """Return the bytes per weight of these rows for the 8B model."""
     model = shape("8B", dataclasses.replace(cfg, reduce_gradients="auto"))
     table = memory.table(model, cfg, fits.gpus(size), fits.PROMPT)
-    n = sum(p.numel() for _, p in lora.base_parameters(model))
+    n = sum(p.shape.numel() for _, p in lora.base_parameters(model))
     names = ("parameters", "optimizer", "gradients", "engine: weights")
     return sum(row.bytes for row in table if row.name.startswith(names)) / n
 
@@ -264,6 +280,12 @@ def test_the_bytes_per_weight_are_those_of_the_documentation():
     adapters = 16 * per_weight_of_adapters()
     assert per_weight(1, full) == pytest.approx(4 + 2 + adapters)
     assert per_weight(1, Config(lora_r=16)) == pytest.approx(2 + 2 + adapters)
+    four = Config(lora_r=16, load_in_4bit=True)
+    model = shape("8B", Config())
+    root = model.lm_head.weight.numel() + model.model.embed_tokens.weight.numel()
+    share = root / sum(p.numel() for p in model.parameters())  # the engine's adapters: 2 bytes
+    expected = 0.516 * (1 - share) + 2 * share + 18 * per_weight_of_adapters()
+    assert per_weight(1, four) == pytest.approx(expected, rel=1e-3)
 
 
 def per_weight_of_adapters() -> float:
@@ -274,7 +296,14 @@ def per_weight_of_adapters() -> float:
     return sizes[True] / sizes[False]
 
 
-@pytest.mark.parametrize("cfg", [Config(), Config(lora_r=16, lora_base_dtype="bfloat16")])
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        Config(),
+        Config(lora_r=16, lora_base_dtype="bfloat16"),
+        Config(lora_r=16, load_in_4bit=True),
+    ],
+)
 def test_shards_of_a_large_model_on_eight_ranks_are_as_large_as_estimated(cfg):
     """FSDP2 shards the model on a pretended process group."""
     place = World(0, 8, torch.device("cpu"))
