@@ -88,6 +88,25 @@ def learning(records: list[dict]) -> list[tuple]:
     return lines
 
 
+def four_bits(records: list[dict]) -> list[tuple]:
+    lines = []
+    for name in dict.fromkeys(r["side"] for r in records):
+        mine = [r for r in records if r["side"] == name]
+        held_out = [[r["held_out"][step] for step in sorted(r["held_out"], key=int)] for r in mine]
+        lines.append(
+            (
+                name,
+                f"{len(mine)} × {mine[0]['steps']} steps",
+                show([h[0] for h in held_out], 3),
+                show([h[-1] for h in held_out], 3),
+                show([statistics.fmean(r["reward"][-5:]) for r in mine], 3),
+                show([sum(r["seconds"]) for r in mine], 1),
+                mib(max(r["peak_bytes_above_libraries"] for r in mine)),
+            )
+        )
+    return lines
+
+
 def real_model(records: list[dict]) -> list[tuple]:
     runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
     timed = alternated(records)

@@ -1,0 +1,101 @@
+"""Do adapters learn on a base in four bits (--load-in-4bit) as on one in bfloat16, and with how
+much memory?
+
+In: nothing; a missing base model is made as by bench.learning or bench.real_model. Out:
+results/four_bits.json with one record per run, and docs/img/four_bits.png: reward and held-out
+accuracy by step, mean and standard deviation over the seeds.
+
+Two cases: the tiny task of `make demo`, and the word problems of `make real`, with fewer steps and
+seeds. In both, LoRA with r = 8 trains on either base, with the same seeds, prompts and options. A
+record is written when its run ends, and a run that has a record is not repeated. Read next:
+runs.py, learning.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import common, learning, real_model, runs, tables, tables_learning
+from nanogrpo.config import Config
+from nanogrpo.run import warmup
+
+LORA = {"lora_r": 8, "lora_alpha": 16.0, "lora_base_dtype": "bfloat16"}
+SIDES: dict[str, dict] = {"bfloat16": {}, "4 bits": {"load_in_4bit": True}}
+RATES = {"tiny": 1e-3, "135M": 5e-4}  # learning rates
+
+
+def options(case: str, side: str, seed: int, args: argparse.Namespace) -> Config:
+    if case == "tiny":
+        base = {"model": str(args.base.resolve()), "data": ("arithmetic",), "eval_steps": 2}
+        cfg = Config(**{**learning.SETTINGS, **base, "max_steps": args.steps})
+    else:
+        given = argparse.Namespace(base=args.real_base, quick=False, steps=args.real_steps)
+        cfg = dataclasses.replace(real_model.options(given), eval_steps=5)
+    return dataclasses.replace(cfg, seed=seed, learning_rate=RATES[case], **LORA, **SIDES[side])
+
+
+def draw(records: list[dict], path: Path) -> None:
+    """Plot rewards (above) and held-out accuracy (below) of each case (left, right) by step."""
+    figure, axes = common.subplots(2, len(RATES), figsize=(10, 6.5))
+    for column, case in zip(axes.T, RATES):
+        for colour, side in enumerate(SIDES):
+            mine = [r for r in records if r["side"] == f"{case}, {side}"]
+            for axis, name in zip(column, ("reward", "held_out")) if mine else ():
+                x, mean, std = tables_learning.curve(mine, name)
+                low, high = ([m + sign * s for m, s in zip(mean, std)] for sign in (-1, 1))
+                axis.plot(x, mean, color=f"C{colour}", label=f"{side}, {len(mine)} seeds")
+                axis.fill_between(x, low, high, color=f"C{colour}", alpha=0.2, linewidth=0)
+                axis.legend(fontsize=9)
+        column[0].set_title(case, fontsize=10)
+        column[1].set_xlabel("step")
+    axes[0, 0].set_ylabel("training reward")
+    axes[1, 0].set_ylabel("held-out accuracy (greedy)")
+    common.save_picture(figure, path)
+
+
+def main(argv: Sequence[str]) -> list[dict]:
+    parser = runs.parser(
+        "four_bits",
+        __doc__,
+        common.ROOT / "runs/bench/base",
+        seeds=(5, "runs on each base, with seeds 0, 1, …"),
+        steps=(20, "GRPO steps per run"),
+        real_seeds=(1, "the same for the word problems; 0: leave them out"),
+        real_steps=(10, "the same for the word problems"),
+    )
+    parser.add_argument(
+        "--real-base", type=Path, default=common.ROOT / "runs/smollm2", help="SmolLM2-135M-Instruct"
+    )
+    args = parser.parse_args(argv)
+    records = [] if args.afresh else common.read("four_bits", args.out)
+    if not args.redraw:
+        if not args.base.exists():
+            args.base.parent.mkdir(parents=True, exist_ok=True)
+            warmup.make_base(args.base, seed=0)
+        if args.real_seeds:
+            real_model.prepare(options("135M", "4 bits", 0, args))
+
+        def start(seed: int, name: str) -> dict:
+            case, _, side = name.partition(", ")
+            cfg = options(case, side, seed, args)
+            return {**runs.run("nanogrpo", cfg, args.threads), "steps": cfg.max_steps}
+
+        seeds = {"tiny": args.seeds, "135M": args.real_seeds}
+        wanted = [
+            (seed, f"{case}, {side}")
+            for case, count in seeds.items()
+            for seed, side in itertools.product(range(count), SIDES)
+        ]
+        runs.complete("four_bits", records, wanted, start, argv, args.out)
+    draw(records, args.picture)
+    tables.show("four_bits", records)
+    return records
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
