@@ -5,7 +5,7 @@
     python -m examples.ladder --out roof.png    # the roofline as a picture; needs matplotlib
 
 In: the numbers of rungs. Out: for each, its largest error against float64, the bytes that it moves,
-how often it passes over the logits, and the roofline of an H200.
+how often it passes over the logits, and the roofline of an H100.
 
 Rungs 1 to 4 run in Triton's interpreter, which carries out every load and store of a kernel on the
 CPU, so they can be counted; rung 0 and the matrix products are counted as torch's operations.
@@ -46,8 +46,8 @@ ROWS, VOCAB = 8, 20_000  # of the logits for rungs 0 to 3
 M, WORDS, WIDTH, CHUNK = 64, 5_000, 8, 16
 CLIP = Objective(epsilon=0.2, epsilon_high=0.28)
 
-# The machine and the head of the floors in kernels/README.md: one H200, and Qwen3-0.6B.
-BANDWIDTH, TENSOR_CORES = 4.3e12, 790e12  # bytes and FLOP per second
+# The machine and the head of the floors in kernels/README.md: one H100, and Qwen3-0.6B.
+BANDWIDTH, TENSOR_CORES = 2.97e12, 791e12  # bytes and FLOP per second
 # an instruction of 32 lanes per cycle on each of the 4 schedulers of 132 multiprocessors
 INSTRUCTIONS = 132 * 4 * 32 * 1.76e9
 N, V, D = 8192, 151_936, 1024
@@ -326,11 +326,11 @@ def lines(number: int) -> list[str]:
     out.append(f"  largest error against float64: {shown}")
     if result.work:
         floor = 1e3 * sum(map(seconds, result.work))
-        out.append(f"  floor on an H200 for {N:,} rows of {V:,}: {floor:.2f} ms for the bytes")
+        out.append(f"  floor on an H100 for {N:,} rows of {V:,}: {floor:.2f} ms for the bytes")
     else:
         floor = 1e3 * 6 * N * V * D / TENSOR_CORES
         size = f"{N:,} rows of {V:,}, {D:,} wide"
-        out.append(f"  floor on an H200 for {size}: {floor:.1f} ms for 6·N·V·D FLOP")
+        out.append(f"  floor on an H100 for {size}: {floor:.1f} ms for 6·N·V·D FLOP")
     for name, error in found.items():
         if not error < (2e-2 if name == "gradient" and number < 4 else 1e-4):
             raise UserError(f"rung {number} is wrong: its {name} is off by {error:.1e}.")
@@ -378,9 +378,9 @@ def drawn(found: dict[int, tuple[float, float]], columns: int = 64, rows: int = 
     for number, point in found.items():
         put(*point, str(number))
     return [
-        "the roofline of an H200: FLOP per second, against FLOP per byte (both logarithmic)",
+        "the roofline of an H100: FLOP per second, against FLOP per byte (both logarithmic)",
         *("  " + "".join(row).rstrip() for row in canvas),
-        "  / memory, 4.3 TB/s   - one instruction per lane and cycle   = tensor cores, 790 TFLOP/s",
+        "  / memory, 3.0 TB/s   - one instruction per lane and cycle   = tensor cores, 791 TFLOP/s",
         "  0-4: the most that each rung can reach, calculated from its bytes, not measured",
     ]
 
@@ -397,9 +397,9 @@ def draw_roofline(found: dict[int, tuple[float, float]], out: Path) -> None:
     axis.loglog(x, np.minimum(x * BANDWIDTH, TENSOR_CORES), "k-")
     beyond = x[x * BANDWIDTH > INSTRUCTIONS]
     axis.loglog(beyond, np.full_like(beyond, INSTRUCTIONS), "k--")
-    axis.text(0.035, 3e11, "memory: 4.3 TB/s", rotation=29)
+    axis.text(0.035, 3e11, "memory: 3.0 TB/s", rotation=29)
     axis.text(2000, INSTRUCTIONS * 1.15, "one instruction per lane and cycle", ha="right")
-    axis.text(3, TENSOR_CORES * 0.8, "tensor cores: 790 TFLOP/s")
+    axis.text(3, TENSOR_CORES * 0.8, "tensor cores: 791 TFLOP/s")
     beside = {1: (-14, 6), 2: (6, -12), 3: (6, -6)}  # rungs 1 to 3 are close to each other
     for number, (intensity, speed) in found.items():
         axis.plot(intensity, speed, "o", color=f"C{number}", label=_label(number))
@@ -412,7 +412,7 @@ def draw_roofline(found: dict[int, tuple[float, float]], out: Path) -> None:
             weight="bold",
         )
     axis.set(xlabel="FLOP per byte", ylabel="FLOP per second", ylim=(5e10, 2e15))
-    axis.set_title("The most that each rung can reach on an H200 (calculated, not measured)")
+    axis.set_title("The most that each rung can reach on an H100 (calculated, not measured)")
     axis.legend(loc="lower right", fontsize="small")
     axis.grid(alpha=0.3)
     try:
