@@ -26,7 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from .log_softmax import LOG2E
+from .rope import adjacent
+
 PROGRAMS = 1024  # wanted programs of `attend`: about eight per multiprocessor of a large GPU
 PARTS = 32  # the most parts of a row
 
@@ -100,11 +102,6 @@ def combine_kernel(
     tl.store(Y + head * E + e, y.to(Y.dtype.element_ty), mask=e < E)
 
 
-def _spaced(x: Tensor) -> Tensor:
-    """Return x [b, heads, E], copied only if the heads of a row are not adjacent."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
-
-
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
@@ -113,7 +110,7 @@ def paged_attention(
     positions [b] int64; table [B, pages of a row] int32; keys and values [pages, K, PAGE, E]. The
     key of row r goes to place positions[r] % PAGE of page table[r, positions[r] // PAGE].
     """
-    q, k, v = _spaced(q), _spaced(k), _spaced(v)
+    q, k, v = adjacent(q), adjacent(k), adjacent(v)
     b, H, E = q.shape
     KV, page = keys.shape[1:3]
     parts = min(PARTS, triton.next_power_of_2(max(1, PROGRAMS // (b * KV))))

@@ -173,8 +173,8 @@ def backward_kernel(
         store_parts(PARTS, tl.num_programs(0) + row, dwka, dwkb, HALF, PAD)
 
 
-def _spaced(x: Tensor) -> Tensor:
-    """Return x [T, heads, E], copied only if the heads of a token are not adjacent."""
+def adjacent(x: Tensor) -> Tensor:
+    """Return x [T, heads, E], copied only if the heads of a token are further apart."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
@@ -189,7 +189,7 @@ def _shape(q: Tensor, k: Tensor) -> dict[str, int]:
 class _NormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, wq, wk, cos, sin, eps):
-        q, k, cos, sin = _spaced(q), _spaced(k), cos.contiguous(), sin.contiguous()
+        q, k, cos, sin = adjacent(q), adjacent(k), cos.contiguous(), sin.contiguous()
         yq, yk = (x.new_empty(x.shape) for x in (q, k))
         args = q, k, wq, wk, cos, sin, yq, yk, q.stride(0), k.stride(0), eps
         forward_kernel[(len(q),)](*args, **_shape(q, k))
