@@ -12,6 +12,7 @@ equally, and it reports medians with their spread. Read next: rollout_speed.py.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import importlib.metadata
@@ -24,7 +25,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,6 +33,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from nanogrpo.model.hf_config import ModelConfig
+from nanogrpo.run import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -100,16 +101,12 @@ def small_qwen3(hidden: int, layers: int, vocab: int, context: int) -> ModelConf
     )
 
 
-# Qwen3: D, F, layers, heads, key heads
-LARGE = {"0.6B": (1024, 3072, 28, 16, 8), "1.7B": (2048, 6144, 28, 16, 8)}
+LARGE = ("0.6B", "1.7B")
 
 
 def large_qwen3(name: str, context: int) -> ModelConfig:
     """Return the shape of a real Qwen3 with tied embeddings, for the GPU benchmarks."""
-    D, F, L, H, K = LARGE[name]
-    return ModelConfig(
-        "qwen3", 151936, D, F, L, H, K, 128, context, rope_theta=1e6, tie_word_embeddings=True
-    )
+    return dataclasses.replace(plan.QWEN3[name], max_position_embeddings=context)
 
 
 def vllm_python() -> str:
@@ -121,7 +118,7 @@ def vllm_python() -> str:
 # --- measuring ---
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Timing:
     """The time in seconds of each repeat of one side, in the order in which they ran."""
 

@@ -1,10 +1,14 @@
-"""How well does `nanogrpo plan` predict the seconds of a step? On this machine's CPU, with the
-speeds that nanogrpo/run/cost.py measures on it.
+"""How well does `nanogrpo plan` predict the seconds of a step? On this machine's CPU, with speeds
+that are measured here.
 
 In: nothing; models with random weights of three sizes are made here, the largest with the shape of
 SmolLM2-135M. Out: results/plan.json: for each size the seconds of `sample`, `train` and the whole
 step, as predicted and as train.py took. Lengths are uneven, and the prediction gets the lengths
-that were sampled, as it would from a user who knows them. Read next: nanogrpo/run/cost.py.
+that were sampled, as it would from a user who knows them.
+
+The prediction is that of nanogrpo/run/cost.py for a GPU, with the speeds of the CPU, each measured
+on operations like those of the model: with its shapes, in its numbers of rows, on weights that are
+not in the cache unless the model's are. No constant is adjusted. Read next: nanogrpo/run/cost.py.
 """
 
 from __future__ import annotations
@@ -14,16 +18,31 @@ import dataclasses
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench import common, end_to_end, runs, tables
+from nanogrpo.config import Config
+from nanogrpo.engine import sampler
+from nanogrpo.engine.base import SamplingParams
+from nanogrpo.engine.cache import KVCache
+from nanogrpo.engine.local import Completion, Scheduler
+from nanogrpo.grpo import packing
+from nanogrpo.kernels import linear, reference
+from nanogrpo.model.attention import Packed
+from nanogrpo.model.decoder import Block
+from nanogrpo.model.head import head_policy_loss
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.run import cost
 from nanogrpo.types import Sample
+from tests.kernels.traffic import Attention, Traffic
 
+rand = torch.randn
 # hidden size, layers, vocabulary
 SIZES = {"3M": (256, 4, 2048), "38M": (512, 12, 16384), "135M": (576, 30, 49152)}
 
@@ -41,23 +60,172 @@ def work_of(samples: list[Sample]) -> cost.Work:
     return cost.Work(list(prompts.values()), [len(s.token_ids) for s in samples], skipped)
 
 
+# --- the speeds of a CPU --------------------------------------------------------------------------
+
+
+def seconds(work: Callable[[], object], repeats: int = 3) -> float:
+    """Return the median seconds of a call."""
+    found = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found[1:])
+
+
+def backward(function: Callable[..., Any], *inputs: Tensor) -> float:
+    """Return the seconds of a function of these inputs, and of its gradients."""
+    inputs = tuple(x.detach().requires_grad_() for x in inputs)
+
+    def both() -> None:
+        out = function(*inputs)
+        outs = out if isinstance(out, tuple) else (out,)
+        torch.autograd.grad(outs, inputs, [torch.ones_like(x) for x in outs])
+
+    return seconds(both)
+
+
+def shapes(c: ModelConfig) -> list[tuple[int, int]]:
+    """Return the inputs and outputs of a layer's matrices."""
+    D, F, q = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim
+    kv = c.num_key_value_heads * c.head_dim
+    return [(D, q), (D, kv), (D, kv), (q, D), (D, F), (D, F), (F, D)]
+
+
+def operations(c: ModelConfig) -> cost.Layer:
+    """Count the operations of a layer on the meta device, where nothing is computed."""
+    tokens, forward, back = 64, Traffic(), Traffic()
+    with torch.device("meta"):
+        block = Block(c, 0)
+        x = torch.empty(tokens, c.hidden_size, requires_grad=True)
+        angles = torch.empty(tokens, 1, c.head_dim)
+    with forward:
+        out = block(x, angles, angles, lambda layer, q, k, v: Attention.apply(q, k, v))
+    with back:
+        out.backward(torch.empty_like(out))
+    launches = [t.elementwise.launches + t.products.launches for t in (forward, back)]
+    moved = [t.elementwise.bytes / tokens for t in (forward, back)]
+    return cost.Layer(launches[0], *launches, *moved)
+
+
+def training(c: ModelConfig, samples: list[Sample], layer: cost.Layer) -> dict[str, float]:
+    """Return the speeds of training on these samples."""
+    D, E, V = c.hidden_size, c.head_dim, c.vocab_size
+    cfg = Config(model="m")
+    batch = packing.pack(packing.one_update(samples, cfg), samples, cfg)[0]
+    T = len(batch.tokens)
+    products = [backward(linear.linear, rand(T, i), rand(o, i)) for i, o in shapes(c)]
+    flops = 6 * T * c.block_weights / sum(products)
+
+    queries, bounds = batch.cu_seqlens, (batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len)
+    attend = Packed(queries, batch.max_len, *bounds)
+    n, m = (x.diff().double() for x in (queries, attend.bounds[2]))  # queries and keys
+    pairs = (n * (m - n) + n * (n + 1) / 2).sum().item()
+    heads = [rand(T, n, E) for n in (c.num_attention_heads, *2 * [c.num_key_value_heads])]
+    seconds_of_attention = backward(lambda *qkv: attend(0, *qkv), *heads)
+
+    angles, (q, k, _) = rand(T, 1, E), heads
+    norms = torch.ones(D), torch.ones(E)
+
+    def elementwise(x: Tensor, gate: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        """Return the results of a block's functions."""
+        total = reference.add_rms_norm(x, x, norms[0], 1e-6)
+        rotated = reference.norm_rope(q, k, norms[1], norms[1], angles, angles, 1e-6)
+        normed = reference.rms_norm(x, norms[0], 1e-6)
+        return *total, *rotated, normed, reference.swiglu(gate, gate), x + x
+
+    rest = backward(elementwise, rand(T, D), rand(T, c.intermediate_size), q, k)
+    M, one = len(batch.rows), torch.ones(len(batch.rows))
+    inputs, o = reference.LossInputs(one, one), reference.Objective(0.2, 0.2)
+    head = backward(
+        lambda h, w: head_policy_loss(h, w, one.long(), inputs, o).loss, rand(M, D), rand(V, D)
+    )
+    return {
+        "flops": flops,
+        "attention": 14 * c.num_attention_heads * E * pairs / seconds_of_attention,
+        "bandwidth": T * (layer.forward_bytes + layer.backward_bytes) / rest,
+        # without the three products, which are counted apart
+        "loss": max(head / (M * V) - 6 * D / flops, 1e-15),
+    }
+
+
+@torch.inference_mode()
+def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
+    """Return the speeds of sampling completions like these."""
+    K, E, V, L = c.num_key_value_heads, c.head_dim, c.vocab_size, c.num_hidden_layers
+    longest = max(len(s.token_ids) for s in samples)
+    rows = max(1, round(sum(len(s.token_ids) for s in samples) / longest))  # on average
+    # The weights of all layers: those of a large model leave the cache before they are used again.
+    whole = [*shapes(c) * L, (c.hidden_size, V)]
+    steps = [(linear.packed(rand(o, i), None, len(samples)), i) for i, o in whole]
+
+    def products(count: int) -> float:
+        inputs = [(step, rand(count, i)) for step, i in steps]
+        return seconds(lambda: [step(x) for step, x in inputs])
+
+    alone, together = products(1), products(1 + rows)
+    weights = sum(i * o for i, o in whole)
+
+    prompt, cpu = len(samples[0].prompt.token_ids), torch.device("cpu")
+    span = prompt + longest // 3
+    cache = KVCache(L, len(samples), K, prompt + longest, E, torch.float32, cpu)
+    cache.begin(torch.full((rows,), span - 1), span)
+    q, k, v = (rand(rows, n, E) for n in (c.num_attention_heads, K, K))
+    cached = seconds(lambda: [cache(layer, q, k, v) for layer in range(L)])
+
+    scheduler = Scheduler(cache, len(samples), cpu)
+    empty = (Sample(s.prompt, 0, [], [], False, []) for s in samples[:rows])
+    scheduler.active = [Completion(s, sys.maxsize, 0, 0, []) for s in empty]
+    new = torch.zeros(1, rows, dtype=torch.int64), torch.zeros(1, rows)
+    host = seconds(lambda: scheduler.postprocess(*new, 0, ()), 50)
+
+    logits, keys = rand(rows, V), torch.arange(rows)
+    draw = seconds(lambda: sampler.sample(logits, keys, keys, SamplingParams()))
+    return {
+        "weights": 4 * weights / alone,
+        "decode": 2 * weights * rows / max(together - alone, 1e-9),
+        "cache": 8 * K * E * L * rows * span / cached,
+        "draw": draw / logits.numel(),
+        "token": host / rows,
+    }
+
+
+@torch.inference_mode()
+def launch(c: ModelConfig, operations: int) -> float:
+    """Return the seconds per operation of a block on one token, too small for anything else."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 32)
+    tiny = dataclasses.replace(c, **sizes, num_attention_heads=2, num_key_value_heads=1)
+    block, x, angles = Block(tiny, 0), rand(1, 32), rand(1, 1, 32)
+    return seconds(lambda: block(x, angles, angles, lambda layer, q, k, v: q), 50) / operations
+
+
+def measured(c: ModelConfig, samples: list[Sample]) -> cost.Device:
+    """Return the speeds of this CPU on the operations of a step with these samples."""
+    layer = operations(c)
+    each = launch(c, layer.decode)
+    return cost.Device(
+        **training(c, samples, layer),
+        **decoding(c, samples),
+        launch=each,
+        host=each,
+        memory=0,
+        item=4,
+        layer=layer,
+    )
+
+
+# --- a benchmark ----------------------------------------------------------------------------------
+
+
 def measure(size: str, args: argparse.Namespace, argv: Sequence[str]) -> dict:
     """Return the record of one size."""
-    context = args.prompt_length + args.longest
-    c = shape(size, context)
+    c = shape(size, args.prompt_length + args.longest)
     sampled: list[list[Sample]] = []
     with tempfile.TemporaryDirectory() as where:
         cfg = end_to_end.write_case(Path(where), c, args, even=False)
         found = runs.ours(dataclasses.replace(cfg, output_dir=str(Path(where) / "out")), sampled)
-    rows = round(statistics.fmean(sum(len(s.token_ids) for s in step) for step in sampled))
-    slots = round(
-        statistics.fmean(
-            sum(len(s.token_ids) for s in step) / max(len(s.token_ids) for s in step)
-            for step in sampled
-        )
-    )
-    device = cost.measured(c, rows, max(slots, 1), args.prompt_length + args.longest // 3)
-    predicted = {"sample": [], "train": [], "sync": []}
+    device = measured(c, sampled[-1])
+    predicted: dict[str, list[float]] = {"sample": [], "train": [], "sync": []}
     for step in sampled[1:]:
         work = work_of(step)
         predicted["sample"].append(cost.sample(c, work, device, cfg.slots))

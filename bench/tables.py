@@ -280,7 +280,7 @@ BENCHES = {
     "step_large": Bench(
         "How long does a training step of a real model take on a GPU? All weights are trained, with"
         " float32 master weights, bfloat16 compute and strips of 16,384 tokens. The goal for 0.6B"
-        " on an H100 is 80,000 trained tokens/s; the formulas of docs/scale.md give 110,000.",
+        " on an H100 is 80,000 trained tokens/s; the formulas of docs/scale.md give 92,000.",
         (
             "case",
             "side",
@@ -314,7 +314,7 @@ BENCHES = {
     ),
     "rollout_large": Bench(
         "How fast does the embedded engine sample on a GPU, compared with vLLM? The goal on an H100"
-        " is 25,000 useful tokens/s for 0.6B; the formulas of docs/scale.md give 30,000.",
+        " is 25,000 useful tokens/s for 0.6B; the formulas of docs/scale.md give 44,000.",
         ("case", "side", "tokens/s", "slowest – fastest"),
         lambda records: [line[:4] for line in rollout_speed(records)],
         [("0.6B, GPU, bfloat16, uneven, 256 at a time", side) for side in ("nanogrpo", "vLLM")],

@@ -835,6 +835,14 @@ class Config:
         )
 
     @property
+    def recomputes_old(self) -> bool:
+        """Whether the trainer computes the log-probs of the ratio, or of the correction for the
+        engine, before the first update.
+        """
+        corrected = not self.on_policy or self.vllm_importance_sampling_mode != "off"
+        return corrected and not self.old_from_engine
+
+    @property
     def upper_epsilon(self) -> float:
         """epsilon_high, or epsilon if it is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high

@@ -188,15 +188,14 @@ def add_logps(run: Run, batches: Sequence[PackedBatch]) -> None:
     """
     cfg, entropies = run.cfg, []
     mode, top = cfg.vllm_importance_sampling_mode, cfg.top_entropy_quantile < 1
-    recompute = not cfg.old_from_engine and (not cfg.on_policy or mode != "off")
-    if not (cfg.old_from_engine or recompute or top or run.reference is not None):
+    if not (cfg.old_from_engine or cfg.recomputes_old or top or run.reference is not None):
         return  # without building the strips
     for batch in batches:
         if cfg.old_from_engine:
             batch.old_logp = batch.sampling_logp
-        if recompute or top:
+        if cfg.recomputes_old or top:
             before, h = run.model.forward_packed(batch, grpo.logp_of(batch, cfg))
-            batch.old_logp = before if recompute else batch.old_logp
+            batch.old_logp = before if cfg.recomputes_old else batch.old_logp
             entropies.append(h)
         if mode != "off":
             bounds = cfg.vllm_importance_sampling_clip_max, cfg.vllm_importance_sampling_clip_min

@@ -85,14 +85,17 @@ class ModelConfig:
         return self.model_type == "qwen3"
 
     @property
+    def block_weights(self) -> int:
+        """The number of weights in the matrices of a layer."""
+        heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        return self.hidden_size * (heads + 3 * self.intermediate_size)
+
+    @property
     def pair_cost(self) -> float:
         """Return the cost of attention for one query-key pair, 4·H·E FLOP, in units of the matrix
         products of one token, 2 FLOP per weight. Both are counted for a single layer.
         """
-        heads = self.num_attention_heads * self.head_dim
-        kv_heads = self.num_key_value_heads * self.head_dim
-        weights = self.hidden_size * (2 * heads + 2 * kv_heads + 3 * self.intermediate_size)
-        return 2 * heads / weights
+        return 2 * self.num_attention_heads * self.head_dim / self.block_weights
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> ModelConfig:

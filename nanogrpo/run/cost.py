@@ -1,66 +1,81 @@
 """Predict the seconds of each phase of a step from counted FLOP, bytes and link speeds.
 
-In: the model's shape, the speed of a device (`GPUS`, or `measured` on this machine's CPU), the
+In: the model's shape, the speed of a device (`GPUS`; bench/plan.py measures that of a CPU), the
 lengths of a step's prompts and completions, and the number of GPUs that train and that sample. Out:
-seconds. docs/scale.md explains each formula and its sources. Nothing here has been compared with a
-GPU yet; bench/plan.py compares it with real steps on a CPU. Read next: plan.py.
+seconds. docs/scale.md explains each formula and its sources. Read next: plan.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import heapq
 import itertools
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanogrpo.kernels import linear
-from nanogrpo.model.decoder import Block
 from nanogrpo.model.hf_config import ModelConfig
 
-COUNTED = 64  # tokens on which the operations of a layer are counted
+ALL_REDUCE = 1e-5  # seconds of one among the GPUs of a vLLM server
+
+
+class Layer(NamedTuple):
+    """The operations of one layer, and the bytes per token that they read and write: all but those
+    of products and attention.
+    """
+
+    decode: int  # operations of a decode step
+    forward: int  # in training
+    backward: int
+    forward_bytes: float
+    backward_bytes: float
 
 
 class Device(NamedTuple):
     """The speed of a GPU, or of a CPU as a single device."""
 
     flops: float  # FLOP/s of matrix products
-    attention: float  # FLOP/s of attention
+    attention: float  # FLOP/s of attention in training, and of gathering the keys for it
     bandwidth: float  # bytes/s of its memory
-    launch: float  # seconds to start one operation
+    loss: float  # seconds per logit, to compute its loss and gradient
+    draw: float  # seconds per logit, to sample a token
+    launch: float  # seconds of a decode step's operation that has nothing to do
+    host: float  # seconds in which the host starts an operation in training
+    token: float  # seconds in which the host handles a sampled token
+    decode: float  # FLOP/s of the products of a decode step
+    weights: float  # bytes/s at which a decode step reads weights
+    cache: float  # bytes/s at which it reads keys and values
     memory: int  # bytes
     link: float = math.inf  # bytes/s to and from the other GPUs of the machine, each way
     network: float = math.inf  # bytes/s per GPU to and from other machines, each way
     item: int = 2  # bytes per number in a forward pass
-    # FLOP/s of products with as many rows as a decode step has, where memory is not the limit
-    decode: float = 0.0
-    fused: bool = False  # whether the decoder uses the Triton kernels
-    reduce: float = 0.0  # seconds of an all-reduce among the GPUs of a vLLM server
+    layer: Layer | None = None  # None: that of the Triton kernels
 
 
 def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Device:
     """Return a GPU from its data sheet: dense bfloat16 TFLOP/s, TB/s and GiB of memory, GB/s of its
-    links. Programs reach only a part of these; the shares are estimates.
+    links. Programs reach only a part of these.
+
+    The shares, and the seconds of the host, were measured on an H100 on 2026-11-22, with torch 2.11
+    (docs/scale.md); those of the links are estimates.
     """
-    flops = 0.65e12 * tflops
+    flops, bandwidth = 0.75e12 * tflops, 0.8e12 * tb
     return Device(
         flops=flops,
-        attention=0.5e12 * tflops,
-        bandwidth=0.8e12 * tb,
-        launch=2e-6,
+        attention=0.13e12 * tflops,
+        bandwidth=bandwidth,
+        loss=4 / bandwidth,  # in bfloat16, read and written once
+        draw=4 / bandwidth,  # read twice
+        launch=3.2e-6,
+        host=5e-5,
+        token=4.3e-6,
+        decode=flops,
+        weights=bandwidth,
+        cache=bandwidth,
         memory=gib << 30,
         link=0.8e9 * link,
         network=0.8e9 * network,
-        decode=flops,
-        fused=True,
     )
 
 
@@ -86,15 +101,17 @@ class Work(NamedTuple):
     skipped: float = 0.0  # share of the completions whose groups have no signal
 
     @property
-    def group(self) -> int:
-        return len(self.completions) // len(self.prompts)
+    def sequences(self) -> list[tuple[int, int]]:
+        """The lengths of prompt and completion of each completion."""
+        group = len(self.completions) // len(self.prompts)
+        prompts = itertools.chain.from_iterable([p] * group for p in self.prompts)
+        return [*zip(prompts, self.completions)]
 
     @property
     def pairs(self) -> tuple[float, float]:
         """Query-key pairs: of the prompts among themselves, and of all completion tokens."""
         own = sum(p * (p + 1) / 2 for p in self.prompts)
-        lengths = zip(itertools.chain(*([p] * self.group for p in self.prompts)), self.completions)
-        return own, sum(c * p + c * (c + 1) / 2 for p, c in lengths)
+        return own, sum(c * p + c * (c + 1) / 2 for p, c in self.sequences)
 
 
 def lengths(count: int, mean: float, longest: int) -> list[int]:
@@ -122,70 +139,18 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, c: ModelConfig) -> Weights:
-        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        block = c.hidden_size * (2 * q + 2 * kv + 3 * c.intermediate_size)
-        head = c.vocab_size * c.hidden_size
-        total = c.num_hidden_layers * block + head * (1 if c.tie_word_embeddings else 2)
-        return cls(block, head, total, c.num_hidden_layers)
+        head, layers = c.vocab_size * c.hidden_size, c.num_hidden_layers
+        total = layers * c.block_weights + head * (1 if c.tie_word_embeddings else 2)
+        return cls(c.block_weights, head, total, layers)
 
 
-# --- counting -------------------------------------------------------------------------------------
-
-
-class Traffic(TorchDispatchMode):
-    """Count the operations on tensors, and the bytes read and written by all but products."""
-
-    PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self.launches = 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        # Views, and memory that is only reserved, cost nothing.
-        if func.is_view or name in ("detach", "empty", "empty_like", "_unsafe_view"):
-            return out
-        self.launches += 1
-        if name not in self.PRODUCTS:
-            outs = out if isinstance(out, (tuple, list)) else [out]
-            tensors = [x for x in (*args, *outs) if isinstance(x, Tensor)]
-            self.bytes += sum(x.numel() * x.element_size() for x in tensors)
-        return out
-
-
-class Layer(NamedTuple):
-    """The operations of one layer."""
-
-    launches: int
-    bytes: float  # per token, read and written by all but products and attention
-
-
-@torch.enable_grad()  # `measured` has turned it off
-def layer_traffic(c: ModelConfig, d: Device) -> tuple[Layer, Layer]:
-    """Return the operations of a forward and of a backward pass.
-
-    With the Triton kernels, each tensor is read and written once (tests/kernels/traffic.py counts
-    the same); a backward pass takes about twice as much. Without them, one layer runs on the meta
-    device, where nothing is computed, and its operations are counted.
+def layer(c: ModelConfig, d: Device) -> Layer:
+    """Return the operations of a layer. Each Triton kernel reads and writes its tensors once, and
+    its backward pass takes about twice as much.
     """
-    D, F, E = c.hidden_size, c.intermediate_size, c.head_dim
-    if d.fused:
-        heads = c.num_attention_heads + c.num_key_value_heads
-        moved = d.item * (9 * D + 2 * heads * E + 3 * F)
-        return Layer(12, moved), Layer(28, 2 * moved)
-    with torch.device("meta"):
-        block = Block(c, 0)
-        x = torch.empty(COUNTED, D, requires_grad=True)
-        angles = torch.empty(COUNTED, 1, E)
-    found = Traffic(), Traffic()
-    with found[0]:
-        out = block(x, angles, angles, lambda layer, q, k, v: q)
-    with found[1]:
-        out.sum().backward()
-    forward, backward = (Layer(t.launches + 3, t.bytes / COUNTED) for t in found)
-    return forward, backward
+    heads = c.num_attention_heads + c.num_key_value_heads
+    moved = d.item * (9 * c.hidden_size + 2 * heads * c.head_dim + 3 * c.intermediate_size)
+    return d.layer or Layer(10, 15, 50, moved, 2 * moved)
 
 
 # --- the phases -----------------------------------------------------------------------------------
@@ -213,33 +178,38 @@ def train(
     passes over the step. scored: further forward passes, for old or reference log-probs.
     reduces_each: whether gradients are reduced after each micro-batch.
     """
-    w, E = Weights.of(c), c.num_attention_heads * c.head_dim
+    w, ops, E = Weights.of(c), layer(c, d), c.num_attention_heads * c.head_dim
+    n = adapters or w.total
     kept = 1 - work.skipped
     trained = kept * sum(work.completions)
     tokens = kept * sum(work.prompts) + trained
     pairs = kept * sum(work.pairs)
+    micro = updates * math.ceil(tokens / updates / gpus / budget)
     # All in units of a forward pass. A frozen weight has no gradient of its own.
     again = iterations * (checkpointing != "none")  # of cheap operations
     all_again = iterations * (checkpointing == "full")  # of products and attention
     forwards, gradients = iterations + scored, iterations * (1 if adapters else 2)
     products = (forwards + all_again + gradients) * w.layers * w.block * tokens
     products += (forwards + gradients) * w.head * trained
-    attention = (forwards + all_again + 2 * iterations) * w.layers * E * pairs
-    forward, backward = layer_traffic(c, d)
-    moved = (forwards + again) * forward.bytes + iterations * backward.bytes
-    moved *= w.layers * tokens
-    # logits in float32, read and written once in each pass
-    moved += 8 * (forwards + iterations) * c.vocab_size * trained
-    micro = updates * math.ceil(tokens / updates / gpus / budget)
-    launches = w.layers * micro * (forwards * forward.launches + iterations * backward.launches)
-    compute = 2 * products / d.flops + 4 * attention / d.attention + moved / d.bandwidth
-    compute = max(compute / gpus, launches * d.launch)
-    # Every pass of a micro-batch gathers the weights. Gradients are reduced in float32.
-    n, reduced = adapters or w.total, micro if reduces_each else updates
-    traffic = d.item * micro * (forwards + iterations) * w.total + 4 * reduced * iterations * n
+    # its backward pass has five products, the forward pass two
+    attention = (forwards + all_again + 2.5 * iterations) * w.layers * E * pairs
+    moved = (forwards + again) * ops.forward_bytes + iterations * ops.backward_bytes
+    compute = 2 * products / d.flops + 4 * attention / d.attention
+    compute += w.layers * tokens * moved / d.bandwidth + forwards * d.loss * c.vocab_size * trained
+    # FSDP gathers the weights for each pass of a micro-batch. One GPU only casts them, if at all.
+    gathers = micro * (forwards + iterations) if gpus > 1 else updates * iterations * (d.item < 4)
+    # weights are cast to the dtype of the forward pass; gradients are added up in float32
+    copied = (4 + d.item) * w.total * gathers + 10 * n * iterations * (micro - updates)
+    # FSDP about doubles the operations
+    launches = w.layers * micro * (forwards * ops.forward + iterations * ops.backward)
+    launches *= 2 if gpus > 1 else 1
+    compute = max(compute / gpus + copied / d.bandwidth, launches * d.host)
+    reduced = micro if reduces_each else updates  # in float32
+    traffic = d.item * gathers * w.total + 4 * reduced * iterations * n
     transfer = traffic * (gpus - 1) / gpus / ring(d, gpus, per_node)
-    # an update reads 20 bytes per weight and writes 12
-    optimizer = 32 * updates * iterations * n / gpus / d.bandwidth
+    # Clipping reads the gradient, and reads and writes it again; an update reads 16 bytes per
+    # weight and writes 12.
+    optimizer = 40 * updates * iterations * n / gpus / d.bandwidth
     return max(compute, transfer) + optimizer
 
 
@@ -250,32 +220,36 @@ def ring(d: Device, gpus: int, per_node: int) -> float:
     return d.link if gpus <= per_node else min(d.link, per_node * d.network)
 
 
-def decode_step(c: ModelConfig, rows: float, keys: float, d: Device) -> float:
-    """Return the seconds of one decode step with this many rows and cached keys in total."""
-    w = Weights.of(c)
-    weights = w.layers * w.block + w.head
-    products = max(2 * weights * rows / d.decode, d.item * weights / d.bandwidth)
-    cache = 2 * d.item * c.num_key_value_heads * c.head_dim * w.layers * keys
-    sampling = (d.item + 12) * c.vocab_size * rows  # logits, and three passes over probabilities
-    launches = w.layers * layer_traffic(c, d)[0].launches + 20
-    waits = launches * d.launch + 2 * w.layers * d.reduce
-    return products + (cache + sampling) / d.bandwidth + waits
+def decode_step(c: ModelConfig, d: Device, gpus: int = 1) -> Callable[[float, float], float]:
+    """Return a function: rows, and cached keys of all rows together → seconds of a decode step.
 
-
-def sample(c: ModelConfig, work: Work, d: Device, slots: int) -> float:
-    """Return the seconds in which one engine samples: prompts once per group, then decode steps
-    with up to `slots` rows. A finished row is replaced at once.
+    gpus: the GPUs of a server, among which every product is split.
     """
-    w, E = Weights.of(c), c.num_attention_heads * c.head_dim
-    own, _ = work.pairs
-    prefill = 2 * w.layers * w.block * sum(work.prompts) / d.flops
-    prefill += 4 * w.layers * E * own / d.attention
-    step = _between(lambda rows, keys: decode_step(c, rows, keys, d))
-    seconds, now = prefill, 0
-    waiting = list(
-        zip(itertools.chain(*([p] * work.group for p in work.prompts)), work.completions)
-    )
-    waiting.reverse()
+    w, ops = Weights.of(c), layer(c, d)
+    weights = w.layers * w.block + w.head
+    cached = 2 * d.item * c.num_key_value_heads * c.head_dim * w.layers  # bytes per token
+    # A small product reads its weights and then computes; the two hardly overlap.
+    row = 2 * weights / d.decode + w.layers * ops.forward_bytes / d.bandwidth
+    row += d.draw * c.vocab_size
+    step = (w.layers * ops.decode + 11) * d.launch
+    step += 2 * w.layers * ALL_REDUCE if gpus > 1 else 0.0
+
+    def seconds(rows: float, keys: float) -> float:
+        shared = d.item * weights / d.weights + rows * row + keys * cached / d.cache
+        return shared / gpus + step + rows * d.token
+
+    return seconds
+
+
+def sample(c: ModelConfig, work: Work, d: Device, slots: int, gpus: int = 1) -> float:
+    """Return the seconds in which one engine samples: prompts once per group, then decode steps
+    with up to `slots` rows. A finished row is replaced at once. gpus: see `decode_step`.
+    """
+    w, ops, E = Weights.of(c), layer(c, d), c.num_attention_heads * c.head_dim
+    prompts = 2 * w.layers * w.block / d.flops + w.layers * ops.forward_bytes / d.bandwidth
+    seconds = prompts * sum(work.prompts) + 4 * w.layers * E * work.pairs[0] / d.attention
+    seconds, now, step = seconds / gpus, 0, decode_step(c, d, gpus)
+    waiting = work.sequences[::-1]
     active: list[tuple[int, int]] = []  # (step at which it ends, step at which it would have begun)
     while waiting or active:
         while waiting and len(active) < slots:
@@ -289,22 +263,6 @@ def sample(c: ModelConfig, work: Work, d: Device, slots: int) -> float:
         while active and active[0][0] == now:
             heapq.heappop(active)
     return seconds
-
-
-def _between(step: Callable[[float, float], float]) -> Callable[[float, float], float]:
-    """Return the same function, but evaluate it only twice per number of rows: it is linear in the
-    number of keys.
-    """
-    cached: dict[float, tuple[float, float]] = {}
-
-    def fast(rows: float, keys: float) -> float:
-        if rows not in cached:
-            base = step(rows, 0.0)
-            cached[rows] = base, step(rows, 1.0) - base
-        base, slope = cached[rows]
-        return base + slope * keys
-
-    return fast
 
 
 def sync(
@@ -321,63 +279,3 @@ def sync(
     copy = (4 / d.item + 1) * size / trainers / d.bandwidth  # cast the float32 shards
     sent = size * max(near / d.link, far / d.network)
     return gather + copy + (sent + 2 * size / d.bandwidth if near + far else 0.0)
-
-
-# --- a CPU as a device ----------------------------------------------------------------------------
-
-
-def _seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Return the median seconds of a call."""
-    found = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - began)
-    return sorted(found[1:])[repeats // 2]
-
-
-@torch.no_grad()
-def measured(c: ModelConfig, rows: int, slots: int, keys: int) -> Device:
-    """Return the speed of this machine's CPU on the shapes of a model.
-
-    rows: tokens of a micro-batch; slots: rows of a decode step; keys: length of a sequence.
-    """
-    D, F, E = c.hidden_size, c.intermediate_size, c.head_dim
-    H, K = c.num_attention_heads, c.num_key_value_heads
-    shapes = [(D, (H + 2 * K) * E), (H * E, D), (D, 2 * F), (F, D)]
-
-    def products(n: int, decoding: bool) -> float:
-        flop = seconds = 0.0
-        for n_in, n_out in shapes:
-            x, weight = torch.randn(n, n_in), torch.randn(n_out, n_in)
-            work = linear.packed(weight, None, n) if decoding else linear.linear
-            seconds += _seconds(functools.partial(work, x, weight, None))
-            flop += 2 * n * n_in * n_out
-        return flop / seconds
-
-    q, k = torch.randn(1, H, keys, E), torch.randn(1, H, keys, E)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    pairs = keys * (keys + 1) / 2
-    a, b = torch.randn(2, 1 << 24)
-    bandwidth = 12 * a.numel() / _seconds(lambda: torch.mul(a, b))
-    # The time per operation is that of a block on one token, which is too small for anything else.
-    tiny = dataclasses.replace(
-        c,
-        hidden_size=64,
-        intermediate_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-    )
-    block, x, angles = Block(tiny, 0), torch.randn(1, 64), torch.randn(1, 1, 32)
-    found = Device(
-        flops=products(rows, decoding=False),
-        attention=4 * H * E * pairs / _seconds(lambda: attend(q, k, k, is_causal=True)),
-        bandwidth=bandwidth,
-        launch=0.0,
-        memory=0,
-        item=4,
-        decode=products(slots, decoding=True),
-    )
-    seconds = _seconds(lambda: block(x, angles, angles, lambda layer, q, k, v: q))
-    return found._replace(launch=seconds / layer_traffic(tiny, found)[0].launches)

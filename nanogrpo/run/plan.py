@@ -34,19 +34,26 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.run import cost, memory
 
-# Qwen3: D, F, layers, heads, key heads, tied head
+
+def _qwen3(D: int, F: int, layers: int, heads: int, tied: bool = True) -> ModelConfig:
+    return ModelConfig(
+        *("qwen3", 151936, D, F, layers, heads, 8, 128, 40960),
+        rope_theta=1e6,
+        tie_word_embeddings=tied,
+    )
+
+
 QWEN3 = {
-    "0.6B": (1024, 3072, 28, 16, 8, True),
-    "1.7B": (2048, 6144, 28, 16, 8, True),
-    "4B": (2560, 9728, 36, 32, 8, True),
-    "8B": (4096, 12288, 36, 32, 8, False),
-    "14B": (5120, 17408, 40, 40, 8, False),
-    "32B": (5120, 25600, 64, 64, 8, False),
+    "0.6B": _qwen3(1024, 3072, 28, 16),
+    "1.7B": _qwen3(2048, 6144, 28, 16),
+    "4B": _qwen3(2560, 9728, 36, 32),
+    "8B": _qwen3(4096, 12288, 36, 32, tied=False),
+    "14B": _qwen3(5120, 17408, 40, 40, tied=False),
+    "32B": _qwen3(5120, 25600, 64, 64, tied=False),
 }
 RESERVED = 1 << 30  # bytes of a GPU that CUDA itself takes
 MOST = 100_000  # completions of a step; counting with more takes minutes
 SLOTS = 256  # sequences that a vLLM server decodes at once, its own default on most GPUs
-ALL_REDUCE = 1e-5  # seconds of one among the GPUs of a server
 
 
 class Machines(NamedTuple):
@@ -96,12 +103,8 @@ def shape_of(name: str, four_bits: bool = False) -> Decoder:
     """Return the model without weights, on the meta device. four_bits: see `empty_model`."""
     if name not in QWEN3:
         return checkpoint.empty_model(checkpoint.locate(name), four_bits)
-    D, F, L, H, K, tied = QWEN3[name]
-    cfg = ModelConfig(
-        "qwen3", 151936, D, F, L, H, K, 128, 40960, rope_theta=1e6, tie_word_embeddings=tied
-    )
     with torch.device("meta"):
-        return Decoder(cfg)
+        return Decoder(QWEN3[name])
 
 
 def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[Layout]:
@@ -135,25 +138,19 @@ def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[L
             continue
         if embedded:
             mean = args.prompt_length + args.completion_length
-            slots = max(1, min(chosen.slots, int((chosen.cache_tokens or 0) / mean)))
-            engines, sampler = trainers, device
+            engines, slots = trainers, min(chosen.slots, int((chosen.cache_tokens or 0) / mean))
         else:
             longest = args.longest_prompt + cfg.max_completion_length
             key = 2 * device.item * c.num_key_value_heads * c.head_dim * c.num_hidden_layers
             cache = 0.9 * each * device.memory - weights
-            engines, slots = servers, max(1, min(SLOTS, int(cache / (key * longest))))
-            sampler = device._replace(
-                flops=each * device.flops,
-                decode=each * device.decode,
-                attention=each * device.attention,
-                bandwidth=each * device.bandwidth,
-                reduce=ALL_REDUCE if each > 1 else 0.0,
-            )
-        share = cost.Work(work.prompts[::engines], _groups(work, engines), args.skipped)
+            engines, slots = servers, min(SLOTS, int(cache / (key * longest)))
+        groups = range(0, len(work.completions), cfg.num_generations * engines)  # of one engine
+        lengths = [n for i in groups for n in work.completions[i : i + cfg.num_generations]]
+        share = cost.Work(work.prompts[::engines], lengths)
         near = sum(m.servers for m in machines if m.first)
         seconds = {
             "sync": cost.sync(c, device, trainers, near, servers - near, args.per_node),
-            "sample": cost.sample(c, share, sampler, slots),
+            "sample": cost.sample(c, share, device, max(1, slots), 1 if embedded else each),
             "score": args.score_seconds,
             "train": cost.train(
                 c,
@@ -175,16 +172,7 @@ def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[L
 
 def _scored(cfg: Config) -> int:
     """Return the forward passes before training: for old and for reference log-probs (step.py)."""
-    corrected = not cfg.on_policy or cfg.vllm_importance_sampling_mode != "off"
-    old = (corrected and not cfg.old_from_engine) or cfg.top_entropy_quantile < 1
-    return old + (cfg.beta > 0)
-
-
-def _groups(work: cost.Work, engines: int) -> list[int]:
-    """Return the lengths of the completions that one of the engines samples: every n-th group."""
-    n = work.group
-    firsts = range(0, len(work.completions), n * engines)
-    return [length for i in firsts for length in work.completions[i : i + n]]
+    return (cfg.recomputes_old or cfg.top_entropy_quantile < 1) + (cfg.beta > 0)
 
 
 def commands(layout: Layout, model: str, words: list[str], per_node: int) -> list[str]:

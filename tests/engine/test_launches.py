@@ -5,7 +5,6 @@ Meta tensors have no data. A step that needs any on the host raises an error her
 captured as a CUDA graph. Read next: tests/kernels/traffic.py.
 """
 
-import dataclasses
 import functools
 from pathlib import Path
 from unittest import mock
@@ -16,9 +15,9 @@ import torch
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.model import dispatch
+from nanogrpo.run import cost
 from tests.kernels.traffic import QWEN3, Traffic
 
-TIED = dataclasses.replace(QWEN3, tie_word_embeddings=True)  # 0.6 billion parameters
 MEAN = 400  # tokens in a row of the cache
 PARAMS = SamplingParams()
 
@@ -28,7 +27,7 @@ def decode(rows: int, kernels: str, params: SamplingParams) -> tuple[list[str], 
     """Return the launches of a decode step, and its bytes."""
     traffic = Traffic()
     options = {"device": "meta", "dtype": torch.bfloat16, "paged": True}
-    engine = LocalEngine(TIED, max_len=4096, slots=rows, **options)
+    engine = LocalEngine(QWEN3, max_len=4096, slots=rows, **options)
     with mock.patch.object(dispatch, "choice", kernels), torch.no_grad(), traffic.counting():
         engine._forward(rows, 4096, params)
     # Attention reads only the tokens of its rows, and lookups only some rows of their tables.
@@ -47,6 +46,8 @@ def test_a_step_takes_at_most_300_launches_and_reads_little_but_weights_and_live
     for kernel in ("attend", "combine"):
         assert sum(name.endswith(f"paged.{kernel}_kernel") for name in names) == 28
     assert names.count("mm") == 4 * 28 + 1
+    planned = 28 * cost.layer(QWEN3, cost.GPUS["H100"]).decode + 11
+    assert len(names) == pytest.approx(planned, rel=0.02)
     weights = 2 * 596_049_920  # the head reads the embedding
     tokens = 28 * 2 * 2 * 8 * 128 * rows * MEAN
     assert weights + tokens < moved < 1.1 * (weights + tokens)

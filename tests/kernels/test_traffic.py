@@ -7,10 +7,22 @@ The counts come from meta tensors (traffic.py); times need a GPU. Read next: tes
 import functools
 from pathlib import Path
 
-from tests.kernels.traffic import QWEN3, TOKENS, block_traffic, rows
+import torch
+
+from tests.kernels.traffic import QWEN3, TOKENS, Traffic, block_traffic, rows
 
 block_traffic = functools.cache(block_traffic)
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_products_are_counted_apart_and_views_not_at_all():
+    x = torch.empty(8, 16)
+    with Traffic() as found:
+        y = x.t() @ x
+        z = y.view(-1)  # a view
+        z + z
+    assert (found.products.launches, found.elementwise.launches) == (1, 1)
+    assert found.elementwise.bytes == 3 * 256 * 4
 
 
 def test_a_block_moves_at_most_half_of_the_bytes():

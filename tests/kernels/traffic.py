@@ -32,19 +32,9 @@ from nanogrpo.kernels import norm, reference
 from nanogrpo.model import dispatch
 from nanogrpo.model.decoder import Block
 from nanogrpo.model.hf_config import ModelConfig
+from nanogrpo.run import plan
 
-QWEN3 = ModelConfig(
-    model_type="qwen3",
-    vocab_size=151_936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=40_960,
-    rope_theta=1e6,
-)
+QWEN3 = plan.QWEN3["0.6B"]
 TOKENS = 16_384
 
 
@@ -59,12 +49,14 @@ def tensors(*values: Any) -> Iterator[Tensor]:
 
 @dataclass
 class Count:
-    launches: int = 0
     bytes: int = 0
     names: list[str] = field(default_factory=list)
 
+    @property
+    def launches(self) -> int:
+        return len(self.names)
+
     def add(self, name: str, *values: Any) -> None:
-        self.launches += 1
         self.names.append(name)
         self.bytes += sum(x.numel() * x.itemsize for x in tensors(*values))
 
@@ -125,7 +117,7 @@ class _OneKernel(torch.autograd.Function):
         return dx, dweight, None
 
 
-class _Attention(torch.autograd.Function):
+class Attention(torch.autograd.Function):
     """Has the shapes of attention, and counts nothing."""
 
     @staticmethod
@@ -147,7 +139,7 @@ def block_traffic(kernels: str, cfg: ModelConfig = QWEN3, T: int = TOKENS) -> li
     forward, backward = Traffic(), Traffic()
     with mock.patch.object(dispatch, "choice", kernels):
         with forward.counting():
-            out = block(x, cos, sin, lambda layer, *qkv: _Attention.apply(*qkv))
+            out = block(x, cos, sin, lambda layer, *qkv: Attention.apply(*qkv))
         dout = torch.empty_like(out)
         with backward.counting():
             torch.autograd.grad(out, [x, *block.parameters()], dout)

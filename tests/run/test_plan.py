@@ -16,11 +16,13 @@ from bench.common import small_qwen3
 from nanogrpo.config import Config
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import cost, plan
+from tests.kernels.traffic import QWEN3, TOKENS, block_traffic
 
 H100 = cost.GPUS["H100"]
 SMALL = small_qwen3(64, 2, 256, 128)
-# compute is free, except for what a test asks about
-FREE = cost.Device(*[float("inf")] * 3, 0.0, 1 << 40, decode=float("inf"), fused=True)
+# everything is free, except for what a test asks about
+INF = float("inf")
+FREE = cost.Device(*[INF] * 3, *[0.0] * 5, *[INF] * 3, memory=1 << 40, link=INF)
 
 
 def works(prompt: int, completion: int, groups: int = 2, group: int = 2) -> cost.Work:
@@ -43,35 +45,35 @@ def test_the_flop_of_training_are_those_that_torch_counts():
     with FlopCounterMode(display=False) as counter:
         model(tokens, torch.arange(48), attend).sum().backward()
     device = FREE._replace(flops=1.0, attention=1.0)
-    # The count includes both halves of the causal square, and no pair twice.
+    # The count includes both halves of the causal square, and no pair twice. A fused backward pass
+    # computes the scores once more.
     square = 12 * 2 * 64 * 48 * 48
-    half = 12 * 2 * 64 * sum(causal.pairs)
+    half = 14 * 2 * 64 * sum(causal.pairs)
     found = cost.train(SMALL, causal, device)
     assert found - half == pytest.approx(counter.get_total_flops() - square)
 
 
 def test_a_decode_step_reads_every_weight_and_key_once():
     weights = sum(p.numel() for n, p in Decoder(SMALL).named_parameters() if p.ndim == 2)
-    device = FREE._replace(bandwidth=1.0)
-    empty, full = (cost.decode_step(SMALL, 0, keys, device) for keys in (0, 10))
+    device = FREE._replace(weights=1.0, cache=1.0)
+    empty, full = (cost.decode_step(SMALL, device)(0, keys) for keys in (0, 10))
     assert empty == 2 * weights
     assert full - empty == 10 * 2 * 2 * 2 * SMALL.num_key_value_heads * SMALL.head_dim
-    # with many rows, the products take longer than reading the weights
-    device = FREE._replace(decode=1.0)
-    assert cost.decode_step(SMALL, 8, 0, device) == 8 * 2 * weights
+    assert cost.decode_step(SMALL, FREE._replace(decode=1.0))(8, 0) == 8 * 2 * weights
 
 
 def test_sampling_adds_up_its_decode_steps():
     """Against a loop over single steps."""
     work = cost.Work([5, 9, 7], [3, 8, 2, 11, 6, 1])
     waiting = list(zip([5, 5, 9, 9, 7, 7], work.completions))
-    device = FREE._replace(bandwidth=1.0)
+    device = FREE._replace(weights=1.0, cache=1.0)
+    step = cost.decode_step(SMALL, device)
     active, seconds = [], 0.0
     while waiting or active:
         while waiting and len(active) < 2:
             active.append([*waiting.pop(0), 0])
         keys = sum(prompt + done + 0.5 for prompt, _, done in active)
-        seconds += cost.decode_step(SMALL, len(active), keys, device)
+        seconds += step(len(active), keys)
         active = [[p, n, done + 1] for p, n, done in active if done + 1 < n]
     assert cost.sample(SMALL, work, device, slots=2) == pytest.approx(seconds)
 
@@ -85,11 +87,11 @@ def test_lengths_have_the_mean_and_the_limit(mean, longest):
 
 
 def test_more_gpus_and_a_faster_link_never_make_training_slower_to_compute():
-    work = works(256, 1000, 64, 8)
-    seconds = [cost.train(SMALL, work, H100._replace(link=float("inf")), n) for n in (1, 2, 4, 8)]
+    work, c = works(256, 1000, 64, 8), plan.shape_of("0.6B").cfg
+    seconds = [cost.train(c, work, H100._replace(link=INF), n) for n in (1, 2, 4, 8)]
     assert seconds == sorted(seconds, reverse=True)
-    over_network = cost.train(SMALL, work, H100._replace(network=1.0), 16)
-    assert over_network > cost.train(SMALL, work, H100, 16)
+    over_network = cost.train(c, work, H100._replace(network=1.0), 16)
+    assert over_network > cost.train(c, work, H100, 16)
 
 
 def test_each_option_of_training_costs_its_own_passes_and_bytes():
@@ -108,7 +110,13 @@ def test_each_option_of_training_costs_its_own_passes_and_bytes():
         assert seconds == (7 * gathers + reductions * reduction) / 2
     updated = FREE._replace(bandwidth=1.0, item=0)
     steps = [cost.train(SMALL, work, updated, updates=n, adapters=1) for n in (1, 4)]
-    assert steps[1] - steps[0] == 3 * 32
+    cast = 4 * w.total  # the weights, which one GPU casts once per update
+    assert steps[1] - steps[0] == 3 * (40 + cast)
+    parts = [cost.train(SMALL, work, updated, budget=n, adapters=1) for n in (224, 112)]
+    assert parts[1] - parts[0] == 10  # the gradients of the second micro-batch are added
+    started = FREE._replace(host=1.0)
+    ops = cost.layer(SMALL, FREE)
+    assert cost.train(SMALL, work, started, scored=1) == 2 * (2 * ops.forward + ops.backward)
 
 
 def test_a_sync_sends_the_weights_to_every_server_over_the_link_or_the_network():
@@ -124,17 +132,19 @@ def test_a_ring_between_machines_uses_the_adapters_of_all_gpus():
     assert [cost.ring(device, gpus, per) for gpus, per in ((2, 2), (4, 2), (64, 8))] == [4, 2, 4]
 
 
-def test_a_split_server_waits_for_two_all_reduces_per_layer():
-    assert cost.decode_step(SMALL, 1, 1, FREE._replace(reduce=1.0)) == 2 * 2
+def test_a_split_server_divides_the_products_and_waits_for_two_all_reduces_per_layer():
+    assert cost.decode_step(SMALL, FREE, gpus=2)(1, 1) == 2 * 2 * cost.ALL_REDUCE
+    device = FREE._replace(decode=1.0)
+    whole, half = (cost.decode_step(SMALL, device, gpus=n)(1, 1) for n in (1, 2))
+    assert half == pytest.approx(whole / 2)
 
 
-def test_the_bytes_of_a_layer_are_counted_without_products_and_views():
-    x = torch.empty(8, 16)
-    with cost.Traffic() as found:
-        y = x.t() @ x  # a product
-        z = y.view(-1)  # a view
-        z + z
-    assert (found.launches, found.bytes) == (2, 3 * 256 * 4)
+def test_a_layer_has_the_operations_and_bytes_that_are_counted_on_meta_tensors():
+    ops, (forward, backward) = cost.layer(QWEN3, H100), block_traffic("triton")
+    attention = 3  # and the gathers of keys and values
+    assert ops.forward == forward.elementwise.launches + forward.products.launches + attention
+    assert ops.forward_bytes * TOKENS == pytest.approx(forward.elementwise.bytes, rel=0.03)
+    assert ops.backward_bytes * TOKENS == pytest.approx(backward.elementwise.bytes, rel=0.2)
 
 
 # --- the command ---
