@@ -41,8 +41,9 @@ def options(case: str, side: str, seed: int, args: argparse.Namespace) -> Config
 
 def draw(records: list[dict], path: Path) -> None:
     """Plot rewards (above) and held-out accuracy (below) of each case (left, right) by step."""
-    figure, axes = common.subplots(2, len(RATES), figsize=(10, 6.5))
-    for column, case in zip(axes.T, RATES):
+    cases = [case for case in RATES if any(r["side"].startswith(case) for r in records)]
+    figure, axes = common.subplots(2, len(cases), figsize=(5 * len(cases), 6.5), squeeze=False)
+    for column, case in zip(axes.T, cases):
         for colour, side in enumerate(SIDES):
             mine = [r for r in records if r["side"] == f"{case}, {side}"]
             for axis, name in zip(column, ("reward", "held_out")) if mine else ():
