@@ -28,10 +28,13 @@ def expect(right: Any, hint: str) -> None:
         raise Hint(hint)
 
 
-def given(value: Any, name: str) -> Any:
-    """Return a value of the answer, or raise NotYet if there is none."""
+def given(value: Any, name: str, later: str = "") -> Any:
+    """Return a value of the answer, or raise NotYet if there is none. later: the hint for a part
+    after the first, which the checker's START does not help with.
+    """
     if value is None or value is ...:
-        raise NotYet(f"`{name}` has no value yet: replace its `...`")
+        missing = f"`{name}` has no value yet: replace its `...`"
+        raise Hint(f"{missing}. {later}") if later else NotYet(missing)
     return value
 
 

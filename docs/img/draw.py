@@ -192,7 +192,7 @@ def head() -> Figure:
     # the logits of one chunk
     cell(axis, 27, 21, 30, 6, ORANGE, "logits of the chunk [C, V]")
     arrow(axis, (13, 24), (27, 24))
-    note(axis, 20, 26, "1   × Wᵀ", ha="center", color="black")
+    note(axis, 20, 26, "product 1: times Wᵀ", ha="center", color="black")
     note(axis, 42, 28.4, "the only place where logits exist", ha="center")
     arrow(axis, (42, 21), (42, 15))
     note(axis, 43.2, 18, "loss and its derivative, row by row, in place", color="black")
@@ -202,10 +202,16 @@ def head() -> Figure:
         cell(axis, 80, 9 + 6 * i, 9, 6, BLUE if i == 2 else "white", "chunk" if i == 2 else "")
     note(axis, 84.5, 34.3, "their gradient [M, D]", ha="center", color="black")
     arrow(axis, (57, 13), (70, 13), (70, 24), (80, 24))
-    note(axis, 71, 21, "2   × W", ha="left", color="black")
+    note(axis, 71, 21, "product 2: times W", ha="left", color="black")
     cell(axis, 27, 1, 30, 4, GREEN, "gradient of W [V, D]")
     arrow(axis, (42, 9), (42, 5))
-    note(axis, 43.2, 7, "3   transposed, × the chunk of hidden states, added up", color="black")
+    note(
+        axis,
+        43.2,
+        7,
+        "product 3: its transpose times the chunk of hidden states, added up",
+        color="black",
+    )
     note(
         axis,
         4,

@@ -26,11 +26,14 @@ def check(answer) -> None:
         "The sign is wrong: a reward above those of the others has a positive advantage.": -right,
     }
     matches("advantages", answer.advantages(r.clone()), right, mistakes)
+    how = (
+        "Write A = r - (S - r)/(G - 1), where S is the sum of the group, and bring it to one"
+        " fraction; then S/G is the mean."
+    )
     for G in (2, 4, 8):
-        factor = float(given(answer.f(G), "f"))
+        factor = float(given(answer.f(G), "f", f"`advantages` is right. {how}"))
         expect(
             abs(factor * (G - 1) / G - 1) < 1e-9,
-            f"f({G}) is {factor:.4g}. Write A = r - (S - r)/(G - 1), where S is the sum of the"
-            " group, and bring it to one fraction; then S/G is the mean."
+            f"f({G}) is {factor:.4g}. {how}"
             + (" Yours is the reciprocal." if abs(factor - (G - 1) / G) < 1e-9 else ""),
         )

@@ -54,8 +54,12 @@ def check(answer) -> None:
         "You use the log-probs of all tokens of the vocabulary. Pick that of the sampled token.": (
             mistake(lambda z: -(advantage[:, None] * z.log_softmax(-1)).mean())
         ),
-        "The advantages are averaged before they meet their tokens. Multiply first, then average."
-        " With cross_entropy, use reduction='none'.": (
+        "Two things are wrong: use log_softmax instead of softmax, and .squeeze(1) after gather, so"
+        " that the shape is [M] and not [M, 1].": (
+            mistake(lambda z: -(advantage * picked(z.softmax(-1))[:, None]).mean())
+        ),
+        "Each advantage must meet its own token only, before the mean. With cross_entropy, use"
+        " reduction='none'. With gather, use .squeeze(1): [M, 1] times [M] is [M, M].": (
             mistake(lambda z: -picked(z.log_softmax(-1)).mean() * advantage.mean())
         ),
         "The advantage has no effect: this raises the probability of every sampled token.": (

@@ -36,7 +36,11 @@ def check(answer) -> None:
     }
     matches("loss", answer.loss(logp, old, A, 0.2), right, mistakes)
     flat = {("A > 0", "ratio > 1 + epsilon"), ("A < 0", "ratio < 1 - epsilon")}
-    found = {tuple(pair) for pair in given(answer.NO_GRADIENT, "NO_GRADIENT")}
+    later = (
+        "`loss` is right. Print it for the ratios 0.5, 0.7, 1.3 and 1.5, with A = 1 and A = -1,"
+        " and look where two ratios on the same side of 1 have the same loss."
+    )
+    found = {tuple(pair) for pair in given(answer.NO_GRADIENT, "NO_GRADIENT", later)}
     expect(
         found == flat,
         "`loss` is right, but NO_GRADIENT is not. With A > 0, min(ratio·A, clamp(ratio)·A) is flat"
