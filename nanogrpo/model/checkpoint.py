@@ -216,7 +216,7 @@ def empty_model(folder: Path, four_bits: bool = False) -> Decoder:
     if raw.get("quantization_config") and not four_bits:
         raise UserError(
             f"{folder}: the weights are stored in 4 bits, on which only adapters can be trained: "
-            "use --load-in-4bit and --lora-r, or the original model."
+            "train with --load-in-4bit and --lora-r, or use the original model."
         )
     with torch.device("meta"):
         return Decoder(cfg)

@@ -95,7 +95,8 @@ def shape_of(layer: Any) -> torch.Size:
 
 
 def _quantized(shape: torch.Size, parts: Sequence[Tensor]) -> Quantized:
-    weight, absmax, nested = parts
+    # FSDP of torch 2.11 casts bytes, too, to bfloat16, which represents them exactly
+    weight, absmax, nested = (p.to(torch.uint8) for p in parts)
     floats = nested.view(torch.float32).squeeze(1)  # [k+1]
     return Quantized(weight, absmax, floats[:-1], floats[-1], shape)
 
@@ -202,12 +203,13 @@ def assembled(
                 )
             yield name, tensor
             continue
-        waiting[matrix][key] = tensor[:]
-        if len(waiting[matrix]) == len(KEYS):
-            problem = f"holds the tensor {matrix} in a form that cannot be read"
-            with reading(where, "use the original model", problem):
-                stored = _Stored(waiting.pop(matrix))
-            yield matrix, stored
+        problem = f"holds the tensor {matrix} in a form that cannot be read"
+        with reading(where, "use the original model", problem):
+            waiting[matrix][key] = tensor[:]
+            if len(waiting[matrix]) < len(KEYS):
+                continue
+            stored = _Stored(waiting.pop(matrix))
+        yield matrix, stored
     for matrix, parts in waiting.items():
         key = next(key for key in KEYS if key not in parts)
         raise UserError(

@@ -480,7 +480,10 @@ def what_fits(
         changed = dataclasses.replace(opened, **options)  # type: ignore[arg-type]  # mixed types
         with torch.device("meta"):
             adapted = Decoder(model.cfg)
-        lora.attach(adapted, changed, world.device.type)
+        try:
+            lora.attach(adapted, changed, world.device.type)
+        except UserError:  # its matrices are not made of blocks for 4 bits
+            continue
         if fitting(changed, adapted):
             words = (f"--{dashed(n)}{'' if v is True else f' {v}'}" for n, v in options.items())
             found.append(" ".join(words))

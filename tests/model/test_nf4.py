@@ -135,6 +135,16 @@ def test_the_gradients_are_those_of_a_dequantized_model_in_float64(name, request
         assert g.abs().max() > 1e-6
 
 
+def test_bytes_that_fsdp_has_cast_to_bfloat16_give_the_same_weights(base):
+    """As FSDP of torch 2.11 does."""
+    model = loaded(base)
+    layer = model.model.layers[1].mlp.up_proj
+    parts = [getattr(layer, name) for name in nf4.PARTS]
+    expected = nf4.dequantized(nf4.shape_of(layer), parts, torch.float32)
+    cast = [p.bfloat16() for p in parts]
+    assert torch.equal(nf4.dequantized(nf4.shape_of(layer), cast, torch.float32), expected)
+
+
 @pytest.mark.parametrize("targets", [("q_proj", "down_proj"), ()])
 def test_all_layers_of_the_blocks_are_in_four_bits_and_only_adapters_are_trained(base, targets):
     model = loaded(base, dataclasses.replace(FOUR, lora_target_modules=targets))
@@ -259,6 +269,7 @@ DAMAGED = {
     "another code book": ("q_proj.weight.quant_map", lambda t: t + 1, "quant_map is not that of"),
     "another shape": (STATE, state(shape=[32, 128]), r"has shape \(32, 128\) but config.json asks"),
     "no JSON": (STATE, lambda t: t[1:], "cannot be read"),
+    "one number": ("q_proj.weight.absmax", lambda t: t[0].clone(), "cannot be read"),
 }
 
 
@@ -296,7 +307,7 @@ def test_another_quantization_is_refused_in_one_sentence(stored, tmp_path, case)
 
 
 def test_weights_in_four_bits_need_the_option(stored):
-    with pytest.raises(UserError, match="use --load-in-4bit and --lora-r, or the original model"):
+    with pytest.raises(UserError, match="train with --load-in-4bit and --lora-r, or use the orig"):
         checkpoint.load_model(stored)
 
 

@@ -26,7 +26,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.model import lora
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import memory
-from tests.conftest import SOLO, tiny_model
+from tests.conftest import SOLO, tiny_config, tiny_model
 
 GIB = 2**30
 KINDS = ("none", "selective", "full")
@@ -201,6 +201,16 @@ def test_four_bits_are_proposed_where_adapters_alone_are_not_enough(has):
     model = shape("8B", cfg)
     chosen = memory.choose(model, cfg, fits.gpus(1), fits.PROMPT, fits.free(24))
     assert memory.check(model, chosen, fits.gpus(1), fits.PROMPT) < fits.free(24) - memory.MARGIN
+
+
+def test_four_bits_are_not_proposed_where_matrices_are_not_made_of_blocks(has):
+    has(fits.free(24))
+    with torch.device("meta"):
+        model = Decoder(tiny_config(hidden_size=250, intermediate_size=2_000_002))
+    chosen = memory.choose(model, Config(), fits.gpus(1), fits.PROMPT, fits.free(24))
+    with pytest.raises(UserError, match=r"missing .*: use --cpu-offload\.$") as error:
+        memory.check(model, chosen, fits.gpus(1), fits.PROMPT)
+    assert "4bit" not in str(error.value)
 
 
 def test_settings_of_the_user_that_do_not_fit_are_named_with_others_that_do(has):
