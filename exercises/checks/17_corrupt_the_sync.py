@@ -20,7 +20,8 @@ def failures(test: str, answer: str) -> list[str]:
     command = [sys.executable, "-m", "pytest", *options, test]
     env = {**os.environ, "EXERCISE": answer}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    expect(done.returncode in (0, 1), f"pytest cannot run {test}: try it with python -m pytest.")
+    problem = (done.stderr or done.stdout).strip().rpartition("\n")[2]
+    expect(done.returncode in (0, 1), f"pytest cannot run {test} ({problem}): try it by hand.")
     return re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
 
 

@@ -402,7 +402,8 @@ def spelled(cfg: Config, but: Config | None = None) -> str:
     names = [n for n in CHOSEN if but is None or getattr(cfg, n) != getattr(but, n)]
     if cfg.engine != "local":  # a vLLM server decides for itself
         names = [n for n in names if n not in ("max_concurrent", "cache_tokens")]
-    return " ".join(f"--{dashed(n)} {getattr(cfg, n)}" for n in names if getattr(cfg, n))
+    values = {n: getattr(cfg, n) for n in names}
+    return " ".join(f"--{dashed(n)} {v}" for n, v in values.items() if v not in (None, 0, "auto"))
 
 
 def check(

@@ -59,7 +59,7 @@ def test_a_full_gpu_ends_the_run_with_one_sentence_and_keeps_the_checkpoints(
         assert error[-1] == (
             "error: the GPU ran out of memory (2.00 GiB needed, 1.10 GiB free): continue with"
             " --resume and --max-concurrent 32 --gradient-checkpointing none --token-budget 8192"
-            " --reduce-gradients step."
+            " --reduce-gradients step --reshard-after-forward always."
         )
         assert not any("Traceback" in line for line in error)
         done, saved = len(steps(folder)), checkpoints(folder)
