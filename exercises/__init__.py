@@ -1,0 +1,1 @@
+"""Exercises to the course: docs/exercises.md says how to start."""
