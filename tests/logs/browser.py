@@ -1,7 +1,7 @@
 """A headless Chromium for tests, driven by chromedriver through WebDriver, which is JSON over HTTP.
 
     with open_browser() as browser:           # None if there is no chromedriver on the path
-        browser.open("file:///tmp/view.html")
+        browser.open(page.as_uri())
         browser.run("return document.title")
 
 Debian's packages are chromium and chromium-driver. Read next: test_view_page.py.
