@@ -17,6 +17,6 @@ The last token of a completion is a target, but not an input. The checker calls 
 TOKENS = ...  # a list of the T input tokens
 POSITIONS = ...  # the position of each of them in its own text
 CU_SEQLENS = ...  # where the three sequences (the prompt, two completions) begin, and the end
-KV_ROWS = ...  # the rows of the strip that each sequence attends to, one sequence after the other
+KV_ROWS = ...  # the rows of the strip that each sequence attends to, all in one list
 TARGETS = ...  # the M tokens to predict
 ROWS = ...  # for each target, the row of the strip whose output predicts it

@@ -75,9 +75,7 @@ def _failed(error: BaseException, path: Path, start: str) -> str:
         hint = f"Line {lines[-1]} of {path.name} raises {what}."
         # torch raises RuntimeError and IndexError for shapes that do not fit
         return f"{hint} {start}" if isinstance(error, RuntimeError | IndexError) else hint
-    return (
-        f"The check cannot use what your code returns ({what}). Read the comments on shapes again."
-    )
+    return f"The check cannot use what your code returns ({what}). Read again what it must return."
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,11 +8,13 @@ was made. Read next: checks/01_advantage.py, check.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Hint(Exception):
@@ -36,6 +38,35 @@ def given(value: Any, name: str, later: str = "") -> Any:
         missing = f"`{name}` has no value yet: replace its `...`"
         raise Hint(f"{missing}. {later}") if later else NotYet(missing)
     return value
+
+
+def by_hand(function: Callable, *args: Any) -> Any:
+    """Call a function without autograd, and raise a hint if it needs it."""
+    try:
+        with torch.no_grad():
+            return function(*args)
+    except RuntimeError as e:
+        expect("does not require grad" not in str(e), "Write the derivative without autograd.")
+        raise
+
+
+class Counted(TorchDispatchMode):
+    """The most numbers that a computation holds in tensors at a time, and its matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self.products = 0
+        self._held: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm")
+        if isinstance(out, Tensor):
+            storage = out.untyped_storage()
+            self._held = {ref: n for ref, n in self._held.items() if not ref.expired()}
+            self._held[StorageWeakRef(storage)] = storage.nbytes() // out.element_size()
+            self.most = max(self.most, sum(self._held.values()))
+        return out
 
 
 def tensor(value: Any, name: str, shape: tuple[int, ...]) -> Tensor:

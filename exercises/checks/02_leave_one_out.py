@@ -26,6 +26,14 @@ def check(answer) -> None:
         "The sign is wrong: a reward above those of the others has a positive advantage.": -right,
     }
     matches("advantages", answer.advantages(r.clone()), right, mistakes)
+    pair = r[:, :2]
+    mistakes = {
+        "That is right for G = 4, but not for G = 2: G is rewards.shape[1], so divide by G - 1.": (
+            pair - (pair.sum(1, keepdim=True) - pair) / 3
+        )
+    }
+    found = answer.advantages(pair.clone())
+    matches("advantages with G = 2", found, leave_one_out(pair), mistakes)
     how = (
         "Write A = r - (S - r)/(G - 1), where S is the sum of the group, and bring it to one"
         " fraction; then S/G is the mean."

@@ -12,7 +12,12 @@ def check(answer) -> None:
     g = torch.Generator().manual_seed(0)
     logp, ref = torch.randn(2, 12, generator=g, dtype=torch.float64).log_softmax(1)
     x = ref - logp
+    weighted = (
+        "Do not multiply by the probability. The samples come from π, so likely tokens occur more"
+        " often, and the plain mean over the samples is the mean over π."
+    )
     mistakes = {
+        weighted: logp.exp() * (logp - ref),
         "This is the KL in the other direction: k1 is the mean of log π - log ref.": x,
         "The KL is a mean of signed values. Without the absolute value, k1 has that mean.": (
             x.abs()
@@ -20,6 +25,7 @@ def check(answer) -> None:
     }
     matches("k1", answer.k1(logp, ref), logp - ref, mistakes)
     mistakes = {
+        weighted: logp.exp() * reference.k3(x),
         "Your x has the wrong sign: x = ref_logp - logp.": (-x).exp() + x - 1,
         "The 1 is missing: where both models agree, k3 must be 0.": x.exp() - x,
         "This is k2 = x²/2. It is close to k3 near 0, but has another mean.": x * x / 2,

@@ -25,6 +25,11 @@ def check(answer) -> None:
         raise Hint(f"nanogrpo refuses OPTIONS: {str(e).rstrip('.')}.") from e
     before = tiny.usual()
     expect(metric in after[-1], f"There is no metric {metric!r}. docs/metrics.md lists them all.")
+    expect(
+        metric in before[-1],
+        f"{metric} is logged only with OPTIONS. Find a metric that is also there without them, and"
+        " 0 because every ratio is 1.",
+    )
     old, new = ([row[metric] for row in rows if metric in row] for rows in (before, after))
     expect(
         not any(old),
@@ -34,5 +39,10 @@ def check(answer) -> None:
     expect(
         any(new),
         f"{metric} is still 0 with OPTIONS. It does not depend on the ratio, or the ratio moves too"
-        " little to be clipped: make more updates with the same samples.",
+        " little to be clipped: make more updates with the same samples, or larger ones.",
+    )
+    expect(
+        metric.startswith("clip_ratio/"),
+        f"{metric} is 0 without OPTIONS and {max(new):.4g} with them, but not because of the ratio."
+        " Find one that counts ratios outside the clip.",
     )

@@ -6,18 +6,36 @@ from exercises.hints import expect, given
 START = "A grader that looks for the answer anywhere in the text is a good start."
 
 
-def values(reward, name) -> tuple[float, float]:
-    """Return the reward of just the right digit and the highest of just a wrong one."""
+def highest(reward, name) -> float:
+    """Return the reward of just the right digit, which must be above that of just a wrong one."""
     pairs = [(said, wanted) for said in blind.ANSWERS for wanted in blind.ANSWERS]
-    table = {pair: float(given(reward(*pair), name)) for pair in pairs}
+    later = "Compare the completion with the answer." if name == "honest" else ""
+    table = {pair: float(given(reward(*pair), name, later)) for pair in pairs}
     right = {v for (said, wanted), v in table.items() if said == wanted}
     expect(len(right) == 1, f"`{name}` must treat all right digits alike.")
-    return right.pop(), max(v for (said, wanted), v in table.items() if said != wanted)
+    best = right.pop()
+    expect(best > 0, f"`{name}` must give the right digit a reward above 0.")
+    expect(
+        best > max(v for (said, wanted), v in table.items() if said != wanted),
+        f"`{name}` does not look reasonable: a right digit must get more than a wrong one.",
+    )
+    return best
 
 
-def watch(reward, name) -> blind.State:
+def watch(reward, name, best) -> blind.State:
+    """Train the policy, and return its last state. No completion may get more than `best`."""
+
+    def limited(completion, answer):
+        value = float(reward(completion, answer))
+        expect(
+            value <= best + 1e-9,
+            f"`{name}` gives {completion!r} {value:g} if the answer is {answer}, and just the right"
+            f" digit only {best:g}. That must be the highest value.",
+        )
+        return value
+
     print(f"   a policy that cannot read its prompt learns from `{name}`:")
-    states = blind.train(reward)
+    states = blind.train(limited)
     for s in states:
         values = f"reward {s.reward:6.2f}   right {s.accuracy:5.2f}   says {s.example!r}"
         print(f"   step {s.step:3}   {values}")
@@ -25,23 +43,17 @@ def watch(reward, name) -> blind.State:
 
 
 def check(answer) -> None:
-    best, wrong = values(answer.hackable, "hackable")
-    expect(
-        best > wrong,
-        "`hackable` does not look reasonable: a right digit must get more than a wrong one.",
-    )
-    values(answer.honest, "honest")
-    state = watch(answer.hackable, "hackable")
+    best = highest(answer.hackable, "hackable")
+    state = watch(answer.hackable, "hackable", best)
     expect(
         state.reward >= 0.9 * best,
         f"`hackable` resists: the policy gets {state.reward:.2f} of {best:g}. Think of a"
         " completion that satisfies your reward for every answer at once.",
     )
-    best, wrong = values(answer.honest, "honest")
-    expect(best > wrong, "`honest` must give a right digit more than a wrong one.")
-    state = watch(answer.honest, "honest")
+    best = highest(answer.honest, "honest")
+    state = watch(answer.honest, "honest", best)
     expect(
         state.reward <= 0.25 * best,
         f"`honest` is hacked: the policy gets {state.reward:.2f} of {best:g} by saying"
-        f" {state.example!r}. Accept one answer only.",
+        f" {state.example!r}. Accept one answer only, and give everything else much less.",
     )

@@ -1,6 +1,6 @@
 """Check exercise 11 against `packing.pack`."""
 
-from exercises.hints import Hint, given
+from exercises.hints import Hint, expect, given
 from nanogrpo.config import Config
 from nanogrpo.grpo import packing
 from nanogrpo.types import Prompt, Sample
@@ -39,11 +39,15 @@ MISTAKES = {
         (0, 3, 5): "The last number is the end of the strip.",
         (3, 5, 6): "The first sequence begins at 0.",
         (0, 3, 6): "The prompt is a sequence of its own, and so is each completion.",
+        (3, 2, 1): "These are the lengths. Add them up from the left, beginning with 0.",
     },
     "KV_ROWS": {
         (0, 1, 2, 3, 4, 5): "A completion also attends to the prompt: its rows come first.",
         (0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5): "The completions must not see each other.",
         (0, 1, 2, 3, 4, 0, 1, 2, 5): "The prompt is a sequence too, and attends to itself.",
+        (0, 1, 2) * 3: "A completion also attends to its own rows, after the prompt's.",
+        (10, 11, 12, 10, 11, 12, 20, 21, 10, 11, 12, 30): "These are tokens. Give their rows, that"
+        " is, their places in TOKENS.",
     },
     "TARGETS": {
         (21, 22, 31): "The first token of each completion is a target too: the prompt predicts it.",
@@ -66,6 +70,10 @@ def check(answer) -> None:
     (batch,) = packing.pack(packing.one_update(samples, cfg), samples, cfg)
     for name, mistakes in MISTAKES.items():
         found, right = given(getattr(answer, name), name), getattr(batch, name.lower()).tolist()
+        expect(
+            not any(isinstance(x, list | tuple) for x in found),
+            f"{name} has lists in it. Make it one list, with all numbers one after the other.",
+        )
         if list(found) == right:
             continue
         if tuple(found) in mistakes:

@@ -2,12 +2,12 @@
 
 import torch
 
-from exercises.hints import given, matches
+from exercises.hints import by_hand, given, matches
 from nanogrpo.kernels import reference
 
 START = (
     "Begin with dH = 0: the gradient of log p_y is (1[j = y] - p_j) / T, which `scatter_` and"
-    " softmax give."
+    " softmax give. A factor for each row, [N], needs [:, None]."
 )
 
 
@@ -27,7 +27,7 @@ def check(answer) -> None:
         _, entropy, norm = reference.log_softmax_forward(z, y, T)
         return reference.log_softmax_backward_(z.clone(), y, T, norm, entropy, dlogp, dH)
 
-    found = given(answer.dlogits(z.clone(), y, dlogp, zero, T), "dlogits")
+    found = given(by_hand(answer.dlogits, z.clone(), y, dlogp, zero, T), "dlogits")
     mistakes = {
         "Divide by the temperature: dz = d(z/T)·T.": first * T,
         "The 1[j = y] is missing: the token's own logit must rise.": -dlogp[:, None] * p / T,
@@ -35,7 +35,7 @@ def check(answer) -> None:
         "The softmax must be that of z / T.": (dlogp[:, None] * (chosen - z.softmax(-1)) / T),
     }
     matches("dlogits with dH = 0", found, right(dlogp, zero), mistakes)
-    found = answer.dlogits(z.clone(), y, dlogp, dH, T)
+    found = by_hand(answer.dlogits, z.clone(), y, dlogp, dH, T)
     mistakes = {
         "dH has no effect yet. Add the part of the entropy.": first,
         "The + H is missing in -p (log p + H). Without it, a row's gradient does not sum to 0.": (
@@ -46,6 +46,11 @@ def check(answer) -> None:
         ),
         "The sign of the entropy's part is wrong: dH/dz_j = -p_j (log p_j + H) / T.": (
             first + dH[:, None] * p * (logp_all + H) / T
+        ),
+        "The p is missing in -p (log p + H).": first - dH[:, None] * (logp_all + H) / T,
+        "The entropy must be that of softmax(z / T).": (
+            first
+            - dH[:, None] * p * (logp_all + torch.special.entr(z.softmax(-1)).sum(-1, True)) / T
         ),
         "The entropy's part is not divided by the temperature.": (
             first - dH[:, None] * p * (logp_all + H)

@@ -1,25 +1,11 @@
 """Check exercise 14 against autograd in float64, and count its products and its memory."""
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from exercises.hints import expect, given, matches
+from exercises.hints import Counted, by_hand, expect, given, matches
 
 START = "Begin with a loop over range(0, len(hidden), chunk) that adds up the loss."
-M, D, V, CHUNK = 10, 3, 50, 4
-
-
-class Seen(TorchDispatchMode):
-    """The size of the largest tensor, and the number of matrix products."""
-
-    largest = products = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.products += func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm")
-        if isinstance(out, torch.Tensor):
-            self.largest = max(self.largest, out.numel())
-        return out
+M, D, V, CHUNK = 78, 3, 50, 4
 
 
 def check(answer) -> None:
@@ -36,15 +22,21 @@ def check(answer) -> None:
     (without_c,) = torch.autograd.grad(-logp.sum(), h, retain_graph=True)
     softmax_only = (c[:, None] * (hidden @ head.T).softmax(-1)) @ head
 
-    with Seen() as seen:
-        found = given(
-            answer.fused_head(hidden.clone(), head.clone(), tokens, c.clone(), CHUNK), "fused_head"
-        )
+    inputs = hidden.clone(), head.clone(), tokens, c.clone()
+    with Counted() as counted:
+        found = given(by_hand(answer.fused_head, *inputs, CHUNK), "fused_head")
     expect(
         isinstance(found, tuple | list) and len(found) == 3,
         "`fused_head` must return three tensors: the loss, dhidden and dhead.",
     )
-    matches("the loss", found[0], right, {"The sign of the loss is wrong.": -right})
+    mistakes = {
+        "The sign of the loss is wrong.": -right,
+        "The loss of a token is multiplied by its c.": -logp.sum(),
+        "The last chunk is missing. It has fewer rows, as M is not a multiple of `chunk`.": (
+            -(c * logp)[: M // CHUNK * CHUNK].sum()
+        ),
+    }
+    matches("the loss", found[0], right, mistakes)
     mistakes = {
         "The sign of dhidden is wrong: dz is c · (p - onehot).": -dh,
         "dz is c · (p - onehot), and the onehot is missing.": softmax_only,
@@ -56,15 +48,14 @@ def check(answer) -> None:
         "The sign of dhead is wrong.": -dw,
     }
     matches("dhead", found[2], dw, mistakes)
-    allowed = max(CHUNK * V, V * D)
     expect(
-        seen.largest <= allowed,
-        f"All three are right, but you have made a tensor of {seen.largest} numbers. A chunk of"
-        f" logits has {CHUNK * V}, and all logits have {M * V}.",
+        counted.most < M * V,
+        f"All three are right, but at one time you hold {counted.most:,} numbers, and all logits"
+        f" are {M * V:,}. A chunk has {CHUNK * V}: forget it before the next one.",
     )
     chunks = -(-M // CHUNK)
     expect(
-        seen.products == 3 * chunks,
-        f"All three are right, but you make {seen.products} matrix products for {chunks} chunks."
+        counted.products == 3 * chunks,
+        f"All three are right, but you make {counted.products} matrix products for {chunks} chunks."
         " Three per chunk are enough: logits, dhidden and dhead.",
     )

@@ -1,6 +1,9 @@
 """Check exercise 15 against `rms_norm`."""
 
+import ast
+import inspect
 import os
+import textwrap
 
 import torch
 
@@ -12,6 +15,29 @@ START = (
     " X + row * D + j."
 )
 T, D, BLOCK, EPS = 3, 100, 128, 0.1
+
+
+def check_masks(kernel) -> None:
+    """Read the code: the interpreter returns 0 where a load has a mask and no `other`, and a load
+    of W without a mask changes no result.
+    """
+    source = textwrap.dedent(inspect.getsource(kernel.fn))
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    for call in calls:
+        name, names = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
+        positions = {"tl.load": 1, "tl.store": 2}.get(name)  # of the mask, if it has no name
+        if positions is None:
+            continue
+        expect(
+            "mask" in names or len(call.args) > positions,
+            f"`{ast.unparse(call)}` has no mask, so it goes beyond the D numbers: add mask=j < D.",
+        )
+        defined = "other" in names or len(call.args) > 2 or "tl.where" in source
+        expect(
+            name == "tl.store" or defined or "W" in ast.unparse(call.args[0]),
+            f"y is right here, but where the mask of `{ast.unparse(call)}` is False, a GPU may"
+            " return anything, and you add it up: use other=0.0.",
+        )
 
 
 def check(answer) -> None:
@@ -58,3 +84,4 @@ def check(answer) -> None:
     }
     expect(not y.isnan().any(), "Some numbers of y are never stored, or are NaN.")
     matches("y", y, reference.rms_norm(x, w, EPS), mistakes, tolerance=1e-5)
+    check_masks(answer.norm_kernel)

@@ -2,10 +2,10 @@
 
 import torch
 
-from exercises.hints import expect, given, matches
+from exercises.hints import Hint, expect, given, matches
 from exercises.ranks import on_ranks
 
-START = "Begin on one rank: the sum of shard.square().sum() over its shards."
+START = "Begin on one rank: the sum of shard.square().sum() over its shards, or 0 without shards."
 
 
 def check(answer) -> None:
@@ -21,6 +21,16 @@ def check(answer) -> None:
             return gather(value)
 
         return answer.global_norm([x.clone() for x in shards[rank]], counted)
+
+    def alone(value):
+        return [value]
+
+    answer.global_norm([x.clone() for x in full], alone)
+    try:
+        answer.global_norm([], alone)
+    except (RuntimeError, ValueError, IndexError, TypeError) as e:
+        what = f"{type(e).__name__}: {e}".partition("\n")[0].rstrip(".")
+        raise Hint(f"A rank without shards raises {what}. Its sum of squares is 0.") from e
 
     results = [float(given(x, "global_norm")) for x in on_ranks(len(shards), work)]
     flat = torch.cat([x.flatten() for x in full])
@@ -48,5 +58,9 @@ def check(answer) -> None:
     matches("global_norm", torch.tensor(results[0], dtype=torch.float64), right, mistakes)
     expect(
         max(sent, default=0) <= 1,
-        "The norm is right, but you send whole tensors. One number per rank is enough.",
+        "The norm is right, but a rank sends more than one number. Its sum of squares is enough.",
+    )
+    expect(
+        len(sent) <= len(shards),
+        "The norm is right, but each rank calls `gather` several times. Once is enough.",
     )
