@@ -15,9 +15,10 @@ so every training loop must call `backward` below. Read next: run/optim.py (the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -151,12 +153,13 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=cuda)
     keeps = cfg.reshard_after_forward == "never"
     blocks: list[Any] = list(model.model.layers)  # `fully_shard` makes them FSDPModules
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=not keeps, **options)
-    if not model.cfg.tie_word_embeddings:
-        # its backward pass immediately follows its forward pass
-        fully_shard(model.lm_head, reshard_after_forward=False, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
+    with _shards_of_bytes():
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=not keeps, **options)
+        if not model.cfg.tie_word_embeddings:
+            # its backward pass immediately follows its forward pass
+            fully_shard(model.lm_head, reshard_after_forward=False, **options)
+        fully_shard(model, reshard_after_forward=False, **options)
     sharded: Any = model
     sharded.keeps_gathered = keeps  # both are read by `backward`
     sharded.reduces_each = cfg.reduce_gradients == "micro_batch"
@@ -166,6 +169,23 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
     for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
+
+
+@contextlib.contextmanager
+def _shards_of_bytes() -> Iterator[None]:
+    """Let FSDP2 shard the bytes of --load-in-4bit with torch 2.11, where every new shard first
+    requires a gradient, which only floats can.
+    """
+    plain = DTensor.requires_grad_
+
+    def floats_only(self: DTensor, requires_grad: bool = True) -> Tensor:
+        return plain(self, requires_grad and self.is_floating_point())
+
+    DTensor.requires_grad_ = floats_only  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DTensor.requires_grad_ = plain  # type: ignore[method-assign]
 
 
 def reshard(model: nn.Module) -> None:
