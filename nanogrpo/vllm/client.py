@@ -354,14 +354,15 @@ class VLLMEngine:
             return protocol.is_paused(server.get("/is_paused"), str(server))
 
         def heartbeat() -> None:
-            lost = not server.alive  # otherwise the answer may be older than the loss
+            known = server.error  # a later loss is newer than this answer
             try:
                 if is_paused() and server.alive:
                     with self.lock:  # unless one of our own syncs has paused it
                         if server.alive and not server.asleep and is_paused():
                             raise ServerError(f"{server} is paused, but not by this trainer")
-                if lost:
-                    server.error = None  # weights may be sent to it again
+                with server.lock:
+                    if server.error is known:
+                        server.error = None  # weights may be sent to it again
             except (ServerError, UserError) as e:
                 if server.alive:
                     self._lose(server, e)
@@ -377,11 +378,11 @@ class VLLMEngine:
         """Stop using a server and end its requests. Log the reason once."""
         with server.lock:
             first, server.reported = not server.reported, True
+            alive, server.alive, server.error = server.alive, False, ServerError(str(error))
         if first and not self.over.is_set():
-            what = "lost a server" if server.alive else "continuing without this server"
+            what = "lost a server" if alive else "continuing without this server"
             log.warning("%s: %s", what, error)
             self.problem = error
-        server.alive, server.error = False, ServerError(str(error))
         server.abort()
 
     def _recover(self) -> None:

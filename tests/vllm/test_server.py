@@ -53,11 +53,12 @@ def test_a_hanging_server_does_not_delay_syncs_and_is_used_again_once_it_answers
         assert other.label == engine.sync.label(5)
 
 
-def test_an_answer_from_before_the_loss_does_not_bring_a_server_back(fake, monkeypatch):
+@pytest.mark.parametrize("load", [True, False], ids=["loaded", "before the first load"])
+def test_an_answer_from_before_the_loss_does_not_bring_a_server_back(fake, monkeypatch, load):
     """Or the next sync would send it weights, and wait."""
     is_paused, lost, again, held = protocol.is_paused, *(threading.Event() for _ in range(3))
     with FakeVLLM(tiny_config()) as other:
-        engine = engine_of(fake, other, interval=0.02)
+        engine = engine_of(fake, other, interval=0.02, load=load)
 
         def late(reply: dict, name: str) -> bool:
             if name == other.url and not lost.is_set():
