@@ -35,6 +35,8 @@ class Prompt:
     columns: dict = field(default_factory=dict)
     # maximum number of completion tokens; None: SamplingParams.max_tokens
     max_tokens: int | None = None
+    # its pictures (nanogrpo/vision/processor.py), whose tokens `token_ids` has already
+    images: Any = None
 
 
 @dataclass
@@ -143,6 +145,8 @@ class PackedBatch:
     entropy_weight: Tensor | None = None
     # whether the strip has no gradient and is computed only for the metrics
     measured_only: bool = False
+    # (first row of a prompt, its `Prompt.images`) wherever a prompt with pictures begins
+    images: list[tuple[int, Any]] = field(default_factory=list)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return a copy of the batch on a device. The host does not wait for the copy to a GPU."""
