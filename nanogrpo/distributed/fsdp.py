@@ -64,10 +64,10 @@ def prepare(model: Decoder, world: World, cfg: Config) -> None:
             f"--torch-compile-backend {cfg.torch_compile_backend} is not known to torch: "
             f"choose one of {', '.join(known)}."
         )
-    for block in cast("list[Block]", model.model.layers):
+    for block in model.blocks:
         # Replacing `forward` on the instance needs no wrapper module, so parameters keep the names
         # they have in checkpoints.
-        if cfg.torch_compile:
+        if cfg.torch_compile and isinstance(block, Block):
             block.forward = _compiled(  # type: ignore[method-assign]
                 block, cfg.torch_compile_backend
             )
@@ -152,7 +152,7 @@ def _shard(model: Decoder, world: World, cfg: Config) -> None:
     if cfg.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=cuda)
     keeps = cfg.reshard_after_forward == "never"
-    blocks: list[Any] = list(model.model.layers)  # `fully_shard` makes them FSDPModules
+    blocks: list[Any] = model.blocks  # `fully_shard` makes them FSDPModules
     with _shards_of_bytes():
         for block in blocks:
             fully_shard(block, reshard_after_forward=not keeps, **options)

@@ -40,11 +40,18 @@ log = logging.getLogger("nanogrpo")
 # Each backend takes the queries q [Tq, H, E] of N sequences. Sequence n has rows cu_q[n] …
 # cu_q[n+1] (int32), and the longest has max_q rows. In the same way, cu_k and max_k describe k and
 # v [Tk, K, E]. The queries of a sequence belong to the last of its keys, and each query attends to
-# the keys up to its own.
+# the keys up to its own or, unless `causal`, to all keys of the sequence.
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor, max_k: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    max_q: int,
+    cu_k: Tensor,
+    max_k: int,
+    causal: bool = True,
 ) -> Tensor:
     """Call torch's attention once per sequence. It is exact and, on a CPU, as fast as padding."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H or K, Tq or Tk, E]
@@ -53,11 +60,11 @@ def reference(
     for q_n, k_n, v_n in zip(q.split(queries, dim=2), k.split(keys, dim=2), v.split(keys, dim=2)):
         n, past = q_n.shape[2], k_n.shape[2] - q_n.shape[2]
         seen = None
-        if past:
+        if past and causal:
             seen = torch.ones(n, n + past, dtype=torch.bool, device=q.device).tril(past)
         out.append(
             F.scaled_dot_product_attention(
-                q_n, k_n, v_n, attn_mask=seen, is_causal=not past, enable_gqa=True
+                q_n, k_n, v_n, attn_mask=seen, is_causal=causal and not past, enable_gqa=True
             )
         )
     return torch.cat(out, dim=2)[0].transpose(0, 1)  # [Tq, H, E]
@@ -71,17 +78,25 @@ def _varlen_attn() -> tuple[Callable, dict[str, Any]]:
     from torch.nn.attention.varlen import varlen_attn
 
     grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return varlen_attn, {"window_size": (-1, 0)} | ({"enable_gqa": True} if grouped else {})
+    return varlen_attn, {"enable_gqa": True} if grouped else {}
 
 
 def torch_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor, max_k: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    max_q: int,
+    cu_k: Tensor,
+    max_k: int,
+    causal: bool = True,
 ) -> Tensor:
     """Call `torch.nn.attention.varlen.varlen_attn` (CUDA, half precision). It runs FlashAttention
     without the flash-attn package, and follows the rule of determinism by itself.
     """
     varlen_attn, options = _varlen_attn()
-    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options)
+    window = (-1, 0 if causal else -1)
+    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, window_size=window, **options)
 
 
 def deterministic() -> bool:
@@ -121,12 +136,13 @@ def flash(
     max_q: int,
     cu_k: Tensor,
     max_k: int,
+    causal: bool = True,
 ) -> Tensor:
     """Call `flash_attn_varlen_func` of flash-attn 2 or 4 (CUDA, half precision)."""
     function = flash_function(module)
     assert function  # `backend` has checked it
     lengths = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k)
-    out = function(q, k, v, **lengths, causal=True, deterministic=deterministic())
+    out = function(q, k, v, **lengths, causal=causal, deterministic=deterministic())
     return out if isinstance(out, Tensor) else out[0]  # version 4 also returns log-sum-exps
 
 
@@ -191,11 +207,12 @@ class Packed:
         kv_cu_seqlens: Tensor | None = None,  # [N+1] int32
         kv_max_len: int = 0,
         keep: bool = False,
+        causal: bool = True,  # False: pictures (vision/model.py)
     ):
         self.kv_rows = kv_rows
         self.kv_order: Order = None  # how `gather_rows` sums gradients
         keys = (cu_seqlens, max_len) if kv_cu_seqlens is None else (kv_cu_seqlens, kv_max_len)
-        self.bounds = (cu_seqlens, max_len, *keys)
+        self.bounds = (cu_seqlens, max_len, *keys, causal)
         self.kept: dict[int, tuple[Tensor, Tensor]] | None = {} if keep else None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from nanogrpo.model.tokenizer import Tokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9  # maximum size of a safetensors file, as in transformers
-TIED = ("lm_head.weight", "model.embed_tokens.weight")
+HEAD, EMBEDDING = "lm_head.weight", ".embed_tokens.weight"
 # the types of weights that are read; quantized weights would need more than a cast
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -106,7 +106,7 @@ def load_weights(model: Decoder, folder: Path) -> None:
     skipped: tuple[str, ...] = (".rotary_emb.inv_freq",)
     if model.cfg.tie_word_embeddings:
         check_tied_head(folder)
-        skipped += ("lm_head.weight",)
+        skipped += (HEAD,)
     every = tensors(files(folder))
     found: Iterable[tuple[str, Any]] = (pair for pair in every if not pair[0].endswith(skipped))
     if in_four_bits(folder):
@@ -120,11 +120,11 @@ def check_tied_head(folder: Path) -> None:
 
     transformers would use such a head although the config says that the two are one matrix.
     """
-    pair = {name: tensor for name, tensor in tensors(files(folder)) if name in TIED}
+    pair = {name: x for name, x in tensors(files(folder)) if name.endswith((HEAD, EMBEDDING))}
     if len(pair) < 2:
         return
-    head, embedding = (pair[name] for name in TIED)
-    for name in TIED:
+    (first, head), (second, embedding) = sorted(pair.items())
+    for name in pair:
         check_float(name, pair[name], str(folder))
     same = head.get_shape() == embedding.get_shape()
     step = 4096  # rows compared at a time
@@ -133,7 +133,7 @@ def check_tied_head(folder: Path) -> None:
         same = same and torch.equal(head[rows].float(), embedding[rows].float())
     if not same:
         raise UserError(
-            f"{folder}: {TIED[0]} differs from {TIED[1]}, although config.json ties them: set "
+            f"{folder}: {first} differs from {second}, although config.json ties them: set "
             "tie_word_embeddings to false there."
         )
 
@@ -219,7 +219,16 @@ def empty_model(folder: Path, four_bits: bool = False) -> Decoder:
             "train with --load-in-4bit and --lora-r, or use the original model."
         )
     with torch.device("meta"):
+        return decoder_for(cfg)
+
+
+def decoder_for(cfg: ModelConfig) -> Decoder:
+    """Return a new model: a VisionDecoder if the configuration has a vision encoder."""
+    if not cfg.vision:
         return Decoder(cfg)
+    from nanogrpo.vision.model import VisionDecoder  # only such a model needs this folder
+
+    return VisionDecoder(cfg)
 
 
 def load_model(

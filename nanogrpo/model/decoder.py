@@ -121,13 +121,15 @@ class Body(nn.Module):
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines that rotate queries and keys at positions [T]."""
+        """Return the cosines and sines that rotate queries and keys at positions [T], or [T, E/2] if
+        each frequency has its own, as in pictures (vision/model.py).
+        """
         c = self.cfg
         frequencies, factor = rope.frequencies(
             c.rope_theta, c.head_dim, c.rope_scaling, positions.device
         )
         # Angles are always float32, because bf16 cannot represent all positions above 256.
-        angles = positions[:, None].float() * frequencies  # [T, E/2]
+        angles = positions.view(len(positions), -1).float() * frequencies  # [T, E/2]
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [T, 1, E]
         return angles.cos() * factor, angles.sin() * factor
 
@@ -183,14 +185,19 @@ class Decoder(nn.Module):
             # nn.Embedding declares its weight as a Tensor
             self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The modules that are sharded and recomputed one by one, in the order they compute."""
+        return [*self.model.layers]
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw matrices from Normal(0, 0.02), as transformers does. Norms become 1 and biases 0."""
         for name, p in self.named_parameters():
-            if name.endswith("norm.weight"):
-                p.fill_(1.0)
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 p.zero_()
+            elif "norm" in name:
+                p.fill_(1.0)
             else:
                 p.normal_(0.0, 0.02)
 
@@ -201,12 +208,14 @@ class Decoder(nn.Module):
         attend: Attend,
         rows: Tensor | None = None,
         op: HeadOp = logits,
+        *images,
     ):
         """Return `op` of the hidden states in `rows`.
 
-        tokens, positions: [T]; rows: [M] indices into T, or None for all; op: see `Head`.
+        tokens, positions: [T]; rows: [M] indices into T, or None for all; op: see `Head`; images:
+        as in PackedBatch, only for a VisionDecoder.
         """
-        hidden = self.model(tokens, positions, attend)  # [T, D]
+        hidden = self.model(tokens, positions, attend, *images)  # [T, D]
         if rows is not None:
             # Rows may repeat: the last token of a shared prompt predicts all first tokens.
             hidden = functions_for(hidden.device).gather_rows(hidden, rows)  # [M, D]
@@ -221,4 +230,4 @@ class Decoder(nn.Module):
             batch.cu_seqlens, batch.max_len, batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len
         )
         with torch.set_grad_enabled(torch.is_grad_enabled() and not batch.measured_only):
-            return self(batch.tokens, batch.positions, attend, batch.rows, op)
+            return self(batch.tokens, batch.positions, attend, batch.rows, op, *batch.images)

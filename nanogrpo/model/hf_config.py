@@ -78,6 +78,7 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False  # Llama only: a bias on gate, up and down
     rope_scaling: rope.Scaling | None = None
+    vision: Any = None  # of a vision-language model: a vision.config.VisionConfig
 
     @property
     def qk_norm(self) -> bool:
@@ -109,9 +110,14 @@ class ModelConfig:
             if not ok:
                 raise UserError(f"{where}: {problem}; {advice}.")
 
-        kind, names = raw.get("model_type"), [*ARCHITECTURES]
+        vision = None
+        if raw.get("model_type") == "qwen3_vl":
+            from nanogrpo.vision import config  # only such a model needs this folder
+
+            raw, vision = config.read(raw, require)
+        kind, names = raw.get("model_type"), [*ARCHITECTURES, "qwen3_vl"]
         advice = f"it must be {', '.join(names[:-1])} or {names[-1]}"
-        require(kind in names, f"model_type {kind!r:.60} is not supported", advice)
+        require(kind in ARCHITECTURES, f"model_type {kind!r:.60} is not supported", advice)
         for name, neutral in NEUTRAL.items():
             given = raw.get(name)
             advice = f"it must be {'null' if neutral is None else neutral}"
@@ -148,7 +154,7 @@ class ModelConfig:
         theta = angles.get("rope_theta") or raw.get("rope_theta") or 10_000.0
 
         found: dict = {"model_type": kind}
-        for field in dataclasses.fields(cls)[1:-1]:
+        for field in dataclasses.fields(cls)[1:-2]:
             name = field.name
             value: Any = theta if name == "rope_theta" else raw.get(name)
             if value is None and name == "head_dim":
@@ -173,7 +179,7 @@ class ModelConfig:
         # transformers reads these fields for some architectures only
         found["attention_bias"] = kind in ("qwen3", "llama") and found.get("attention_bias", False)
         found["mlp_bias"] = kind == "llama" and found.get("mlp_bias", False)
-        cfg = cls(**found, rope_scaling=scaling)
+        cfg = cls(**found, rope_scaling=scaling, vision=vision)
         require(
             cfg.num_attention_heads % cfg.num_key_value_heads == 0,
             "num_attention_heads must be a multiple of num_key_value_heads",
@@ -200,13 +206,13 @@ class ModelConfig:
 
     def to_dict(self) -> dict:
         """Return the dict of a config.json that transformers (4 and 5) and vLLM can read."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[:-1]}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[:-2]}
         if self.model_type != "llama":
             del fields["mlp_bias"]
         scaling = self.rope_scaling.to_dict() if self.rope_scaling else {"rope_type": "default"}
         angles = {**scaling, "rope_theta": self.rope_theta}
         window = "sliding_window" if self.model_type == "mistral" else "use_sliding_window"
-        return {
+        text = {
             "architectures": [ARCHITECTURES[self.model_type]],
             **fields,
             "rope_parameters": angles,
@@ -214,3 +220,4 @@ class ModelConfig:
             "hidden_act": "silu",
             window: None if self.model_type == "mistral" else False,
         }
+        return self.vision.to_dict(text) if self.vision else text

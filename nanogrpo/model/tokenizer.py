@@ -28,8 +28,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanogrpo.errors import UserError, read_json, reading
 
-# These files are read when the tokenizer is loaded and written unchanged by `save`. The last three
-# repeat parts of tokenizer.json for the slow tokenizers of transformers.
+# These files are read when the tokenizer is loaded and written unchanged by `save`. After the first
+# four come parts of tokenizer.json for the slow tokenizers of transformers, then the settings for
+# pictures (vision/processor.py).
 FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,6 +40,9 @@ FILES = [
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 ]
 # Longer texts, in characters, are encoded in a thread, because that can take many seconds.
 LONG = 200_000
