@@ -116,11 +116,11 @@ def tiny_model(
     Norms and biases are random too. With the usual ones and zeros, no test would notice a norm or
     bias that is never applied.
     """
-    model = Decoder(cfg or tiny_config(**changes))
+    model = checkpoint.decoder_for(cfg or tiny_config(**changes))
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         p.normal_(0.0, std, generator=generator)
-        if name.endswith("norm.weight"):
+        if "norm" in name and name.endswith("weight"):
             p.add_(1.0)
     return model
 

@@ -212,9 +212,11 @@ class VisionBody(nn.Module):
     ) -> Tensor:
         """images: (first row of a prompt in the strip, its pictures)."""
         text, c = self.language_model, self.cfg
-        # FSDP gathers weights and sums gradients on all ranks together. So where it shards, a strip
-        # without pictures sends an empty one through the encoder and uses nothing of the result.
-        if not images and not hasattr(self.visual.blocks[0], "unshard"):
+        # All ranks gather weights and sum gradients together, and the optimizer counts the gradients
+        # of each weight. So in training, a strip without pictures sends an empty picture through
+        # the encoder and uses nothing of the result: the gradients are 0, but they exist.
+        sharded = hasattr(self.visual.blocks[0], "unshard")
+        if not (images or sharded or torch.is_grad_enabled()):
             return text(tokens, positions, attend)
         device, m = tokens.device, c.spatial_merge_size
         axes = positions.repeat(3, 1)  # [3, T]
