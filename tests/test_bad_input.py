@@ -137,7 +137,7 @@ MODELS = {
     "config a list": (write_file("config.json", "[]"), r"base/config\.json holds no JSON object"),
     "architecture": (
         set_fields(model_type="gemma3"),
-        r"config\.json: model_type 'gemma3' is not supported.*qwen3, qwen2, llama or mistral",
+        r"config\.json: model_type 'gemma3' is not supported.*llama, mistral or qwen3_vl",
     ),
     "mixture of experts": (
         set_fields(model_type="qwen3_moe"),

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,8 @@ KEPT += ("_scaled_dot_product_", "varlen_attn", "flash_attn")
 
 
 def prepare(model: Decoder, world: World, cfg: Config) -> None:
-    """Compile each block, then wrap it in activation checkpointing, then shard the model.
+    """Compile each block, then wrap it in activation checkpointing, then shard the model. Blocks
+    of a vision encoder are not compiled.
 
     The order matters: FSDP's hooks, which gather a block, must run only once around the forward
     pass and once around its recomputation, and the compiler must not see them.

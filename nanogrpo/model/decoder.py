@@ -121,8 +121,8 @@ class Body(nn.Module):
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines that rotate queries and keys at positions [T], or [T, E/2] if
-        each frequency has its own, as in pictures (vision/model.py).
+        """Return the cosines and sines that rotate queries and keys at positions [T], or at
+        [T, E/2] if each frequency has its own (vision/model.py).
         """
         c = self.cfg
         frequencies, factor = rope.frequencies(

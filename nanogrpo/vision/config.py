@@ -77,9 +77,9 @@ def read(raw: dict, require: Callable[..., None]) -> tuple[dict, VisionConfig]:
 
     require: raises a UserError with its second argument if the first is false.
     """
-    parts = [raw.get(name) for name in ("text_config", "vision_config")]
-    require(all(isinstance(part, dict) for part in parts), "text_config or vision_config is missing")
-    text, vision = (dict(part or {}) for part in parts)
+    both = [raw.get(name) for name in ("text_config", "vision_config")]
+    require(all(isinstance(part, dict) for part in both), "text_config or vision_config is missing")
+    text, vision = (dict(part or {}) for part in both)
     for name, value in FIXED.items():
         given = vision.get(name, value)
         require(given == value, f"{name} {given!r:.60} is not supported", f"it must be {value}")
@@ -106,7 +106,9 @@ def read(raw: dict, require: Callable[..., None]) -> tuple[dict, VisionConfig]:
         least = 0 if several or field.name == "image_token_id" else 1
         fine = isinstance(values, list) and all(type(v) is int and v >= least for v in values)
         wanted = "a list of whole numbers" if several else "a whole number above 0"
-        require(fine and max(values, default=0) < 2**24, f"{field.name} {value!r:.60} is not {wanted}")
+        require(
+            fine and max(values, default=0) < 2**24, f"{field.name} {value!r:.60} is not {wanted}"
+        )
         found[field.name] = tuple(values) if several else value
     cfg = VisionConfig(**found)
 
@@ -119,9 +121,10 @@ def read(raw: dict, require: Callable[..., None]) -> tuple[dict, VisionConfig]:
     layers = text.get("num_hidden_layers")
     require(
         rising and (type(layers) is not int or len(taken) <= layers),
-        f"deepstack_visual_indexes {[*taken]} must be rising numbers of blocks, at most one per layer",
+        f"deepstack_visual_indexes {[*taken]} must be rising numbers of the encoder's blocks, at "
+        "most one per decoder layer",
     )
-    width, out, half = text.get("hidden_size"), cfg.out_hidden_size, text.get("head_dim", 128)
+    width, out, half = text.get("hidden_size"), cfg.out_hidden_size, text.get("head_dim") or 128
     require(out == width, f"out_hidden_size {out} differs from hidden_size {width} of text_config")
     section = cfg.mrope_section
     require(

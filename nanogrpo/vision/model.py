@@ -96,8 +96,8 @@ class EncoderBlock(nn.Module):
 
 
 class Merger(nn.Module):
-    """Squares of m · m patches → tokens of the decoder's width. The norm sees a patch, or `together`
-    the whole square.
+    """Squares of m · m patches → tokens of the decoder's width. The norm sees one patch or, with
+    `together`, the whole square.
     """
 
     def __init__(self, c: VisionConfig, together: bool):
@@ -145,7 +145,7 @@ class Encoder(nn.Module):
         at = torch.arange(S, device=table.device)
 
         def weights(n: int) -> Tensor:
-            """Return each place's share of the S entries of an axis, [n, S]; at most two are > 0."""
+            """Return each place's shares of the S entries of an axis, [n, S]: at most two."""
             places = torch.arange(n, device=table.device) * (S - 1) / max(n - 1, 1)
             return (1 - (places[:, None] - at).abs()).clamp(min=0).to(table.dtype)
 
@@ -162,9 +162,7 @@ class Encoder(nn.Module):
         return self.by_squares(torch.cat((y[:, None].expand(size), x.expand(size)), -1))
 
     def forward(self, pixels: Tensor, grid: Sequence[tuple[int, int, int]]) -> list[Tensor]:
-        """grid: frames, rows and columns of patches of each picture or, with several frames, of each
-        part that attends to itself.
-        """
+        """grid: frames (1), rows and columns of patches of each picture."""
         sizes = [(h, w) for _, h, w in grid]
         lengths = [h * w for h, w in sizes]
         x = self.patch_embed(pixels.to(self.pos_embed.weight.dtype))  # [N, D]
@@ -212,9 +210,9 @@ class VisionBody(nn.Module):
     ) -> Tensor:
         """images: (first row of a prompt in the strip, its pictures)."""
         text, c = self.language_model, self.cfg
-        # All ranks gather weights and sum gradients together, and the optimizer counts the gradients
-        # of each weight. So in training, a strip without pictures sends an empty picture through
-        # the encoder and uses nothing of the result: the gradients are 0, but they exist.
+        # All ranks gather weights and sum gradients together, and the optimizer counts the steps of
+        # each weight. So in training, a strip without pictures sends an empty picture through the
+        # encoder and uses nothing of the result: the gradients are 0, but they exist.
         sharded = hasattr(self.visual.blocks[0], "unshard")
         if not (images or sharded or torch.is_grad_enabled()):
             return text(tokens, positions, attend)

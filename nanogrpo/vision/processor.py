@@ -9,7 +9,7 @@ A picture is resized to multiples of 32 pixels (patch_size · merge_size), cut i
 no limits on its size:
 
     resized    64 × 96 pixels
-    patches    4 × 6, each a row of 1536 = 3 colours · 2 frames · 16 · 16 values; the frames are equal
+    patches    4 × 6, each a row of 1536 = 3 colours · 2 equal frames · 16 · 16 values
     order      the four patches of a square are neighbours: (0,0) (0,1) (1,0) (1,1) (0,2) (0,3) …
     tokens     2 × 3
     positions  time, height, width:  t t t t t t   h h h h+1 h+1 h+1   w w+1 w+2 w w+1 w+2
@@ -79,11 +79,13 @@ class Settings:
             raw = read_json(folder / FILES[1]).get("image_processor")
             where = folder / FILES[1] if raw else where
         raw = raw or read_json(where)
-        for name, value in FIXED.items():
-            given = raw.get(name)
-            if given not in (None, value):
-                raise UserError(f"{where}: {name} {given!r:.60} is not supported: it must be {value}.")
         with reading(where, "use the model's original file", "does not describe a processor"):
+            for name, value in FIXED.items():
+                given = raw.get(name)
+                if given not in (None, value):
+                    raise UserError(
+                        f"{where}: {name} {given!r:.60} is not supported: it must be {value}."
+                    )
             size = raw.get("size") or {}
             found = cls(
                 *(int(raw[name]) for name in ("patch_size", "temporal_patch_size", "merge_size")),
@@ -215,7 +217,9 @@ def smart_resize(height: int, width: int, settings: Settings) -> tuple[int, int]
 
 
 def rgb(picture: Image.Image) -> Image.Image:
-    """Return a picture upright, as its EXIF data says, on white if it is transparent, and in RGB."""
+    """Return a picture in RGB, upright as its EXIF data says, and on white if it is
+    transparent.
+    """
     picture = ImageOps.exif_transpose(picture)
     if "A" in picture.getbands() or picture.info.get("transparency") is not None:
         picture = picture.convert("RGBA")
@@ -246,7 +250,9 @@ def values(source: bytes, settings: Settings) -> np.ndarray:
     precision of transformers.
     """
     levels = (np.arange(256) * FIXED["rescale_factor"]).astype(np.float32)
-    mean, std = (np.array(x, np.float32)[:, None] for x in (settings.image_mean, settings.image_std))
+    mean, std = (
+        np.array(x, np.float32)[:, None] for x in (settings.image_mean, settings.image_std)
+    )
     table = (levels - mean) / std  # [C, 256]
     x = patches(source, settings)
     x = table[np.arange(3)[:, None, None], x]  # [patches, C, Ph, Pw]

@@ -31,31 +31,33 @@ def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def by_hand(q, k, v, lengths):
-    """Compute softmax(q kᵀ / √E) v over each query's past, in float64. Query head h reads key head
-    h // (H / K).
+def by_hand(q, k, v, lengths, causal=True):
+    """Compute softmax(q kᵀ / √E) v over each query's past or, unless causal, its sequence, in
+    float64. Query head h reads key head h // (H / K).
     """
     q, k, v = q.double(), k.double(), v.double()
     out, start = torch.zeros_like(q), 0
     for n in lengths:
         for t in range(start, start + n):
+            end = t + 1 if causal else start + n
             for h in range(q.shape[1]):
                 g = h // (q.shape[1] // k.shape[1])
-                weights = (k[start : t + 1, g] @ q[t, h] / q.shape[2] ** 0.5).softmax(0)
-                out[t, h] = weights @ v[start : t + 1, g]
+                weights = (k[start:end, g] @ q[t, h] / q.shape[2] ** 0.5).softmax(0)
+                out[t, h] = weights @ v[start:end, g]
         start += n
     return out
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("H", "K"), [(4, 4), (4, 2), (6, 1)])
-def test_the_reference_attention_is_the_equation(H, K):
+def test_the_reference_attention_is_the_equation(H, K, causal):
     lengths = [5, 1, 9]
     torch.manual_seed(0)
     q, k, v = (3 * torch.randn(15, heads, 8) for heads in (H, K, K))
-    _, attend = positions_of(lengths)
+    attend = Packed(*positions_of(lengths)[1].bounds[:2], causal=causal)
     torch.testing.assert_close(
-        reference(q, k, v, *attend.bounds).double(),
-        by_hand(q, k, v, lengths),
+        attend(0, q, k, v).double(),
+        by_hand(q, k, v, lengths, causal),
         rtol=0,
         atol=1e-5,
     )
@@ -248,7 +250,7 @@ def determinism():
 
 @pytest.mark.parametrize("files", [FLASH2, FLASH4])
 def test_our_call_fits_flash_attn(files, install, determinism):
-    """It is causal, and by torch's rule deterministic."""
+    """It is causal unless we say no, and by torch's rule deterministic."""
     install(files)
     name = "flash" if files is FLASH2 else "flash4"
     attend = shared_prompt()
@@ -258,8 +260,9 @@ def test_our_call_fits_flash_attn(files, install, determinism):
         determinism(**settings)
         out = attention.BACKENDS[name](q, k, v, *attend.bounds)
         assert torch.equal(out, reference(q, k, v, *attend.bounds))
-    assert [call["causal"] for call in calls] == [True] * 3
-    assert [call["deterministic"] for call in calls] == [False, False, True]
+    attention.BACKENDS[name](q, k, v, *attend.bounds[:-1], False)
+    assert [call["causal"] for call in calls] == [True, True, True, False]
+    assert [call["deterministic"] for call in calls] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("version", ["torch 2.11", "torch 2.13"])
@@ -272,10 +275,13 @@ def test_our_call_fits_torch_and_repeats_no_keys(version, install, monkeypatch):
     q, k, v = (torch.randn(n, h, 8, generator=seeded(n)) for n, h in ((17, 4), (32, 2), (32, 2)))
     out = attention.torch_varlen(q, k, v, *attend.bounds)
     assert torch.equal(out, reference(q, k, v, *attend.bounds))
-    (call,) = module["calls"]
-    assert call["window_size"] == (-1, 0)  # causal
-    assert call["key"] is k
-    assert call.get("enable_gqa") is (True if version == "torch 2.13" else None)
+    attention.torch_varlen(q, k, v, *attend.bounds[:-1], False)
+    causal, full = module["calls"]
+    assert causal["window_size"] == (-1, 0)
+    assert full["window_size"] == (-1, -1)
+    for call in (causal, full):
+        assert call["key"] is k
+        assert call.get("enable_gqa") is (True if version == "torch 2.13" else None)
 
 
 def test_the_installed_torch_has_the_signature_of_the_table():
@@ -310,9 +316,9 @@ def test_the_backend_can_be_chosen(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", ["causal", "shared prompt", "both directions"])
 @pytest.mark.parametrize("name", ["torch", "flash", "flash4"])
-def test_fast_backends_agree_with_the_equation(name, shared):
+def test_fast_backends_agree_with_the_equation(name, kind):
     """With grouped queries. flash4 has no backward before Hopper."""
     if name in attention.FLASH and not attention.flash_function(attention.FLASH[name]):
         pytest.skip(f"{name} is not installed")
@@ -320,7 +326,8 @@ def test_fast_backends_agree_with_the_equation(name, shared):
         pytest.skip("flash-attn 4 needs Hopper or Blackwell")
     torch.manual_seed(0)
     lengths = [130, 1, 77, 300]
-    attend = shared_prompt() if shared else positions_of(lengths)[1]
+    attend = shared_prompt() if kind == "shared prompt" else positions_of(lengths)[1]
+    attend.bounds = *attend.bounds[:-1], kind != "both directions"
     bounds = [x.cuda() if isinstance(x, torch.Tensor) else x for x in attend.bounds]
     queries, keys = int(bounds[0][-1]), int(bounds[2][-1])
     q, k, v, g = (

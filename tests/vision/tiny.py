@@ -86,9 +86,10 @@ Group = tuple[tuple[list[int], "Images | None"], list[list[int]]]  # a prompt an
 
 
 def strip(groups: Sequence[Group], shared: bool = True) -> tuple[tuple, list[tuple[int, Images]]]:
-    """Return the arguments of a Decoder: tokens, positions, attend and rows, where rows are those of
-    each completion and, before them, the last row of its prompt; and the pictures. With `shared`, a
-    prompt is there once for all its completions, as in grpo/packing.py.
+    """Return the arguments of a Decoder, (tokens, positions, attend, rows), and the pictures.
+
+    rows: for each completion, the last row of its prompt and then its own. With `shared`, a prompt
+    is there once for all its completions, as in grpo/packing.py.
     """
     tokens: list[int] = []
     positions: list[Tensor] = []
