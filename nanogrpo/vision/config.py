@@ -12,8 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Fields of vision_config that would change the computation, and the only value that they may have.
-FIXED = {"in_channels": 3, "hidden_act": "gelu_pytorch_tanh"}
+# Fields that would change the computation, and the only value that they may have. The rotary
+# embedding is the encoder's.
+FIXED: dict[str, Any] = {
+    "in_channels": 3,
+    "hidden_act": "gelu_pytorch_tanh",
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 10_000},
+    "mrope_interleaved": True,
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class VisionConfig:
     @property
     def patch_values(self) -> int:
         """The number of values in a patch, C · Tp · Ph · Pw."""
-        return FIXED["in_channels"] * self.temporal_patch_size * self.patch_size**2
+        return 3 * self.temporal_patch_size * self.patch_size**2
 
     @property
     def axes(self) -> list[int]:
@@ -53,22 +59,19 @@ class VisionConfig:
 
     def to_dict(self, text: dict) -> dict:
         """Return the dict of a config.json. text: the dict of its decoder alone."""
-        fields = dataclasses.asdict(self).items()
-        vision = {name: [*x] if isinstance(x, tuple) else x for name, x in fields}
-        image_token_id, section = vision.pop("image_token_id"), vision.pop("mrope_section")
+        vision = dataclasses.asdict(self)
+        token, section = vision.pop("image_token_id"), [*vision.pop("mrope_section")]
+        vision["deepstack_visual_indexes"] = [*self.deepstack_visual_indexes]
+        text = {name: value for name, value in text.items() if name != "architectures"}
         angles = {**text["rope_parameters"], "mrope_section": section, "mrope_interleaved": True}
+        text |= {"rope_parameters": angles, "rope_scaling": angles}  # transformers 5 and 4
         return {
             "architectures": ["Qwen3VLForConditionalGeneration"],
             "model_type": "qwen3_vl",
-            "image_token_id": image_token_id,
+            "image_token_id": token,
             "tie_word_embeddings": text["tie_word_embeddings"],
-            "text_config": {
-                **{name: value for name, value in text.items() if name != "architectures"},
-                "model_type": "qwen3_vl_text",
-                "rope_parameters": angles,
-                "rope_scaling": angles,  # for transformers 4
-            },
-            "vision_config": {**FIXED, **vision, "model_type": "qwen3_vl"},
+            "text_config": {**text, "model_type": "qwen3_vl_text"},
+            "vision_config": {**vision, "model_type": "qwen3_vl"},
         }
 
 
@@ -77,62 +80,53 @@ def read(raw: dict, require: Callable[..., None]) -> tuple[dict, VisionConfig]:
 
     require: raises a UserError with its second argument if the first is false.
     """
-    both = [raw.get(name) for name in ("text_config", "vision_config")]
-    require(all(isinstance(part, dict) for part in both), "text_config or vision_config is missing")
-    text, vision = (dict(part or {}) for part in both)
-    for name, value in FIXED.items():
-        given = vision.get(name, value)
-        require(given == value, f"{name} {given!r:.60} is not supported", f"it must be {value}")
-    turns = vision.get("rope_parameters") or {}  # a version of transformers 5 writes it
-    theta = turns.get("rope_theta", 10_000) if isinstance(turns, dict) else turns
-    require(theta == 10_000, f"rope_theta {theta!r:.60} of vision_config is not 10000")
-
+    text, vision = raw.get("text_config"), raw.get("vision_config")
+    if not (isinstance(text, dict) and isinstance(vision, dict)):
+        require(False, "text_config or vision_config is missing")
+        return {}, VisionConfig()  # never
     angles = text.get("rope_scaling") or text.get("rope_parameters") or {}
     require(isinstance(angles, dict), f"rope_parameters is {angles!r:.60} but must be an object")
-    require(
-        angles.get("mrope_interleaved") in (None, True),
-        "mrope_interleaved is off, which is not supported",
-        "it must be true",
-    )
-    vision["image_token_id"] = raw.get("image_token_id")
-    vision["mrope_section"] = angles.get("mrope_section")
+    given = {**angles, **vision, "image_token_id": raw.get("image_token_id")}
+    for name, fixed in FIXED.items():
+        value = given.get(name)
+        require(
+            value in (None, fixed),
+            f"{name} {value!r:.60} is not supported",
+            f"it must be {fixed}",
+        )
     found: dict[str, Any] = {}
     for field in dataclasses.fields(VisionConfig):
-        value = vision.get(field.name)
-        if value is None:
-            continue
-        several = field.type != "int"
-        values = value if several else [value]
-        least = 0 if several or field.name == "image_token_id" else 1
-        fine = isinstance(values, list) and all(type(v) is int and v >= least for v in values)
-        wanted = "a list of whole numbers" if several else "a whole number above 0"
-        require(
-            fine and max(values, default=0) < 2**24, f"{field.name} {value!r:.60} is not {wanted}"
-        )
-        found[field.name] = tuple(values) if several else value
-    cfg = VisionConfig(**found)
-
-    D, H = cfg.hidden_size, cfg.num_heads
-    require(D % (4 * H) == 0, f"hidden_size {D} of vision_config is no multiple of 4 · {H} heads")
-    side = round(cfg.num_position_embeddings**0.5)
-    require(side**2 == cfg.num_position_embeddings, "num_position_embeddings is not a square")
-    taken = cfg.deepstack_visual_indexes
-    rising = [*taken] == sorted({*taken}) and max(taken, default=0) < cfg.depth
-    layers = text.get("num_hidden_layers")
+        value = given.get(field.name)
+        if value is not None:
+            single = field.type == "int"
+            fine = isinstance(value, int if single else list)
+            numbers = [value] if single else value
+            require(
+                fine and all(type(n) is int and single <= n < 2**24 for n in numbers),
+                f"{field.name} is {value!r:.60}",
+                f"it must be {'a whole number above 0' if single else 'a list of whole numbers'}",
+            )
+            found[field.name] = value if single else tuple(value)
+    c = VisionConfig(**found)
+    taken, half = c.deepstack_visual_indexes, (text.get("head_dim") or 128) / 2
     require(
-        rising and (type(layers) is not int or len(taken) <= layers),
-        f"deepstack_visual_indexes {[*taken]} must be rising numbers of the encoder's blocks, at "
-        "most one per decoder layer",
+        c.hidden_size % (4 * c.num_heads) == 0
+        and round(c.num_position_embeddings**0.5) ** 2 == c.num_position_embeddings
+        and [*taken] == sorted({*taken} & {*range(c.depth)}),
+        "vision_config describes no encoder",
+        "hidden_size must be a multiple of 4 · num_heads, num_position_embeddings a square, and "
+        "deepstack_visual_indexes rising and below depth",
     )
-    width, out, half = text.get("hidden_size"), cfg.out_hidden_size, text.get("head_dim") or 128
-    require(out == width, f"out_hidden_size {out} differs from hidden_size {width} of text_config")
-    section = cfg.mrope_section
     require(
-        len(section) == 3 and 2 * sum(section) == half,
-        f"mrope_section {[*section]} must be three numbers that add up to half of head_dim {half}",
+        c.out_hidden_size == text.get("hidden_size")
+        and len(c.mrope_section) == 3
+        and sum(c.mrope_section) == half,
+        "text_config does not fit the rest",
+        "out_hidden_size must be its hidden_size, and mrope_section three numbers that add up to "
+        f"{half:g}, half of its head_dim",
     )
-    text["model_type"] = "qwen3"
-    text.setdefault("rope_theta", 500_000.0)  # transformers' default for this model
+    # the default of rope_theta is that of transformers for this model
+    text = {"rope_theta": 500_000.0, **text, "model_type": "qwen3"}
     for name in ("tie_word_embeddings", "quantization_config"):
         text[name] = raw.get(name, text.get(name))
-    return text, cfg
+    return text, c

@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanogrpo.kernels.linear import linear
+from nanogrpo.model import rope
 from nanogrpo.model.attention import Packed
 from nanogrpo.model.decoder import Attend, Body, Decoder, Linear
 from nanogrpo.model.dispatch import functions_for
@@ -130,53 +131,35 @@ class Encoder(nn.Module):
             Merger(c, together=True) for _ in c.deepstack_visual_indexes
         )
 
-    def by_squares(self, grid: Tensor) -> Tensor:
-        """Bring a grid [h, w, …] of patches into the order of the patches, [h · w, …]."""
+    def places(self, h: int, w: int) -> Tensor:
+        """Return the row and column of each patch of a picture, in their order, [h · w, 2]."""
         m = self.cfg.spatial_merge_size
-        h, w = grid.shape[:2]
-        squares = grid.reshape(h // m, m, w // m, m, *grid.shape[2:]).transpose(1, 2)
-        return squares.reshape(h * w, *grid.shape[2:])
-
-    def learned(self, h: int, w: int) -> Tensor:
-        """Return the interpolated table of position embeddings for a picture, [h · w, D]."""
-        table = self.pos_embed.weight
-        table = table.to(torch.promote_types(table.dtype, torch.float32))
-        S = round(len(table) ** 0.5)
-        at = torch.arange(S, device=table.device)
-
-        def weights(n: int) -> Tensor:
-            """Return each place's shares of the S entries of an axis, [n, S]: at most two."""
-            places = torch.arange(n, device=table.device) * (S - 1) / max(n - 1, 1)
-            return (1 - (places[:, None] - at).abs()).clamp(min=0).to(table.dtype)
-
-        grid = torch.einsum("hi,ijd,wj->hwd", weights(h), table.unflatten(0, (S, S)), weights(w))
-        return self.by_squares(grid)
-
-    def angles(self, h: int, w: int) -> Tensor:
-        """Return the angles that rotate a picture's queries and keys, [h · w, E/2] float32."""
-        device, E = self.pos_embed.weight.device, self.cfg.hidden_size // self.cfg.num_heads
-        even = torch.arange(0, E // 2, 2, device=device, dtype=torch.float32)
-        f = 1.0 / 10_000 ** (even / (E // 2))  # [E/4]
-        y, x = (torch.arange(n, device=device)[:, None] * f for n in (h, w))  # [h or w, E/4]
-        size = (h, w, -1)
-        return self.by_squares(torch.cat((y[:, None].expand(size), x.expand(size)), -1))
+        grid = torch.cartesian_prod(torch.arange(h), torch.arange(w))  # [h · w, 2], row by row
+        return grid.view(h // m, m, w // m, m, 2).transpose(1, 2).reshape(-1, 2)
 
     def forward(self, pixels: Tensor, grid: Sequence[tuple[int, int, int]]) -> list[Tensor]:
         """grid: frames (1), rows and columns of patches of each picture."""
-        sizes = [(h, w) for _, h, w in grid]
-        lengths = [h * w for h, w in sizes]
-        x = self.patch_embed(pixels.to(self.pos_embed.weight.dtype))  # [N, D]
-        x = x + torch.cat([self.learned(*size) for size in sizes]).to(x.dtype)
-        angles = torch.cat([self.angles(*size) for size in sizes])
-        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [N, 1, E]
-        cos, sin = angles.cos(), angles.sin()
+        c, table = self.cfg, self.pos_embed.weight
+        S = round(len(table) ** 0.5)
+        square = table.T.unflatten(1, (S, S)).unsqueeze(0)  # [1, D, S, S]
+        f, _ = rope.frequencies(10_000, c.hidden_size // c.num_heads // 2, None, table.device)
+        learned, angles = [], []
+        for _, h, w in grid:
+            at = self.places(h, w).to(table.device)
+            one = F.interpolate(square, (h, w), mode="bilinear", align_corners=True)[0]  # [D, h, w]
+            learned.append(one[:, at[:, 0], at[:, 1]].T)  # [h · w, D]
+            angles.append((at[..., None] * f).flatten(1).repeat(1, 2))  # [h · w, E]
+        x = self.patch_embed(pixels.to(table.dtype)) + torch.cat(learned)  # [N, D]
+        turn = torch.cat(angles).unsqueeze(1)  # [N, 1, E]
+        cos, sin = turn.cos(), turn.sin()
+        lengths = [len(one) for one in learned]
         ends = torch.tensor([0, *lengths]).cumsum(0).int().to(x.device)
         attend = Packed(ends, max(lengths), causal=False)
-        taken, features = self.cfg.deepstack_visual_indexes, []
+        features = []
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, attend)
-            if i in taken:
-                features.append(self.deepstack_merger_list[taken.index(i)](x))
+            if i in c.deepstack_visual_indexes:
+                features.append(self.deepstack_merger_list[len(features)](x))
         return [self.merger(x), *features]
 
 
@@ -218,23 +201,23 @@ class VisionBody(nn.Module):
             return text(tokens, positions, attend)
         device, m = tokens.device, c.spatial_merge_size
         axes = positions.repeat(3, 1)  # [3, T]
-        rows = torch.empty(0, dtype=torch.int64)
-        pixels, grid = torch.zeros(m * m, c.patch_values), [(1, m, m)]
-        if images:
-            for first, found in images:
-                own = found.positions
-                axes[:, first : first + own.shape[1]] = own.to(device, non_blocking=True)
-            rows = torch.cat([first + found.rows for first, found in images])
-            pixels = torch.cat([found.pixels for _, found in images])
-            grid = [size for _, found in images for size in found.grid]
-        rows = rows.to(device)  # [image tokens]
-        features = [x[: len(rows)] for x in self.visual(pixels.to(device), grid)]
-        x = text.embed_tokens(tokens).index_copy(0, rows, features[0])  # [T, D]
+        rows, grid = [torch.empty(0, dtype=torch.int64)], []
+        pixels = [] if images else [torch.zeros(m * m, c.patch_values)]
+        for first, found in images:
+            own = found.positions  # [3, Q]
+            axes[:, first : first + own.shape[1]] = own.to(device, non_blocking=True)
+            rows.append(first + found.rows)
+            grid += found.grid
+            pixels.append(found.pixels)
+        at = torch.cat(rows).to(device)  # [image tokens]
+        features = self.visual(torch.cat(pixels).to(device), grid or [(1, m, m)])
+        features = [x[: len(at)] for x in features]
+        x = text.embed_tokens(tokens).index_copy(0, at, features[0])  # [T, D]
         cos, sin = text.angles(axes[torch.tensor(c.axes, device=device)].T)
-        for i, layer in enumerate(text.layers):
+        for i, layer in enumerate(text.layers, start=1):
             x = layer(x, cos, sin, attend)
-            if i + 1 < len(features):
-                x = x.index_add(0, rows, features[i + 1])
+            if i < len(features):
+                x = x.index_add(0, at, features[i])
         return text.norm(x)
 
 

@@ -74,49 +74,34 @@ class Settings:
         vision = ModelConfig.from_dict(read_json(config), str(config)).vision
         if vision is None:
             return None
-        where, raw = folder / FILES[0], None
-        if (folder / FILES[1]).exists():
-            raw = read_json(folder / FILES[1]).get("image_processor")
-            where = folder / FILES[1] if raw else where
-        raw = raw or read_json(where)
-        with reading(where, "use the model's original file", "does not describe a processor"):
-            for name, value in FIXED.items():
-                given = raw.get(name)
-                if given not in (None, value):
-                    raise UserError(
-                        f"{where}: {name} {given!r:.60} is not supported: it must be {value}."
-                    )
-            size = raw.get("size") or {}
-            found = cls(
-                *(int(raw[name]) for name in ("patch_size", "temporal_patch_size", "merge_size")),
-                # the older names come first, as in transformers
-                min_pixels=int(raw.get("min_pixels") or size["shortest_edge"]),
-                max_pixels=int(raw.get("max_pixels") or size["longest_edge"]),
-                image_mean=tuple(map(float, raw["image_mean"])),
-                image_std=tuple(map(float, raw["image_std"])),
-                image_token_id=vision.image_token_id,
-            )
-        ours = found.patch_size, found.temporal_patch_size, found.merge_size
-        theirs = vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size
-        colours = len(found.image_mean) == len(found.image_std) == 3 and min(found.image_std) > 0
-        if ours != theirs or not colours or not 0 < found.min_pixels <= found.max_pixels:
-            raise UserError(
-                f"{where} does not fit config.json, with patches of {theirs}, three colours and "
-                "limits on the pixels: use the model's original files."
-            )
-        return found
-
-    def to_dict(self) -> dict:
-        """Return the dict of a preprocessor_config.json."""
-        return {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
-            "patch_size": self.patch_size,
-            "temporal_patch_size": self.temporal_patch_size,
-            "merge_size": self.merge_size,
-            "image_mean": [*self.image_mean],
-            "image_std": [*self.image_std],
+        patch = {
+            "patch_size": vision.patch_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+            "merge_size": vision.spatial_merge_size,
         }
+        first, second = (folder / name for name in FILES)
+        raw = second.exists() and read_json(second).get("image_processor")
+        where = second if raw else first
+        raw = raw or read_json(first)
+        with reading(where, "use the model's original file", "does not describe a processor"):
+            for name, value in {**FIXED, **patch}.items():
+                if raw.get(name) not in (None, value):
+                    raise ValueError(f"{name} is {raw[name]!r:.60}, but must be {value}")
+            size = raw.get("size") or {}
+            # the older names come first, as in transformers
+            least, most = raw.get("min_pixels"), raw.get("max_pixels")
+            least, most = least or size["shortest_edge"], most or size["longest_edge"]
+            mean, std = (tuple(map(float, raw[name])) for name in ("image_mean", "image_std"))
+            if not (0 < least <= most and len(mean) == len(std) == 3 and min(std) > 0):
+                raise ValueError("it needs three colours, and 0 < shortest_edge <= longest_edge")
+        return cls(
+            **patch,
+            min_pixels=least,
+            max_pixels=most,
+            image_mean=mean,
+            image_std=std,
+            image_token_id=vision.image_token_id,
+        )
 
 
 @dataclass
@@ -177,23 +162,20 @@ def prepare(
         )
     if token_ids and token_ids[-1] == token:
         raise UserError(f"{place}the prompt ends with a picture: let some text follow it.")
-    P, m = settings.patch_size, settings.merge_size
-    ids, grid, starts = [], [], []
-    left = iter(sources)
+    ids: list[int] = []
+    found = Images([*sources], settings, [], [])
     for i in token_ids:
+        n = len(found.grid)
         if i == token:
-            with reading(f"{place}picture {len(grid) + 1}", "replace it, or leave the row out"):
-                picture = rgb(Image.open(io.BytesIO(next(left))))
-            try:
-                h, w = smart_resize(picture.height, picture.width, settings)
-            except ValueError as e:
-                raise UserError(f"{place}picture {len(grid) + 1} {e}.") from e
-            grid.append((1, h // P, w // P))
-            starts.append(len(ids))
-            ids += [token] * (h * w // (P * m) ** 2)
-        else:
-            ids.append(i)
-    return ids, Images([*sources], settings, grid, starts)
+            with reading(f"{place}picture {n + 1}", "replace it, or leave the row out"):
+                picture = rgb(Image.open(io.BytesIO(sources[n])))
+                size = smart_resize(picture.height, picture.width, settings)
+            h, w = (side // settings.patch_size for side in size)
+            found.grid.append((1, h, w))
+            found.starts.append(len(ids))
+            n = h * w // settings.merge_size**2
+        ids += [i] * (n if i == token else 1)
+    return ids, found
 
 
 def smart_resize(height: int, width: int, settings: Settings) -> tuple[int, int]:
@@ -202,8 +184,7 @@ def smart_resize(height: int, width: int, settings: Settings) -> tuple[int, int]
     """
     if max(height, width) > 200 * min(height, width):
         raise ValueError(
-            f"is {width} × {height} pixels, but one side may be at most 200 times as long as the "
-            "other: crop it"
+            f"{width} × {height} pixels, but one side may be at most 200 times as long as the other"
         )
     side, pixels = settings.patch_size * settings.merge_size, height * width
     h, w = round(height / side), round(width / side)  # may be 0

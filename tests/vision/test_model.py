@@ -329,23 +329,24 @@ def test_each_frequency_has_the_axis_that_transformers_gives_it():
 WRONG = {
     "text_config or vision_config is missing": {"text_config": None},
     "hidden_act 'relu' is not supported": {"vision_config": {"hidden_act": "relu"}},
-    "depth 0 is not a whole number above 0": {"vision_config": {"depth": 0}},
-    "depth '3' is not a whole number above 0": {"vision_config": {"depth": "3"}},
-    "hidden_size 30 of vision_config is no multiple": {"vision_config": {"hidden_size": 30}},
-    "num_position_embeddings is not a square": {"vision_config": {"num_position_embeddings": 35}},
-    "out_hidden_size 32 differs from hidden_size 48": {"vision_config": {"out_hidden_size": 32}},
-    "must be rising numbers": {"vision_config": {"deepstack_visual_indexes": [2, 1]}},
-    "is not a list of whole numbers": {"vision_config": {"deepstack_visual_indexes": 3}},
-    "must be three numbers that add up to half of head_dim 16": {
+    "rope_parameters .*5.* is not supported": {"vision_config": {"rope_parameters": {"theta": 5}}},
+    "depth is 0; it must be a whole number above 0": {"vision_config": {"depth": 0}},
+    "depth is '3'; it must be a whole number": {"vision_config": {"depth": "3"}},
+    "deepstack_visual_indexes is 3; it must be a list": {
+        "vision_config": {"deepstack_visual_indexes": 3}
+    },
+    "image_token_id is 'x'; it must be a whole number": {"image_token_id": "x"},
+    "hidden_size must be a multiple of 4": {"vision_config": {"hidden_size": 30}},
+    "num_position_embeddings a square": {"vision_config": {"num_position_embeddings": 35}},
+    "deepstack_visual_indexes rising": {"vision_config": {"deepstack_visual_indexes": [2, 1]}},
+    "below depth": {"vision_config": {"deepstack_visual_indexes": [1, 3]}},
+    "out_hidden_size must be its hidden_size": {"vision_config": {"out_hidden_size": 32}},
+    "three numbers that add up to 8, half": {
         "text_config": {"rope_scaling": {"mrope_section": [4, 4, 4]}}
     },
-    "mrope_interleaved is off": {
+    "mrope_interleaved False is not supported": {
         "text_config": {"rope_scaling": {"mrope_section": [4, 2, 2], "mrope_interleaved": False}}
     },
-    "rope_theta 5 of vision_config is not 10000": {
-        "vision_config": {"rope_parameters": {"rope_theta": 5}}
-    },
-    "image_token_id 'x' is not a whole number": {"image_token_id": "x"},
     "num_hidden_layers is 'x' but must be": {"text_config": {"num_hidden_layers": "x"}},
     "must be qwen3, qwen2, llama, mistral or qwen3_vl": {"model_type": "qwen2_5_vl"},
 }

@@ -24,14 +24,14 @@ from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.vision import processor
 from nanogrpo.vision.processor import Settings, prepare, smart_resize
 from tests.conftest import tiny_model
-from tests.vision.tiny import SETTINGS, TOKEN, picture, png, prompt, vision_config
+from tests.vision.tiny import SETTINGS, TOKEN, picture, png, prompt, to_dict, vision_config
 
 # the settings of the published models
 QWEN3_VL = Settings(16, 2, 2, 65_536, 16_777_216, (0.5,) * 3, (0.5,) * 3, 151_655)
 
 
 def theirs(settings: Settings) -> pil.Qwen2VLImageProcessorPil:
-    return pil.Qwen2VLImageProcessorPil(**settings.to_dict())
+    return pil.Qwen2VLImageProcessorPil(**to_dict(settings))
 
 
 SIZES = [(16, 16), (9, 40), (21, 30), (90, 70), (3, 5), (1, 1), (1, 200), (64, 64), (39, 41)]
@@ -109,7 +109,7 @@ def test_sizes_are_those_of_transformers(height, width, settings):
     if max(height, width) > 200 * min(height, width):
         with pytest.raises(ValueError, match="absolute aspect ratio"):
             pil.smart_resize(*args)
-        with pytest.raises(ValueError, match=f"is {width} × {height} pixels, but one side may be"):
+        with pytest.raises(ValueError, match=f"{width} × {height} pixels, but one side may be"):
             smart_resize(height, width, settings)
     else:
         assert smart_resize(height, width, settings) == pil.smart_resize(*args)
@@ -149,7 +149,7 @@ def folder(tmp_path_factory):
     cfg = dataclasses.replace(cfg, vision=dataclasses.replace(cfg.vision, image_token_id=token))
     checkpoint.export(tiny_model(cfg), folder)
     settings = dataclasses.replace(SETTINGS, image_token_id=token)
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings.to_dict()))
+    (folder / "preprocessor_config.json").write_text(json.dumps(to_dict(settings)))
     return folder
 
 
@@ -225,7 +225,7 @@ def test_settings_are_read_in_each_form(folder, tmp_path):
     assert Settings.read(tmp_path) == settings
 
     # transformers 5 nests the settings, and reads them before the other file
-    nested = {"image_processor": {**settings.to_dict(), "image_mean": [0.1, 0.2, 0.3]}}
+    nested = {"image_processor": {**to_dict(settings), "image_mean": [0.1, 0.2, 0.3]}}
     (tmp_path / "processor_config.json").write_text(json.dumps(nested))
     assert Settings.read(tmp_path) == dataclasses.replace(settings, image_mean=(0.1, 0.2, 0.3))
 
@@ -235,10 +235,10 @@ def test_a_model_that_only_reads_text_has_no_settings(tiny_base):
 
 
 WRONG = {
-    "do_resize False is not supported: it must be True": {"do_resize": False},
-    "resample 2 is not supported: it must be 3": {"resample": 2},
-    "does not fit config.json": {"patch_size": 8},
-    "does not fit config.json, with patches": {"size": {"shortest_edge": 9, "longest_edge": 5}},
+    "does not describe a processor .do_resize is False, but must be True.": {"do_resize": False},
+    "resample is 2, but must be 3": {"resample": 2},
+    "patch_size is 8, but must be 4": {"patch_size": 8},
+    "0 < shortest_edge <= longest_edge": {"size": {"shortest_edge": 9, "longest_edge": 5}},
     "does not describe a processor .KeyError: 'shortest_edge'.": {"size": {"height": 3}},
     "does not describe a processor .KeyError": {"image_mean": None},
     "three colours": {"image_mean": [0.5]},
@@ -248,7 +248,7 @@ WRONG = {
 @pytest.mark.parametrize("problem", WRONG)
 def test_wrong_settings_are_one_sentence(problem, folder, tmp_path):
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    changed = {**SETTINGS.to_dict(), **WRONG[problem]}
+    changed = {**to_dict(SETTINGS), **WRONG[problem]}
     changed = {name: value for name, value in changed.items() if value is not None}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(changed))
     with pytest.raises(UserError, match=problem) as e:
@@ -272,7 +272,7 @@ BAD = {
     "the prompt ends with a picture": ([1, TOKEN], [GOOD]),
     "picture 2 cannot be read .*cannot identify": ([TOKEN, TOKEN, 1], [GOOD, b"no picture"]),
     "picture 1 cannot be read .*truncated": ([TOKEN, 1], [png(picture(90, 90))[:300]]),
-    "picture 1 is 201 × 1 pixels, but one side may be at most 200": (
+    "picture 1 cannot be read .201 × 1 pixels, but one side may be at most 200": (
         [TOKEN, 1],
         [png(picture(1, 201))],
     ),

@@ -5,6 +5,7 @@ Ranks import it, so it must not import transformers. Read next: test_model.py.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 from collections.abc import Sequence
@@ -22,6 +23,16 @@ from nanogrpo.vision.processor import Images, Settings, prepare
 from tests.conftest import random_tokens, tiny_config
 
 TOKEN = 150  # the image token
+
+
+def to_dict(settings: Settings) -> dict:
+    """Return the dict of a preprocessor_config.json."""
+    fields = dataclasses.asdict(settings)
+    del fields["image_token_id"]
+    size = {"shortest_edge": fields.pop("min_pixels"), "longest_edge": fields.pop("max_pixels")}
+    return {**fields, "image_processor_type": "Qwen2VLImageProcessor", "size": size}
+
+
 SETTINGS = Settings(
     patch_size=4,
     temporal_patch_size=2,
