@@ -8,6 +8,7 @@ picture becomes patches), then model.py (patches become embeddings).
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,8 @@ def read(raw: dict, require: Callable[..., None]) -> tuple[dict, VisionConfig]:
 
     require: raises a UserError with its second argument if the first is false.
     """
+    has_pillow = importlib.util.find_spec("PIL") is not None
+    require(has_pillow, "a model for pictures needs Pillow", "pip install 'nanogrpo[vision]'")
     text, vision = raw.get("text_config"), raw.get("vision_config")
     if not (isinstance(text, dict) and isinstance(vision, dict)):
         require(False, "text_config or vision_config is missing")

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def theirs_alone(theirs, ids, images) -> torch.Tensor:
     tokens = torch.tensor(ids)[None]
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if images:
-        inputs["pixel_values"] = images.pixels
+        inputs["pixel_values"] = images.pixels.to(tokens.device)
         inputs["image_grid_thw"] = torch.tensor(images.grid)
         inputs["mm_token_type_ids"] = (tokens == TOKEN).int()
     return theirs(**inputs).logits[0]
@@ -199,6 +200,36 @@ def test_only_the_decoder_gets_adapters():
             p.data.normal_(generator=torch.Generator().manual_seed(0))
     model(*args, logits, *images).square().sum().backward()
     assert all((p.grad is not None) == ("lora_" in n) for n, p in model.named_parameters())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_bfloat16_is_as_exact_as_in_transformers():
+    """With the kernels, and attention over all pictures in one call."""
+    exact = copy.deepcopy(double())
+    model = copy.deepcopy(exact).bfloat16().cuda()
+    theirs = peer(exact).bfloat16().cuda()
+    groups = [(PROMPTS[name], [[5, 6, 7]]) for name in ("three", "tall", "large")]
+    (*args, rows), images = strip(groups)
+    factor = torch.randn(12, 151, generator=torch.Generator().manual_seed(1)).double()
+
+    out = exact(*args, rows, logits, *images)
+    (out * factor).sum().backward()
+    (*args, rows), images = strip(groups, device="cuda")
+    ours = model(*args, rows, logits, *images)
+    (ours * factor.cuda()).sum().backward()
+    with torch.device("cuda"):
+        alone = [theirs_alone(theirs, [*p[0], 5, 6, 7], p[1])[-4:] for p, _ in groups]
+    eager = torch.cat(alone)
+    (eager * factor.cuda()).sum().backward()
+
+    def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+        return (found.double().cpu() - expected).norm().item()
+
+    assert error(ours, out) <= 2 * error(eager, out)
+    expected, mine, other = map(gradients, (exact, model, theirs))
+    for name in expected:
+        bound = 2 * error(other[name], expected[name]) + 0.01 * expected[name].norm()
+        assert error(mine[name], expected[name]) <= bound, name
 
 
 # --- checkpoints and configurations ---
@@ -350,6 +381,12 @@ WRONG = {
     "num_hidden_layers is 'x' but must be": {"text_config": {"num_hidden_layers": "x"}},
     "must be qwen3, qwen2, llama, mistral or qwen3_vl": {"model_type": "qwen2_5_vl"},
 }
+
+
+def test_without_pillow_a_model_for_pictures_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(UserError, match=r"needs Pillow; pip install 'nanogrpo\[vision\]'\."):
+        ModelConfig.from_dict(vision_config().to_dict())
 
 
 @pytest.mark.parametrize("problem", WRONG)

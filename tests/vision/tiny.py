@@ -96,7 +96,9 @@ def prompt(*parts: int | tuple[int, int], seed: int = 0) -> tuple[list[int], Ima
 Group = tuple[tuple[list[int], "Images | None"], list[list[int]]]  # a prompt and its completions
 
 
-def strip(groups: Sequence[Group], shared: bool = True) -> tuple[tuple, list[tuple[int, Images]]]:
+def strip(
+    groups: Sequence[Group], shared: bool = True, device: str = "cpu"
+) -> tuple[tuple, list[tuple[int, Images]]]:
     """Return the arguments of a Decoder, (tokens, positions, attend, rows), and the pictures.
 
     rows: for each completion, the last row of its prompt and then its own. With `shared`, a prompt
@@ -130,6 +132,7 @@ def strip(groups: Sequence[Group], shared: bool = True) -> tuple[tuple, list[tup
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     spans = [len(k) for k in keys]
     key_ends = torch.tensor([0, *itertools.accumulate(spans)], dtype=torch.int32)
-    attend = Packed(ends, max(lengths), torch.cat(keys), key_ends, max(spans))
-    args = torch.tensor(tokens), torch.cat(positions), attend, torch.cat(rows)
-    return args, images
+    parts = torch.tensor(tokens), torch.cat(positions), torch.cat(rows), ends, torch.cat(keys)
+    t, p, r, ends, kv_rows = (x.to(device) for x in parts)
+    attend = Packed(ends, max(lengths), kv_rows, key_ends.to(device), max(spans))
+    return (t, p, attend, r), images
