@@ -51,8 +51,8 @@ class VisionConfig:
 
     @property
     def axes(self) -> list[int]:
-        """Return which axis rotates each of the decoder's E/2 frequencies: 0 time, 1 height, 2
-        width. They are interleaved, 0 1 2 0 1 2 …; the time gets the rest, which is slowest.
+        """Return the axis of each of the decoder's E/2 frequencies: 0 time, 1 height, 2 width. They
+        take turns, 0 1 2 0 1 2 …, until height and width have theirs; the slowest are for time.
         """
         _, height, width = self.mrope_section
         ends = (0, 3 * height, 3 * width)
@@ -83,10 +83,10 @@ def read(raw: dict, require: Callable[..., None]) -> tuple[dict, VisionConfig]:
     """
     has_pillow = importlib.util.find_spec("PIL") is not None
     require(has_pillow, "a model for pictures needs Pillow", "pip install 'nanogrpo[vision]'")
-    text, vision = raw.get("text_config"), raw.get("vision_config")
-    if not (isinstance(text, dict) and isinstance(vision, dict)):
-        require(False, "text_config or vision_config is missing")
-        return {}, VisionConfig()  # never
+    text: Any = raw.get("text_config")
+    vision: Any = raw.get("vision_config")
+    both = isinstance(text, dict) and isinstance(vision, dict)
+    require(both, "text_config or vision_config is missing")
     angles = text.get("rope_scaling") or text.get("rope_parameters") or {}
     require(isinstance(angles, dict), f"rope_parameters is {angles!r:.60} but must be an object")
     given = {**angles, **vision, "image_token_id": raw.get("image_token_id")}
@@ -111,7 +111,7 @@ def read(raw: dict, require: Callable[..., None]) -> tuple[dict, VisionConfig]:
             )
             found[field.name] = value if single else tuple(value)
     c = VisionConfig(**found)
-    taken, half = c.deepstack_visual_indexes, (text.get("head_dim") or 128) / 2
+    taken, vocabulary = c.deepstack_visual_indexes, text.get("vocab_size")
     require(
         c.hidden_size % (4 * c.num_heads) == 0
         and round(c.num_position_embeddings**0.5) ** 2 == c.num_position_embeddings
@@ -123,10 +123,11 @@ def read(raw: dict, require: Callable[..., None]) -> tuple[dict, VisionConfig]:
     require(
         c.out_hidden_size == text.get("hidden_size")
         and len(c.mrope_section) == 3
-        and sum(c.mrope_section) == half,
+        and 2 * sum(c.mrope_section) == (text.get("head_dim") or 128)
+        and (type(vocabulary) is not int or c.image_token_id < vocabulary),
         "text_config does not fit the rest",
-        "out_hidden_size must be its hidden_size, and mrope_section three numbers that add up to "
-        f"{half:g}, half of its head_dim",
+        "out_hidden_size must be its hidden_size, mrope_section three numbers that add up to half "
+        "of its head_dim, and image_token_id below its vocab_size",
     )
     # the default of rope_theta is that of transformers for this model
     text = {"rope_theta": 500_000.0, **text, "model_type": "qwen3"}

@@ -165,16 +165,17 @@ def prepare(
     ids: list[int] = []
     found = Images([*sources], settings, [], [])
     for i in token_ids:
-        n = len(found.grid)
+        repeat = 1
         if i == token:
+            n = len(found.grid)
             with reading(f"{place}picture {n + 1}", "replace it, or leave the row out"):
                 picture = rgb(Image.open(io.BytesIO(sources[n])))
                 size = smart_resize(picture.height, picture.width, settings)
             h, w = (side // settings.patch_size for side in size)
             found.grid.append((1, h, w))
             found.starts.append(len(ids))
-            n = h * w // settings.merge_size**2
-        ids += [i] * (n if i == token else 1)
+            repeat = h * w // settings.merge_size**2
+        ids += [i] * repeat
     return ids, found
 
 

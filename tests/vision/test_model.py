@@ -372,7 +372,9 @@ WRONG = {
     "deepstack_visual_indexes rising": {"vision_config": {"deepstack_visual_indexes": [2, 1]}},
     "below depth": {"vision_config": {"deepstack_visual_indexes": [1, 3]}},
     "out_hidden_size must be its hidden_size": {"vision_config": {"out_hidden_size": 32}},
-    "three numbers that add up to 8, half": {
+    "image_token_id below its vocab_size": {"image_token_id": 151},
+    "half of its head_dim, and": {"text_config": {"head_dim": "x"}},
+    "three numbers that add up to half": {
         "text_config": {"rope_scaling": {"mrope_section": [4, 4, 4]}}
     },
     "mrope_interleaved False is not supported": {
