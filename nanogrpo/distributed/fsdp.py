@@ -73,9 +73,7 @@ def prepare(model: Decoder, world: World, cfg: Config) -> None:
                 block, cfg.torch_compile_backend
             )
         if cfg.checkpointing != "none":
-            block.forward = _recomputed(  # type: ignore[method-assign]
-                block.forward, cfg.checkpointing, cfg.lora_dropout > 0
-            )
+            block.forward = _recomputed(block.forward, cfg.checkpointing, cfg.lora_dropout > 0)
     if dist.is_initialized():
         _shard(model, world, cfg)
 

@@ -115,9 +115,9 @@ class ModelConfig:
             from nanogrpo.vision import config  # only such a model needs this folder
 
             raw, vision = config.read(raw, require)
-        kind, names = raw.get("model_type"), [*ARCHITECTURES, "qwen3_vl"]
-        advice = f"it must be {', '.join(names[:-1])} or {names[-1]}"
-        require(kind in ARCHITECTURES, f"model_type {kind!r:.60} is not supported", advice)
+        kind, names = raw.get("model_type"), [*ARCHITECTURES]
+        advice = f"it must be {', '.join(names)} or qwen3_vl"
+        require(kind in names, f"model_type {kind!r:.60} is not supported", advice)
         for name, neutral in NEUTRAL.items():
             given = raw.get(name)
             advice = f"it must be {'null' if neutral is None else neutral}"

@@ -155,7 +155,7 @@ class Encoder(nn.Module):
         lengths = [len(one) for one in learned]
         ends = torch.tensor([0, *lengths]).cumsum(0).int().to(x.device)
         attend = Packed(ends, max(lengths), causal=False)
-        features = []
+        features: list[Tensor] = []
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, attend)
             if i in c.deepstack_visual_indexes:
