@@ -26,6 +26,8 @@ from nanogrpo.errors import UserError
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # one clipped term, averaged in five ways
 # the linear layers of a block
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# those of a vision encoder (vision/model.py), with the names that PEFT needs
+VISION_LORA_TARGETS = ("attn.qkv", "attn.proj", "linear_fc1", "linear_fc2")
 # The schedules of the learning rate, with the settings that --lr-scheduler-kwargs may change and
 # their defaults, as in transformers. run/optim.py has the formulas.
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -546,6 +548,9 @@ class Config:
     weight_decay: float = option(
         0.0, "AdamW: decoupled weight decay, applied to matrices only", ">= 0"
     )
+    freeze_vision_tower: bool = option(
+        False, "do not train the vision encoder of a vision-language model, only its decoder"
+    )
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: do not clip", ">= 0")
 
     lora_r: int = option(
@@ -566,8 +571,9 @@ class Config:
     )
     lora_target_modules: tuple[str, ...] = option(
         (),
-        "layers that get adapters, such as q_proj v_proj; empty: all seven",
-        choices=LORA_TARGETS,
+        "layers that get adapters, such as q_proj v_proj; empty: the seven of the decoder, and none"
+        " of a vision encoder (attn.qkv attn.proj linear_fc1 linear_fc2)",
+        choices=(*LORA_TARGETS, *VISION_LORA_TARGETS),
         needs="lora_r",
     )
     lora_base_dtype: str = option(
@@ -1149,6 +1155,11 @@ def _ignored(c: Config) -> Iterator[str]:
         yield (
             "--reward-env has no effect with --reward-timeout 0, because reward functions then run"
             " in the trainer's own process: leave it out."
+        )
+    if c.freeze_vision_tower and c.lora_r:
+        yield (
+            "--freeze-vision-tower has no effect with --lora-r, which trains nothing but adapters:"
+            " leave it out."
         )
     for f in fields(c):
         value = getattr(c, f.name)

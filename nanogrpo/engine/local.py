@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +38,8 @@ from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.engine.cache import KVCache, PagedCache, Prefix
 from nanogrpo.engine.gpu import GPUStep
 from nanogrpo.kernels.linear import PACK_FROM, packed
-from nanogrpo.model import lora
+from nanogrpo.model import checkpoint, lora
 from nanogrpo.model.attention import Packed
-from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import Prompt, Sample
 
@@ -91,7 +91,9 @@ class Scheduler:
         self.prefixes: dict[int, Prefix] = {}  # by id(completion.start)
         self.cache.clear()
 
-    def schedule(self, prefill: Callable[[list[list[int]]], dict[int, Prefix]], ahead: int) -> bool:
+    def schedule(
+        self, prefill: Callable[[Iterable[Completion]], dict[int, Prefix]], ahead: int
+    ) -> bool:
         """Make room for the next `ahead` tokens of each row, and assign the free rows to waiting
         completions. Return whether any row is active.
 
@@ -106,7 +108,7 @@ class Scheduler:
                 if not self.cache.fits(len(ids) - 1 + ahead):
                     break
                 # Completions are queued in order, so the old prefixes are no longer needed.
-                self.prefixes = prefill([c.start for c in self.waiting])
+                self.prefixes = prefill(self.waiting)
             free = min(self.slots - first, len(self.waiting))
             group = next((i for i in range(free) if self.waiting[i].start is not ids), free)
             filled = self.cache.fill(first, group, self.prefixes[id(ids)], ahead)
@@ -191,7 +193,7 @@ class LocalEngine:
         # on the meta device, because a random initialization takes time and changes the global
         # random state
         with torch.device("meta"):
-            self.model = Decoder(cfg)
+            self.model = checkpoint.decoder_for(cfg)
             if four_bits:
                 lora.attach(self.model, four_bits)
             self.model.to(self.dtype).requires_grad_(False)
@@ -294,15 +296,20 @@ class LocalEngine:
             self.scheduler.postprocess(tokens, logp, self.version, params.stop_token_ids)
             yield [c.sample for c in completions]
 
-    def _prefill(self, prompts: Sequence[list[int]]) -> dict[int, Prefix]:
+    def _prefill(self, waiting: Iterable[Completion]) -> dict[int, Prefix]:
         """Compute the keys and values of as many of the first prompts as PREFILL_TOKENS allows."""
         pack: dict[int, list[int]] = {}
-        room = PREFILL_TOKENS
-        for ids in {id(p): p for p in prompts}.values():
+        images: list[tuple[int, Any]] = []  # as in PackedBatch
+        room, row = PREFILL_TOKENS, 0
+        for c in {id(c.start): c for c in waiting}.values():
+            ids = c.start
             room -= len(ids)
             if pack and room < 0:
                 break
             pack[id(ids)] = ids
+            if c.sample.prompt.images is not None:
+                images.append((row, c.sample.prompt.images))
+            row += len(ids) - 1
         lengths = [len(ids) - 1 for ids in pack.values()]
         some = [n for n in lengths if n]  # a prompt of one token leaves nothing to prefill
         if not some:
@@ -313,7 +320,7 @@ class LocalEngine:
         cu_seqlens = torch.tensor([0, *some], device=self.device).cumsum(0).int()  # [N+1]
         attend = Packed(cu_seqlens, max(some), keep=True)
         # without the head: nothing is sampled here
-        self.model.model(torch.tensor(tokens, device=self.device), positions, attend)
+        self.model.model(torch.tensor(tokens, device=self.device), positions, attend, *images)
         layers = zip(*(attend.kept or {}).values())  # first the keys of all layers, then the values
         keys, values = (torch.stack(kept).transpose(1, 2) for kept in layers)  # [L, K, T, E] each
         split = zip(pack.items(), keys.split(lengths, dim=2), values.split(lengths, dim=2))

@@ -119,6 +119,7 @@ class Turns:
                     "",
                     s.prompt.token_ids + s.token_ids,
                     max_tokens=self.room(s),
+                    images=s.prompt.images,
                 )
                 for s in samples
             ]

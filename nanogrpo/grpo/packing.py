@@ -339,8 +339,11 @@ def _pack(
 
     rows, targets, logp = [], [], []  # arrays that together have the length M
     sample, counts, advantage, weight = [], [], [], []  # one entry per completion
+    images: list[tuple[int, Any]] = []
     for piece in strip:
         prompt = samples[piece.samples[0]].prompt
+        if prompt.images is not None:  # a piece begins with its prompt
+            images.append((len(tokens), prompt.images))
         many = len(piece.samples) > 1
         shared = sequence(prompt.token_ids, 0, NO_ROWS) if many else NO_ROWS
         for i in piece.samples:
@@ -391,4 +394,5 @@ def _pack(
         weight=each_token(weight, np.float32),
         sampling_logp=joined(logp, np.float32),
         measured_only=measured_only,
+        images=images,
     )

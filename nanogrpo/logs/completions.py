@@ -86,7 +86,7 @@ def record(step: int, sample: Sample) -> dict:
     rewards = {f"{n}_reward" if n in COLUMNS else n: value for n, value in sample.rewards.items()}
     return {
         "step": step,
-        "prompt": sample.prompt.text,
+        "prompt": _spoken(sample.prompt.text),
         "completion": sample.text,
         **rewards,
         "reward": sample.reward,
@@ -94,6 +94,18 @@ def record(step: int, sample: Sample) -> dict:
         "stopped": sample.stopped,
         **sample.extra,
     }
+
+
+def _spoken(prompt: str | list[dict]) -> str | list[dict]:
+    """Return a prompt whose messages are texts, with <picture 64×48> in place of a picture."""
+    if isinstance(prompt, str):
+        return prompt
+    return [
+        m
+        if isinstance(m["content"], str)
+        else {**m, "content": "".join(str(part[part["type"]]) for part in m["content"])}
+        for m in prompt
+    ]
 
 
 def spread(samples: Sequence[Sample], count: int) -> list[Sample]:
@@ -126,7 +138,8 @@ def show(samples: Sequence[Sample], step: int = 0) -> None:
     for name in extra:
         table.add_column(_cell(name), overflow="fold")
     for s in samples:
-        prompt = s.prompt.text if isinstance(s.prompt.text, str) else s.prompt.text[-1]["content"]
+        prompt = _spoken(s.prompt.text)
+        prompt = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         rewards = [*(s.rewards.get(name) for name in functions), *([s.reward] if total else [])]
         table.add_row(
             _cell(prompt, 200),

@@ -193,6 +193,8 @@ def write(weights: dict[str, Tensor], folder: Path, cfg: Config, device: str = "
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if cfg.load_in_4bit:
-        dtype = {"bnb_4bit_compute_dtype": lora.base_dtype(cfg, device)}
-        (folder / QUANTIZATION).write_text(json.dumps(FOUR_BITS | dtype, indent=2) + "\n")
+        how = FOUR_BITS | {"bnb_4bit_compute_dtype": lora.base_dtype(cfg, device)}
+        if any(".language_model." in name for name in weights):  # there is a vision encoder
+            how["llm_int8_skip_modules"] = ["model.visual", "lm_head"]
+        (folder / QUANTIZATION).write_text(json.dumps(how, indent=2) + "\n")
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})

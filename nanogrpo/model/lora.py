@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanogrpo.config import LORA_TARGETS, Config
+from nanogrpo.config import LORA_TARGETS, VISION_LORA_TARGETS, Config
 from nanogrpo.kernels.linear import linear
 from nanogrpo.model import nf4
 from nanogrpo.model.decoder import Decoder
@@ -71,7 +71,8 @@ class LoRALinear(nn.Module):
 
 def targets(cfg: Config) -> list[str]:
     """Return the names of the adapted layers, in the model's order."""
-    return [name for name in LORA_TARGETS if name in (cfg.lora_target_modules or LORA_TARGETS)]
+    chosen = cfg.lora_target_modules or LORA_TARGETS
+    return [name for name in (*LORA_TARGETS, *VISION_LORA_TARGETS) if name in chosen]
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
@@ -95,15 +96,17 @@ def attach(model: Decoder, cfg: Config, device: str = "cpu") -> None:
     model.requires_grad_(False)
     if base_dtype(cfg, device) == "bfloat16":
         model.to(torch.bfloat16)
-    blocks: Any = model.model.layers
-    for block in blocks:
-        for parent in (block.self_attn, block.mlp):
-            for name, layer in [*parent.named_children()]:
-                if not isinstance(layer, nn.Linear):
-                    continue
-                frozen = nf4.Linear4bit(layer) if cfg.load_in_4bit else layer
-                adapted = name in targets(cfg)
-                setattr(parent, name, LoRALinear(frozen, cfg) if adapted else frozen)
+    body: Any = model.model
+    names = {name.removeprefix("attn.") for name in targets(cfg)}
+    decoder = [parent for block in body.layers for parent in (block.self_attn, block.mlp)]
+    encoder = [*body.visual.modules()] if model.cfg.vision else []
+    for parent in (*decoder, *encoder):
+        for name, layer in [*parent.named_children()]:
+            if not isinstance(layer, nn.Linear):
+                continue
+            in_four_bits = cfg.load_in_4bit and parent not in encoder
+            frozen = nf4.Linear4bit(layer) if in_four_bits else layer
+            setattr(parent, name, LoRALinear(frozen, cfg) if name in names else frozen)
 
 
 @contextlib.contextmanager

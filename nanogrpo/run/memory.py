@@ -18,6 +18,8 @@ b bytes per number (2 on a GPU, 4 on a CPU) on micro-batches of T tokens:
                                               stay so
     dequantized    b·D·F                      the largest matrix, with --load-in-4bit
     activations    T · per_token              per layer: `activation_bytes`
+    pictures       patches · per_patch        of a vision encoder (vision/model.py), as if prompts
+                                              consisted of pictures only
     key rows       2·b·K·E · (Tk - T)         per layer: keys and values of shared prompts, gathered
                                               once per completion
     logits         b·C·V + 4·V·D              one chunk of C rows, and the head's float32 gradient
@@ -51,7 +53,7 @@ import resource
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,8 +64,8 @@ from nanogrpo.distributed.world import World
 from nanogrpo.engine.cache import cache_tokens
 from nanogrpo.errors import UserError, first_sentence
 from nanogrpo.grpo import packing
+from nanogrpo.model import checkpoint, lora
 from nanogrpo.model import head as ops
-from nanogrpo.model import lora
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 
@@ -202,7 +204,7 @@ def table(
     parameters = list(model.parameters())
     trained, n = lora.sizes(model)
     block = computed(model.model.layers[0], item)
-    root = computed(model, item) - block * c.num_hidden_layers
+    root = computed(model, item) - sum(computed(each, item) for each in model.blocks)
     moments = moment_bytes(model, cfg, W)
     out = [
         Row("parameters", sum(p.nbytes for p in parameters) // W, offloaded),
@@ -234,6 +236,13 @@ def table(
     kept, again = map(sum, zip(of_block, adapter_bytes(model, item, kind)))
     per_token = c.num_hidden_layers * kept + again + 3 * item * c.hidden_size
     out.append(Row(f"activations of {T:,} tokens", T * per_token))
+    if c.vision:
+        # all tokens of prompts could be pictures
+        shown = -(-cfg.prompts_per_step // (cfg.steps_per_generation * W)) * longest_prompt
+        shown = min(T, shown * (1 if cfg.share_prompts else cfg.num_generations))
+        visual: Any = model.model.visual
+        bytes_of_token = visual.activation_bytes(item, kind)
+        out.append(Row(f"pictures of {shown:,} tokens", shown * bytes_of_token))
     key_row = 2 * item * c.num_key_value_heads * c.head_dim  # keys and values of a token in a layer
     layers = c.num_hidden_layers if kind == "none" else 1  # that keep them for the backward pass
     out.append(Row(f"keys and values gathered for {Tk:,} rows", layers * key_row * (Tk - T)))
@@ -480,7 +489,7 @@ def what_fits(
     for options in filter(None, (rank, rank | four_bits)):
         changed = dataclasses.replace(opened, **options)  # type: ignore[arg-type]  # mixed types
         with torch.device("meta"):
-            adapted = Decoder(model.cfg)
+            adapted = checkpoint.decoder_for(model.cfg)
         try:
             lora.attach(adapted, changed, world.device.type)
         except UserError:  # its matrices are not made of blocks for 4 bits

@@ -34,6 +34,8 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.run import cost, memory
 
+log = logging.getLogger("nanogrpo")
+
 
 def _qwen3(D: int, F: int, layers: int, heads: int, tied: bool = True) -> ModelConfig:
     return ModelConfig(
@@ -317,6 +319,8 @@ def main(argv: list[str] | None = None) -> int:
         args = checked(args, cfg)
         model = shape_of(args.model, cfg.load_in_4bit)
         lora.attach(model, cfg, "cuda")
+        if model.cfg.vision:
+            log.warning("the seconds and the sync leave out the vision encoder")
         found = sorted(layouts(model, cfg, args), key=lambda x: x.total)
         if not found:
             raise UserError(

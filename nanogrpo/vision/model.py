@@ -162,6 +162,21 @@ class Encoder(nn.Module):
                 features.append(self.deepstack_merger_list[len(features)](x))
         return [self.merger(x), *features]
 
+    def activation_bytes(self, item: int, kind: str) -> int:
+        """Return the bytes per token of a picture that stay for the backward pass, for the estimate
+        of run/memory.py: `item` bytes per number, with `kind` of --gradient-checkpointing.
+        """
+        c, D, F = self.cfg, self.cfg.hidden_size, self.cfg.intermediate_size
+        # input and output of two norms, q, k, v before and after rotation, attention's result and
+        # its copy for proj, two products of the MLP; float32 statistics
+        block = item * (11 * D + 2 * F) + 4 * (4 + c.num_heads)
+        kept = {"none": block, "full": item * D, "selective": item * (7 * D + F)}[kind]
+        trained = any(p.requires_grad for p in self.parameters())
+        again = 0 if trained and kind == "none" else block  # one block at a time
+        mergers = (1 + len(c.deepstack_visual_indexes)) * 4 * item * D
+        inputs = 4 * (c.patch_values + 2 * D // c.num_heads)  # pixels, cosines and sines
+        return c.spatial_merge_size**2 * (trained * (c.depth * kept + mergers) + again + inputs)
+
 
 class VisionBody(nn.Module):
     """The encoder, and a decoder's body that receives its features."""
