@@ -57,7 +57,8 @@ def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]
     rewards = setup.make_rewards(cfg, world)
     model = checkpoint.empty_model(source)
     setup.check_vocabulary(tokenizer, model)
-    load = setup.prompt_loader(cfg, tokenizer, model.cfg.max_position_embeddings)
+    vision = source if model.cfg.vision else None
+    load = setup.prompt_loader(cfg, tokenizer, model.cfg.max_position_embeddings, vision=vision)
     prompts = setup.load_held_out(cfg, load, cfg.data)
     setup.check_answers(cfg, prompts)
     setup.load_sharded(model, source, world, cfg)

@@ -20,6 +20,7 @@ import json
 import logging
 import math
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -41,6 +42,7 @@ log = logging.getLogger("nanogrpo")
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 # The columns that can hold the prompt if --prompt-column names none, in this order.
 PROMPT_COLUMNS = ("prompt", "question", "problem")
+PICTURE_FILE = r"(?is).*\.(png|jpe?g|webp|gif|bmp|tiff?)"
 # Seconds that the chat template and the tokenizer may take for a record. They need milliseconds.
 TIME_LIMIT = 10.0
 
@@ -55,6 +57,7 @@ def load_all(
     most: int = 0,
     max_prompt_length: int | None = None,
     long_prompts: str = "refuse",
+    vision: Path | None = None,
     **how: Any,
 ) -> list[list[Prompt]]:
     """Return the prompts of each source: a name, or the records themselves.
@@ -70,6 +73,8 @@ def load_all(
     because cutting off the beginning of a question can change its answer. If `long_prompts` is
     "drop", it is left out; otherwise it raises UserError.
 
+    `vision` is the folder of a vision-language model; None: the model reads only text.
+
     A chat template is a program and may run forever, so each record has TIME_LIMIT seconds. This
     limit needs a signal, so it holds in the main thread only, and it cannot interrupt a single
     operation in C, such as 10 ** (10 ** 9).
@@ -77,9 +82,12 @@ def load_all(
     parts: list[list[Prompt]] = []
     first_id = 0
     seconds = TIME_LIMIT if threading.current_thread() is threading.main_thread() else 0.0
+    reader = _reader(vision) if vision else None
     for source in data:
         name, records = sources.name(source), sources.read(source, split, held_out, config, most)
         kept = []
+        folder = Path(source if isinstance(source, str) else "")
+        how |= {"reader": reader, "base": folder if folder.is_dir() else folder.parent}
         for id, (place, record) in enumerate(records, first_id):
             make = functools.partial(from_record, record, tokenizer, id, place, **how)
             try:
@@ -93,8 +101,10 @@ def load_all(
             if max_prompt_length is None or length <= max_prompt_length:
                 kept.append(prompt)
             elif long_prompts != "drop":
+                images = prompt.images
+                of_pictures = f" ({len(images.rows)} of pictures)" if images else ""
                 raise UserError(
-                    f"{place}: the prompt has {length} tokens but the limit is "
+                    f"{place}: the prompt has {length} tokens{of_pictures} but the limit is "
                     f"{max_prompt_length}; raise --max-prompt-length, remove the record, or use "
                     "--long-prompts drop."
                 )
@@ -111,6 +121,18 @@ def load_all(
     return parts
 
 
+def _reader(vision: Path) -> Any:
+    """Return what reads pictures. Only a vision-language model needs it, and Pillow."""
+    try:
+        from nanogrpo.vision.data import Reader
+    except ImportError as e:
+        raise UserError(
+            f"{vision} is a vision-language model, which needs Pillow: pip install "
+            "'nanogrpo[vision]'."
+        ) from e
+    return Reader(vision)
+
+
 def from_record(
     record: dict,
     tokenizer: Tokenizer,
@@ -123,6 +145,8 @@ def from_record(
     tools: Sequence[dict] = (),
     enable_thinking: bool | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    reader: Any = None,
+    base: Path | None = None,
 ) -> Prompt:
     """Turn a record (see the top of this file) into a prompt. `place` names it in messages.
 
@@ -134,6 +158,8 @@ def from_record(
     template it is a text before the prompt, followed by an empty line.
     tools: JSON schemas of functions, for the chat template; a record can have its own in `tools`.
     enable_thinking, template_kwargs: variables of the chat template (`Tokenizer.render`).
+    reader: reads pictures (vision/data.py); None: the model reads only text.
+    base: the folder of the data file, to which the paths of pictures are relative.
     """
 
     def require(ok: bool, problem: str) -> None:
@@ -178,11 +204,19 @@ def from_record(
     )
     tools = tools or own_tools or ()
     require(text != "", "the prompt is empty; a completion needs at least one token to continue")
-    chat = tokenizer.has_chat_template
-    if isinstance(text, str) and chat and (column != "prompt" or system_prompt or tools):
+    require(
+        reader is not None or not _has_picture([columns.get("image"), columns.get("images")], text),
+        "it has a picture, but the model reads only text; use a vision-language model, or remove"
+        " the picture",
+    )
+    chat, shown = tokenizer.has_chat_template, reader is not None and reader.shows(columns)
+    if isinstance(text, str) and chat and (column != "prompt" or system_prompt or tools or shown):
         text = [{"role": "user", "content": text}]
+    kinds = str if reader is None else (str, list)
     is_chat = isinstance(text, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        isinstance(m, dict)
+        and isinstance(m.get("role"), str)
+        and isinstance(m.get("content"), kinds)
         for m in text
     )
     require(
@@ -204,15 +238,38 @@ def from_record(
             "from the data",
         )
         text = [{"role": "system", "content": system_prompt}, *text]
+    images = None
     try:
+        if reader:
+            text, pictures = reader.insert(text, columns, base or Path())
         variables = {"enable_thinking": enable_thinking, **(template_kwargs or {})}
         token_ids = tokenizer.encode_prompt(text, tools, **variables)
+        if reader:
+            token_ids, images = reader.expand(token_ids, pictures)
     except UserError as e:  # for example, the template rejected the messages
         raise UserError(f"{place}: {e}") from e
     require(
         len(token_ids) > 0, "the prompt is empty; a completion needs at least one token to continue"
     )
-    return Prompt(id=id, text=text, token_ids=token_ids, columns=columns)
+    return Prompt(id=id, text=text, token_ids=token_ids, columns=columns, images=images)
+
+
+def _has_picture(columns: Sequence[Any], text: Any) -> bool:
+    """Return whether a column holds a picture (the path or bytes of a file, or a PIL image), or the
+    messages do. Other texts in the column may be there for reward functions.
+    """
+
+    def is_picture(value: Any) -> bool:
+        if isinstance(value, str):
+            return re.fullmatch(PICTURE_FILE, value) is not None
+        is_file = isinstance(value, dict) and {"bytes", "path"} <= value.keys()
+        return is_file or type(value).__module__.startswith("PIL.")
+
+    messages = [m for m in text if isinstance(m, dict)] if isinstance(text, list) else []
+    contents = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+    parts = [part for content in contents for part in content if isinstance(part, dict)]
+    values = [v for column in columns for v in (column if isinstance(column, list) else [column])]
+    return any(part.get("type") == "image" for part in parts) or any(map(is_picture, values))
 
 
 def _result(answer: Any) -> Any:

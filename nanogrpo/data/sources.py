@@ -92,7 +92,7 @@ def _given(source: Iterable[dict] | Mapping[str, Any], split: str) -> list[Recor
                     f"{place}: the column {column!r} has no text as its name: rename it."
                 )
             try:
-                json.dumps(value, sort_keys=True, default=_as_text)
+                json.dumps(value, sort_keys=True, default=_TEXT.get(column, _as_text))
             except Exception as e:  # the class of the value may raise anything
                 raise UserError(
                     f"{place}: the column {column!r} holds a {type(value).__name__} that cannot be "
@@ -109,6 +109,14 @@ def _as_text(value: object) -> str:
     if " at 0x" in (text := str(value)):
         raise TypeError(text)
     return text
+
+
+def _as_text_or_picture(value: object) -> str:
+    """Return the text of a value; of a PIL image, which vision/data.py stores as bytes, none."""
+    return "" if type(value).__module__.startswith("PIL.") else _as_text(value)
+
+
+_TEXT = dict.fromkeys(("image", "images", "prompt"), _as_text_or_picture)  # by column
 
 
 def _of_split(splits: Mapping[str, Any], split: str, source: str) -> Any:

@@ -18,11 +18,11 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
-from nanogrpo.config import Config, dashed
+from nanogrpo.config import VISION_LORA_TARGETS, Config, dashed
 from nanogrpo.data import prompts as data
 from nanogrpo.data import sources
 from nanogrpo.distributed import fsdp
@@ -161,12 +161,15 @@ def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
             "sent: use the original model with --load-in-4bit, or --engine local."
         )
     lora.attach(model, cfg, world.device.type)
+    freeze_vision_tower(model, cfg)
     adapters.check_base(source, cfg)
     check_vocabulary(tokenizer, model)
     choose_kernels(cfg, world, model.cfg.head_dim)
     context = model.cfg.max_position_embeddings
-    parts, eval_prompts = load_prompts(cfg, tokenizer, context, tools, given)
+    vision = source if model.cfg.vision else None
+    parts, eval_prompts = load_prompts(cfg, tokenizer, context, tools, given, vision)
     prompts = list(itertools.chain(*parts))
+    check_pictures(cfg, prompts + eval_prompts)
     check_answers(cfg, prompts)
     if eval_prompts and all(map(needs_answers, cfg.reward_funcs)):  # or nothing is evaluated
         check_answers(cfg, eval_prompts, "eval_data" if cfg.eval_data else "data")
@@ -264,6 +267,20 @@ def choose_kernels(cfg: Config, world: World, head_size: int) -> None:
     if attention.deterministic():
         parts.append("deterministic")
     log.info("computing on %s in %s: %s", device, f"{dtype}"[6:], ", ".join(parts))
+
+
+def freeze_vision_tower(model: Decoder, cfg: Config) -> None:
+    """Freeze the vision encoder, if --freeze-vision-tower asks for it."""
+    names = [name for name in cfg.lora_target_modules if name in VISION_LORA_TARGETS]
+    option = f"--lora-target-modules {names[0]}" if names else "--freeze-vision-tower"
+    if (names or cfg.freeze_vision_tower) and not model.cfg.vision:
+        raise UserError(
+            f"{option} is for a vision encoder, which --model {cfg.model} does not have: leave it "
+            "out."
+        )
+    if cfg.freeze_vision_tower:
+        visual: Any = model.model.visual
+        visual.requires_grad_(False)
 
 
 def load_sharded(model: Decoder, source: Path, world: World, cfg: Config) -> Decoder:
@@ -424,11 +441,16 @@ def make_rewards(
 
 
 def prompt_loader(
-    cfg: Config, tokenizer: Tokenizer, context: int, tools: Tools | None = None
+    cfg: Config,
+    tokenizer: Tokenizer,
+    context: int,
+    tools: Tools | None = None,
+    vision: Path | None = None,
 ) -> Callable[..., list[list[Prompt]]]:
     """Return a function (sources, split=, held_out=) → the prompts of each source.
 
-    Every prompt leaves room for a completion in a context of so many tokens.
+    Every prompt leaves room for a completion in a context of so many tokens. vision: the folder of
+    a vision-language model.
     """
     room = context - cfg.max_completion_length
     if room < 1:
@@ -449,6 +471,7 @@ def prompt_loader(
         tools=tools.schemas if tools else (),
         long_prompts=cfg.long_prompts,
         max_prompt_length=min(cfg.max_prompt_length or room, room),
+        vision=vision,
     )
 
 
@@ -458,12 +481,13 @@ def load_prompts(
     context: int,
     tools: Tools | None = None,
     given: Given = NOTHING,
+    vision: Path | None = None,
 ) -> tuple[list[list[Prompt]], list[Prompt]]:
     """Return the training prompts of each source and the held-out prompts.
 
     Every prompt is short enough to leave room for a completion in the model's context.
     """
-    load = prompt_loader(cfg, tokenizer, context, tools)
+    load = prompt_loader(cfg, tokenizer, context, tools, vision)
     train_data = cfg.data if given.train_dataset is None else (given.train_dataset,)
     parts = load(train_data, split=cfg.dataset_train_split)
     check_enough(cfg, [len(part) for part in parts])
@@ -519,6 +543,19 @@ def check_data_options(cfg: Config, tokenizer: Tokenizer) -> None:
         log.info(
             "the model has no chat template: --system-prompt is put before each prompt as text, "
             "with an empty line between them"
+        )
+
+
+def check_pictures(cfg: Config, prompts: list[Prompt]) -> None:
+    """Report options that read or change the text of prompts, if some of these have pictures."""
+    judges = [spec for spec in cfg.reward_funcs if spec.startswith("model:")]
+    uses = [f"--reward-funcs {spec}" for spec in judges]
+    uses += ["--environment-factory"] if cfg.environment_factory else []
+    shown = next((p for p in prompts if p.images is not None), None)
+    if uses and shown:
+        raise UserError(
+            f"{uses[0]} works with texts only, but prompt {shown.id} has a picture: leave the "
+            "option out, or the picture."
         )
 
 

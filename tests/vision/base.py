@@ -1,0 +1,176 @@
+"""A tiny random vision-language model with its tokenizer, and small pictures, for the tests here.
+
+    folder = write_base(tmp_path)           # a checkpoint folder for --model
+    write_data(tmp_path / "data.jsonl")     # records with pictures of several sizes
+
+A picture has a token per square of 16 × 16 pixels. Read next: test_data.py.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+
+import tokenizers
+import torch
+from PIL import Image
+
+from nanogrpo.data import prompts as data
+from nanogrpo.model import checkpoint
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.run import warmup
+from nanogrpo.types import Prompt
+
+MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
+TEMPLATE = """
+{%- for m in messages %}{{- '<|user|>' if m.role == 'user' else '<|assistant|>' }}
+    {%- if m.content is string %}{{- m.content }}
+    {%- else %}{%- for part in m.content %}
+        {{- '<|vision_start|><|image_pad|><|vision_end|>' if 'image' in part }}{{- part.text }}
+    {%- endfor %}{% endif %}
+    {{- '<|end|>' if m.role == 'assistant' }}
+{%- endfor %}
+{{- '<|assistant|>' if add_generation_prompt }}"""
+TEXT = {
+    "model_type": "qwen3_vl_text",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest that vLLM's attention on a CPU supports
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    },
+}
+VISION = {
+    "model_type": "qwen3_vl",
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "hidden_act": "gelu_pytorch_tanh",
+    "in_channels": 3,
+    "patch_size": 8,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 48,
+    "deepstack_visual_indexes": [0],
+}
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 8,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": 16**2, "longest_edge": 64 * 16**2},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+def write_base(folder: Path, seed: int = 0, std: float = 0.2) -> Path:
+    """Write a checkpoint of about 150,000 random weights, whose logits are spread like those of
+    tests.conftest.tiny_model.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    warmup.write_tokenizer(folder)
+    found = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found.add_special_tokens(MARKS)
+    found.save(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer(folder)
+    start, image, end, video = (tokenizer.encode(mark)[0] for mark in MARKS)
+    config = {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": {**TEXT, "vocab_size": tokenizer.vocab_size},
+        "vision_config": VISION,
+        "vision_start_token_id": start,
+        "image_token_id": image,
+        "vision_end_token_id": end,
+        "video_token_id": video,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    # a new object, which has read the last of these files
+    checkpoint.write_model(weights(folder, seed, std), config, folder, Tokenizer(folder))
+    return folder
+
+
+@torch.no_grad()
+def weights(folder: Path, seed: int, std: float) -> dict[str, torch.Tensor]:
+    model = checkpoint.empty_model(folder).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        p.normal_(0.0, std, generator=generator)
+        if "norm" in name and name.endswith("weight"):
+            p.add_(1.0)
+    return checkpoint.host_weights(model)
+
+
+def load(folder: Path) -> Decoder:
+    return checkpoint.load_model(folder)
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Return random pixels."""
+    raw = random.Random(seed).randbytes(3 * width * height)
+    return Image.frombytes("RGB", (width, height), raw)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+# (width, height) of the pictures of each record
+SIZES = [
+    [(16, 16)],
+    [(48, 32)],
+    [(16, 64), (32, 32)],
+    [],
+    [(33, 47)],
+    [(64, 16)],
+]
+
+
+def records(count: int = 12, sizes=SIZES) -> list[dict]:
+    """Return records with PIL images: several sizes, several pictures, and none."""
+    found = []
+    for i in range(count):
+        shown = [picture(w, h, seed=10 * i + j) for j, (w, h) in enumerate(sizes[i % len(sizes)])]
+        content = [{"type": "image"} for _ in shown] + [{"type": "text", "text": f"{i}+{i}="}]
+        prompt = [{"role": "user", "content": content}]
+        found.append({"prompt": prompt, "images": shown, "answer": str(2 * i)})
+    return found
+
+
+def write_data(path: Path, count: int = 12) -> Path:
+    """Write the records as JSONL, with their pictures next to it."""
+    lines = []
+    for i, record in enumerate(records(count)):
+        names = [f"{path.stem}-{i}-{j}.png" for j in range(len(record["images"]))]
+        for name, image in zip(names, record["images"]):
+            image.save(path.parent / name)
+        lines.append(json.dumps({**record, "images": names}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+def prompts(folder: Path, found: list[dict] | None = None) -> list[Prompt]:
+    """Return the prompts of records, as a run has them."""
+    (out,) = data.load_all([found or records(6)], Tokenizer(folder), vision=folder)
+    return out
