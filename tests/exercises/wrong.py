@@ -202,6 +202,7 @@ ONE = [  # (number, text, replacement, part of the hint)
     (17, "sampling/sampling_logp_difference/mean", "reward", "Another metric"),
     (17, "sampling/sampling_logp_difference/mean", "gap", "There is no metric 'gap'"),
     (17, "tests/engine/test_local.py::", "test_local.py::", "TEST must name one test"),
+    (17, "::test_log_probs_equal_the_trainers", "", "TEST must name one test"),
     (17, "test_log_probs_equal_the_trainers", "test_nothing", "There is no test"),
     (17, "tests/engine/test_local.py::test_log_probs_equal_the_trainers",
         "tests/grpo/test_loss.py::test_weights_follow_their_definitions",
