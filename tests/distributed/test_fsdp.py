@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import train
 from nanogrpo.config import Config
@@ -293,3 +296,21 @@ def test_a_run_under_torchrun_is_that_of_one_process_and_a_signal_saves_it(bases
     head = lines(tmp_path / "two")[0]
     assert head["processes"] == 2
     assert Config(**head["run"]).max_steps == 100000
+
+
+def test_a_shard_of_bytes_can_become_a_parameter():
+    """FSDP2 of torch 2.11 makes it as below, and only floats can require a gradient."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        bytes_, floats = (
+            DTensor.from_local(torch.zeros(2, dtype=dtype), mesh)
+            for dtype in (torch.uint8, torch.float32)
+        )
+        with fsdp._shards_of_bytes():
+            assert not nn.Parameter(bytes_).requires_grad
+            assert nn.Parameter(floats).requires_grad
+        with pytest.raises(RuntimeError, match="floating point"):
+            nn.Parameter(bytes_)
+    finally:
+        dist.destroy_process_group()
