@@ -180,7 +180,8 @@ def _shards_of_bytes() -> Iterator[None]:
     def floats_only(self: DTensor, requires_grad: bool = True) -> Tensor:
         return plain(self, requires_grad and self.is_floating_point())
 
-    DTensor.requires_grad_ = floats_only  # type: ignore[method-assign]
+    # mypy would allow only the method itself, with any tensor as self
+    DTensor.requires_grad_ = floats_only  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
