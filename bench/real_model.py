@@ -42,7 +42,7 @@ from unittest.mock import patch
 import torch
 
 from bench import common, learning, runs, tables
-from bench.step_large import needed_flops
+from bench.step_large import forward_flops, needed_flops
 from nanogrpo import cli
 from nanogrpo.config import Config
 from nanogrpo.kernels import linear
@@ -118,8 +118,6 @@ def matmul_peak(c: ModelConfig, rows: int, repeats: int = 5) -> dict[str, float]
 
 def sampling_flops(c: ModelConfig, samples: Sequence[Sample]) -> float:
     """Return the FLOP to sample these completions, each prompt computed once per group."""
-    heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    block = c.hidden_size * (2 * heads + 2 * kv_heads + 3 * c.intermediate_size)
     prompts = {s.prompt.id: len(s.prompt.token_ids) for s in samples}
     sampled = sum(len(s.token_ids) for s in samples)
     # the last token of a completion is not an input
@@ -128,8 +126,7 @@ def sampling_flops(c: ModelConfig, samples: Sequence[Sample]) -> float:
     for s in samples:
         n, m = len(s.prompt.token_ids), len(s.token_ids) - 1
         pairs += m * n + m * (m + 1) / 2
-    weights = c.num_hidden_layers * block * tokens + c.vocab_size * c.hidden_size * sampled
-    return 2.0 * weights + 4.0 * c.num_hidden_layers * heads * pairs
+    return forward_flops(c, tokens, sampled, pairs)
 
 
 def profile(cfg: Config, threads: int) -> dict:

@@ -42,6 +42,7 @@ from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.run import warmup
+from nanogrpo.run.cost import Weights
 from nanogrpo.types import PackedBatch, Sample
 
 # 41,000 trained tokens in three strips of about 15,000
@@ -85,18 +86,25 @@ SETTINGS = {
 }
 
 
+def forward_flops(c: ModelConfig, tokens: int, rows: int, pairs: float) -> float:
+    """Return the FLOP of a forward pass; a third of the formula above.
+
+    rows: the hidden states that the head processes.
+    """
+    w = Weights.of(c)
+    products = w.layers * w.block * tokens + w.head * rows
+    return 2.0 * products + 4.0 * w.layers * c.num_attention_heads * c.head_dim * pairs
+
+
 def needed_flops(c: ModelConfig, batches: Sequence[PackedBatch]) -> float:
     """Return the FLOP of a step according to the formula above; `batches` share their prompts."""
-    heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    block = c.hidden_size * (2 * heads + 2 * kv_heads + 3 * c.intermediate_size)
     tokens, trained = sum(len(b.tokens) for b in batches), sum(len(b.rows) for b in batches)
     pairs = 0.0
     for b in batches:
         q = b.cu_seqlens.diff().double()  # [N]
         k = q if b.kv_cu_seqlens is None else b.kv_cu_seqlens.diff().double()  # [N]
         pairs += (q * (k - q) + q * (q + 1) / 2).sum().item()
-    weights = c.num_hidden_layers * block * tokens + c.vocab_size * c.hidden_size * trained
-    return 6.0 * weights + 12.0 * c.num_hidden_layers * heads * pairs
+    return 3 * forward_flops(c, tokens, trained, pairs)
 
 
 def peak_flops(device: str | None) -> float | None:
