@@ -7,8 +7,8 @@ accuracy by step, mean and standard deviation over the seeds.
 
 Two cases: the tiny task of `make demo`, and the word problems of `make real`, with fewer steps and
 seeds. In both, LoRA with r = 8 trains on either base, with the same seeds, prompts and options. A
-record is written when its run ends, and a run that has a record is not repeated. Read next:
-runs.py, learning.py.
+record is written when its run ends, and a run that has a record is not repeated. Runs on a GPU
+(--device cuda) are cases of their own. Read next: runs.py, learning.py.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def options(case: str, side: str, seed: int, args: argparse.Namespace) -> Config
     else:
         given = argparse.Namespace(base=args.real_base, quick=False, steps=args.real_steps)
         cfg = dataclasses.replace(real_model.options(given), eval_steps=5)
-    return dataclasses.replace(cfg, seed=seed, learning_rate=RATES[case], **LORA, **SIDES[side])
+    changes = {"seed": seed, "learning_rate": RATES[case], "device": args.device}
+    return dataclasses.replace(cfg, **changes, **LORA, **SIDES[side])
 
 
 def draw(records: list[dict], path: Path) -> None:
     """Plot rewards (above) and held-out accuracy (below) of each case (left, right) by step."""
-    cases = [case for case in RATES if any(r["side"].startswith(case) for r in records)]
+    cases = [*dict.fromkeys(r["side"].rpartition(", ")[0] for r in records)]
     figure, axes = common.subplots(2, len(cases), figsize=(5 * len(cases), 6.5), squeeze=False)
     for column, case in zip(axes.T, cases):
         for colour, side in enumerate(SIDES):
@@ -72,6 +73,8 @@ def main(argv: Sequence[str]) -> list[dict]:
     parser.add_argument(
         "--real-base", type=Path, default=common.ROOT / "runs/smollm2", help="SmolLM2-135M-Instruct"
     )
+    devices = {"cpu": "", "cuda": " on a GPU"}
+    parser.add_argument("--device", choices=devices, default="cpu", help="default: cpu")
     args = parser.parse_args(argv)
     records = [] if args.afresh else common.read("four_bits", args.out)
     if not args.redraw:
@@ -83,12 +86,13 @@ def main(argv: Sequence[str]) -> list[dict]:
 
         def start(seed: int, name: str) -> dict:
             case, _, side = name.partition(", ")
-            cfg = options(case, side, seed, args)
-            return {**runs.run("nanogrpo", cfg, args.threads), "steps": cfg.max_steps}
+            cfg = options(case.removesuffix(where), side, seed, args)
+            found = runs.run("nanogrpo", cfg, args.threads)
+            return {**found, "steps": cfg.max_steps, "device": cfg.device}
 
-        seeds = {"tiny": args.seeds, "135M": args.real_seeds}
+        seeds, where = {"tiny": args.seeds, "135M": args.real_seeds}, devices[args.device]
         wanted = [
-            (seed, f"{case}, {side}")
+            (seed, f"{case}{where}, {side}")
             for case, count in seeds.items()
             for seed, side in itertools.product(range(count), SIDES)
         ]

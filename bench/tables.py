@@ -77,6 +77,10 @@ def end_to_end(records: list[dict]) -> Lines:
     return lines
 
 
+def measured_on_gpu(records: list[dict]) -> bool:
+    return any(r.get("device") == "cuda" for r in records)
+
+
 def cannot(records: list[dict]) -> list[str]:
     """Return notes that explain the memory column and why a side is missing."""
     missing = {(r["side"], r["why_not"]) for r in records if "why_not" in r}
@@ -212,7 +216,8 @@ BENCHES = {
         notes=lambda records: [
             "Peak memory is that of the process, above its imported libraries. On a CPU, the"
             " embedded engine has a float32 copy of a bfloat16 base, but shares one in four bits,"
-            " which it dequantizes in each decode step. Times on a GPU are not yet measured."
+            " which it dequantizes in each decode step."
+            + ("" if measured_on_gpu(records) else " Times on a GPU are not yet measured.")
         ],
     ),
     "real_model": Bench(
