@@ -15,7 +15,8 @@ b bytes per number (2 on a GPU, 4 on a CPU) on micro-batches of T tokens:
                                               are reduced only after the last
     gathered       b·(n_r + 2·n_b), or b·n    by FSDP: the root and two blocks, or all
                                               (--reshard-after-forward never); blocks in 4 bits
-                                              stay so
+                                              stay so, but on a GPU, torch 2.11 gathers each byte
+                                              as two
     dequantized    b·D·F                      the largest matrix, with --load-in-4bit
     activations    T · per_token              per layer: `activation_bytes`
     pictures       patches · per_patch        of a vision encoder (vision/model.py), as if prompts
@@ -97,6 +98,8 @@ CHOSEN = (
     "reduce_gradients",
     "reshard_after_forward",
 )
+# bytes for each byte of a block in 4 bits, because FSDP of torch 2.11 casts them to bfloat16
+GATHERED = 2 if torch.__version__ < "2.12" else 1
 MOST_SLOTS = 256  # with more, a decode step takes longer almost in proportion
 
 
@@ -165,13 +168,11 @@ def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[in
     return T, max(min(keys, max_keys), T), tokens > budget or keys > max_keys
 
 
-def computed(module: nn.Module, item: int) -> int:
-    """Return the bytes of a module's parameters while it computes, at `item` bytes per number.
-    Matrices in four bits stay so.
+def computed(module: nn.Module, item: int, byte: int = 1) -> int:
+    """Return the bytes of a module's parameters while it computes, at `item` bytes per number, and
+    `byte` bytes per byte of a matrix in four bits.
     """
-    return sum(
-        p.nbytes if p.dtype == torch.uint8 else item * p.numel() for p in module.parameters()
-    )
+    return sum((byte if p.dtype == torch.uint8 else item) * p.numel() for p in module.parameters())
 
 
 def moment_bytes(model: Decoder, cfg: Config, world_size: int) -> int:
@@ -203,8 +204,9 @@ def table(
     offloaded = cfg.cpu_offload and cuda
     parameters = list(model.parameters())
     trained, n = lora.sizes(model)
-    block = computed(model.model.layers[0], item)
-    root = computed(model, item) - sum(computed(each, item) for each in model.blocks)
+    byte = GATHERED if cuda else 1
+    block = computed(model.model.layers[0], item, byte)
+    root = computed(model, item, byte) - sum(computed(each, item, byte) for each in model.blocks)
     moments = moment_bytes(model, cfg, W)
     out = [
         Row("parameters", sum(p.nbytes for p in parameters) // W, offloaded),
@@ -219,7 +221,7 @@ def table(
         out.append(Row("gradients", 4 * trained // W, offloaded))
     if sharded:
         never = cfg.reshard_after_forward == "never"
-        gathered = computed(model, item) if never else root + 2 * block
+        gathered = computed(model, item, byte) if never else root + 2 * block
         out.append(Row("gathered by FSDP", gathered))
     if cfg.load_in_4bit:
         out.append(Row("a dequantized matrix", item * c.hidden_size * c.intermediate_size))

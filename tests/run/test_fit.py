@@ -80,8 +80,9 @@ def test_every_model_starts_on_every_card_or_a_sentence_says_what_is_missing(
         assert needed(model, lean, size) > free, lean
 
 
-def test_the_documentation_has_the_tables():
+def test_the_documentation_has_the_tables(monkeypatch):
     """If this fails, put the output of `python -m bench.fits` into docs/memory.md."""
+    monkeypatch.setattr(memory, "GATHERED", 1)  # as with torch 2.12 and newer
     assert fits.tables() in (common.ROOT / "docs/memory.md").read_text()
 
 
@@ -327,6 +328,19 @@ def test_shards_of_a_large_model_on_eight_ranks_are_as_large_as_estimated(cfg):
         dist.destroy_process_group()
     assert row.name == "parameters"
     assert row.bytes == pytest.approx(local, rel=1e-3)
+
+
+def test_torch_2_11_gathers_each_byte_of_four_bits_as_two(monkeypatch):
+    cfg = Config(lora_r=16, load_in_4bit=True, reshard_after_forward="never")
+    model, rows = fits.model("1.7B", cfg), []
+    for gathered in (1, 2):
+        monkeypatch.setattr(memory, "GATHERED", gathered)
+        rows.append({row.name: row.bytes for row in memory.table(model, cfg, fits.gpus(1), 256)})
+    packed = sum(p.nbytes for p in model.parameters() if p.dtype == torch.uint8)
+    assert packed > 0.7e9
+    differences = {name: rows[1][name] - size for name, size in rows[0].items()}
+    assert differences.pop("gathered by FSDP") == packed
+    assert not any(differences.values())
 
 
 # --- the allocator --------------------------------------------------------------------------------
