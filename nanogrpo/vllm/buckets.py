@@ -114,6 +114,12 @@ def sequence_of(bucket: Tensor) -> Tensor:
     return bucket[:8].view(torch.int64)
 
 
+def checksum(bucket: Tensor) -> int:
+    """Return the sum of the bytes of a bucket in words of 64 bits, modulo 2^64."""
+    words = len(bucket) // 8 * 8
+    return int(bucket[:words].view(torch.int64).sum() + bucket[words:].sum())
+
+
 def _integer(name: str, value: Any, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name} is {value!r} but must be an integer from {low} to {high}")

@@ -40,6 +40,7 @@ from nanogrpo.vllm.buckets import (
     InitInfo,
     Layout,
     SharedBuckets,
+    checksum,
     listen,
     sequence_of,
 )
@@ -65,6 +66,7 @@ class WeightSync:
         self.device, self.timeout = device, timeout
         self.dtype = DTYPES[dtype]
         self.sequence = 0  # the number of the last update; 0 before the first gather
+        self.checksums: list[int] = []  # of the buckets, which each worker compares with its own
         # distinguishes this trainer's labels and cached prefixes from those of other runs
         self.run = secrets.token_hex(6)
         self.shared = SharedBuckets(self.layout.sizes if main else [], device)
@@ -88,6 +90,7 @@ class WeightSync:
         if self.device.type == "cuda":
             # another process or another communicator reads the buckets next
             torch.cuda.synchronize(self.device)
+        self.checksums = [checksum(bucket) for bucket in self.buckets]
 
     def connect(self, server: Server, transport: str, workers: int) -> None:
         """Tell a server the layout and transport of the buckets. workers: their number on it."""
@@ -140,7 +143,7 @@ class WeightSync:
             if group is not None:
                 group.announce(self.sequence)
                 sending = _on_thread(lambda: group.send(self.buckets))
-            update = {"update_info": {"sequence": self.sequence}}
+            update = {"update_info": {"sequence": self.sequence, "checksums": self.checksums}}
             server.post("/update_weights", update, timeout=self.timeout + 10)
             if sending is not None:
                 _result(sending, server, self.timeout)

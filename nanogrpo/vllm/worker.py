@@ -33,7 +33,14 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.utils.nccl import unpinned_nccl_env
 
 from nanogrpo.distributed.parent import on_end
-from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, attach, device_facts, sequence_of
+from nanogrpo.vllm.buckets import (
+    BroadcastGroup,
+    InitInfo,
+    attach,
+    checksum,
+    device_facts,
+    sequence_of,
+)
 
 NAME = "nanogrpo"  # the engine's name in --weight-transfer-config
 
@@ -67,13 +74,16 @@ class Transfer(WeightTransferEngine):
         """
 
     def update_weights(self, update_info: dict) -> None:
-        """update_info: {"sequence": n}, the number in the trainer's store, or in bucket 0."""
-        sequence = update_info.get("sequence") if isinstance(update_info, dict) else None
-        if type(sequence) is not int or len(update_info) != 1:
-            raise ValueError('update_info must be {"sequence": number}')
-        self.receive_weights(sequence)
+        """update_info: {"sequence": n, "checksums": [of each bucket]}. n is the number in the
+        trainer's store, or in bucket 0.
+        """
+        info = update_info if isinstance(update_info, dict) else {}
+        sequence, checksums = info.get("sequence"), info.get("checksums")
+        if type(sequence) is not int or not isinstance(checksums, list) or len(info) != 2:
+            raise ValueError('update_info must be {"sequence": number, "checksums": numbers}')
+        self.receive_weights(sequence, checksums)
 
-    def receive_weights(self, sequence: int) -> None:
+    def receive_weights(self, sequence: int, checksums: list) -> None:
         if self.info is None:
             raise RuntimeError("no trainer is connected: call /init_weight_transfer_engine first")
         if self.mapped is not None:
@@ -85,7 +95,7 @@ class Transfer(WeightTransferEngine):
         loaded: set[str] = set()
         initialize_layerwise_reload(self.model)
         try:
-            for i, size in enumerate(self.info.plan.sizes):
+            for i, (size, expected) in enumerate(zip(self.info.plan.sizes, checksums, strict=True)):
                 if self.mapped is not None:
                     bucket = self.mapped[i]
                 else:
@@ -93,6 +103,8 @@ class Transfer(WeightTransferEngine):
                     # the layer is complete.
                     bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
                     self.group.broadcast(bucket)
+                if checksum(bucket) != expected:
+                    raise RuntimeError(f"bucket {i} arrived with other bytes than the trainer sent")
                 loaded |= self.model.load_weights(self.info.plan.views(bucket, i))
         finally:  # after a failed broadcast, this restores the weights that did not arrive
             finalize_layerwise_reload(self.model, self.model_config)

@@ -30,7 +30,7 @@ from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm import client
 from nanogrpo.vllm import secret as stored
 from nanogrpo.vllm.auth import FIELDS
-from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, attach, sequence_of
+from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, attach, checksum, sequence_of
 from nanogrpo.vllm.client import VLLMEngine
 from tests.conftest import tiny_model
 
@@ -154,6 +154,8 @@ class FakeVLLM:
                 self.mapped = [torch.empty(n, dtype=torch.uint8) for n in sizes]
                 self.group.send(self.mapped)
             assert int(sequence_of(self.mapped[0])) == body["update_info"]["sequence"]
+            if [checksum(bucket) for bucket in self.mapped] != body["update_info"]["checksums"]:
+                return 500
             self.weights = {
                 n: t.clone()
                 for i, b in enumerate(self.mapped)

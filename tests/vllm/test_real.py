@@ -290,6 +290,7 @@ def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(tied)
         {"sequence": 10**9},
         {"sequence": "1"},
         {"sequence": True},
+        {"sequence": 1, "checksums": 1},
         {"names": ["a"]},
         7,
         {"sequence": 1, "x": 1},
@@ -312,6 +313,23 @@ def test_fuzzed_weight_routes_neither_crash_the_server_nor_change_a_weight(tied)
     engine.load(model, 1)
     assert {v for x in engine.sample(PROMPTS, 2, params(1.0), step=1) for v in x.versions} == {1}
     engine.close()
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "memory"])
+def test_bytes_that_change_on_the_way_are_noticed(tied, transport):
+    model = checkpoint.load_model(tied.folder)
+    sync = WeightSync(model, "float32", torch.device("cpu"))
+    sync.gather(model)
+    sync.connect(tied.server, transport, 1)
+    sync.slots["model.norm.weight"][7] += 1e-3  # after the checksums
+    with pytest.raises(ServerError, match="bucket 0 arrived with other bytes than the trainer"):
+        sync.send(tied.server, 0)
+    assert label(tied.server) == "torn"
+    sync.gather(model)
+    sync.connect(tied.server, transport, 1)
+    sync.send(tied.server, 1)
+    assert label(tied.server) == sync.label(1)
+    sync.close([tied.server])
 
 
 def test_a_layout_that_lacks_a_tensor_is_refused(tied):

@@ -34,6 +34,7 @@ from nanogrpo.vllm.buckets import (
     Layout,
     SharedBuckets,
     attach,
+    checksum,
     sequence_of,
 )
 from nanogrpo.vllm.sync import WeightSync
@@ -183,6 +184,19 @@ def test_buckets_hold_the_models_weights(tied, dtype):
         )
         assert int(sequence_of(sync.buckets[0])) == sync.sequence == round_
         train_a_little(model, seed=round_)
+
+
+@pytest.mark.parametrize("size", [64, 1003])
+def test_a_checksum_is_that_of_whole_words_and_changes_with_every_byte(size):
+    bucket = torch.randint(256, (size,), generator=torch.Generator().manual_seed(0)).byte()
+    data, whole = bytes(bucket.tolist()), size // 8 * 8
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, whole, 8)]
+    expected = sum(words) + sum(data[whole:])
+    assert (checksum(bucket) - expected) % 2**64 == 0
+    for i in range(0, size, 9):
+        changed = bucket.clone()
+        changed[i] ^= 1
+        assert checksum(changed) != checksum(bucket)
 
 
 def test_trainers_have_different_labels_for_the_same_version():

@@ -164,9 +164,13 @@ def test_own_server_killed_and_own_trainer_killed_lose_nothing(base, files, tmp_
     assert trained_on(output) == trained_on(tmp_path / "quiet")
 
 
-def test_adapters_are_sampled_merged(base, files, tmp_path, server):
-    """After every step, the log-probs of the server are those of base and adapters together."""
+@pytest.mark.parametrize("bits", [[], ["--load-in-4bit"]])
+def test_adapters_are_sampled_merged(base, files, tmp_path, server, bits):
+    """After every step, the log-probs of the server are those of base and adapters together. A base
+    in 4 bits is sent dequantized, in place of the floats that the server has started with.
+    """
     options = [
+        *bits,
         "--lora-r",
         "8",
         "--lora-alpha",
