@@ -71,13 +71,13 @@ def completions(path: Path) -> tuple[list[dict], int]:
     found = []
     for record in lines:
         try:
-            found.append(dict(zip((*OWN[1:], "more"), _completion(record))))
+            found.append(_completion(record))
         except RecursionError:  # brackets within brackets
             bad += 1
     return found, bad
 
 
-def _completion(record: dict) -> tuple:
+def _completion(record: dict) -> dict:
     def number(x: Any) -> Any:
         return x if type(x) in (int, float) and abs(x) < 1e300 else None
 
@@ -90,14 +90,14 @@ def _completion(record: dict) -> tuple:
             [str(m.get("role")), str(m.get("content"))] if isinstance(m, dict) else ["", str(m)]
             for m in prompt
         ]
-    return (
-        prompt if isinstance(prompt, list) else str(prompt),
-        str(record.get("completion", "")),
-        number(record.get("reward")),
-        number(record.get("advantage")),
-        stopped if isinstance(stopped, bool) else None,
-        {name: simple(x) for name, x in record.items() if name not in OWN},
-    )
+    return {
+        "prompt": prompt if isinstance(prompt, list) else str(prompt),
+        "completion": str(record.get("completion", "")),
+        "reward": number(record.get("reward")),
+        "advantage": number(record.get("advantage")),
+        "stopped": stopped if isinstance(stopped, bool) else None,
+        "more": {name: simple(x) for name, x in record.items() if name not in OWN},
+    }
 
 
 class Run:
