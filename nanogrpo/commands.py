@@ -19,6 +19,7 @@ HELP = """usage: nanogrpo COMMAND [options]
   serve    start a vLLM server that follows the trainer
   chat     talk to a checkpoint in the terminal
   eval     measure a checkpoint on held-out data
+  merge    merge adapters into their base
   plan     predict the memory and the speed of a run on GPUs
   plot     plot the log of a run
   view     look at a run in the browser: curves, completions and tokens
@@ -29,6 +30,7 @@ nanogrpo COMMAND --help lists the options of a command."""
 MODULES = {
     "chat": "nanogrpo.chat",
     "eval": "nanogrpo.eval",
+    "merge": "nanogrpo.model.merge",
     "plan": "nanogrpo.run.plan",
     "plot": "nanogrpo.logs.plot",
     "view": "nanogrpo.logs.view",

@@ -631,6 +631,12 @@ class Config:
     save_only_model: bool = option(
         False, "save the weights without the optimizer's state; --resume then cannot continue"
     )
+    save_merged: bool = option(
+        True,
+        "with LoRA, save the weights with the adapters merged into them, next to the adapters; if"
+        " off, nanogrpo merge writes them later",
+        needs="lora_r",
+    )
     load_best_model_at_end: bool = option(
         False,
         "also keep the best checkpoint by evaluation, and name it at the end",

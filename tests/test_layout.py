@@ -366,6 +366,6 @@ def test_the_commands_of_a_checkout_are_its_own_files():
 def test_an_unknown_command_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["nanogrpo", "trian"])
     assert main() == 2
-    names = "train, serve, chat, eval, plan, plot, view, warmup"
+    names = "train, serve, chat, eval, merge, plan, plot, view, warmup"
     message = f"error: nanogrpo has no command trian: choose one of {names}.\n"
     assert capsys.readouterr().err == message

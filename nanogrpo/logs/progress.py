@@ -79,9 +79,15 @@ def closing_line(cfg: Config, done: int) -> str:
     if checkpoint.is_relative_to(Path.cwd()):
         checkpoint = checkpoint.relative_to(Path.cwd())
     early = f"stopped after {done} of {cfg.max_steps} steps (continue with --resume); "
+    early, name = early if done < cfg.max_steps else "", shlex.quote(str(checkpoint))
+    if not cfg.save_merged:
+        return (
+            f"{early}the adapters are in {checkpoint / 'adapter'}: merge them into their base with "
+            f"`nanogrpo merge {name} FOLDER`"
+        )
     return (
-        f"{early if done < cfg.max_steps else ''}the model is in {checkpoint}: try it with "
-        f"`nanogrpo chat {shlex.quote(str(checkpoint))}`, or measure it with `nanogrpo eval`"
+        f"{early}the model is in {checkpoint}: try it with `nanogrpo chat {name}`, or measure it "
+        "with `nanogrpo eval`"
     )
 
 

@@ -118,14 +118,14 @@ def _same(one: str | Path, other: str | Path) -> bool:
     return one == other or os.path.realpath(one) == os.path.realpath(other)
 
 
-def load(model: Decoder, folder: Path, cfg: Config) -> None:
+def load(model: Decoder, folder: Path, cfg: Config, option: str = "--lora-adapter") -> None:
     """Read a folder in PEFT's format into the adapters. Raises UserError if something does not
-    match the model or the options.
+    match the model or the options. option: the words before the folder in the message.
     """
 
     def require(ok: bool, problem: str) -> None:
         if not ok:
-            raise UserError(f"--lora-adapter {folder}: {problem}.")
+            raise UserError(f"{option} {folder}: {problem}.")
 
     require(
         (folder / CONFIG).exists(),
@@ -154,7 +154,7 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
     copy_tensors(
         wanted,
         tensors([folder / WEIGHTS]),
-        f"--lora-adapter {folder}",
+        f"{option} {folder}",
         "use the model and the --lora-target-modules it was trained with",
     )
 

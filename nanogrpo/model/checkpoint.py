@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -45,7 +46,14 @@ def locate(name: str, option: str = "--model") -> Path:
     Hugging Face's cache.
     """
     if Path(name).is_dir():
-        return Path(name)
+        folder = Path(name)
+        places = folder / "adapter_config.json", folder / "adapter" / "adapter_config.json"
+        if not (folder / "config.json").exists() and any(p.exists() for p in places):
+            raise UserError(
+                f"{option} {name} holds only adapters: merge them into their base first, with "
+                f"nanogrpo merge {shlex.quote(name)} FOLDER."
+            )
+        return folder
     if not re.fullmatch(r"[^./~][^/]*/[^/]+", name):
         raise UserError(
             f"{option} {name}: there is no such folder, and a hub id has the form owner/name."
@@ -219,7 +227,11 @@ def empty_model(folder: Path, four_bits: bool = False) -> Decoder:
             "train with --load-in-4bit and --lora-r, or use the original model."
         )
     with torch.device("meta"):
-        return decoder_for(cfg)
+        model = decoder_for(cfg)
+    # float16 could not represent every master weight
+    if raw.get("dtype", raw.get("torch_dtype")) == "bfloat16":
+        model.saved_dtype = torch.bfloat16
+    return model
 
 
 def decoder_for(cfg: ModelConfig) -> Decoder:
@@ -255,7 +267,8 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     final = final.absolute()  # "." has no name
     temporary, old = final.with_name(f".{final.name}.tmp"), final.with_name(f".{final.name}.old")
     try:
-        if final.exists() and any(final.iterdir()) and not (final / "config.json").exists():
+        ours = any((final / name).exists() for name in ("config.json", "state.json"))
+        if final.exists() and any(final.iterdir()) and not ours:
             raise UserError(
                 f"{final} holds other files, which would be lost: choose another folder."
             )

@@ -169,6 +169,8 @@ class Decoder(nn.Module):
     >>> out = model(tokens, positions, attend, rows, logits)  # [T], [T], [M] → [M, V]
     """
 
+    saved_dtype = torch.float32  # of its checkpoints; checkpoint.empty_model sets it
+
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg

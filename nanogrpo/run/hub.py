@@ -1,7 +1,8 @@
 """Upload the result of a run to the Hugging Face hub (--push-to-hub).
 
-In: a finished checkpoint. Out: one commit with the files that transformers and vLLM load, and a
-model card. The state for --resume stays on this machine. Read before: state.py.
+In: a finished checkpoint. Out: one commit with the files that transformers and vLLM load, or with
+--no-save-merged those that peft loads, and a model card. The state for --resume stays on this
+machine. Read before: state.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from nanogrpo.config import Config
 from nanogrpo.errors import UserError, first_sentence
+from nanogrpo.model.adapters import SUBFOLDER
 
 log = logging.getLogger("nanogrpo")
 
@@ -33,14 +35,15 @@ def push(cfg: Config, folder: Path, endpoint: str | None = None) -> None:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     name = cfg.hub_model_id or Path(cfg.output_dir).resolve().name
+    root = folder if cfg.save_merged else folder / SUBFOLDER
     try:
         api = HfApi(endpoint=endpoint)
         # None: as the owner of the repository prefers
         private = True if cfg.hub_private_repo else None
         repo = api.create_repo(name, private=private, exist_ok=True).repo_id
         operations = [CommitOperationAdd("README.md", card(cfg, folder, repo).encode())]
-        for path in sorted(folder.rglob("*")):
-            part = path.relative_to(folder)
+        for path in sorted(root.rglob("*")):
+            part = path.relative_to(root)
             if path.is_file() and part.parts[0] not in ("state", "state.json", "README.md"):
                 operations.append(CommitOperationAdd(part.as_posix(), path))
         message = f"Upload {folder.name}, trained with nanogrpo"
@@ -50,7 +53,7 @@ def push(cfg: Config, folder: Path, endpoint: str | None = None) -> None:
         log.warning(
             "the upload to %s failed (%s); the checkpoint is complete, upload it again with: "
             "hf upload %s %s --exclude 'state*'",
-            *(name, first_sentence(e), name, folder),
+            *(name, first_sentence(e), name, root),
         )
     else:
         log.info("uploaded %s: %s", folder, url)
@@ -59,7 +62,8 @@ def push(cfg: Config, folder: Path, endpoint: str | None = None) -> None:
 def card(cfg: Config, folder: Path, repo: str) -> str:
     """Return the model card. It names no folders of this machine."""
     on_hub = not Path(cfg.model).exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.model)
-    head = ["library_name: transformers", "tags: [grpo, nanogrpo]"]
+    library = "transformers" if cfg.save_merged else "peft"
+    head = [f"library_name: {library}", "tags: [grpo, nanogrpo]"]
     head += [f"base_model: {cfg.model}"] if on_hub else []
     data = ", ".join(f"`{Path(name).name}`" for name in cfg.data)
     rewards = ", ".join(f"`{name.rpartition('/')[2]}`" for name in cfg.reward_funcs)

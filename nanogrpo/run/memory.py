@@ -31,7 +31,8 @@ b bytes per number (2 on a GPU, 4 on a CPU) on micro-batches of T tokens:
                    or b·n                     with vLLM: rank 0's copy of the weights to send, and
                                               the server, if it is on rank 0's GPU
     checkpoint     12·n/W + 4·n               copies on the host while they are written; the last
-                                              term on rank 0 only
+                                              term on rank 0 only, 2·n if the base is in bfloat16,
+                                              and with --no-save-merged only of the adapters
     reference      4·n/W                      with beta > 0; plus its gathered root, and its own
                                               copy in a checkpoint if it follows the policy
     reward models  b·n each                   on every rank
@@ -264,8 +265,23 @@ def table(
     size = 0 if cfg.save_only_model else saved // W + moments
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if world.rank < local:  # rank 0 copies the weights, into memory that its machine's ranks share
-        size += 4 * n // local
+        size += exported(model, cfg) // local
     return [*out, Row("a checkpoint that is being written", size, on_host=True)]
+
+
+def exported(model: Decoder, cfg: Config) -> int:
+    """Return the bytes of the weights and the adapters in a checkpoint."""
+    trained, n = lora.sizes(model)
+    adapters = trained if cfg.lora_r else 0
+    merged = model.saved_dtype.itemsize * (n - adapters) if cfg.save_merged else 0
+    return merged + 4 * adapters
+
+
+def on_disk(model: Decoder, cfg: Config) -> int:
+    """Return the bytes of a checkpoint on the disk."""
+    trained, n = lora.sizes(model)
+    state = 4 * trained + (4 * n if cfg.sync_ref_model else 0) + moment_bytes(model, cfg, 1)
+    return exported(model, cfg) + (0 if cfg.save_only_model else state)
 
 
 def engine_rows(
@@ -442,9 +458,10 @@ def check(
         log.info("%s", "\n".join(lines))
         if needed > there:
             sizes = ", ".join(parts[:4])
+            merged = "--no-save-merged, " if cfg.lora_r and cfg.save_merged else ""
             advice = (
-                "lower --token-budget or --max-concurrent, use --gradient-checkpointing full or "
-                "--cpu-offload, or use more processes"
+                f"lower --token-budget or --max-concurrent, use {merged}--gradient-checkpointing "
+                "full or --cpu-offload, or use more processes"
             )
             if here is on_gpu:
                 advice = what_fits(model, cfg, world, longest_prompt, (device, host), judges)
@@ -492,6 +509,7 @@ def what_fits(
         changed = dataclasses.replace(opened, **options)  # type: ignore[arg-type]  # mixed types
         with torch.device("meta"):
             adapted = checkpoint.decoder_for(model.cfg)
+        adapted.saved_dtype = model.saved_dtype
         try:
             lora.attach(adapted, changed, world.device.type)
         except UserError:  # its matrices are not made of blocks for 4 bits

@@ -106,7 +106,9 @@ def shape_of(name: str, four_bits: bool = False) -> Decoder:
     if name not in QWEN3:
         return checkpoint.empty_model(checkpoint.locate(name), four_bits)
     with torch.device("meta"):
-        return Decoder(QWEN3[name])
+        out = Decoder(QWEN3[name])
+    out.saved_dtype = torch.bfloat16
+    return out
 
 
 def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[Layout]:
@@ -276,8 +278,10 @@ def checked(args: argparse.Namespace, cfg: Config) -> argparse.Namespace:
     return args
 
 
-def report(found: list[Layout], args: argparse.Namespace, words: list[str]) -> None:
-    """Print the layouts, fastest first, and the memory and commands of the fastest."""
+def report(found: list[Layout], args: argparse.Namespace, words: list[str], disk: int) -> None:
+    """Print the layouts, fastest first, and the memory and commands of the fastest. disk: the
+    bytes of a checkpoint.
+    """
     best = found[0]
     table = Table(
         title=f"{args.gpus} × {args.gpu}: estimated seconds per step", title_justify="left"
@@ -299,6 +303,7 @@ def report(found: list[Layout], args: argparse.Namespace, words: list[str]) -> N
             )
     device = memory.on_device(best.rows)
     sizes.add_row("on the GPU together", f"{device / 2**30:.1f}")
+    sizes.add_row("a checkpoint on the disk", f"{disk / 2**30:.1f}")
     with progress.output() as console:
         console.print(table)
         console.print(sizes)
@@ -328,7 +333,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"{cfg.prompts_per_step} prompts of a step cannot be shared evenly: use more or "
                 "larger GPUs, --lora-r 16 (with --load-in-4bit), or --optim adamw_torch_8bit."
             )
-        report(found, args, words)
+        report(found, args, words, memory.on_disk(model, cfg))
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

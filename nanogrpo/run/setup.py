@@ -182,6 +182,10 @@ def setup(cfg: Config, world: World, given: Given = NOTHING) -> Run:
         longest = min(max(longest, cfg.max_prompt_length), context - cfg.max_completion_length)
         tools.max_prompt_length = longest
     cfg, estimate = memory.fit(model, cfg, world, longest, rewards.models)
+    if cfg.lora_r and cfg.save_merged:
+        both = cfg, dataclasses.replace(cfg, save_merged=False)
+        sizes = (memory.shown(memory.on_disk(model, c)) for c in both)
+        log.info("a checkpoint takes %s on the disk, and %s with --no-save-merged", *sizes)
 
     load_sharded(model, source, world, cfg)
     reference = make_reference(model, source, world, cfg)

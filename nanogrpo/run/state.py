@@ -5,6 +5,7 @@ checkpoint that transformers can load:
 
     checkpoint-N/
         config.json  model*.safetensors  tokenizer.json …  weights in the base model's dtype
+                                                           (not with --no-save-merged)
         adapter/                                           with --lora-r: the adapters for peft
                                                            (also merged into the weights above)
         state.json                                         finished steps, options, ranks, hashes
@@ -76,7 +77,7 @@ FREE = """
     num_completions_to_print
     eval_data dataset_test_split eval_steps eval_samples
     num_generations_eval eval_temperature eval_top_p measure_zero_advantages
-    save_only_model load_best_model_at_end metric_for_best_model greater_is_better
+    save_only_model save_merged load_best_model_at_end metric_for_best_model greater_is_better
     push_to_hub hub_model_id hub_private_repo
     device ddp_timeout heartbeat_timeout reward_timeout reward_env tool_timeout server vllm_python
     vllm_options vllm_gpus vllm_enable_sleep_mode weight_transport server_window server_timeout
@@ -151,9 +152,6 @@ class Saver:
         self.reference = reference if cfg.sync_ref_model else None
         self.best = _best(cfg)
         self.scored: tuple[int, float] | None = None  # steps and metric of the last evaluation
-        # float16 could not represent every master weight
-        bf16 = config_json.get("dtype", config_json.get("torch_dtype")) == "bfloat16"
-        self.dtype = torch.bfloat16 if bf16 else torch.float32
         # The writing threads communicate at the same time as the main threads, so they need their
         # own group.
         timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
@@ -222,7 +220,10 @@ class Saver:
             folder = self.world.once(
                 lambda: stack.enter_context(checkpoint.atomic_folder(self.final))
             )
-            weights = checkpoint.host_weights(self.model, self.dtype, keep=self.world.main)
+            weights: dict[str, Tensor] = {}
+            if self.cfg.save_merged:
+                dtype = self.model.saved_dtype
+                weights = checkpoint.host_weights(self.model, dtype, keep=self.world.main)
             adapter = adapters.host_adapters(self.model, keep=self.world.main)
             writer = None if self.cfg.save_only_model else _Writer(folder / "state")
             shards = self._save_state(writer) if writer else None
@@ -231,7 +232,8 @@ class Saver:
         def write() -> None:
             with written:  # leaving it renames the folder, or removes it after an error
                 try:
-                    checkpoint.write_model(weights, self.config_json, folder, self.tokenizer)
+                    if weights:
+                        checkpoint.write_model(weights, self.config_json, folder, self.tokenizer)
                     if adapter:
                         device = self.world.device.type
                         adapters.write(adapter, folder / adapters.SUBFOLDER, self.cfg, device)

@@ -303,6 +303,12 @@ def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
     assert content(tmp_path) == {"thesis.tex": b"years of work"}
 
 
+def test_a_checkpoint_with_adapters_alone_is_replaced(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    write(tmp_path, "new")
+    assert content(tmp_path) == {"config.json": b"new"}
+
+
 @pytest.mark.parametrize("place", ["/proc/checkpoint-1", "{}/file/checkpoint-1", "{}/file"])
 def test_an_unwritable_folder_is_reported_in_one_sentence(tmp_path, place):
     (tmp_path / "file").write_text("not a folder")

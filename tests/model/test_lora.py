@@ -371,3 +371,5 @@ def test_the_memory_table_has_no_second_model_and_no_gradient_of_the_head():
     # the accumulator and the part of one chunk
     assert sizes[1]["logits"] - sizes[0]["logits"] == 2 * plain.lm_head.weight.nbytes
     assert sizes[0]["a checkpoint that is being written"] == 3 * t + n + t
+    alone = rows_of(model, dataclasses.replace(LORA, save_merged=False))
+    assert alone[-1] == ("a checkpoint that is being written", 3 * t + t, True, False)

@@ -241,6 +241,16 @@ def folder(tmp_path, tiny_base) -> Path:
     return writer.final
 
 
+def test_adapters_alone_are_uploaded_to_the_top_of_the_repository(endpoint, tmp_path):
+    folder = tmp_path / "checkpoint-3"
+    (folder / "adapter").mkdir(parents=True)
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    (folder / "state.json").write_text("{}")
+    hub.push(dataclasses.replace(GOOD, lora_r=4, save_merged=False), folder, endpoint)
+    assert Hub.got["commit"].keys() == {"README.md", "adapter_config.json"}
+    assert b"library_name: peft\n" in Hub.got["commit"]["README.md"]
+
+
 def test_a_checkpoint_is_uploaded_with_a_card_and_without_its_state(endpoint, folder, caplog):
     cfg = dataclasses.replace(
         GOOD, model="Qwen/Qwen3-0.6B", data=("/secret/a.jsonl",), output_dir=str(folder.parent),

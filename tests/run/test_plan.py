@@ -159,6 +159,7 @@ def test_the_plan_of_one_card_says_how_to_start_it(capsys):
     out = run(capsys, "0.6B", "--gpu", "H100", "--num-generations", "16")
     assert "embedded" in out
     assert "on the GPU together" in out
+    assert "a checkpoint on the disk" in out
     (command,) = [line for line in out.splitlines() if "train.py" in line]
     assert command.startswith(
         "python train.py --model Qwen/Qwen3-0.6B --data DATA --num-generations 16"
