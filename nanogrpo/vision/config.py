@@ -107,7 +107,8 @@ def read(raw: dict, require: Callable[..., None]) -> tuple[dict, VisionConfig]:
             require(
                 fine and all(type(n) is int and single <= n < 2**24 for n in numbers),
                 f"{field.name} is {value!r:.60}",
-                f"it must be {'a whole number above 0' if single else 'a list of whole numbers'}",
+                f"it must be {'one number above 0' if single else 'a list of numbers'}, whole and "
+                "below 2^24",
             )
             found[field.name] = value if single else tuple(value)
     c = VisionConfig(**found)

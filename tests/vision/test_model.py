@@ -361,12 +361,13 @@ WRONG = {
     "text_config or vision_config is missing": {"text_config": None},
     "hidden_act 'relu' is not supported": {"vision_config": {"hidden_act": "relu"}},
     "rope_parameters .*5.* is not supported": {"vision_config": {"rope_parameters": {"theta": 5}}},
-    "depth is 0; it must be a whole number above 0": {"vision_config": {"depth": 0}},
-    "depth is '3'; it must be a whole number": {"vision_config": {"depth": "3"}},
+    "depth is 0; it must be one number above 0": {"vision_config": {"depth": 0}},
+    r"depth is 16777216; .* below 2\^24": {"vision_config": {"depth": 2**24}},
+    "depth is '3'; it must be one number": {"vision_config": {"depth": "3"}},
     "deepstack_visual_indexes is 3; it must be a list": {
         "vision_config": {"deepstack_visual_indexes": 3}
     },
-    "image_token_id is 'x'; it must be a whole number": {"image_token_id": "x"},
+    "image_token_id is 'x'; it must be one number": {"image_token_id": "x"},
     "hidden_size must be a multiple of 4": {"vision_config": {"hidden_size": 30}},
     "num_position_embeddings a square": {"vision_config": {"num_position_embeddings": 35}},
     "deepstack_visual_indexes rising": {"vision_config": {"deepstack_visual_indexes": [2, 1]}},
