@@ -210,7 +210,7 @@ BENCHES = {
             "training seconds",
             "peak memory",
         ),
-        tables_learning.four_bits,
+        tables_learning.before_and_after,
         (("tiny, bfloat16",), ("tiny, 4 bits",), ("135M, bfloat16",), ("135M, 4 bits",)),
         "four_bits.png",
         notes=lambda records: [
@@ -219,6 +219,24 @@ BENCHES = {
             " which it dequantizes in each decode step."
             + ("" if measured_on_gpu(records) else " Times on a GPU are not yet measured.")
         ],
+    ),
+    "vision": Bench(
+        "Does GRPO teach a model to look at pictures? A tiny vision-language model adds up"
+        " dice in pictures (examples/pictures.py). In the control, random pixels replace the"
+        " pictures. The table shows mean ± standard deviation over the seeds.",
+        (
+            "side",
+            "runs",
+            "held-out accuracy, before",
+            "after",
+            "reward, last 5 steps",
+            "training seconds",
+            "peak memory",
+        ),
+        tables_learning.before_and_after,
+        (("pictures",), ("noise",)),
+        "vision.png",
+        notes=tables_learning.lifts,
     ),
     "real_model": Bench(
         "How fast does a real language model learn word problems? Both sides train"

@@ -88,7 +88,8 @@ def learning(records: list[dict]) -> list[tuple]:
     return lines
 
 
-def four_bits(records: list[dict]) -> list[tuple]:
+def before_and_after(records: list[dict]) -> list[tuple]:
+    """Return one line per side, with its held-out accuracy before and after training."""
     lines = []
     for name in dict.fromkeys(r["side"] for r in records):
         mine = [r for r in records if r["side"] == name]
@@ -187,6 +188,20 @@ def replay_apart(records: list[dict]) -> list[str]:
         f" most {most:.3f} apart). Its final weights differ from ours by at most {weights:.1e} of"
         " the distance from the base."
     ]
+
+
+def lifts(records: list[dict]) -> list[str]:
+    """Return a note on how far the runs with pictures, and those with noise, rise."""
+    notes = []
+    for side in dict.fromkeys(r["side"] for r in records):
+        rise = []
+        for r in records:
+            if r["side"] == side:
+                first, *_, last = (r["held_out"][step] for step in sorted(r["held_out"], key=int))
+                rise.append(100 * (last - first))
+        span = f"{min(rise):+.1f} to {max(rise):+.1f}"
+        notes.append(f"With {side}, held-out accuracy changes by {span} points.")
+    return notes
 
 
 def curves_apart(records: list[dict]) -> list[str]:

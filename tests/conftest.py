@@ -61,6 +61,7 @@ PEERS = [
     "test_trl_options.py",
     "bench/test_runs.py",
     "rewards/test_trl_rewards.py",
+    "vision/test_trl_vision.py",
 ]
 collect_ignore = [] if sys.version_info >= (3, 11) else PEERS
 

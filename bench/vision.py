@@ -1,0 +1,114 @@
+"""Does GRPO teach a model to look at pictures, and does it gain nothing if there is nothing to see?
+
+In: nothing; a missing base model is made as by examples/pictures.py. Out: results/vision.json with
+one record per run, and docs/img/vision.png: some of the pictures, and reward and held-out accuracy
+by step, mean and standard deviation over the seeds.
+
+Both sides train with examples/pictures.json from the same base, on the same questions and answers
+in the same order. On the side "noise", random pixels replace every picture, in training and in
+evaluation. A record is written when its run ends, and a run that has a record is not repeated. Read
+next: runs.py, learning.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import common, runs, tables, tables_learning
+from examples import pictures
+from nanogrpo.config import Config
+
+OPTIONS = common.ROOT / "examples/pictures.json"
+SIDES = ("pictures", "noise")
+
+
+def options(side: str, seed: int, base: Path, steps: int) -> Config:
+    """Return the options of a run. The data are next to the base."""
+    cfg = Config(**json.loads(OPTIONS.read_text()))
+    folder = base.resolve().parent / side
+    return dataclasses.replace(
+        cfg,
+        model=str(base.resolve()),
+        data=(str(folder / "train.jsonl"),),
+        eval_data=(str(folder / "held_out.jsonl"),),
+        max_steps=steps,
+        seed=seed,
+        device="cpu",
+    )
+
+
+def prepare(base: Path) -> None:
+    """Write the data of both sides and the base, unless they are there."""
+    for side in SIDES:
+        folder = base.parent / side
+        if not (folder / "held_out.jsonl").exists():
+            pictures.write_data(folder, noisy=side == "noise")
+    if not base.exists():
+        pictures.write_base(base)
+
+
+def draw(records: list[dict], path: Path) -> None:
+    """Plot some pictures (left), rewards (middle) and held-out accuracy (right)."""
+    figure, axes = common.subplots(1, 3, figsize=(12, 3.6), width_ratios=(1, 1.2, 1.2))
+    show_pictures(axes[0])
+    for colour, side in enumerate(SIDES):
+        mine = [r for r in records if r["side"] == side]
+        for axis, name in zip(axes[1:], ("reward", "held_out")) if mine else ():
+            x, mean, std = tables_learning.curve(mine, name)
+            low, high = ([m + sign * s for m, s in zip(mean, std)] for sign in (-1, 1))
+            axis.plot(x, mean, color=f"C{colour}", label=f"{side}, {len(mine)} seeds")
+            axis.fill_between(x, low, high, color=f"C{colour}", alpha=0.2, linewidth=0)
+            axis.set_xlabel("step")
+            axis.legend(fontsize=9)
+    axes[1].set_ylabel("training reward")
+    axes[2].set_ylabel("held-out accuracy (greedy)")
+    axes[2].set_ylim(0, 1)
+    common.save_picture(figure, path)
+
+
+def show_pictures(axis) -> None:
+    """Draw six held-out problems with their questions and answers."""
+    space = 5 * pictures.SIDE
+    rng = random.Random("shown")
+    for i, p in enumerate(pictures.problems("held_out", 6, seed=0)):
+        top, left = (1.3 * space * n for n in divmod(i, 3))
+        rows, columns = (pictures.SIDE * n for n in p.size)
+        axis.imshow(pictures.picture(p, rng), extent=(left, left + columns, top + rows, top))
+        axis.text(left, top - 4, f"{p.question}{sum(p.numbers)}", fontsize=7)
+    axis.set_xlim(-5, 3.9 * space)
+    axis.set_ylim(2.6 * space, -0.2 * space)
+    axis.axis("off")
+
+
+def main(argv: Sequence[str]) -> list[dict]:
+    parser = runs.parser(
+        "vision",
+        __doc__,
+        common.ROOT / "runs/bench/vision/base",
+        seeds=(5, "runs of each kind, with seeds 0, 1, …"),
+        steps=(30, "GRPO steps per run"),
+    )
+    args = parser.parse_args(argv)
+    records = [] if args.afresh else common.read("vision", args.out)
+    if not args.redraw:
+        prepare(args.base)
+
+        def start(seed: int, side: str) -> dict:
+            cfg = options(side, seed, args.base, args.steps)
+            return {**runs.run("nanogrpo", cfg, args.threads), "steps": args.steps}
+
+        wanted = list(itertools.product(range(args.seeds), SIDES))
+        runs.complete("vision", records, wanted, start, argv, args.out)
+    draw(records, args.picture)
+    tables.show("vision", records)
+    return records
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,329 @@
+"""Pictures of dice, questions about them, and a tiny vision-language model that mostly guesses.
+
+    pip install -e .[vision]
+    python examples/pictures.py runs/pictures        # two minutes: the pictures and a base model
+    python train.py --config examples/pictures.json  # GRPO teaches the model to look
+
+In: the name of a folder. Out: in it, train.jsonl, held_out.jsonl, their pictures as PNG files, and
+the model `base`. A picture shows four dice of different colours. A question names one to three
+colours, and the answer is the sum of what these dice show. This is a record:
+
+    {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text":
+     "red+blue="}]}], "image": "train/0.png", "answer": "9"}
+
+Whoever does not look can only guess: for every question, all sums are equally likely, whatever the
+size of the picture. A hash of the dice decides the split, so no held-out picture occurs in training
+or in the warm-up. With --noise, every picture is replaced by random pixels.
+
+The base is a Qwen3-VL of 0.6 M parameters. It first learns to look at the dice one by one. Then it
+briefly imitates a lazy student, who mostly looks if the question names one colour, and otherwise
+mostly guesses. GRPO finds out that looking is better. Read next: nanogrpo/run/warmup.py (the same
+without pictures), docs/vision.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+import torch
+from PIL import Image
+
+from nanogrpo.data import prompts as data
+from nanogrpo.errors import UserError, read_json
+from nanogrpo.model import checkpoint
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.run import warmup
+from nanogrpo.types import Prompt, Sample
+
+COLOURS = {
+    "red": (205, 60, 50),
+    "green": (50, 140, 70),
+    "blue": (50, 90, 205),
+    "orange": (225, 140, 20),
+}
+SIZE = {"train": 2048, "held_out": 256}
+SIDE = 16  # pixels of a die
+FACES = ("000010000", "100000001", "100010001", "101000101", "101010101", "101101101")
+MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+TEMPLATE = """
+{%- for message in messages %}
+    {{- '<|user|>' if message.role == 'user' else '<|assistant|>' }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}
+            {{- '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' }}
+            {{- part.text if part.type == 'text' }}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|end|>' if message.role == 'assistant' }}
+{%- endfor %}
+{{- '<|assistant|>' if add_generation_prompt }}"""
+
+# --- the task ---
+
+
+class Problem(NamedTuple):
+    """Example: Problem(("red", "blue"), (3, 2), {"red": (6, 4), "blue": (3, 0), …})"""
+
+    asked: tuple[str, ...]  # colours
+    size: tuple[int, int]  # rows and columns of places for dice
+    dice: dict[str, tuple[int, int]]  # colour → what it shows, and its place, counted row by row
+
+    @property
+    def question(self) -> str:
+        return "+".join(self.asked) + "="
+
+    @property
+    def numbers(self) -> list[int]:
+        return [self.dice[colour][0] for colour in self.asked]
+
+
+def with_sum(count: int, total: int, rng: random.Random) -> tuple[int, ...]:
+    """Return random numbers from 1 to 6 with this sum."""
+    choices = itertools.product(range(1, 7), repeat=count)
+    return rng.choice([numbers for numbers in choices if sum(numbers) == total])
+
+
+def problem(rng: random.Random) -> Problem:
+    """Return a random problem. For n colours, every sum from n to 6n is equally likely."""
+    asked = tuple(rng.sample(list(COLOURS), rng.randint(1, 3)))
+    n = len(asked)
+    shown = {colour: rng.randint(1, 6) for colour in COLOURS}
+    shown |= zip(asked, with_sum(n, rng.randint(n, 6 * n), rng))
+    size = rng.randint(2, 4), rng.randint(2, 4)
+    places = rng.sample(range(size[0] * size[1]), len(COLOURS))
+    return Problem(asked, size, {c: (shown[c], place) for c, place in zip(COLOURS, places)})
+
+
+def is_held_out(p: Problem) -> bool:
+    """Return whether a picture is held out, as one in eight is."""
+    seen = json.dumps([p.size, p.dice])
+    return hashlib.blake2b(seen.encode()).digest()[0] % 8 == 0
+
+
+def problems(split: str, count: int, seed: int) -> list[Problem]:
+    """Return problems of the split "train" or "held_out"."""
+    rng = random.Random(f"pictures,{split},{seed}")
+    endless = (problem(rng) for _ in itertools.count())
+    mine = (p for p in endless if is_held_out(p) == (split == "held_out"))
+    return list(itertools.islice(mine, count))
+
+
+def picture(p: Problem, rng: random.Random) -> Image.Image:
+    """Draw a problem. The background is random, and so is how each die lies."""
+    rows, columns = p.size
+    shade = rng.randint(215, 255)
+    pixels = np.full((rows * SIDE, columns * SIDE, 3), shade, np.uint8)
+    for colour, (number, place) in p.dice.items():
+        y, x = (SIDE * i for i in divmod(place, columns))
+        pixels[y + 1 : y + SIDE - 1, x + 1 : x + SIDE - 1] = COLOURS[colour]
+        face = np.rot90(np.array([*FACES[number - 1]]).reshape(3, 3) == "1", rng.randint(0, 1))
+        dots = np.kron(face, np.pad(np.ones((3, 3), bool), (0, 1)))  # 3 × 3 pixels each, [12, 12]
+        y, x = y + rng.randint(2, 3), x + rng.randint(2, 3)
+        pixels[y : y + 12, x : x + 12][dots] = 255
+    return Image.fromarray(pixels)
+
+
+def noise(p: Problem, rng: random.Random) -> Image.Image:
+    """Return random pixels instead, as many as in the picture of the problem."""
+    rows, columns = p.size
+    raw = rng.randbytes(3 * rows * columns * SIDE**2)
+    return Image.frombytes("RGB", (columns * SIDE, rows * SIDE), raw)
+
+
+def record(p: Problem, image: Image.Image | str) -> dict:
+    content = [{"type": "image"}, {"type": "text", "text": p.question}]
+    prompt = [{"role": "user", "content": content}]
+    return {"prompt": prompt, "image": image, "answer": str(sum(p.numbers))}
+
+
+def write_data(folder: Path, noisy: bool = False) -> None:
+    """Write both splits, the same in every run."""
+    for split, count in SIZE.items():
+        rng = random.Random(f"pixels,{split}")
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        lines = []
+        for i, p in enumerate(problems(split, count, seed=0)):
+            name = f"{split}/{i}.png"
+            (noise if noisy else picture)(p, rng).save(folder / name)
+            lines.append(json.dumps(record(p, name)) + "\n")
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+
+
+# --- the base model ---
+
+
+def write_tokenizer(folder: Path) -> Tokenizer:
+    """Write the tokenizer of warmup.py, with tokens for pictures and for the names of colours."""
+    warmup.write_tokenizer(folder)
+    file = folder / "tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens(MARKS)
+    tokenizer.add_tokens(list(COLOURS))
+    tokenizer.save(str(file))
+    config = read_json(folder / "tokenizer_config.json")
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokenizer(folder)
+
+
+def write_config(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write the files that describe the model and how its pictures are prepared."""
+    text = {
+        "model_type": "qwen3_vl_text",
+        "vocab_size": tokenizer.vocab_size,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    }
+    # A die is an image token: 2 × 2 patches.
+    vision = {
+        "model_type": "qwen3_vl",
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "hidden_act": "gelu_pytorch_tanh",
+        "in_channels": 3,
+        "patch_size": SIDE // 2,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "num_position_embeddings": 64,
+        "out_hidden_size": 96,
+        "deepstack_visual_indexes": [0],
+    }
+    start, end, image, video = (tokenizer.encode(mark)[0] for mark in MARKS)
+    config = {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": vision,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "image_token_id": image,
+        "video_token_id": video,
+        "tie_word_embeddings": True,
+    }
+    preparation = {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "patch_size": SIDE // 2,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        # of pixels; our pictures are within these bounds and are not resized
+        "size": {"shortest_edge": 4 * SIDE**2, "longest_edge": 64 * SIDE**2},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "preprocessor_config.json").write_text(json.dumps(preparation, indent=2) + "\n")
+    del preparation["image_processor_type"]
+    videos = {"video_processor_type": "Qwen3VLVideoProcessor", **preparation}  # for vLLM
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos, indent=2) + "\n")
+
+
+def write_base(folder: Path, seed: int = 0, steps: int = 400) -> None:
+    """Write the base model, trained from scratch on `steps` batches of 64 answered questions."""
+    with checkpoint.atomic_folder(folder) as aside:
+        model, tokenizer = new_model(aside, seed)
+        teach(model, tokenizer, aside, seed, steps)
+        config = read_json(aside / "config.json")
+        checkpoint.write_model(checkpoint.host_weights(model), config, aside, tokenizer)
+
+
+def new_model(folder: Path, seed: int) -> tuple[Decoder, Tokenizer]:
+    """Return a random model and its tokenizer, whose files are written into the folder."""
+    torch.manual_seed(seed)
+    tokenizer = write_tokenizer(folder)
+    write_config(folder, tokenizer)
+    model = checkpoint.empty_model(folder).to_empty(device="cpu")
+    model.tie()
+    model.reset_parameters()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.mul_(4)  # 0.08 is about 1 / sqrt(inputs) here; 0.02 is for wider layers
+    return model, tokenizer
+
+
+def solution(p: Problem, rng: random.Random, lazy: bool) -> str:
+    """Return a completion for the warm-up: after a look at the dice, or as the lazy student writes
+    it.
+    """
+    n = len(p.asked)
+    if lazy and (rng.random() < 0.8) != (n == 1):
+        return f"<think></think><answer>{rng.randint(n, 6 * n)}</answer>"
+    first, *rest = p.numbers
+    total, steps = first, [] if rest else [str(first)]
+    for number in rest:
+        steps.append(f"{total}+{number}={total + number}")
+        total += number
+    return f"<think>{','.join(steps)}</think><answer>{total}</answer>"
+
+
+def teach(model: Decoder, tokenizer: Tokenizer, folder: Path, seed: int, steps: int) -> None:
+    """Train the model whose files are in the folder. The last quarter of the steps trains on the
+    lazy student's answers.
+    """
+    rng = random.Random(f"warm-up,{seed}")
+
+    def answered(step: int) -> list[Sample]:
+        lazy = step >= steps * 3 // 4
+        batch = problems("train", 64, seed=rng.getrandbits(32))
+        records = [record(p, picture(p, rng)) for p in batch]
+        (prompts,) = data.load_all([records], tokenizer, vision=folder)
+        texts = [solution(p, rng, lazy) for p in batch]
+        return [sample(*pair, tokenizer) for pair in zip(prompts, texts)]
+
+    warmup.imitate(model, answered, steps)
+
+
+def sample(prompt: Prompt, text: str, tokenizer: Tokenizer) -> Sample:
+    """Return a completion as if it had been sampled, with advantage 1."""
+    ids = tokenizer.encode(text + "<|end|>")
+    n = len(ids)
+    return Sample(prompt, 0, ids, [0.0] * n, stopped=True, versions=[0] * n, advantage=1.0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where to write the pictures and the model")
+    parser.add_argument("--seed", type=int, default=0, help="of the model (default 0)")
+    parser.add_argument("--noise", action="store_true", help="random pixels instead of pictures")
+    args = parser.parse_args(argv)
+    try:
+        write_data(args.folder, args.noise)
+        write_base(args.folder / "base", args.seed)
+    except OSError as e:
+        parser.error(f"{args.folder} cannot be written ({e.strerror}): name another folder.")
+    except UserError as e:
+        parser.error(str(e))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
