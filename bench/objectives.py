@@ -1,23 +1,27 @@
-"""How well do the objectives and the advantage estimators learn? Each is trained off policy on the
-tiny task, with several seeds per case.
+"""How do the objective, the group size, the baseline, the normalizer, staleness and the clip change
+learning? Each experiment varies one of them, with five seeds per row.
 
-In: nothing; unless --base names a base model, one is made as by `nanogrpo warmup`. Out:
-results/objectives.json with one record per run, and docs/objectives.md, the table made from it.
-Each run is train.py with SETTINGS. There are four updates per generation, so that the ratios differ
-from 1 (on policy, all objectives agree except for their normalizers). The learning rate is the same
-for all cases, and nothing is tuned for a single case. The purpose is to check that each objective
-learns, not to find the best one. On such a small task, differences are often due to the seeds; the
-table shows the spread over seeds.
+In: nothing; a missing model is made as by `make demo` or `make real`. Out: results/objectives.json
+with one record per run, docs/objectives.md, which is made from it, and its picture. A run is
+train.py with the options of its row, so each row is one command:
 
-Several runs execute in parallel, with one thread each. A record is written when its run ends. A run
-is not repeated while base, options and SETTINGS stay the same, so an interrupted benchmark can be
-continued. Read next: docs/objectives.md, nanogrpo/grpo/objectives.py.
+    python -m bench.objectives --experiments clip --cases "0.2"
+
+Six experiments train SmolLM2-135M on the word problems of `make real`, and need a GPU. The last one
+trains the tiny model of `make demo` on a CPU, with every option that changes the loss. Nothing is
+tuned for a single row: within an experiment, all rows have the same learning rate.
+
+Several runs execute in parallel. A record is written when its run ends. A run that has a record is
+not repeated, so an interrupted benchmark can be continued, and rows with the same options share
+their runs. Read next: docs/objectives.md, nanogrpo/grpo/objectives.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
+import math
 import multiprocessing
 import os
 import shlex
@@ -25,8 +29,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -34,67 +39,218 @@ from rich.console import Console
 from rich.progress import Progress
 
 import train
-from bench import common
+from bench import common, real_model
 from bench.learning import fingerprint
+from nanogrpo import cli
 from nanogrpo.logs import completions
 from nanogrpo.run import warmup
 
-SETTINGS = (
+# Options of the word problems: sampled answers, because they measure the policy that is trained,
+# and because 480 answers have half the noise of 120.
+WORDS = (
+    "--config examples/word_problems.json --device cuda --token-budget 16384"
+    " --eval-temperature 0.7 --num-generations-eval 4"
+)
+ON_POLICY = f"{WORDS} --max-steps 24 --eval-steps 6"
+# Options of experiments with several updates per generation
+RATE = "--learning-rate 1e-5"
+OFF_POLICY = f"{ON_POLICY} {RATE} --steps-per-generation 4"
+STALE = (
+    f"{WORDS} {RATE} --generation-batch-size 512 --max-steps 6 --eval-steps 2"
+    " --steps-per-generation 16"
+)
+TINY = (
     "--num-generations 8 --generation-batch-size 64 --max-concurrent 64 --max-completion-length 48"
     " --device cpu --steps-per-generation 2 --num-iterations 2 --learning-rate 5e-5"
-    " --eval-samples 128"
+    " --eval-samples 128 --data arithmetic --max-steps 15 --eval-steps 5"
 )
-CASES = {  # name in the table → options in addition to SETTINGS
-    "dapo": "",
-    "dapo, on policy": "--steps-per-generation 1 --num-iterations 1 --learning-rate 2e-4",
-    "dapo, clip-higher": "--epsilon-high 0.28",
-    "grpo": "--loss-type grpo",
-    "dr_grpo": "--loss-type dr_grpo --scale-rewards none",
-    "gspo": "--loss-type grpo --importance-sampling-level sequence"
-    " --epsilon 3e-4 --epsilon-high 4e-4",
-    "luspo": "--loss-type luspo --importance-sampling-level sequence"
-    " --epsilon 2e-3 --epsilon-high 2.5e-3",
-    "cispo": "--loss-type cispo --epsilon-high 5",
-    "sapo": "--loss-type sapo",
-    "vespo": "--loss-type vespo",
-    "dppo_tv": "--loss-type dppo_tv",
-    "dppo_kl": "--loss-type dppo_kl --epsilon 0.05",
-    "dapo, top 20 % entropy": "--top-entropy-quantile 0.2",
-    "dapo, entropy bonus": "--entropy-coef 0.01",
-    "dapo, off-policy mask": "--off-policy-mask-threshold 0.01",
-    "dapo, rloo": "--advantage-estimator rloo",
-    "dapo, maxrl": "--advantage-estimator maxrl",
-    "dapo, gdpo": "--multi-objective-aggregation normalize_then_sum",
+
+
+@dataclass(frozen=True)
+class Experiment:
+    question: str
+    options: str  # of train.py, the same for all rows
+    cases: dict[str, str]  # row of the table → its options
+    finding: str  # shown under the question
+
+
+def one_generation(updates: int) -> str:
+    """Return options under which a generation serves so many updates of 32 completions each.
+
+    All such runs make 96 updates with 3,072 completions.
+    """
+    steps = 96 // updates
+    return (
+        f"--generation-batch-size {32 * updates} --steps-per-generation {updates}"
+        f" --max-steps {steps} --eval-steps {math.ceil(steps / 4)}"
+    )
+
+
+EXPERIMENTS = {
+    "objective": Experiment(
+        "Which objective learns best, with four updates per generation?",
+        OFF_POLICY,
+        {
+            "dapo": "",
+            "dr_grpo": "--loss-type dr_grpo --scale-rewards none",
+            "gspo": "--loss-type grpo --importance-sampling-level sequence"
+            " --epsilon 3e-4 --epsilon-high 4e-4",
+            "luspo": "--loss-type luspo --importance-sampling-level sequence"
+            " --epsilon 2e-3 --epsilon-high 2.5e-3",
+            "cispo": "--loss-type cispo --epsilon-high 5",
+            "sapo": "--loss-type sapo",
+            "vespo": "--loss-type vespo",
+            "dppo_tv": "--loss-type dppo_tv",
+            "dppo_kl": "--loss-type dppo_kl --epsilon 0.05",
+        },
+        "With one ratio per token, the rows end within noise of each other, except that `sapo`"
+        " ends 5 points above `dapo`. `sapo`, `cispo`, `dppo_tv` and `dppo_kl` learn sooner: their"
+        " training accuracy is 4 to 6 points higher. `gspo` and `luspo` have one ratio per"
+        " sequence. With the narrow bounds of their papers, more than a third of the tokens has no"
+        " gradient, and they end 3 and 6 points lower.",
+    ),
+    "group size": Experiment(
+        "How many completions per prompt, if a step has 128 completions in total?",
+        ON_POLICY,
+        {
+            "8 × 16 prompts": "",
+            "2 × 64 prompts": "--num-generations 2",
+            "4 × 32 prompts": "--num-generations 4",
+            "16 × 8 prompts": "--num-generations 16",
+            "32 × 4 prompts": "--num-generations 32",
+            "64 × 2 prompts": "--num-generations 64",
+        },
+        "Groups of 4 to 16 learn alike. Groups of 32 and 64 learn later, by 9 and 10 points of"
+        " training accuracy: a step then has only four or two prompts. Groups of 2 learn latest,"
+        " and differ most between seeds.",
+    ),
+    "baseline": Experiment(
+        "What is subtracted from a reward, and what is the difference divided by?",
+        ON_POLICY,
+        {
+            "group's mean / its deviation": "",
+            "group's mean / 1": "--scale-rewards none",
+            "group's mean / batch's deviation": "--scale-rewards batch",
+            "mean of the others / 1": "--advantage-estimator rloo",
+            "group's mean / group's mean": "--advantage-estimator maxrl",
+        },
+        "Dividing by the group's deviation gains nothing here: with the deviation of the batch,"
+        " or without any, runs end 4 points higher, which is about two standard errors. The mean"
+        " of the others is as good a baseline as the mean of the group.",
+    ),
+    "normalizer": Experiment(
+        "Over what is the loss averaged?",
+        ON_POLICY,
+        {
+            "dapo: tokens of the step": "",
+            "grpo: tokens of a completion": "--loss-type grpo",
+            "dr_grpo: maximum length": "--loss-type dr_grpo",
+        },
+        "With an equal weight for each completion, runs end 4 points higher than with an equal"
+        " weight for each token, but do not learn sooner. `bnpo` is not shown, because a step has"
+        " one micro-batch here, so it equals `dapo`.",
+    ),
+    "staleness": Experiment(
+        "How many updates may use one generation? All rows but the last two make 96 updates"
+        " with 3,072 completions; the last two train on each completion twice.",
+        f"{WORDS} {RATE}",
+        {
+            "4 updates": one_generation(4),
+            "1 update": one_generation(1),
+            "16 updates": one_generation(16),
+            "48 updates": one_generation(48),
+            "96 updates": one_generation(96),
+            "4 updates, twice": f"{one_generation(4)} --num-iterations 2",
+            "16 updates, twice": f"{one_generation(16)} --num-iterations 2",
+        },
+        "Staleness costs more than any choice above. With one or four updates per generation,"
+        " runs end alike; with 16, they end 10 points lower. With 96, all completions come from"
+        " the base model, and four fifths of the gain are lost. Training on each completion twice"
+        " makes no difference that these seeds show.",
+    ),
+    "clip": Experiment(
+        "How far may the ratio move, with 16 updates per generation?",
+        STALE,
+        {
+            "0.2": "",
+            "0.02": "--epsilon 0.02",
+            "0.05": "--epsilon 0.05",
+            "0.4": "--epsilon 0.4",
+            "0.2 below, 0.28 above": "--epsilon-high 0.28",
+            "0.2 below, none above": "--epsilon-high 1e9",
+            "none": "--epsilon 0.999999 --epsilon-high 1e9",
+            "none, but delta 4": "--epsilon 0.999999 --epsilon-high 1e9 --delta 4",
+        },
+        "Bounds of 0.02 and 0.05 end 8 to 10 points lower than 0.2. A wider upper bound changes"
+        " little. Without any clip, runs end 12 points higher: at this learning rate, the clip"
+        " slows learning more than it protects it. Longer runs and higher rates may differ.",
+    ),
+    "tiny": Experiment(
+        "Does every option of the loss learn? Here, the tiny model of `make demo` learns"
+        " arithmetic, with four updates per generation.",
+        TINY,
+        {
+            "dapo": "",
+            "dapo, on policy": "--steps-per-generation 1 --num-iterations 1 --learning-rate 2e-4",
+            "dapo, clip-higher": "--epsilon-high 0.28",
+            "grpo": "--loss-type grpo",
+            "dr_grpo": "--loss-type dr_grpo --scale-rewards none",
+            "gspo": "--loss-type grpo --importance-sampling-level sequence"
+            " --epsilon 3e-4 --epsilon-high 4e-4",
+            "luspo": "--loss-type luspo --importance-sampling-level sequence"
+            " --epsilon 2e-3 --epsilon-high 2.5e-3",
+            "cispo": "--loss-type cispo --epsilon-high 5",
+            "sapo": "--loss-type sapo",
+            "vespo": "--loss-type vespo",
+            "dppo_tv": "--loss-type dppo_tv",
+            "dppo_kl": "--loss-type dppo_kl --epsilon 0.05",
+            "dapo, top 20 % entropy": "--top-entropy-quantile 0.2",
+            "dapo, entropy bonus": "--entropy-coef 0.01",
+            "dapo, off-policy mask": "--off-policy-mask-threshold 0.01",
+            "dapo, rloo": "--advantage-estimator rloo",
+            "dapo, maxrl": "--advantage-estimator maxrl",
+            "dapo, gdpo": "--multi-objective-aggregation normalize_then_sum",
+        },
+        "All rows learn, and they end within the spread of their seeds. `gspo` and `luspo` learn"
+        " later, as above.",
+    ),
 }
-ACCURACY = "rewards/accuracy_reward"
-COLUMNS = (
-    "case",
-    "options",
-    "seeds",
-    "held-out before",
-    "after a third",
-    "after all",
-    "training",
-    "last entropy",
-    "clipped",
-)
 PAGE = """# Objectives
 
-{question}
-Generated by `{command}` (bench/objectives.py); do not edit.
+How do the objective, the group size, the baseline, the normalizer, staleness and the clip change
+learning? Generated by `python -m bench.objectives` (bench/objectives.py); do not edit.
 
-Every run uses `{settings}`.
+Accuracies are means ± standard deviations over the seeds. `held-out` is the accuracy after the last
+step on problems that do not occur in training; for the word problems, of four sampled answers to
+each of 120 problems. `training` is the mean accuracy of all answers that were sampled for training,
+so it is higher if a run learns sooner. `minus first row` is the mean difference from the first row
+± its standard error, with runs paired by their seed. A difference below two standard errors is no
+finding, and with nine rows, one of more than two may be chance. `entropy` is that of the last step.
+`clipped` is the share of tokens without a gradient because of the objective (cispo: of clipped
+ratios).
 
-The figures are accuracies, as mean ± standard deviation over the seeds. The columns `held-out
-before`, `after a third` and `after all` show the accuracy of greedy answers to the held-out
-problems before training, after a third of the steps and after all steps. `training` is the mean
-accuracy of the sampled answers over all steps. `clipped` is the fraction of tokens that have no
-gradient because of the objective (for cispo, the fraction of clipped ratios).
-
-{table}
-
-{machine}.
+![Held-out accuracy during the runs](img/objectives.png)
 """
+COLUMNS = (
+    "row",
+    "options",
+    "seeds",
+    "held-out",
+    "minus first row",
+    "training",
+    "minus first row",
+    "entropy",
+    "clipped",
+)
+
+
+def command(experiment: str, case: str) -> str:
+    """Return all options of a row, without model, seed and output folder."""
+    found = EXPERIMENTS[experiment]
+    return f"{found.options} {found.cases[case]}".rstrip()
+
+
+# --- the runs ---
 
 
 def quiet() -> None:
@@ -104,33 +260,32 @@ def quiet() -> None:
     logging.disable(logging.WARNING)
 
 
-def run_case(base: str, options: str, seed: int, steps: int) -> dict:
+def run_case(base: str, options: str, seed: int) -> dict:
     """Run train.py once; return the time it took and the metrics from its log."""
     with tempfile.TemporaryDirectory() as where:
-        command = (
-            f"{SETTINGS} --data arithmetic --seed {seed} --max-steps {steps}"
-            f" --eval-steps {max(1, steps // 3)} {options}"
-        )
-        argv = [*shlex.split(command), "--model", base, "--output-dir", where]
+        argv = f"--seed {seed} --model {base} --output-dir {where} {options}"
         began = time.perf_counter()
-        status = train.main(argv)
+        if status := train.main(shlex.split(argv)):
+            raise RuntimeError(f"train.py ended with status {status}: {argv}")
         seconds = time.perf_counter() - began
-        if status:
-            raise RuntimeError(f"train.py ended with status {status}: {shlex.join(argv)}")
         log = (Path(where) / "metrics.jsonl").read_text().splitlines()[1:]
+    torch.cuda.empty_cache()  # other workers may use the same GPU
     lines = [json.loads(line) for line in log]
-    steps_logged = [line for line in lines if "loss" in line]
+    steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "eval/after" in line]
-    clip = [x.get("clip_ratio/region_mean", x.get("cispo_clip_ratio")) for x in steps_logged]
+    accuracy = next(name for name in steps[0] if name.startswith("rewards/"))  # the first reward's
+    clip = [x.get("clip_ratio/region_mean", x.get("cispo_clip_ratio")) for x in steps]
     return {
-        # before training and after each third of the steps
-        "held_out": [x[f"eval/{ACCURACY}"] for x in evaluations],
-        "rewards": [x[f"{ACCURACY}/mean"] for x in steps_logged],
-        "entropies": [x["entropy"] for x in steps_logged],
+        "held_out": [x[f"eval/{accuracy.removesuffix('/mean')}"] for x in evaluations],
+        "rewards": [x[accuracy] for x in steps],
+        "entropies": [x["entropy"] for x in steps],
         "clip_ratio": None if clip[0] is None else statistics.fmean(clip),
-        "grad_norm": statistics.fmean(x["grad_norm"] for x in steps_logged),
+        "grad_norm": statistics.fmean(x["grad_norm"] for x in steps),
         "run_seconds": seconds,
     }
+
+
+# --- the page ---
 
 
 def spread(values: Sequence[float]) -> str:
@@ -138,22 +293,51 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):.3f} ± {deviation:.3f}"
 
 
-def lines_of(records: Sequence[dict]) -> list[list[str]]:
-    """Return one table line per case: means and standard deviations over its seeds."""
-    lines = []
-    for case, options in CASES.items():
-        mine = [record for record in records if record["case"] == case]
+def runs_of(records: Sequence[dict], experiment: str, case: str) -> list[dict]:
+    options = command(experiment, case)
+    return sorted((r for r in records if r["options"] == options), key=lambda r: r["seed"])
+
+
+def end(run: dict) -> float:
+    return run["held_out"][-1]
+
+
+def training(run: dict) -> float:
+    return statistics.fmean(run["rewards"])
+
+
+def difference(value: Callable[[dict], float], mine: Sequence[dict], first: Sequence[dict]) -> str:
+    """Return the mean difference of two rows and its standard error.
+
+    The runs are paired by their seed, because runs of one seed draw the same prompts.
+    """
+    of_seed = {r["seed"]: value(r) for r in first}
+    apart = [value(r) - of_seed[r["seed"]] for r in mine if r["seed"] in of_seed]
+    if mine is first or len(apart) < 2:
+        return "–"
+    return f"{statistics.fmean(apart):+.3f} ± {statistics.stdev(apart) / len(apart) ** 0.5:.3f}"
+
+
+def lines_of(records: Sequence[dict], experiment: str) -> list[list[str]]:
+    """Return one table line per row that has runs."""
+    cases = EXPERIMENTS[experiment].cases
+    first, lines = runs_of(records, experiment, next(iter(cases))), []
+    for i, (case, options) in enumerate(cases.items()):
+        mine = runs_of(records, experiment, case) if i else first
         if not mine:
             continue
-        clip = [record["clip_ratio"] for record in mine]
+        clip = [r["clip_ratio"] for r in mine]
         lines.append(
             [
                 case,
-                f"`{options or 'the defaults'}`",
+                f"`{options}`" if options else "–",
                 str(len(mine)),
-                *(spread([record["held_out"][i] for record in mine]) for i in (0, 1, -1)),
-                spread([statistics.fmean(record["rewards"]) for record in mine]),
-                f"{statistics.fmean(record['entropies'][-1] for record in mine):.3f}",
+                *(
+                    text
+                    for value in (end, training)
+                    for text in (spread([*map(value, mine)]), difference(value, mine, first))
+                ),
+                f"{statistics.fmean(r['entropies'][-1] for r in mine):.3f}",
                 "–" if clip[0] is None else f"{100 * statistics.fmean(clip):.2f} %",
             ]
         )
@@ -161,18 +345,54 @@ def lines_of(records: Sequence[dict]) -> list[list[str]]:
 
 
 def page(records: Sequence[dict]) -> str:
-    """Return docs/objectives.md: the table in Markdown, and a description of how it was made."""
-    last = records[-1]
-    machine = last["machine"]
-    table = [COLUMNS, ["---"] * len(COLUMNS), *lines_of(records)]
-    return PAGE.format(
-        question=__doc__.split("\n\n")[0],
-        command=last["command"],
-        settings=f"{SETTINGS} --max-steps {last['steps']}",
-        table="\n".join(f"| {' | '.join(line)} |" for line in table),
-        machine=f"{machine['cpu']}, torch {machine['versions']['torch']},"
-        f" commit {str(machine['commit'])[:12]}",
+    """Return docs/objectives.md: a section per experiment that has runs."""
+    out = [PAGE]
+    for name, experiment in EXPERIMENTS.items():
+        table = lines_of(records, name)
+        if not table:
+            continue
+        first = runs_of(records, name, next(iter(experiment.cases)))
+        before = statistics.fmean(r["held_out"][0] for r in first)
+        rows = [COLUMNS, ["---"] * len(COLUMNS), *table]
+        out += [
+            f"## {name.capitalize()}\n",
+            f"{experiment.question} {experiment.finding}\n",
+            f"All rows: `{experiment.options}`, beginning at a held-out accuracy of"
+            f" {before:.3f}. One command: `python -m bench.objectives"
+            f' --experiments {shlex.quote(name)} --cases "{table[-1][0]}"`.\n',
+            *(f"| {' | '.join(row)} |" for row in rows),
+            f"\n{where(first[0]['machine'])}\n",
+        ]
+    return "\n".join(out)
+
+
+def where(machine: dict) -> str:
+    device = machine["gpu"] or machine["cpu"]
+    return f"{device}, torch {machine['versions']['torch']}, commit {machine['commit'][:12]}."
+
+
+def draw(records: Sequence[dict], path: Path) -> None:
+    """Plot the held-out accuracy of each experiment's rows over the share of the run."""
+    names = [n for n in EXPERIMENTS if n != "tiny" and lines_of(records, n)]
+    if not names:
+        return
+    figure, axes = common.subplots(
+        math.ceil(len(names) / 2), 2, figsize=(10, 3.6 * math.ceil(len(names) / 2)), squeeze=False
     )
+    for axis, name in zip(axes.flat, names):
+        for case in EXPERIMENTS[name].cases:
+            if mine := runs_of(records, name, case):
+                mean = [statistics.fmean(at) for at in zip(*(r["held_out"] for r in mine))]
+                x = [i / (len(mean) - 1) for i in range(len(mean))]
+                axis.plot(x, mean, marker=".", label=case)
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("share of the run")
+        axis.set_ylabel("held-out accuracy")
+        axis.legend(fontsize=7)
+    common.save_picture(figure, path)
+
+
+# --- the command ---
 
 
 def main(argv: Sequence[str]) -> list[dict]:
@@ -180,80 +400,77 @@ def main(argv: Sequence[str]) -> list[dict]:
         "objectives",
         __doc__,
         threads=False,
-        seeds=(5, "runs of each case, with seeds 0, 1, …"),
-        steps=(15, "generations per run"),
+        seeds=(5, "runs of each row, with seeds 0, 1, …"),
         workers=(os.cpu_count() or 1, "number of parallel runs"),
     )
-    common.add_cases(parser, list(CASES))
-    parser.add_argument(
-        "--base",
-        type=Path,
-        default=common.ROOT / "runs/objectives/base",
-        help="the base model, created if missing (default runs/objectives/base)",
-    )
-    parser.add_argument(
-        "--page",
-        type=Path,
-        default=common.ROOT / "docs/objectives.md",
-        help="file of the table (default docs/objectives.md)",
-    )
-    parser.add_argument(
-        "--redraw", action="store_true", help="only write the page from the existing records"
-    )
+    for option, default, text in (
+        ("--base", "runs/smollm2", "SmolLM2-135M-Instruct"),
+        ("--tiny-base", "runs/objectives/base", "the tiny model"),
+        ("--page", "docs/objectives.md", "file of the tables"),
+        ("--picture", "docs/img/objectives.png", "file of the plot"),
+    ):
+        path = common.ROOT / default
+        parser.add_argument(option, type=Path, default=path, help=f"{text} (default {default})")
+    for option, choices in (
+        ("--experiments", [*EXPERIMENTS]),
+        ("--cases", sorted({case for e in EXPERIMENTS.values() for case in e.cases})),
+    ):
+        text = f"{option[2:]} to run (default: all)"
+        parser.add_argument(option, nargs="*", choices=choices, metavar="NAME", help=text)
+    parser.add_argument("--redraw", action="store_true", help="only write page and picture")
     args = parser.parse_args(argv)
     records = common.read("objectives", args.out)
-    if args.redraw:
-        args.page.write_text(page(records))
-        return records
-    if not (args.base / "model.safetensors").exists():
-        warmup.make_base(args.base)
-    base = fingerprint(args.base / "model.safetensors")
+    if not args.redraw:
+        measure(args, records, argv)
+        for name in args.experiments or EXPERIMENTS:
+            columns = [i for i, column in enumerate(COLUMNS) if column != "options"]
+            lines = [[line[i] for i in columns] for line in lines_of(records, name)]
+            common.table(name, [COLUMNS[i] for i in columns], lines)
+    args.page.write_text(page(records))
+    draw(records, args.picture)
+    return records
 
-    def key(record: dict) -> tuple:
-        names = ("base", "settings", "steps", "case", "options", "seed")
-        return tuple(record[name] for name in names)
 
-    wanted = [
-        {
-            "base": base,
-            "settings": SETTINGS,
-            "steps": args.steps,
-            "case": case,
-            "options": CASES[case],
-            "seed": seed,
-        }
-        for seed in range(args.seeds)  # outer loop, so all cases advance evenly
-        for case in args.cases
-    ]
-    have = {key(record) for record in records}
-    todo = [run for run in wanted if key(run) not in have]
+def measure(args: argparse.Namespace, records: list[dict], argv: Sequence[str]) -> None:
+    """Run what has no record yet, and add the records."""
+    wanted = {  # a dict, because experiments share rows; the seeds are the outer loop
+        (command(name, case), seed): args.tiny_base if name == "tiny" else args.base
+        for seed in range(args.seeds)
+        for name in args.experiments or EXPERIMENTS
+        for case in EXPERIMENTS[name].cases
+        if case in (args.cases or [case])
+    }
+    bases = {}
+    for base in {*wanted.values()}:
+        if base == args.base:
+            real_model.prepare(
+                cli.parse(["--config", str(real_model.OPTIONS), "--model", str(base)])
+            )
+        elif not base.exists():
+            warmup.make_base(base)
+        bases[base] = fingerprint(base / "model.safetensors")
+    have = {(r["options"], r["seed"]) for r in records if r["base"] in bases.values()}
     spawn = multiprocessing.get_context("spawn")
     with (
         Progress(console=Console(stderr=True), transient=True) as progress,
         ProcessPoolExecutor(args.workers, mp_context=spawn, initializer=quiet) as pool,
     ):
+        todo = {key: base for key, base in wanted.items() if key not in have}
         task = progress.add_task("runs", total=len(todo))
         futures = {
-            pool.submit(run_case, str(args.base), run["options"], run["seed"], args.steps): run
-            for run in todo
+            pool.submit(run_case, str(base), *key): (key, base) for key, base in todo.items()
         }
         for future in as_completed(futures):
-            found = {**futures[future], **future.result()}
-            timing = common.Timing([found["run_seconds"]])
-            case = found.pop("case")
-            records.append(common.record("objectives", case, "nanogrpo", argv, timing, **found))
+            (options, seed), base = futures[future]
+            found = future.result()
+            timing = common.Timing([found.pop("run_seconds")])
+            same = {"options": options, "seed": seed, "base": bases[base]}
+            case = f"{options}, seed {seed}"
+            records.append(
+                common.record("objectives", case, "nanogrpo", argv, timing, **same, **found)
+            )
             common.write("objectives", records, args.out)
             progress.advance(task)
-    asked = {key(run) for run in wanted}
-    mine = [record for record in records if key(record) in asked]
-    columns = [i for i, name in enumerate(COLUMNS) if name != "options"]
-    common.table(
-        "objectives on the tiny task",
-        [COLUMNS[i] for i in columns],
-        [[line[i] for i in columns] for line in lines_of(mine)],
-    )
-    args.page.write_text(page(mine))
-    return mine
 
 
 if __name__ == "__main__":
