@@ -82,7 +82,11 @@ def load_all(
     parts: list[list[Prompt]] = []
     first_id = 0
     seconds = TIME_LIMIT if threading.current_thread() is threading.main_thread() else 0.0
-    reader = _reader(vision) if vision else None
+    reader = None
+    if vision:
+        from nanogrpo.vision.data import Reader  # only such a model needs this folder
+
+        reader = Reader(vision)
     for source in data:
         name, records = sources.name(source), sources.read(source, split, held_out, config, most)
         kept = []
@@ -119,18 +123,6 @@ def load_all(
         parts.append(kept)
         first_id += len(records)
     return parts
-
-
-def _reader(vision: Path) -> Any:
-    """Return what reads pictures. Only a vision-language model needs it, and Pillow."""
-    try:
-        from nanogrpo.vision.data import Reader
-    except ImportError as e:
-        raise UserError(
-            f"{vision} is a vision-language model, which needs Pillow: pip install "
-            "'nanogrpo[vision]'."
-        ) from e
-    return Reader(vision)
 
 
 def from_record(

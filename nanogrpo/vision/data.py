@@ -100,7 +100,8 @@ class Reader:
         """Return the token ids with as many image tokens as each picture needs, and the pictures
         as the model needs them.
         """
-        ids, images = prepare(token_ids, [picture.data for picture in pictures], self.settings)
+        files, sizes = [p.data for p in pictures], [p.size for p in pictures]
+        ids, images = prepare(token_ids, files, self.settings, sizes=sizes)
         return ids, images if pictures else None
 
     def read(self, value: Any, base: Path) -> Picture:

@@ -146,12 +146,17 @@ class Images:
 
 
 def prepare(
-    token_ids: Sequence[int], sources: Sequence[bytes], settings: Settings, where: str = ""
+    token_ids: Sequence[int],
+    sources: Sequence[bytes],
+    settings: Settings,
+    where: str = "",
+    sizes: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[int], Images]:
     """Return the ids with all image tokens, and the pictures.
 
     token_ids: a prompt with one image token per picture, as chat templates write it. where: the
-    place of the prompt in the data, which begins the sentence of a UserError.
+    place of the prompt in the data, which begins the sentence of a UserError. sizes: width and
+    height of the pictures, if they are known; otherwise each one is decoded.
     """
     place = f"{where}: " if where else ""
     token, count = settings.image_token_id, [*token_ids].count(settings.image_token_id)
@@ -169,8 +174,8 @@ def prepare(
         if i == token:
             n = len(found.grid)
             with reading(f"{place}picture {n + 1}", "replace it, or leave the row out"):
-                picture = rgb(Image.open(io.BytesIO(sources[n])))
-                size = smart_resize(picture.height, picture.width, settings)
+                width, height = sizes[n] if sizes else rgb(Image.open(io.BytesIO(sources[n]))).size
+                size = smart_resize(height, width, settings)
             h, w = (side // settings.patch_size for side in size)
             found.grid.append((1, h, w))
             found.starts.append(len(ids))

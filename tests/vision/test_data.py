@@ -133,6 +133,14 @@ def test_every_kind_of_picture_becomes_rgb_and_upright(base, mode):
         assert decoded.size == ((32, 48) if options else (48, 32))
 
 
+def test_a_picture_is_decoded_once_before_training(base, tokenizer, monkeypatch):
+    """Large data sets would otherwise take minutes longer to load."""
+    raw, opened, real = encoded(IMAGE), [], Image.open
+    monkeypatch.setattr(Image, "open", lambda file: opened.append(file) or real(file))
+    load([{"prompt": ASK, "image": raw}] * 3, tokenizer, base)
+    assert len(opened) == 3
+
+
 def test_a_picture_is_small_in_a_pickle_and_comes_out_as_a_pil_image():
     import pickle
 
