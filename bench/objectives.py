@@ -1,15 +1,16 @@
 """How do the objective, the group size, the baseline, the normalizer, staleness and the clip change
-learning? Each experiment varies one of them, with five seeds per row.
+learning? Each experiment varies one of them, by default with five seeds per row.
 
 In: nothing; a missing model is made as by `make demo` or `make real`. Out: results/objectives.json
 with one record per run, docs/objectives.md, which is made from it, and its picture. A run is
-train.py with the options of its row, so each row is one command:
+train.py with the options of its row. This command runs a single row:
 
     python -m bench.objectives --experiments clip --cases "0.2"
 
 Six experiments train SmolLM2-135M on the word problems of `make real`, and need a GPU. The last one
-trains the tiny model of `make demo` on a CPU, with every option that changes the loss. Nothing is
-tuned for a single row: within an experiment, all rows have the same learning rate.
+trains the tiny model of `make demo` on a CPU, with each loss type and other options. Nothing is
+tuned for a single row: within an experiment, all rows have the same learning rate, except the row
+on policy of the tiny model.
 
 Several runs execute in parallel. A record is written when its run ends. A run that has a record is
 not repeated, so an interrupted benchmark can be continued, and rows with the same options share
@@ -103,11 +104,12 @@ EXPERIMENTS = {
             "dppo_tv": "--loss-type dppo_tv",
             "dppo_kl": "--loss-type dppo_kl --epsilon 0.05",
         },
-        "With one ratio per token, the rows end within noise of each other, except that `sapo`"
-        " ends 5 points above `dapo`. `sapo`, `cispo`, `dppo_tv` and `dppo_kl` learn sooner: their"
-        " training accuracy is 4 to 6 points higher. `gspo` and `luspo` have one ratio per"
-        " sequence. With the narrow bounds of their papers, more than a third of the tokens has no"
-        " gradient, and they end 3 and 6 points lower.",
+        "Only two rows end more than three standard errors away from `dapo`: `sapo` 5 points above"
+        " it, and `luspo` 6 below. `sapo`, `cispo`, `dppo_tv` and `dppo_kl` probably learn sooner:"
+        " their training accuracy is 4 to 6 points higher. Each of these differences is only 2.4"
+        " to 2.9 standard errors, but the same four are higher on the tiny model below. `gspo` and"
+        " `luspo` have one ratio per sequence. With the narrow bounds of their papers, more than a"
+        " third of the sequences have no gradient.",
     ),
     "group size": Experiment(
         "How many completions per prompt, if a step has 128 completions in total?",
@@ -120,9 +122,11 @@ EXPERIMENTS = {
             "32 × 4 prompts": "--num-generations 32",
             "64 × 2 prompts": "--num-generations 64",
         },
-        "Groups of 4 to 16 learn alike. Groups of 32 and 64 learn later, by 9 and 10 points of"
-        " training accuracy: a step then has only four or two prompts. Groups of 2 learn latest,"
-        " and differ most between seeds.",
+        "No size ends differently beyond the noise. In training accuracy, groups of 4 and 16 are"
+        " within one standard error of groups of 8. Groups of 32 and 64, which leave four or two"
+        " prompts for a step, are 9 and 10 points lower, and groups of 2 are 15 points lower."
+        " These differences are only 2.0 to 2.7 standard errors, so five seeds suggest, but do not"
+        " show, that very small and very large groups learn later.",
     ),
     "baseline": Experiment(
         "What is subtracted from a reward, and what is the difference divided by?",
@@ -135,8 +139,10 @@ EXPERIMENTS = {
             "group's mean / group's mean": "--advantage-estimator maxrl",
         },
         "Dividing by the group's deviation gains nothing here: with the deviation of the batch,"
-        " or without any, runs end 4 points higher, which is about two standard errors. The mean"
-        " of the others is as good a baseline as the mean of the group.",
+        " or without any, runs end 4 points higher, which is about two standard errors. `rloo`"
+        " subtracts the mean of the other seven completions. This is the second row with all"
+        " advantages multiplied by 8/7, which AdamW almost cancels, so their difference of one"
+        " point shows how much chance there is. `maxrl` ends like the first row.",
     ),
     "normalizer": Experiment(
         "Over what is the loss averaged?",
@@ -146,13 +152,15 @@ EXPERIMENTS = {
             "grpo: tokens of a completion": "--loss-type grpo",
             "dr_grpo: maximum length": "--loss-type dr_grpo",
         },
-        "With an equal weight for each completion, runs end 4 points higher than with an equal"
-        " weight for each token, but do not learn sooner. `bnpo` is not shown, because a step has"
-        " one micro-batch here, so it equals `dapo`.",
+        "With an equal weight for each completion (`grpo`), runs end 4 points higher than with an"
+        " equal weight for each token (`dapo`), by 2.9 standard errors, but do not learn sooner."
+        " `dr_grpo`, which divides by a constant, does not differ from `dapo` beyond the noise."
+        " `bnpo` is not shown, because a step has one micro-batch here, so it equals `dapo`.",
     ),
     "staleness": Experiment(
-        "How many updates may use one generation? All rows but the last two make 96 updates"
-        " with 3,072 completions; the last two train on each completion twice.",
+        "How many updates may use one generation? All rows sample 3,072 completions and make 96"
+        " updates of 32 completions, but the last two train on each completion twice, with 192"
+        " updates.",
         f"{WORDS} {RATE}",
         {
             "4 updates": one_generation(4),
@@ -163,10 +171,14 @@ EXPERIMENTS = {
             "4 updates, twice": f"{one_generation(4)} --num-iterations 2",
             "16 updates, twice": f"{one_generation(16)} --num-iterations 2",
         },
-        "Staleness costs more than any choice above. With one or four updates per generation,"
-        " runs end alike; with 16, they end 10 points lower. With 96, all completions come from"
-        " the base model, and four fifths of the gain are lost. Training on each completion twice"
-        " makes no difference that these seeds show.",
+        "With the default clip of 0.2, staleness costs more than any choice above. With one or"
+        " four updates per generation, runs end alike; with 16, they end 10 points lower. With 96,"
+        " all completions come from the base model, and four fifths of the gain are lost. But the"
+        " next section shows that, with 16 updates, the clip causes this loss: without it, runs"
+        " end as with four. We have not measured 48 and 96 updates without a clip. Training on"
+        " each completion twice does not change the end beyond the noise. Compare only the"
+        " held-out accuracies here: with few generations, most completions come from earlier"
+        " models, so the training accuracy is lower in any case.",
     ),
     "clip": Experiment(
         "How far may the ratio move, with 16 updates per generation?",
@@ -181,13 +193,15 @@ EXPERIMENTS = {
             "none": "--epsilon 0.999999 --epsilon-high 1e9",
             "none, but delta 4": "--epsilon 0.999999 --epsilon-high 1e9 --delta 4",
         },
-        "Bounds of 0.02 and 0.05 end 8 to 10 points lower than 0.2. A wider upper bound changes"
-        " little. Without any clip, runs end 12 points higher: at this learning rate, the clip"
-        " slows learning more than it protects it. Longer runs and higher rates may differ.",
+        "With bounds of 0.02 and 0.05, runs end 10 and 8 points lower than with 0.2. A wider upper"
+        " bound, or none, does not change the end beyond the noise. Without any clip, runs end 12"
+        " points higher, as high as with four updates per generation. This points to the lower"
+        " bound, which stops tokens from becoming less likely: here it slows learning more than it"
+        " protects it. Longer runs and higher learning rates may differ.",
     ),
     "tiny": Experiment(
-        "Does every option of the loss learn? Here, the tiny model of `make demo` learns"
-        " arithmetic, with four updates per generation.",
+        "Does a model learn with each loss type, and with other options of the loss? Here, the"
+        " tiny model of `make demo` learns arithmetic, with four updates per generation.",
         TINY,
         {
             "dapo": "",
@@ -211,8 +225,9 @@ EXPERIMENTS = {
             "dapo, maxrl": "--advantage-estimator maxrl",
             "dapo, gdpo": "--multi-objective-aggregation normalize_then_sum",
         },
-        "All rows learn, and they end within the spread of their seeds. `gspo` and `luspo` learn"
-        " later, as above.",
+        "All rows learn. They end within 2.2 points of `dapo`, whose seeds have a standard"
+        " deviation of 2.8. `gspo` and `luspo` learn later: their training accuracy is 11 points"
+        " lower. That of `cispo`, `sapo`, `dppo_tv` and `dppo_kl` is 2 points higher.",
     ),
 }
 PAGE = """# Objectives
@@ -220,14 +235,23 @@ PAGE = """# Objectives
 How do the objective, the group size, the baseline, the normalizer, staleness and the clip change
 learning? Generated by `python -m bench.objectives` (bench/objectives.py); do not edit.
 
-Accuracies are means ± standard deviations over the seeds. `held-out` is the accuracy after the last
-step on problems that do not occur in training; for the word problems, of four sampled answers to
-each of 120 problems. `training` is the mean accuracy of all answers that were sampled for training,
-so it is higher if a run learns sooner. `minus first row` is the mean difference from the first row
-± its standard error, with runs paired by their seed. A difference below two standard errors is no
-finding, and with nine rows, one of more than two may be chance. `entropy` is that of the last step.
-`clipped` is the share of tokens without a gradient because of the objective (cispo: of clipped
-ratios).
+Accuracies are means ± standard deviations over the seeds, and a point is 0.01. `held-out` is the
+accuracy after the last step on problems that do not occur in training; for the word problems, of
+four sampled answers to each of 120 problems. `training` is the mean accuracy of all answers that
+were sampled for training, so it is higher if a run learns sooner. `entropy` is that of the last
+step. `clipped` is the share of tokens without a gradient because of the objective (gspo and luspo:
+of sequences; cispo: of clipped ratios).
+
+`minus first row` is the mean difference from the first row ± its standard error, with runs paired
+by their seed. A row with four seeds is compared with the same four of the first row. If two rows
+were equal, chance would make one difference in twenty larger than 2.8 standard errors with five
+seeds, and than 3.2 with four (Student's t). A table with eight such differences may well have one.
+The first rows of group size, baseline and normalizer are the same five runs. If these ended low by
+chance, all differences from them are too high.
+
+To repeat a row, run `python train.py` with the options of all rows, its own, and `--seed 0` to
+`--seed 4`. `make real` makes the model of the word problems, in `runs/smollm2`. The tiny task needs
+`--model runs/demo/base`, which `make demo` makes.
 
 ![Held-out accuracy during the runs](img/objectives.png)
 """
@@ -358,8 +382,7 @@ def page(records: Sequence[dict]) -> str:
             f"## {name.capitalize()}\n",
             f"{experiment.question} {experiment.finding}\n",
             f"All rows: `{experiment.options}`, beginning at a held-out accuracy of"
-            f" {before:.3f}. One command: `python -m bench.objectives"
-            f' --experiments {shlex.quote(name)} --cases "{table[-1][0]}"`.\n',
+            f" {before:.3f}.\n",
             *(f"| {' | '.join(row)} |" for row in rows),
             f"\n{where(first[0]['machine'])}\n",
         ]
