@@ -118,7 +118,7 @@ def test_a_file_that_several_records_show_is_in_memory_once(base, tokenizer, tmp
     assert [p.columns["image"] for p in others] == [first.columns["image"]] * 2
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "CMYK", "1", "I;16"])
 def test_every_kind_of_picture_becomes_rgb_and_upright(base, mode):
     """An EXIF tag turns the picture by 90 degrees, so its sides change places."""
     image = IMAGE.convert("I").convert(mode) if mode == "I;16" else IMAGE.convert(mode)
