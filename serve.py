@@ -49,6 +49,7 @@ FIXED = {
     # the route /inference/v1/generate: token ids in, token ids and weight versions out
     "--enable-scale-out": None,
     "--disable-uvicorn-access-log": None,
+    "--allowed-media-domains": "pictures.invalid",  # pictures come with prompts, not from URLs
 }
 
 # Our own options, as far as vLLM has them too. It must not read another value for them.

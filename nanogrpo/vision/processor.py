@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,13 @@ class Images:
             out[1, start:end] = first + torch.arange(h).repeat_interleave(w)
             out[2, start:end] = first + torch.arange(w).repeat(h)
         return out
+
+    def files(self) -> Iterator[bytes]:
+        """Yield each picture as the model sees it, as a PNG file."""
+        for source in self.sources:
+            file = io.BytesIO()
+            resized(source, self.settings).save(file, "PNG", compress_level=1)
+            yield file.getvalue()
 
     @property
     def pixels(self) -> Tensor:

@@ -216,13 +216,20 @@ async def describe(state) -> dict:
         state.device_facts = await state.engine_client.collective_rpc("device_facts")
     config = state.engine_client.vllm_config
     model = config.model_config
-    raw = model.hf_config.to_dict()
+    whole = model.hf_config.to_dict()
+    raw = model.hf_text_config.to_dict()  # the same, unless the model sees pictures
+    raw["tie_word_embeddings"] = whole.get("tie_word_embeddings")
     if raw.get("head_dim") is None:
         raw["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
     raw["rope_theta"] = raw["rope_parameters"]["rope_theta"]
     raw["rope_scaling"] = scaling(raw["rope_parameters"], raw)
+    # with the fields of vision/config.py, if the model sees pictures
+    vision = whole.get("vision_config", {}) | raw["rope_parameters"] | whole
+    limits = model.multimodal_config
     return {
         "model": {name: raw.get(name) for name in FIELDS},
+        "vision": {name: x for name, x in vision.items() if isinstance(x, int | list)},
+        "images": limits.get_limit_per_prompt("image") if limits else 0,
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": model.max_model_len,
         "workers": config.parallel_config.world_size_across_dp,

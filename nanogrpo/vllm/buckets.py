@@ -39,6 +39,8 @@ BUCKET_BYTES = 256 << 20
 ALIGN = 64  # bytes; each tensor starts on a cache line, which suits every dtype
 # Bytes before the first tensor of bucket 0. The first 8 contain the number of the update.
 HEADER = 64
+# A part of the names of a vision encoder's weights, which come before those of the decoder.
+ENCODER = ".visual."
 LARGEST = 1 << 44  # maximum bytes of a model, 16 TiB: above any model, below integer overflow
 FAR = timedelta(days=7)  # the timeout of a NCCL group: far above ours, which acts first
 POLL = 0.0005  # seconds between two looks at a NCCL broadcast; its own wait takes up to 10 ms
@@ -91,7 +93,8 @@ class Layout:
             nbytes = DTYPES[dtype].itemsize * math.prod(shape)
             start = -(-self.sizes[-1] // ALIGN) * ALIGN
             # the first tensor follows the header, whatever its size
-            if self.slots and start + nbytes > bucket_bytes:
+            full = start + nbytes > bucket_bytes
+            if self.slots and (full or (ENCODER in self.slots[-1].name and ENCODER not in name)):
                 self.sizes.append(0)
                 start = 0
             bucket = len(self.sizes) - 1
@@ -101,6 +104,8 @@ class Layout:
             raise ValueError(f"the layout has {sum(self.sizes)} bytes, more than any model")
         if len({s.name for s in self.slots}) < len(self.slots):
             raise ValueError("the layout names a tensor twice")
+        # the number of buckets with the weights of the encoder, and only these
+        self.encoder = max((s.bucket + 1 for s in self.slots if ENCODER in s.name), default=0)
 
     def views(self, bucket: Tensor, index: int) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of one bucket, [size] uint8, as views of it."""
@@ -129,8 +134,8 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 def _entry(entry: Any) -> tuple[str, str, list[int]]:
     name, dtype, shape = entry if isinstance(entry, (list, tuple)) and len(entry) == 3 else [""] * 3
     known = re.fullmatch(r"[\w.]{1,300}", str(name)) and str(dtype) in DTYPES
-    if not known or not isinstance(shape, (list, tuple)) or len(shape) > 4:
-        raise ValueError(f"the layout's entry {entry!r} is not [name, dtype, at most 4 sizes]")
+    if not known or not isinstance(shape, (list, tuple)) or len(shape) > 5:
+        raise ValueError(f"the layout's entry {entry!r} is not [name, dtype, at most 5 sizes]")
     return str(name), str(dtype), [_integer(f"a size of {name}", n, 1, 1 << 32) for n in shape]
 
 

@@ -78,6 +78,7 @@ class VLLMEngine:
         self.interval = min(HEARTBEAT, timeout / 4)
         self.version = -1  # version of the weights
         self.dtype = ""  # the dtype of the servers
+        self.images = 0  # the number of pictures that they allow in a prompt
         self.restarts = 0  # how many times all servers were lost and one was recovered
         self.problem: Exception | None = None  # why the last server was lost
         self.over = threading.Event()  # set by `close`
@@ -166,6 +167,12 @@ class VLLMEngine:
 
         A thread may call this while the loop trains (engine/ahead.py).
         """
+        for p in prompts:
+            if p.images and (count := len(p.images.sources)) > self.images:
+                raise UserError(
+                    f"Prompt {p.id} has {count} pictures, but the vLLM server allows "
+                    f"{self.images}; start it with --limit-mm-per-prompt.image {count}."
+                )
         groups = [GroupRequest(p, n, protocol.body(p, n, params, step)) for p in prompts]
         idle = 0  # consecutive rounds without a finished group, although a server was alive
         # Restarting our own server takes a minute, and the second one fails like the first.
@@ -239,7 +246,9 @@ class VLLMEngine:
             # While `load` runs in another thread, the server may still have older weights.
             oldest = server.version
             try:
-                reply = server.generate(group.body | {"cache_salt": self.sync.label(oldest)})
+                label = self.sync.label(oldest)
+                body = group.body | protocol.pictures(group.prompt, label)
+                reply = server.generate(body | {"cache_salt": label})
                 known = {self.sync.label(v): v for v in range(oldest, self.version + 1)}
                 return protocol.read(reply, group, known, str(server), self.cfg.vocab_size)
             except ServerError as e:
@@ -314,7 +323,7 @@ class VLLMEngine:
         info = server.get(INFO, timeout=min(self.timeout, 10.0))
         server.get(HEALTH, timeout=min(self.timeout, 10.0))  # INFO need not reach the engine
         protocol.check_server(str(server), info, self.cfg, self.max_len, self.dtype)
-        self.dtype = info["dtype"]
+        self.dtype, self.images = info["dtype"], info["images"]
         ours = device_facts(self.world.device)
         return protocol.transport(self.transport, str(server), info, ours), info["workers"]
 

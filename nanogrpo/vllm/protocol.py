@@ -8,7 +8,9 @@ Read before: engine/base.py. Read next: client.py, which sends the requests.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +46,8 @@ def check_server(server: str, info: dict, cfg: ModelConfig, max_len: int, dtype:
     """
     valid = {
         "model": isinstance(info.get("model"), dict),
+        "vision": isinstance(info.get("vision"), dict),
+        "images": is_integer(info.get("images"), 0, 1 << 31),
         "max_model_len": is_integer(info.get("max_model_len"), 1, 1 << 31),
         "dtype": info.get("dtype") in [*DTYPES],
         "workers": is_integer(info.get("workers"), 1, WORKERS),
@@ -56,10 +60,16 @@ def check_server(server: str, info: dict, cfg: ModelConfig, max_len: int, dtype:
                 f"--server {server} is not a sidecar of this project (its {name} is "
                 f"{shown.repr(info.get(name))}); start it with serve.py."
             )
-    for name in FIELDS:
-        ours, theirs = getattr(cfg, name), info["model"].get(name)
+    fields = [(name, getattr(cfg, name), info["model"].get(name)) for name in FIELDS]
+    if cfg.vision:
+        fields[0] = ("model_type", f"{cfg.model_type}_vl_text", info["model"].get("model_type"))
+        parts = dataclasses.asdict(cfg.vision).items()
+        fields += [(f"vision_config.{name}", x, info["vision"].get(name)) for name, x in parts]
+    for name, ours, theirs in fields:
         if isinstance(ours, rope.Scaling):
             ours = ours.to_dict()
+        if isinstance(ours, tuple):
+            ours = [*ours]  # as in JSON
         if ours != theirs:
             raise UserError(
                 f"--server {server} serves another model: its {name} is {shown.repr(theirs)}, "
@@ -157,6 +167,25 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
     }
 
 
+def pictures(prompt: Prompt, label: str) -> dict:
+    """Return the fields of the request that are different if the prompt has pictures.
+
+    vLLM gets each picture as the model sees it, so that it does not resize it in its own way, and
+    repeats its image token as often as needed. The name of a picture contains the label of the
+    weights, so what the encoder computed with older weights is never reused.
+    """
+    if not prompt.images:
+        return {}
+    token_ids, parts = [*prompt.token_ids], []
+    for start, (height, width) in reversed([*zip(prompt.images.starts, prompt.images.sizes)]):
+        del token_ids[start + 1 : start + height * width]
+    for png in prompt.images.files():
+        name = f"{label}.{hashlib.sha256(png).hexdigest()}"
+        url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        parts.append({"type": "image_url", "url": url, "uuid": name})
+    return {"token_ids": token_ids, "content_parts": parts, "return_token_ids": True}
+
+
 def is_paused(reply: dict, server: str) -> bool:
     """Return the answer to /is_paused."""
     paused = reply.get("is_paused")
@@ -222,6 +251,10 @@ def read(
     try:
         choices = list(reply["choices"])
         require(len(choices) == params["n"], f"{len(choices)} of {params['n']} completions")
+        require(
+            not prompt.images or reply["prompt_token_ids"] == prompt.token_ids,
+            "a prompt with other image tokens than ours: its preprocessor_config.json differs",
+        )
         samples = sorted(map(sample, choices), key=lambda s: s.index)
     # a field is missing or of another kind; OverflowError: an integer with hundreds of digits
     except (KeyError, TypeError, IndexError, OverflowError) as e:

@@ -100,6 +100,7 @@ class Server:
         self.version = -1  # the version of the last weights it received
         self.error: Exception | None = None  # why the last heartbeat failed, or it was lost
         self.reported = False  # whether the outage has already been logged
+        self.complete = False  # it has received all weights since it was connected
         # the connection for weights, if they are broadcast
         self.group: BroadcastGroup | None = None
         self.open: set[http.client.HTTPConnection] = set()

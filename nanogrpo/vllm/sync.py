@@ -36,6 +36,7 @@ from nanogrpo.vllm.auth import CONNECT, DISCONNECT, loopback
 from nanogrpo.vllm.buckets import (
     BUCKET_BYTES,
     DTYPES,
+    ENCODER,
     BroadcastGroup,
     InitInfo,
     Layout,
@@ -63,6 +64,9 @@ class WeightSync:
     ):
         entries = [(n, dtype, list(p.shape)) for n, p in lora.base_parameters(model)]
         self.layout = Layout(entries, bucket_bytes)
+        # The first buckets are sent only once if they contain a frozen encoder, and nothing else.
+        frozen = not any(p.requires_grad for n, p in model.named_parameters() if ENCODER in n)
+        self.once = self.layout.encoder if frozen else 0
         self.device, self.timeout = device, timeout
         self.dtype = DTYPES[dtype]
         self.sequence = 0  # the number of the last update; 0 before the first gather
@@ -95,6 +99,7 @@ class WeightSync:
     def connect(self, server: Server, transport: str, workers: int) -> None:
         """Tell a server the layout and transport of the buckets. workers: their number on it."""
         self.disconnect(server)
+        server.complete = False
         info: dict[str, Any] = {
             "transport": transport,
             "layout": self.layout.entries,
@@ -140,11 +145,13 @@ class WeightSync:
                 server.post("/finish_weight_update")
                 server.post("/start_weight_update")
             sending = None
+            # a server that sleeps discards all weights
+            first = self.once if server.complete and not wake else 0
             if group is not None:
                 group.announce(self.sequence)
-                sending = _on_thread(lambda: group.send(self.buckets))
-            update = {"update_info": {"sequence": self.sequence, "checksums": self.checksums}}
-            server.post("/update_weights", update, timeout=self.timeout + 10)
+                sending = _on_thread(lambda: group.send(self.buckets[first:]))
+            sent = {"sequence": self.sequence, "checksums": self.checksums[first:]}
+            server.post("/update_weights", {"update_info": sent}, timeout=self.timeout + 10)
             if sending is not None:
                 _result(sending, server, self.timeout)
             server.post("/finish_weight_update", {"weight_version": self.label(version)})
@@ -158,6 +165,7 @@ class WeightSync:
                 with contextlib.suppress(ServerError):
                     server.post("/resume", timeout=min(self.timeout, 5.0))
             raise
+        server.complete = True
         server.post("/resume")
 
     def sleep(self, server: Server) -> None:

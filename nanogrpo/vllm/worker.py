@@ -75,17 +75,23 @@ class Transfer(WeightTransferEngine):
 
     def update_weights(self, update_info: dict) -> None:
         """update_info: {"sequence": n, "checksums": [of each bucket]}. n is the number in the
-        trainer's store, or in bucket 0.
+        trainer's store, or in bucket 0. If the buckets of the encoder are left out, it keeps its
+        weights.
         """
         info = update_info if isinstance(update_info, dict) else {}
         sequence, checksums = info.get("sequence"), info.get("checksums")
         if type(sequence) is not int or not isinstance(checksums, list) or len(info) != 2:
             raise ValueError('update_info must be {"sequence": number, "checksums": numbers}')
-        self.receive_weights(sequence, checksums)
+        self.receive_weights(info)
 
-    def receive_weights(self, sequence: int, checksums: list) -> None:
+    def receive_weights(self, update: dict) -> None:
+        sequence, checksums = update["sequence"], update["checksums"]
         if self.info is None:
             raise RuntimeError("no trainer is connected: call /init_weight_transfer_engine first")
+        sizes = self.info.plan.sizes
+        first = len(sizes) - len(checksums)
+        if first not in (0, self.info.plan.encoder):
+            raise ValueError(f"there are {len(checksums)} checksums for {len(sizes)} buckets")
         if self.mapped is not None:
             announced = int(sequence_of(self.mapped[0])) == sequence
         else:
@@ -93,23 +99,25 @@ class Transfer(WeightTransferEngine):
         if not announced:
             raise RuntimeError(f"the trainer has not announced update {sequence}")
         loaded: set[str] = set()
-        initialize_layerwise_reload(self.model)
+        part = "language_model" if first else ""
+        module = self.model.get_submodule(part)
+        initialize_layerwise_reload(module)
         try:
-            for i, (size, expected) in enumerate(zip(self.info.plan.sizes, checksums, strict=True)):
+            for i, expected in enumerate(checksums, first):
                 if self.mapped is not None:
                     bucket = self.mapped[i]
                 else:
                     # Allocate a new buffer each time, because vLLM keeps a layer's tensors until
                     # the layer is complete.
-                    bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
+                    bucket = torch.empty(sizes[i], dtype=torch.uint8, device=self.device)
                     self.group.broadcast(bucket)
                 if checksum(bucket) != expected:
                     raise RuntimeError(f"bucket {i} arrived with other bytes than the trainer sent")
                 loaded |= self.model.load_weights(self.info.plan.views(bucket, i))
         finally:  # after a failed broadcast, this restores the weights that did not arrive
-            finalize_layerwise_reload(self.model, self.model_config)
+            finalize_layerwise_reload(module, self.model_config)
             self._repack_tied_head()
-        expected = {name for name, _ in self.model.named_parameters()}
+        expected = {n for n, _ in self.model.named_parameters() if n.startswith(part)}
         if missing := sorted(expected - loaded):
             raise RuntimeError(f"{len(missing)} parameters did not arrive, such as {missing[0]}")
         if torch.device(self.device).type == "cuda":
@@ -121,7 +129,7 @@ class Transfer(WeightTransferEngine):
 
         Reloading the weights refreshes it too, except when the head is tied to the embedding.
         """
-        head = getattr(self.model, "lm_head", None)
+        head = getattr(getattr(self.model, "language_model", self.model), "lm_head", None)
         if torch.device(self.device).type == "cpu" and getattr(head, "weight", None) is not None:
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 

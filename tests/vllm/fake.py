@@ -15,6 +15,7 @@ lists them; a real server would crash.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import random
 import threading
@@ -42,8 +43,12 @@ PARAMS = SamplingParams(max_tokens=8, stop_token_ids=(7, 9), seed=3)
 class FakeVLLM:
     def __init__(self, cfg, max_model_len: int = 256, workers: int = 1, port: int = 0):
         model = {name: getattr(cfg, name) for name in FIELDS}
+        if cfg.vision:
+            model["model_type"] = "qwen3_vl_text"
         self.facts = {
             "model": model,
+            "vision": dataclasses.asdict(cfg.vision) if cfg.vision else {},
+            "images": 2 if cfg.vision else 0,
             "dtype": "float32",
             "max_model_len": max_model_len,
             "workers": workers,
@@ -148,17 +153,19 @@ class FakeVLLM:
             device = torch.device("cuda" if self.facts["gpus"] else "cpu")
             self.group = None if self.mapped else BroadcastGroup(info, 1, device)
         if path == "/update_weights":
+            sizes, checksums = self.init_info.plan.sizes, body["update_info"]["checksums"]
+            first = len(sizes) - len(checksums)
             if self.group is not None:
                 assert self.group.announced(body["update_info"]["sequence"])
-                sizes = self.init_info.plan.sizes
                 self.mapped = [torch.empty(n, dtype=torch.uint8) for n in sizes]
-                self.group.send(self.mapped)
-            assert int(sequence_of(self.mapped[0])) == body["update_info"]["sequence"]
-            if [checksum(bucket) for bucket in self.mapped] != body["update_info"]["checksums"]:
+                self.group.send(self.mapped[first:])
+            if self.group is None or not first:
+                assert int(sequence_of(self.mapped[0])) == body["update_info"]["sequence"]
+            if [checksum(bucket) for bucket in self.mapped[first:]] != checksums:
                 return 500
-            self.weights = {
+            self.weights = (self.weights if first else {}) | {
                 n: t.clone()
-                for i, b in enumerate(self.mapped)
+                for i, b in enumerate(self.mapped[first:], first)
                 for n, t in self.init_info.plan.views(b, i)
             }
             self.garbage = False

@@ -19,7 +19,7 @@ import torch
 
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.model.attention import Packed
-from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, Sidecar
@@ -92,8 +92,9 @@ def trainer_logp(model: Decoder, sample: Sample, temperature: float) -> torch.Te
     """Return the trainer's log-probs of a completion, [tokens] float32."""
     ids = torch.tensor(sample.prompt.token_ids + sample.token_ids)  # [T]
     attend = Packed(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
-    # [T, V]
-    logp = (model(ids, torch.arange(len(ids)), attend) / (temperature or 1.0)).log_softmax(-1)
+    images = [(0, sample.prompt.images)] if sample.prompt.images else []
+    scores = model(ids, torch.arange(len(ids)), attend, None, logits, *images)  # [T, V]
+    logp = (scores / (temperature or 1.0)).log_softmax(-1)
     return logp[len(sample.prompt.token_ids) - 1 : -1].gather(
         1, torch.tensor(sample.token_ids)[:, None]
     )[:, 0]

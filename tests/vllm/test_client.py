@@ -31,6 +31,7 @@ from nanogrpo.vllm.server import Server, ServerError, ServerLost
 from tests.conftest import tiny_config
 from tests.model.peers import CONFIGS
 from tests.ranks import free_port
+from tests.vision.tiny import vision_config
 from tests.vllm.fake import MODEL, PARAMS, PROMPTS, FakeVLLM, content, engine_of, wait_until
 
 # --- what is sent, and what becomes of it ---
@@ -667,7 +668,7 @@ def test_a_server_of_another_model_is_refused(fake, field):
 
 
 @pytest.mark.parametrize("value", [None, "256", 0, -1, True, 1e9, [[]]])
-@pytest.mark.parametrize("fact", ["model", "max_model_len", "dtype", "workers", "gpus"])
+@pytest.mark.parametrize("fact", ["model", "vision", "max_model_len", "dtype", "workers", "gpus"])
 def test_a_description_that_is_not_a_sidecars_is_refused(fake, fact, value):
     fake.facts[fact] = value
     with pytest.raises(
@@ -677,13 +678,16 @@ def test_a_description_that_is_not_a_sidecars_is_refused(fake, fact, value):
         engine_of(fake, load=False)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "qwen3_vl"])
 def test_a_server_of_the_same_model_is_accepted(tmp_path, name):
     """A server describes the config that transformers has read, with all defaults filled in."""
-    cfg = CONFIGS[name]
+    cfg = CONFIGS.get(name) or vision_config()
     (tmp_path / "config.json").write_text(json.dumps(cfg.to_dict()))
+    found = transformers.AutoConfig.from_pretrained(tmp_path)
     model = SimpleNamespace(
-        hf_config=transformers.AutoConfig.from_pretrained(tmp_path),
+        hf_config=found,
+        hf_text_config=found.get_text_config(),
+        multimodal_config=None,
         dtype=torch.float32,
         max_model_len=64,
     )

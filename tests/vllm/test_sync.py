@@ -92,7 +92,7 @@ def test_tensors_are_in_order_disjoint_and_aligned(tensors, bucket_bytes):
         ([["a", ["float32"], [1]]], "is not \\[name, dtype, at most"),
         ([["a", "float32", [0]]], "a size of a is 0 but must be"),
         ([["a", "float32", [True]]], "a size of a is True but must be"),
-        ([["a", "float32", [1] * 5]], "is not \\[name, dtype, at most"),
+        ([["a", "float32", [1] * 6]], "is not \\[name, dtype, at most"),
         ([["a", "float32", [2**32, 2**32]]], "more than any model"),
         ([["a", "float32", [1]], ["a", "float32", [1]]], "names a tensor twice"),
     ],
