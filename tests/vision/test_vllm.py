@@ -12,6 +12,7 @@ import functools
 import io
 import json
 import math
+import socket
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -355,8 +356,6 @@ def test_what_the_server_does_not_take_is_said_in_one_sentence(real, prompts):
 @pytest.mark.parametrize(
     "url",
     [
-        "http://127.0.0.1:9/picture.png",
-        "https://example.com/picture.png",
         "file:///etc/hostname",
         "/etc/hostname",
         "data:image/png;base64,AAAA",
@@ -373,6 +372,18 @@ def test_a_request_with_a_bad_picture_gets_an_answer_and_harms_nothing(real, pro
     body["content_parts"][0]["url"] = url
     assert 400 <= raw(real.server, GENERATE, json.dumps(body).encode()) < 600
     assert real.server.get("/is_paused") == {"is_paused": False}
+
+
+@pytest.mark.vllm
+def test_the_server_fetches_no_picture(real, prompts):
+    first = next(p for p in prompts if p.images)
+    body = protocol.body(first, 1, params(1.0), 0) | protocol.pictures(first, "x")
+    with socket.create_server(("127.0.0.1", 0)) as web:
+        web.setblocking(False)
+        body["content_parts"][0]["url"] = f"http://127.0.0.1:{web.getsockname()[1]}/picture.png"
+        assert 400 <= raw(real.server, GENERATE, json.dumps(body).encode()) < 600
+        with pytest.raises(BlockingIOError):  # nobody has connected
+            web.accept()
 
 
 @pytest.mark.vllm
