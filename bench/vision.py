@@ -73,16 +73,15 @@ def draw(records: list[dict], path: Path) -> None:
 
 
 def show_pictures(axis) -> None:
-    """Draw six held-out problems with their questions and answers."""
-    space = 5 * pictures.SIDE
+    """Draw four held-out problems with their questions and answers."""
+    width, height = 110, 90  # of a cell, in pixels of the pictures
     rng = random.Random("shown")
-    for i, p in enumerate(pictures.problems("held_out", 6, seed=0)):
-        top, left = (1.3 * space * n for n in divmod(i, 3))
+    for i, p in enumerate(pictures.problems("held_out", 4, seed=0)):
+        left, top = width * (i % 2), height * (i // 2)
         rows, columns = (pictures.SIDE * n for n in p.size)
         axis.imshow(pictures.picture(p, rng), extent=(left, left + columns, top + rows, top))
-        axis.text(left, top - 4, f"{p.question}{sum(p.numbers)}", fontsize=7)
-    axis.set_xlim(-5, 3.9 * space)
-    axis.set_ylim(2.6 * space, -0.2 * space)
+        axis.text(left, top - 4, f"{p.question}{sum(p.numbers)}", fontsize=8)
+    axis.set(xlim=(-2, 2 * width), ylim=(2 * height - 20, -15))
     axis.axis("off")
 
 
