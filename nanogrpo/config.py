@@ -107,8 +107,8 @@ def type_name(kind: str, none: str) -> str:
 class Config:
     model: str = option(
         "",
-        "folder or hub id of a Qwen3, Qwen2, Llama or Mistral checkpoint; warmup:STEPS first"
-        " teaches a tiny model some arithmetic",
+        "folder or hub id of a Qwen3, Qwen3-VL, Qwen2, Llama or Mistral checkpoint; warmup:STEPS"
+        " first teaches a tiny model some arithmetic",
         group="Model, data and output",
         required="give the folder or hub id of a checkpoint, or try --profile debug",
     )

@@ -228,6 +228,7 @@ class VisionBody(nn.Module):
         features = self.visual(torch.cat(pixels).to(device), grid or [(1, m, m)])
         features = [x[: len(at)] for x in features]
         x = text.embed_tokens(tokens).index_copy(0, at, features[0])  # [T, D]
+        # each frequency turns by the position on its axis: [3, T] → [E/2, T] → [T, E/2]
         cos, sin = text.angles(axes[torch.tensor(c.axes, device=device)].T)
         for i, layer in enumerate(text.layers, start=1):
             x = layer(x, cos, sin, attend)

@@ -127,12 +127,16 @@ class Images:
 
     @property
     def positions(self) -> Tensor:
-        """Return the positions [3, Q] of the prompt's tokens up to the last image token, int64."""
+        """Return the positions [3, Q] of the prompt's tokens up to the last image token, int64.
+
+        Begin with the indices, and go from the last picture to the first. A picture takes max(h, w)
+        positions, but h · w indices. So it and all tokens before it move up by the difference.
+        """
         h, w = self.sizes[-1]
         out = torch.arange(self.starts[-1] + h * w).repeat(3, 1)
         for start, (h, w) in zip(reversed(self.starts), reversed(self.sizes)):
             end = start + h * w
-            out[:, :end] += h * w - max(h, w)  # the shift; so what follows is at its place
+            out[:, :end] += h * w - max(h, w)  # what follows keeps its place
             first = out[0, start].clone()
             out[0, start:end] = first
             out[1, start:end] = first + torch.arange(h).repeat_interleave(w)
