@@ -1,7 +1,7 @@
 """Pictures of dice, questions about them, and a tiny vision-language model that mostly guesses.
 
     pip install -e .[vision]
-    python examples/pictures.py runs/pictures        # two minutes: the pictures and a base model
+    python examples/pictures.py runs/pictures        # 1-2 minutes: the pictures and a base model
     python train.py --config examples/pictures.json  # GRPO teaches the model to look
 
 In: the name of a folder. Out: in it, train.jsonl, held_out.jsonl, their pictures as PNG files, and
