@@ -75,7 +75,7 @@ def load_all(
 
     `vision` is the folder of a vision-language model; None: the model reads only text.
 
-    A chat template is a program and may run forever, so each record has TIME_LIMIT seconds. This
+    A chat template is a program and may run forever, so it has TIME_LIMIT seconds per record. This
     limit needs a signal, so it holds in the main thread only, and it cannot interrupt a single
     operation in C, such as 10 ** (10 ** 9).
     """
@@ -93,14 +93,7 @@ def load_all(
         folder = Path(source if isinstance(source, str) else "")
         how |= {"reader": reader, "base": folder if folder.is_dir() else folder.parent}
         for id, (place, record) in enumerate(records, first_id):
-            make = functools.partial(from_record, record, tokenizer, id, place, **how)
-            try:
-                prompt: Prompt = limited(make, seconds)
-            except TimeoutError:
-                raise UserError(
-                    f"{place}: the chat template and the tokenizer take more than {seconds:g} s "
-                    "for this prompt; shorten it, or correct the template."
-                ) from None
+            prompt = from_record(record, tokenizer, id, place, seconds=seconds, **how)
             length = len(prompt.token_ids)
             if max_prompt_length is None or length <= max_prompt_length:
                 kept.append(prompt)
@@ -139,6 +132,7 @@ def from_record(
     template_kwargs: Mapping[str, Any] | None = None,
     reader: Any = None,
     base: Path | None = None,
+    seconds: float = 0.0,
 ) -> Prompt:
     """Turn a record (see the top of this file) into a prompt. `place` names it in messages.
 
@@ -152,6 +146,7 @@ def from_record(
     enable_thinking, template_kwargs: variables of the chat template (`Tokenizer.render`).
     reader: reads pictures (vision/data.py); None: the model reads only text.
     base: the folder of the data file, to which the paths of pictures are relative.
+    seconds: the time limit of the chat template and the tokenizer; 0: none.
     """
 
     def require(ok: bool, problem: str) -> None:
@@ -235,11 +230,17 @@ def from_record(
         if reader:
             text, pictures = reader.insert(text, columns, base or Path())
         variables = {"enable_thinking": enable_thinking, **(template_kwargs or {})}
-        token_ids = tokenizer.encode_prompt(text, tools, **variables)
+        encode = functools.partial(tokenizer.encode_prompt, text, tools, **variables)
+        token_ids = limited(encode, seconds)
         if reader:
             token_ids, images = reader.expand(token_ids, pictures)
     except UserError as e:  # for example, the template rejected the messages
         raise UserError(f"{place}: {e}") from e
+    except TimeoutError:
+        raise UserError(
+            f"{place}: the chat template and the tokenizer take more than {seconds:g} s for this "
+            "prompt; shorten it, or correct the template."
+        ) from None
     require(
         len(token_ids) > 0, "the prompt is empty; a completion needs at least one token to continue"
     )

@@ -29,8 +29,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from nanogrpo.errors import UserError, read_json, reading
 
 # These files are read when the tokenizer is loaded and written unchanged by `save`. After the first
-# four come parts of tokenizer.json for the slow tokenizers of transformers, then the settings for
-# pictures (vision/processor.py).
+# four come parts of tokenizer.json for the slow tokenizers of transformers, then the template and
+# settings of vision-language models (vision/processor.py).
 FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -40,6 +40,7 @@ FILES = [
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "chat_template.json",
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -86,7 +87,8 @@ class Tokenizer:
         tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
         self._special = {k: v for k, v in tokens.items() if isinstance(v, str)}
         self.stop_token_ids = self._stops()
-        self._templates = self._compile(config.get("chat_template"))
+        own = self._json("chat_template.json").get("chat_template")
+        self._templates = self._compile(config.get("chat_template") or own)
 
     def save(self, folder: Path) -> None:
         """Write the loaded files byte for byte, so a checkpoint tokenizes exactly like its base."""
@@ -256,7 +258,8 @@ class Tokenizer:
         """Compile the chat template, and the one for messages with tools if there is one.
 
         It is read from chat_template.jinja if that file exists, or else from the config, where it
-        is a string or a list of {"name", "template"} with the names "default" and "tool_use".
+        is a string or a list of {"name", "template"} with the names "default" and "tool_use". A
+        vision-language model may have it in chat_template.json.
         """
         if "chat_template.jinja" in self._files:
             with reading(f"{self._folder}/chat_template.jinja", COPY, "is not UTF-8"):

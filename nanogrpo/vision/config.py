@@ -116,10 +116,11 @@ def read(raw: dict, require: Callable[..., None]) -> tuple[dict, VisionConfig]:
     require(
         c.hidden_size % (4 * c.num_heads) == 0
         and round(c.num_position_embeddings**0.5) ** 2 == c.num_position_embeddings
+        and c.depth <= 2**12
         and [*taken] == sorted({*taken} & {*range(c.depth)}),
         "vision_config describes no encoder",
-        "hidden_size must be a multiple of 4 · num_heads, num_position_embeddings a square, and "
-        "deepstack_visual_indexes rising and below depth",
+        "hidden_size must be a multiple of 4 · num_heads, num_position_embeddings a square, depth "
+        "at most 4096, and deepstack_visual_indexes rising and below depth",
     )
     require(
         c.out_hidden_size == text.get("hidden_size")

@@ -115,6 +115,8 @@ class Reader:
         path, what = base / value, f"the picture {value!s:.100}"
         if path not in self.files:
             with reading(what, "give its path, absolute or relative to the data file"):
+                if path.exists() and not path.is_file():
+                    raise ValueError("it is not a file")  # reading a pipe may never end
                 data = path.read_bytes()
             self.files[path] = _decoded(data, what)
         return self.files[path]
@@ -162,6 +164,10 @@ def _decoded(value: Any, what: str) -> Picture:
         except UnidentifiedImageError:  # its message has an address
             raise UserError(f"{what} has no format that Pillow reads: save it as PNG.") from None
         image.load()
+        # numbers, not bands; convert("RGB") cuts them off at 255
+        highest: Any = image.getextrema()[1] if image.mode.startswith("I") else 0
+        if image.mode == "F" or highest > 255:
+            raise ValueError("its values have more than 8 bits")
         upright = image.getexif().get(ORIENTATION, 1) == 1
         if not (isinstance(value, bytes) and upright and image.mode == "RGB"):
             file = io.BytesIO()

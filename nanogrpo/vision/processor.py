@@ -92,8 +92,10 @@ class Settings:
             least, most = raw.get("min_pixels"), raw.get("max_pixels")
             least, most = least or size["shortest_edge"], most or size["longest_edge"]
             mean, std = (tuple(map(float, raw[name])) for name in ("image_mean", "image_std"))
-            if not (0 < least <= most and len(mean) == len(std) == 3 and min(std) > 0):
-                raise ValueError("it needs three colours, and 0 < shortest_edge <= longest_edge")
+            if not (0 < least <= min(most, 2**31) and len(mean) == len(std) == 3 and min(std) > 0):
+                raise ValueError(
+                    "it needs three colours, and 0 < shortest_edge <= longest_edge, below 2^31"
+                )
         return cls(
             **patch,
             min_pixels=least,
@@ -160,31 +162,28 @@ def prepare(
     token_ids: Sequence[int],
     sources: Sequence[bytes],
     settings: Settings,
-    where: str = "",
     sizes: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[int], Images]:
     """Return the ids with all image tokens, and the pictures.
 
-    token_ids: a prompt with one image token per picture, as chat templates write it. where: the
-    place of the prompt in the data, which begins the sentence of a UserError. sizes: width and
-    height of the pictures, if they are known; otherwise each one is decoded.
+    token_ids: a prompt with one image token per picture, as chat templates write it. sizes: width
+    and height of the pictures, if they are known; otherwise each one is decoded.
     """
-    place = f"{where}: " if where else ""
     token, count = settings.image_token_id, [*token_ids].count(settings.image_token_id)
     if count != len(sources):
         raise UserError(
-            f"{place}the prompt has {count} places for pictures, but {len(sources)} pictures: give "
-            "each picture one {'type': 'image'} in the messages."
+            f"the number of pictures is {len(sources)}, but that of image tokens is {count}: write "
+            "none in texts, and use a chat template that writes one for each picture."
         )
     if token_ids and token_ids[-1] == token:
-        raise UserError(f"{place}the prompt ends with a picture: let some text follow it.")
+        raise UserError("the prompt ends with a picture: let some text follow it.")
     ids: list[int] = []
     found = Images([*sources], settings, [], [])
     for i in token_ids:
         repeat = 1
         if i == token:
             n = len(found.grid)
-            with reading(f"{place}picture {n + 1}", "replace it, or leave the row out"):
+            with reading(f"picture {n + 1}", "replace it, or leave the row out"):
                 width, height = sizes[n] if sizes else rgb(Image.open(io.BytesIO(sources[n]))).size
                 size = smart_resize(height, width, settings)
             h, w = (side // settings.patch_size for side in size)

@@ -56,6 +56,19 @@ def test_encode_and_decode_equal_transformers(pair, text):
     )
 
 
+def test_the_template_of_a_processor_is_read_and_saved(tmp_path):
+    """Vision-language models have it in a file of its own."""
+    folder = make_folder(tmp_path / "model", None)
+    (folder / "chat_template.json").write_text(
+        json.dumps({"chat_template": "a{{ messages[0].b }}"})
+    )
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.render([{"b": "c"}]) == "ac"
+    (tmp_path / "saved").mkdir()
+    tokenizer.save(tmp_path / "saved")
+    assert Tokenizer(tmp_path / "saved").render([{"b": "c"}]) == "ac"
+
+
 @pytest.mark.parametrize("template", [CHATML, QWEN3_LIKE], ids=["chatml", "qwen3-like"])
 @pytest.mark.parametrize("in_config", [False, True])
 def test_render_equals_transformers(tmp_path, template, in_config):

@@ -6,6 +6,7 @@ Read next: test_processor.py (from a picture to the encoder's input), test_train
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -207,7 +208,11 @@ MISTAKES = {
         row(image="https://x.org/a.png"),
         r"\(No such file or directory\): give its path, abs",
     ),
-    "a folder": (row(image="."), r"the picture . cannot be read \(Is a directory\): give its path"),
+    "a folder": (row(image="."), r"the picture . cannot be read \(it is not a file\): give its"),
+    "a pipe": (
+        row(image="pipe"),
+        r"the picture pipe cannot be read \(it is not a file\): give its",
+    ),
     "base64": (
         row(image="iVBORw0K" * 99),
         r"the picture iVB.{97} cannot be read \(File name too lo",
@@ -235,7 +240,15 @@ MISTAKES = {
         row(images=[IMAGE, IMAGE]),
         r"2 of its pictures are in columns, but its messages have 1 parts",
     ),
-    "written": ({"prompt": WRITTEN}, r"has 1 places for pictures, but 0 pictures"),
+    "written": (
+        {"prompt": WRITTEN},
+        r"the number of pictures is 0, but that of image tokens is 1: write none in texts, and use",
+    ),
+    "16 bits": (
+        row(image=Image.fromarray(np.full((8, 8), 256, np.uint16))),
+        r"cannot be decoded \(its values have more than 8 bits",
+    ),
+    "fractions": (row(image=Image.new("F", (8, 8), 0.5)), r"values have more than 8 bits"),
     "a video": (
         {"prompt": [{"role": "user", "content": [{"type": "video"}]}]},
         r"a part of a mess",
@@ -259,6 +272,7 @@ MISTAKES = {
 def test_a_mistake_gets_one_sentence_with_its_row(base, tokenizer, tmp_path, monkeypatch, name):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 90**2 // 2 if "bomb" in name else 10**6)
     (tmp_path / "cut.png").write_bytes(TRUNCATED)
+    os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     record, problem = MISTAKES[name]
     good = {"prompt": SHOW, "image": IMAGE}

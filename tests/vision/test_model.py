@@ -371,6 +371,7 @@ WRONG = {
     "hidden_size must be a multiple of 4": {"vision_config": {"hidden_size": 30}},
     "num_position_embeddings a square": {"vision_config": {"num_position_embeddings": 35}},
     "deepstack_visual_indexes rising": {"vision_config": {"deepstack_visual_indexes": [2, 1]}},
+    "depth at most 4096": {"vision_config": {"depth": 10**6}},
     "below depth": {"vision_config": {"deepstack_visual_indexes": [1, 3]}},
     "out_hidden_size must be its hidden_size": {"vision_config": {"out_hidden_size": 32}},
     "image_token_id below its vocab_size": {"image_token_id": 151},
