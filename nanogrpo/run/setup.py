@@ -551,16 +551,18 @@ def check_data_options(cfg: Config, tokenizer: Tokenizer) -> None:
 
 
 def check_pictures(cfg: Config, prompts: list[Prompt]) -> None:
-    """Report options that read or change the text of prompts, if some of these have pictures."""
+    """Report options that read or change the text of prompts, if some of these have pictures, or
+    messages in parts.
+    """
     judges = [spec for spec in cfg.reward_funcs if spec.startswith("model:")]
     uses = [f"--reward-funcs {spec}" for spec in judges]
     uses += ["--environment-factory"] if cfg.environment_factory else []
-    shown = next((p for p in prompts if p.images is not None), None)
-    if uses and shown:
-        raise UserError(
-            f"{uses[0]} works with texts only, but prompt {shown.id} has a picture: leave the "
-            "option out, or the picture."
-        )
+    for p in prompts if uses else ():
+        if isinstance(p.text, list) and any(isinstance(m["content"], list) for m in p.text):
+            raise UserError(
+                f"{uses[0]} works with texts only, but the messages of prompt {p.id} have pictures "
+                "or parts: leave the option out, or write each content as a text."
+            )
 
 
 def check_answers(cfg: Config, prompts: list[Prompt], option: str = "data") -> None:

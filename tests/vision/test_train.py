@@ -350,8 +350,11 @@ def test_options_that_only_read_text_refuse_pictures(base, option):
     from nanogrpo.run.setup import check_pictures
 
     value = {"reward_funcs": ("model:judge",), "environment_factory": "room.py:Room"}[option]
-    with pytest.raises(UserError, match=r"works with texts only, but prompt 0 has a picture"):
-        check_pictures(Config(**{option: value}), prompts(base))
+    parts = [{"role": "user", "content": [{"type": "text", "text": "3+4="}]}]
+    for found in (prompts(base), prompts(base, [{"prompt": parts}])):
+        with pytest.raises(UserError, match=r"with texts only, but the messages of prompt 0 have"):
+            check_pictures(Config(**{option: value}), found)
+    check_pictures(Config(**{option: value}), prompts(base, [{"prompt": "3+4="}]))
 
 
 def test_a_run_that_reads_text_imports_nothing_for_pictures(tiny_base, files, tmp_path):
