@@ -154,6 +154,7 @@ def origin(cfg: Config, world: World, prompts: Sequence[Prompt]) -> dict[str, st
     for p in prompts:
         row = [p.id, p.token_ids, p.columns]
         if p.images is not None:
+            row.append(p.images.settings)
             row.append([hashlib.sha256(source).hexdigest() for source in p.images.sources])
         with reading(f"--data: prompt {p.id}", "give plain values as columns", "cannot be hashed"):
             known.update(json.dumps(row, sort_keys=True, default=str).encode())

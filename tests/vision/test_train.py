@@ -24,7 +24,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.logs import view_data
 from nanogrpo.model import adapters, lora
-from nanogrpo.run import memory, plan
+from nanogrpo.run import memory, output, plan
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import SOLO, arguments, packed, steps
 from tests.distributed.training import differ
@@ -161,6 +161,14 @@ def test_a_resumed_run_refuses_other_pictures(base, tmp_path, capsys):
     picture.write_bytes((tmp_path / "data-7-0.png").read_bytes())  # of the same size
     assert train.main(argv(base, data, tmp_path / "run", "--resume")) == 2
     assert "was written with other prompts" in capsys.readouterr().err
+
+
+def test_a_resumed_run_notices_other_settings_of_the_processor(base):
+    cfg, found = Config(model=str(base)), prompts(base, records(1))
+    before = output.origin(cfg, SOLO, found)
+    images = found[0].images
+    images.settings = dataclasses.replace(images.settings, image_mean=(0.1, 0.1, 0.1))
+    assert output.origin(cfg, SOLO, found) != before
 
 
 @pytest.mark.parametrize("options", [["--freeze-vision-tower"], ["--lora-r", "2"]])
