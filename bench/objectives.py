@@ -87,22 +87,25 @@ def one_generation(updates: int) -> str:
     )
 
 
+LOSSES = {  # row → its options; those of a ratio per sequence have the bounds of their papers
+    "dr_grpo": "--loss-type dr_grpo --scale-rewards none",
+    "gspo": "--loss-type grpo --importance-sampling-level sequence"
+    " --epsilon 3e-4 --epsilon-high 4e-4",
+    "luspo": "--loss-type luspo --importance-sampling-level sequence"
+    " --epsilon 2e-3 --epsilon-high 2.5e-3",
+    "cispo": "--loss-type cispo --epsilon-high 5",
+    "sapo": "--loss-type sapo",
+    "vespo": "--loss-type vespo",
+    "dppo_tv": "--loss-type dppo_tv",
+    "dppo_kl": "--loss-type dppo_kl --epsilon 0.05",
+}
 EXPERIMENTS = {
     "objective": Experiment(
         "Which objective learns best, with four updates per generation?",
         OFF_POLICY,
         {
             "dapo": "",
-            "dr_grpo": "--loss-type dr_grpo --scale-rewards none",
-            "gspo": "--loss-type grpo --importance-sampling-level sequence"
-            " --epsilon 3e-4 --epsilon-high 4e-4",
-            "luspo": "--loss-type luspo --importance-sampling-level sequence"
-            " --epsilon 2e-3 --epsilon-high 2.5e-3",
-            "cispo": "--loss-type cispo --epsilon-high 5",
-            "sapo": "--loss-type sapo",
-            "vespo": "--loss-type vespo",
-            "dppo_tv": "--loss-type dppo_tv",
-            "dppo_kl": "--loss-type dppo_kl --epsilon 0.05",
+            **LOSSES,
         },
         "Only two rows end more than three standard errors away from `dapo`: `sapo` 5 points above"
         " it, and `luspo` 6 below. `sapo`, `cispo`, `dppo_tv` and `dppo_kl` probably learn sooner:"
@@ -208,16 +211,7 @@ EXPERIMENTS = {
             "dapo, on policy": "--steps-per-generation 1 --num-iterations 1 --learning-rate 2e-4",
             "dapo, clip-higher": "--epsilon-high 0.28",
             "grpo": "--loss-type grpo",
-            "dr_grpo": "--loss-type dr_grpo --scale-rewards none",
-            "gspo": "--loss-type grpo --importance-sampling-level sequence"
-            " --epsilon 3e-4 --epsilon-high 4e-4",
-            "luspo": "--loss-type luspo --importance-sampling-level sequence"
-            " --epsilon 2e-3 --epsilon-high 2.5e-3",
-            "cispo": "--loss-type cispo --epsilon-high 5",
-            "sapo": "--loss-type sapo",
-            "vespo": "--loss-type vespo",
-            "dppo_tv": "--loss-type dppo_tv",
-            "dppo_kl": "--loss-type dppo_kl --epsilon 0.05",
+            **LOSSES,
             "dapo, top 20 % entropy": "--top-entropy-quantile 0.2",
             "dapo, entropy bonus": "--entropy-coef 0.01",
             "dapo, off-policy mask": "--off-policy-mask-threshold 0.01",
