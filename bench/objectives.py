@@ -60,6 +60,7 @@ STALE = (
     f"{WORDS} {RATE} --generation-batch-size 512 --max-steps 6 --eval-steps 2"
     " --steps-per-generation 16"
 )
+NO_CLIP = "--epsilon 0.999999 --epsilon-high 1e9"
 TINY = (
     "--num-generations 8 --generation-batch-size 64 --max-concurrent 64 --max-completion-length 48"
     " --device cpu --steps-per-generation 2 --num-iterations 2 --learning-rate 5e-5"
@@ -162,8 +163,8 @@ EXPERIMENTS = {
     ),
     "staleness": Experiment(
         "How many updates may use one generation? All rows sample 3,072 completions and make 96"
-        " updates of 32 completions, but the last two train on each completion twice, with 192"
-        " updates.",
+        " updates of 32 completions, but those with `--num-iterations 2` train on each completion"
+        " twice, with 192 updates.",
         f"{WORDS} {RATE}",
         {
             "4 updates": one_generation(4),
@@ -173,6 +174,8 @@ EXPERIMENTS = {
             "96 updates": one_generation(96),
             "4 updates, twice": f"{one_generation(4)} --num-iterations 2",
             "16 updates, twice": f"{one_generation(16)} --num-iterations 2",
+            "48 updates, no clip": f"{one_generation(48)} {NO_CLIP}",
+            "96 updates, no clip": f"{one_generation(96)} {NO_CLIP}",
         },
         "With the default clip of 0.2, staleness costs more than any choice above. With one or"
         " four updates per generation, runs end alike; with 16, they end 10 points lower. With 96,"
@@ -193,8 +196,8 @@ EXPERIMENTS = {
             "0.4": "--epsilon 0.4",
             "0.2 below, 0.28 above": "--epsilon-high 0.28",
             "0.2 below, none above": "--epsilon-high 1e9",
-            "none": "--epsilon 0.999999 --epsilon-high 1e9",
-            "none, but delta 4": "--epsilon 0.999999 --epsilon-high 1e9 --delta 4",
+            "none": NO_CLIP,
+            "none, but delta 4": f"{NO_CLIP} --delta 4",
         },
         "With bounds of 0.02 and 0.05, runs end 10 and 8 points lower than with 0.2. A wider upper"
         " bound, or none, does not change the end beyond the noise. Without any clip, runs end 12"
