@@ -108,12 +108,11 @@ EXPERIMENTS = {
             "dapo": "",
             **LOSSES,
         },
-        "Only two rows end more than three standard errors away from `dapo`: `sapo` 5 points above"
-        " it, and `luspo` 6 below. `sapo`, `cispo`, `dppo_tv` and `dppo_kl` probably learn sooner:"
-        " their training accuracy is 4 to 6 points higher. Each of these differences is only 2.4"
-        " to 2.9 standard errors, but the same four are higher on the tiny model below. `gspo` and"
-        " `luspo` have one ratio per sequence. With the narrow bounds of their papers, more than a"
-        " third of the sequences have no gradient.",
+        "`sapo` ends 6 points above `dapo` and `luspo` 5 below; both also differ in training"
+        " accuracy, by 4 and 5 points. Each difference is 3.5 standard errors or more. `gspo` is"
+        " 3 points lower in both, by 2.3 standard errors. `gspo` and `luspo` have one ratio per"
+        " sequence, and with the narrow bounds of their papers, more than a third of the"
+        " sequences have no gradient. The other rows do not differ from `dapo` beyond the noise.",
     ),
     "group size": Experiment(
         "How many completions per prompt, if a step has 128 completions in total?",
@@ -126,11 +125,10 @@ EXPERIMENTS = {
             "32 × 4 prompts": "--num-generations 32",
             "64 × 2 prompts": "--num-generations 64",
         },
-        "No size ends differently beyond the noise. In training accuracy, groups of 4 and 16 are"
-        " within one standard error of groups of 8. Groups of 32 and 64, which leave four or two"
-        " prompts for a step, are 9 and 10 points lower, and groups of 2 are 15 points lower."
-        " These differences are only 2.0 to 2.7 standard errors, so five seeds suggest, but do not"
-        " show, that very small and very large groups learn later.",
+        "Groups of 4, 8 and 16 do not differ beyond the noise. Groups of 2, 32 and 64 have"
+        " lower means at the end (by 2 to 6 points) and in training (by 7 to 10 points), but"
+        " these differences are at most 2.3 standard errors. So eight seeds suggest, but do not"
+        " show, that very small groups, and large groups from few prompts, learn more slowly.",
     ),
     "baseline": Experiment(
         "What is subtracted from a reward, and what is the difference divided by?",
@@ -142,11 +140,11 @@ EXPERIMENTS = {
             "mean of the others / 1": "--advantage-estimator rloo",
             "group's mean / group's mean": "--advantage-estimator maxrl",
         },
-        "Dividing by the group's deviation gains nothing here: with the deviation of the batch,"
-        " or without any, runs end 4 points higher, which is about two standard errors. `rloo`"
+        "Dividing by the deviation of the batch instead of the group's ends 6 points higher, by"
+        " 3.4 standard errors. No other row differs from the first beyond the noise. `rloo`"
         " subtracts the mean of the other seven completions. This is the second row with all"
-        " advantages multiplied by 8/7, which AdamW almost cancels, so their difference of one"
-        " point shows how much chance there is. `maxrl` ends like the first row.",
+        " advantages multiplied by 8/7, which AdamW almost cancels, so their difference of 2"
+        " points at the end shows how much chance there is.",
     ),
     "normalizer": Experiment(
         "Over what is the loss averaged?",
@@ -156,10 +154,10 @@ EXPERIMENTS = {
             "grpo: tokens of a completion": "--loss-type grpo",
             "dr_grpo: maximum length": "--loss-type dr_grpo",
         },
-        "With an equal weight for each completion (`grpo`), runs end 4 points higher than with an"
-        " equal weight for each token (`dapo`), by 2.9 standard errors, but do not learn sooner."
-        " `dr_grpo`, which divides by a constant, does not differ from `dapo` beyond the noise."
-        " `bnpo` is not shown, because a step has one micro-batch here, so it equals `dapo`.",
+        "The choice does not matter beyond the noise here. After five seeds, `grpo` ended 4"
+        " points above `dapo`, by 2.9 standard errors; with three more seeds, 1 point and 0.7"
+        " standard errors are left. So take single differences of this size with care. `bnpo` is"
+        " not shown, because a step has one micro-batch here, so it equals `dapo`.",
     ),
     "staleness": Experiment(
         "How many updates may use one generation? All rows sample 3,072 completions and make 96"
@@ -178,13 +176,14 @@ EXPERIMENTS = {
             "96 updates, no clip": f"{one_generation(96)} {NO_CLIP}",
         },
         "With the default clip of 0.2, staleness costs more than any choice above. With one or"
-        " four updates per generation, runs end alike; with 16, they end 10 points lower. With 96,"
-        " all completions come from the base model, and four fifths of the gain are lost. But the"
-        " next section shows that, with 16 updates, the clip causes this loss: without it, runs"
-        " end as with four. We have not measured 48 and 96 updates without a clip. Training on"
-        " each completion twice does not change the end beyond the noise. Compare only the"
-        " held-out accuracies here: with few generations, most completions come from earlier"
-        " models, so the training accuracy is lower in any case.",
+        " four updates per generation, runs end alike; with 16, they end 10 points lower. With"
+        " 96, all completions come from the base model, and four fifths of the gain are lost."
+        " The clip causes much of this loss: without it, 16 updates end as high as four (next"
+        " section), and the last two rows end 10 points above the same rows with a clip. Even"
+        " so, 48 updates lose a third of the gain, and 96 lose half. Training on each completion"
+        " twice does not change the end beyond the noise. Compare only the held-out accuracies"
+        " here: with few generations, most completions come from earlier models, so the training"
+        " accuracy is lower in any case.",
     ),
     "clip": Experiment(
         "How far may the ratio move, with 16 updates per generation?",
@@ -199,11 +198,12 @@ EXPERIMENTS = {
             "none": NO_CLIP,
             "none, but delta 4": f"{NO_CLIP} --delta 4",
         },
-        "With bounds of 0.02 and 0.05, runs end 10 and 8 points lower than with 0.2. A wider upper"
-        " bound, or none, does not change the end beyond the noise. Without any clip, runs end 12"
+        "With bounds of 0.02 and 0.05, runs end 9.5 and 8.5 points lower than with 0.2. A wider"
+        " upper bound, or none, does not change the end beyond the noise; with none, and with"
+        " 0.4 on both sides, training accuracy is 4 points higher. Without any clip, runs end 10"
         " points higher, as high as with four updates per generation. This points to the lower"
-        " bound, which stops tokens from becoming less likely: here it slows learning more than it"
-        " protects it. Longer runs and higher learning rates may differ.",
+        " bound, which stops tokens from becoming less likely: here it slows learning more than"
+        " it protects it. Longer runs and higher learning rates may differ.",
     ),
     "tiny": Experiment(
         "Does a model learn with each loss type, and with other options of the loss? Here, the"
@@ -240,14 +240,13 @@ step. `clipped` is the share of tokens without a gradient because of the objecti
 of sequences; cispo: of clipped ratios).
 
 `minus first row` is the mean difference from the first row ± its standard error, with runs paired
-by their seed. A row with four seeds is compared with the same four of the first row. If two rows
-were equal, chance would make one difference in twenty larger than 2.8 standard errors with five
-seeds, and than 3.2 with four (Student's t). A table with eight such differences may well have one.
-The first rows of group size, baseline and normalizer are the same five runs. If these ended low by
-chance, all differences from them are too high.
+by their seed. If two rows were equal, chance would make one difference in twenty larger than 2.4
+standard errors with eight seeds, and than 2.8 with five (Student's t). A table with eight such
+differences may well have one. The first rows of group size, baseline and normalizer are the same
+eight runs. If these ended low by chance, all differences from them are too high.
 
-To repeat a row, run `python train.py` with the options of all rows, its own, and `--seed 0` to
-`--seed 4`. `make real` makes the model of the word problems, in `runs/smollm2`. The tiny task needs
+To repeat a row, run `python train.py` with the options of all rows, its own, and the seeds from
+`--seed 0`. `make real` makes the model of the word problems, in `runs/smollm2`. The tiny task needs
 `--model runs/demo/base`, which `make demo` makes.
 
 ![Held-out accuracy during the runs](img/objectives.png)
@@ -480,17 +479,20 @@ def measure(args: argparse.Namespace, records: list[dict], argv: Sequence[str]) 
         futures = {
             pool.submit(run_case, str(base), *key): (key, base) for key, base in todo.items()
         }
-        for future in as_completed(futures):
-            (options, seed), base = futures[future]
-            found = future.result()
-            timing = common.Timing([found.pop("run_seconds")])
-            same = {"options": options, "seed": seed, "base": bases[base]}
-            case = f"{options}, seed {seed}"
-            records.append(
-                common.record("objectives", case, "nanogrpo", argv, timing, **same, **found)
-            )
-            common.write("objectives", records, args.out)
-            progress.advance(task)
+        try:
+            for future in as_completed(futures):
+                (options, seed), base = futures[future]
+                found = future.result()
+                timing = common.Timing([found.pop("run_seconds")])
+                same = {"options": options, "seed": seed, "base": bases[base]}
+                case = f"{options}, seed {seed}"
+                records.append(
+                    common.record("objectives", case, "nanogrpo", argv, timing, **same, **found)
+                )
+                common.write("objectives", records, args.out)
+                progress.advance(task)
+        finally:
+            pool.shutdown(cancel_futures=True)  # Ctrl-C starts no further run
 
 
 if __name__ == "__main__":

@@ -190,17 +190,23 @@ def replay_apart(records: list[dict]) -> list[str]:
     ]
 
 
-def lifts(records: list[dict]) -> list[str]:
-    """Return notes on how far the runs with pictures, and those with noise, rise."""
-    notes = ["A guess is right with a probability of 0.107: 6, 11 or 16 sums are equally likely."]
+def rises(records: list[dict]) -> list[str]:
+    """Return a note per side: by how much held-out accuracy changes in a run."""
+    notes = []
     for side in dict.fromkeys(r["side"] for r in records):
         rise = []
         for r in records:
             if r["side"] == side:
                 first, *_, last = (r["held_out"][step] for step in sorted(r["held_out"], key=int))
                 rise.append(100 * (last - first))
-        span = f"{min(rise):+.1f} to {max(rise):+.1f}"
-        notes.append(f"With {side}, held-out accuracy changes by {span} points.")
+        span = f"{min(rise):+.1f} to {max(rise):+.1f} (mean {statistics.fmean(rise):+.1f})"
+        notes.append(f"{side}: held-out accuracy changes by {span} points.")
+    return notes
+
+
+def vision(records: list[dict]) -> list[str]:
+    notes = ["A guess is right with a probability of 0.107: 6, 11 or 16 sums are equally likely."]
+    notes += rises(records)
     busy = max(r["machine"]["load_average"] for r in records)
     if busy > 2 * records[0]["machine"]["cores"]:
         notes.append(f"Other programs ran (load average up to {busy:.0f}), which takes time.")
