@@ -24,10 +24,10 @@ packing need to know nothing about pictures.
 
 from __future__ import annotations
 
-import functools
 import io
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,9 +232,38 @@ def resized(source: bytes, settings: Settings) -> Image.Image:
     return picture.resize((width, height), Image.Resampling.BICUBIC)
 
 
-@functools.lru_cache(maxsize=128)  # a step needs a picture again: to sample, then to train
+class Recent:
+    """Keep the latest arrays, up to `limit` bytes. Several threads may use it."""
+
+    def __init__(self, limit: int):
+        self.limit, self.bytes, self.lock = limit, 0, threading.Lock()
+        self.kept: dict[Hashable, np.ndarray] = {}  # the latest is last
+
+    def get(self, key: Hashable, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return the array of a key, which `make` returns if it is not kept."""
+        with self.lock:
+            found = self.kept.pop(key, None)
+            self.bytes -= 0 if found is None else found.nbytes
+        found = make() if found is None else found
+        with self.lock:
+            if key not in self.kept:  # another thread may have made it
+                self.kept[key] = found
+                self.bytes += found.nbytes
+            while self.bytes > self.limit:
+                self.bytes -= self.kept.pop(next(iter(self.kept))).nbytes
+        return found
+
+
+# A step needs a picture again: to sample, then to train.
+RECENT = Recent(512 << 20)
+
+
 def patches(source: bytes, settings: Settings) -> np.ndarray:
     """Return the patches of a picture, [patches, C, Ph, Pw] uint8, square by square."""
+    return RECENT.get((source, settings), lambda: patches_of(source, settings))
+
+
+def patches_of(source: bytes, settings: Settings) -> np.ndarray:
     P, m = settings.patch_size, settings.merge_size
     x = np.asarray(resized(source, settings))  # [height, width, C]
     x = x.reshape(len(x) // (m * P), m, P, -1, m, P, 3)  # [rows, m, P, columns, m, P, C]

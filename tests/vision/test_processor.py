@@ -2,6 +2,7 @@
 bit for bit; what cannot be processed is one sentence. Read next: test_model.py.
 """
 
+import concurrent.futures
 import dataclasses
 import io
 import json
@@ -201,6 +202,29 @@ def test_pixels_made_while_sampling_can_be_trained_on():
     with torch.inference_mode():
         assert found.pixels.is_inference()
     assert not found.pixels.is_inference()
+
+
+def test_kept_pictures_have_a_limit_in_bytes():
+    recent, made = processor.Recent(limit=250), []
+
+    def get(key: int, size: int) -> np.ndarray:
+        return recent.get(key, lambda: made.append(key) or np.full(size, key, np.uint8))
+
+    for key in (1, 2, 1, 3, 1, 2, 4):  # 3 replaces 2, which was used before 1; 2 replaces 3
+        assert (get(key, 100) == key).all()
+    assert made == [1, 2, 3, 2, 4]
+    assert recent.bytes == sum(x.nbytes for x in recent.kept.values()) == 200
+    assert len(get(5, 300)) == 300  # too large to be kept
+    assert recent.bytes == 0
+
+
+def test_kept_pictures_are_right_in_threads():
+    recent = processor.Recent(limit=5_000)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        keys = [i * 7 % 20 for i in range(4_000)]
+        found = pool.map(lambda k: recent.get(k, lambda: np.full(100 * k, k, np.uint8)), keys)
+        assert all(len(x) == 100 * k and (x == k).all() for k, x in zip(keys, found))
+    assert recent.bytes == sum(x.nbytes for x in recent.kept.values()) <= 5_000
 
 
 def test_a_checkpoint_keeps_the_settings(folder, tmp_path):
