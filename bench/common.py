@@ -291,6 +291,12 @@ def merge(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
 # --- tables and pictures ---
 
 
+def commit(machine: dict) -> str:
+    """Return the commit of a record's machine, and whether the checkout had changes."""
+    changed = " with uncommitted changes" if machine["uncommitted_changes"] else ""
+    return (machine["commit"] or "unknown")[:7] + changed
+
+
 def show(x: object) -> str:
     """Format a number with three significant digits and grouped thousands."""
     if isinstance(x, float):

@@ -108,11 +108,13 @@ EXPERIMENTS = {
             "dapo": "",
             **LOSSES,
         },
-        "`sapo` ends 6 points above `dapo` and `luspo` 5 below; both also differ in training"
-        " accuracy, by 4 and 5 points. Each difference is 3.5 standard errors or more. `gspo` is"
-        " 3 points lower in both, by 2.3 standard errors. `gspo` and `luspo` have one ratio per"
+        "`sapo` ends 6 points above `dapo` (3.7 standard errors) and `luspo` 5 below (4.5)."
+        " Their training accuracies differ by 4 and 5 points (3.5 both). `gspo` is 3 points"
+        " lower in both (2.3 and 2.4); it also learns later on the tiny model. The other rows do"
+        " not differ from `dapo` beyond the noise. `gspo` and `luspo` have one ratio per"
         " sequence, and with the narrow bounds of their papers, more than a third of the"
-        " sequences have no gradient. The other rows do not differ from `dapo` beyond the noise.",
+        " sequences have no gradient. `gspo`, `sapo` and `luspo` also weight completions"
+        " differently, but the section on the normalizer finds no effect of that.",
     ),
     "group size": Experiment(
         "How many completions per prompt, if a step has 128 completions in total?",
@@ -126,9 +128,11 @@ EXPERIMENTS = {
             "64 × 2 prompts": "--num-generations 64",
         },
         "Groups of 4, 8 and 16 do not differ beyond the noise. Groups of 2, 32 and 64 have"
-        " lower means at the end (by 2 to 6 points) and in training (by 7 to 10 points), but"
-        " these differences are at most 2.3 standard errors. So eight seeds suggest, but do not"
-        " show, that very small groups, and large groups from few prompts, learn more slowly.",
+        " lower means at the end (by 2 to 6 points) and in training (by 7 to 10), but only by up"
+        " to 2.3 standard errors. A clearer difference, which we did not plan to test, is that"
+        " groups of 32 have 7 points less training accuracy than groups of 16 (3.4 standard"
+        " errors). So eight seeds suggest, but do not show, that groups of two, and large groups"
+        " from few prompts, learn more slowly.",
     ),
     "baseline": Experiment(
         "What is subtracted from a reward, and what is the difference divided by?",
@@ -140,11 +144,13 @@ EXPERIMENTS = {
             "mean of the others / 1": "--advantage-estimator rloo",
             "group's mean / group's mean": "--advantage-estimator maxrl",
         },
-        "Dividing by the deviation of the batch instead of the group's ends 6 points higher, by"
-        " 3.4 standard errors. No other row differs from the first beyond the noise. `rloo`"
-        " subtracts the mean of the other seven completions. This is the second row with all"
-        " advantages multiplied by 8/7, which AdamW almost cancels, so their difference of 2"
-        " points at the end shows how much chance there is.",
+        "With the deviation of the batch instead of the group's, runs end 6.5 points higher"
+        " (3.4 standard errors). But their training accuracy does not differ beyond the noise,"
+        " nor do they from the rows without a divisor, so this may be chance. No other row"
+        " differs from the first beyond the noise. `rloo` subtracts the mean of the other seven"
+        " completions. Its advantages are those of the second row times 8/7, and AdamW almost"
+        " cancels such a factor. So these two rows should end alike: their difference of 2.4 ±"
+        " 2.1 points is chance.",
     ),
     "normalizer": Experiment(
         "Over what is the loss averaged?",
@@ -160,9 +166,9 @@ EXPERIMENTS = {
         " not shown, because a step has one micro-batch here, so it equals `dapo`.",
     ),
     "staleness": Experiment(
-        "How many updates may use one generation? All rows sample 3,072 completions and make 96"
-        " updates of 32 completions, but those with `--num-iterations 2` train on each completion"
-        " twice, with 192 updates.",
+        "How many updates may use one generation? All rows sample 3,072 completions, and make 96"
+        " updates with 32 completions each. Rows with `--num-iterations 2` use each completion"
+        " twice, so they make 192.",
         f"{WORDS} {RATE}",
         {
             "4 updates": one_generation(4),
@@ -175,15 +181,18 @@ EXPERIMENTS = {
             "48 updates, no clip": f"{one_generation(48)} {NO_CLIP}",
             "96 updates, no clip": f"{one_generation(96)} {NO_CLIP}",
         },
-        "With the default clip of 0.2, staleness costs more than any choice above. With one or"
-        " four updates per generation, runs end alike; with 16, they end 10 points lower. With"
-        " 96, all completions come from the base model, and four fifths of the gain are lost."
-        " The clip causes much of this loss: without it, 16 updates end as high as four (next"
-        " section), and the last two rows end 10 points above the same rows with a clip. Even"
-        " so, 48 updates lose a third of the gain, and 96 lose half. Training on each completion"
-        " twice does not change the end beyond the noise. Compare only the held-out accuracies"
-        " here: with few generations, most completions come from earlier models, so the training"
-        " accuracy is lower in any case.",
+        "With the default clip of 0.2, one and four updates per generation do not differ beyond"
+        " the noise. With 16, runs end 10 points lower, which is about as much as `luspo`"
+        " instead of `sapo`. With 48 and 96, the loss is 20 and 25 points, more than by any"
+        " choice above. In the last of these, all completions come from the base model, and four"
+        " fifths of the gain are lost. The clip causes much of this: without it, 16 updates end"
+        " as high as four (next section), and 48 and 96 end 10 points above the same rows with"
+        " it. Even so, 48 updates lose a third of the gain, and 96 lose half. Training on each"
+        " completion twice does not change the end beyond the noise; with four updates, it"
+        " raises training accuracy by 2.5 points (2.6 standard errors). Rows with different"
+        " numbers of generations can only be compared by their held-out accuracies: with few"
+        " generations, most completions come from earlier models, so the training accuracy is"
+        " lower in any case.",
     ),
     "clip": Experiment(
         "How far may the ratio move, with 16 updates per generation?",
@@ -199,11 +208,14 @@ EXPERIMENTS = {
             "none, but delta 4": f"{NO_CLIP} --delta 4",
         },
         "With bounds of 0.02 and 0.05, runs end 9.5 and 8.5 points lower than with 0.2. A wider"
-        " upper bound, or none, does not change the end beyond the noise; with none, and with"
-        " 0.4 on both sides, training accuracy is 4 points higher. Without any clip, runs end 10"
-        " points higher, as high as with four updates per generation. This points to the lower"
-        " bound, which stops tokens from becoming less likely: here it slows learning more than"
-        " it protects it. Longer runs and higher learning rates may differ.",
+        " upper bound, or none, does not change the end beyond the noise; training accuracy is 4"
+        " points higher without an upper bound, and with 0.4 on both sides. Without any clip,"
+        " runs end 10 points higher than with 0.2, as high as with four updates per generation,"
+        " and 8 points higher than without only the upper bound (3.3 standard errors). This"
+        " points to the lower bound, which stops tokens from becoming less likely: here it slows"
+        " learning more than it protects it. No row leaves out the lower bound alone. `--delta"
+        " 4`, an upper bound for tokens with a negative advantage, changes nothing beyond the"
+        " noise. Longer runs and higher learning rates may differ.",
     ),
     "tiny": Experiment(
         "Does a model learn with each loss type, and with other options of the loss? Here, the"
@@ -222,9 +234,11 @@ EXPERIMENTS = {
             "dapo, maxrl": "--advantage-estimator maxrl",
             "dapo, gdpo": "--multi-objective-aggregation normalize_then_sum",
         },
-        "All rows learn. They end within 2.2 points of `dapo`, whose seeds have a standard"
-        " deviation of 2.8. `gspo` and `luspo` learn later: their training accuracy is 11 points"
-        " lower. That of `cispo`, `sapo`, `dppo_tv` and `dppo_kl` is 2 points higher.",
+        "All rows learn, and end within 2.2 points of `dapo`. Only two end lower by more than"
+        " chance (2.8 standard errors): on policy, by 2.2 points, and `vespo`, by 0.9. In"
+        " training, `gspo` and `luspo` are 11 points lower, and the off-policy mask 2. `sapo`,"
+        " `dppo_tv`, `dppo_kl` and on policy are 2 points higher. Of 34 such differences, chance"
+        " makes one or two this large.",
     ),
 }
 PAGE = """# Objectives
@@ -236,14 +250,20 @@ Accuracies are means ± standard deviations over the seeds, and a point is 0.01.
 accuracy after the last step on problems that do not occur in training; for the word problems, of
 four sampled answers to each of 120 problems. `training` is the mean accuracy of all answers that
 were sampled for training, so it is higher if a run learns sooner. `entropy` is that of the last
-step. `clipped` is the share of tokens without a gradient because of the objective (gspo and luspo:
-of sequences; cispo: of clipped ratios).
+step; it tends to stay higher where runs learn less. `clipped` is the share of tokens without a
+gradient because of the objective. For gspo and luspo, it is the share of such sequences. For cispo,
+it is the share of ratios that were clipped, whose tokens keep their gradient.
 
 `minus first row` is the mean difference from the first row ± its standard error, with runs paired
 by their seed. If two rows were equal, chance would make one difference in twenty larger than 2.4
-standard errors with eight seeds, and than 2.8 with five (Student's t). A table with eight such
+standard errors with eight seeds, and than 2.8 with five (Student's t). A table with sixteen such
 differences may well have one. The first rows of group size, baseline and normalizer are the same
 eight runs. If these ended low by chance, all differences from them are too high.
+
+Nothing was tuned for a single row. All rows of a table have the same learning rate: 3e-5 from
+examples/word_problems.json, unless its options have another one. The only exception is the row on
+policy of the tiny model. [grpo.md](grpo.md) explains the methods, and
+[equations.md](equations.md#the-loss-of-a-token) has their equations.
 
 To repeat a row, run `python train.py` with the options of all rows, its own, and the seeds from
 `--seed 0`. `make real` makes the model of the word problems, in `runs/smollm2`. The tiny task needs
@@ -376,18 +396,21 @@ def page(records: Sequence[dict]) -> str:
         rows = [COLUMNS, ["---"] * len(COLUMNS), *table]
         out += [
             f"## {name.capitalize()}\n",
-            f"{experiment.question} {experiment.finding}\n",
+            f"{experiment.question}\n",
+            f"{experiment.finding}\n",
             f"All rows: `{experiment.options}`, beginning at a held-out accuracy of"
             f" {before:.3f}.\n",
             *(f"| {' | '.join(row)} |" for row in rows),
-            f"\n{where(first[0]['machine'])}\n",
+            f"\n{where([r for case in experiment.cases for r in runs_of(records, name, case)])}\n",
         ]
     return "\n".join(out)
 
 
-def where(machine: dict) -> str:
+def where(records: Sequence[dict]) -> str:
+    machine = records[0]["machine"]
+    commits = dict.fromkeys(common.commit(r["machine"]) for r in records)
     device = machine["gpu"] or machine["cpu"]
-    return f"{device}, torch {machine['versions']['torch']}, commit {machine['commit'][:12]}."
+    return f"{device}, torch {machine['versions']['torch']}, commit {', '.join(commits)}."
 
 
 def draw(records: Sequence[dict], path: Path) -> None:

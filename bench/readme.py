@@ -37,13 +37,10 @@ def origin(record: dict) -> str:
     chip = m["gpu"] or f"{m['cpu']}, {m['cores']} cores"
     packages = ("python", "torch", "transformers", "trl")
     versions = ", ".join(f"{name} {v}" for name, v in m["versions"].items() if name in packages)
-    commit = (m["commit"] or "unknown")[:7]
-    if m["uncommitted_changes"]:
-        commit += " with uncommitted changes"
     threads = record.get("threads", m["threads"])
     return (
         f"`{record['command']}` on {chip}, {threads} threads; {versions};"
-        f" {record['time'][:10]}, commit {commit}"
+        f" {record['time'][:10]}, commit {common.commit(m)}"
     )
 
 

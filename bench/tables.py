@@ -210,10 +210,14 @@ BENCHES = {
         [(f"{case}, {s}",) for case in ("tiny", "135M on a GPU") for s in ("bfloat16", "4 bits")],
         "four_bits.png",
         notes=lambda records: [
-            "Peak memory is that of the process, above its imported libraries. On a CPU, the"
-            " embedded engine has a float32 copy of a bfloat16 base, but shares one in four bits,"
-            " which it dequantizes in each decode step. On the GPU, ten runs shared the card at a"
-            " time, so each took longer than it would alone.",
+            "Peak memory is that of the process, above its imported libraries; on the GPU, what"
+            " PyTorch allocated there. On a CPU, the embedded engine has a float32 copy of a"
+            " bfloat16 base, but shares one in four bits, which it dequantizes in each decode step."
+            " On the GPU, ten runs shared the card at a time, so each took longer than it would"
+            " alone.",
+            "The weights of the 135M base were already rounded to 4 bits once, in the package from"
+            " which they come (examples/smollm2.py). Rounding them again to NF4 costs accuracy"
+            " before training.",
             *tables_learning.rises(records),
         ],
     ),
@@ -374,7 +378,10 @@ BENCHES = {
         [(size, "step") for size in ("3M", "38M", "135M")],
     ),
     "gpu": Bench(
-        "Does everything run on an NVIDIA GPU? The last stage makes ten steps of `make real`.",
+        "Does `make gpu` run to its end? Its stages also write the tables of kernel_speed,"
+        " step_large and rollout_large, whose figures on this page come from those commands alone."
+        " `train` makes ten steps of `make real`; k3 estimates how far the sampling engine's"
+        " policy is from the trainer's.",
         ("stage", "result", "seconds", "seconds per step", "tokens/s", "k3", "peak memory"),
         gpu,
         [(stage,) for stage in GPU_STAGES],

@@ -205,7 +205,10 @@ def rises(records: list[dict]) -> list[str]:
 
 
 def vision(records: list[dict]) -> list[str]:
-    notes = ["A guess is right with a probability of 0.107: 6, 11 or 16 sums are equally likely."]
+    notes = [
+        "A question asks for the sum of one, two or three dice. The sums are drawn uniformly from"
+        " 6, 11 or 16 values, so a guess is right with a probability of 0.107."
+    ]
     notes += rises(records)
     busy = max(r["machine"]["load_average"] for r in records)
     if busy > 2 * records[0]["machine"]["cores"]:
