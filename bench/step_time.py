@@ -162,7 +162,7 @@ def main(argv: Sequence[str]) -> list[dict]:
     if args.shape:
         if not torch.cuda.is_available():
             parser.error(f"--shape {args.shape} needs a GPU, and torch finds none.")
-        sides = ["nanogrpo"] if args.no_trl else list(step_large.SETTINGS)
+        sides = [s for s in step_large.SETTINGS if not (args.no_trl and s.startswith("TRL"))]
         return step_large.main(args.shape, args.repeats, sides, args.out, argv)
     torch.set_num_threads(args.threads)
     for case in args.cases:

@@ -317,7 +317,12 @@ BENCHES = {
             "settings",
         ),
         tables_step.step_large,
-        GPU_CASES,
+        [
+            (f"{size}, GPU, bfloat16, uneven", f"{side}{setting}")
+            for size in common.LARGE
+            for setting in ("", ", checkpointing")
+            for side in common.SIDES
+        ],
         command="python -m bench.step_time --shape 0.6B",
         notes=lambda records: [
             "MFU is the FLOP/s that the step requires, without padding and recomputation, as a"
