@@ -156,7 +156,7 @@ UNSUPPORTED = {
     " would differ from the policy that is trained",
     "vllm_structured_outputs_regex": "constraints change the log-probs, which would differ from"
     " those of the policy that is trained",
-    "log_multimodal": "logs show prompts as texts, without pictures",
+    "log_multimodal": "`--log-completions` always writes pictures, too",
     "log_completions_hub_repo": "`--log-completions` writes files, which you can upload",
     "dataset_streaming streaming": "a resumed run draws the prompts again, so all of them are read"
     " at the start",

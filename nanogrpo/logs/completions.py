@@ -4,8 +4,10 @@ table in the dashboards (both `--log-completions`).
 In: the samples of a step. Out: `output_dir/completions/completions_00001.jsonl` and so on, where
 the number counts finished steps, as in checkpoint-N; an evaluation writes eval_00001.jsonl. Each
 line is one completion with TRL's columns: step, prompt, completion, one column per reward function,
-reward, advantage, and then the columns of `log_extra`. `pandas.read_json(path, lines=True)` reads a
-file. Read next: logs/tokens.py (the numbers of each token), logs/report.py (the dashboards).
+reward, advantage, and then the columns of `log_extra`. If a prompt has pictures, the column images
+has the paths of small copies, which are in the folder, too. `pandas.read_json(path, lines=True)`
+reads a file. Read next: logs/tokens.py (the numbers of each token), logs/report.py (the
+dashboards).
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from nanogrpo.logs.progress import console, fitted, number, short_names
 from nanogrpo.rewards.runner import COLUMNS
 from nanogrpo.types import Sample
 
+PICTURE = "pictures/{}.webp"  # a file, by the picture's name
+
 
 class Completions:
     """Call `log(step, samples)` after each step on every rank. The file contains the samples of all
@@ -39,6 +43,7 @@ class Completions:
         starts over keeps the old folder under another name.
         """
         self.cfg, self.world, self.folder = cfg, world, Path(cfg.output_dir) / "completions"
+        self.pictures: set[str] = set()  # the names of those that have a file
         if not world.main:
             return
         if start == 0 and self.folder.exists():
@@ -63,11 +68,27 @@ class Completions:
     def _write(self, name: str, step: int, samples: Sequence[Sample]) -> list[dict]:
         if not self.cfg.log_completions:
             return []
-        records = self.world.concat([record(step, sample) for sample in samples])
+        mine = [record(step, sample) for sample in samples], self._new_pictures(samples)
+        everyones = self.world.concat([mine])
         if not self.world.main:
             return []
+        for _, pictures in everyones:
+            for file, data in pictures.items():
+                (self.folder / "pictures").mkdir(parents=True, exist_ok=True)
+                replace(self.folder / file, data)
+        records = [r for part, _ in everyones for r in part]
         write(self.folder / name, records)
         return records
+
+    def _new_pictures(self, samples: Sequence[Sample]) -> dict[str, bytes]:
+        """Return file names and small copies of the pictures that this process shows first."""
+        found = {}
+        for images in {id(s.prompt): s.prompt.images for s in samples}.values():
+            for i, name in enumerate(images.names if images else ()):
+                if name not in self.pictures:
+                    self.pictures.add(name)
+                    found[PICTURE.format(name)] = images.thumbnail(i)
+        return found
 
 
 def write(path: Path, records: Sequence[dict]) -> None:
@@ -83,10 +104,12 @@ def record(step: int, sample: Sample) -> dict:
     rewards/runner.py makes sure that no column of `log_extra` has the name of another one. A reward
     function that is named like one of our columns, such as `step`, gets the column `step_reward`.
     """
+    images = sample.prompt.images
     rewards = {f"{n}_reward" if n in COLUMNS else n: value for n, value in sample.rewards.items()}
     return {
         "step": step,
         "prompt": _spoken(sample.prompt.text),
+        **({"images": [PICTURE.format(name) for name in images.names]} if images else {}),
         "completion": sample.text,
         **rewards,
         "reward": sample.reward,

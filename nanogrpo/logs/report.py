@@ -151,6 +151,6 @@ def table(records: Sequence[dict], unique: bool) -> tuple[list[str], list[list]]
     columns = list(dict.fromkeys(name for record in records for name in record))
     rows = [[cell(record.get(name)) for name in columns] for record in records]
     if unique:
-        prompt = columns.index("prompt")
-        rows = [*{row[prompt]: row for row in reversed(rows)}.values()][::-1]
+        of = [columns.index(name) for name in ("prompt", "images") if name in columns]
+        rows = [*{tuple(row[i] for i in of): row for row in reversed(rows)}.values()][::-1]
     return columns, rows

@@ -52,7 +52,8 @@ def page(index: Sequence[dict], blocks: Iterable[tuple[str, bytes]], live: bool)
     of a live page to its server.
     """
     template = TEMPLATE.read_text(encoding="utf-8")
-    rules = ["default-src 'none'", "base-uri 'none'", *(["connect-src 'self'"] if live else [])]
+    rules = ["default-src 'none'", "base-uri 'none'", "img-src blob:"]
+    rules += ["connect-src 'self'"] if live else []
     for tag in ("style", "script"):
         (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", template, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -76,7 +77,9 @@ def write(runs: Sequence[Run], out: Path, mib: float) -> str:
     sizes = (
         runs[r].path(k, s).stat().st_size * (4 / 3 if k == "t" else 4 / 9) for r, k, s in names
     )
-    every = max(1, math.ceil(sum(sizes) / (mib * 2**20)))
+    files = (path for run in runs for path in run.folder.glob("completions/pictures/*.webp"))
+    total = sum(sizes) + sum(path.stat().st_size for path in files) * 4 / 3
+    every = max(1, math.ceil(total / (mib * 2**20)))
     steps = sorted({step for _, _, step in names}, reverse=True)
     kept = set(steps[::every])  # the last one, and others at equal distances
     note = ""
@@ -100,9 +103,15 @@ def write(runs: Sequence[Run], out: Path, mib: float) -> str:
 def _blocks(
     runs: Sequence[Run], names: Iterable[tuple[int, str, int]]
 ) -> Iterator[tuple[str, bytes]]:
+    pictures: dict[tuple[int, str], None] = {}
     for r, kind, step in names:
         with contextlib.suppress(OSError):  # the run has just removed it
             yield f"{r}/{kind}{step}", runs[r].block(kind, step)
+            rows = runs[r].read(kind, step)[0] if kind != "t" else []
+            pictures |= {(r, name): None for row in rows for name in row["images"]}
+    for r, name in pictures:
+        with contextlib.suppress(OSError):
+            yield f"{r}/p{name}", runs[r].picture(name)
 
 
 # --- the server ---
@@ -133,7 +142,8 @@ class Handler(BaseHTTPRequestHandler):
         server, port = self.server, self.server.server_port
         if self.headers.get_all("Host") not in ([f"127.0.0.1:{port}"], [f"localhost:{port}"]):
             return 403, TEXT, b"The host is not the address of this server.\n"
-        path = re.fullmatch(r"/([\w-]+)/(|index|block/([01])/([cet])([0-9]{1,9}))", self.path)
+        block = r"block/([01])/(?:([cet])([0-9]{1,9})|p([0-9a-f]{16}))"
+        path = re.fullmatch(rf"/([\w-]+)/(|index|{block})", self.path)
         if not path or not hmac.compare_digest(path[1].encode(), server.secret.encode()):
             return 404, TEXT, b"Open the address that nanogrpo view has printed.\n"
         with server.lock:
@@ -143,10 +153,10 @@ class Handler(BaseHTTPRequestHandler):
             if path[2] == "index":
                 index = json.dumps([run.index() for run in server.runs])
                 return 200, DATA, gzip.compress(index.encode(), 1)
-            number, kind, step = int(path[3]), path[4], int(path[5])
-            if number < len(server.runs):
+            for run in server.runs[int(path[3]) :][:1]:
                 with contextlib.suppress(OSError):  # there is no such file, or not any more
-                    return 200, DATA, server.runs[number].block(kind, step)
+                    found = run.picture(path[6]) if path[6] else run.block(path[4], int(path[5]))
+                    return 200, DATA, found
         return 404, TEXT, b"There is no such block.\n"
 
     def log_message(self, format: str, *args: object) -> None:

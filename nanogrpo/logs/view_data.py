@@ -20,7 +20,8 @@ from nanogrpo.errors import UserError
 
 # The kinds of blocks, named as in the page: c is a step, e an evaluation, t the tokens of a step.
 FILES = {"c": "completions_{}.jsonl", "e": "eval_{}.jsonl", "t": "tokens_{}.jsonl.gz"}
-OWN = ("step", "prompt", "completion", "reward", "advantage", "stopped")  # columns; more follow
+OWN = ("step", "prompt", "images", "completion", "reward", "advantage", "stopped")  # more follow
+PICTURE = re.compile(r"pictures/([0-9a-f]{16})\.webp")  # logs/completions.py
 PREVIEW = 160  # characters of a prompt in the index
 
 
@@ -84,7 +85,7 @@ def _completion(record: dict) -> dict:
     def simple(x: Any) -> Any:
         return x if isinstance(x, str | bool) or number(x) == x else str(x)[:1000]
 
-    prompt, stopped = record.get("prompt"), record.get("stopped")
+    prompt, stopped, images = (record.get(name) for name in ("prompt", "stopped", "images"))
     if isinstance(prompt, list):  # messages
         prompt = [
             [str(m.get("role")), str(m.get("content"))] if isinstance(m, dict) else ["", str(m)]
@@ -92,6 +93,7 @@ def _completion(record: dict) -> dict:
         ]
     return {
         "prompt": prompt if isinstance(prompt, list) else str(prompt),
+        "images": PICTURE.findall(" ".join(map(str, images))) if isinstance(images, list) else [],
         "completion": str(record.get("completion", "")),
         "reward": number(record.get("reward")),
         "advantage": number(record.get("advantage")),
@@ -108,7 +110,7 @@ class Run:
         if not (folder / "metrics.jsonl").is_file() and not (folder / "completions").is_dir():
             raise UserError(f"{folder} has no metrics.jsonl: give the output folder of a run.")
         self.cache: dict[tuple[str, int], Any] = {}  # file → its stamp, and the result of `groups`
-        self.prompts: dict[str, int] = {}  # prompt as JSON → its number
+        self.prompts: dict[str, int] = {}  # prompt and pictures as JSON → their number
 
     def path(self, kind: str, step: int) -> Path:
         return self.folder / "completions" / FILES[kind].format(f"{step:05d}")
@@ -124,8 +126,12 @@ class Run:
         """
         rows, bad = completions(self.path(kind, step))
         for row in rows:
-            row["group"] = self.prompts.setdefault(json.dumps(row["prompt"]), len(self.prompts))
+            prompt = json.dumps([row["prompt"], row["images"]])
+            row["group"] = self.prompts.setdefault(prompt, len(self.prompts))
         return rows, bad
+
+    def picture(self, name: str) -> bytes:
+        return (self.folder / "completions/pictures" / f"{name}.webp").read_bytes()
 
     def groups(self, kind: str, step: int) -> tuple[list, int]:
         """Return [prompt, completions, mean reward] for each prompt in a file, and the number of
@@ -186,7 +192,7 @@ class Run:
         head = heads[-1] if heads else {"run": {}}
         about = {name: json.dumps(x) for name, x in head.items() if name != "run"}
         about |= {f"--{name.replace('_', '-')}": json.dumps(x) for name, x in head["run"].items()}
-        previews = [_preview(json.loads(key)) for key in self.prompts]
+        previews = [_preview(json.loads(key)[0]) for key in self.prompts]
         return {
             "name": str(self.folder),
             "about": {name: x.strip('"')[:2000] for name, x in about.items()},

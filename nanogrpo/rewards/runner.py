@@ -42,7 +42,7 @@ logger = logging.getLogger("nanogrpo")
 
 MAX_LOST_CALLS = 3  # consecutive calls in which every group is lost
 # Columns of the completions table other than those of the functions (logs/completions.py).
-COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stopped")
+COLUMNS = ("step", "prompt", "images", "completion", "reward", "advantage", "stopped")
 
 
 @dataclasses.dataclass

@@ -24,6 +24,8 @@ packing need to know nothing about pictures.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import io
 import math
 import threading
@@ -43,6 +45,7 @@ from nanogrpo.model.hf_config import ModelConfig
 # The files that may describe the processor. The second contains the dict under "image_processor"
 # and comes first, as in transformers.
 FILES = ("preprocessor_config.json", "processor_config.json")
+SMALL = 256  # the longest side of a thumbnail, in pixels
 # Steps that are always done here; a file must not switch them off.
 FIXED: dict[str, Any] = {
     "do_convert_rgb": True,
@@ -151,6 +154,20 @@ class Images:
             file = io.BytesIO()
             resized(source, self.settings).save(file, "PNG", compress_level=1)
             yield file.getvalue()
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """A name for each picture, which other contents do not have."""
+        return [hashlib.sha256(source).hexdigest()[:16] for source in self.sources]
+
+    def thumbnail(self, i: int) -> bytes:
+        """Return a small copy of picture i for people, as a WebP file."""
+        source, file = Image.open(io.BytesIO(self.sources[i])), io.BytesIO()
+        source.draft("RGB", (SMALL, SMALL))  # of a JPEG, decode only what is needed
+        picture = rgb(source)
+        picture.thumbnail((SMALL, SMALL))
+        picture.save(file, "WEBP", quality=90)
+        return file.getvalue()
 
     @property
     def pixels(self) -> Tensor:

@@ -30,11 +30,15 @@ def write_run(
     name: str = "entropy",
     more: str = "ok",
     options: dict | None = None,
+    pictures: Sequence[bytes] = (),
 ) -> None:
     """Write the output folder of a run with two prompts of two completions per step, as the log
-    would.
+    would. pictures: files, the first for each first prompt and so on.
     """
     (folder / "completions").mkdir(parents=True, exist_ok=True)
+    for i, data in enumerate(pictures):
+        (folder / "completions/pictures").mkdir(exist_ok=True)
+        (folder / f"completions/pictures/{i:016x}.webp").write_bytes(data)
     log: list[dict] = [{"run": options or {name: name}}, {"eval/after": 0, "eval/reward": 0.25}]
     log[1]["step"] = -1
     for i in range(steps):
@@ -47,6 +51,8 @@ def write_run(
         lines = []
         for j, advantage in enumerate(advantages):
             row = {"step": i, "prompt": prompts[j // 2], "completion": "".join(words), more: more}
+            if pictures:
+                row["images"] = [f"pictures/{j // 2:016x}.webp"]
             rows.append(row | {"reward": 1.0, "advantage": advantage, "stopped": j < 3})
             numbers = {"logp": -0.5, "entropy": 1.25, "ratio": 1.1, "gap": 1e-6, "share": 0.125}
             line = {key: [value] * len(words) for key, value in numbers.items()}

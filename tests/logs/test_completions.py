@@ -68,7 +68,8 @@ def test_every_completion_of_a_run_is_written_with_its_rewards(tiny_base, files,
             "length",
         ]
         assert list(rows[0]) == columns
-        assert set(COLUMNS) == {*columns} - {"even", "soft_overlong_punishment_reward", "length"}
+        own = {*columns} - {"even", "soft_overlong_punishment_reward", "length"}
+        assert set(COLUMNS) == own | {"images"}
         assert {row["step"] for row in rows} == {step}
         assert sum(row["reward"] for row in rows) / 16 == pytest.approx(logged["reward"])
         assert sum(row["length"] for row in rows) / 16 == logged["completions/mean_length"]

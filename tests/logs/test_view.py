@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 import threading
 import time
 
@@ -58,6 +59,39 @@ def test_a_page_has_the_curves_and_every_completion_and_token(tmp_path):
             assert row["more"] == {"ok": "ok"}
         tokens = gzip.decompress(path.with_name(f"tokens_{step:05d}.jsonl.gz").read_bytes())
         assert found[f"0/t{step}"] == [json.loads(line) for line in tokens.splitlines()]
+
+
+PICTURES = [b"first", b"second"]
+
+
+def test_prompts_that_differ_only_in_their_pictures_are_apart(tmp_path):
+    write_run(tmp_path, steps=1, prompt="second?", pictures=PICTURES)
+    path = tmp_path / "completions/completions_00001.jsonl"
+    text = path.read_text().replace('[{"role": "user", "content": "second?"}]', '"second?"')
+    path.write_text(text)
+    assert main([str(tmp_path)]) == 0
+    page = (tmp_path / "view.html").read_text()
+    found = dict(re.findall(r'<script type="text/plain" id="([^"]+)">([\w+/=]*)</script>', page))
+    (run,) = json.loads(gzip.decompress(base64.b64decode(found["index"])))
+    assert run["prompts"] == ["second?", "second?"]
+    assert run["blocks"]["c"] == [[1, [[0, 2, 1.0], [1, 2, 1.0]]]]
+    names = [f"0/p{i:016x}" for i in (0, 1)]
+    assert [base64.b64decode(found[name]) for name in names] == PICTURES
+    assert "img-src blob:" in page
+
+
+def test_names_of_pictures_that_are_no_names_are_left_out(tmp_path):
+    write_run(tmp_path, steps=1, pictures=PICTURES)
+    path = tmp_path / "completions/completions_00001.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    good = "pictures/0000000000000001.webp"
+    foreign = [good, 3, None, "../../secret"], "pictures/x.webp", {"a": 1}, [[good, "/etc/passwd"]]
+    for row, images in zip(rows, foreign):
+        row["images"] = images
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.rmtree(tmp_path / "completions/pictures")  # the files are missing, too
+    block = written(tmp_path)["0/c1"]
+    assert [row["images"] for row in block] == [["0000000000000001"], [], [], ["0000000000000001"]]
 
 
 def test_a_long_run_has_steps_at_equal_distances_and_the_last_one(tmp_path, capsys):
@@ -113,7 +147,8 @@ def test_the_page_allows_no_script_but_its_own_and_makes_no_html_of_text(tmp_pat
     assert main([str(tmp_path)]) == 0
     page, template = (tmp_path / "view.html").read_text(), TEMPLATE.read_text()
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
-    assert policy.startswith("default-src 'none'; base-uri 'none'; style-src 'sha256-")
+    rules = "default-src 'none'; base-uri 'none'; img-src blob:; style-src 'sha256-"
+    assert policy.startswith(rules)
     assert "unsafe" not in policy
     assert "connect" not in policy
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", template)
@@ -210,5 +245,10 @@ def test_the_server_answers_only_to_its_secret_address_on_this_machine(server):
     for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port + 1}", ""):
         assert ask(server, f"{secret}/", Host=host)[0] == 403
     assert ask(server, f"{secret}/", Host=f"localhost:{port}")[0] == 200
+    for path in ("/block/0/p1", "/block/0/p" + "0" * 16, "/block/0/c" + "a" * 8, "/block/0/p../x"):
+        assert ask(server, secret + path)[0] == 404
+    write_run(server.runs[0].folder, steps=1, pictures=[b"picture"])
+    assert ask(server, f"{secret}/block/0/p{'0' * 16}") == (200, b"picture")
+    assert ask(server, f"{secret}/block/1/p{'0' * 16}")[0] == 404
     for method in ("POST", "PUT", "OPTIONS", "HEAD", "DELETE"):
         assert ask(server, f"{secret}/", method)[0] == 501

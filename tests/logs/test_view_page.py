@@ -4,11 +4,13 @@ Without a browser these tests are skipped, unless NANOGRPO_REQUIRE_BROWSER is se
 Read before: browser.py, test_view.py.
 """
 
+import io
 import os
 import threading
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from nanogrpo.logs.view import Server, main
 from nanogrpo.logs.view_data import Run
@@ -138,6 +140,48 @@ HOSTILE = [
 ]
 # control characters but for tab and newline, directions, separators, lone surrogates
 UNSEEN = r"(?![\n\t])[\p{Cc}\p{Bidi_C}\p{Zl}\p{Zp}\p{Cs}\u00ad\u200b\ufeff\u{e0000}-\u{e007f}]"
+
+
+def webp(colour: str, size: tuple[int, int]) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, "WEBP")
+    return file.getvalue()
+
+
+# Wait until each picture of the page is there or missing; return the natural sizes.
+SIZES = """
+const shown = () => [...document.querySelectorAll('.pictures img')];
+while (shown().some(i => !i.complete || !i.naturalWidth)) await new Promise(setTimeout);
+return shown().map(i => [i.naturalWidth, i.naturalHeight]);
+"""
+
+
+def test_pictures_stand_below_their_prompt(browser, tmp_path):
+    write_run(tmp_path, steps=2, pictures=[webp("red", (60, 30)), webp("blue", (20, 40))])
+    opened(browser, tmp_path, view="tab=completions")
+    assert browser.run(SIZES) == [[60, 30], [20, 40], [20, 40], [60, 30]]  # sorted by advantage
+    browser.press("g")
+    assert browser.run(SIZES) == [[60, 30]]
+    browser.press("3")
+    browser.run("while (!document.querySelector('.sides article')) await new Promise(setTimeout)")
+    assert browser.run(SIZES) == [[60, 30]]
+    assert browser.run("return performance.getEntriesByType('resource').length") == 0
+    assert browser.messages() == []
+    with Server([Run(tmp_path)], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.open(f"{server.address}#tab=completions")
+        assert browser.run(SIZES) == [[60, 30], [20, 40], [20, 40], [60, 30]]
+        server.shutdown()
+
+
+def test_a_missing_or_damaged_picture_is_a_sentence(browser, tmp_path):
+    write_run(tmp_path, steps=1, pictures=[b"no picture", b""])
+    (tmp_path / f"completions/pictures/{1:016x}.webp").unlink()
+    opened(browser, tmp_path, view="tab=completions")
+    missing = "document.querySelectorAll('.pictures .faint').length"
+    browser.run(f"while ({missing} < 4) await new Promise(setTimeout)")
+    assert texts(browser, ".pictures") == ["A picture is missing."] * 4
+    assert browser.messages() == []
 
 
 def test_text_of_a_model_is_never_html_or_script(browser, tmp_path):

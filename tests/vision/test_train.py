@@ -217,6 +217,43 @@ def test_logs_show_a_picture_as_one_word(base, data, tmp_path, capsys):
     assert "<picture 48×32>1+1=" in previews
 
 
+def shown_pictures(output: Path) -> dict[str, list[tuple[int, int, int]]]:
+    """Return the last word of each prompt, and the mean colours of its logged pictures."""
+    from PIL import Image, ImageStat
+
+    found = {}
+    for path in sorted((output / "completions").glob("*.jsonl")):
+        for row in map(json.loads, path.read_text().splitlines()):
+            files = [output / "completions" / name for name in row.get("images", [])]
+            means = [ImageStat.Stat(Image.open(file)).mean for file in files]
+            found[row["prompt"][0]["content"].rpartition(">")[2]] = means
+    return found
+
+
+def test_logs_have_a_small_copy_of_each_picture(base, tmp_path):
+    from PIL import Image, ImageStat
+
+    data = write_data(tmp_path / "data.jsonl")
+    large = Image.effect_noise((900, 300), 60).convert("RGB")
+    large.save(tmp_path / "data-1-0.png")
+    options = ["--log-completions", "--eval-data", str(data), "--eval-steps", "1"]
+    assert train.main(argv(base, data, tmp_path / "one", *options)) == 0
+    assert run(2, two_ranks, base, data, tmp_path / "two", options) == [0, 0]
+    found = shown_pictures(tmp_path / "one")
+    assert shown_pictures(tmp_path / "two") == found
+    assert len(found) == 12
+    for text, means in found.items():
+        i = text.partition("+")[0]
+        files = sorted(tmp_path.glob(f"data-{i}-*.png"))
+        for mean, file in zip(means, files, strict=True):
+            assert mean == pytest.approx(ImageStat.Stat(Image.open(file)).mean, abs=4)
+    sizes = {Image.open(p).size for p in (tmp_path / "one").glob("completions/pictures/*")}
+    assert (256, 85) in sizes
+    assert max(max(size) for size in sizes) == 256
+    names = {p.name for p in (tmp_path / "one").glob("completions/pictures/*")}
+    assert {p.name for p in (tmp_path / "two").glob("completions/pictures/*")} == names
+
+
 REWARD = '''
 from PIL import Image
 
