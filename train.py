@@ -116,17 +116,21 @@ def train(cfg: Config, world: World, stop: Stop, given: Given = NOTHING) -> None
                 break
 
 
+def start(cfg: Config, given: Given = NOTHING) -> None:
+    """Check the options, then train, alone or in the world that torchrun has made."""
+    cfg.validate()
+    # An absolute path, because a reward function may change the working directory.
+    cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(cfg.output_dir))
+    with join(cfg) as world, Stop() as stop, output.claimed(cfg, world), explained(cfg):
+        train(cfg, world, stop, given)
+
+
 def main(argv: list[str] | None = None) -> int:
     main_rank = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if main_rank else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s")
     try:
-        cfg = cli.parse(argv)
-        cfg.validate()
-        # An absolute path, because a reward function may change the working directory.
-        cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(cfg.output_dir))
-        with join(cfg) as world, Stop() as stop, output.claimed(cfg, world), explained(cfg):
-            train(cfg, world, stop)
+        start(cli.parse(argv))
     except (
         UserError,
         FloatingPointError,

@@ -32,12 +32,8 @@ from typing import Any
 from nanogrpo.commands import script
 from nanogrpo.config import Config
 from nanogrpo.data.sources import Source
-from nanogrpo.distributed.failure import Stop
-from nanogrpo.distributed.world import join
 from nanogrpo.errors import UserError
 from nanogrpo.logs.files import read_records
-from nanogrpo.run import output
-from nanogrpo.run.memory import explained
 from nanogrpo.run.setup import Given
 
 
@@ -67,11 +63,9 @@ def train(
     cfg = _named(cfg, given)
     if os.environ.get("RANK", "0") == "0" and not logging.getLogger().handlers:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-    cfg.validate()
-    cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(cfg.output_dir))
-    with join(cfg) as world, Stop() as stop, output.claimed(cfg, world), explained(cfg):
-        _loop().train(cfg, world, stop, given)
-    records = read_records(Path(cfg.output_dir) / "metrics.jsonl")
+    log = Path(os.path.abspath(cfg.output_dir), "metrics.jsonl")  # a function may change the folder
+    _loop().start(cfg, given)
+    records = read_records(log)
     return [record for _, record in records if "run" not in record]
 
 

@@ -983,10 +983,11 @@ def _schedule(c: Config) -> Iterator[str]:
             yield f"{option}: --lr-scheduler-type {kind} has no setting {name}: give {names}."
             return
         shapes = ("linear", "cosine", "1-sqrt")
-        if isinstance(known[name], str) and value not in shapes:
-            yield f"{option}: {name} is {value!r}: choose one of {', '.join(shapes)}."
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not isinstance(known[name], str) and not (number and 0 <= value < math.inf):
+        if isinstance(known[name], str):
+            if value not in shapes:
+                yield f"{option}: {name} is {value!r}: choose one of {', '.join(shapes)}."
+        elif not (number and 0 <= value < math.inf):
             yield f"{option}: {name} is {value!r}: give a number, 0 or more."
     if "min_lr" in known and ("min_lr" in given) == ("min_lr_rate" in given):
         yield (
@@ -999,13 +1000,11 @@ def _schedule(c: Config) -> Iterator[str]:
             " give it in --lr-scheduler-kwargs."
         )
     for name in ("min_lr", "lr_end"):
-        if given.get(name, known.get(name)) is not None and not (
-            given.get(name, known[name]) < c.learning_rate
-        ):
+        end = c.scheduler_kwargs.get(name)
+        if end is not None and not end < c.learning_rate:
             yield (
-                f"--lr-scheduler-type {kind} ends at {name} {given.get(name, known[name])}, which"
-                f" is not below --learning-rate {c.learning_rate}: lower {name} in"
-                " --lr-scheduler-kwargs."
+                f"--lr-scheduler-type {kind} ends at {name} {end}, which is not below"
+                f" --learning-rate {c.learning_rate}: lower {name} in --lr-scheduler-kwargs."
             )
 
 

@@ -30,14 +30,14 @@ def check(cfg: Config) -> None:
         )
 
 
-def push(cfg: Config, folder: Path, endpoint: str | None = None) -> None:
+def push(cfg: Config, folder: Path) -> None:
     """Upload a checkpoint. The run is complete, so a failure is only logged."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     name = cfg.hub_model_id or Path(cfg.output_dir).resolve().name
     root = folder if cfg.save_merged else folder / SUBFOLDER
     try:
-        api = HfApi(endpoint=endpoint)
+        api = HfApi()
         # None: as the owner of the repository prefers
         private = True if cfg.hub_private_repo else None
         repo = api.create_repo(name, private=private, exist_ok=True).repo_id

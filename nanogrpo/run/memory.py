@@ -404,23 +404,13 @@ def choose(
     return best
 
 
-def _with(
-    cfg: Config, slots: int, cached: int | None, kind: str, budget: int, reduce: str, reshard: str
-) -> Config:
-    """Return the options with these settings, where the user has not given others."""
-
-    def open_or(name: str, value: str) -> str:
-        given = getattr(cfg, name)
-        return value if given == "auto" else given
-
+def _with(cfg: Config, *settings: Any) -> Config:
+    """Return the options with these settings, in the order of CHOSEN, where the user has not given
+    others.
+    """
+    pairs = zip(CHOSEN, settings, strict=True)
     return dataclasses.replace(
-        cfg,
-        max_concurrent=cfg.max_concurrent or slots,
-        cache_tokens=cfg.cache_tokens or cached,
-        token_budget=cfg.token_budget or budget,
-        gradient_checkpointing=open_or("gradient_checkpointing", kind),
-        reduce_gradients=open_or("reduce_gradients", reduce),
-        reshard_after_forward=open_or("reshard_after_forward", reshard),
+        cfg, **{name: x for name, x in pairs if getattr(cfg, name) == getattr(Config, name)}
     )
 
 
@@ -483,15 +473,7 @@ def what_fits(
     """Return what to change in a run that does not fit on a GPU: every change that is enough,
     according to the table. available: the bytes on the GPU and on the host.
     """
-    opened = dataclasses.replace(
-        cfg,
-        max_concurrent=None,
-        cache_tokens=None,
-        token_budget=None,
-        gradient_checkpointing="auto",
-        reduce_gradients="auto",
-        reshard_after_forward="auto",
-    )
+    opened = dataclasses.replace(cfg, **{name: getattr(Config, name) for name in CHOSEN})
 
     def fitting(changed: Config, model: Decoder = model, size: int = world.size) -> Config | None:
         there = dataclasses.replace(world, rank=0, size=size)

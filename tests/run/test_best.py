@@ -229,7 +229,9 @@ def endpoint(monkeypatch):
     monkeypatch.setattr(Hub, "got", {})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    yield address
     server.shutdown()
     server.server_close()
 
@@ -246,7 +248,7 @@ def test_adapters_alone_are_uploaded_to_the_top_of_the_repository(endpoint, tmp_
     (folder / "adapter").mkdir(parents=True)
     (folder / "adapter" / "adapter_config.json").write_text("{}")
     (folder / "state.json").write_text("{}")
-    hub.push(dataclasses.replace(GOOD, lora_r=4, save_merged=False), folder, endpoint)
+    hub.push(dataclasses.replace(GOOD, lora_r=4, save_merged=False), folder)
     assert Hub.got["commit"].keys() == {"README.md", "adapter_config.json"}
     assert b"library_name: peft\n" in Hub.got["commit"]["README.md"]
 
@@ -257,7 +259,7 @@ def test_a_checkpoint_is_uploaded_with_a_card_and_without_its_state(endpoint, fo
         hub_private_repo=True,
     )  # fmt: skip
     with caplog.at_level(logging.INFO, "nanogrpo"):
-        hub.push(cfg, folder, endpoint)
+        hub.push(cfg, folder)
     assert Hub.got["repo"]["name"] == "run"
     repo = Hub.got["repo"]  # the second is how older clients say it
     assert repo.get("visibility") == "private" or repo["private"] is True
@@ -276,7 +278,7 @@ def test_a_checkpoint_is_uploaded_with_a_card_and_without_its_state(endpoint, fo
 def test_a_failed_upload_only_warns(endpoint, folder, caplog, monkeypatch):
     monkeypatch.setattr(Hub, "status", 507)
     cfg = dataclasses.replace(GOOD, output_dir=str(folder.parent), hub_model_id="me/mine")
-    hub.push(cfg, folder, endpoint)
+    hub.push(cfg, folder)
     (record,) = caplog.records
     message = record.getMessage()
     assert re.match(r"the upload to me/mine failed \(.+\); the checkpoint is complete, ", message)
