@@ -140,7 +140,7 @@ def load(model: Decoder, folder: Path, cfg: Config, option: str = "--lora-adapte
         require(
             name in KNOWN or starts or empty, f"{name} is {value!r}, which is not supported here"
         )
-    for name, option, ours in (
+    for name, flag, ours in (
         ("r", "--lora-r", cfg.lora_r),
         ("lora_alpha", "--lora-alpha", cfg.lora_alpha),
         ("use_rslora", "--use-rslora", cfg.use_rslora),
@@ -148,7 +148,7 @@ def load(model: Decoder, folder: Path, cfg: Config, option: str = "--lora-adapte
         # PEFT did not always write use_rslora
         theirs = found.get(name) or (False if name == "use_rslora" else None)
         require(
-            theirs == ours, f"it has {name} = {theirs}, but {option} is {ours}: use the same value"
+            theirs == ours, f"it has {name} = {theirs}, but {flag} is {ours}: use the same value"
         )
     wanted = {peft_name(name): p for name, p in model.named_parameters() if lora.is_adapter(name)}
     copy_tensors(

@@ -172,7 +172,11 @@ WRONG = {
         {"lora_adapter": "nowhere"},
         "nowhere: it holds no adapter_config.json",
     ),
-    "another rank": (lambda f: None, {"lora_r": 8}, "it has r = 3, but --lora-r is 8"),
+    "another rank": (
+        lambda f: None,
+        {"lora_r": 8},
+        r"--lora-adapter \S+: it has r = 3, but --lora-r is 8",
+    ),
     "another alpha": (
         lambda f: None,
         {"lora_alpha": 8.0},
@@ -181,7 +185,7 @@ WRONG = {
     "fewer layers": (
         lambda f: None,
         {"lora_target_modules": ("q_proj",)},
-        r"the tensor \S+_proj.lora_A.weight does not belong .*; use the model and the --lora",
+        r"--lora-adapter \S+: the tensor \S+_proj.lora_A.weight does not belong .*; use the model",
     ),
     "rslora": (
         lambda f: put(f, use_rslora=True),
