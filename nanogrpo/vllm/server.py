@@ -312,7 +312,9 @@ class Sidecar:
         gpus: str = "",  # its CUDA_VISIBLE_DEVICES, if not ours
     ):
         self.model, self.options, self.output = str(model), options, output
-        self.python, self.startup_timeout = python or sys.executable, startup_timeout
+        self.python = python or sys.executable
+        given = re.search(r"--startup-timeout[= ](\d+(?:\.\d+)?)(?: |$)", " ".join(options))
+        self.startup_timeout = float(given[1]) if given else startup_timeout
         self.environment = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
         self.secret = secrets.token_urlsafe(32)
         self.process: subprocess.Popen | None = None

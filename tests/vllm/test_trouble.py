@@ -212,6 +212,16 @@ def test_a_start_can_be_stopped_from_another_thread(tmp_path):
     assert sidecar.process is None
 
 
+@pytest.mark.parametrize("option", [["--startup-timeout", "0.5"], ["--startup-timeout=0.5"]])
+def test_a_start_waits_as_long_as_serve_py_is_told_to(tmp_path, option):
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 600\n")
+    slow.chmod(0o755)
+    sidecar = Sidecar(tmp_path, ["--seed", "1", *option], str(slow), tmp_path / "serve.log")
+    with pytest.raises(UserError, match=r"was not healthy within [01] s"):
+        sidecar.start(5.0)
+
+
 # --- connections ---
 
 
