@@ -26,14 +26,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
-from torch import nn
-
 from nanogrpo.distributed.world import World
-from nanogrpo.engine.base import Engine, SamplingParams, Served
+from nanogrpo.engine.base import Engine, SamplingParams, Served, Wrapper
 from nanogrpo.types import Prompt, Sample
 
 
-class AheadEngine:
+class AheadEngine(Wrapper):
     """An engine that samples up to `bound` steps ahead of the step that trains.
 
     draw: a function that returns the prompts of a step for all ranks. n, params: the number of
@@ -59,13 +57,6 @@ class AheadEngine:
         self.requested: deque[tuple[int, Future | None]] = deque()
         # A single thread, so steps are requested in order. Rank 0 sends the requests for all ranks.
         self.pool = ThreadPoolExecutor(1, "sample") if bound and world.main else None
-
-    @property
-    def version(self) -> int:
-        return self.engine.version
-
-    def load(self, model: nn.Module, version: int) -> None:
-        self.engine.load(model, version)
 
     def sample(
         self,
@@ -106,14 +97,11 @@ class AheadEngine:
         request = cast(Served, self.engine).request
         return self.pool.submit(request, self.draw(step), self.n, self.params, step)
 
-    def metrics(self) -> dict[str, float]:
-        return self.engine.metrics()
-
     def close(self) -> None:
         """Drop the steps in progress, then close the engine."""
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
-        self.engine.close()
+        super().close()
 
 
 def staleness(versions: Sequence[Counter[int]], step: int) -> dict[str, float]:

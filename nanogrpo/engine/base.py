@@ -110,6 +110,25 @@ class Served(Engine, Protocol):
         ...
 
 
+class Wrapper:
+    """An engine around another one. It passes everything on but `sample`, which it must define."""
+
+    engine: Engine
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def load(self, model: nn.Module, version: int) -> None:
+        self.engine.load(model, version)
+
+    def metrics(self) -> dict[str, float]:
+        return self.engine.metrics()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
 def stream(seed: int, step: int, prompt: int, sample: int) -> int:
     """Return the key of a completion's random stream: a 63-bit hash, the same on every machine.
 

@@ -25,9 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
-
-from nanogrpo.engine.base import Engine, SamplingParams, stream
+from nanogrpo.engine.base import Engine, SamplingParams, Wrapper, stream
 from nanogrpo.errors import UserError, text_of
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.types import Prompt, Sample
@@ -141,7 +139,7 @@ def _append(
     s.is_model_token = [*(s.is_model_token or []), *[is_model_token] * len(ids)]
 
 
-class TurnsEngine:
+class TurnsEngine(Wrapper):
     """A wrapper around an engine: a rollout function writes the completions (see the module
     docstring).
     """
@@ -157,19 +155,6 @@ class TurnsEngine:
         self.engine, self.function, self.tokenizer = engine, function, tokenizer
         self.vocab_size, self.gather = vocab_size, gather
         self.name = f"--rollout: {getattr(function, '__name__', type(function).__name__)}"
-
-    @property
-    def version(self) -> int:
-        return self.engine.version
-
-    def load(self, model: nn.Module, version: int) -> None:
-        self.engine.load(model, version)
-
-    def metrics(self) -> dict[str, float]:
-        return self.engine.metrics()
-
-    def close(self) -> None:
-        self.engine.close()
 
     def sample(
         self,

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
-
-from nanogrpo.engine.base import Engine, SamplingParams
+from nanogrpo.engine.base import Engine, SamplingParams, Wrapper
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
 
 
-class SleepingEngine:
+class SleepingEngine(Wrapper):
     """An engine whose servers sleep, except while it samples.
 
     engine: the engine that is called to sample, possibly a wrapper. client: the VLLMEngine in it.
@@ -29,13 +27,6 @@ class SleepingEngine:
 
     def __init__(self, engine: Engine, client: VLLMEngine):
         self.engine, self.client = engine, client
-
-    @property
-    def version(self) -> int:
-        return self.engine.version
-
-    def load(self, model: nn.Module, version: int) -> None:
-        self.engine.load(model, version)
 
     def sample(
         self,
@@ -48,9 +39,3 @@ class SleepingEngine:
         samples = self.engine.sample(prompts, n, params, step)
         self.client.sleep()
         return samples
-
-    def metrics(self) -> dict[str, float]:
-        return self.engine.metrics()
-
-    def close(self) -> None:
-        self.engine.close()
