@@ -97,6 +97,7 @@ def write(cfg: Config, row: dict[str, float], samples: list[Sample], world: Worl
         return
     for record in records:
         del record["step"], record["advantage"]  # they belong to training
+        record.pop("images", None)  # only a run has their files
     folder = Path(cfg.output_dir)
     completions.write(folder / "eval.jsonl", records)
     given = {

@@ -74,7 +74,6 @@ class Completions:
             return []
         for _, pictures in everyones:
             for file, data in pictures.items():
-                (self.folder / "pictures").mkdir(parents=True, exist_ok=True)
                 replace(self.folder / file, data)
         records = [r for part, _ in everyones for r in part]
         write(self.folder / name, records)

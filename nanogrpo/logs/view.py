@@ -68,50 +68,75 @@ def page(index: Sequence[dict], blocks: Iterable[tuple[str, bytes]], live: bool)
 
 def write(runs: Sequence[Run], out: Path, mib: float) -> str:
     """Write the page. If it would have more than about `mib` MiB, it has only the completions of
-    every second step, every third, and so on. Return a sentence about that, or "".
+    every second step, every third, and so on, and the latest of their pictures. Return sentences
+    about that, or "".
     """
     names = [
         (r, kind, step) for r, run in enumerate(runs) for kind in FILES for step in run.steps(kind)
     ]
     # base64 has 4/3 of the bytes. Text shrinks to a third before that, tokens are compressed.
-    sizes = (
-        runs[r].path(k, s).stat().st_size * (4 / 3 if k == "t" else 4 / 9) for r, k, s in names
-    )
-    files = (path for run in runs for path in run.folder.glob("completions/pictures/*.webp"))
-    total = sum(sizes) + sum(path.stat().st_size for path in files) * 4 / 3
-    every = max(1, math.ceil(total / (mib * 2**20)))
+    sizes = {
+        (r, k, s): runs[r].path(k, s).stat().st_size * (4 / 3 if k == "t" else 4 / 9)
+        for r, k, s in names
+    }
+    every = max(1, math.ceil(sum(sizes.values()) / (mib * 2**20)))
     steps = sorted({step for _, _, step in names}, reverse=True)
     kept = set(steps[::every])  # the last one, and others at equal distances
-    note = ""
+    names = [name for name in names if name[2] in kept]
+    index = [run.index() for run in runs]
+    pictures, without = _pictures(runs, names, mib * 2**20 - sum(sizes[name] for name in names))
+    notes = []
     if every > 1:
-        note = (
+        notes.append(
             f"To stay near {mib:g} MiB, the page has the completions of {len(kept)} of its "
             f"{len(steps)} steps: --serve has all, and --mib allows more."
         )
-    index = [run.index() for run in runs]
-    for found in index if note else ():
-        found["notes"].append(note)
+    if without:
+        notes.append(
+            f"To stay near {mib:g} MiB, the page leaves out {without:,} pictures: --serve has all, "
+            "and --mib allows more."
+        )
+    for found in index:
+        found["notes"] += notes
         found["tokens"] = [step for step in found["tokens"] if step in kept]
         for kind, blocks in found["blocks"].items():
             found["blocks"][kind] = [block for block in blocks if block[0] in kept]
-    names = [name for name in names if name[2] in kept]
+    parts = itertools.chain(_blocks(runs, names), pictures.items())
     with writing(out), out.open("w", encoding="utf-8") as file:
-        file.writelines(page(index, _blocks(runs, names), live=False))
-    return note
+        file.writelines(page(index, parts, live=False))
+    return " ".join(notes)
 
 
 def _blocks(
     runs: Sequence[Run], names: Iterable[tuple[int, str, int]]
 ) -> Iterator[tuple[str, bytes]]:
-    pictures: dict[tuple[int, str], None] = {}
     for r, kind, step in names:
         with contextlib.suppress(OSError):  # the run has just removed it
             yield f"{r}/{kind}{step}", runs[r].block(kind, step)
-            rows = runs[r].read(kind, step)[0] if kind != "t" else []
-            pictures |= {(r, name): None for row in rows for name in row["images"]}
-    for r, name in pictures:
+
+
+def _pictures(
+    runs: Sequence[Run], names: Iterable[tuple[int, str, int]], room: float
+) -> tuple[dict[str, bytes], int]:
+    """Return the pictures that these blocks show and that fit into so many bytes, those of the
+    latest steps first, and the number of the others.
+    """
+    shown = {  # a dict, to keep the order
+        (r, picture): None
+        for r, kind, step in sorted(names, key=lambda name: -name[2])
+        for picture in sorted(runs[r].shown.get((kind, step), ()))
+    }
+    found: dict[str, bytes] = {}
+    without = 0
+    for r, picture in shown:
         with contextlib.suppress(OSError):
-            yield f"{r}/p{name}", runs[r].picture(name)
+            data = runs[r].picture(picture)
+            room -= len(data) * 4 / 3
+            if room >= 0:
+                found[f"{r}/p{picture}"] = data
+            else:
+                without += 1
+    return found, without
 
 
 # --- the server ---

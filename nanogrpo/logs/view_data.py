@@ -20,7 +20,7 @@ from nanogrpo.errors import UserError
 
 # The kinds of blocks, named as in the page: c is a step, e an evaluation, t the tokens of a step.
 FILES = {"c": "completions_{}.jsonl", "e": "eval_{}.jsonl", "t": "tokens_{}.jsonl.gz"}
-OWN = ("step", "prompt", "images", "completion", "reward", "advantage", "stopped")  # more follow
+OWN = ("step", "prompt", "completion", "reward", "advantage", "stopped")  # columns; more follow
 PICTURE = re.compile(r"pictures/([0-9a-f]{16})\.webp")  # logs/completions.py
 PREVIEW = 160  # characters of a prompt in the index
 
@@ -98,7 +98,11 @@ def _completion(record: dict) -> dict:
         "reward": number(record.get("reward")),
         "advantage": number(record.get("advantage")),
         "stopped": stopped if isinstance(stopped, bool) else None,
-        "more": {name: simple(x) for name, x in record.items() if name not in OWN},
+        "more": {
+            name: simple(x)
+            for name, x in record.items()
+            if name not in OWN and not (name == "images" and isinstance(x, list))
+        },
     }
 
 
@@ -111,6 +115,7 @@ class Run:
             raise UserError(f"{folder} has no metrics.jsonl: give the output folder of a run.")
         self.cache: dict[tuple[str, int], Any] = {}  # file → its stamp, and the result of `groups`
         self.prompts: dict[str, int] = {}  # prompt and pictures as JSON → their number
+        self.shown: dict[tuple[str, int], set[str]] = {}  # file → its pictures, once it was read
 
     def path(self, kind: str, step: int) -> Path:
         return self.folder / "completions" / FILES[kind].format(f"{step:05d}")
@@ -128,10 +133,21 @@ class Run:
         for row in rows:
             prompt = json.dumps([row["prompt"], row["images"]])
             row["group"] = self.prompts.setdefault(prompt, len(self.prompts))
+        self.shown[kind, step] = {name for row in rows for name in row["images"]}
         return rows, bad
 
     def picture(self, name: str) -> bytes:
-        return (self.folder / "completions/pictures" / f"{name}.webp").read_bytes()
+        """Return the small copy of a picture. Raises OSError if there is none.
+
+        Another file, to which a link may lead, is not read: the page may be passed on.
+        """
+        path = self.folder / "completions/pictures" / f"{name}.webp"
+        if path.is_file():  # reading a pipe may never end
+            with path.open("rb") as file:
+                data = file.read(2**20)
+            if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+                return data
+        raise FileNotFoundError(path)
 
     def groups(self, kind: str, step: int) -> tuple[list, int]:
         """Return [prompt, completions, mean reward] for each prompt in a file, and the number of

@@ -8,6 +8,7 @@ import gzip
 import http.client
 import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -61,7 +62,7 @@ def test_a_page_has_the_curves_and_every_completion_and_token(tmp_path):
         assert found[f"0/t{step}"] == [json.loads(line) for line in tokens.splitlines()]
 
 
-PICTURES = [b"first", b"second"]
+PICTURES = [b"RIFF....WEBP first", b"RIFF....WEBP second"]
 
 
 def test_prompts_that_differ_only_in_their_pictures_are_apart(tmp_path):
@@ -78,6 +79,45 @@ def test_prompts_that_differ_only_in_their_pictures_are_apart(tmp_path):
     names = [f"0/p{i:016x}" for i in (0, 1)]
     assert [base64.b64decode(found[name]) for name in names] == PICTURES
     assert "img-src blob:" in page
+
+
+def test_only_pictures_that_are_shown_and_fit_are_in_the_page(tmp_path, capsys):
+    large = [PICTURES[0] + bytes(300_000), PICTURES[1] + bytes(300_000)]
+    write_run(tmp_path, steps=4, pictures=large)
+    (tmp_path / f"completions/pictures/{7:016x}.webp").write_bytes(large[0] * 50)  # not shown
+    for mib, count in (("1", 2), ("0.5", 1), ("0.2", 0)):
+        assert main([str(tmp_path), "--mib", mib]) == 0
+        page = (tmp_path / "view.html").read_text()
+        assert len(re.findall('id="0/p', page)) == count
+        assert len(page) < float(mib) * 2**20 + 60_000  # the page itself
+        note = f"To stay near {mib} MiB, the page leaves out {2 - count} pictures: "
+        assert (note in capsys.readouterr().err) == (count < 2)
+        assert len(re.findall('id="0/c', page)) == 4
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder", "text"])
+def test_what_is_no_picture_is_not_read(kind, tmp_path):
+    write_run(tmp_path, steps=1, pictures=PICTURES)
+    path = tmp_path / f"completions/pictures/{0:016x}.webp"
+    path.unlink()
+    (tmp_path / "secret").write_text("secret")
+    if kind in ("link", "dangling"):
+        path.symlink_to(tmp_path / ("secret" if kind == "link" else "nothing"))
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_text("secret")
+    assert main([str(tmp_path)]) == 0
+    assert re.findall('id="(0/p[^"]*)', (tmp_path / "view.html").read_text()) == [f"0/p{1:016x}"]
+
+
+def test_a_column_of_an_older_run_may_be_named_images(tmp_path):
+    write_run(tmp_path, steps=1, more="images")
+    rows = written(tmp_path)["0/c1"]
+    assert rows[0]["more"] == {"images": "images"}
+    assert rows[0]["images"] == []
 
 
 def test_names_of_pictures_that_are_no_names_are_left_out(tmp_path):
@@ -247,8 +287,8 @@ def test_the_server_answers_only_to_its_secret_address_on_this_machine(server):
     assert ask(server, f"{secret}/", Host=f"localhost:{port}")[0] == 200
     for path in ("/block/0/p1", "/block/0/p" + "0" * 16, "/block/0/c" + "a" * 8, "/block/0/p../x"):
         assert ask(server, secret + path)[0] == 404
-    write_run(server.runs[0].folder, steps=1, pictures=[b"picture"])
-    assert ask(server, f"{secret}/block/0/p{'0' * 16}") == (200, b"picture")
+    write_run(server.runs[0].folder, steps=1, pictures=PICTURES)
+    assert ask(server, f"{secret}/block/0/p{'0' * 16}") == (200, PICTURES[0])
     assert ask(server, f"{secret}/block/1/p{'0' * 16}")[0] == 404
     for method in ("POST", "PUT", "OPTIONS", "HEAD", "DELETE"):
         assert ask(server, f"{secret}/", method)[0] == 501

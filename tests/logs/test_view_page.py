@@ -174,8 +174,21 @@ def test_pictures_stand_below_their_prompt(browser, tmp_path):
         server.shutdown()
 
 
+def test_prompts_of_two_runs_are_the_same_only_with_the_same_pictures(browser, tmp_path):
+    red, blue = webp("red", (60, 30)), webp("blue", (20, 40))
+    write_run(tmp_path / "a", steps=1, pictures=[red, blue])
+    write_run(tmp_path / "b", steps=1, pictures=[red, blue])
+    path = tmp_path / "b/completions/completions_00001.jsonl"
+    path.write_text(path.read_text().replace(f"{0:016x}", f"{9:016x}"))
+    opened(browser, tmp_path / "a", tmp_path / "b", view="tab=completions&run=both")
+    shown = each_card(browser, "[card.row.run, card.row.images[0], card.row.shown]")
+    numbers = {(run, int(image, 16)): number for run, image, number in shown}
+    assert numbers[0, 1] == numbers[1, 1]
+    assert len({numbers[0, 0], numbers[0, 1], numbers[1, 9]}) == 3
+
+
 def test_a_missing_or_damaged_picture_is_a_sentence(browser, tmp_path):
-    write_run(tmp_path, steps=1, pictures=[b"no picture", b""])
+    write_run(tmp_path, steps=1, pictures=[b"RIFF....WEBP no picture", b""])
     (tmp_path / f"completions/pictures/{1:016x}.webp").unlink()
     opened(browser, tmp_path, view="tab=completions")
     missing = "document.querySelectorAll('.pictures .faint').length"

@@ -95,5 +95,6 @@ def test_an_evaluation_shows_the_pictures_and_a_chat_has_none(base, tmp_path, ca
     argv = [str(base), *options, "--max-completion-length", "4", "--output-dir", str(out)]
     assert eval.main(argv) == 0
     assert "<picture 48×32>1+1=" in (out / "eval.jsonl").read_text()
+    assert '"images"' not in (out / "eval.jsonl").read_text()
     (pieces, *_), _ = zip(*chat.Chat(Config(model=str(base), device="cpu")).answer("3+4="))
     assert isinstance(pieces, str)
