@@ -1,10 +1,10 @@
 """Send the metrics to a dashboard: `--report-to tensorboard trackio wandb`, all optional packages.
 
 In: the metrics of a step, and the number of finished steps; with `--log-completions`, also the
-completions, which become a table (not in TensorBoard, which has none). Out: event files in
-output_dir/tensorboard; a database on this machine (trackio), in $TRACKIO_DIR under the project
-$TRACKIO_PROJECT; or a run of Weights & Biases, which reads its project and offline mode from the
-WANDB_… environment variables. Read before: logs/console.py.
+completions, which become a table with their pictures (not in TensorBoard, which has none). Out:
+event files in output_dir/tensorboard; a database on this machine (trackio), in $TRACKIO_DIR under
+the project $TRACKIO_PROJECT; or a run of Weights & Biases, which reads its project and offline mode
+from the WANDB_… environment variables. Read before: logs/console.py.
 
 A resumed run continues the same curves: TensorBoard drops the values after the checkpoint, W&B gets
 the id of the earlier run, and Trackio continues the last run of that name.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class Trackio:
                 "--report-to trackio needs its package: pip install 'nanogrpo[trackio]'"
             ) from e
         self.trackio, self.unique = trackio, cfg.log_unique_prompts
+        self.folder = Path(cfg.output_dir) / "completions"
         config = dict(head)
         try:
             self.run = trackio.init(
@@ -82,7 +83,7 @@ class Trackio:
         self.run.log(dict(row), step=done)
 
     def completions(self, records: Sequence[dict], done: int) -> None:
-        columns, data = table(records, self.unique)
+        columns, data = table(records, self.unique, self.trackio.Image, self.folder)
         self.run.log({"completions": self.trackio.Table(columns=columns, data=data)}, step=done)
 
     def close(self) -> None:
@@ -101,6 +102,7 @@ class Wandb:
             ) from e
         self.wandb, self.unique = wandb, cfg.log_unique_prompts
         folder, config = Path(cfg.output_dir), dict(head)
+        self.folder = folder / "completions"
         id_file = folder / "wandb-id"
         if start == 0 or not id_file.exists():
             id_file.write_text(uuid.uuid4().hex[:8])
@@ -124,7 +126,7 @@ class Wandb:
         self.run.log({**row, "done": done})
 
     def completions(self, records: Sequence[dict], done: int) -> None:
-        columns, data = table(records, self.unique)
+        columns, data = table(records, self.unique, self.wandb.Image, self.folder)
         shown = self.wandb.Table(columns=columns, data=data, allow_mixed_types=True)
         self.run.log({"completions": shown, "done": done})
 
@@ -135,13 +137,20 @@ class Wandb:
 REPORTERS = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb}
 
 
-def table(records: Sequence[dict], unique: bool) -> tuple[list[str], list[list]]:
+def table(
+    records: Sequence[dict], unique: bool, image: Callable[[str], Any], folder: Path
+) -> tuple[list[str], list[list]]:
     """Return the columns and rows of a table of completions (logs/completions.py).
 
-    unique: keep only the first completion of each prompt.
+    unique: keep only the first completion of each prompt. image: makes a picture of a dashboard
+    from the path of a file; folder: the files' folder.
     """
 
-    def cell(value: Any) -> Any:
+    def cell(name: str, value: Any) -> Any:
+        if name == "images" and isinstance(value, list):
+            files = [str(folder / file) for file in value if (folder / file).exists()]
+            # a picture alone, because W&B documents no lists of them
+            return image(files[0]) if len(files) == 1 else [image(file) for file in files]
         if isinstance(value, list):  # the messages of a prompt
             value = json.dumps(value, ensure_ascii=False)
         if isinstance(value, str):  # UTF-8 cannot represent a lone surrogate
@@ -149,8 +158,9 @@ def table(records: Sequence[dict], unique: bool) -> tuple[list[str], list[list]]
         return value
 
     columns = list(dict.fromkeys(name for record in records for name in record))
-    rows = [[cell(record.get(name)) for name in columns] for record in records]
     if unique:
-        of = [columns.index(name) for name in ("prompt", "images") if name in columns]
-        rows = [*{tuple(row[i] for i in of): row for row in reversed(rows)}.values()][::-1]
-    return columns, rows
+        first: dict[str, dict] = {}
+        for r in records:
+            first.setdefault(json.dumps([r["prompt"], r.get("images")], default=str), r)
+        records = [*first.values()]
+    return columns, [[cell(name, record.get(name)) for name in columns] for record in records]

@@ -6,9 +6,11 @@ Read before: test_console.py. Read next: test_plot.py.
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 import train
 from nanogrpo.config import Config
@@ -49,6 +51,8 @@ class FakeWandb(SimpleNamespace):
 
     class Table(SimpleNamespace):
         """A table as W&B takes it: columns, data, allow_mixed_types."""
+
+    Image = None  # these runs have no pictures
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +161,7 @@ def test_a_table_of_completions_has_every_column_and_can_be_encoded():
     first = {"step": 1, "prompt": messages, "completion": "a\ud800", "reward": 1.0}
     second = {**first, "completion": "b", "reward": None, "source": "s"}
     other = {**second, "prompt": "x"}
-    columns, rows = table([first, second, other], unique=False)
+    columns, rows = table([first, second, other], False, no_image, Path())
     assert columns == ["step", "prompt", "completion", "reward", "source"]
     text = '[{"role": "user", "content": "é?"}]'
     assert rows == [
@@ -165,7 +169,45 @@ def test_a_table_of_completions_has_every_column_and_can_be_encoded():
         [1, text, "b", None, "s"],
         [1, "x", "b", None, "s"],
     ]
-    assert table([first, second, other], unique=True)[1] == [rows[0], rows[2]]
+    assert table([first, second, other], True, no_image, Path())[1] == [rows[0], rows[2]]
+
+
+def no_image(path: str) -> None:
+    raise AssertionError(f"{path} is not a picture")
+
+
+def with_pictures(folder: Path) -> list[dict]:
+    """Write two pictures; return records of one text with the first, both, and the second."""
+    names = []
+    for colour in ("red", "blue"):
+        names.append(f"pictures/{colour}.webp")
+        (folder / "completions/pictures").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 6), colour).save(folder / "completions" / names[-1])
+    shown = [names[:1], names, names[:1], names[1:], ["pictures/gone.webp"]]
+    return [{"step": 0, "prompt": "?", "images": images, "completion": "x"} for images in shown]
+
+
+def test_a_table_has_pictures_and_tells_prompts_apart_by_them(tmp_path):
+    records = with_pictures(tmp_path)
+    folder = tmp_path / "completions"
+    red, blue = (f"{folder}/pictures/{colour}.webp" for colour in ("red", "blue"))
+    shown = [red, [red, blue], red, blue, []]
+    columns, rows = table(records, False, str, folder)
+    assert [row[columns.index("images")] for row in rows] == shown
+    _, rows = table(records, True, str, folder)
+    assert [row[columns.index("images")] for row in rows] == [shown[i] for i in (0, 1, 3, 4)]
+
+
+def test_trackio_shows_pictures(database, tmp_path):
+    cfg = Config(model="-", data=("-",), output_dir=str(tmp_path), log_completions=True)
+    reporter = REPORTERS["trackio"](cfg, {"run": {}}, 0)
+    reporter.completions(with_pictures(tmp_path), 1)
+    reporter.close()
+    (run,) = [r for r in database.get_run_records("nanogrpo") if r["name"] == tmp_path.name]
+    (row,) = database.get_logs("nanogrpo", tmp_path.name, run_id=run["id"])
+    shown = [r["images"] for r in row["completions"]["_value"]]
+    kinds = [len(x) if isinstance(x, list) else x["_type"] for x in shown]
+    assert kinds == ["trackio.image", 2, "trackio.image", "trackio.image", 0]
 
 
 def test_a_failed_run_sends_its_records(reported, tiny_base, files, tmp_path, monkeypatch):
