@@ -24,6 +24,7 @@ import dataclasses
 import logging
 import os
 import sys
+from pathlib import Path
 
 from nanogrpo import cli
 from nanogrpo.config import Config
@@ -116,13 +117,16 @@ def train(cfg: Config, world: World, stop: Stop, given: Given = NOTHING) -> None
                 break
 
 
-def start(cfg: Config, given: Given = NOTHING) -> None:
-    """Check the options, then train, alone or in the world that torchrun has made."""
+def start(cfg: Config, given: Given = NOTHING) -> Path:
+    """Check the options, then train, alone or in the world that torchrun has made. Return the
+    output folder.
+    """
     cfg.validate()
     # An absolute path, because a reward function may change the working directory.
     cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(cfg.output_dir))
     with join(cfg) as world, Stop() as stop, output.claimed(cfg, world), explained(cfg):
         train(cfg, world, stop, given)
+    return Path(cfg.output_dir)
 
 
 def main(argv: list[str] | None = None) -> int:

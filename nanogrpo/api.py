@@ -63,9 +63,7 @@ def train(
     cfg = _named(cfg, given)
     if os.environ.get("RANK", "0") == "0" and not logging.getLogger().handlers:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-    log = Path(os.path.abspath(cfg.output_dir), "metrics.jsonl")  # a function may change the folder
-    _loop().start(cfg, given)
-    records = read_records(log)
+    records = read_records(_loop().start(cfg, given) / "metrics.jsonl")
     return [record for _, record in records if "run" not in record]
 
 

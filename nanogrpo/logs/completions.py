@@ -72,11 +72,11 @@ class Completions:
         everyones = self.world.concat([mine])
         if not self.world.main:
             return []
+        records = [r for part, _ in everyones for r in part]
+        write(self.folder / name, records)
         for _, pictures in everyones:
             for file, data in pictures.items():
                 replace(self.folder / file, data)
-        records = [r for part, _ in everyones for r in part]
-        write(self.folder / name, records)
         return records
 
     def _new_pictures(self, samples: Sequence[Sample]) -> dict[str, bytes]:

@@ -50,7 +50,7 @@ def replace(path: Path, data: bytes, durable: bool = False) -> None:
     durable: this also holds for a crash of the machine, but the disk has to be waited for.
     """
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".tmp")
         with temporary.open("wb") as file:
             file.write(data)

@@ -23,6 +23,7 @@ from nanogrpo.distributed import fsdp
 from nanogrpo.errors import UserError
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.logs import view_data
+from nanogrpo.logs.completions import Completions
 from nanogrpo.model import adapters, lora
 from nanogrpo.run import memory, output, plan
 from nanogrpo.types import Prompt, Sample
@@ -250,6 +251,14 @@ def test_logs_have_a_small_copy_of_each_picture(base, tmp_path):
     sizes = {Image.open(p).size for p in (tmp_path / "one").glob("completions/pictures/*")}
     assert (256, 85) in sizes
     assert max(max(size) for size in sizes) == 256
+    (tmp_path / "three/completions").mkdir(parents=True)
+    (tmp_path / "three/completions/pictures").write_text("no folder")
+    found = prompts(base, records(2))
+    log = Completions(
+        Config(model="-", output_dir=str(tmp_path / "three"), log_completions=True), SOLO, 1
+    )
+    with pytest.raises(UserError, match=r"pictures/.*could not be written"):
+        log.log(1, completions(found))
     names = {p.name for p in (tmp_path / "one").glob("completions/pictures/*")}
     assert {p.name for p in (tmp_path / "two").glob("completions/pictures/*")} == names
 
