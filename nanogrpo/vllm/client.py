@@ -148,7 +148,8 @@ class VLLMEngine:
         Requests that other threads have in progress raise ServerLost.
         """
         self.over.set()
-        connected = [server for server in self.servers if server.alive]
+        # Lost servers, too: one that still answers is then free for another trainer at once.
+        connected = [server for server in self.servers if server.version >= 0]
         for server in self.servers:
             server.alive = False
             server.abort()

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanogrpo.errors import UserError
 from nanogrpo.model import lora
 from nanogrpo.vllm.auth import CONNECT, DISCONNECT, loopback
 from nanogrpo.vllm.buckets import (
@@ -178,7 +179,8 @@ class WeightSync:
         """Disconnect from the servers and release them for other trainers."""
         for server in servers:
             self.disconnect(server)
-            with contextlib.suppress(ServerError):  # the server may already be gone
+            # the server may be gone, or another one with the same address
+            with contextlib.suppress(ServerError, UserError):
                 server.post(DISCONNECT, timeout=5)
         self.shared.close()
 

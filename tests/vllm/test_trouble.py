@@ -26,6 +26,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.vllm import secret, sync
+from nanogrpo.vllm.auth import DISCONNECT
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar
 from tests.conftest import arguments, steps, tiny_config, tiny_model
@@ -191,6 +192,21 @@ def test_no_server_is_started_after_the_end(fake):
     with pytest.raises(ServerLost):
         engine.request(PROMPTS, 2, PARAMS, step=0)
     assert engine.sidecar.count == 1
+
+
+def test_a_lost_server_is_released_at_the_end(fake):
+    """Another trainer need not wait until the lease has expired."""
+    engine = engine_of(fake)
+    engine._lose(engine.servers[0], ServerError("for the test"))
+    engine.close()
+    assert DISCONNECT in [path for _, path, _ in fake.requests]
+
+
+@pytest.mark.parametrize("status", [401, 409, 500])
+def test_a_server_that_is_not_ours_any_more_does_not_disturb_the_end(fake, status):
+    engine = engine_of(fake)
+    fake.disturb = lambda *call: status
+    engine.close()
 
 
 def test_a_start_can_be_stopped_from_another_thread(tmp_path):
