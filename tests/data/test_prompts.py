@@ -320,10 +320,10 @@ def test_a_template_that_does_not_end_is_stopped_and_its_row_is_named(tmp_path, 
     tokenizer = Tokenizer(make_folder(tmp_path / "chat", template))
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in "abc"]
     path = write(tmp_path / "d.jsonl", *map(json.dumps, rows))
-    monkeypatch.setattr(prompts, "TIME_LIMIT", 0.2)
+    monkeypatch.setattr(prompts, "TIME_LIMIT", 1.0)
     with pytest.raises(
         UserError,
-        match=r"d\.jsonl:2: the chat template and the tokenizer take more than 0\.2 s for this "
+        match=r"d\.jsonl:2: the chat template and the tokenizer take more than 1 s for this "
         r"prompt; shorten it, or correct the template\.$",
     ):
         load(path, tokenizer)
@@ -335,9 +335,9 @@ def test_a_text_that_takes_too_long_to_tokenize_is_stopped_and_its_row_is_named(
     """The tokenizer would take about two seconds. It goes on, but nobody waits for it."""
     path = write(tmp_path / "d.jsonl", GOOD, json.dumps({"prompt": "how many apples" * 10**5}))
     assert len(load(path, plain)) == 2
-    monkeypatch.setattr(prompts, "TIME_LIMIT", 0.05)
+    monkeypatch.setattr(prompts, "TIME_LIMIT", 0.3)
     begun = time.monotonic()
-    with pytest.raises(UserError, match=r"d\.jsonl:2: .* take more than 0\.05 s for this prompt"):
+    with pytest.raises(UserError, match=r"d\.jsonl:2: .* take more than 0\.3 s for this prompt"):
         load(path, plain)
     assert time.monotonic() - begun < 60
 

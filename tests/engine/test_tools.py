@@ -632,8 +632,9 @@ class Stuck(Counter):
     ],
 )
 def test_an_environment_with_a_mistake_is_an_error(tokenizer, environment, sentence):
+    seconds = 0.1 if environment is Stuck else 60.0
     with pytest.raises(UserError) as error:
-        converse(Tools(tokenizer, environment=environment, timeout=0.1), STEPS)
+        converse(Tools(tokenizer, environment=environment, timeout=seconds), STEPS)
     assert sentence in str(error.value)
 
 

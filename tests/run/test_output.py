@@ -23,6 +23,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.run import output
 from nanogrpo.types import Prompt
 from tests.conftest import SOLO, arguments, steps, write_base
+from tests.distributed.test_signals import patient
 from tests.ranks import PATIENCE, argv, run, running, start, until
 
 
@@ -38,7 +39,7 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_died(bas
     first = start(1, train.main, argv(base, tmp_path, "--save-steps", "1"))
     until(running(tmp_path))
     for options in ((), ("--resume",)):
-        second = start(2, train.main, argv(base, tmp_path, *options))
+        second = start(2, patient, argv(base, tmp_path, *options))
         assert set(second.ends(PATIENCE)) <= {1, 2}
         (error,) = [
             line

@@ -334,8 +334,9 @@ def test_a_frozen_encoder_that_is_sent_once_stays_the_trainers(
 @pytest.mark.vllm
 def test_what_the_server_does_not_take_is_said_in_one_sentence(real, prompts):
     model = checkpoint.load_model(real.folder)
-    engine = real.engine(model, patience=0.0)
+    engine = real.engine(model)
     engine.load(model, 0)
+    engine.patience = 0.0
     found = Settings.read(real.folder)
     assert found
     first = next(p for p in prompts if p.images)

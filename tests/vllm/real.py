@@ -11,7 +11,7 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -53,14 +53,19 @@ class Real:
     folder: Path  # the checkpoint that it serves
     process: Sidecar
     server: Server
+    engines: list[VLLMEngine] = field(default_factory=list)
 
     def engine(self, model: Decoder, **options) -> VLLMEngine:
+        for left in self.engines:  # by a test that failed; the server takes one trainer at a time
+            if not left.over.is_set():
+                left.close()
         options = {
             "max_len": 256,
             "servers": [self.server.url],
             "secret": self.process.secret,
         } | options
-        return VLLMEngine(model, **options)
+        self.engines.append(VLLMEngine(model, **options))
+        return self.engines[-1]
 
 
 def params(temperature: float, **changes) -> SamplingParams:
@@ -193,15 +198,19 @@ def processes(server: int) -> list[int]:
     return pids
 
 
+def alive(pid: int) -> bool:
+    """Return whether a process runs. One that has ended may still wait for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def ended(pids: list[int], within: float) -> bool:
     """Return whether all processes end within so many seconds."""
     deadline = time.monotonic() + within
-    for pid in pids:
-        while (
-            Path(f"/proc/{pid}/stat").exists()
-            and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-        ):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
+    while any(map(alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
     return True

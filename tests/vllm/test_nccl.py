@@ -6,6 +6,7 @@ A pretended NCCL takes the place of the real one (pretend.py). Read next: test_g
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -81,7 +82,9 @@ def worker(mail: dist.Store) -> dict[str, float]:
         mail.set(f"joined {n}", "")
         received = [torch.empty(size, dtype=torch.uint8) for size in info.plan.sizes]
         if n == 1:
-            group.broadcast(received[0])  # hangs after the first bucket
+            # the trainer may end it, if this machine is busy
+            with contextlib.suppress(RuntimeError):
+                group.broadcast(received[0])  # hangs after the first bucket
             mail.wait(["over 1"])
         if n == 2:
             group.timeout = SHORT

@@ -46,23 +46,23 @@ def trained(untied):
     """
     model, process = checkpoint.load_model(untied.folder), untied.process
     start = process.start
-    process.start = lambda timeout: Server(untied.server.url, process.secret, timeout)
+    process.start = lambda timeout: warm(Server(untied.server.url, process.secret, timeout))
     engine = VLLMEngine(model, max_len=256, sidecar=process, window=2, timeout=TIMEOUT)
-    process.start = start  # the next one is real
+    process.start = lambda timeout: warm(start(timeout))  # the next one is real
     train_a_little(model, seed=0)
     engine.load(model, 1)
-    warm_up(engine)
     yield model, engine
     engine.close()
 
 
-def warm_up(engine: VLLMEngine) -> None:
-    """Let vLLM answer once: its first reply takes longer than the timeout of these tests."""
-    engine.servers[0].post(
-        "/inference/v1/generate",
-        {"token_ids": [1], "sampling_params": {"max_tokens": 2, "n": 4}},
-        timeout=60,
-    )
+def warm(server: Server) -> Server:
+    """Let vLLM answer once, before the engine sends heartbeats: it compiles the computation of
+    log-probs for its first reply, which may take longer than the timeout of these tests.
+    """
+    wanted = {"max_tokens": 2, "n": 4, "logprobs": 0}
+    body = {"token_ids": [1], "sampling_params": wanted}
+    server.post("/inference/v1/generate", body, timeout=120)
+    return server
 
 
 def content(samples):
@@ -158,7 +158,6 @@ def test_a_server_killed_in_the_middle_of_a_sync_gets_all_weights_again(trained)
     group.broadcast = kill_first
     engine.load(model, 2)
     assert engine.restarts == before + 1
-    warm_up(engine)
     samples = engine.sample(PROMPTS, 4, params(0.7), step=2)
     assert {v for s in samples for v in s.versions} == {2}
     agree(model, samples, 0.7)  # the logits have grown, so a bound on the gap would be arbitrary

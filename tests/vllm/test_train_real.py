@@ -26,6 +26,7 @@ from nanogrpo.vllm.client import VLLMEngine
 from tests.conftest import arguments, steps
 from tests.engine.chat import write_calling_base
 from tests.ranks import run
+from tests.vllm.fake import wait_until
 from tests.vllm.real import CPU, PYTHON, ROOT, ended, problem, processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -143,7 +144,7 @@ def test_own_server_killed_and_own_trainer_killed_lose_nothing(base, files, tmp_
     """One command starts the server too. The test kills the server during the run, and then the
     trainer. After a resume, the log equals that of an undisturbed run.
     """
-    options = ["--max-steps", "6", "--save-steps", "1"]
+    options = ["--max-steps", "12", "--save-steps", "1"]
     finish(arguments(base, files, tmp_path / "quiet", *options, *server))
     output = tmp_path / "disturbed"
     training = start(arguments(base, files, output, *options, *OWN))
@@ -154,11 +155,10 @@ def test_own_server_killed_and_own_trainer_killed_lose_nothing(base, files, tmp_
         if "serve.py" in Path(f"/proc/{p}/cmdline").read_text()
     ]
     os.kill(sidecar_pid, signal.SIGKILL)
-    wait_for_step(training, output, 3)
-    assert steps(output)[3]["vllm/restarts"] == 1
+    wait_until(lambda: steps(output)[-1]["vllm/restarts"] == 1, 180.0)
     family = processes(training.pid)
     training.kill()
-    assert ended(family, within=20.0)  # the server that it started ended with it
+    assert ended(family, within=60.0)  # the server that it started ended with it
     training.communicate()
     finish(arguments(base, files, output, *options, *server, "--resume"))
     assert trained_on(output) == trained_on(tmp_path / "quiet")
@@ -257,7 +257,7 @@ def test_a_second_trainer_is_refused_until_the_first_has_ended(base, server):
         trainer(0.5)
     first.load(model, 1)  # it was not disturbed
     first.close()
-    trainer(0.5).close()
+    trainer(30.0).close()
 
 
 @pytest.mark.parametrize("wrong", ["", "x" * 20])
@@ -273,11 +273,11 @@ def test_a_server_that_hangs_for_good_stops_the_run_with_its_checkpoint(
     base, files, tmp_path, server, tied
 ):
     """The last test with this server. The run notices within the timeout, waits, and reports."""
-    options = [*server, "--max-steps", "1000", "--server-timeout", "3", "--server-patience", "2"]
+    options = [*server, "--max-steps", "1000", "--server-timeout", "10", "--server-patience", "2"]
     training = start(arguments(base, files, tmp_path, *options))
     wait_for_step(training, tmp_path, 1)
     os.killpg(tied.process.process.pid, signal.SIGSTOP)
-    output, _ = training.communicate(timeout=60)
+    output, _ = training.communicate(timeout=120)
     assert training.returncode == 2, output[-3000:]
     assert "continue with --resume" in output.strip().splitlines()[-1]
     assert (tmp_path / f"checkpoint-{len(steps(tmp_path))}").exists()

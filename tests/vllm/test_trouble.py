@@ -146,6 +146,7 @@ class Starts:
 
 def owner(fake: FakeVLLM, *goes: bool) -> VLLMEngine:
     engine = VLLMEngine(MODEL, max_len=32, transport="memory", sidecar=Starts(fake, *goes))
+    fake.engines.append(engine)
     engine.load(MODEL, 0)
     return engine
 
