@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 
 import nanogrpo
-from nanogrpo.distributed.parent import on_end
+from nanogrpo.distributed.parent import kill_workers, on_end
 from nanogrpo.errors import UserError
 from nanogrpo.vllm import secret as stored
 from nanogrpo.vllm.auth import NAMES, SECRET, SHORTEST, loopback
@@ -290,8 +290,9 @@ def end(grace: float = 10.0) -> None:
     time.sleep(grace)
     # If this process leads its process group, the group consists of our workers, which may not
     # watch us yet. Otherwise the group also contains the user's shell.
-    leads = os.getpgrp() == os.getpid()
-    (os.killpg if leads else os.kill)(os.getpid(), signal.SIGKILL)
+    if os.getpgrp() == os.getpid():
+        kill_workers(os.getpid())
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(argv: list[str] | None = None) -> int:

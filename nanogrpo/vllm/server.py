@@ -32,6 +32,7 @@ from typing import Any
 import nanogrpo
 from nanogrpo.commands import script
 from nanogrpo.distributed.failure import asked
+from nanogrpo.distributed.parent import kill_workers
 from nanogrpo.errors import UserError
 from nanogrpo.vllm import secret as stored
 from nanogrpo.vllm.auth import GENERATE, HEALTH, INFO, LEASE, SECRET, TRAINER, loopback
@@ -433,7 +434,7 @@ class Sidecar:
             self.reserved.close()
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):  # the whole group has already ended
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        kill_workers(process.pid)
         process.wait()
         process.stdin.close()  # type: ignore[union-attr]  # it is a pipe

@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from nanogrpo.distributed.parent import on_end
+from nanogrpo.distributed.parent import kill_workers, on_end
 from tests.ranks import PATIENCE, ROOT
+from tests.vllm.fake import wait_until
+from tests.vllm.real import alive
 
 OWNER = """
 import os, subprocess, sys, time
@@ -65,3 +68,36 @@ def test_a_process_that_has_already_ended_is_noticed():
     ended = threading.Event()
     on_end(process.pid, ended.set)
     assert ended.wait(PATIENCE)
+
+
+GROUP = """
+import subprocess, sys
+from multiprocessing.resource_tracker import _resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=64)
+worker = subprocess.Popen(["sleep", "600"])
+print(memory.name, _resource_tracker._pid, worker.pid, flush=True)
+worker.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("suspended", [False, True])
+def test_killed_workers_leave_no_shared_memory(suspended):
+    leader = subprocess.Popen(
+        [sys.executable, "-c", GROUP], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    name, *pids = leader.stdout.readline().split()
+    tracker, worker = map(int, pids)
+    memory = Path("/dev/shm") / name
+    assert memory.exists()
+    if suspended:
+        os.killpg(leader.pid, signal.SIGSTOP)
+    kill_workers(leader.pid)
+    wait_until(lambda: not alive(worker))
+    assert leader.poll() is None
+    assert alive(tracker)
+    assert memory.exists()
+    leader.kill()
+    leader.communicate()
+    wait_until(lambda: not memory.exists() and not alive(tracker))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -196,6 +197,12 @@ def processes(server: int) -> list[int]:
     for pid in pids:
         pids += [p for p, parent in table.items() if parent == pid]
     return pids
+
+
+def shared_memory(pids: list[int]) -> set[Path]:
+    """Return the segments of shared memory that Python has created for these processes."""
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    return {Path(path) for path in re.findall(r"/dev/shm/psm_\w+", maps)}
 
 
 def alive(pid: int) -> bool:

@@ -31,6 +31,7 @@ from tests.vllm.real import (
     label,
     params,
     processes,
+    shared_memory,
     sidecar,
     train_a_little,
 )
@@ -118,6 +119,8 @@ def test_a_server_suspended_while_sampling_is_noticed_and_replaced(trained, monk
     monkeypatch.setattr(
         engine.sidecar, "start", lambda *args: started.append(time.monotonic()) or start(*args)
     )
+    memory = shared_memory(processes(engine.sidecar.process.pid))
+    assert memory
     # its connections stay open, and the kernel continues to accept new ones
     kill(engine, signal.SIGSTOP)
     begin = time.monotonic()
@@ -125,6 +128,7 @@ def test_a_server_suspended_while_sampling_is_noticed_and_replaced(trained, monk
     assert content(results) == expected
     # a heartbeat notices it, an attempt to use it again fails, and the machine may be busy
     assert started[0] - begin < 3 * TIMEOUT + 30
+    wait_until(lambda: not any(path.exists() for path in memory))
     check(model, engine, before, expected)
 
 
