@@ -1,6 +1,7 @@
-"""End a process when the process that started it ends, for whatever reason. Kill a process group.
+"""End a process when the process that started it ends, for whatever reason. Kill the workers of a
+process.
 
-In: a process id. Out: nothing; the effect comes when that process ends, or at once.
+In: a process id. Out: nothing. `kill_workers` acts at once, the others when that process ends.
 
 `killed_with` and `on_end` watch another process. There are two because no single mechanism covers
 both cases. `killed_with` asks the kernel to kill us. It works even if C code never releases
@@ -60,26 +61,41 @@ def on_end(pid: int, then: Callable[[], object], pipe: int | None = None) -> Non
 def kill_workers(leader: int) -> None:
     """Kill the other processes of a process group, except multiprocessing's resource tracker.
 
-    When all of them have ended, the tracker removes their shared memory and semaphores, and ends.
-    Linux only: it reads /proc.
+    When the leader has ended, too, the tracker removes their shared memory and semaphores, and
+    ends. If processes cannot be listed, the whole group is killed.
     """
     done = {leader}
-    while found := _members(leader) - done:  # a process may start another one before it is killed
-        for pid in found:
-            with contextlib.suppress(OSError):  # it has just ended
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                spared = b"multiprocessing.resource_tracker" in command
-                # if the group is suspended, the tracker must go on
-                os.kill(pid, signal.SIGCONT if spared else signal.SIGKILL)
-        done |= found
+    try:
+        while found := _members(leader) - done:  # one may start another before it is killed
+            for pid in found:
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                    # a tracker that is suspended with its group has to go on
+                    os.kill(pid, signal.SIGCONT if _is_tracker(pid) else signal.SIGKILL)
+            done |= found
+    except OSError:  # no /proc, no free file descriptor, …
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
 
 
 def _members(group: int) -> set[int]:
-    """Return the ids of the processes of a group that have not ended."""
+    """Return the ids of the processes of a group."""
     found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has just ended
-            state, _, own = path.read_bytes().rpartition(b")")[2].split()[:3]
-            if int(own) == group and state not in b"ZX":
-                found.add(int(path.parent.name))
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if int(_stat(name)[2]) == group:
+                found.add(int(name))
     return found
+
+
+def _stat(pid: int | str) -> list[bytes]:
+    """Return the fields of /proc/PID/stat after the name, which may contain anything."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+
+
+def _is_tracker(pid: int) -> bool:
+    fields = _stat(pid)
+    state, threads = fields[0], fields[17]
+    # To read the command of a process that hangs in the kernel (D) may block. The tracker does not
+    # hang, and has one thread.
+    command = Path(f"/proc/{pid}/cmdline")
+    return state != b"D" and threads == b"1" and b"resource_tracker" in command.read_bytes()

@@ -148,12 +148,12 @@ class VLLMEngine:
         Requests that other threads have in progress raise ServerLost.
         """
         self.over.set()
-        # Lost servers, too: one that still answers is then free for another trainer at once.
-        connected = [server for server in self.servers if server.version >= 0]
+        # Lost servers are released, too: if one answers again, another trainer can use it at once.
+        taken = [s for s in self.servers if s.taken and (s.alive or s.sidecar is None)]
         for server in self.servers:
             server.alive = False
             server.abort()
-        self.sync.close(connected)
+        self.sync.close(taken)
         if self.world.main and self.sidecar is not None:
             self.sidecar.stop()
 
@@ -306,6 +306,8 @@ class VLLMEngine:
         """
         try:
             if not server.alive:
+                if self.over.is_set():  # it has been released
+                    raise ServerError("the run has ended")
                 self.sync.connect(server, *self._greet(server))
             self.sync.send(server, self.version, wake=self.sleeps)
         except UserError as e:

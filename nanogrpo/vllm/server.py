@@ -35,7 +35,7 @@ from nanogrpo.distributed.failure import asked
 from nanogrpo.distributed.parent import kill_workers
 from nanogrpo.errors import UserError
 from nanogrpo.vllm import secret as stored
-from nanogrpo.vllm.auth import GENERATE, HEALTH, INFO, LEASE, SECRET, TRAINER, loopback
+from nanogrpo.vllm.auth import DISCONNECT, GENERATE, HEALTH, INFO, LEASE, SECRET, TRAINER, loopback
 from nanogrpo.vllm.buckets import BroadcastGroup
 from nanogrpo.vllm.cause import DEATH, root_cause
 
@@ -101,6 +101,7 @@ class Server:
         self.version = -1  # the version of the last weights it received
         self.error: Exception | None = None  # why the last heartbeat failed, or it was lost
         self.reported = False  # whether the outage has already been logged
+        self.taken = False  # it may be connected to this trainer, and reserved for it
         self.complete = False  # it has received all weights since it was connected
         # the connection for weights, if they are broadcast
         self.group: BroadcastGroup | None = None
@@ -139,6 +140,14 @@ class Server:
         most = ANSWER + ANSWER_TOKEN * tokens
         return self._request("POST", GENERATE, body, DAY, most, only_if_alive=True)
 
+    def release(self) -> None:
+        """Disconnect from the server, which is then free for other trainers.
+
+        `abort` does not end this request: a thread may find out late that the server was lost.
+        """
+        self._request("POST", DISCONNECT, {}, min(self.timeout, 5.0), abortable=False)
+        self.taken = False
+
     def _request(
         self,
         method: str,
@@ -147,16 +156,19 @@ class Server:
         timeout: float,
         most: int = ANSWER,  # bytes of the answer
         only_if_alive: bool = False,
+        abortable: bool = True,
     ) -> dict:
         limit = min(timeout, self.timeout)  # to connect
         connection = self.kind(self.host, self.port, timeout=limit)
-        with self.lock:
-            self.open.add(connection)
+        if abortable:
+            with self.lock:
+                self.open.add(connection)
         try:
             connection.connect()
             limit = timeout
             connection.sock.settimeout(limit)
-            if connection not in self.open or (only_if_alive and not self.alive):
+            lost = abortable and connection not in self.open
+            if lost or (only_if_alive and not self.alive):
                 raise ServerError(f"{self.url} was lost before {path} was sent")
             data = None if body is None else json.dumps(body)
             with deadline(connection, timeout):
@@ -412,10 +424,13 @@ class Sidecar:
         return f"; {chosen[1]}" if chosen else ""
 
     def _log(self) -> str:
-        """Return what the current process has written."""
+        """Return what the current process has written, without the warnings that it or its killed
+        predecessor has left shared memory to be removed.
+        """
         with self.output.open("rb") as file:
             file.seek(self.logged)
-            return file.read().decode(errors="replace")
+            text = file.read().decode(errors="replace")
+        return re.sub(r".*resource_tracker.*\n(?: .*\n)?", "", text)
 
     def stop(self, timeout: float = 15.0) -> None:
         """End the process by closing its pipe. Kill it after `timeout` seconds."""
@@ -428,7 +443,10 @@ class Sidecar:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def kill(self) -> None:
-        """Kill the process and all its workers, even if it hangs, or has ended without them."""
+        """Kill the process and all its workers, even if it hangs, or has ended without them.
+
+        multiprocessing's resource tracker then removes their shared memory, and ends by itself.
+        """
         process, self.process = self.process, None
         if self.reserved is not None:
             self.reserved.close()

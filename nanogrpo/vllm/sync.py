@@ -21,6 +21,7 @@ Read next: worker.py (the other end), client.py (the caller).
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import socket
 import threading
@@ -33,7 +34,7 @@ from torch import nn
 
 from nanogrpo.errors import UserError
 from nanogrpo.model import lora
-from nanogrpo.vllm.auth import CONNECT, DISCONNECT, loopback
+from nanogrpo.vllm.auth import CONNECT, loopback
 from nanogrpo.vllm.buckets import (
     BUCKET_BYTES,
     DTYPES,
@@ -100,7 +101,7 @@ class WeightSync:
     def connect(self, server: Server, transport: str, workers: int) -> None:
         """Tell a server the layout and transport of the buckets. workers: their number on it."""
         self.disconnect(server)
-        server.complete = False
+        server.complete, server.taken = False, True
         info: dict[str, Any] = {
             "transport": transport,
             "layout": self.layout.entries,
@@ -177,11 +178,16 @@ class WeightSync:
 
     def close(self, servers: list[Server]) -> None:
         """Disconnect from the servers and release them for other trainers."""
+
+        def release(server: Server) -> None:
+            # the server may be gone, or another one may have its address
+            with contextlib.suppress(ServerError, UserError):
+                server.release()
+
         for server in servers:
             self.disconnect(server)
-            # the server may be gone, or another one with the same address
-            with contextlib.suppress(ServerError, UserError):
-                server.post(DISCONNECT, timeout=5)
+        for released in [_on_thread(functools.partial(release, server)) for server in servers]:
+            released.result()
         self.shared.close()
 
 

@@ -4,11 +4,14 @@ in C code: tests/rewards/test_ends.py. vLLM's workers: tests/vllm/test_recovery.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,33 +74,75 @@ def test_a_process_that_has_already_ended_is_noticed():
 
 
 GROUP = """
-import subprocess, sys
+import subprocess, sys, time
 from multiprocessing.resource_tracker import _resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 memory = SharedMemory(create=True, size=64)
-worker = subprocess.Popen(["sleep", "600"])
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+worker.stdout.readline()
 print(memory.name, _resource_tracker._pid, worker.pid, flush=True)
-worker.wait()
+time.sleep(600)
 """
+WAITS = "import time; print(flush=True); time.sleep(600)"
+# only its main thread has ended, but ps shows it as a zombie
+HALF = """
+import ctypes, threading, time
+started = threading.Event()
+def work():
+    started.wait()
+    time.sleep(0.1)
+    print(flush=True)
+    time.sleep(600)
+threading.Thread(target=work).start()
+started.set()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("suspended", [False, True])
-def test_killed_workers_leave_no_shared_memory(suspended):
-    leader = subprocess.Popen(
-        [sys.executable, "-c", GROUP], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+@contextlib.contextmanager
+def group(worker: str) -> Iterator[tuple[subprocess.Popen, Path, int, int]]:
+    """Run a process with a worker and shared memory. Yield it, the segment, and the ids of its
+    resource tracker and worker.
+    """
+    command = [sys.executable, "-c", GROUP, worker]
+    leader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     name, *pids = leader.stdout.readline().split()
-    tracker, worker = map(int, pids)
-    memory = Path("/dev/shm") / name
-    assert memory.exists()
-    if suspended:
-        os.killpg(leader.pid, signal.SIGSTOP)
-    kill_workers(leader.pid)
-    wait_until(lambda: not alive(worker))
-    assert leader.poll() is None
-    assert alive(tracker)
-    assert memory.exists()
+    yield leader, Path("/dev/shm") / name, *map(int, pids)
     leader.kill()
     leader.communicate()
+
+
+def threads(pid: int) -> int:
+    """Return the number of threads of a process."""
+    return len(os.listdir(f"/proc/{pid}/task")) if Path(f"/proc/{pid}").exists() else 0
+
+
+@linux
+@pytest.mark.parametrize("worker", [WAITS, HALF])
+@pytest.mark.parametrize("suspended", [False, True])
+def test_killed_workers_leave_no_shared_memory(worker, suspended):
+    with group(worker) as (leader, memory, tracker, pid):
+        assert threads(pid) == (2 if worker is HALF else 1)
+        if suspended:
+            os.killpg(leader.pid, signal.SIGSTOP)
+        kill_workers(leader.pid)
+        wait_until(lambda: threads(pid) <= 1 and not alive(pid))
+        assert leader.poll() is None
+        assert alive(tracker)
+        assert memory.exists()
     wait_until(lambda: not memory.exists() and not alive(tracker))
+
+
+@linux
+def test_if_processes_cannot_be_listed_the_whole_group_is_killed(monkeypatch):
+    def full(path):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with group(WAITS) as (leader, memory, tracker, pid):
+        monkeypatch.setattr(os, "listdir", full)
+        kill_workers(leader.pid)
+        monkeypatch.undo()
+        wait_until(lambda: not alive(pid) and not alive(tracker))
+        assert leader.wait(PATIENCE) == -signal.SIGKILL
+    memory.unlink()

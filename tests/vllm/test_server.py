@@ -205,6 +205,8 @@ print("serve: KV cache of 1.0 GiB, chosen from 4.0 GiB", flush=True)
 server = http.server.HTTPServer(("127.0.0.1", port), Healthy)
 server.handle_request()
 """
+LEFT = """a/resource_tracker.py:254: UserWarning: resource_tracker: there appear to be 2 leaked
+  warnings.warn("""
 
 
 @pytest.mark.parametrize(
@@ -213,6 +215,7 @@ server.handle_request()
         ("raise RuntimeError('no such luck')", r"status 1 \(RuntimeError: no such luck\)"),
         ("sys.exit('serve.py: error: unknown option')", r"status 1 \(unknown option\)"),
         ("sys.exit(3)", r"status 3 \(.*GET /health"),
+        (f"print({LEFT!r}, file=sys.stderr); sys.exit(3)", r"status 3 \(.*GET /health"),
         ("os.kill(os.getpid(), signal.SIGKILL)", r"killed \(if not by you, the machine ran out"),
     ],
 )

@@ -156,9 +156,10 @@ def test_own_server_killed_and_own_trainer_killed_lose_nothing(base, files, tmp_
     ]
     os.kill(sidecar_pid, signal.SIGKILL)
     wait_until(lambda: steps(output)[-1]["vllm/restarts"] == 1, 180.0)
+    assert training.poll() is None
     family = processes(training.pid)
     training.kill()
-    assert ended(family, within=60.0)  # the server that it started ended with it
+    assert ended(family, within=30.0)  # the server that it started ended with it
     training.communicate()
     finish(arguments(base, files, output, *options, *server, "--resume"))
     assert trained_on(output) == trained_on(tmp_path / "quiet")
@@ -257,7 +258,7 @@ def test_a_second_trainer_is_refused_until_the_first_has_ended(base, server):
         trainer(0.5)
     first.load(model, 1)  # it was not disturbed
     first.close()
-    trainer(30.0).close()
+    trainer(15.0).close()  # the lease would last for 20 s
 
 
 @pytest.mark.parametrize("wrong", ["", "x" * 20])

@@ -124,6 +124,79 @@ def test_a_refusal_during_a_run_loses_the_server_but_not_the_checkpoint(fake, wh
     held.set()
 
 
+# --- the end of a run ---
+
+
+@pytest.mark.parametrize("where", ["heartbeat", "first sync"])
+def test_a_lost_server_is_released(fake, where):
+    """Another trainer need not wait until the lease has expired."""
+    engine = engine_of(fake, load=False)
+    if where == "first sync":
+        fake.disturb = lambda m, path, b: 500 if path == "/update_weights" else None
+        with pytest.raises(ServerLost):
+            engine.load(MODEL, 0)
+    else:
+        engine.load(MODEL, 0)
+        engine._lose(engine.servers[0], ServerError("for the test"))
+    engine.close()
+    assert fake.requests[-1][1] == DISCONNECT
+    assert not engine.servers[0].taken
+
+
+def test_a_thread_that_finds_out_late_does_not_end_the_release(fake):
+    """When requests in progress are ended, each of their threads reports the loss."""
+    engine = engine_of(fake)
+    lost = ServerError("for the test")
+
+    def lose(method, path, body):
+        if path == DISCONNECT:
+            engine._lose(engine.servers[0], lost)
+
+    fake.disturb = lose
+    engine.close()
+    assert not engine.servers[0].taken
+
+
+def test_a_server_is_not_connected_again_after_its_release(fake):
+    """The run ends while a thread waits until the server comes back."""
+    engine = engine_of(fake, patience=60.0)
+    fake.disturb = lambda *call: 503
+    engine._lose(engine.servers[0], ServerError("for the test"))
+
+    def wait(seconds: float) -> bool:
+        fake.disturb = lambda *call: None
+        fake.requests.clear()
+        engine.close()
+        return True  # as Event.wait does if the event is set
+
+    engine.over.wait = wait
+    with pytest.raises(ServerLost):
+        engine.request(PROMPTS, 2, PARAMS, step=0)
+    assert [path for _, path, _ in fake.requests] == [DISCONNECT]
+
+
+def test_servers_are_released_at_the_same_time(fake):
+    """A server that hangs would delay the others."""
+    both = threading.Barrier(2)
+
+    def meet(method, path, body):
+        if path == DISCONNECT:
+            both.wait(60)
+
+    with FakeVLLM(tiny_config()) as other:
+        engine = engine_of(fake, other)
+        fake.disturb = other.disturb = meet
+        engine.close()
+        assert not any(server.taken for server in engine.servers)
+
+
+@pytest.mark.parametrize("status", [401, 409, 500])
+def test_a_server_that_is_not_ours_any_more_does_not_disturb_the_end(fake, status):
+    engine = engine_of(fake)
+    fake.disturb = lambda *call: status
+    engine.close()
+
+
 # --- our own server ---
 
 
@@ -132,6 +205,7 @@ class Starts:
 
     def __init__(self, fake: FakeVLLM, *goes: bool):
         self.fake, self.goes, self.count = fake, list(goes), 0
+        self.stopped = False
 
     def start(self, timeout: float) -> Server:
         self.count += 1
@@ -141,7 +215,7 @@ class Starts:
         return Server(self.fake.url, timeout=timeout)
 
     def stop(self) -> None:
-        pass
+        self.stopped = True
 
 
 def owner(fake: FakeVLLM, *goes: bool) -> VLLMEngine:
@@ -195,19 +269,16 @@ def test_no_server_is_started_after_the_end(fake):
     assert engine.sidecar.count == 1
 
 
-def test_a_lost_server_is_released_at_the_end(fake):
-    """Another trainer need not wait until the lease has expired."""
-    engine = engine_of(fake)
-    engine._lose(engine.servers[0], ServerError("for the test"))
+def test_a_lost_server_of_our_own_is_ended_but_not_asked(fake):
+    """It may hang."""
+    engine = owner(fake, True)
+    (server,) = engine.servers
+    server.sidecar = engine.sidecar
+    engine._lose(server, ServerError("for the test"))
+    fake.requests.clear()
     engine.close()
-    assert DISCONNECT in [path for _, path, _ in fake.requests]
-
-
-@pytest.mark.parametrize("status", [401, 409, 500])
-def test_a_server_that_is_not_ours_any_more_does_not_disturb_the_end(fake, status):
-    engine = engine_of(fake)
-    fake.disturb = lambda *call: status
-    engine.close()
+    assert engine.sidecar.stopped
+    assert fake.requests == []
 
 
 def test_a_start_can_be_stopped_from_another_thread(tmp_path):
