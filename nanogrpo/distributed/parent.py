@@ -61,11 +61,13 @@ def on_end(pid: int, then: Callable[[], object], pipe: int | None = None) -> Non
 def kill_workers(leader: int) -> None:
     """Kill the other processes of a process group, except multiprocessing's resource tracker.
 
-    When the leader has ended, too, the tracker removes their shared memory and semaphores, and
-    ends. If processes cannot be listed, the whole group is killed.
+    Once the leader has ended, too, the tracker removes the group's shared memory and semaphores,
+    and ends. If processes cannot be listed, the whole group is killed.
     """
     done = {leader}
     try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            raise OSError("this is the /proc of another namespace, with other ids")
         while found := _members(leader) - done:  # one may start another before it is killed
             for pid in found:
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
@@ -73,7 +75,8 @@ def kill_workers(leader: int) -> None:
                     os.kill(pid, signal.SIGCONT if _is_tracker(pid) else signal.SIGKILL)
             done |= found
     except OSError:  # no /proc, no free file descriptor, …
-        with contextlib.suppress(ProcessLookupError):
+        # PermissionError: on macOS, if all have ended
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)
 
 
@@ -81,7 +84,8 @@ def _members(group: int) -> set[int]:
     """Return the ids of the processes of a group."""
     found = set()
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        # it has ended, or is another user's
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             if int(_stat(name)[2]) == group:
                 found.add(int(name))
     return found
@@ -95,7 +99,7 @@ def _stat(pid: int | str) -> list[bytes]:
 def _is_tracker(pid: int) -> bool:
     fields = _stat(pid)
     state, threads = fields[0], fields[17]
-    # To read the command of a process that hangs in the kernel (D) may block. The tracker does not
-    # hang, and has one thread.
+    # Reading the command of a process in state D (it hangs in the kernel) may block, so it counts
+    # as a worker. The tracker has one thread.
     command = Path(f"/proc/{pid}/cmdline")
     return state != b"D" and threads == b"1" and b"resource_tracker" in command.read_bytes()

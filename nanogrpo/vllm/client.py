@@ -149,6 +149,7 @@ class VLLMEngine:
         """
         self.over.set()
         # Lost servers are released, too: if one answers again, another trainer can use it at once.
+        # Our own is ended below, and may hang.
         taken = [s for s in self.servers if s.taken and (s.alive or s.sidecar is None)]
         for server in self.servers:
             server.alive = False
@@ -306,8 +307,6 @@ class VLLMEngine:
         """
         try:
             if not server.alive:
-                if self.over.is_set():  # it has been released
-                    raise ServerError("the run has ended")
                 self.sync.connect(server, *self._greet(server))
             self.sync.send(server, self.version, wake=self.sleeps)
         except UserError as e:

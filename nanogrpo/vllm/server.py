@@ -35,7 +35,17 @@ from nanogrpo.distributed.failure import asked
 from nanogrpo.distributed.parent import kill_workers
 from nanogrpo.errors import UserError
 from nanogrpo.vllm import secret as stored
-from nanogrpo.vllm.auth import DISCONNECT, GENERATE, HEALTH, INFO, LEASE, SECRET, TRAINER, loopback
+from nanogrpo.vllm.auth import (
+    CONNECT,
+    DISCONNECT,
+    GENERATE,
+    HEALTH,
+    INFO,
+    LEASE,
+    SECRET,
+    TRAINER,
+    loopback,
+)
 from nanogrpo.vllm.buckets import BroadcastGroup
 from nanogrpo.vllm.cause import DEATH, root_cause
 
@@ -101,12 +111,13 @@ class Server:
         self.version = -1  # the version of the last weights it received
         self.error: Exception | None = None  # why the last heartbeat failed, or it was lost
         self.reported = False  # whether the outage has already been logged
-        self.taken = False  # it may be connected to this trainer, and reserved for it
+        self.taken = False  # it may still be reserved for this trainer, so it must be released
         self.complete = False  # it has received all weights since it was connected
         # the connection for weights, if they are broadcast
         self.group: BroadcastGroup | None = None
         self.open: set[http.client.HTTPConnection] = set()
         self.lock = threading.Lock()
+        self.over = lease or threading.Event()
         if lease is not None:
             self.headers[TRAINER] = secrets.token_hex(8)
             threading.Thread(target=self._renew, args=(lease,), daemon=True).start()
@@ -143,7 +154,8 @@ class Server:
     def release(self) -> None:
         """Disconnect from the server, which is then free for other trainers.
 
-        `abort` does not end this request: a thread may find out late that the server was lost.
+        `abort` does not end this request, because other threads may still report the loss of the
+        server.
         """
         self._request("POST", DISCONNECT, {}, min(self.timeout, 5.0), abortable=False)
         self.taken = False
@@ -168,6 +180,7 @@ class Server:
             limit = timeout
             connection.sock.settimeout(limit)
             lost = abortable and connection not in self.open
+            lost |= path == CONNECT and self.over.is_set()  # it has been released
             if lost or (only_if_alive and not self.alive):
                 raise ServerError(f"{self.url} was lost before {path} was sent")
             data = None if body is None else json.dumps(body)
@@ -424,13 +437,13 @@ class Sidecar:
         return f"; {chosen[1]}" if chosen else ""
 
     def _log(self) -> str:
-        """Return what the current process has written, without the warnings that it or its killed
-        predecessor has left shared memory to be removed.
+        """Return what the current process has written, without the resource tracker's warnings
+        about shared memory, which may come from a killed predecessor.
         """
         with self.output.open("rb") as file:
             file.seek(self.logged)
             text = file.read().decode(errors="replace")
-        return re.sub(r".*resource_tracker.*\n(?: .*\n)?", "", text)
+        return re.sub(r"(?m)^.*resource_tracker\.py:\d+: UserWarning: .*\n?(?: .*\n?)?", "", text)
 
     def stop(self, timeout: float = 15.0) -> None:
         """End the process by closing its pipe. Kill it after `timeout` seconds."""

@@ -84,17 +84,11 @@ print(memory.name, _resource_tracker._pid, worker.pid, flush=True)
 time.sleep(600)
 """
 WAITS = "import time; print(flush=True); time.sleep(600)"
-# only its main thread has ended, but ps shows it as a zombie
+# only its main thread has ended, but it looks like a zombie
 HALF = """
 import ctypes, threading, time
-started = threading.Event()
-def work():
-    started.wait()
-    time.sleep(0.1)
-    print(flush=True)
-    time.sleep(600)
-threading.Thread(target=work).start()
-started.set()
+threading.Thread(target=time.sleep, args=(600,)).start()
+print(flush=True)
 ctypes.CDLL(None).pthread_exit(None)
 """
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -107,10 +101,14 @@ def group(worker: str) -> Iterator[tuple[subprocess.Popen, Path, int, int]]:
     """
     command = [sys.executable, "-c", GROUP, worker]
     leader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    name, *pids = leader.stdout.readline().split()
-    yield leader, Path("/dev/shm") / name, *map(int, pids)
-    leader.kill()
-    leader.communicate()
+    try:
+        name, *pids = leader.stdout.readline().split()
+        yield leader, Path("/dev/shm") / name, *map(int, pids)
+        leader.kill()
+        leader.communicate()
+    except BaseException:
+        os.killpg(leader.pid, signal.SIGKILL)
+        raise
 
 
 def threads(pid: int) -> int:
@@ -123,6 +121,7 @@ def threads(pid: int) -> int:
 @pytest.mark.parametrize("suspended", [False, True])
 def test_killed_workers_leave_no_shared_memory(worker, suspended):
     with group(worker) as (leader, memory, tracker, pid):
+        wait_until(lambda: alive(pid) == (worker is WAITS))
         assert threads(pid) == (2 if worker is HALF else 1)
         if suspended:
             os.killpg(leader.pid, signal.SIGSTOP)
@@ -145,4 +144,4 @@ def test_if_processes_cannot_be_listed_the_whole_group_is_killed(monkeypatch):
         monkeypatch.undo()
         wait_until(lambda: not alive(pid) and not alive(tracker))
         assert leader.wait(PATIENCE) == -signal.SIGKILL
-    memory.unlink()
+    memory.unlink(missing_ok=True)

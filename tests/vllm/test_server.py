@@ -216,6 +216,8 @@ LEFT = """a/resource_tracker.py:254: UserWarning: resource_tracker: there appear
         ("sys.exit('serve.py: error: unknown option')", r"status 1 \(unknown option\)"),
         ("sys.exit(3)", r"status 3 \(.*GET /health"),
         (f"print({LEFT!r}, file=sys.stderr); sys.exit(3)", r"status 3 \(.*GET /health"),
+        (f"sys.stderr.write({LEFT.splitlines()[0]!r}); sys.exit(3)", r"status 3 \(.*GET /health"),
+        ("from os import resource_tracker", r"\(ImportError: cannot import name 'resource_tra"),
         ("os.kill(os.getpid(), signal.SIGKILL)", r"killed \(if not by you, the machine ran out"),
     ],
 )

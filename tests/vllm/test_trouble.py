@@ -26,7 +26,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.vllm import secret, sync
-from nanogrpo.vllm.auth import DISCONNECT
+from nanogrpo.vllm.auth import CONNECT, DISCONNECT, HEALTH
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar
 from tests.conftest import arguments, steps, tiny_config, tiny_model
@@ -139,7 +139,8 @@ def test_a_lost_server_is_released(fake, where):
         engine.load(MODEL, 0)
         engine._lose(engine.servers[0], ServerError("for the test"))
     engine.close()
-    assert fake.requests[-1][1] == DISCONNECT
+    paths = [path for _, path, _ in fake.requests if path != HEALTH]  # these renew the lease
+    assert paths[-1] == DISCONNECT
     assert not engine.servers[0].taken
 
 
@@ -158,36 +159,30 @@ def test_a_thread_that_finds_out_late_does_not_end_the_release(fake):
 
 
 def test_a_server_is_not_connected_again_after_its_release(fake):
-    """The run ends while a thread waits until the server comes back."""
+    """The run ends while a thread tries to use a server that comes back."""
     engine = engine_of(fake, patience=60.0)
-    fake.disturb = lambda *call: 503
     engine._lose(engine.servers[0], ServerError("for the test"))
+    greet = engine._greet
 
-    def wait(seconds: float) -> bool:
-        fake.disturb = lambda *call: None
-        fake.requests.clear()
+    def greet_and_close(server: Server) -> tuple[str, int]:
+        found = greet(server)
         engine.close()
-        return True  # as Event.wait does if the event is set
+        return found
 
-    engine.over.wait = wait
+    engine._greet = greet_and_close
     with pytest.raises(ServerLost):
         engine.request(PROMPTS, 2, PARAMS, step=0)
-    assert [path for _, path, _ in fake.requests] == [DISCONNECT]
+    paths = [path for _, path, _ in fake.requests]
+    assert [path for path in paths if path in (CONNECT, DISCONNECT)] == [CONNECT, DISCONNECT]
 
 
-def test_servers_are_released_at_the_same_time(fake):
+def test_servers_are_released_at_the_same_time(fake, monkeypatch):
     """A server that hangs would delay the others."""
-    both = threading.Barrier(2)
-
-    def meet(method, path, body):
-        if path == DISCONNECT:
-            both.wait(60)
-
+    both, released = threading.Barrier(2, timeout=60), []
+    monkeypatch.setattr(Server, "release", lambda server: released.append(both.wait()))
     with FakeVLLM(tiny_config()) as other:
-        engine = engine_of(fake, other)
-        fake.disturb = other.disturb = meet
-        engine.close()
-        assert not any(server.taken for server in engine.servers)
+        engine_of(fake, other).close()
+    assert sorted(released) == [0, 1]
 
 
 @pytest.mark.parametrize("status", [401, 409, 500])
