@@ -117,7 +117,7 @@ class Server:
         self.group: BroadcastGroup | None = None
         self.open: set[http.client.HTTPConnection] = set()
         self.lock = threading.Lock()
-        self.over = lease or threading.Event()
+        self.over = lease or threading.Event()  # set at the end of the run
         if lease is not None:
             self.headers[TRAINER] = secrets.token_hex(8)
             threading.Thread(target=self._renew, args=(lease,), daemon=True).start()
