@@ -159,6 +159,14 @@ def until(true: Callable[[], object], seconds: float = PATIENCE) -> None:
         threading.Event().wait(0.02)
 
 
+def alive(pid: int) -> bool:
+    """Return whether a process runs. One that has ended may still wait for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 # --- endless runs of train.py ---
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench import common, gpu, tables
-from tests.vllm.fake import wait_until
+from tests.ranks import alive, until
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
@@ -84,13 +84,8 @@ def test_a_stage_that_takes_too_long_or_is_interrupted_ends_with_its_processes(
     else:
         found = gpu.run("tests", tmp_path, limit=1.0)
         assert found["status"] == "ended after 1 s"
-    pid = (tmp_path / "gpu_tests.log").read_text().strip()
-
-    def has_ended() -> bool:
-        ps = ["ps", "-o", "stat=", "-p", pid]
-        return subprocess.run(ps, capture_output=True).stdout.strip()[:1] in (b"", b"Z")
-
-    wait_until(has_ended)  # a killed process may take a moment to end
+    pid = int((tmp_path / "gpu_tests.log").read_text())
+    until(lambda: not alive(pid))  # a killed process may take a moment to end
 
 
 def test_the_stages_are_those_of_the_table_and_each_takes_at_most_ten_minutes():

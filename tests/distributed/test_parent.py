@@ -17,9 +17,7 @@ from pathlib import Path
 import pytest
 
 from nanogrpo.distributed.parent import kill_workers, on_end
-from tests.ranks import PATIENCE, ROOT
-from tests.vllm.fake import wait_until
-from tests.vllm.real import alive
+from tests.ranks import PATIENCE, ROOT, alive, until
 
 OWNER = """
 import os, subprocess, sys, time
@@ -121,16 +119,16 @@ def threads(pid: int) -> int:
 @pytest.mark.parametrize("suspended", [False, True])
 def test_killed_workers_leave_no_shared_memory(worker, suspended):
     with group(worker) as (leader, memory, tracker, pid):
-        wait_until(lambda: alive(pid) == (worker is WAITS))
+        until(lambda: alive(pid) == (worker is WAITS))
         assert threads(pid) == (2 if worker is HALF else 1)
         if suspended:
             os.killpg(leader.pid, signal.SIGSTOP)
         kill_workers(leader.pid)
-        wait_until(lambda: threads(pid) <= 1 and not alive(pid))
+        until(lambda: threads(pid) <= 1 and not alive(pid))
         assert leader.poll() is None
         assert alive(tracker)
         assert memory.exists()
-    wait_until(lambda: not memory.exists() and not alive(tracker))
+    until(lambda: not memory.exists() and not alive(tracker))
 
 
 @linux
@@ -142,6 +140,6 @@ def test_if_processes_cannot_be_listed_the_whole_group_is_killed(monkeypatch):
         monkeypatch.setattr(os, "listdir", full)
         kill_workers(leader.pid)
         monkeypatch.undo()
-        wait_until(lambda: not alive(pid) and not alive(tracker))
+        until(lambda: not alive(pid) and not alive(tracker))
         assert leader.wait(PATIENCE) == -signal.SIGKILL
     memory.unlink(missing_ok=True)

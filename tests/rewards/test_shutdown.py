@@ -5,34 +5,19 @@ Read before: test_process.py.
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from nanogrpo.rewards.runner import Runner
+from tests.ranks import alive, until
 from tests.rewards.conftest import FUNCTIONS
-
-
-def has_ended(pid: int) -> bool:
-    """Return whether a process has ended; a zombie has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):  # it ended before the open, or before the read
-        return True
 
 
 def processor_time(pid: int) -> int:
     """Return the processor time of a living process in hundredths of a second."""
-    assert not has_ended(pid)
+    assert alive(pid)
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
-
-
-def wait_until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.skipif(
@@ -52,17 +37,17 @@ while True:
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     pid = int(trainer.stdout.readline())
     before = processor_time(pid)
-    wait_until(lambda: processor_time(pid) > before + 3)  # it works on calls, or on an endless one
+    until(lambda: processor_time(pid) > before + 3)  # it works on calls, or on an endless one
     trainer.kill()
     trainer.communicate()
-    wait_until(lambda: has_ended(pid))
+    until(lambda: not alive(pid))
 
 
 def test_deleting_a_runner_ends_its_process():
     runner = Runner([f"{FUNCTIONS}:calls"], timeout=60)
     pid = runner.process.process.pid
     del runner
-    wait_until(lambda: has_ended(pid))
+    until(lambda: not alive(pid))
 
 
 def test_the_process_does_not_import_torch():

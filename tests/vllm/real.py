@@ -24,6 +24,7 @@ from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Server, Sidecar
+from tests.ranks import alive
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
@@ -203,14 +204,6 @@ def shared_memory(pids: list[int]) -> set[Path]:
     """Return the segments of shared memory that Python has created for these processes."""
     maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
     return {Path(path) for path in re.findall(r"/dev/shm/psm_\w+", maps)}
-
-
-def alive(pid: int) -> bool:
-    """Return whether a process runs. One that has ended may still wait for its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def ended(pids: list[int], within: float) -> bool:
