@@ -15,7 +15,7 @@ Out: output_dir/metrics.jsonl, and, every --save-steps steps and at the end, out
 (N: finished steps), which transformers can load. By default the last two checkpoints are kept.
 Read next: nanogrpo/types.py (the data that the parts exchange), nanogrpo/step.py (what happens to
 the samples), nanogrpo/grpo/advantages.py, nanogrpo/grpo/loss.py and `policy_terms` in
-kernels/reference.py (the algorithm, down to the lines that compute the loss).
+kernels/reference/policy.py (the algorithm, down to the lines that compute the loss).
 """
 
 from __future__ import annotations
@@ -26,93 +26,79 @@ import os
 import sys
 from pathlib import Path
 
-from nanogrpo import cli
 from nanogrpo.config import Config
 from nanogrpo.distributed import fsdp
-from nanogrpo.distributed.failure import Stop
-from nanogrpo.distributed.world import World, join
+from nanogrpo.distributed.failure import asked, stoppable
+from nanogrpo.distributed.world import join
 from nanogrpo.errors import UserError
+from nanogrpo.extras.attach import attach, parse
 from nanogrpo.grpo.loss import objective
+from nanogrpo.logs.metrics import Clock, Meter
 from nanogrpo.run import output
-from nanogrpo.run.memory import explained
-from nanogrpo.run.optim import clip_and_step, learning_rate
-from nanogrpo.run.setup import NOTHING, Given, closing, setup
-from nanogrpo.step import assign_advantages, begin, evaluate, log_step, measure, pack, score, sync
+from nanogrpo.run.optim import clip_and_step
+from nanogrpo.run.setup import NOTHING, Given, Run, closing, load, settle, setup
+from nanogrpo.step import assign_advantages, evaluate, log_step, pack, score, sync
 
 
-def train(cfg: Config, world: World, stop: Stop, given: Given = NOTHING) -> None:
+def train(run: Run) -> None:
     """Train to the last step, starting from cfg.model, or with --resume from the last checkpoint in
     cfg.output_dir. To resume, give the same options (some, such as --save-steps, may differ).
 
-    Every rank runs this function and scores its own share of the prompts. It also samples that
-    share; with vLLM, rank 0 sends the requests of all ranks. `pack` may then move samples to other
-    ranks, so that all ranks have about the same work. `given` has the functions and data that come
-    from Python instead of options (nanogrpo/api.py).
+    Every rank runs this function, and samples and scores its own share of the prompts. `pack` may
+    then move samples to other ranks, so that all ranks have about the same work.
     """
-    run = setup(cfg, world, given)
-    cfg, model, optimizer = run.cfg, run.model, run.optimizer
-    with closing(run):  # if no vLLM server can be recovered, this saves the finished steps first
-        # With --eval-steps, a new run is evaluated first. False: a signal came; nothing is saved.
-        if not begin(run, stop):
-            return
+    cfg, world, model = run.cfg, run.world, run.model
+    with closing(run):
+        if run.start == 0 and cfg.eval_steps:
+            evaluate(run)
         for step in range(run.start, cfg.max_steps):
-            clock, meter = measure(run)  # meter.updates counts the step's optimizer steps
+            clock, meter = Clock(world.device), Meter(run.features)
 
             with clock("sync"):
                 sync(run)  # copies the current weights to the engine, unless it has them already
 
             with clock("sample"):
                 prompts = run.draw(step)  # this rank's share of the step's prompts
-                # With --max-staleness, older weights may have sampled these, in earlier steps.
                 samples = run.engine.sample(prompts, cfg.num_generations, run.sampling, step)
 
             with clock("score"):
-                # Sets sample.reward. With --max-resample-times, also replaces some groups.
-                score(run, samples, step)
-                # Sets sample.advantage, by default (reward - mean) / std of its group.
-                assign_advantages(run, samples)
+                score(run, samples, step)  # sets sample.reward
+                # sets sample.advantage: (reward - mean) / std of its group
+                generation = assign_advantages(run, samples)
 
             with clock("train"):
                 # One list of micro-batches per optimizer step: --steps-per-generation splits the
                 # samples into several lists, --num-iterations repeats all lists; both are 1 by
-                # default. Samples with advantage 0 have no gradient by default and are left out,
-                # but their tokens still count in the weight below.
-                # If the loss needs log-probs from before this step's first update (old_logp) or
-                # from the reference model (ref_logp), the micro-batches contain these.
-                for batches in pack(run, samples, step):
-                    for batch in batches:
+                # default. Samples with advantage 0 have no gradient and are left out, but their
+                # tokens still count in the weight below.
+                for batches in pack(run, samples, generation, step):
+                    for batch, last in batches:
                         # Σ weight · (-min(ratio·A, clip(ratio)·A) + beta·KL) over the completion
-                        # tokens, with ratio = policy / old policy: see policy_terms in
-                        # kernels/reference.py. `objective` returns this loss as a function of the
-                        # hidden states and the output matrix, which the model calls instead of
-                        # returning logits.
+                        # tokens, with ratio = policy / old policy: see `policy_terms` in
+                        # kernels/reference/policy.py. `objective` returns this loss as a function
+                        # of the hidden states and the output matrix, which the model calls instead
+                        # of returning logits. It also computes the gradient there.
                         #
-                        # By default (--loss-type dapo; other types change the weight, or the
-                        # clipped term itself) the weight is 1 / (completion tokens of the
-                        # optimizer step, over all ranks), beta is 0, and a step of this loop makes
-                        # one optimizer step. Then every ratio is 1, nothing is clipped, and the
-                        # gradient is that of -A · log π. (With --max-staleness the ratio compares,
-                        # by default, with the older weights that sampled.)
-                        out = model.forward_packed(batch, objective(batch, cfg))
+                        # By default the weight is 1 / (completion tokens of the optimizer step,
+                        # over all ranks), beta is 0, and a step of this loop makes one optimizer
+                        # step. Then every ratio is 1, nothing is clipped, and the gradient is that
+                        # of -A · log π.
+                        out = model.forward_strip(batch, objective(batch, cfg, run.features))
                         # Sums gradients over micro-batches and ranks.
-                        fsdp.backward(model, out.loss, world, last=batch is batches[-1])
-                        meter.add(batch, out)  # for the log, and for --use-adaptive-entropy
-                    rate = learning_rate(step * cfg.updates_per_step + meter.updates, cfg)
-                    meter.end_update(clip_and_step(model, optimizer, rate, cfg.max_grad_norm))
+                        fsdp.backward(model, out.loss, world, last)
+                        meter.add(batch, out)
+                    rate = run.learning_rate(step * cfg.updates_per_step + meter.updates)
+                    meter.end_update(clip_and_step(model, run.optimizer, rate, cfg.max_grad_norm))
 
             run.done = step + 1
-            # With --sync-ref-model, every --ref-model-sync-steps steps; otherwise the reference
-            # stays cfg.model, also after --resume.
-            fsdp.update_reference(run.reference, model, cfg, run.done)
-            log_step(run, step, samples, meter, clock)
+            log_step(run, step, samples, generation, meter, clock)
             # True if a signal reached any rank. If a save failed on any rank, its error is raised
             # here.
-            stopping = world.any(stop.asked, error=run.saver.failure())
-            if run.evaluates(stopping):
+            stopping = world.any(asked.is_set(), error=run.saver.failure())
+            if run.due(cfg.eval_steps) and not stopping:
                 evaluate(run)  # of the new weights: it calls `sync` first
-            if run.saves(stopping):
-                # Writes in the background. An adaptive entropy bonus has a state of its own.
-                run.saver.save(run.done, run.entropy_bonus.state)
+            if run.due(cfg.save_steps or cfg.max_steps) or stopping:
+                run.saver.save(run.done)  # writes in the background
             if stopping:
                 break
 
@@ -124,8 +110,11 @@ def start(cfg: Config, given: Given = NOTHING) -> Path:
     cfg.validate()
     # An absolute path, because a reward function may change the working directory.
     cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(cfg.output_dir))
-    with join(cfg) as world, Stop() as stop, output.claimed(cfg, world), explained(cfg):
-        train(cfg, world, stop, given)
+    features = attach(cfg, given)  # what is off by default (nanogrpo/extras/attach.py)
+    with join(cfg) as world, stoppable(), output.claimed(cfg, world):
+        inputs = load(cfg, world, features, given)  # everything but the weights
+        settle(inputs)  # sets max_steps from epochs, and on a GPU, settings that fit its memory
+        train(setup(inputs))
     return Path(cfg.output_dir)
 
 
@@ -134,14 +123,12 @@ def main(argv: list[str] | None = None) -> int:
     level = logging.INFO if main_rank else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s")
     try:
-        start(cli.parse(argv))
-    except (
-        UserError,
-        FloatingPointError,
-    ) as e:  # FloatingPointError: NaN or inf weights, log-probs or gradients
+        start(parse(argv))
+    # FloatingPointError: weights, log-probs or gradients that are NaN or infinite
+    except (UserError, FloatingPointError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    # While the ranks connect. Later, Stop ends the run after the step, or at a second signal.
+    # While the ranks connect. Later, a signal ends the run after the step, or at a second signal.
     except KeyboardInterrupt:
         return 130
     return 0

@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bench import predict
 from nanogrpo.model.hf_config import ModelConfig
-from nanogrpo.run import plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -106,7 +106,7 @@ LARGE = ("0.6B", "1.7B")
 
 def large_qwen3(name: str, context: int) -> ModelConfig:
     """Return the shape of a real Qwen3 with tied embeddings, for the GPU benchmarks."""
-    return dataclasses.replace(plan.QWEN3[name], max_position_embeddings=context)
+    return dataclasses.replace(predict.QWEN3[name], max_position_embeddings=context)
 
 
 def vllm_python() -> str:

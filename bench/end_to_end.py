@@ -40,12 +40,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench import common, runs, tables
-from nanogrpo.config import Config
+from nanogrpo import Config
+from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.run import warmup
 
 # The value of channel 0 in every hidden state. It is so large that it stays almost constant after
 # the norm.

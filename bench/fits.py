@@ -5,7 +5,7 @@
 In: nothing; the models exist only as shapes, and no GPU is needed. Out: one table per command, in
 Markdown. The settings are chosen by `memory.choose`, and the bytes are those of its table. A card
 has 1 GiB less free than its name says, which is about what CUDA itself takes. Read next:
-nanogrpo/run/memory.py.
+nanogrpo/extras/memory.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from collections.abc import Sequence
 
 import torch
 
-from nanogrpo.cli import PROFILES
-from nanogrpo.config import Config
+from bench import predict
+from nanogrpo import Config
 from nanogrpo.distributed.world import World
-from nanogrpo.model import lora
+from nanogrpo.extras import memory
+from nanogrpo.extras.lora import lora
+from nanogrpo.extras.profiles import PROFILES
 from nanogrpo.model.decoder import Decoder
-from nanogrpo.run import memory, plan
 
-SHAPES = ("0.6B", "1.7B", "4B", "8B")  # of Qwen3
+SHAPES = ("0.6B", "1.7B", "4B", "8B")  # sizes of Qwen3
 CARDS = (24, 40, 80, 141)  # GB
 SIZES = (1, 8)  # GPUs
 PROMPT = 256  # tokens of the longest prompt
@@ -37,7 +38,7 @@ COMMANDS = {
 
 def model(name: str, cfg: Config) -> Decoder:
     """Return a Qwen3 of this size on the meta device, as it is on a GPU with these options."""
-    out = plan.shape_of(name)
+    out = predict.shape_of(name)
     lora.attach(out, cfg, "cuda")
     return out
 

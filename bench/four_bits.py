@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import common, learning, real_model, runs, tables, tables_learning
-from nanogrpo.config import Config
-from nanogrpo.run import warmup
+from nanogrpo import Config
+from nanogrpo.extras.arithmetic import warmup
 
 LORA = {"lora_r": 8, "lora_alpha": 16.0, "lora_base_dtype": "bfloat16"}
 SIDES: dict[str, dict] = {"bfloat16": {}, "4 bits": {"load_in_4bit": True}}

@@ -13,17 +13,18 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from nanogrpo.kernels.reference import LossInputs, Quantized
+from nanogrpo.kernels.reference.policy import Clip, LossInputs
 from torch import Tensor
 
 from bench import kernel_decoder, kernel_peers
+from nanogrpo.extras.lora import nf4, nf4_reference
+from nanogrpo.extras.lora.nf4_reference import Quantized
 from nanogrpo.kernels import reference
 from nanogrpo.model import head as ops
-from nanogrpo.model import ops as kernel_ops
 from nanogrpo.model.dispatch import functions_for
 
 EPSILON, TEMPERATURE = 0.2, 0.7
-OBJECTIVE = reference.Objective(EPSILON, EPSILON)
+CLIP = Clip(EPSILON, EPSILON)
 # The rows that are compared with float64: the first rows of the first sequence, because every side
 # computes them.
 ROWS = 15
@@ -65,7 +66,8 @@ def log_softmax_case(count: int, vocab: int, device: str, dtype: torch.dtype) ->
     targets = torch.randint(vocab, (count,), generator=g, device=device)
 
     def ours(logits: Tensor, targets: Tensor) -> Results:
-        logp, entropy = kernel_ops.selective_log_softmax(logits, targets, TEMPERATURE)
+        functions = functions_for(logits.device)
+        logp, entropy, _ = functions.log_softmax_forward(logits, targets, TEMPERATURE)
         return {"logp": logp, "entropy": entropy}
 
     def truth(logits: Tensor, targets: Tensor) -> Results:
@@ -89,21 +91,20 @@ def log_softmax_case(count: int, vocab: int, device: str, dtype: torch.dtype) ->
 def rows_case(count: int, vocab: int, device: str, dtype: torch.dtype) -> Case:
     base = log_softmax_case(count, vocab, device, dtype)
     tokens = _tokens(count, device)
-    with torch.no_grad():
-        old, _ = kernel_ops.selective_log_softmax(**base.inputs, temperature=TEMPERATURE)
+    functions = functions_for(torch.device(device))
+    old = functions.log_softmax_forward(**base.inputs, temperature=TEMPERATURE)[0]
     old += tokens.pop("off")
     inputs = {**base.inputs, "old": old, **tokens}
 
     def ours(logits, targets, old, advantage, weight) -> Results:
-        module = functions_for(logits.device)
         inputs = LossInputs(advantage, weight, old)
-        logp, _ = module.policy_rows_(logits, targets, TEMPERATURE, inputs, OBJECTIVE)
+        logp, *_ = functions.policy_rows_(logits, targets, TEMPERATURE, inputs, CLIP)
         return {"logp": logp, "grad": logits}
 
     def truth(logits, targets, old, advantage, weight) -> Results:
         inputs = LossInputs(advantage, weight, old).map(lambda v: v[:ROWS].double())
         grad = logits[:ROWS].double()
-        logp, _ = reference.policy_rows_(grad, targets[:ROWS], TEMPERATURE, inputs, OBJECTIVE)
+        logp, *_ = reference.policy_rows_(grad, targets[:ROWS], TEMPERATURE, inputs, CLIP)
         return {"logp": logp, "grad": grad}
 
     sides = {"nanogrpo": ours, **kernel_peers.rows(device, TEMPERATURE, EPSILON)}
@@ -132,9 +133,7 @@ def head_case(count: int, vocab: int, width: int, device: str, dtype: torch.dtyp
 
     def ours(hidden, lm_head, targets, old, advantage, weight) -> Results:
         inputs = LossInputs(advantage, weight, old)
-        out = ops.head_policy_loss(
-            hidden, lm_head, targets, inputs, OBJECTIVE, temperature=TEMPERATURE
-        )
+        out = ops.head_policy_loss(hidden, lm_head, targets, inputs, CLIP, temperature=TEMPERATURE)
         dhidden, dhead = torch.autograd.grad(out.loss, (hidden, lm_head))
         return {"logp": out.logp, "dhidden": dhidden, "dhead": dhead}
 
@@ -142,7 +141,7 @@ def head_case(count: int, vocab: int, width: int, device: str, dtype: torch.dtyp
         head = lm_head.detach().double()
         logits = hidden[:ROWS].detach().double() @ head.T
         inputs = LossInputs(advantage, weight, old).map(lambda v: v[:ROWS].double())
-        logp, _ = reference.policy_rows_(logits, targets[:ROWS], TEMPERATURE, inputs, OBJECTIVE)
+        logp, *_ = reference.policy_rows_(logits, targets[:ROWS], TEMPERATURE, inputs, CLIP)
         return {"logp": logp, "dhidden": logits @ head}
 
     sides = {"nanogrpo": ours, **kernel_peers.head(device, TEMPERATURE, EPSILON)}
@@ -156,34 +155,14 @@ def head_case(count: int, vocab: int, width: int, device: str, dtype: torch.dtyp
     )
 
 
-def loss_case(count: int, device: str) -> Case:
-    tokens = _tokens(count, device)
-    g = torch.Generator(device).manual_seed(3)
-    logp = -torch.rand(count, generator=g, device=device)
-    old = logp + tokens.pop("off")
-    inputs = {"logp": logp.requires_grad_(), "old": old, **tokens}
-
-    def ours(logp, old, advantage, weight) -> Results:
-        out = kernel_ops.policy_loss(logp, LossInputs(advantage, weight, old), OBJECTIVE)
-        return {"grad": torch.autograd.grad(out.loss, logp)[0], "clip": out.metrics["clip"]}
-
-    def truth(logp, old, advantage, weight) -> Results:
-        inputs = LossInputs(advantage, weight, old).map(Tensor.double)
-        _, grad, clip, _ = reference.policy_forward(logp.detach().double(), inputs, OBJECTIVE)
-        return {"grad": grad, "clip": clip}
-
-    sides = {"nanogrpo": ours, **kernel_peers.loss(device, EPSILON)}
-    return Case("loss and gradient on [T]", inputs, sides, truth, shape={"T": count})
-
-
 def nf4_case(rows: int | None, out: int, width: int, device: str, dtype: torch.dtype) -> Case:
     """Dequantize a weight [out, width]; or, with rows, multiply x [rows, width] with it."""
     g = torch.Generator(device).manual_seed(4)
-    q = reference.nf4_quantize(torch.randn(out, width, generator=g, device=device))
+    q = nf4.quantized(torch.randn(out, width, generator=g, device=device))
     inputs = {name: value for name, value in q._asdict().items() if name != "shape"}
     if rows is not None:
         inputs["x"] = torch.randn(rows, width, generator=g, device=device).to(dtype)
-        inputs["dense"] = reference.nf4_dequantize(q, dtype)
+        inputs["dense"] = nf4_reference.nf4_dequantize(q, dtype)
 
     def compute(functions: ModuleType, dtype: torch.dtype, inputs: dict[str, Tensor]) -> Results:
         q = Quantized(*list(inputs.values())[:4], torch.Size([out, width]))
@@ -192,14 +171,14 @@ def nf4_case(rows: int | None, out: int, width: int, device: str, dtype: torch.d
         return {"out": functions.nf4_matmul(inputs["x"].to(dtype), q)}
 
     def ours(**inputs: Tensor) -> Results:
-        return compute(functions_for(torch.device(device)), dtype, inputs)
+        return compute(nf4.functions_for(torch.device(device)), dtype, inputs)
 
     def eager(**inputs: Tensor) -> Results:
-        return compute(reference, dtype, inputs)
+        return compute(nf4_reference, dtype, inputs)
 
     def truth(**inputs: Tensor) -> Results:
         if rows is None:
-            return compute(reference, torch.float64, inputs)
+            return compute(nf4_reference, torch.float64, inputs)
         return {"out": inputs["x"].double() @ inputs["dense"].double().T}
 
     def dense(x: Tensor, dense: Tensor, **quantized: Tensor) -> Results:
@@ -229,7 +208,6 @@ def cases(device: str, small: bool) -> list[Callable[[], Case]]:
         lambda: log_softmax_case(count, vocab, device, dtype),
         lambda: rows_case(count, vocab, device, dtype),
         *(lambda width=w: head_case(count, vocab, width, device, dtype) for w in widths),
-        lambda: loss_case(count if small else 32_768, device),
         *(lambda rows=rows: nf4_case(rows, *matrix, device, dtype) for rows in (None, 1, 16)),
         *decoder,
     ]

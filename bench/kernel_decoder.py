@@ -2,7 +2,7 @@
 with RoPE, and SwiGLU, forward and backward.
 
 In: a device. Out: the arguments of kernel_cases.py's `Case`, one dict per operation. The sides are
-nanogrpo (kernels/norm.py, rope.py, swiglu.py), eager PyTorch, and torch.compile. Read next:
+nanogrpo (kernels/triton/norm.py, rope.py, swiglu.py), eager PyTorch, and torch.compile. Read next:
 kernel_cases.py.
 """
 
@@ -36,12 +36,12 @@ def eager_swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor]:
 
 
 def _fused(name: str) -> Callable[..., tuple[Tensor, ...]]:
-    from nanogrpo.kernels import norm, rope, swiglu
+    from nanogrpo.kernels import triton
 
     return {
-        "norm": lambda x, residual, weight: norm.add_rms_norm(x, residual, weight, EPS),
-        "rope": lambda **inputs: rope.norm_rope(**inputs, eps=EPS),
-        "swiglu": lambda gate, up: (swiglu.swiglu(gate, up),),
+        "norm": lambda x, residual, weight: triton.add_rms_norm(x, residual, weight, EPS),
+        "rope": lambda **inputs: triton.norm_rope(**inputs, eps=EPS),
+        "swiglu": lambda gate, up: (triton.swiglu(gate, up),),
     }[name]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanogrpo.kernels import reference
+from nanogrpo.extras.lora import nf4_reference
 
 Sides = dict[str, "Callable[..., dict[str, Tensor]] | str"]
 
@@ -83,7 +83,7 @@ def log_softmax(device: str, temperature: float) -> Sides:
         return {"logp": logp.flatten()}
 
     def textbook(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        from nanogrpo.kernels.textbook import textbook_log_softmax
+        from examples.textbook import textbook_log_softmax
 
         logp, entropy = textbook_log_softmax(logits, targets, temperature)
         return {"logp": logp, "entropy": entropy}
@@ -220,14 +220,6 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
     }
 
 
-def loss(device: str, epsilon: float) -> Sides:
-    def eager(logp, old, advantage, weight) -> dict[str, Tensor]:
-        value, clip = eager_loss(logp, old, advantage, weight, epsilon)
-        return {"grad": torch.autograd.grad(value, logp)[0], "clip": clip}
-
-    return {"torch eager, as TRL": eager}
-
-
 def nf4(
     device: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> Callable[..., dict[str, Tensor]] | str:
@@ -237,7 +229,7 @@ def nf4(
         import bitsandbytes
         from bitsandbytes.functional import QuantState
 
-        books = reference.nf4_tables(packed.device)
+        books = nf4_reference.nf4_tables(packed.device)
         nested = QuantState(nested_absmax, code=books[1], blocksize=256, dtype=torch.float32)
         state = QuantState(absmax, shape, books[0], 64, "nf4", dtype, nested_offset, nested)
         packed = packed[:, None]  # [n/2, 1]: as bitsandbytes stores it

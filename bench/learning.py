@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import common, runs, tables, tables_learning
-from nanogrpo.config import Config
-from nanogrpo.run import warmup
+from nanogrpo import Config
+from nanogrpo.extras.arithmetic import warmup
 
 SETTINGS = {
     "num_generations": 8,

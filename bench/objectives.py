@@ -14,7 +14,7 @@ on policy of the tiny model.
 
 Several runs execute in parallel. A record is written when its run ends. A run that has a record is
 not repeated, so an interrupted benchmark can be continued, and rows with the same options share
-their runs. Read next: docs/objectives.md, nanogrpo/grpo/objectives.py.
+their runs. Read next: docs/objectives.md, nanogrpo/extras/objectives.py.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ from rich.progress import Progress
 import train
 from bench import common, real_model
 from bench.learning import fingerprint
-from nanogrpo import cli
-from nanogrpo.logs import completions
-from nanogrpo.run import warmup
+from nanogrpo.extras import commandline, completions
+from nanogrpo.extras.arithmetic import warmup
 
 # Options of the word problems: sampled answers, because they measure the policy that is trained,
 # and because 480 answers have half the noise of 120.
@@ -71,7 +70,7 @@ TINY = (
 @dataclass(frozen=True)
 class Experiment:
     question: str
-    options: str  # of train.py, the same for all rows
+    options: str  # options of train.py that all rows have
     cases: dict[str, str]  # row of the table → its options
     finding: str  # shown under the question
 
@@ -486,7 +485,7 @@ def measure(args: argparse.Namespace, records: list[dict], argv: Sequence[str]) 
     for base in {*wanted.values()}:
         if base == args.base:
             real_model.prepare(
-                cli.parse(["--config", str(real_model.OPTIONS), "--model", str(base)])
+                commandline.parse(["--config", str(real_model.OPTIONS), "--model", str(base)])
             )
         elif not base.exists():
             warmup.make_base(base)

@@ -26,7 +26,6 @@ from rich.progress import Progress
 from bench import common, tables, trl_peer
 from bench.trl_peer import (
     LENGTHS,
-    LOSSES,
     OBJECTIVES,
     REWARDS,
     SEVERAL,
@@ -36,12 +35,14 @@ from bench.trl_peer import (
     config,
     losses_of_both,
     make_samples,
+    pairs,
     settings,
 )
-from nanogrpo.config import CHOICES
+from nanogrpo.extras import importance
+from nanogrpo.extras.options import CHOICES
 from nanogrpo.grpo import mismatch
 
-MODES = CHOICES["vllm_importance_sampling_mode"]
+MODES = [m for m in CHOICES["vllm_importance_sampling_mode"] if m != "ratio"]  # TRL has the others
 BOUNDS = ((3.0, None), (1.5, 0.7))  # clip_max, clip_min of the importance weights
 
 
@@ -70,7 +71,7 @@ def importance_of_both(
     trainer = logp["old"][own]  # [tokens]
     engine = torch.tensor([x for s in samples for x in s.logp])  # [tokens]
     sample = torch.arange(len(samples)).repeat_interleave(torch.tensor(LENGTHS))  # [tokens]
-    weight = mismatch.correction(trainer, engine, sample, mode, clip_max, clip_min)
+    weight = importance.correction(trainer, engine, sample, mode, clip_max, clip_min)
     found = mismatch.compare((trainer - engine).float())
     return {"weight": weight, **{name: found[name] for name in figures}}, theirs
 
@@ -100,11 +101,11 @@ def cases(seeds: int) -> Iterator[tuple[str, str, list[Comparison]]]:
             for cfg, rewards in itertools.product(weighted, SEVERAL.values())
         ]
         yield "advantages", f"multi_objective_aggregation={aggregation}", comparisons
-    for loss_type, (name, options) in itertools.product(LOSSES, OBJECTIVES.items()):
+    for loss_type, name in pairs():
         comparisons = [
             partial(
                 losses_of_both,
-                config(loss_type=loss_type, mask_truncated_completions=masked, **options),
+                config(loss_type=loss_type, mask_truncated_completions=masked, **OBJECTIVES[name]),
                 off_policy,
                 seed,
             )

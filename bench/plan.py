@@ -1,4 +1,4 @@
-"""How well does `nanogrpo plan` predict the seconds of a step? On this machine's CPU, with speeds
+"""How well does bench/predict.py predict the seconds of a step? On this machine's CPU, with speeds
 that are measured here.
 
 In: nothing; models with random weights of three sizes are made here, the largest with the shape of
@@ -6,9 +6,10 @@ SmolLM2-135M. Out: results/plan.json: for each size the seconds of `sample`, `tr
 step, as predicted and as train.py took. Lengths are uneven, and the prediction gets the lengths
 that were sampled, as it would from a user who knows them.
 
-The prediction is that of nanogrpo/run/cost.py for a GPU, with the speeds of the CPU, each measured
-on operations like those of the model: with its shapes, in its numbers of rows, on weights that are
-not in the cache unless the model's are. No constant is adjusted. Read next: nanogrpo/run/cost.py.
+The prediction is that of bench/cost.py for a GPU, with the speeds of the CPU, each
+measured on operations like those of the model. They have the same shapes and numbers of rows, and
+their weights are in the CPU's cache only if the model's are. No constant is adjusted. Read next:
+bench/cost.py.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nanogrpo.kernels.reference.policy import Clip, LossInputs
 from torch import Tensor
 
-from bench import common, end_to_end, runs, tables
-from nanogrpo.config import Config
+from bench import common, cost, end_to_end, runs, tables
+from nanogrpo import Config
 from nanogrpo.engine import sampler
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.cache import KVCache
 from nanogrpo.engine.local import Completion, Scheduler
-from nanogrpo.grpo import packing
+from nanogrpo.grpo import packing, schedule
 from nanogrpo.kernels import linear, reference
-from nanogrpo.model.attention import Packed
+from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Block
 from nanogrpo.model.head import head_policy_loss
 from nanogrpo.model.hf_config import ModelConfig
-from nanogrpo.run import cost
 from nanogrpo.types import Sample
 from tests.kernels.traffic import Attention, Traffic
 
@@ -112,13 +113,15 @@ def training(c: ModelConfig, samples: list[Sample], layer: cost.Layer) -> dict[s
     """Return the speeds of training on these samples."""
     D, E, V = c.hidden_size, c.head_dim, c.vocab_size
     cfg = Config(model="m")
-    batch = packing.pack(packing.one_update(samples, cfg), samples, cfg)[0]
+    (batch,) = packing.pack(
+        schedule.plan(range(len(samples)), [s.facts for s in samples], cfg), samples, cfg
+    )
     T = len(batch.tokens)
     products = [backward(linear.linear, rand(T, i), rand(o, i)) for i, o in shapes(c)]
     flops = 6 * T * c.block_weights / sum(products)
 
     queries, bounds = batch.cu_seqlens, (batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len)
-    attend = Packed(queries, batch.max_len, *bounds)
+    attend = StripAttention(queries, batch.max_len, *bounds)
     n, m = (x.diff().double() for x in (queries, attend.bounds[2]))  # queries and keys
     pairs = (n * (m - n) + n * (n + 1) / 2).sum().item()
     heads = [rand(T, n, E) for n in (c.num_attention_heads, *2 * [c.num_key_value_heads])]
@@ -136,9 +139,9 @@ def training(c: ModelConfig, samples: list[Sample], layer: cost.Layer) -> dict[s
 
     rest = backward(elementwise, rand(T, D), rand(T, c.intermediate_size), q, k)
     M, one = len(batch.rows), torch.ones(len(batch.rows))
-    inputs, o = reference.LossInputs(one, one), reference.Objective(0.2, 0.2)
+    inputs, clip = LossInputs(one, one), Clip(0.2, 0.2)
     head = backward(
-        lambda h, w: head_policy_loss(h, w, one.long(), inputs, o).loss, rand(M, D), rand(V, D)
+        lambda h, w: head_policy_loss(h, w, one.long(), inputs, clip).loss, rand(M, D), rand(V, D)
     )
     return {
         "flops": flops,
@@ -168,7 +171,7 @@ def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
 
     prompt, cpu = len(samples[0].prompt.token_ids), torch.device("cpu")
     span = prompt + longest // 3
-    cache = KVCache(L, len(samples), K, prompt + longest, E, torch.float32, cpu)
+    cache = KVCache(c, len(samples), prompt + longest, torch.float32, cpu)
     cache.begin(torch.full((rows,), span - 1), span)
     q, k, v = (rand(rows, n, E) for n in (c.num_attention_heads, K, K))
     cached = seconds(lambda: [cache(layer, q, k, v) for layer in range(L)])
@@ -192,7 +195,7 @@ def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
 
 @torch.inference_mode()
 def launch(c: ModelConfig, operations: int) -> float:
-    """Return the seconds per operation of a block on one token, too small for anything else."""
+    """Return the overhead of an operation: seconds in a block that is too small to compute much."""
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 32)
     tiny = dataclasses.replace(c, **sizes, num_attention_heads=2, num_key_value_heads=1)
     block, x, angles = Block(tiny, 0), rand(1, 32), rand(1, 1, 32)

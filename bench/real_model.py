@@ -43,8 +43,8 @@ import torch
 
 from bench import common, learning, runs, tables
 from bench.step_large import forward_flops, needed_flops
-from nanogrpo import cli
-from nanogrpo.config import Config
+from nanogrpo import Config
+from nanogrpo.extras import commandline
 from nanogrpo.kernels import linear
 from nanogrpo.model import checkpoint
 from nanogrpo.model.hf_config import ModelConfig
@@ -69,7 +69,7 @@ QUICK = {
 
 def options(args: argparse.Namespace) -> Config:
     """Return the options of `make real`, with the base, steps and folders of this benchmark."""
-    cfg = cli.parse(["--config", str(OPTIONS)])
+    cfg = commandline.parse(["--config", str(OPTIONS)])
     cfg = dataclasses.replace(cfg, model=str(args.base), device="cpu")
     if args.quick:
         cfg = dataclasses.replace(cfg, **QUICK)

@@ -43,10 +43,10 @@ import torch
 from bench import common, tables
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
+from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.kernels import linear
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
-from nanogrpo.run import warmup
 from nanogrpo.types import Prompt
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Sidecar

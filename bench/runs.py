@@ -32,14 +32,17 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench import common
-from nanogrpo.config import Config, dashed
+from nanogrpo import Config
+from nanogrpo.config import dashed
+from nanogrpo.data.prompts import load_prompts
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.errors import UserError
+from nanogrpo.extras.arithmetic.feature import Arithmetic
+from nanogrpo.extras.rewards import Rewards
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards.runner import Runner
-from nanogrpo.run.setup import load_prompts
 from nanogrpo.types import Sample
 
 
@@ -195,23 +198,24 @@ def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
     from nanogrpo import step as step_module
 
     clock, setup, evaluate = StepClock(), train.setup, train.evaluate
+    assign_advantages = train.assign_advantages
 
     def timed_setup(*args):
         run = setup(*args)
-        log_step, log_completions = run.log.step, run.log.completions.log
+        log_step = run.log.step
 
-        def step(*args):
+        def step(*args) -> None:
             log_step(*args)
             clock.end_step()
 
-        def completions(step: int, samples: list[Sample]) -> None:
-            log_completions(step, samples)
-            if sampled is not None:
-                sampled.append(samples)
-
-        run.log.step, run.log.completions.log = step, completions
+        run.log.step = step
         clock.start()
         return run
+
+    def kept(run, samples: list[Sample]):
+        if sampled is not None:
+            sampled.append(samples)
+        return assign_advantages(run, samples)
 
     def untimed_evaluate(*args, **kwargs):
         with clock.paused():
@@ -219,6 +223,7 @@ def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
 
     with (
         patch.object(train, "setup", timed_setup),
+        patch.object(train, "assign_advantages", kept),
         patch.object(train, "evaluate", untimed_evaluate),
         patch.object(step_module, "evaluate", untimed_evaluate),  # before the first step
     ):
@@ -252,9 +257,11 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None, micro: int = 
 
     tokenizer = Tokenizer(cfg.model)
     shape = checkpoint.empty_model(Path(cfg.model)).cfg
-    (prompts,), problems = load_prompts(cfg, tokenizer, shape.max_position_embeddings)
-    rewards = Runner(cfg.reward_funcs, max_completion_length=cfg.max_completion_length)
-    functions = rewards.local.functions
+    features = [Arithmetic(), Rewards(cfg)]
+    prompts, problems = load_prompts(cfg, tokenizer, shape.max_position_embeddings, features)
+    # without a limit, so that all functions run in this process
+    rewards = Runner(dataclasses.replace(cfg, reward_timeout=0.0), features=features)
+    functions = rewards.local
     trainer = trl_run.trainer(cfg, prompts, functions, Path(cfg.output_dir), micro)
     clock, held_out, sampling = StepClock(), {}, []
     if sampled:

@@ -43,12 +43,9 @@ from tests import ranks
 from tests.conftest import write_base
 from tests.vllm.real import PYTHON, SIZES, SMALL
 
-TESTS = (  # those that depend on scheduling
-    "tests/run/test_killed.py",
+TESTS = (  # the tests that depend on scheduling
     "tests/run/test_state.py",
     "tests/distributed/test_failure.py",
-    "tests/distributed/test_parent.py",
-    "tests/distributed/test_signals.py",
     "tests/distributed/test_world.py",
     "tests/engine/test_ahead.py",
     "tests/engine/test_tools.py",
@@ -61,7 +58,6 @@ TESTS = (  # those that depend on scheduling
     "tests/vllm/test_server.py",
     "tests/vllm/test_sleeping.py",
     "tests/vllm/test_sync.py",
-    "tests/vllm/test_trouble.py",
 )
 
 

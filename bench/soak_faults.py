@@ -28,11 +28,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import train
-from nanogrpo.distributed.parent import on_end
 from nanogrpo.model import checkpoint
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.vllm.auth import SECRET
+from nanogrpo.vllm.process import on_end
 from tests import ranks
 from tests.conftest import timeless, tiny_config
 from tests.vllm.fake import FakeVLLM
@@ -42,8 +42,9 @@ STEPS = 10
 OPTIONS = (
     f"--data {ranks.DATA} --reward-funcs {ranks.REWARD}:even --device cpu --max-steps {STEPS} "
     "--save-steps 2 --num-generations 4 --generation-batch-size 16 --max-completion-length 6 "
-    "--learning-rate 3e-3 --reward-timeout 11 --ddp-timeout 45 --heartbeat-timeout 5 --resume"
+    "--learning-rate 3e-3 --reward-timeout 11 --ddp-timeout 30 --resume"
 ).split()
+HANG = 35.0  # seconds, after which the other ranks no longer wait for a suspended one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Mode:
     exact: bool = True  # the same bits in every run
     uncertain: tuple[str, ...] = ("vllm/restarts",)  # metrics that the faults themselves change
     start: float = 2.0  # seconds that a start takes
-    hang: float = 7.0  # seconds after which every suspended process has been noticed
+    hang: float = 7.0  # seconds after which a suspended server or worker has been noticed
 
 
 MODES = {
@@ -85,7 +86,7 @@ class Run:
         self.mark = uuid.uuid4().hex  # in the environment of all processes that the run starts
         self.errors: list[str] = []  # what each rank of each start wrote
         self.starts = 0
-        self.log_deleted = False  # by the fault; nothing can bring the rows back
+        self.log_deleted = False  # the fault deleted it; nothing can bring the rows back
         self.group: ranks.Ranks | None = None
         self.torchrun: subprocess.Popen[str] | None = None
         self.workers: set[int] = set()  # of a real vLLM
@@ -100,7 +101,7 @@ class Run:
             self.server = FakeServer(base, folder / "network")
             self.server.start()
             self.argv += ["--engine", "vllm", "--server", self.server.url, "--server-timeout", "5"]
-            self.argv += ["--server-patience", "2", "--weight-transport", "memory"]
+            self.argv += ["--weight-transport", "memory"]
 
     def start(self) -> None:
         self.starts += 1
@@ -170,7 +171,7 @@ class Run:
             with contextlib.suppress(OSError):  # it has just ended
                 marked = f"SOAK={self.mark}".encode() in (entry / "environ").read_bytes()
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                # those of vLLM overwrite their environment; a zombie has no command
+                # vLLM's processes overwrite their environment; a zombie has no command
                 if command and (marked or int(entry.name) in self.workers):
                     found[int(entry.name)] = command
         if self.mode.server == "own":
@@ -214,7 +215,7 @@ def work(argv: list[str], jump: str) -> int:
     """Run train.py in this process. While the file `jump` exists, the clock is a day behind."""
     now = time.time
     time.time = lambda: now() - 86_400 * os.path.exists(jump)
-    tempfile.tempdir = None  # another run's: this process is forked
+    tempfile.tempdir = None  # forget that of an earlier run: this process is forked
     return train.main(argv)
 
 
@@ -301,14 +302,17 @@ def sends(who: str, *numbers: int) -> Strike:
     return strike
 
 
-def suspends(who: str) -> Strike:
-    """Return a fault: one process of a kind is suspended, for less or more than the timeouts."""
+def suspends(who: str, hang: float = 0.0) -> Strike:
+    """Return a fault: one process of a kind is suspended, for less or more than the timeouts.
+
+    hang: seconds after which it has been noticed, if not those of the mode.
+    """
 
     def strike(run: Run, rng: random.Random):
         found = run.wait_for(who)
         chosen = found and [rng.choice(found)]
         signal_to(chosen, signal.SIGSTOP)
-        time.sleep(rng.choice([0.5, run.mode.hang]))
+        time.sleep(rng.choice([0.5, hang or run.mode.hang]))
         signal_to(chosen, signal.SIGCONT)
         return nothing
 
@@ -390,7 +394,7 @@ FAULTS = {
     "SIGKILL of a worker": Fault(
         sends("worker", signal.SIGKILL), lambda mode: mode.server == "own"
     ),
-    "SIGSTOP of a rank": Fault(suspends("rank"), lambda mode: mode.server != "own"),
+    "SIGSTOP of a rank": Fault(suspends("rank", HANG), lambda mode: mode.server != "own"),
     "SIGSTOP of torchrun": Fault(suspends("torchrun"), lambda mode: mode.torchrun),
     "SIGSTOP of the reward process": Fault(suspends("reward process")),
     "SIGSTOP of the server": Fault(suspends("server"), lambda mode: mode.server),

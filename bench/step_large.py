@@ -35,14 +35,14 @@ from pathlib import Path
 import torch
 
 from bench import common, runs, tables
+from bench.cost import Weights
 from bench.step_sides import Case, Ours, Trl, check_norms, options_of, padded_width, strips
-from nanogrpo.config import Config
+from nanogrpo import Config
 from nanogrpo.distributed.world import join
+from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
-from nanogrpo.run import warmup
-from nanogrpo.run.cost import Weights
 from nanogrpo.types import PackedBatch, Sample
 
 # 41,000 trained tokens in three strips of about 15,000

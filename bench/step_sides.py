@@ -14,21 +14,24 @@ import random
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from bench.rewards import share_of_even
 from bench.rollout_speed import uneven_lengths
-from nanogrpo.config import Config
+from nanogrpo import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World
+from nanogrpo.extras.sharding import shard
 from nanogrpo.grpo import loss as grpo
-from nanogrpo.grpo import packing
+from nanogrpo.grpo import packing, schedule
 from nanogrpo.grpo.advantages import step_advantages
 from nanogrpo.logs import metrics
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim
-from nanogrpo.run import setup as run
+from nanogrpo.run.setup import load_weights
 from nanogrpo.types import PackedBatch, Prompt, Sample
 
 SOLO = World(0, 1, torch.device("cpu"))  # one process
@@ -83,8 +86,8 @@ def options_of(
 
 def strips(samples: list[Sample], cfg: Config, pair_cost: float) -> Sequence[PackedBatch]:
     """Return the micro-batches of our side's step."""
-    (update,) = packing.schedule(packing.sizes(samples, cfg), cfg, 0, pair_cost=pair_cost)
-    return packing.pack(update, samples, cfg)
+    (update,) = schedule.schedule([s.facts for s in samples], cfg, 0, pair_cost=pair_cost)
+    return list(packing.pack(update, samples, cfg))
 
 
 class Ours:
@@ -93,9 +96,12 @@ class Ours:
     """
 
     def __init__(self, folder: Path, cfg: Config, world: World = SOLO):
-        self.model = run.load_sharded(checkpoint.empty_model(folder), folder, world, cfg)
+        model = checkpoint.empty_model(folder)
+        shard(model, cfg)
+        inputs: Any = SimpleNamespace(cfg=cfg, world=world, source=folder, features=())
+        self.model = load_weights(model, inputs)
         self.optimizer = optim.make_optimizer(self.model, cfg)
-        self.cfg, self.world, self.clock = cfg, world, metrics.Clock()
+        self.cfg, self.world, self.clock = cfg, world, metrics.Clock(world.device)
 
     def step(self, samples: list[Sample]) -> float:
         """Train one step; return the norm of the gradient."""
@@ -105,7 +111,7 @@ class Ours:
             self.micro = len(batches)
         for batch in batches:
             with self.clock("forward"):  # also computes the gradients of the head
-                loss = self.model.forward_packed(batch, grpo.objective(batch, self.cfg)).loss
+                loss = self.model.forward_strip(batch, grpo.objective(batch, self.cfg)).loss
             with self.clock("backward"):
                 fsdp.backward(self.model, loss, self.world, last=batch is batches[-1])
         with self.clock("optimizer"):
@@ -141,7 +147,7 @@ class Trl:
         if checkpointing:
             self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.micro = self.trainer.current_gradient_accumulation_steps = micro
-        self.clock = metrics.Clock()
+        self.clock = metrics.Clock(self.trainer.accelerator.device)
 
     def batch(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
         """Return TRL's batch, padded to the longest of all samples, as TRL pads a generation."""

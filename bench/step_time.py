@@ -29,9 +29,9 @@ import torch
 
 from bench import common, step_large, tables
 from bench.step_sides import Case, Ours, Trl, check_norms, options_of
+from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
-from nanogrpo.run import warmup
 
 CASES = {
     "even, G=8": Case(8, 8, 32, 64, even=True),

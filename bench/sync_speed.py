@@ -27,11 +27,11 @@ import torch
 
 from bench import common, tables
 from nanogrpo.engine.base import SamplingParams
+from nanogrpo.extras.arithmetic.warmup import write_tokenizer
 from nanogrpo.model import checkpoint
-from nanogrpo.model.attention import Packed
+from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
-from nanogrpo.run.warmup import write_tokenizer
 from nanogrpo.types import Prompt
 from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Sidecar
@@ -62,7 +62,7 @@ def largest_gap(model: Decoder, engine: VLLMEngine) -> float:
     worst = 0.0
     for s in engine.sample(prompts, 2, params, step=0):
         ids = torch.tensor(s.prompt.token_ids + s.token_ids)  # [T]
-        attend = Packed(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+        attend = StripAttention(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
         logp = model(ids, torch.arange(len(ids)), attend).log_softmax(-1)[2:-1]  # [tokens, V]
         logp = logp.gather(1, torch.tensor(s.token_ids)[:, None])[:, 0]  # [tokens]
         worst = max(worst, (logp - torch.tensor(s.logp)).abs().max().item())

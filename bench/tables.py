@@ -376,7 +376,7 @@ BENCHES = {
         command="make gpu",
     ),
     "plan": Bench(
-        "How well does `nanogrpo plan` predict the seconds of a step? Both are on this CPU, whose"
+        "How well does `bench.predict` predict the seconds of a step? Both are on this CPU, whose"
         " speeds are measured first.",
         ("parameters", "phase", "predicted s", "real s", "predicted / real"),
         plan,

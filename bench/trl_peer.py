@@ -21,10 +21,13 @@ import torch
 import trl
 from accelerate import Accelerator
 
-from nanogrpo.config import CHOICES, Config
+from nanogrpo import Config
 from nanogrpo.distributed.world import World
-from nanogrpo.grpo import entropy, packing
+from nanogrpo.extras import entropy, objectives
+from nanogrpo.extras.estimators import Estimators
+from nanogrpo.extras.options import CHOICES, LOSS_CONSTANTS
 from nanogrpo.grpo import loss as grpo
+from nanogrpo.grpo import schedule
 from nanogrpo.grpo.advantages import step_advantages
 from nanogrpo.logs import metrics
 from nanogrpo.model.head import PolicyOut
@@ -51,18 +54,7 @@ SHARED = [
     "importance_sampling_level",
     "off_policy_mask_threshold",
     "top_entropy_quantile",
-    "use_adaptive_entropy",
-    "entropy_coef_min",
-    "entropy_coef_max",
-    "entropy_coef_delta",
-    "entropy_target",
     "multi_objective_aggregation",
-    "sapo_temperature_pos",
-    "sapo_temperature_neg",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
 ]
 STOPPED = [True, True, True, False, False, True, True, True]
 # metrics in addition to clip_ratio/*
@@ -117,12 +109,15 @@ OBJECTIVES = {
     "highest entropy": {"top_entropy_quantile": 0.0},
     "entropy bonus": {"entropy_coef": 0.2},
     "entropy bonus of the top": {"entropy_coef": 0.2, "top_entropy_quantile": 0.45},
-    "sapo's temperatures": {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
-    "vespo's powers": {
-        "vespo_k_pos": 1.0,
-        "vespo_lambda_pos": 0.5,
-        "vespo_k_neg": 0.7,
-        "vespo_lambda_neg": 1.5,
+    "other constants": {
+        "loss_kwargs": {
+            "sapo_temperature_pos": 2.0,
+            "sapo_temperature_neg": 0.5,
+            "vespo_k_pos": 1.0,
+            "vespo_lambda_pos": 0.5,
+            "vespo_k_neg": 0.7,
+            "vespo_lambda_neg": 1.5,
+        }
     },
     "everything": {
         "beta": 0.2,
@@ -134,6 +129,16 @@ OBJECTIVES = {
         "vllm_importance_sampling_mode": "token_mask",
     },
 }
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Return the loss types and the objectives that can be combined."""
+    return [
+        (loss_type, name)
+        for loss_type in LOSSES
+        for name, options in OBJECTIVES.items()
+        if not (loss_type == "vespo" and "top_entropy_quantile" in options)
+    ]
 
 
 def config(**options) -> Config:
@@ -162,6 +167,7 @@ def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> tr
         gradient_accumulation_steps=accumulation,
         steps_per_generation=accumulation * (2 if off_policy else 1),
         **{name: getattr(cfg, name) for name in SHARED},
+        **cfg.loss_constants,
     )
 
 
@@ -178,7 +184,12 @@ class Peer(trl.GRPOTrainer):
         self.args, self.model, self.ref_model = args, model, ref_model
         self.accelerator = Accelerator(cpu=True)
         self.samples, self.rewards, self.logp = samples, rewards, logp
-        for name in SHARED:
+        for name in (
+            *SHARED,
+            "use_adaptive_entropy",
+            *LOSS_CONSTANTS["sapo"],
+            *LOSS_CONSTANTS["vespo"],
+        ):
             setattr(self, name, getattr(args, name))
         self.epsilon_low = args.epsilon
         self.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
@@ -296,7 +307,7 @@ def give_rewards(samples: list[Sample], rewards: list, cfg: Config) -> torch.Ten
         given = [w * r for w, r in zip(weights, row) if r is not None]
         sample.reward = sum(given) if given else None
         sample.rewards = dict(zip(("given", "given 1"), row))
-    advantages, std = step_advantages([s.reward for s in samples], cfg, rows)
+    advantages, std = step_advantages([s.reward for s in samples], cfg, rows, [Estimators(cfg)])
     for sample, advantage in zip(samples, advantages):
         sample.advantage = advantage
     return std
@@ -327,7 +338,7 @@ def our_batch(
     """Return our batch with the same numbers in float64, and the indices of its tokens in the
     tables.
     """
-    n_tokens = packing.one_update(samples, cfg).n_tokens
+    n_tokens = schedule.plan(range(len(samples)), [s.facts for s in samples], cfg).n_tokens
     places = [
         (i, t)
         for i, s in enumerate(samples)
@@ -348,24 +359,21 @@ def our_batch(
         importance=logp["importance"][index]
         if cfg.vllm_importance_sampling_mode != "off"
         else None,
-        entropy_mask=None,
         entropy_weight=None,
     )
-    if cfg.top_entropy_quantile < 1:
-        entropy.keep_top([batch], [logp["entropy"].detach()[index]], cfg.top_entropy_quantile, SOLO)
-    entropy.Bonus(cfg, SOLO).weigh([batch])
+    entropy.prepare([batch], [logp["entropy"].detach()[index]], cfg, SOLO)
     return batch, index
 
 
 def our_loss(
     samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool
 ) -> PolicyOut:
-    """Return the result of `grpo.loss`, which supports all options.
+    """Return the result of `objectives.loss`, which supports all options.
 
     The fused head supports only those of the clipped loss; the tests compare the two.
     """
     batch, index = our_batch(samples, logp, cfg, off_policy)
-    return grpo.loss(logp["now"][index], logp["entropy"][index], batch, cfg)
+    return objectives.loss(logp["now"][index], logp["entropy"][index], batch, cfg)
 
 
 def their_batch(peer: Peer, cfg: Config, off_policy: bool) -> dict:
@@ -401,13 +409,14 @@ def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict
 
     theirs = of(peer.losses(batch)[0])
     batch, index = our_batch(samples, logp, cfg, off_policy)
-    out = grpo.loss(logp["now"][index], logp["entropy"][index], batch, cfg)
+    out = objectives.loss(logp["now"][index], logp["entropy"][index], batch, cfg)
     ours = of(out.loss)
 
-    meter = metrics.Meter(cfg, entropy.Bonus(cfg, SOLO))
+    meter, bonus = metrics.Meter(), entropy.Entropy(cfg)
     meter.add(batch, out)
     meter.end_update(0.0)
-    row = {**meter.summary(SOLO), **entropy.Bonus(cfg, SOLO).metrics()}
+    bonus.measured(batch, out, 0)
+    row = {**meter.summary(SOLO), **bonus.step(SimpleNamespace(world=SOLO), 0, samples)}
     names = {n for n in peer._metrics["train"] if n.startswith("clip_ratio/") or n in OWN}
     # TRL includes masked completions in the number of sequences, as unclipped
     if cfg.mask_truncated_completions and out.by_sequence:

@@ -19,7 +19,7 @@ import transformers
 import trl
 
 from bench.trl_peer import SHARED
-from nanogrpo.config import Config
+from nanogrpo import Config
 from nanogrpo.data import prompts as data
 from nanogrpo.types import Prompt
 
@@ -43,7 +43,6 @@ def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
         gradient_accumulation_steps=micro,
         gradient_checkpointing=False,
         shuffle_dataset=False,  # the prompts are already in the same order as on our side
-        min_p=cfg.min_p or None,
         report_to="none",
         save_strategy="no",
         logging_steps=1,  # log every step, as our side does

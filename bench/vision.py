@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bench import common, runs, tables, tables_learning
 from examples import pictures
-from nanogrpo.config import Config
+from nanogrpo import Config
 
 OPTIONS = common.ROOT / "examples/pictures.json"
 SIDES = ("pictures", "noise")
@@ -74,7 +74,7 @@ def draw(records: list[dict], path: Path) -> None:
 
 def show_pictures(axis) -> None:
     """Draw four held-out problems with their questions and answers."""
-    width, height = 110, 90  # of a cell, in pixels of the pictures
+    width, height = 110, 90  # size of a cell, in pixels of the pictures
     rng = random.Random("shown")
     for i, p in enumerate(pictures.problems("held_out", 4, seed=0)):
         left, top = width * (i % 2), height * (i // 2)

@@ -10,7 +10,7 @@ import re
 project = "nanogrpo"
 extensions = ["myst_parser"]
 root_doc = "docs/index"
-include_patterns = ["*.md", "*/*.md", "examples/*/*.md"]
+include_patterns = ["*.md", "*/*.md", "docs/log/*.md", "examples/*/*.md"]
 # folders that are not searched; a clone may contain environments and runs
 exclude_patterns = [".*", "runs", "build", "typings", "tests"]
 

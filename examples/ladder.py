@@ -1,6 +1,6 @@
 """Run the rungs of the kernel ladder (kernels/README.md) on a small head, without a GPU.
 
-    python -m examples.ladder 2                 # rung 2: log_softmax.py
+    python -m examples.ladder 2                 # rung 2: triton/log_softmax.py
     python -m examples.ladder                   # all rungs
     python -m examples.ladder --out roof.png    # the roofline as a picture; needs matplotlib
 
@@ -32,19 +32,20 @@ from unittest import mock
 import numpy as np
 import torch
 from nanogrpo.kernels.head import HeadLogp, HeadPolicyLoss
-from nanogrpo.kernels.reference import LossInputs, Objective
+from nanogrpo.kernels.reference.policy import Clip, LossInputs, clipped, exp, policy_terms
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
+from examples import textbook
 from nanogrpo.errors import UserError
-from nanogrpo.kernels import fused, log_softmax, reference, textbook
+from nanogrpo.kernels import reference, triton
 
-ROWS, VOCAB = 8, 20_000  # of the logits for rungs 0 to 3
+ROWS, VOCAB = 8, 20_000  # shape of the logits for rungs 0 to 3
 # rung 4: tokens, vocabulary, width, and the rows of a chunk
 M, WORDS, WIDTH, CHUNK = 64, 5_000, 8, 16
-CLIP = Objective(epsilon=0.2, epsilon_high=0.28)
+CLIP = Clip(epsilon=0.2, epsilon_high=0.28)
 
 # The machine and the head of the floors in kernels/README.md: one H100, and Qwen3-0.6B.
 BANDWIDTH, TENSOR_CORES = 2.97e12, 791e12  # bytes and FLOP per second
@@ -183,7 +184,7 @@ def separate(module, count: Callable) -> Result:
     inputs = inputs_of(len(z))
     with count("forward", z) as forward:
         logp, entropy, norm = module.log_softmax_forward(z, targets, 1.0)
-    dlogp = inputs.weight * reference.policy_terms(logp, inputs, CLIP)[1]
+    dlogp = inputs.weight * policy_terms(logp, inputs, CLIP)[1]
     assert inputs.entropy_weight is not None
     upstream = dlogp, -inputs.entropy_weight
     with count("gradient", z) as gradient:
@@ -206,13 +207,13 @@ def rung_1() -> Result:
 
 
 def rung_2() -> Result:
-    return separate(log_softmax, kernels)
+    return separate(triton, kernels)
 
 
 def rung_3() -> Result:
     z, targets = draw()
     with kernels("forward and gradient", z) as work:
-        logp, entropy = fused.policy_rows_(z, targets, 1.0, inputs_of(len(z)), CLIP)
+        logp, entropy, *_ = triton.policy_rows_(z, targets, 1.0, inputs_of(len(z)), CLIP)
     again = work.cached / (z.numel() * z.itemsize)
     note = f"reads each logit {again:.0f} more time, just after the first: from the L2 cache"
     return Result({"log-prob": logp, "entropy": entropy, "gradient": z}, [work], [note])
@@ -230,11 +231,11 @@ def rung_4() -> Result:
     hidden, head, targets = draw_head()
     hidden.requires_grad_(), head.requires_grad_()
     with operations("one phase") as one:
-        out = HeadPolicyLoss.apply(hidden, head, targets, inputs_of(M), CLIP, 1.0, CHUNK, fused)
+        out = HeadPolicyLoss.apply(hidden, head, targets, inputs_of(M), CLIP, 1.0, CHUNK, triton)
         out[0].backward()
     values = {"log-prob": out[1], "entropy": out[2], "gradient": _grad(hidden, head)}
     with operations("two phases") as two:
-        logp, _ = HeadLogp.apply(hidden, head, targets, 1.0, CHUNK, fused)
+        logp, _ = HeadLogp.apply(hidden, head, targets, 1.0, CHUNK, triton)
         logp.sum().backward()
     product = 2 * M * WORDS * WIDTH
     notes = [
@@ -257,11 +258,11 @@ def _grad(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 def truth(rung: int) -> dict[str, Tensor]:
-    """Return the same values in float64: rows by reference.py, the head by autograd."""
+    """Return the same values in float64: rows by kernels/reference/, the head by autograd."""
     if rung < 4:
         z, targets = draw()
         z, inputs = z.double(), inputs_of(ROWS).map(Tensor.double)
-        logp, entropy = reference.policy_rows_(z, targets, 1.0, inputs, CLIP)
+        logp, entropy, *_ = reference.policy_rows_(z, targets, 1.0, inputs, CLIP)
         return {"log-prob": logp, "entropy": entropy, "gradient": z}
     hidden, head, targets = draw_head()
     hidden, head = hidden.double().requires_grad_(), head.double().requires_grad_()
@@ -271,7 +272,7 @@ def truth(rung: int) -> dict[str, Tensor]:
     logp_all = torch.log_softmax(hidden @ head.T, -1)  # [M, V]
     logp = logp_all.gather(1, targets[:, None])[:, 0]
     entropy = -(logp_all.exp() * logp_all).sum(1)
-    l = reference.clipped(reference.exp(logp - inputs.old_logp), inputs.advantage, CLIP)[0]
+    l = clipped(exp(logp - inputs.old_logp), inputs.advantage, CLIP)[0]
     ((inputs.weight * l).sum() - (inputs.entropy_weight * entropy).sum()).backward()
     gradient = _grad(hidden, head)
     return {"log-prob": logp.detach(), "entropy": entropy.detach(), "gradient": gradient}
@@ -284,11 +285,23 @@ class Rung(NamedTuple):
 
 
 RUNGS = [
-    Rung("reference.py", "PyTorch: each operation reads and writes all logits", rung_0),
-    Rung("textbook.py", "one pass over the logits, with a merge after every block", rung_1),
-    Rung("log_softmax.py", "each lane has its own statistics, merged once per row", rung_2),
-    Rung("fused_rows.py", "one kernel per row, which overwrites it with its gradient", rung_3),
-    Rung("head.py", "the head too: three matrix products, logits in chunks", rung_4),
+    Rung(
+        "kernels/reference/log_softmax.py",
+        "PyTorch: each operation reads and writes all logits",
+        rung_0,
+    ),
+    Rung(
+        "examples/textbook.py", "one pass over the logits, with a merge after every block", rung_1
+    ),
+    Rung(
+        "kernels/triton/log_softmax.py",
+        "each lane has its own statistics, merged once per row",
+        rung_2,
+    ),
+    Rung(
+        "kernels/triton/fused_rows.py", "one kernel per row, overwritten with its gradient", rung_3
+    ),
+    Rung("kernels/head.py", "the head too: three matrix products, logits in chunks", rung_4),
 ]
 
 
@@ -314,7 +327,7 @@ def lines(number: int) -> list[str]:
     size = f"{M} rows of {WORDS:,} logits from states of {WIDTH} numbers, in float32"
     if number < 4:
         size = f"{ROWS} rows of {VOCAB:,} logits in bfloat16"
-    out = [f"rung {number}, kernels/{rung.file}: {rung.change}", f"  on {size}"]
+    out = [f"rung {number}, {rung.file}: {rung.change}", f"  on {size}"]
     if result.work:
         out.append(f"  {'':22}{'bytes per logit':>17}{'passes':>9}{'merges per row':>17}")
     for work in result.work:

@@ -17,8 +17,8 @@ or in the warm-up. With --noise, every picture is replaced by random pixels.
 
 The base is a Qwen3-VL of 0.6 M parameters. It first learns to look at the dice one by one. Then it
 briefly imitates a lazy student, who mostly looks if the question names one colour, and otherwise
-mostly guesses. GRPO finds out that looking is better. Read next: nanogrpo/run/warmup.py (the same
-without pictures), docs/vision.md.
+mostly guesses. GRPO finds out that looking is better. Read next:
+nanogrpo/extras/arithmetic/warmup.py (the same without pictures), docs/vision.md.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ import tokenizers
 import torch
 from PIL import Image
 
+from nanogrpo import Config
 from nanogrpo.data import prompts as data
 from nanogrpo.errors import UserError, read_json
-from nanogrpo.model import checkpoint
+from nanogrpo.extras.arithmetic import warmup
+from nanogrpo.extras.vision.feature import Vision
+from nanogrpo.extras.vision.model import VisionDecoder
+from nanogrpo.model import checkpoint, weights
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.run import warmup
 from nanogrpo.types import Prompt, Sample
 
 COLOURS = {
@@ -234,7 +237,7 @@ def write_config(folder: Path, tokenizer: Tokenizer) -> None:
         "patch_size": SIDE // 2,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        # of pixels; our pictures are within these bounds and are not resized
+        # numbers of pixels; our pictures are within these bounds and are not resized
         "size": {"shortest_edge": 4 * SIDE**2, "longest_edge": 64 * SIDE**2},
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
@@ -252,7 +255,7 @@ def write_base(folder: Path, seed: int = 0, steps: int = 400) -> None:
         model, tokenizer = new_model(aside, seed)
         teach(model, tokenizer, aside, seed, steps)
         config = read_json(aside / "config.json")
-        checkpoint.write_model(checkpoint.host_weights(model), config, aside, tokenizer)
+        checkpoint.write_model(weights.host_weights(model), config, aside, tokenizer)
 
 
 def new_model(folder: Path, seed: int) -> tuple[Decoder, Tokenizer]:
@@ -260,7 +263,7 @@ def new_model(folder: Path, seed: int) -> tuple[Decoder, Tokenizer]:
     torch.manual_seed(seed)
     tokenizer = write_tokenizer(folder)
     write_config(folder, tokenizer)
-    model = checkpoint.empty_model(folder).to_empty(device="cpu")
+    model = checkpoint.empty_model(folder, kind=VisionDecoder).to_empty(device="cpu")
     model.tie()
     model.reset_parameters()
     with torch.no_grad():
@@ -295,7 +298,7 @@ def teach(model: Decoder, tokenizer: Tokenizer, folder: Path, seed: int, steps: 
         lazy = step >= steps * 3 // 4
         batch = problems("train", 64, seed=rng.getrandbits(32))
         records = [record(p, picture(p, rng)) for p in batch]
-        (prompts,) = data.load_all([records], tokenizer, vision=folder)
+        prompts = data.load(Config(), tokenizer, [records], [Vision(folder)])
         texts = [solution(p, rng, lazy) for p in batch]
         return [sample(*pair, tokenizer) for pair in zip(prompts, texts)]
 

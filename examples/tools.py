@@ -27,10 +27,11 @@ from pathlib import Path
 import tokenizers
 import torch
 
-from nanogrpo.engine.tools import Tools
+from nanogrpo import Config
+from nanogrpo.extras.arithmetic import warmup
+from nanogrpo.extras.tools.calls import ToolCalls
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.run import warmup
 from nanogrpo.types import Prompt, Sample
 
 
@@ -91,7 +92,7 @@ def make_base(folder: Path, steps: int = 120, seed: int = 0) -> None:
     torch.manual_seed(seed)
     tokenizer = write_tokenizer(folder)
     model = warmup.new_model(tokenizer)
-    tools, rng = Tools(tokenizer, [multiply]), random.Random(seed)
+    tools, rng = ToolCalls(Config(), tokenizer, [multiply]), random.Random(seed)
 
     def conversations(step: int) -> list[Sample]:
         calls = 0.25 if step > 0.7 * steps else 1.0  # first it learns how to call
@@ -113,7 +114,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def conversation(number: int, tools: Tools, rng: random.Random, calls: float) -> Sample:
+def conversation(number: int, tools: ToolCalls, rng: random.Random, calls: float) -> Sample:
     """Return a question and its answer as if they had been sampled, with advantage 1."""
     encode, record = tools.tokenizer.encode, question(rng)
     ids = encode(tools.tokenizer.render(record["prompt"], tools=tools.schemas))

@@ -1,6 +1,6 @@
 """Follow one prompt through a step of train.py, and print every intermediate value.
 
-    python -m examples.walkthrough              # the model in examples/base
+    python -m examples.walkthrough              # the model in nanogrpo/data/sums/base
     python -m examples.walkthrough runs/base    # the model of `nanogrpo warmup runs/base`
 
 Change a line and look: the options in CFG, the seed, the step, another reward function. The program
@@ -18,17 +18,20 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from nanogrpo.kernels.reference.log_softmax import log_softmax_forward
+from nanogrpo.kernels.reference.policy import policy_terms
+from nanogrpo.kernels.reference.sample import uniform
 from torch import Tensor
 
-from nanogrpo.config import Config
+from nanogrpo import Config
 from nanogrpo.data import prompts as data
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.engine.local import LocalEngine
 from nanogrpo.errors import UserError
+from nanogrpo.extras.arithmetic.feature import Arithmetic
 from nanogrpo.grpo import loss as grpo
-from nanogrpo.grpo import objectives, packing
+from nanogrpo.grpo import packing, schedule
 from nanogrpo.grpo.advantages import centered, step_advantages
-from nanogrpo.kernels import reference
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
@@ -36,7 +39,7 @@ from nanogrpo.rewards.runner import Runner
 from nanogrpo.run import optim
 from nanogrpo.types import PackedBatch, Prompt, Sample
 
-# One prompt with four completions. The other options keep their defaults, but for the rate.
+# One prompt with four completions. Other options keep their defaults, except the learning rate.
 CFG = Config(
     data=("arithmetic",),
     num_generations=4,
@@ -45,7 +48,7 @@ CFG = Config(
     learning_rate=1e-4,
 )
 STEP = 3  # decides on the prompt and on the random numbers
-BASE = Path(__file__).parent / "base"
+BASE = Path(__file__).parents[1] / "nanogrpo/data/sums/base"
 
 
 def show(title: str, *lines: object) -> None:
@@ -78,7 +81,7 @@ def main(argv: list[str]) -> None:
 
 
 def draw(tokenizer: Tokenizer) -> Prompt:
-    (prompts,) = data.load_all(CFG.data, tokenizer)
+    prompts = data.load(CFG, tokenizer, CFG.data, [Arithmetic()])
     (prompt,) = data.draw(prompts, CFG.prompts_per_step, CFG.seed, STEP)
     named = [f"{tokenizer.decode([id], False)} {id}" for id in prompt.token_ids]
     show(
@@ -140,14 +143,14 @@ def explain_token(
     )
     # The random number of a token depends on its completion and on the position before it.
     keys = torch.tensor([stream(CFG.seed, STEP, prompt.id, s.index) for s in samples])
-    uniform = reference.uniform(keys, torch.full_like(keys, len(context) - 1))  # [G]
-    tokens = torch.searchsorted(end.double(), uniform, right=True).tolist()
+    draws = uniform(keys, torch.full_like(keys, len(context) - 1))  # [G]
+    tokens = torch.searchsorted(end.double(), draws, right=True).tolist()
     show(
         "the second token of each completion",
         *(
             f"{s.index}  random number {u:.3f}  by hand {tokenizer.decode([token], False)}"
             f"  by the engine {tokenizer.decode(s.token_ids[1:2], False)}"
-            for s, u, token in zip(samples, uniform, tokens)
+            for s, u, token in zip(samples, draws, tokens)
         ),
     )
 
@@ -156,8 +159,8 @@ def explain_token(
 def next_token_probs(model: Decoder, ids: list[int]) -> Tensor:
     """Return the probabilities [V] of the token that follows `ids`."""
     last = Sample(Prompt(0, "", ids), 0, [0], [0.0], True, [0])
-    (batch,) = packing.pack(packing.one_update([last, last], CFG), [last, last], CFG)
-    return model.forward_packed(batch, lambda hidden, head: hidden @ head.T)[0].softmax(-1)
+    (batch,) = packing.pack(schedule.plan([0, 1], [last.facts] * 2, CFG), [last, last], CFG)
+    return model.forward_strip(batch, lambda hidden, head: hidden @ head.T)[0].softmax(-1)
 
 
 # --- 3. score, and compare with the group ---
@@ -166,7 +169,7 @@ def next_token_probs(model: Decoder, ids: list[int]) -> Tensor:
 def score(samples: list[Sample], tokenizer: Tokenizer) -> None:
     for s in samples:
         s.text = tokenizer.decode(s.token_ids)
-    Runner(CFG.reward_funcs).score(samples)
+    Runner(CFG).score(samples)
     names = samples[0].rewards
     show(
         "the rewards",
@@ -192,7 +195,8 @@ def score(samples: list[Sample], tokenizer: Tokenizer) -> None:
 
 
 def pack(samples: list[Sample], tokenizer: Tokenizer) -> PackedBatch:
-    (batch,) = packing.pack(packing.one_update(samples, CFG), samples, CFG)
+    update = schedule.plan(range(len(samples)), [s.facts for s in samples], CFG)
+    (batch,) = packing.pack(update, samples, CFG)
     assert batch.kv_rows is not None
     assert batch.kv_cu_seqlens is not None
     starts, keys = batch.cu_seqlens.tolist(), batch.kv_cu_seqlens.tolist()
@@ -234,9 +238,9 @@ def runs(rows: list[int]) -> str:
 def loss(batch: PackedBatch, model: Decoder, tokenizer: Tokenizer) -> Tensor:
     """Compute the loss and its gradient step by step, then as the trainer does."""
     with torch.no_grad():
-        hidden, head = model.forward_packed(batch, lambda hidden, head: (hidden, head))
+        hidden, head = model.forward_strip(batch, lambda hidden, head: (hidden, head))
         logits = hidden @ head.T  # [M, V]; the trainer never has all of them
-        logp, entropy, _ = reference.log_softmax_forward(logits, batch.targets, CFG.temperature)
+        logp, entropy, _ = log_softmax_forward(logits, batch.targets, CFG.temperature)
     gap = (logp - batch.sampling_logp).abs().max()
     show(
         "the log-probs of the trainer",
@@ -247,7 +251,7 @@ def loss(batch: PackedBatch, model: Decoder, tokenizer: Tokenizer) -> Tensor:
     )
 
     inputs = grpo.loss_inputs(batch)
-    l, dl, _, _ = reference.policy_terms(logp, inputs, objectives.constants(CFG))
+    l, dl, _, _ = policy_terms(logp, inputs, grpo.clip_of(CFG))
     dlogp = batch.weight * dl
     second = second_tokens(batch)
     show(
@@ -278,7 +282,7 @@ def loss(batch: PackedBatch, model: Decoder, tokenizer: Tokenizer) -> Tensor:
         f"sum           {'  '.join(f'{dz.sum(0)[i]:8.5f}' for i in shown)}",
     )
 
-    out = model.forward_packed(batch, grpo.objective(batch, CFG))  # the line of train.py
+    out = model.forward_strip(batch, grpo.objective(batch, CFG))  # the line of train.py
     out.loss.backward()
     each = [batch.advantage[batch.sample == i] for i in batch.sample.unique()]
     parts = [f"{values[0]:.4f}·{len(values)}" for values in each]
@@ -327,7 +331,7 @@ def look_again(batch: PackedBatch, before: Tensor, model: Decoder, tokenizer: To
     batch = copy.copy(batch)
     batch.old_logp = before
     with torch.no_grad():
-        out = model.forward_packed(batch, grpo.objective(batch, CFG))
+        out = model.forward_strip(batch, grpo.objective(batch, CFG))
     ratio = (out.logp - before).exp()
     clip = out.metrics.get("clip", torch.zeros_like(ratio))  # not every loss type has a clip
     second = second_tokens(batch)

@@ -7,8 +7,8 @@ An RMSNorm divides each row of x by its root mean square and multiplies it by a 
 Write it as a Triton kernel. A kernel is started as several programs: here T of them, one for each
 row of x. A program loads BLOCK numbers at once. BLOCK must be a power of two, but a row has only D
 numbers: so each load and store needs a mask, and the mean is over D. You need tl.program_id,
-tl.arange, tl.load, tl.sum, tl.sqrt and tl.store. `textbook_kernel` in kernels/textbook.py shows how
-to use them (all but tl.sqrt). Triton's interpreter runs the kernel on a CPU.
+tl.arange, tl.load, tl.sum, tl.sqrt and tl.store. `textbook_kernel` in examples/textbook.py shows
+how to use them (all but tl.sqrt). Triton's interpreter runs the kernel on a CPU.
 
     python -m exercises.check 15
 """

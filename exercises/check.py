@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from exercises.hints import Hint, NotYet
-from nanogrpo.timelimit import limited
+from nanogrpo.extras.tools.timelimit import limited
 
 FOLDER = Path(__file__).resolve().parent
 SECONDS = 120.0  # for one check; the slowest takes about twenty

@@ -1,7 +1,7 @@
 """A run of nanogrpo on a random model of 0.3 M parameters, for exercises 9 and 17.
 
 In: options of nanogrpo, and a function that changes the weights on their way to the engine. Out:
-the records of metrics.jsonl, after two or three seconds. Read next: nanogrpo/api.py.
+the records of metrics.jsonl, after two or three seconds. Read next: nanogrpo/extras/api.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from nanogrpo import Config, train
-from nanogrpo.model import checkpoint, lora
-from nanogrpo.run import warmup
+from nanogrpo.extras.arithmetic import warmup
+from nanogrpo.model import checkpoint, weights
 
 DATA = [{"prompt": f"{i}+{i}="} for i in range(8)]
 
@@ -45,13 +45,13 @@ def silence() -> Iterator[None]:
 
 def corrupted(corrupt: Callable[[str, Tensor], Tensor]) -> contextlib.AbstractContextManager:
     """Return a block in which every engine gets changed weights. Checkpoints do not change."""
-    original = lora.full_parameters
+    original = weights.full_parameters
 
     def full_parameters(model: nn.Module, computed: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, weight in original(model, computed):
             yield name, corrupt(name, weight.detach().clone()) if computed else weight
 
-    return mock.patch.object(lora, "full_parameters", full_parameters)
+    return mock.patch.object(weights, "full_parameters", full_parameters)
 
 
 def run(**options) -> list[dict]:

@@ -3,9 +3,9 @@ tokens, without ever storing all logits.
 
 In: hidden [M, D], lm_head [V, D], targets [M], `LossInputs` [M]. Out: vectors [M], and in the
 backward dhidden [M, D] and dhead [V, D]. cuBLAS computes the matrix products (on a CPU, the library
-of linear.py). Between them run the functions of the module `rows`: reference.py, or fused.py, which
-has Triton kernels of the same names. So both implementations share the loop over chunks and the two
-autograd Functions below. Read next: nanogrpo/model/head.py.
+of linear.py). Between them run the functions of the package `ops`: reference/ in PyTorch, or
+triton/, which has kernels of the same names. So both implementations share the loop over chunks and
+the two autograd Functions below. Read next: nanogrpo/model/head.py.
 
 Equation.   z_i = h_i Wᵀ / T;  logp_i = z_{i,y_i} - lse(z_i);
             L = Σ_i weight_i l(logp_i) - entropy_weight_i H_i.
@@ -29,7 +29,7 @@ The gradients cannot be computed in the forward pass if a token's coefficient de
 tokens' log-probs, as with sequence-level ratios or masks. `HeadLogp` then splits the work into two
 phases, with four matrix products.
 
-Rows are selected with `nonzero`, which waits for the device: twice in `HeadPolicyLoss`, once in the
+Rows are selected with `nonzero`, which waits for the device, in `HeadPolicyLoss` and in the
 backward of `HeadLogp`. Each wait takes microseconds, while the head takes milliseconds.
 """
 
@@ -42,11 +42,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .linear import by_onednn, product
-from .reference import LossInputs, Objective, accumulate
+from .reference.log_softmax import accumulate
 
 
 class HeadLogp(torch.autograd.Function):
-    """(hidden, lm_head, targets, temperature, chunk, rows) → log-prob [M], entropy [M].
+    """(hidden, lm_head, targets, temperature, chunk, ops) → log-prob [M], entropy [M].
 
     The forward needs one matrix product. The backward recomputes each chunk's logits and needs
     three matrix products in total, or two if the head is frozen. It skips rows for which both
@@ -54,34 +54,34 @@ class HeadLogp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, lm_head, targets, temperature, chunk, rows):
+    def forward(ctx, hidden, lm_head, targets, temperature, chunk, ops):
         count, acc = len(hidden), accumulate(hidden.dtype)
         logp, entropy = (torch.empty(count, dtype=acc, device=hidden.device) for _ in range(2))
-        norm = torch.empty(2, count, dtype=acc, device=hidden.device)  # only `rows` interprets it
+        norm = torch.empty(2, count, dtype=acc, device=hidden.device)  # only `ops` interprets it
         parts = [slice(start, start + chunk) for start in range(0, count, chunk)]
         buffer = _buffer(hidden, lm_head, [targets[part] for part in parts])
         for part in parts:
             logits = product(hidden[part], lm_head, buffer)  # [C, V]
-            logp[part], entropy[part], norm[:, part] = rows.log_softmax_forward(
+            logp[part], entropy[part], norm[:, part] = ops.log_softmax_forward(
                 logits, targets[part], temperature
             )
             del logits
         ctx.save_for_backward(hidden, lm_head, targets, norm, entropy)
-        ctx.settings = temperature, chunk, rows
+        ctx.settings = temperature, chunk, ops
         return logp, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dlogp, dentropy):
         hidden, lm_head, targets, norm, entropy = ctx.saved_tensors
-        temperature, chunk, rows = ctx.settings
+        temperature, chunk, ops = ctx.settings
         need_dhead = ctx.needs_input_grad[1]
         dhidden, dhead = torch.zeros_like(hidden), None
         chunks = _chunks((dlogp != 0) | (dentropy != 0), chunk)
         buffer = _buffer(hidden, lm_head, chunks)
         for index in chunks:
             h = hidden[index]  # [C, D]
-            dlogits = rows.log_softmax_backward_(
+            dlogits = ops.log_softmax_backward_(
                 product(h, lm_head, buffer),
                 targets[index],
                 temperature,
@@ -99,38 +99,35 @@ class HeadLogp(torch.autograd.Function):
 
 
 class HeadPolicyLoss(torch.autograd.Function):
-    """(hidden, lm_head, targets, inputs, objective, temperature, chunk, rows) → loss, log-prob [M],
+    """(hidden, lm_head, targets, inputs, clip, temperature, chunk, ops) → loss, log-prob [M],
     entropy [M], clip flags [M] and KL [M] or None. Only the loss is differentiable.
 
-    There are three kinds of tokens. A token whose weight and entropy weight are both 0 is skipped,
-    and its results are zeros. A token without an advantage, KL or entropy term has no gradient and
-    needs one matrix product. All other tokens need three.
+    A token whose weight and entropy weight are both 0 is skipped, and its results are zeros.
     """
 
     @staticmethod
-    def forward(ctx, hidden, lm_head, targets, inputs, o, temperature, chunk, rows):
+    def forward(ctx, hidden, lm_head, targets, inputs, c, temperature, chunk, ops):
         need_dhidden, need_dhead = ctx.needs_input_grad[:2]
         count, acc = len(hidden), accumulate(hidden.dtype)
-        logp, entropy = (torch.zeros(count, dtype=acc, device=hidden.device) for _ in range(2))
+        logp, entropy, terms = (
+            torch.zeros(count, dtype=acc, device=hidden.device) for _ in range(3)
+        )
         dhidden, dhead = torch.zeros_like(hidden) if need_dhidden else None, None
-        computed, trained = _kinds(inputs, o)
-        if not any(ctx.needs_input_grad):
-            trained = torch.zeros_like(trained)
-        one_product, three_products = (_chunks(m, chunk) for m in (computed & ~trained, trained))
-        buffer = _buffer(hidden, lm_head, [*one_product, *three_products])
-
-        for index in one_product:
-            logits = product(hidden[index], lm_head, buffer)  # [C, V]
-            logp[index], entropy[index], _ = rows.log_softmax_forward(
-                logits, targets[index], temperature
-            )
-            del logits
-        for index in three_products:
+        clip = torch.zeros(count, dtype=torch.int8, device=hidden.device)
+        kl = None if inputs.ref_logp is None else torch.zeros_like(logp)
+        computed = inputs.weight != 0
+        if inputs.entropy_weight is not None:
+            computed = computed | (inputs.entropy_weight != 0)
+        chunks = _chunks(computed, chunk)
+        buffer = _buffer(hidden, lm_head, chunks)
+        for index in chunks:
             h = hidden[index]  # [C, D]
             logits = product(h, lm_head, buffer)  # [C, V]
-            logp[index], entropy[index] = rows.policy_rows_(
-                logits, targets[index], temperature, inputs.at(index), o
+            logp[index], entropy[index], terms[index], clip[index], kl_of_chunk = ops.policy_rows_(
+                logits, targets[index], temperature, inputs.at(index), c
             )
+            if kl is not None:
+                kl[index] = kl_of_chunk
             dlogits = logits  # overwritten in place
             if dhidden is not None:
                 dhidden[index] = product(dlogits, lm_head.T)
@@ -138,9 +135,7 @@ class HeadPolicyLoss(torch.autograd.Function):
                 dhead = _add_product(dhead, dlogits, h)
             del logits, dlogits  # before the next chunk is allocated
 
-        # The value of the loss is a sum over all tokens, regardless of their kind and chunk.
-        # Computing it takes microseconds, much less than the matrix products.
-        loss, _, clip, kl = rows.policy_forward(logp, inputs, o)
+        loss = (inputs.weight * terms).sum()
         if inputs.entropy_weight is not None:
             loss = loss - (inputs.entropy_weight * entropy).sum()
         ctx.save_for_backward(dhidden, _complete(dhead, lm_head) if need_dhead else None)
@@ -157,19 +152,6 @@ class HeadPolicyLoss(torch.autograd.Function):
             for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
         )
         return *scaled, *(None,) * 6
-
-
-def _kinds(inputs: LossInputs, o: Objective) -> tuple[Tensor, Tensor]:
-    """Return two masks [M]: the tokens to compute, and the subset that needs a gradient."""
-    computed = trained = inputs.weight != 0
-    if inputs.ref_logp is None or o.beta == 0.0:
-        trained = trained & (inputs.advantage != 0)
-        if inputs.importance is not None:
-            trained = trained & (inputs.importance != 0)
-    if inputs.entropy_weight is not None:
-        bonus = inputs.entropy_weight != 0
-        computed, trained = computed | bonus, trained | bonus
-    return computed, trained
 
 
 def _chunks(mask: Tensor, size: int) -> Sequence[Tensor]:
@@ -196,13 +178,11 @@ def _add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
     if total is None:
         shape = dlogits.shape[1], h.shape[1]
         total = torch.empty(shape, dtype=accumulate(h.dtype), device=h.device)
-    if h.dtype == total.dtype:
-        return torch.addmm(total, dlogits.T, h, beta=beta, out=total)
-    if h.is_cuda:  # 16-bit operands, float32 accumulator and result in one product
-        dtype = total.dtype
+    dtype = total.dtype
+    if h.is_cuda and h.dtype != dtype:  # 16-bit operands, float32 accumulator and result
         return torch.addmm(total, dlogits.T, h, out_dtype=dtype, beta=beta, out=total)
     # On a CPU, torch has no matrix product of 16-bit operands with a float32 result.
-    return torch.addmm(total, dlogits.float().T, h.float(), beta=beta, out=total)
+    return torch.addmm(total, dlogits.to(dtype).T, h.to(dtype), beta=beta, out=total)
 
 
 def _complete(total: Tensor | None, lm_head: Tensor) -> Tensor:

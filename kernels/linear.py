@@ -11,7 +11,7 @@ Why.        torch passes float32 matrix products on a CPU to the BLAS it was bui
             oneDNN, which torch includes too, reaches 186 to 253. oneDNN reads a transposed view of
             B directly, but copies a transposed view of A. A call takes 10 µs longer, or half a
             millisecond longer when oneDNN must generate code for a new number of rows.
-Elsewhere.  GPUs, other dtypes, autocast, torch.compile and small products use F.linear.
+Elsewhere.  GPUs, other dtypes, autocast and small products use F.linear.
             `torch.backends.mkldnn.flags(enabled=False)` turns oneDNN off, here as in torch.
 
 Read next: head.py (the products of the output head), nanogrpo/model/decoder.py (the layers).
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 WORTH = 1 << 22  # number of multiply-adds above which oneDNN is faster, call overhead included
-PACK_FROM = 1 << 14  # number of elements of a weight above which `packed` is worthwhile
+REPACK_FROM = 1 << 14  # number of elements of a weight above which `repacked` is worthwhile
 # some builds of torch do not include it
 _onednn: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
@@ -44,7 +44,6 @@ def by_onednn(a: Tensor, b: Tensor) -> bool:
         and a.dtype == b.dtype == torch.float32
         and _onednn is not None
         and bool(torch.backends.mkldnn.enabled)
-        and not torch.compiler.is_compiling()
         and {type(a), type(b)} <= {Tensor, nn.Parameter}
         and a.ndim == b.ndim == 2
         and a.shape[0] * b.numel() >= WORTH
@@ -66,7 +65,7 @@ def product(a: Tensor, b: Tensor, buffer: Tensor | None = None) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
-        # If the weight is frozen (LoRA's base), the activation is not saved.
+        # If the weight is frozen, the activation is not saved.
         for_dx, for_dweight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if for_dweight else None, weight if for_dx else None)
         return _onednn(x, weight, bias, "none", [], "")  # [T, O]
@@ -87,7 +86,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _Linear.apply(x, weight, bias) if by_onednn(x, weight) else F.linear(x, weight, bias)
 
 
-def packed(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[..., Tensor]:
+def repacked(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[..., Tensor]:
     """Return a function x ↦ F.linear(x, weight, bias) that uses the current values of the weight.
 
     On a CPU, a float32 weight is stored in the layout that oneDNN prefers for inputs of `rows`

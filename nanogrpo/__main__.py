@@ -1,7 +1,7 @@
-"""`python -m nanogrpo` is the same as the command `nanogrpo` (commands.py)."""
+"""`python -m nanogrpo` is the same as the command `nanogrpo` (extras/commands.py)."""
 
 import sys
 
-from nanogrpo.commands import main
+from nanogrpo.extras.commands import main
 
 sys.exit(main())

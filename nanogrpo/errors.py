@@ -12,11 +12,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanogrpo.timelimit import Overtime
-
-# These end the program, a generator or a call with a time limit. They are not errors of a file.
-PASSED = (KeyboardInterrupt, SystemExit, GeneratorExit, Overtime)
-
 
 class UserError(Exception):
     """One sentence: what is wrong, where, and what to do about it."""
@@ -31,7 +26,7 @@ def reading(
     """Turn whatever a reader raises on a file that we did not make into one UserError.
 
     The readers are libraries in Python, C and Rust, which raise errors of every type on damaged
-    files: also MemoryError, RecursionError, and Rust's PanicException, which is no subclass of
+    files: even MemoryError, RecursionError, and Rust's PanicException, which is not a subclass of
     Exception. Put nothing but the reading into the block, because a bug of ours there would be
     reported as damage to the file.
 
@@ -40,10 +35,9 @@ def reading(
     UserError: a.json cannot be read (Expecting value: line 1 column 2 (char 1)): restore it from …
     """
     try:
-        if isinstance(what, Path) and what.exists() and not what.is_file():
-            raise UserError(f"{what} is not a file: {advice}.")  # a pipe may never end
         yield
-    except (UserError, *PASSED):
+    # the last three end the program or a generator
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as e:  # see above
         reason = first_sentence(e)
@@ -77,7 +71,17 @@ def text_of(error: BaseException) -> str:
 
 def first_sentence(error: BaseException) -> str:
     """Return the first sentence of a message, without the source location or error number that it
-    begins with. In errors from C++, advice and a stack trace follow it.
+    begins with. In errors from C++, advice and a stack trace follow it. Of the errors that torch's
+    CheckpointException gathers from the ranks, take the first.
     """
+    if failures := getattr(error, "failures", None):
+        error = next(iter(failures.values()))[0]
     lines = text_of(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[(\S+:|Errno )\d+\] ", "", lines[0]).split(". ")[0].rstrip(".")[:500]
+
+
+def check(where: str, name: str, value: object, allowed: list) -> None:
+    """Raise UserError if a field of a config.json, the file `where`, has none of these values."""
+    if value not in allowed:
+        values = " or ".join(map(json.dumps, allowed))
+        raise UserError(f"{where}: {name} {value!r:.60} is not supported; it must be {values}.")

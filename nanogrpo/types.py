@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,20 +35,17 @@ class Prompt:
     columns: dict = field(default_factory=dict)
     # maximum number of completion tokens; None: SamplingParams.max_tokens
     max_tokens: int | None = None
-    # its pictures (nanogrpo/vision/processor.py), whose tokens `token_ids` has already
-    images: Any = None
+    # what the model takes besides tokens; None: nothing
+    inputs: Any = None
 
 
 @dataclass
 class Conversation:
-    """A completion with tool calls, as messages (engine/tools.py)."""
+    """What reward functions receive instead of the text of a completion."""
 
-    # as in TRL: assistant messages, with their tool_calls, and a message of role "tool" per answer
     messages: list[dict]
-    calls: int = 0
-    failures: int = 0  # of these calls
-    # with --environment-factory: the sample's environment, until the reward is known
-    environment: Any = None
+    # what else reward functions receive, by the name of the argument, until the reward is known
+    arguments: dict = field(default_factory=dict)
 
 
 @dataclass
@@ -66,11 +63,11 @@ class Sample:
     # reported by the engine, never guessed from the ids; False: truncated at the length limit
     stopped: bool
     versions: list[int]  # the version of the weights that sampled each token
-    # per token: True if the model sampled it, False if it is part of a tool's answer, which is not
-    # trained on (engine/turns.py); None: the model sampled all of them
+    # per token: True if the model sampled it, False if it was inserted, so it is not trained on;
+    # None: the model sampled all of them
     is_model_token: list[bool] | None = None
     text: str = ""  # the decoded completion, without special tokens
-    # what reward functions receive instead of the text, if the model may call tools
+    # what reward functions receive instead of the text; None: the text
     conversation: Conversation | None = None
     # the reward from each function, by function name; None: the function does not apply
     rewards: dict[str, float | None] = field(default_factory=dict)
@@ -85,6 +82,26 @@ class Sample:
         if self.is_model_token is None:
             return range(len(self.token_ids))
         return [i for i, from_model in enumerate(self.is_model_token) if from_model]
+
+    @property
+    def facts(self) -> Facts:
+        written = self.model_token_indices
+        lengths = len(self.prompt.token_ids), len(written), written[-1] + 1 if written else 0
+        scored = self.rewards, self.reward, self.advantage
+        return Facts(self.prompt.id, *lengths, self.stopped, *scored)
+
+
+class Facts(NamedTuple):
+    """What every rank must know about each sample of a step. Ranks exchange these, not tokens."""
+
+    prompt: int  # its id
+    prompt_length: int
+    length: int  # tokens that the model wrote
+    end: int  # tokens up to the last one that the model wrote
+    stopped: bool
+    rewards: dict[str, float | None]
+    reward: float | None
+    advantage: float = 0.0
 
 
 @dataclass
@@ -136,24 +153,18 @@ class PackedBatch:
     old_logp: Tensor | None = None
     # [M] float32: the log-prob under the reference model; None: beta is 0
     ref_logp: Tensor | None = None
-    # [M] float32: the trainer's probability divided by the engine's (grpo/mismatch.py); a factor of
-    # every term except the KL
+    # [M] float32: a factor of every term except the KL; None: 1
     importance: Tensor | None = None
-    # [M] bool: whether a token is among the least certain of the step; None: train on all tokens
-    entropy_mask: Tensor | None = None
     # [M] float32: the factor of the entropy bonus in the objective; None: no bonus
     entropy_weight: Tensor | None = None
-    # whether the strip has no gradient and is computed only for the metrics
-    measured_only: bool = False
-    # (first row of a prompt, its `Prompt.images`) wherever a prompt with pictures begins
-    images: list[tuple[int, Any]] = field(default_factory=list)
+    # (first row of a prompt, its `Prompt.inputs`) wherever a prompt with further inputs begins
+    inputs: list[tuple[int, Any]] = field(default_factory=list)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return a copy of the batch on a device. The host does not wait for the copy to a GPU."""
-        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-        if torch.device(device).type == "cuda":  # only from pinned memory is the copy asynchronous
-            tensors = {name: x.pin_memory() for name, x in tensors.items() if not x.is_cuda}
-        moved: dict[str, Any] = {
-            name: x.to(device, non_blocking=True) for name, x in tensors.items()
-        }
+        cuda = torch.device(device).type == "cuda"
+        moved: dict[str, Any] = {}
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):  # only from pinned memory is the copy asynchronous
+                moved[name] = (x.pin_memory() if cuda else x).to(device, non_blocking=True)
         return dataclasses.replace(self, **moved)

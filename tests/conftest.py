@@ -4,6 +4,7 @@ tokens, and the options and logs of complete runs.
     from tests.conftest import tiny_model, random_batch     # helpers are plain functions
     from tests.conftest import arguments, lines, steps      # options and log of a run
     def test_…(tiny_base, files): …                         # fixtures: folders, one per session
+    def test_…(rows_of): rows_of("--beta 0.1 --max-steps 1")   # a run: the records of its steps
 
 Without a GPU the Triton kernels run in Triton's interpreter. A kernel chooses it when defined, so
 the environment is set here, before any module of the project is imported. No test uses the
@@ -18,6 +19,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,8 +29,6 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # trackio would otherwise write to the user's own projects; it reads this when it is imported
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
-# the secrets of fake servers do not belong into the user's home folder
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")
 # with one worker per core, more threads for tiny matrices only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -40,26 +40,30 @@ CUDA = torch.cuda.is_available()
 if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
+import train
+from nanogrpo import Config
 from nanogrpo import step as experience
-from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
-from nanogrpo.grpo import packing
+from nanogrpo.extras.arithmetic import warmup
+from nanogrpo.extras.vision.model import VisionDecoder
+from nanogrpo.grpo import packing, schedule
 from nanogrpo.grpo.advantages import step_advantages
 from nanogrpo.model import checkpoint, dispatch
-from nanogrpo.model.attention import Packed
+from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
-from nanogrpo.run import warmup
 from nanogrpo.types import PackedBatch, Sample
 
 # TRL needs Python 3.11, so parity with it is not tested on 3.10.
 PEERS = [
     "grpo/test_trl_parity.py",
     "grpo/test_trl_objectives.py",
-    "grpo/test_trl_nf4.py",
+    "model/test_trl_nf4.py",
     "engine/test_trl_tools.py",
     "test_trl_options.py",
-    "bench/test_runs.py",
+    "bench/test_peers.py",
+    "bench/test_scripts.py",
     "rewards/test_trl_rewards.py",
     "vision/test_trl_vision.py",
 ]
@@ -117,7 +121,8 @@ def tiny_model(
     Norms and biases are random too. With the usual ones and zeros, no test would notice a norm or
     bias that is never applied.
     """
-    model = checkpoint.decoder_for(cfg or tiny_config(**changes))
+    cfg = cfg or tiny_config(**changes)
+    model = (VisionDecoder if hasattr(cfg, "vision") else Decoder)(cfg)
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
         p.normal_(0.0, std, generator=generator)
@@ -134,7 +139,9 @@ def random_tokens(n: int, vocab_size: int = 151, seed: int = 0) -> torch.Tensor:
     return torch.randint(vocab_size, (n,), generator=torch.Generator().manual_seed(seed))
 
 
-def positions_of(lengths: Sequence[int], device: str = "cpu") -> tuple[torch.Tensor, Packed]:
+def positions_of(
+    lengths: Sequence[int], device: str = "cpu"
+) -> tuple[torch.Tensor, StripAttention]:
     """Return the positions [T] of sequences laid end to end, and their attention.
 
     >>> positions, attend = positions_of([3, 2])        # positions 0 1 2 0 1
@@ -142,19 +149,19 @@ def positions_of(lengths: Sequence[int], device: str = "cpu") -> tuple[torch.Ten
     """
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)  # [T]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)  # [N+1]
-    return positions, Packed(cu_seqlens, max(lengths))
+    return positions, StripAttention(cu_seqlens, max(lengths))
 
 
 PROMPT, COMPLETIONS = 5, [4, 1, 7]  # lengths
 
 
-def shared_prompt() -> Packed:
+def shared_prompt() -> StripAttention:
     """Pack one prompt, then its completions. Each sees the keys of the prompt and its own."""
     cu_seqlens = torch.tensor([0, PROMPT, *COMPLETIONS]).cumsum(0)  # [N+1]
     own = [torch.arange(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
     rows = [own[0], *(torch.cat((own[0], mine)) for mine in own[1:])]
     kv_cu_seqlens = torch.tensor([0, *map(len, rows)]).cumsum(0, dtype=torch.int32)
-    return Packed(
+    return StripAttention(
         cu_seqlens.int(),
         max(COMPLETIONS),
         torch.cat(rows),
@@ -197,11 +204,15 @@ def random_batch(
     )
 
 
-def packed(samples: Sequence[Sample], cfg: Config) -> list[PackedBatch]:
+def packed(
+    samples: Sequence[Sample], cfg: Config, all_gradients: bool = False
+) -> list[PackedBatch]:
     """Return the micro-batches of one step. They include `s.old_logp` and `s.ref_logp` if a test
     has set them.
     """
-    batches = list(packing.pack(packing.one_update(samples, cfg), samples, cfg))
+    facts = [sample.facts for sample in samples]
+    update = schedule.plan(range(len(samples)), facts, cfg, all_gradients=all_gradients)
+    batches = list(packing.pack(update, samples, cfg))
     for batch in batches:
         members = batch.sample.unique_consecutive().tolist()
         for name in ("old_logp", "ref_logp"):
@@ -212,9 +223,8 @@ def packed(samples: Sequence[Sample], cfg: Config) -> list[PackedBatch]:
 
 def logp_of(model: Decoder, samples: Sequence[Sample], cfg: Config) -> list[torch.Tensor]:
     """Return the model's log-probs of each completion, computed in strips as the trainer does."""
-    cfg = dataclasses.replace(cfg, measure_zero_advantages=True)
     out: list[torch.Tensor] = [torch.empty(0)] * len(samples)
-    for batch in packed(samples, cfg):
+    for batch in packed(samples, cfg, all_gradients=True):
         logp = experience.logp(model, batch, cfg)
         for i in batch.sample.unique().tolist():
             out[i] = logp[batch.sample == i]
@@ -240,8 +250,19 @@ def assign_advantages(samples: Sequence[Sample], cfg: Config) -> torch.Tensor:
 
 @pytest.fixture
 def reference_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the equations of kernels/reference.py on every device."""
+    """Run the equations of kernels/reference/ on every device."""
     monkeypatch.setattr(dispatch, "choice", "torch")
+
+
+def one_sentence(capsys: pytest.CaptureFixture) -> str:
+    """Return the only error that a program has printed, which must be one sentence, last of all."""
+    err = capsys.readouterr().err
+    last = err.rstrip("\n").rpartition("\n")[2]
+    assert last.startswith("error: "), err
+    assert err.count("error: ") == 1, err
+    assert "Traceback" not in err
+    assert not re.search(r"[.!?] [A-Z]", last), f"more than one sentence: {err}"
+    return last.removeprefix("error: ")
 
 
 # --- folders ---
@@ -317,6 +338,21 @@ def arguments(base: Path, files: Path, output: Path, *options: str) -> list[str]
     argv += ["--reward-funcs", f"{files / 'reward.py'}:even", "--device", "cpu"]
     argv += ["--num-generations", "4", "--generation-batch-size", "16", "--max-steps", "3"]
     return [*argv, "--max-completion-length", "8", "--learning-rate", "1e-3", *options]
+
+
+@pytest.fixture
+def rows_of(tiny_base: Path, files: Path, tmp_path: Path):
+    """A function that trains with these options, in which FILES stands for the folder of files, and
+    returns the records of the steps.
+    """
+
+    def rows_of(options: str = "", *more: str, folder: str = "") -> list[dict]:
+        options = options.replace("FILES", str(files))
+        argv = arguments(tiny_base, files, tmp_path / folder, *options.split(), *more)
+        assert train.main(argv) == 0
+        return steps(tmp_path / folder)
+
+    return rows_of
 
 
 def lines(output: Path) -> list[dict]:

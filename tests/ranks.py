@@ -6,8 +6,8 @@
 
 Processes are forked from one server that has already imported torch and our code, so a rank starts
 in a tenth of a second. But each imports the test module that defines its function, so such a module
-must not import transformers, which takes seconds. The ranks find each other through the variables
-that torchrun sets. Read next: distributed/test_fsdp.py.
+must not import transformers, which takes seconds. As under torchrun, the ranks find each other
+through environment variables, and a store outside of them. Read next: distributed/test_fsdp.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).with_name("sums.jsonl")  # 32 prompts: rendering all of arithmetic is slow
@@ -78,9 +80,11 @@ class Ranks:
 
     def __init__(self, size: int, work: Callable, args: tuple, env: dict[str, str]):
         self.folder = tempfile.TemporaryDirectory()
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(self.store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
         }
         common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), **env}
@@ -148,7 +152,7 @@ def torchrun(*script: str, **env: str) -> subprocess.Popen:
     """Start a script on two ranks under torchrun. Its options may come first."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*launcher, "--master-port", str(free_port()), *script]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
     return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
 
 

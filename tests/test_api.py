@@ -1,21 +1,18 @@
 """Training from Python: functions and data as objects, records as the result, and mistakes.
 
-Read next: nanogrpo/api.py.
+Read next: nanogrpo/extras/api.py.
 """
 
 import asyncio
-import dataclasses
 import datetime
 import threading
 
 import numpy as np
 import pytest
 
-import nanogrpo
 from nanogrpo import Config, train
 from nanogrpo.data import sources
 from nanogrpo.errors import UserError
-from nanogrpo.rewards import plugin
 from tests.conftest import lines
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3)]
@@ -119,23 +116,6 @@ def test_a_mistake_raises_one_sentence(tiny_base, tmp_path, given, options, mess
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"check": lambda answer: True}, "column 'check' holds a function that cannot be stored"),
-        ({"check": [{"deep": object()}]}, "column 'check' holds a list that cannot be stored"),
-        ({"lock": threading.Lock()}, "column 'lock' holds a lock that cannot be stored as JSON"),
-        ({"module": dataclasses}, "column 'module' holds a module that cannot be stored as JSON"),
-        ({"pairs": {(1, 2): 3}}, "column 'pairs' holds a dict that cannot be stored as JSON"),
-        ({7: "x"}, "the column 7 has no text as its name: rename it"),
-    ],
-)
-def test_a_row_that_cannot_be_stored_is_named(tiny_base, tmp_path, columns, message):
-    data = [*SUMS, {**SUMS[0], **columns}]
-    with pytest.raises(UserError, match=f"data, row 13: the {message}|data, row 13: {message}"):
-        train(config(tiny_base, tmp_path), reward_funcs="format", train_dataset=data)
-
-
 def test_values_with_a_text_of_their_own_are_kept_in_a_row():
     row = {"prompt": "1+1=", "day": datetime.date(2026, 1, 1), "n": np.int64(3), "x": np.ones(3)}
     assert sources.read([row]) == [("data, row 1", row)]
@@ -144,14 +124,3 @@ def test_values_with_a_text_of_their_own_are_kept_in_a_row():
 def test_options_have_a_class_of_their_own():
     with pytest.raises(UserError, match=r"the options are a dict: give a nanogrpo\.Config\."):
         train({"model": "base"}, reward_funcs="format", train_dataset=SUMS)
-
-
-def test_a_function_of_the_running_script_is_refused_by_name():
-    with pytest.raises(UserError, match=r"pass the function itself to nanogrpo\.train"):
-        plugin.load("__main__:f", "--reward-funcs")
-
-
-def test_the_package_has_no_other_public_names():
-    assert dataclasses.is_dataclass(nanogrpo.Config)
-    with pytest.raises(AttributeError, match="has no attribute 'trainer'"):
-        getattr(nanogrpo, "trainer")  # noqa: B009

@@ -1,51 +1,24 @@
-"""`nanogrpo chat`: the answer is what the engine samples, and thinking is split off.
+"""`nanogrpo chat`: the answer is what the engine samples.
 
-Read next: nanogrpo/chat.py.
+Read next: nanogrpo/extras/chat.py.
 """
 
 import io
-import itertools
-import os
 
 import pytest
 
-from nanogrpo import chat
-from nanogrpo.chat import Chat, split
-from nanogrpo.config import Config
+from nanogrpo import Config
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
+from nanogrpo.extras import chat
+from nanogrpo.extras.chat import Chat
 from nanogrpo.model import checkpoint
 from nanogrpo.types import Prompt
 
 
-def config(base, **options) -> Config:
-    return Config(model=str(base), max_completion_length=12, device="cpu", **options)
-
-
-@pytest.mark.parametrize(
-    ("text", "thinks", "answer", "thinking"),
-    [
-        ("It is 7.", False, "It is 7.", ""),
-        ("<think>3+4=7</think>\n\nIt is 7.", False, "It is 7.", "3+4=7"),
-        ("3+4=7</think>It is 7.", True, "It is 7.", "3+4=7"),
-        ("<think>3+4", False, "", "3+4"),
-        ("3+4", True, "", "3+4"),
-        ("a < b", False, "a < b", ""),
-        ("\n  <think>a</think>Hello", False, "Hello", "a"),
-    ],
-)
-def test_thinking_is_split_from_the_answer(text, thinks, answer, thinking):
-    assert split(text, thinks) == (answer, thinking)
-    # while the text grows, both parts only grow
-    parts = [split(chat._complete(text[:n]), thinks) for n in range(len(text) + 1)]
-    for (a, t), (later_a, later_t) in itertools.pairwise(parts):
-        assert later_a.startswith(a)
-        assert later_t.startswith(t)
-
-
 def test_the_pieces_are_what_the_engine_samples(tiny_base):
-    talk = Chat(config(tiny_base, seed=3))
-    pieces = list(talk.answer("3+4="))
+    talk = Chat(Config(model=str(tiny_base), max_completion_length=12, seed=3), "cpu")
+    text = "".join(talk.answer("3+4="))
     ids = talk.tokenizer.encode_prompt(talk.messages[:1], enable_thinking=True)
     model = checkpoint.load_model(tiny_base)
     engine = LocalEngine(model.cfg, max_len=100, slots=1, device="cpu")
@@ -53,11 +26,20 @@ def test_the_pieces_are_what_the_engine_samples(tiny_base):
     stops = talk.tokenizer.stop_token_ids
     params = SamplingParams(max_tokens=12, stop_token_ids=stops, seed=3)
     (sample,) = engine.sample([Prompt(1, "", ids)], 1, params, step=0)
-    text = "".join(piece for piece, _ in pieces)
-    assert text == "".join(reversed(split(talk.tokenizer.decode(sample.token_ids), False)))
-    assert [m["role"] for m in talk.messages] == ["user", "assistant"]
+    assert text == talk.tokenizer.decode(sample.token_ids)
+    assert talk.messages == [
+        {"role": "user", "content": "3+4="},
+        {"role": "assistant", "content": text.strip()},
+    ]
     talk.clear()
     assert talk.messages == []
+
+
+def test_the_thinking_is_shown_but_does_not_stay_in_the_conversation(tiny_base):
+    talk = Chat(Config(model=str(tiny_base)), "cpu")
+    talk.tokenizer.decode = lambda ids: "<think>3+4=7</think>\n\nIt is 7."
+    assert "".join(talk.answer("3+4=")) == "<think>3+4=7</think>\n\nIt is 7."
+    assert talk.messages[-1]["content"] == "It is 7."
 
 
 def test_a_conversation_ends_with_the_input(tiny_base, monkeypatch, capsys):
@@ -67,36 +49,18 @@ def test_a_conversation_ends_with_the_input(tiny_base, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_reader_that_ends_first_is_no_error(tiny_base, monkeypatch):
-    """As in `nanogrpo chat MODEL | head -1`."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as stdout:
-        monkeypatch.setattr("sys.stdout", stdout)
-        monkeypatch.setattr("sys.stdin", io.StringIO("3+4=\n" * 3))
-        assert chat.main([str(tiny_base), "--device", "cpu", "--max-completion-length", "6"]) == 0
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model", "nope"], "there is no such folder"),
-        ([], "--model is missing"),
-        (["--model", "x", "--learning-rate", "1"], "--learning-rate is not an option"),
-        (["--model", "x", "--temperature", "-1"], "it must be > 0"),
-        (["--model", "x", "--device", "cuda"], "torch sees no GPU"),
-        (["--model", "x", "--system-prompt", "gone.txt"], "gone.txt"),
+        (["nope"], "there is no such folder"),
+        (["x", "--learning-rate", "1"], "--learning-rate is not an option"),
+        (["x", "--temperature", "-1"], "it must be > 0"),
+        (["x"], "the conversation has"),
     ],
 )
-def test_a_mistake_is_one_sentence(tiny_base, capsys, argv, message):
-    argv = [str(tiny_base) if word == "x" else word for word in argv]
-    assert chat.main(argv) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_conversation_that_is_too_long_asks_to_start_a_new_one(tiny_base, monkeypatch, capsys):
+def test_a_mistake_is_one_sentence(tiny_base, monkeypatch, capsys, argv, message):
     monkeypatch.setattr(chat, "MAX_CONTEXT", 20)
-    monkeypatch.setattr("sys.stdin", io.StringIO("1+" * 40 + "\n/clear\n1+\n"))
-    argv = ["--model", str(tiny_base), "--device", "cpu", "--max-completion-length", "2"]
-    assert chat.main(argv) == 0
-    assert capsys.readouterr().err.count("start a new one with /clear") == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+" * 40))
+    argv = [str(tiny_base) if word == "x" else word for word in argv]
+    assert chat.main([*argv, "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err

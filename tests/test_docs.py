@@ -5,7 +5,6 @@ If a test fails after a change, look whether the text around the block is still 
 """
 
 import re
-import runpy
 
 import pytest
 
@@ -43,19 +42,6 @@ def test_the_walkthrough_shows_all_that_its_program_prints():
         assert docs.agree(section, block.body), f"it prints:\n{section}"
 
 
-def test_the_pictures_are_those_that_the_script_draws(tmp_path):
-    """Compare the texts. Paths and sizes may change with the version of matplotlib."""
-    pytest.importorskip("matplotlib")
-    folder = docs.ROOT / "docs/img"
-    runpy.run_path(str(folder / "draw.py"))["main"](tmp_path)
-    pictures = {path.name: path.read_text() for path in folder.glob("*.svg")}
-    assert {path.name for path in tmp_path.iterdir()} == {*pictures}
-    for name, picture in pictures.items():
-        texts = re.findall(r">([^<]+)</text>", picture)
-        assert texts
-        assert texts == re.findall(r">([^<]+)</text>", (tmp_path / name).read_text()), name
-
-
 def test_the_course_has_quotes_and_experiments():
     """Without this, a change of the format of the blocks could turn every check off."""
     quotes = [b for page in COURSE for b in docs.blocks(page) if b.language == "python" and b.title]
@@ -65,7 +51,7 @@ def test_the_course_has_quotes_and_experiments():
 
 def test_the_map_of_equations_names_files_and_functions_that_exist():
     folders = [docs.ROOT, docs.ROOT / "nanogrpo", docs.ROOT / "nanogrpo/grpo"]
-    code = [*docs.ROOT.glob("nanogrpo/**/*.py"), *docs.ROOT.glob("kernels/*.py")]
+    code = [*docs.ROOT.glob("nanogrpo/**/*.py"), *docs.ROOT.glob("kernels/**/*.py")]
     source = "\n".join(path.read_text() for path in code)
     count = 0
     for line in PAGES["equations.md"].splitlines():
@@ -84,13 +70,3 @@ def test_the_map_of_equations_names_files_and_functions_that_exist():
             places = (docs.ROOT / "tests" / name, docs.ROOT / "tests/grpo" / name)
             assert any(path.exists() for path in places), name
     assert count > 50
-
-
-def test_a_changed_line_or_number_is_noticed():
-    assert docs.is_quoted("b\n...\nd\ne\n", "a\n  b\nc\nd\n  e\n")
-    assert not docs.is_quoted("b\n...\nd\ne\n", "a\nb\nc\ne\nd\n")
-    assert not docs.is_quoted("d\n...\nb\n", "b\nc\nd\n")
-    assert docs.agree("loss  -0.5231 of 43", "loss -0.5230 of 43")
-    assert not docs.agree("loss -0.5231 of 43", "loss -0.5231 of 44")
-    assert not docs.agree("loss -0.5231", "loss -0.5261")
-    assert not docs.agree("loss -0.5231", "gain -0.5231")

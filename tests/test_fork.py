@@ -1,7 +1,6 @@
 """The examples of docs/fork.md are run as they stand. Read next: test_invariants.py."""
 
 import inspect
-import json
 import math
 import re
 from pathlib import Path
@@ -10,18 +9,21 @@ import pytest
 import torch
 
 import train
+from nanogrpo import Config
 from nanogrpo import step as experience
-from nanogrpo.config import CHOICES, Config
-from nanogrpo.engine.base import Engine, Served
+from nanogrpo.engine.base import Engine
 from nanogrpo.engine.local import LocalEngine
-from nanogrpo.engine.turns import TurnsEngine
-from nanogrpo.grpo import advantages, objectives
+from nanogrpo.extras import objectives
+from nanogrpo.extras.options import FIELDS
+from nanogrpo.extras.tools.turns import TurnsEngine
+from nanogrpo.extras.wrapper import Served
+from nanogrpo.feature import Feature
+from nanogrpo.grpo import advantages
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.rewards import plugin
-from nanogrpo.run import setup as run
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
-from tests.conftest import arguments, packed, steps, tiny_model
+from tests.conftest import packed, tiny_model
 
 CALCULATOR = Path(train.__file__).parent / "examples" / "calculator.py"
 TEXT = (Path(train.__file__).parent / "docs" / "fork.md").read_text()
@@ -39,7 +41,7 @@ def example(heading: str) -> dict:
 def gmpo(monkeypatch):
     """The example, and everything as it was afterwards."""
     monkeypatch.setattr(objectives, "TERMS", dict(objectives.TERMS))
-    monkeypatch.setitem(CHOICES, "loss_type", CHOICES["loss_type"])
+    monkeypatch.setattr(FIELDS["loss_type"], "metadata", FIELDS["loss_type"].metadata)
     return example("A new loss")["gmpo"]
 
 
@@ -52,7 +54,7 @@ def test_gmpo_has_one_term_a_sequence(gmpo):
     ]
     (batch,) = packed(samples, cfg)
     batch.old_logp = experience.logp(model, batch, cfg) - torch.tensor([0.1, -0.1, 0.03] * 3)
-    out = model.forward_packed(batch, grpo.objective(batch, cfg))
+    out = model.forward_strip(batch, grpo.objective(batch, cfg, [objectives.Objectives(cfg)]))
     # cut above, cut below
     good, bad = math.exp((0.05 - 0.1 + 0.03) / 3), math.exp((0.1 - 0.05 + 0.03) / 3)
     ratio = torch.tensor([good] * 3 + [bad] * 3 + [good] * 3)
@@ -63,73 +65,33 @@ def test_gmpo_has_one_term_a_sequence(gmpo):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_gmpo_trains(tiny_base, tmp_path, gmpo):
-    (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{i}="}) + "\n" for i in range(8))
-    )
-    (tmp_path / "reward.py").write_text(
-        "def even(completion_ids, **_):\n"
-        "    return [sum(i % 2 for i in x) / len(x) for x in completion_ids]"
-    )
-    argv = [
-        "--model",
-        str(tiny_base),
-        "--data",
-        str(tmp_path / "data.jsonl"),
-        "--output-dir",
-        str(tmp_path / "run"),
-        "--device",
-        "cpu",
-    ]
-    argv += [
-        "--reward-funcs",
-        f"{tmp_path}/reward.py:even",
-        "--generation-batch-size",
-        "16",
-        "--num-generations",
-        "4",
-        "--max-steps",
-        "2",
-    ]
-    argv += [
-        "--max-completion-length",
-        "8",
-        "--num-iterations",
-        "2",
-        "--loss-type",
-        "gmpo",
-        "--epsilon",
-        "3e-3",
-        "--learning-rate",
-        "1e-3",
-    ]
-    assert train.main(argv) == 0
-    rows = [
-        json.loads(line)
-        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1:]
-    ]
+def test_gmpo_trains(rows_of, gmpo):
+    rows = rows_of("--num-iterations 2 --loss-type gmpo --epsilon 3e-3 --learning-rate 1e-3")
     assert all(row["grad_norm"] > 0 and 0 < row["gmpo/cut"] < 1 for row in rows)
 
 
-def test_the_median_is_the_baseline(monkeypatch):
-    monkeypatch.setattr(advantages, "group_relative", example("A new advantage")["group_relative"])
-    cfg = Config(num_generations=5, generation_batch_size=5)
-    values, _ = advantages.step_advantages([1.0, 0.0, 0.0, 9.0, 2.0], cfg)
+def test_the_median_is_the_baseline(rows_of, monkeypatch):
+    names = example("The seam")
+    assert names["MedianOptions"]().median_baseline is False
+    feature, cfg = names["Median"](), Config(num_generations=5, generation_batch_size=5)
+    rewards = [1.0, 0.0, 0.0, 9.0, 2.0]
+    values, _ = advantages.step_advantages(rewards, cfg, [[r] for r in rewards], [feature])
     assert values == [0.0, -1.0, -1.0, 8.0, 1.0]
+    monkeypatch.setattr(train, "attach", lambda *_: [feature])
+    assert all(0 <= row["median/good"] < 1 for row in rows_of())
 
 
-def test_an_engine_of_ones_own_trains(tiny_base, files, tmp_path, monkeypatch):
+@pytest.mark.parametrize("rollout", ["", f"--rollout {CALCULATOR}:rollout"])
+def test_an_engine_of_ones_own_trains(rows_of, monkeypatch, rollout):
     engine = example("Another engine")["Plain"]()
-    monkeypatch.setattr(run, "make_engine", lambda *_, **__: engine)
-    options = ["--eval-steps", "3", "--eval-data", str(files / "data.jsonl"), "--eval-samples", "2"]
-    for more in ([], ["--rollout", f"{CALCULATOR}:rollout", "--overwrite-output-dir"]):
-        assert train.main(arguments(tiny_base, files, tmp_path, *options, *more)) == 0
-        rows = steps(tmp_path)
-        assert len(rows) == 3
-        assert all(
-            row["grad_norm"] > 0 and row["sampling/sampling_logp_difference/max"] < 1e-5
-            for row in rows
-        )
+    feature, attach = Feature(), train.attach
+    monkeypatch.setattr(feature, "engine", lambda run: engine)
+    monkeypatch.setattr(train, "attach", lambda *given: [feature, *attach(*given)])
+    rows = rows_of(f"--eval-steps 3 --eval-data FILES/data.jsonl --eval-samples 2 {rollout}")
+    assert len(rows) == 3
+    for row in rows:
+        assert row["grad_norm"] > 0
+        assert row["sampling/sampling_logp_difference/max"] < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -156,9 +118,9 @@ def test_the_loop_asks_an_engine_for_nothing_that_the_protocol_lacks():
     known = {*vars(Engine), *vars(Served), *Engine.__annotations__, *Served.__annotations__}
     for name in (
         "train.py",
-        "nanogrpo/engine/ahead.py",
+        "nanogrpo/extras/ahead.py",
         "nanogrpo/step.py",
-        "nanogrpo/engine/turns.py",
+        "nanogrpo/extras/tools/turns.py",
         "nanogrpo/run/setup.py",
     ):
         text = (Path(train.__file__).parent / name).read_text()

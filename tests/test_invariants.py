@@ -16,16 +16,19 @@ import pytest
 import torch
 
 import train
-from nanogrpo.config import Config
+from nanogrpo import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
-from nanogrpo.grpo import advantages, packing
+from nanogrpo.extras.arithmetic import warmup
+from nanogrpo.extras.entropy import Entropy
+from nanogrpo.extras.objectives import Objectives
+from nanogrpo.grpo import advantages, schedule
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
-from nanogrpo.run import optim, warmup
+from nanogrpo.run import optim
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import packed, set_logp, timeless, tiny_config, tiny_model
 
@@ -60,7 +63,7 @@ def gradient(model: Decoder, samples: list[Sample], cfg: Config) -> tuple[float,
     batches = packed(samples, cfg)
     loss = 0.0
     for batch in batches:
-        out = model.forward_packed(batch, grpo.objective(batch, cfg))
+        out = model.forward_strip(batch, grpo.objective(batch, cfg, [Objectives(cfg)]))
         fsdp.backward(model, out.loss, ALONE, last=batch is batches[-1])
         loss += out.loss.item()
     return loss, torch.cat([p.grad.flatten() for p in model.parameters()]), len(batches)
@@ -101,36 +104,25 @@ def test_leaving_out_completions_with_an_advantage_of_0_keeps_the_gradient(optio
     cfg = config(token_budget=60, **options)
     loss, some, n = gradient(model, samples, cfg)
     assert {i for b in packed(samples, cfg) for i in b.sample.tolist()} <= set(range(1, 12, 2))
-    measured = dataclasses.replace(cfg, measure_zero_advantages=True)
-    assert any(b.measured_only for b in packed(samples, measured))
-    assert gradient(model, samples, measured)[0] == pytest.approx(loss, rel=1e-6, abs=1e-8)
-    assert sum(len(b.rows) for b in packed(samples, measured)) > sum(
-        len(b.rows) for b in packed(samples, cfg)
-    )
-    monkeypatch.setattr(packing, "has_gradient", lambda sample, cfg: True)
+    monkeypatch.setattr(schedule, "has_gradient", lambda *_: True)
     full_loss, full, full_n = gradient(model, samples, cfg)
     assert full_n > n
     assert full_loss == pytest.approx(loss, rel=1e-6, abs=1e-8)
     assert (some - full).norm() <= 1e-6 * full.norm()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"beta": 0.1},
-        {"entropy_coef": 0.01},
-        {"use_adaptive_entropy": True},
-        {"loss_type": "dppo_tv", "dppo_penalty": 0.1},
-        {"top_entropy_quantile": 0.5},
-    ],
-    ids=lambda o: next(iter(o)),
-)
-def test_a_loss_with_other_terms_leaves_nothing_out(options):
+def test_a_loss_with_other_terms_leaves_nothing_out():
     samples = random_samples()
     for s in samples:
         s.advantage = 0.0
-    found = {i for b in packed(samples, config(**options)) for i in b.sample.tolist()}
-    assert found == set(range(12))
+    penalty = config(loss_type="dppo_tv", loss_kwargs={"dppo_penalty": 0.1})
+    for cfg, feature in (
+        (config(beta=0.1), Objectives(config())),
+        (config(entropy_coef=0.01), Entropy(config())),
+        (penalty, Objectives(penalty)),
+    ):
+        found = {i for b in packed(samples, cfg, feature.all_gradients) for i in b.sample.tolist()}
+        assert found == set(range(12))
 
 
 def test_without_any_advantage_one_completion_gives_the_optimizer_a_gradient_of_0():
@@ -151,7 +143,7 @@ def test_packed_log_probs_equal_those_of_the_sample_alone():
     for s in samples:
         ids = torch.tensor(s.prompt.token_ids + s.token_ids)
         (batch,) = packed([s], cfg)
-        logits = model.forward_packed(batch, lambda hidden, weight: hidden @ weight.T) / 0.7
+        logits = model.forward_strip(batch, lambda hidden, weight: hidden @ weight.T) / 0.7
         alone = logits.log_softmax(-1).gather(1, ids[len(s.prompt.token_ids) :, None])[:, 0]
         torch.testing.assert_close(s.old_logp, alone, rtol=1e-5, atol=1e-5)
 
@@ -236,7 +228,7 @@ def digit_base(tmp_path_factory) -> Path:
                 Sample(prompt, 0, ids, [0.0] * len(ids), True, [0] * len(ids), advantage=1.0)
             )
         for batch in packed(samples, cfg):
-            model.forward_packed(batch, grpo.objective(batch, cfg)).loss.backward()
+            model.forward_strip(batch, grpo.objective(batch, cfg)).loss.backward()
         optim.clip_and_step(model, optimizer, 1e-2, 1.0)
     checkpoint.export(model, folder, tokenizer)
     return folder

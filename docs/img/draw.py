@@ -1,8 +1,8 @@
 """Draw the diagrams of the documentation: python docs/img/draw.py (needs the extra `plot`).
 
-In: nothing; the clip is drawn with the code of kernels/reference.py. Out: loop.svg, timeline.svg,
-strip.svg, head.svg, clip.svg and reading_map.svg in this folder. The background is white, so they
-can be read in a dark theme too. Their text stays text, so the files are small.
+In: nothing; the clip is drawn with the code of kernels/reference/policy.py. Out: loop.svg,
+timeline.svg, strip.svg, head.svg, clip.svg and reading_map.svg in this folder. The background is
+white, so they can be read in a dark theme too. Their text stays text, so the files are small.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
-from nanogrpo.kernels.reference import LossInputs, Objective, policy_terms
+from nanogrpo.kernels.reference.policy import Clip, LossInputs, policy_terms
 
 HERE = Path(__file__).parent
 BLUE, ORANGE, GREEN, RED, GREY = "#cfe2f3", "#fce0bd", "#d5ead0", "#f6d0d0", "#ececec"
@@ -231,7 +231,7 @@ def clip() -> Figure:
         inputs = LossInputs(
             torch.full_like(ratio, sign), torch.ones_like(ratio), torch.zeros_like(ratio)
         )
-        loss, gradient, _, _ = policy_terms(ratio.log(), inputs, Objective(0.2, 0.2))
+        loss, gradient, _, _ = policy_terms(ratio.log(), inputs, Clip(0.2, 0.2))
         flat = gradient == 0
         axis.plot(ratio, -sign * ratio, color="#999999", lw=1, ls="--", label="without the clip")
         axis.plot(ratio, loss, color="#1f5fa8", lw=2.2, label="the loss")
@@ -257,7 +257,7 @@ def clip() -> Figure:
 
 
 def reading_map() -> Figure:
-    figure, axis = canvas(94, 37)
+    figure, axis = canvas(94, 49)
     columns = {
         "1  the idea": (
             GREY,
@@ -277,7 +277,7 @@ def reading_map() -> Figure:
                 ("step.py", "a step's samples"),
                 ("grpo/advantages.py", "the baseline"),
                 ("grpo/loss.py", "the objective"),
-                ("kernels/reference.py", "policy_terms: the loss"),
+                ("kernels/reference/policy.py", "policy_terms: the loss"),
             ],
         ),
         "4  what it runs on": (
@@ -290,21 +290,33 @@ def reading_map() -> Figure:
             ],
         ),
     }
+    core = {"boxstyle": "round,pad=0,rounding_size=1", "facecolor": "none", "edgecolor": FAINT}
+    axis.add_patch(FancyBboxPatch((24, 12.3), 69.3, 36.1, linestyle="--", **core))
+    note(axis, 92.3, 13.8, "the core: one afternoon", ha="right")
     x, w, h = 2.0, 20.5, 5.6
     for i, (title, (color, files)) in enumerate(columns.items()):
-        axis.text(x + w / 2, 35, title, fontsize=10, weight="bold", ha="center")
+        axis.text(x + w / 2, 46, title, fontsize=10, weight="bold", ha="center")
         for j, (name, text) in enumerate(files):
-            y = 27 - 7 * j
+            y = 38 - 7 * j
             box(axis, x, y, w, h, color, name, text, size=8.5)
             if j:
                 arrow(axis, (x + w / 2, y + 7), (x + w / 2, y + h))
         if i < 3:
-            arrow(axis, (x + w, 29.8), (x + w + 2.8, 29.8))
+            arrow(axis, (x + w, 40.8), (x + w + 2.8, 40.8))
         x += w + 2.8
+    x, middle = 25.3, 25.3 + w / 2
+    axis.text(middle, 28.2, "5  what attaches to it", fontsize=10, weight="bold", ha="center")
+    box(axis, x, 21, w, h, ORANGE, "run/setup.py", "how a run is built", size=8.5)
+    box(axis, x, 14, w, h, ORANGE, "feature.py", "the seam", size=8.5)
+    arrow(axis, (middle, 21), (middle, 14 + h))
+    arrow(axis, (middle, 14), (middle, 3 + h))
+    arrow(axis, (middle, 10.5), (75, 10.5), (75, 3 + h))
+    box(axis, x, 3, 31, h, RED, "extras/attach.py", "all that is off by default", size=8.5)
+    box(axis, 61, 3, 31, h, RED, "vllm/feature.py, serve.py", "sampling in vLLM", size=8.5)
     note(
         axis,
         2,
-        9.5,
+        20.5,
         "to change it: docs/fork.md\nall formulas: docs/equations.md\n"
         "several GPUs: docs/scale.md\nvLLM: docs/vllm.md",
         va="top",

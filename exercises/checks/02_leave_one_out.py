@@ -3,7 +3,8 @@
 import torch
 
 from exercises.hints import expect, given, matches
-from nanogrpo.grpo.advantages import group_relative, leave_one_out
+from nanogrpo.extras.estimators import leave_one_out
+from nanogrpo.grpo.advantages import group_relative
 
 START = "rewards.sum(dim=1, keepdim=True) - rewards is the sum of the others, for each completion."
 

@@ -1,7 +1,7 @@
 """Check the gradient of exercise 3 against the fused rows, `policy_rows_`, in float64."""
 
 import torch
-from nanogrpo.kernels.reference import LossInputs, Objective
+from nanogrpo.kernels.reference.policy import Clip, LossInputs
 
 from exercises.hints import expect, matches, tensor
 from nanogrpo.kernels import reference
@@ -19,7 +19,7 @@ def check(answer) -> None:
     advantage = torch.tensor([1.5, 1.5, -0.5, -0.5, 2.0, 0.0], dtype=torch.float64)
     right = logits.clone()
     inputs = LossInputs(advantage, torch.full((M,), 1 / M, dtype=torch.float64))
-    reference.policy_rows_(right, tokens, 1.0, inputs, Objective(0.2, 0.2))
+    reference.policy_rows_(right, tokens, 1.0, inputs, Clip(0.2, 0.2))
 
     def gradient(loss):
         z = logits.clone().requires_grad_()

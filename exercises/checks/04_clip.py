@@ -1,7 +1,7 @@
 """Check exercise 4 against `policy_terms`."""
 
 import torch
-from nanogrpo.kernels.reference import LossInputs, Objective, policy_terms
+from nanogrpo.kernels.reference.policy import Clip, LossInputs, policy_terms
 
 from exercises.hints import expect, given, matches
 
@@ -13,7 +13,7 @@ def check(answer) -> None:
     A = torch.tensor([1.5] * 5 + [-1.0] * 5, dtype=torch.float64)
     old = -torch.linspace(0.5, 3.0, 10, dtype=torch.float64)
     logp = old + ratio.log()
-    right = policy_terms(logp, LossInputs(A, torch.ones_like(A), old), Objective(0.3, 0.3))[0]
+    right = policy_terms(logp, LossInputs(A, torch.ones_like(A), old), Clip(0.3, 0.3))[0]
     clamped = ratio.clamp(0.7, 1.3)
     inverse = 1 / ratio
     mistakes = {

@@ -1,9 +1,9 @@
 """Check exercise 6 against `k3`, and its means against the exact KL of a small distribution."""
 
 import torch
+from nanogrpo.kernels.reference import policy
 
 from exercises.hints import expect, given, matches
-from nanogrpo.kernels import reference
 
 START = "Begin with x = ref_logp - logp."
 
@@ -25,14 +25,14 @@ def check(answer) -> None:
     }
     matches("k1", answer.k1(logp, ref), logp - ref, mistakes)
     mistakes = {
-        weighted: logp.exp() * reference.k3(x),
+        weighted: logp.exp() * policy.k3(x),
         "Your x has the wrong sign: x = ref_logp - logp.": (-x).exp() + x - 1,
         "The 1 is missing: where both models agree, k3 must be 0.": x.exp() - x,
         "This is k2 = x²/2. It is close to k3 near 0, but has another mean.": x * x / 2,
         "The x is missing: e^x - 1 alone has the mean 0.": x.exp() - 1,
     }
     found = answer.k3(logp, ref)
-    matches("k3", found, reference.k3(x), mistakes)
+    matches("k3", found, policy.k3(x), mistakes)
     exact = (logp.exp() * (logp - ref)).sum()
     matches("the mean of k3", (logp.exp() * found).sum(), exact)
     expect(

@@ -3,7 +3,7 @@
 import torch
 
 from exercises.hints import expect, given, matches
-from nanogrpo.config import Config
+from nanogrpo import Config
 from nanogrpo.grpo.loss import token_weight
 
 START = "With dapo, each token has the weight 1/N, where N = sum(lengths)."

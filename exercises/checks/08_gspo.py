@@ -1,10 +1,10 @@
-"""Check exercise 8, its value and its gradient, against `loss` of nanogrpo/grpo/loss.py."""
+"""Check exercise 8, its value and its gradient, against `loss` of nanogrpo/extras/objectives.py."""
 
 import torch
 
 from exercises.hints import expect, matches, tensor
-from nanogrpo.config import Config
-from nanogrpo.grpo import loss as grpo
+from nanogrpo import Config
+from nanogrpo.extras.objectives import loss
 from nanogrpo.types import PackedBatch
 
 START = "The log of s_i is the mean over the tokens of logp - old_logp."
@@ -24,7 +24,7 @@ def theirs(logp, old, advantage, epsilon):
     )
     cfg = Config(loss_type="grpo", importance_sampling_level="sequence", epsilon=epsilon)
     joined = torch.cat(logp)
-    return grpo.loss(joined, torch.zeros_like(joined), batch, cfg).loss
+    return loss(joined, torch.zeros_like(joined), batch, cfg).loss
 
 
 def check(answer) -> None:

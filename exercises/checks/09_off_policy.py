@@ -16,7 +16,7 @@ def check(answer) -> None:
     expect(isinstance(options, dict), "OPTIONS must be a dict, such as {'learning_rate': 1e-4}.")
     try:
         expect(
-            not Config(**options).on_policy,
+            Config(**options).updates_per_step > 1,
             "With OPTIONS there is still one update per step, so every ratio is still 1. Use the"
             " same samples for several updates.",
         )

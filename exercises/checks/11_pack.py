@@ -1,8 +1,8 @@
 """Check exercise 11 against `packing.pack`."""
 
 from exercises.hints import Hint, expect, given
-from nanogrpo.config import Config
-from nanogrpo.grpo import packing
+from nanogrpo import Config
+from nanogrpo.grpo import packing, schedule
 from nanogrpo.types import Prompt, Sample
 
 START = "Begin with the prompt, then each completion without its last token."
@@ -67,7 +67,9 @@ def check(answer) -> None:
         Sample(prompt, i, ids, [-1.0] * len(ids), True, [0] * len(ids), advantage=1.0 - 2 * i)
         for i, ids in enumerate(([20, 21, 22], [30, 31]))
     ]
-    (batch,) = packing.pack(packing.one_update(samples, cfg), samples, cfg)
+    (batch,) = packing.pack(
+        schedule.plan(range(len(samples)), [s.facts for s in samples], cfg), samples, cfg
+    )
     for name, mistakes in MISTAKES.items():
         found, right = given(getattr(answer, name), name), getattr(batch, name.lower()).tolist()
         expect(

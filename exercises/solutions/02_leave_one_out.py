@@ -6,7 +6,7 @@ one out? A baseline that does not depend on a completion does not change the exp
 E[b ∇log π] = b Σ π ∇log π = b ∇ Σ π = 0. The mean of the others is such a baseline, so RLOO is
 unbiased, and the mean of the group makes the gradient smaller by the factor (G - 1)/G.
 
-The project's function is `leave_one_out` in nanogrpo/grpo/advantages.py.
+The project's function is `leave_one_out` in nanogrpo/extras/estimators.py.
 """
 
 from torch import Tensor

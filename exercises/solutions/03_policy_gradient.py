@@ -4,8 +4,8 @@ Each token's gradient with respect to its row of logits is A · (p - onehot(toke
 a step down raises the logit of the token and lowers all others. With A = 1 this is supervised
 learning on the model's own samples.
 
-The project never calls backward on logits. `policy_rows_` in kernels/reference.py computes this
-gradient by the formula (exercise 13 derives it).
+The project never calls backward on logits. `policy_rows_` in kernels/reference/fused_rows.py
+computes this gradient by the formula (exercise 13 derives it).
 """
 
 from torch import Tensor

@@ -5,8 +5,8 @@ it should become less likely, and below 1 - ε it has. In the other two regions 
 in the *wrong* direction, so the gradient must stay to bring it back. That is what `min` does: a
 clamp without it would have no gradient there either.
 
-The project's function is `clipped` in kernels/reference.py. The metrics clip_ratio/high_mean and
-clip_ratio/low_mean count these two regions.
+The project's function is `clipped` in kernels/reference/policy.py. The metrics clip_ratio/high_mean
+and clip_ratio/low_mean count these two regions.
 """
 
 import torch

@@ -4,8 +4,8 @@ log s is the mean of the log-ratios over the tokens, so s is the geometric mean 
 ratios. Without the power 1/|y|, a hundred tokens that each move by 1 % would give a ratio of 2.7.
 
 In the project this is --importance-sampling-level sequence: `Sequences.mean` in
-nanogrpo/grpo/objectives.py, and `loss` in nanogrpo/grpo/loss.py. A token's loss then depends on the
-other tokens of its completion, so the fused head needs a fourth matrix product (exercise 14).
+and `loss` in nanogrpo/extras/objectives.py. A token's loss then depends on
+the other tokens of its completion, so the fused head needs a fourth matrix product (exercise 14).
 """
 
 import torch

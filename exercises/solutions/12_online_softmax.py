@@ -3,9 +3,9 @@
 e^(z - q_new) = e^(z - q) · e^(q - q_new), so one factor rescales l and s. H = -Σ p (z - lse)
 = lse - Σ p z = lse - s/l.
 
-kernels/textbook.py is this loop with one q per row, and `fold` in kernels/log_softmax.py the same
-with one q per lane. The latter keeps Σ e^(z - q)·(z - q) instead of s, which stays exact when all
-logits are near -10,000.
+examples/textbook.py is this loop with one q per row, and `fold` in kernels/triton/log_softmax.py
+the same with one q per lane. The latter keeps Σ e^(z - q)·(z - q) instead of s, which stays exact
+when all logits are near -10,000.
 """
 
 import math

@@ -6,7 +6,8 @@ dH/dz_j = -Σ_i dp_i/dz_j (log p_i + 1) = -(p_j log p_j - p_j Σ_i p_i log p_i) 
 
 A token whose surprise -log p_j is the entropy H does not change it. More likely tokens lower the
 entropy when their logit rises, and less likely ones raise it. The project's function is
-`log_softmax_backward_` in kernels/reference.py; on a GPU, `row_gradient` in kernels/log_softmax.py.
+`log_softmax_backward_` in kernels/reference/log_softmax.py; on a GPU, `row_gradient` in
+kernels/triton/log_softmax.py.
 """
 
 import torch

@@ -13,4 +13,4 @@ def corrupt(name: str, weight: Tensor) -> Tensor:
 
 
 METRIC = "sampling/sampling_logp_difference/mean"
-TEST = "tests/engine/test_local.py::test_log_probs_equal_the_trainers"
+TEST = "tests/engine/test_local.py::test_log_probs_equal_the_trainers_after_each_load"

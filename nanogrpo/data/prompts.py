@@ -1,8 +1,8 @@
 """Turn the records of data sources into prompts, and choose the prompts of each step.
 
-In: the records of files or built-in tasks (sources.py). Out: `Prompt`s with token ids. `draw` and
-`draw_mixed` choose the prompts of a step. Read next: sources.py (where records come from),
-rewards/runner.py (what receives the other columns).
+In: the records of files or built-in tasks (sources.py). Out: `Prompt`s with token ids. `draw`
+chooses the prompts of a step. Read next: sources.py (where records come from), rewards/runner.py
+(what receives the other columns).
 
 A record is one of
     {"prompt": "3+4=", ...}                                      a text, tokenized as it is
@@ -15,25 +15,20 @@ A record is one of
 
 from __future__ import annotations
 
-import functools
-import json
 import logging
-import math
 import os
-import re
-import threading
-from collections.abc import Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nanogrpo.config import Config
 from nanogrpo.data import sources
 from nanogrpo.errors import UserError, reading
+from nanogrpo.feature import Feature, first
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.timelimit import limited
 from nanogrpo.types import Prompt
 
 log = logging.getLogger("nanogrpo")
@@ -42,80 +37,109 @@ log = logging.getLogger("nanogrpo")
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 # The columns that can hold the prompt if --prompt-column names none, in this order.
 PROMPT_COLUMNS = ("prompt", "question", "problem")
-PICTURE_FILE = r"(?is).*\.(png|jpe?g|webp|gif|bmp|tiff?)"
-# Seconds that the chat template and the tokenizer may take for a record. They need milliseconds.
-TIME_LIMIT = 10.0
 
 
-def load_all(
-    data: Sequence[sources.Source],
+def load_prompts(
+    cfg: Config,
     tokenizer: Tokenizer,
-    *,
-    split: str = "train",
-    held_out: bool = False,
-    config: str = "",
-    most: int = 0,
-    max_prompt_length: int | None = None,
-    long_prompts: str = "refuse",
-    vision: Path | None = None,
-    **how: Any,
-) -> list[list[Prompt]]:
-    """Return the prompts of each source: a name, or the records themselves.
+    context: int,
+    features: Sequence[Feature] = (),
+    train_data: sources.Source | None = None,
+    eval_data: sources.Source | None = None,
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the training prompts and the held-out prompts (none without --eval-steps).
 
-    sources.py explains `split`, `held_out`, `config` and `most`. `how` are options of
-    `from_record`.
+    Every prompt is short enough to leave room for a completion in the model's context. train_data,
+    eval_data: records, or another source, in place of --data and --eval-data.
+    """
+    data = cfg.data if train_data is None else [train_data]
+    prompts = load(cfg, tokenizer, data, features, context=context)
+    if len(prompts) < cfg.prompts_per_step:  # a prompt drawn twice would get twice the weight
+        raise UserError(
+            f"--data {' '.join(cfg.data)} holds {len(prompts)} prompts but a step draws "
+            f"{cfg.prompts_per_step} different ones: add prompts, or lower --generation-batch-size."
+        )
+    if not cfg.eval_steps:
+        return prompts, []
+    named = cfg.eval_data if eval_data is None else [eval_data]
+    split = "eval" if named else "held out"
+    return prompts, load_held_out(cfg, tokenizer, context, named or data, features, split)
+
+
+def load_held_out(
+    cfg: Config,
+    tokenizer: Tokenizer,
+    context: int,
+    data: Sequence[sources.Source],
+    features: Sequence[Feature] = (),
+    split: str = "eval",
+) -> list[Prompt]:
+    """Return the first --eval-samples prompts of these sources. sources.py explains `split`."""
+    found = load(cfg, tokenizer, data, features, context=context, split=split)
+    if not found:
+        raise UserError(
+            "--eval-steps asks for evaluation, but there are no held-out prompts: name some with "
+            "--eval-data."
+        )
+    return found[: cfg.eval_samples or None]
+
+
+def load(
+    cfg: Config,
+    tokenizer: Tokenizer,
+    data: Sequence[sources.Source],
+    features: Sequence[Feature] = (),
+    *,
+    context: int = 1 << 30,
+    split: str = "train",
+) -> list[Prompt]:
+    """Return the prompts of all sources. sources.py explains `split`.
 
     `Prompt.id` is the position of the record in the concatenation of all sources. It is part of the
     random key. Adding a source at the end, or dropping a long prompt, does not change the id of any
     other prompt.
 
-    `max_prompt_length` is in tokens, after the chat template. A longer prompt is never truncated,
-    because cutting off the beginning of a question can change its answer. If `long_prompts` is
-    "drop", it is left out; otherwise it raises UserError.
-
-    `vision` is the folder of a vision-language model; None: the model reads only text.
-
-    A chat template is a program and may run forever, so it has TIME_LIMIT seconds per record. This
-    limit needs a signal, so it holds in the main thread only, and it cannot interrupt a single
-    operation in C, such as 10 ** (10 ** 9).
+    A prompt of more than --max-prompt-length tokens, after the chat template, is never truncated,
+    because cutting off the beginning of a question can change its answer.
     """
-    parts: list[list[Prompt]] = []
-    first_id = 0
-    seconds = TIME_LIMIT if threading.current_thread() is threading.main_thread() else 0.0
-    reader = None
-    if vision:
-        from nanogrpo.vision.data import Reader  # only such a model needs this folder
-
-        reader = Reader(vision)
+    room = context - cfg.max_completion_length
+    if room < 1:
+        raise UserError(
+            f"--max-completion-length {cfg.max_completion_length} leaves no room for a prompt in a "
+            f"context of {context}: lower it."
+        )
+    longest = min(cfg.max_prompt_length or room, room)
+    read = tokenizer.template_variables - {"messages", "add_generation_prompt"}
+    if ignored := (cfg.chat_template_kwargs or {}).keys() - read:
+        raise UserError(
+            f"--chat-template-kwargs sets {min(ignored)}, but the model's chat template reads only "
+            f"{', '.join(sorted(read)) or 'no variables'}: leave it out."
+        )
+    prompts: list[Prompt] = []
+    first_id, system = 0, system_prompt(cfg.system_prompt)
     for source in data:
-        name, records = sources.name(source), sources.read(source, split, held_out, config, most)
-        kept = []
+        records = sources.read(source, split, features)
         folder = Path(source if isinstance(source, str) else "")
-        how |= {"reader": reader, "base": folder if folder.is_dir() else folder.parent}
+        folder = folder if folder.is_dir() else folder.parent
+        kept = []
         for id, (place, record) in enumerate(records, first_id):
-            prompt = from_record(record, tokenizer, id, place, seconds=seconds, **how)
-            length = len(prompt.token_ids)
-            if max_prompt_length is None or length <= max_prompt_length:
+            prompt = from_record(record, tokenizer, id, place, cfg, system, features, folder)
+            if len(prompt.token_ids) <= longest:
                 kept.append(prompt)
-            elif long_prompts != "drop":
-                images = prompt.images
-                of_pictures = f" ({len(images.rows)} of pictures)" if images else ""
+            elif cfg.long_prompts == "refuse":
                 raise UserError(
-                    f"{place}: the prompt has {length} tokens{of_pictures} but the limit is "
-                    f"{max_prompt_length}; raise --max-prompt-length, remove the record, or use "
+                    f"{place}: the prompt has {len(prompt.token_ids)} tokens but the limit is "
+                    f"{longest}; raise --max-prompt-length, remove the record, or use "
                     "--long-prompts drop."
                 )
-        if not kept:
-            raise UserError(
-                f"{name}: all {len(records)} prompts have more than {max_prompt_length} tokens; "
-                "raise --max-prompt-length."
-            )
         if dropped := len(records) - len(kept):
-            count, limit = f"{dropped} of {len(records)}", max_prompt_length
-            log.info("%s: %s prompts have more than %d tokens and are dropped.", name, count, limit)
-        parts.append(kept)
+            log.info(
+                f"{sources.name(source)}: {dropped} of {len(records)} prompts have more than "
+                f"{longest} tokens and are dropped."
+            )
+        prompts += kept
         first_id += len(records)
-    return parts
+    return prompts
 
 
 def from_record(
@@ -123,30 +147,22 @@ def from_record(
     tokenizer: Tokenizer,
     id: int = 0,
     place: str = "record",
-    *,
-    prompt_column: str = "",
-    answer_column: str = "",
+    cfg: Config = Config(),  # noqa: B008 (it is frozen)
     system_prompt: str = "",
-    tools: Sequence[dict] = (),
-    enable_thinking: bool | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    reader: Any = None,
-    base: Path | None = None,
-    seconds: float = 0.0,
+    features: Sequence[Feature] = (),
+    folder: Path = Path(),
 ) -> Prompt:
     """Turn a record (see the top of this file) into a prompt. `place` names it in messages.
 
-    prompt_column: the column with the prompt; by default the first of PROMPT_COLUMNS. A text in the
-    column `prompt` is tokenized as it is. A text in any other column becomes a user message if the
-    model has a chat template.
-    answer_column: the column that becomes `solution`; of a text with GSM8K's ####, the result.
+    --prompt-column: the column with the prompt; by default the first of PROMPT_COLUMNS. A text in
+    the column `prompt` is tokenized as it is. A text in any other column becomes a user message if
+    the model has a chat template.
+    --answer-column: the column that becomes `solution`; of a text with GSM8K's ####, the result.
     system_prompt: a system message before the prompt, which then becomes messages. Without a chat
     template it is a text before the prompt, followed by an empty line.
-    tools: JSON schemas of functions, for the chat template; a record can have its own in `tools`.
-    enable_thinking, template_kwargs: variables of the chat template (`Tokenizer.render`).
-    reader: reads pictures (vision/data.py); None: the model reads only text.
-    base: the folder of the data file, to which the paths of pictures are relative.
-    seconds: the time limit of the chat template and the tokenizer; 0: none.
+    --enable-thinking, --chat-template-kwargs: variables of the chat template (`Tokenizer.render`).
+    A column with the name of a variable that the template reads has its value for this record.
+    features, folder: for `Feature.encode`; the folder of the data file.
     """
 
     def require(ok: bool, problem: str) -> None:
@@ -158,13 +174,8 @@ def from_record(
         f'a record must be an object like {{"prompt": ...}}, not a {type(record).__name__}',
     )
     columns, found = dict(record), ", ".join(map(repr, record)) or "no columns at all"
-    column = prompt_column or next((name for name in PROMPT_COLUMNS if name in record), "")
-    require(
-        bool(column),
-        f"it has no `prompt`, `question` or `problem` but {found}; name the column of the prompt "
-        "with --prompt-column",
-    )
-    for option, named in (("--prompt-column", column), ("--answer-column", answer_column)):
+    column = cfg.prompt_column or next((c for c in PROMPT_COLUMNS if c in record), "prompt")
+    for option, named in (("--prompt-column", column), ("--answer-column", cfg.answer_column)):
         require(
             not named or named in record,
             f"it has no column {named!r} but {found}; name one of these with {option}",
@@ -176,46 +187,26 @@ def from_record(
             f"reward functions already receive an argument {name!r}; rename the column",
         )
     answer = record.get("answer")
-    if answer_column:
-        columns["solution"] = _result(record[answer_column])
+    if cfg.answer_column:
+        columns["solution"] = _result(record[cfg.answer_column])
     elif column == "question" and _result(answer) != answer:
         columns.setdefault("solution", _result(answer))
-    own_tools = _parse_tools(record.get("tools"))
-    require(
-        own_tools is not None,
-        "`tools` must be a list of JSON schemas; correct the record, or rename the column",
-    )
-    require(
-        not (tools and own_tools),
-        "it has `tools` of its own, but --tools names others; leave one of them out",
-    )
-    tools = tools or own_tools or ()
-    require(text != "", "the prompt is empty; a completion needs at least one token to continue")
-    require(
-        reader is not None or not _has_picture([columns.get("image"), columns.get("images")], text),
-        "it has a picture, but the model reads only text; use a vision-language model, or remove"
-        " the picture",
-    )
-    chat, shown = tokenizer.has_chat_template, reader is not None and reader.shows(columns)
-    if isinstance(text, str) and chat and (column != "prompt" or system_prompt or tools or shown):
+    read = tokenizer.template_variables - {"messages", "add_generation_prompt"}
+    own = {name: columns[name] for name in sorted(read & columns.keys()) if columns[name]}
+    is_question = bool(column != "prompt" or system_prompt or own)
+    if isinstance(text, str) and tokenizer.has_chat_template and is_question:
         text = [{"role": "user", "content": text}]
-    kinds = str if reader is None else (str, list)
     is_chat = isinstance(text, list) and all(
         isinstance(m, dict)
         and isinstance(m.get("role"), str)
-        and isinstance(m.get("content"), kinds)
+        and isinstance(m.get("content"), str | list)
         for m in text
     )
-    require(
-        isinstance(text, str) or (is_chat and text),
+    malformed = (
         f'`{column}` must be a text or a list of {{"role": text, "content": text}}; correct the '
-        "record",
+        "record"
     )
-    require(
-        not tools or tokenizer.shows_tools,
-        "the model's chat template, if it has one, does not show tools to it; leave them out, or "
-        "use a template that does",
-    )
+    require(isinstance(text, str) or (is_chat and text), malformed)
     if isinstance(text, str):
         text = f"{system_prompt}\n\n{text}" if system_prompt else text
     elif system_prompt:
@@ -225,74 +216,27 @@ def from_record(
             "from the data",
         )
         text = [{"role": "system", "content": system_prompt}, *text]
-    images = None
+    prompt = Prompt(id, text, [], columns)
+    variables = {"enable_thinking": cfg.enable_thinking, **(cfg.chat_template_kwargs or {}), **own}
+
+    def tokenize() -> list[int]:
+        return tokenizer.encode_prompt(prompt.text, **variables)
+
     try:
-        if reader:
-            text, pictures = reader.insert(text, columns, base or Path())
-        variables = {"enable_thinking": enable_thinking, **(template_kwargs or {})}
-        encode = functools.partial(tokenizer.encode_prompt, text, tools, **variables)
-        token_ids = limited(encode, seconds)
-        if reader:
-            token_ids, images = reader.expand(token_ids, pictures)
+        ids = first(f.encode(prompt, variables, folder, tokenize) for f in features)
+        if ids is None and is_chat and not all(isinstance(m["content"], str) for m in text):
+            raise UserError(f"{malformed}.")
+        prompt.token_ids = tokenize() if ids is None else ids
     except UserError as e:  # for example, the template rejected the messages
         raise UserError(f"{place}: {e}") from e
-    except TimeoutError:
-        raise UserError(
-            f"{place}: the chat template and the tokenizer take more than {seconds:g} s for this "
-            "prompt; shorten it, or correct the template."
-        ) from None
-    require(
-        len(token_ids) > 0, "the prompt is empty; a completion needs at least one token to continue"
-    )
-    return Prompt(id=id, text=text, token_ids=token_ids, columns=columns, images=images)
-
-
-def _has_picture(columns: Sequence[Any], text: Any) -> bool:
-    """Return whether a column holds a picture (the path or bytes of a file, or a PIL image), or the
-    messages do. Other texts in the column may be there for reward functions.
-    """
-
-    def is_picture(value: Any) -> bool:
-        if isinstance(value, str):
-            return re.fullmatch(PICTURE_FILE, value) is not None
-        is_file = isinstance(value, dict) and {"bytes", "path"} <= value.keys()
-        return is_file or type(value).__module__.startswith("PIL.")
-
-    messages = [m for m in text if isinstance(m, dict)] if isinstance(text, list) else []
-    contents = [m["content"] for m in messages if isinstance(m.get("content"), list)]
-    parts = [part for content in contents for part in content if isinstance(part, dict)]
-    values = [v for column in columns for v in (column if isinstance(column, list) else [column])]
-    return any(part.get("type") == "image" for part in parts) or any(map(is_picture, values))
+    require(bool(prompt.token_ids), "the prompt is empty; it needs at least one token")
+    return prompt
 
 
 def _result(answer: Any) -> Any:
     """Return the result after GSM8K's ####, or the answer as it is if it has none."""
     has_result = isinstance(answer, str) and "####" in answer
     return answer.rpartition("####")[2].strip() if has_result else answer
-
-
-def _parse_tools(value: Any) -> list[dict] | None:
-    """Return the tools of a record, which can be a list or its JSON text. None: they are neither.
-
-    Arrow fills up the fields that one schema lacks and another has with nulls, which are dropped.
-    """
-    if isinstance(value, str) and value:
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    try:
-        tools = _without_nulls(value or [])
-    except RecursionError:  # schemas nested too deeply
-        return None
-    ok = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    return tools if ok else None
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def system_prompt(option: str) -> str:
@@ -302,12 +246,7 @@ def system_prompt(option: str) -> str:
     """
     if os.path.isfile(option):
         with reading(f"--system-prompt {option}", "give UTF-8"):
-            text = Path(option).read_text(encoding="utf-8")
-        if not text.strip():
-            raise UserError(f"--system-prompt {option} is an empty file: write the text into it.")
-        return text.strip()
-    if option and not option.strip():
-        raise UserError("--system-prompt is blank: give a text or a file, or leave it out.")
+            return Path(option).read_text(encoding="utf-8").strip()
     # one word with an ending: probably a path with a mistake
     if Path(option).suffix in (".txt", ".md") and len(option.split()) == 1:
         raise UserError(f"--system-prompt {option} is not a file: correct the path.")
@@ -353,79 +292,9 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def draw_mixed(
-    parts: Sequence[list[Prompt]], weights: Sequence[float], n: int, seed: int, step: int
-) -> list[Prompt]:
-    """Choose the n prompts of a step from several sources, like `draw`. Of any k consecutive
-    prompts, source i provides k · weights[i] / sum(weights), up to rounding.
-
-    The weights are shares of the prompts drawn, regardless of the sizes of the sources. Each source
-    is shuffled and repeated in its own epochs, so a small source with a large weight is repeated
-    often. No prompt occurs twice in a step (see `smallest`).
-
-    The sources take turns according to the Sainte-Laguë method, which allocates seats in
-    parliaments: the j-th prompt of source i is due at (j + 1/2) / share_i, and prompts are drawn in
-    the order in which they are due (ties: in the order of sources). Fractions make this exact. With
-    float rounding, a resumed run could differ from an uninterrupted one.
-    """
-    shares = _shares(weights)
-    start = step * n
-    # Skip the prompts that are due by start - len(shares). There are at most `start` of them.
-    taken = [math.floor(share * max(start - len(shares), 0)) for share in shares]
-    chosen = []
-    for position in range(sum(taken), start + n):
-        i = min(range(len(shares)), key=lambda i: (2 * taken[i] + 1) / shares[i])
-        if position >= start:
-            part, most = parts[i], _most(shares[i], len(shares), n)
-            epoch, offset = divmod(taken[i], len(part))
-            chosen.append(part[_mixed_order(len(part), most - 1, seed, epoch, i)[offset]])
-        taken[i] += 1
-    return chosen
-
-
-def smallest(weights: Sequence[float], i: int, n: int) -> int:
-    """Return the number of prompts that source i of a mixture needs, so that no prompt occurs twice
-    in a step of n prompts.
-    """
-    return max(3 * (_most(_shares(weights)[i], len(weights), n) - 1), 1)
-
-
-def _shares(weights: Sequence[float]) -> list[Fraction]:
-    total = sum(map(Fraction, weights))
-    return [Fraction(weight) / total for weight in weights]
-
-
-def _most(share: Fraction, sources: int, n: int) -> int:
-    """Return the maximum number of prompts that a step of n can take from a source with this share.
-
-    If a step takes c prompts from source i, then at least (c-1)·share_j/share_i - 1 prompts of
-    every other source j are drawn between the first and the last of them, and the total is at most
-    n.
-    """
-    return min(n, math.floor(share * (n + sources - 2)) + 1)
-
-
-@lru_cache(maxsize=64)
-def _mixed_order(count: int, most: int, seed: int, epoch: int, source: int) -> np.ndarray:
-    """Return the order of one source of a mixture in an epoch: [count] int64, a permutation.
-
-    A step can cross the boundary of two epochs, with up to `most` prompts on either side. To keep
-    it from drawing a prompt twice, the first 2·most prompts of a random permutation are reordered:
-    the ones that were among the last `most` of the previous epoch move to the end of those 2·most.
-    Since count ≥ 3·most (see `smallest`), the last `most` prompts of the order stay where they are.
-    """
-    order = _permutation(count, seed, epoch, source)
-    if not epoch or not most:
-        return order
-    last = _permutation(count, seed, epoch - 1, source)[count - most :]
-    first, rest = order[: 2 * most], order[2 * most :]
-    repeated = np.isin(first, last)
-    return np.concatenate([first[~repeated], first[repeated], rest])
-
-
-def _permutation(count: int, seed: int, *where: int) -> np.ndarray:
+def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
     """Return a random permutation: [count] int64. numpy guarantees that the stream of RandomState,
     unlike that of default_rng, never changes between versions.
     """
-    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, *where]
+    words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch]
     return np.random.RandomState(words).permutation(count)

@@ -12,19 +12,31 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import pickle
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nanogrpo.config import Config
-from nanogrpo.distributed.failure import Watch, finish_saves
+from nanogrpo.distributed import failure
 from nanogrpo.errors import UserError, first_sentence
 from nanogrpo.types import Sample
+
+
+class Spread(NamedTuple):
+    """Example: the spread of 1.0, 4.0 is Spread(n=2, total=5.0, least=1.0, most=4.0)"""
+
+    n: int
+    total: float
+    least: float
+    most: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.n
 
 
 @dataclass(frozen=True)
@@ -41,15 +53,12 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this is the rank that writes files, logs, and talks to servers."""
+        """Whether this is the rank that writes the log and all files that ranks do not share."""
         return self.rank == 0
 
     def patient(self) -> World:
         """Return the same world with its own process group, whose exchanges time out only after a
-        week.
-
-        The other ranks wait in these exchanges while rank 0 samples from a server or restarts one,
-        which may take longer than --ddp-timeout. failure.Watch still notices when a rank is gone.
+        week. Use it where a rank may work for longer than --ddp-timeout while the others wait.
         """
         if self.size == 1:
             return self
@@ -85,23 +94,30 @@ class World:
         """
         start = sum(self.gather(len(mine))[: self.rank])
         own = dict(enumerate(mine, start))
-        outgoing = [
-            {i: own[i] for i in own.keys() & there} if rank != self.rank else {}
-            for rank, there in enumerate(wanted)
-        ]
-        for received in self._deliver(outgoing) if self.size > 1 else ():
-            own |= received
+        outgoing = [{i: own[i] for i in own.keys() & there} for there in wanted]
+        outgoing[self.rank] = {}
+        incoming: list = [None]
+        for source in range(self.size) if self.size > 1 else ():
+            dist.scatter_object_list(incoming, outgoing, source, self.group)
+            own |= incoming[0]
         return {i: own[i] for i in sorted(wanted[self.rank])}
 
-    def _deliver(self, parcels: Sequence[Any]) -> list:
-        """Send parcels[r] to rank r. Return the parcels for this rank, in rank order."""
-        pickled = [pickle.dumps(parcel) for parcel in parcels]
-        sizes = self.gather([len(p) for p in pickled])  # [from][to]
-        outgoing = torch.frombuffer(bytearray(b"".join(pickled)), dtype=torch.uint8)
-        lengths = [row[self.rank] for row in sizes]
-        incoming = torch.empty(sum(lengths), dtype=torch.uint8)
-        dist.all_to_all_single(incoming, outgoing, lengths, sizes[self.rank], group=self.group)
-        return [pickle.loads(part.numpy().tobytes()) for part in incoming.split(lengths)]
+    def spreads(self, vectors: Mapping[str, Tensor]) -> dict[str, Spread]:
+        """Return the spread of each vector over all ranks, summed in float64.
+
+        vectors: name → [n], where n may differ between ranks. A name without values is left out.
+        Each rank reduces its own values and exchanges only these numbers.
+        """
+        mine = {
+            name: Spread(len(x), x.sum().item(), x.min().item(), x.max().item())
+            for name, values in vectors.items()
+            if len(x := values.double())
+        }
+        parts, out = self.gather(mine), {}
+        for name in {name: None for part in parts for name in part}:  # the same order on each rank
+            counts, totals, lowest, highest = zip(*(part[name] for part in parts if name in part))
+            out[name] = Spread(sum(counts), sum(totals), min(lowest), max(highest))
+        return out
 
     def any(self, flag: bool = False, error: UserError | None = None) -> bool:
         """Return whether the flag is set on any rank. Raise any rank's error on all of them."""
@@ -115,7 +131,7 @@ class World:
         """Call `work` on the main rank. Return its result, or raise its error, on every rank.
 
         Only errors that end a run with a message are shared. On any other exception the main rank
-        fails alone, and failure.Watch stops the others.
+        fails alone, which ends the others (failure.py).
         """
         result, error = None, None
         if self.main:
@@ -151,64 +167,50 @@ def join(cfg: Config) -> Iterator[World]:
             f"--device {cfg.device}: rank {rank} needs a GPU of its own, but torch sees "
             f"{torch.cuda.device_count()} on this machine; use --device cpu or fewer processes."
         )
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    device = torch.device(f"cuda:{local}" if cuda else "cpu")
     if cuda:
-        _configure_allocator(cfg)
+        # The lengths of strips keep changing, which would leave gaps in segments of a fixed size.
+        # torch reads this at its first allocation, and prefers PYTORCH_ALLOC_CONF.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
     world = World(rank, size, device)
-    watch = _connect(cfg, world)
+    _connect(cfg, world)
     try:
         yield world
-        if watch is not None:
-            dist.barrier()
-            # After this barrier, every rank has done its work. The watches stop before the second
-            # barrier: after it, the store in rank 0's process may be gone, which would look like a
-            # failure. Connections are closed only after the second barrier, because gloo aborts a
-            # process whose peer has already closed its own.
-            watch.stop()
+        if size > 1:
+            # Close connections only when every rank has done its work, because gloo aborts a
+            # process whose peer has closed its own.
             dist.barrier()
     except BaseException as e:
-        if watch is not None:
-            watch.end_all(e)  # does not return
-        finish_saves()
+        if size > 1:
+            failure.end(e)  # does not return
         raise
     finally:
+        failure.store = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _configure_allocator(cfg: Config) -> None:
-    """Let torch's allocator extend its segments, unless the user has configured it. The lengths of
-    strips keep changing, which would leave gaps in segments of fixed sizes.
-
-    With a vLLM server this stays off: trainer and server may share memory by CUDA IPC, and for
-    extended segments torch then needs a system call (pidfd_getfd) that containers usually forbid.
-    """
-    names = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # torch prefers the first
-    if cfg.engine == "local" and not any(os.environ.get(name) for name in names):
-        os.environ[names[1]] = "expandable_segments:True"  # torch reads it at its first allocation
-
-
-def _connect(cfg: Config, world: World) -> Watch | None:
+def _connect(cfg: Config, world: World) -> None:
     """Join the process group that torchrun describes. Raise UserError after --ddp-timeout."""
     launched = "WORLD_SIZE" in os.environ
     if not launched and world.device.type == "cpu":
-        return None
+        return
     # NCCL for tensors on GPUs, gloo for small Python objects and offloaded shards on the host.
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
-    check_torchrun()
     try:
         # A single GPU needs a group too, because FSDP2 is what lets it compute in bfloat16 from
         # float32 master weights.
         store: Any = dist.HashStore()
         if launched:
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        # A store keeps its keys when torchrun restarts a run, and the new run must not read them.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        group = dist.PrefixStore(f"group {attempt}", store)
         dist.init_process_group(
-            backend, store=group, rank=world.rank, world_size=world.size, timeout=timeout
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
         )
     except (dist.DistError, RuntimeError, ValueError) as e:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -217,28 +219,6 @@ def _connect(cfg: Config, world: World) -> Watch | None:
             f"{cfg.ddp_timeout} s ({first_sentence(e)}): check that all processes are started and "
             "can reach that address, or choose another port (torchrun --master-port)."
         ) from e
-    if world.size == 1:
-        return None
-    # The watch has a separate connection, because the first one may be blocked while this rank
-    # waits for the rank that failed.
-    watched = dist.PrefixStore(f"watch {attempt}", store.clone())
-    return Watch(watched, world.rank, world.size, cfg.heartbeat_timeout)
-
-
-def check_torchrun() -> None:
-    """Raise UserError if torchrun was killed before this rank could connect to its store.
-
-    Torchrun serves the store before it starts a rank. Without this check the rank would outlive it,
-    because torch tries to reach the store until --ddp-timeout.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    try:
-        socket.create_connection(where, timeout=10.0).close()
-    except ConnectionRefusedError:
-        raise UserError(
-            f"torchrun is gone (nobody listens at {where[0]}:{where[1]}): start the run again."
-        ) from None
-    except OSError:  # torch tries for longer
-        pass
+    if world.size > 1:
+        # A connection of its own, because another thread may wait in the first one.
+        failure.store = dist.PrefixStore("failure", store.clone())

@@ -1,3 +1,3 @@
-"""Sampling engines: the protocol (base.py), the embedded engine (local.py), and wrappers around an
-engine (turns.py, ahead.py). Start with base.py.
+"""Sampling engines: the protocol (base.py), and the embedded engine (local.py). Start with
+base.py.
 """

@@ -2,18 +2,14 @@
 
 In: prompts. Out: `Sample`s (types.py), grouped by prompt in the order given.
 
-    local.py          samples from our own decoder, in this process
-    vllm/client.py    asks vLLM servers
-    turns.py          a wrapper around an engine: a function decides on the turns (tools.py is one)
-    ahead.py          a wrapper around an engine: samples steps ahead of training
-
-The training loop uses all of them in the same way. Read next: local.py.
+The training loop uses all engines in the same way. local.py samples from our own decoder, in this
+process. Read next: local.py; for engines around an engine, extras/wrapper.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,14 +23,12 @@ class SamplingParams:
     """How completions are sampled.
 
     Log-probs are always those of softmax(logits / temperature) over the full vocabulary. The
-    filters top_k, top_p and min_p are applied after the temperature, in this order, as in
-    transformers and vLLM.
+    filters top_k and top_p are applied after the temperature, in this order, as in transformers.
     """
 
     temperature: float = 1.0  # 0: greedy, with log-probs at temperature 1
     top_k: int = 0  # keep the k most likely tokens; 0: all
     top_p: float = 1.0  # keep the smallest set of tokens with at least this total probability
-    min_p: float = 0.0  # drop tokens whose probability is below min_p times the highest
     max_tokens: int = 256  # maximum number of completion tokens, including the stop token
     stop_token_ids: Sequence[int] = ()
     seed: int = 0
@@ -54,7 +48,7 @@ class Engine(Protocol):
         ...
 
     def load(self, model: nn.Module, version: int) -> None:
-        """Copy the model's current weights, with adapters merged. New samples have this `version`.
+        """Copy the model's current weights. New samples have this `version`.
 
         It must be a copy, because training changes the originals while the engine samples.
         """
@@ -85,48 +79,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release all resources. No method is called afterwards."""
         ...
-
-
-class Served(Engine, Protocol):
-    """An engine that runs in other processes, so a thread can use it while the loop trains.
-
-    Sampling ahead (--max-staleness, ahead.py) requires such an engine.
-    """
-
-    def request(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
-    ) -> list[Sample]:
-        """Sample for the prompts of all ranks. Only rank 0 calls this, from a thread."""
-        ...
-
-    def scatter(
-        self, requested: Callable[[], list[Sample]], prompts: Sequence[Prompt], n: int
-    ) -> list[Sample]:
-        """Call `requested` on rank 0 and return, on each rank, the samples of that rank's prompts.
-
-        `requested` returns the samples of all ranks, in rank order. An exception that it raises is
-        raised on every rank.
-        """
-        ...
-
-
-class Wrapper:
-    """An engine around another one. It passes everything on but `sample`, which it must define."""
-
-    engine: Engine
-
-    @property
-    def version(self) -> int:
-        return self.engine.version
-
-    def load(self, model: nn.Module, version: int) -> None:
-        self.engine.load(model, version)
-
-    def metrics(self) -> dict[str, float]:
-        return self.engine.metrics()
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 def stream(seed: int, step: int, prompt: int, sample: int) -> int:

@@ -1,11 +1,11 @@
-"""Sample one token per row: the filters top_k, top_p and min_p, then a token.
+"""Sample one token per row: the filters top_k and top_p, then a token.
 
 In: logits `[b, V]`, and each row's random key and counter `[b]`. Out: tokens `[b]` and their
 log-probs `[b]` before the filters. The random numbers are counter-based: each one is a hash of the
 completion's key and the token's position only. So they are the same in any row, in any batch and on
 any rank. The completion is the same, too, unless a different batch rounds its logits differently,
-as can happen in bfloat16. Read next: `sample_tokens` in kernels/reference.py, engine/local.py,
-which calls this.
+as can happen in bfloat16. Read next: `sample_tokens` in kernels/reference/sample.py,
+runner.py, which calls this.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanogrpo.model.dispatch import functions_for
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return logits [b, V] with -inf where top_k, then top_p, then min_p drop a token."""
+    """Return logits [b, V] with -inf where top_k, then top_p drop a token."""
     if 0 < params.top_k < logits.shape[-1]:
         kth = logits.topk(params.top_k).values[:, -1:]  # [b, 1]; tokens tied with the k-th are kept
         logits = logits.masked_fill(logits < kth, float("-inf"))
@@ -27,10 +27,6 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         tail = ascending.softmax(-1).cumsum(-1) <= 1.0 - params.top_p
         tail[:, -1] = False  # the most likely token is kept for every top_p
         logits = logits.masked_fill(tail.scatter(1, order, tail), float("-inf"))
-    if params.min_p > 0.0:
-        probs = logits.softmax(-1)
-        least = params.min_p * probs.amax(-1, keepdim=True)  # [b, 1]
-        logits = logits.masked_fill(probs < least, float("-inf"))
     return logits
 
 
@@ -42,7 +38,7 @@ def sample(
     The log-probs are those of softmax(logits / temperature), before the filters.
     """
     sample_tokens = functions_for(logits.device).sample_tokens
-    unfiltered = params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0
+    unfiltered = params.top_k == 0 and params.top_p == 1.0
     if unfiltered and params.temperature > 0:
         return sample_tokens(logits, key, counter, params.temperature)
     logits = logits.float()

@@ -1,24 +1,23 @@
 """Read the records of a log, keep an earlier log, and write files that are never half-finished.
 
 In: a path in the output folder. Out: its records, or the written file; or a UserError that names
-the file. Read next: logs/console.py, logs/completions.py, logs/plot.py, which use it.
+the file. Read next: logs/console.py, extras/plot.py, which use it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from nanogrpo.errors import UserError, reading
 
 
-def read_records(path: Path) -> Iterator[tuple[bytes, dict]]:
-    """Yield each line of a metrics.jsonl with its record.
+def read_records(path: Path) -> Iterator[dict]:
+    """Yield the objects of a file with one JSON object per line, such as metrics.jsonl.
 
     A half-written last line is skipped, because a run may be in progress or may have been killed.
     Any other damaged line raises UserError: skipping it would falsify the log.
@@ -26,16 +25,12 @@ def read_records(path: Path) -> Iterator[tuple[bytes, dict]]:
     with reading(path, "give the output folder of a run"):
         lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
-        record: Any = None
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # not JSON, not UTF-8, or endless brackets
-            if number == len(lines):
-                return
-        is_object = isinstance(record, dict) and isinstance(record.get("num_tokens", 0), int)
-        if not is_object or not ("run" in record or isinstance(record.get("step"), int)):
-            raise UserError(f"{path}:{number} is not a record of a log: fix or remove this line.")
-        yield line, record
+            yield dict(json.loads(line))
+        except (ValueError, TypeError, RecursionError) as e:
+            if number < len(lines):
+                message = f"{path}:{number} is not a record of a run: fix or remove this line."
+                raise UserError(message) from e
 
 
 def set_aside(path: Path) -> Path:
@@ -44,23 +39,16 @@ def set_aside(path: Path) -> Path:
     return path.rename(next(name for name in names if not name.exists()))
 
 
-def replace(path: Path, data: bytes, durable: bool = False) -> None:
-    """Write a file atomically, so a crash leaves the old or the new data. Create its folder.
-
-    durable: this also holds for a crash of the machine, but the disk has to be waited for.
-    """
+def replace(path: Path, data: bytes) -> None:
+    """Write a file atomically, so a kill leaves the old or the new data. Create its folder."""
     with writing(path):
-        path.parent.mkdir(exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")  # ranks may write the same file
+        temporary.write_bytes(data)
         temporary.replace(path)
 
 
-@contextmanager
+@contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an error while `path` is written into a UserError."""
     try:

@@ -8,24 +8,21 @@ completions of the step and is never a mean of means. Read next: console.py, whi
 from __future__ import annotations
 
 import math
+import resource
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
+from nanogrpo.feature import Feature
 from nanogrpo.grpo import mismatch
-from nanogrpo.grpo.entropy import Bonus
-from nanogrpo.grpo.spread import spreads
-from nanogrpo.logs.tokens import TokenMeter
 from nanogrpo.model.head import PolicyOut
-from nanogrpo.types import PackedBatch, Sample
+from nanogrpo.types import Facts, PackedBatch, Sample
 
 
 class Clock:
@@ -34,102 +31,71 @@ class Clock:
     On a GPU the end of a phase waits for the kernels that the phase launched.
     """
 
-    def __init__(self):
+    def __init__(self, device: torch.device):
+        self.device = device
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        with torch.profiler.record_function(phase):  # names the phase in a trace (--trace-step)
+        with torch.profiler.record_function(phase):  # names the phase in a profile
             yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.seconds[phase] += time.perf_counter() - start
 
 
 class Meter:
     """Collect the per-token results of a step's updates and reduce them once, at its end.
 
-    Nothing waits for the GPU in between. bonus: the run's entropy bonus, whose coefficient may
-    change after each update.
+    Nothing waits for the GPU in between.
     """
 
-    def __init__(self, cfg: Config, bonus: Bonus):
-        self.cfg, self.entropy_bonus = cfg, bonus
+    def __init__(self, features: Sequence[Feature] = ()):
+        self.features = features
         self.parts: list[dict[str, Tensor]] = []
         self.loss: Tensor | float = 0.0
-        self.entropy_term: Tensor | float = 0.0  # its part of the loss
         self.norms: list[float] = []
         self.updates = 0
-        self.first: int | None = None  # the first update with tokens
-        self.tokens = TokenMeter(cfg) if cfg.log_tokens else None
+        self.moved = False  # whether an update with tokens has ended
 
     def add(self, batch: PackedBatch, out: PolicyOut) -> None:
         """Add the loss of one micro-batch."""
-        self.entropy_bonus.add(batch, out)
-        if self.tokens:
-            self.tokens.add(batch, out, self.updates)
+        for feature in self.features:
+            feature.measured(batch, out, self.updates)
         part = {"sample": batch.sample, "entropy": out.entropy}
-        level = "sequence" if out.by_sequence else "token"
-        part |= {f"{level}:{name}": x for name, x in out.metrics.items()}
+        part["update"] = torch.full_like(batch.sample, self.updates)
         if out.kl is not None:
             part["kl"] = out.kl
-        self.first = self.updates if self.first is None else self.first
+        part |= out.metrics
         # In the first update the weights are still those used for sampling, so any difference in
         # log-probs is a difference between trainer and engine.
-        logp = self._without_dropout(batch, out)
-        if self.updates == self.first and logp is not None:
-            part["delta"] = logp - batch.sampling_logp
-            if batch.importance is not None:
-                part["importance"] = batch.importance
-        part["update"] = torch.full_like(batch.sample, self.updates)
+        if not self.moved:
+            part["delta"] = out.logp - batch.sampling_logp
         self.parts.append(part)
+        self.by_sequence = out.metrics if out.by_sequence else {}
         self.loss = self.loss + out.loss.detach()
-        if batch.entropy_weight is not None:
-            self.entropy_term = self.entropy_term + (batch.entropy_weight * out.entropy).sum()
-
-    def _without_dropout(self, batch: PackedBatch, out: PolicyOut) -> Tensor | None:
-        """Return the trainer's log-probs [M]. With --lora-dropout, those of the loss would add the
-        dropout to the gap, so take the old ones, if the trainer has computed any.
-        """
-        if not self.cfg.lora_dropout:
-            return out.logp
-        return None if self.cfg.old_from_engine else batch.old_logp
 
     def end_update(self, norm: float) -> None:
-        """End an optimizer step with this gradient norm. Every rank must call."""
-        self.entropy_bonus.end_update()
+        """End an optimizer step with this gradient norm. Every rank must call it."""
         self.norms.append(norm)
         self.updates += 1
+        self.moved = bool(self.parts)
 
     def summary(self, world: World) -> dict[str, float]:
-        """Return the metrics of the step over all ranks. Every rank must call."""
+        """Return the metrics of the step over all ranks. Every rank must call it."""
         loss = sum(world.gather(float(self.loss)))
-        out = {
-            "loss": loss / self.updates,
-            "grad_norm": statistics.fmean(self.norms),
-            **self.entropy_bonus.metrics(),
-        }
-        if self.entropy_bonus.on:
-            bonus = sum(world.gather(float(self.entropy_term)))
-            out["policy_loss"] = out["loss"] + bonus / self.updates
-        found = spreads(self._vectors(), world.gather)
+        out = {"loss": loss / self.updates, "grad_norm": statistics.fmean(self.norms)}
+        found = world.spreads(self._vectors())
         if not found:  # every completion was masked
             return out
-        out |= {name: spread.mean for name, spread in found.items() if not name.startswith("clip_")}
-        if "clip_low" in found:
-            out |= {
-                "clip_ratio/low_mean": found["clip_low"].mean,
-                "clip_ratio/low_min": found["clip_low by completion"].least,
-                "clip_ratio/high_mean": found["clip_high"].mean,
-                "clip_ratio/high_max": found["clip_high by completion"].most,
-                "clip_ratio/region_mean": found["clip_low"].mean + found["clip_high"].mean,
-            }
-        if not any("delta" in part for part in self.parts):  # see _without_dropout
-            return out
-        corrected = any("importance" in part for part in self.parts)
-        weight = self._joined("importance") if corrected else None
-        return out | mismatch.compare(self._joined("delta"), weight, world.gather)
+        kinds = {"min": "least", "max": "most"}
+        for name, spread in found.items():
+            out[name] = getattr(spread, kinds.get(name.rpartition("_")[2], "mean"))
+        if "clip_ratio/low_mean" in out:
+            both = out["clip_ratio/low_mean"] + out["clip_ratio/high_mean"]
+            out["clip_ratio/region_mean"] = both
+        return out | mismatch.compare(self._joined("delta"), world)
 
     def _joined(self, name: str) -> Tensor:
         """Return this rank's values of all micro-batches that have any."""
@@ -150,18 +116,22 @@ class Meter:
         def by_completion(values: Tensor) -> Tensor:
             return (pair.bincount(values.double()) / count)[count > 0]
 
-        names = [name for name in self.parts[0] if name in ("entropy", "kl")]
-        out = {name: self._joined(name) for name in names}
-        for level, name in (key.split(":", 1) for key in self.parts[0] if ":" in key):
-            values = self._joined(f"{level}:{name}")
-            view = by_completion if level == "sequence" else torch.Tensor.double
+        out = {}
+        for name in self.parts[0]:
+            if name in ("sample", "update", "delta"):
+                continue
+            values = self._joined(name)
+            view = by_completion if name in self.by_sequence else torch.Tensor.double
             if name != "clip":
                 out[name] = view(values)
                 continue
-            for side, bound in (("clip_low", -1), ("clip_high", 1)):
-                clipped = values == bound
-                out[side] = view(clipped)
-                out[f"{side} by completion"] = by_completion(clipped)
+            low, high = values == -1, values == 1
+            out |= {
+                "clip_ratio/low_mean": view(low),
+                "clip_ratio/low_min": by_completion(low),
+                "clip_ratio/high_mean": view(high),
+                "clip_ratio/high_max": by_completion(high),
+            }
         return out
 
 
@@ -173,40 +143,9 @@ def _given(samples: Sequence[Facts]) -> dict[str, list[float]]:
     return {name: values for name, values in given.items() if values}
 
 
-def _mean_std(values: Sequence[float]) -> tuple[float, float]:
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-class Facts(NamedTuple):
-    """The facts about a sample that the metrics need. Ranks exchange these instead of tokens."""
-
-    length: int  # tokens that the model wrote
-    prompt_length: int
-    stopped: bool
-    rewards: dict[str, float | None]
-    reward: float | None
-    calls: int | None = None  # tool calls; None: there are no tools
-    failures: int = 0  # of these calls
-
-
 def facts(samples: Sequence[Sample], world: World) -> list[Facts]:
-    """Return the facts about the samples of all ranks. Every rank must call."""
-
-    def fact(s: Sample) -> Facts:
-        length, prompt_length = len(s.model_token_indices), len(s.prompt.token_ids)
-        calls = (s.conversation.calls, s.conversation.failures) if s.conversation else ()
-        return Facts(length, prompt_length, s.stopped, s.rewards, s.reward, *calls)
-
-    return world.concat(list(map(fact, samples)))
-
-
-def _tools(samples: Sequence[Facts]) -> dict[str, float]:
-    """Return the calls per completion, and the fraction of the calls that failed."""
-    calls = [s.calls for s in samples if s.calls is not None]
-    if not calls:
-        return {}
-    failed = sum(s.failures for s in samples) / sum(calls) if any(calls) else 0.0
-    return {"tools/call_frequency": sum(calls) / len(samples), "tools/failure_frequency": failed}
+    """Return the facts about the samples of all ranks. Every rank must call it."""
+    return world.concat([sample.facts for sample in samples])
 
 
 def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
@@ -219,14 +158,29 @@ def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
     lengths = [s.length for s in samples]
     ended = [n for n, s in zip(lengths, samples) if s.stopped] or [0]
     for name, values in (("length", lengths), ("terminated_length", ended)):
-        out |= {f"completions/{how.__name__}_{name}": how(values) for how in (min, max)}
-        out[f"completions/mean_{name}"] = statistics.fmean(values)
+        for how, reduce in (("min", min), ("max", max), ("mean", statistics.fmean)):
+            out[f"completions/{how}_{name}"] = reduce(values)
     out["completions/clipped_ratio"] = statistics.fmean(not s.stopped for s in samples)
     for name, given in _given(samples).items():
         mean, deviation = ("", "_std") if name == "reward" else ("/mean", "/std")
-        out[name + mean], out[name + deviation] = _mean_std(given)
-    out["frac_reward_zero_std"] = torch.isclose(std, torch.zeros_like(std)).float().mean().item()
-    return out | _tools(samples)
+        out[name + mean] = statistics.fmean(given)
+        out[name + deviation] = statistics.stdev(given) if len(given) > 1 else 0.0
+    out["frac_reward_zero_std"] = (std <= 1e-8).float().mean().item()  # as torch.isclose decides
+    return out
+
+
+def of_memory(world: World) -> dict[str, float]:
+    """Return the peak memory in GiB. Every rank must call it.
+
+    On the host, it is the highest peak of any process so far. On a GPU, it is the highest peak of
+    any rank's tensors since the last call.
+    """
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # its unit is KiB
+    peaks = {"memory/host_peak_gib": peak / 2**20}
+    if world.device.type == "cuda":
+        peaks["memory/peak_gib"] = torch.cuda.max_memory_allocated(world.device) / 2**30
+        torch.cuda.reset_peak_memory_stats(world.device)
+    return {name: max(world.gather(gib)) for name, gib in peaks.items()}
 
 
 def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
@@ -249,7 +203,6 @@ def of_evaluation(samples: Sequence[Facts], n: int) -> dict[str, float]:
     up to n.
     """
     out = {f"eval/{name}": statistics.fmean(given) for name, given in _given(samples).items()}
-    out |= {f"eval/{name}": value for name, value in _tools(samples).items()}
     groups = [samples[i : i + n] for i in range(0, len(samples), n)]
     for name in samples[0].rewards if n > 1 else ():
         table = [[s.rewards[name] for s in group] for group in groups]  # [prompts, n]

@@ -6,55 +6,28 @@ columns, for example
      step  epoch  reward  accuracy  format  zero_std  length  entropy  tok/s   left
      1/60  0.002   1.305     0.312   0.992     0.062   11.27    0.255  7,471   0:19
 
-A column appears only if it can carry news: each reward function if there are several, the KL if
-there is a reference, the clip if the ratio can leave 1, the gap if the engine is a separate one.
-Read next: logs/no_signal.py.
+Each reward function has a column if there are several. Metrics that are 0 in most runs are named at
+the end of a row, if they are not 0. Read before: logs/console.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from rich.console import Console
-from rich.text import Text
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 
-WIDTH = 120
-# Print Text objects only: rich would read brackets in a str as markup, such as "[/INST]".
-console = Console(stderr=True, force_jupyter=False, width=None if sys.stderr.isatty() else WIDTH)
-
 EVERY = 20  # rows between two headers
-GAP = "sampling/sampling_logp_difference/mean"
-# A larger gap is a sign of a bug (docs/metrics.md), so it is shown for every engine.
-GAP_BOUND = {"cpu": 1e-5, "cuda": 0.02}
+FLAT = 5  # steps in a row without different rewards, before a warning
 
 
 def print_line(text: str) -> None:
-    console.print(Text(text), soft_wrap=True)
-
-
-class _Output(Console):
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # rich would exit with status 1
-
-
-@contextlib.contextmanager
-def output() -> Iterator[Console]:
-    """Yield a console for stdout. If its reader ends, such as `head`, so does the block."""
-    try:
-        yield _Output(highlight=False)
-    except BrokenPipeError:
-        # Python flushes stdout when it exits, and would complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(text, file=sys.stderr, flush=True)
 
 
 # --- before and after the steps ---
@@ -75,19 +48,14 @@ def summary(cfg: Config, prompts: int, held_out: int, trained: int, parameters: 
 
 def closing_line(cfg: Config, done: int) -> str:
     """Return the last line of a run, which says where the model is and how to use it."""
-    checkpoint = Path(cfg.output_dir) / f"checkpoint-{done}"
-    if checkpoint.is_relative_to(Path.cwd()):
-        checkpoint = checkpoint.relative_to(Path.cwd())
+    checkpoint = Path(os.path.relpath(cfg.output_dir)) / f"checkpoint-{done}"
     early = f"stopped after {done} of {cfg.max_steps} steps (continue with --resume); "
-    early, name = early if done < cfg.max_steps else "", shlex.quote(str(checkpoint))
-    if not cfg.save_merged:
-        return (
-            f"{early}the adapters are in {checkpoint / 'adapter'}: merge them into their base with "
-            f"`nanogrpo merge {name} FOLDER`"
-        )
+    early = early if done < cfg.max_steps else ""
+    if not (checkpoint / "config.json").exists():  # its weights are those of another folder
+        return f"{early}the checkpoint is {checkpoint}"
     return (
-        f"{early}the model is in {checkpoint}: try it with `nanogrpo chat {name}`, or measure it "
-        "with `nanogrpo eval`"
+        f"{early}the model is in {checkpoint}: try it with `nanogrpo chat "
+        f"{shlex.quote(str(checkpoint))}`, or measure it with `nanogrpo eval`"
     )
 
 
@@ -99,55 +67,48 @@ class Progress:
 
     def __init__(self, cfg: Config, world: World, start: int):
         self.cfg, self.start, self.began = cfg, start, time.perf_counter()
-        # with vLLM, the gap has a column
-        self.bound = math.inf if cfg.engine == "vllm" else GAP_BOUND[world.device.type]
+        # A larger gap is more than rounding explains (docs/metrics.md).
+        self.largest_gap = 1e-5 if world.device.type == "cpu" else 0.02
         self.rows = 0  # since the header; 0: print the header first
+        self.flat = 0  # steps in a row without different rewards
 
     def step(self, step: int, row: Mapping[str, float], functions: Sequence[str]) -> None:
         """Print the row of a step. functions: the names of the reward functions."""
         total = self.cfg.max_steps
         per_step = (time.perf_counter() - self.began) / (step + 1 - self.start)
-        columns = [  # title, cell, width
-            ("step", f"{step + 1}/{total}", max(4, len(f"{total}/{total}"))),
-            *((t, number(row.get(metric)), _width(t)) for t, metric in self._metrics(functions)),
-            ("tok/s", f"{row['tokens_per_second']:,.0f}", 5),
-            ("left", duration(per_step * (total - step - 1)), 5),
-        ]
-        if self.rows % EVERY == 0:
-            print_line("  ".join(f"{title:>{width}}" for title, _, width in columns))
-        self.rows += 1
-        cells = [f"{cell:>{width}}" for _, cell, width in columns]
-        print_line("  ".join([*cells, *self._remarks(row)]))
-
-    def _metrics(self, functions: Sequence[str]) -> list[tuple[str, str]]:
-        """Return (title, metric) of each column with a metric."""
-        cfg = self.cfg
-        moves = not cfg.on_policy  # the ratio can leave 1, so it can be clipped
-        before = [("epoch", "epoch"), ("reward", "reward")]
-        after = [
+        several = functions if len(functions) > 1 else []
+        metrics = [
+            ("epoch", "epoch"),
+            ("reward", "reward"),
+            *((name.removesuffix("_reward")[:10], f"rewards/{name}/mean") for name in several),
             ("zero_std", "frac_reward_zero_std"),
             ("length", "completions/mean_length"),
             ("entropy", "entropy"),
-            *([("kl", "kl")] if cfg.beta else []),
-            *([("clip", "clip_ratio/region_mean")] if moves else []),
-            *([("gap", GAP)] if cfg.engine == "vllm" else []),
         ]
-        if len(functions) < 2:
-            return before + after
-        others = [title for title, _ in before + after]
-        room = WIDTH - 27 - sum(_width(title) + 2 for title in others)
-        titles = fitted(short_names(functions, taken=others), room)
-        metrics = [f"rewards/{name}/mean" for name in functions]
-        return [*before, *zip(titles, metrics), *after]
-
-    def _remarks(self, row: Mapping[str, float]) -> list[str]:
-        """Return what is named at the end of a row, because it is not 0 as it should be."""
-        bounds = [("truncated", "completions/clipped_ratio", 0.0), ("gap", GAP, self.bound)]
-        return [f"{name} {number(row[m])}" for name, m, most in bounds if row.get(m, 0.0) > most]
-
-
-def _width(title: str) -> int:
-    return max(len(title), 5)
+        columns = [  # title, cell
+            (f"{'step':>{len(f'{total}/{total}')}}", f"{step + 1}/{total}"),
+            *((f"{title:>5}", number(row.get(metric))) for title, metric in metrics),
+            ("tok/s", f"{row['tokens_per_second']:,.0f}"),
+            (" left", duration(per_step * (total - step - 1))),
+        ]
+        if self.rows % EVERY == 0:
+            print_line("  ".join(title for title, _ in columns))
+        self.rows += 1
+        bounds = [  # a metric is named at the end of the row if it exceeds its bound
+            ("truncated", "completions/clipped_ratio", 0.0),
+            ("clip", "clip_ratio/region_mean", 0.0),
+            ("kl", "kl", 0.0),
+            ("gap", "sampling/sampling_logp_difference/mean", self.largest_gap),
+        ]
+        cells = [f"{cell:>{len(title)}}" for title, cell in columns]
+        cells += [f"{name} {number(row[m])}" for name, m, most in bounds if row.get(m, 0.0) > most]
+        print_line("  ".join(cells))
+        self.flat = self.flat + 1 if row.get("frac_reward_zero_std") == 1 else 0
+        if self.flat == FLAT:
+            print_line(
+                f"warning: in {FLAT} steps in a row, all completions of a prompt got the same "
+                "reward, so nothing was learned: read some (--num-completions-to-print 4)"
+            )
 
 
 def number(x: float | None) -> str:
@@ -158,13 +119,10 @@ def number(x: float | None) -> str:
     """
     if x is None:
         return "-"
-    size, decimals = abs(x), 3
+    size = abs(x)
     if 0 < size < 0.0005 or size >= 1e6:
         return f"{x:.0e}"
-    for limit in (9.9995, 99.995, 999.95):  # one decimal less for each digit before the point
-        if size >= limit:
-            decimals -= 1
-    return f"{x:,.{max(decimals, 0)}f}"
+    return f"{x:.3f}" if size < 10 else f"{x:.2f}" if size < 100 else f"{x:,.0f}"
 
 
 def duration(seconds: float) -> str:
@@ -172,24 +130,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def short_names(functions: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
-    """Return the names without the ending `_reward`, unless that makes a name ambiguous."""
-    short = [name.removesuffix("_reward") or name for name in functions]
-    return [
-        name if brief in taken or short.count(brief) > 1 else brief
-        for name, brief in zip(functions, short)
-    ]
-
-
-def fitted(names: Sequence[str], room: int, gap: int = 2) -> list[str]:
-    """Return the names as titles of columns, cut so that the columns, each with a gap, fit into
-    `room`. No title is cut to less than six characters.
-    """
-    cut = list(names)
-    for longest in range(max(map(len, names)), 5, -1):
-        cut = [n if len(n) <= longest else n[: longest - 1] + "…" for n in names]
-        if sum(_width(title) + gap for title in cut) <= room:
-            break
-    return cut

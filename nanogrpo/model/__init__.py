@@ -1,3 +1,3 @@
-"""The model: decoder, attention, output head and adapters, and the reading and writing of their
-Hugging Face files. Start with decoder.py.
+"""The model: decoder, attention and output head, and the reading and writing of their Hugging Face
+files. Start with decoder.py.
 """

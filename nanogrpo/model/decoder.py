@@ -9,14 +9,17 @@ Hugging Face, so loading and saving checkpoints needs no mapping (checkpoint.py)
                └───────────────────────────┘└────────────────────┘
 
 The model knows nothing about GRPO, engines, or sharding, which distributed/fsdp.py adds from
-outside. Training uses the packed forward and decoding the cached one. Both run the same code and
-differ only in `attend`. Norms, rotation and SwiGLU are functions of kernels/reference.py on a CPU,
+outside. Training, prefill and decoding run the same lines and differ only in `attend`. A block
+returns its last term and the sum before it: the norm of the next block adds them, in one kernel on
+a GPU. Norms, rotation and SwiGLU are functions of kernels/reference/ on a CPU,
 and Triton kernels of the same names on a GPU (dispatch.py). Read next: attention.py, then head.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 
 from nanogrpo.kernels.linear import linear
 from nanogrpo.model import rope
-from nanogrpo.model.attention import Packed
+from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.dispatch import functions_for
 from nanogrpo.model.head import HeadOp
 from nanogrpo.model.hf_config import ModelConfig
@@ -35,20 +38,27 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Linear(nn.Linear):
-    """nn.Linear, but faster for large float32 matrix products on a CPU (kernels/linear.py)."""
+    """nn.Linear, but faster for large float32 matrix products on a CPU (kernels/linear.py).
+
+    An engine, whose weights rarely change, may set another `product` with the same arguments.
+    """
+
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm, also in one kernel with the residual add before it."""
+    """nn.RMSNorm, which can also add the residual in the same kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functions_for(x.device).rms_norm(x, self.weight, self.eps)
 
-    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and x + residual, [T, D] each."""
+    def of_sum(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + residual, and x + residual, [T, D] each. None counts as 0."""
+        if residual is None:
+            return self(x), x
         return functions_for(x.device).add_rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -83,9 +93,10 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.gate_proj = Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.mlp_bias)
-        self.up_proj = Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.mlp_bias)
-        self.down_proj = Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
+        D, width, bias = cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias
+        self.gate_proj = Linear(D, width, bias=bias)
+        self.up_proj = Linear(D, width, bias=bias)
+        self.down_proj = Linear(width, D, bias=bias)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return gate and up, [T, F] each."""
@@ -104,10 +115,16 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.mlp = MLP(cfg)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        normed, x = self.post_attention_layernorm.of_sum(attended, x)
-        return x + self.mlp(normed)
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return two tensors [T, D] whose sum is the block's result, from two (or one and None)
+        whose sum is its input.
+        """
+        normed, residual = self.input_layernorm.of_sum(x, residual)
+        attended = self.self_attn(normed, cos, sin, attend)
+        normed, residual = self.post_attention_layernorm.of_sum(attended, residual)
+        return self.mlp(normed), residual
 
 
 class Body(nn.Module):
@@ -122,7 +139,7 @@ class Body(nn.Module):
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines that rotate queries and keys at positions [T], or at
-        [T, E/2] if each frequency has its own (vision/model.py).
+        [T, E/2] if each frequency has its own.
         """
         c = self.cfg
         frequencies, factor = rope.frequencies(
@@ -131,14 +148,15 @@ class Body(nn.Module):
         # Angles are always float32, because bf16 cannot represent all positions above 256.
         angles = positions.view(len(positions), -1).float() * frequencies  # [T, E/2]
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # [T, 1, E]
-        return angles.cos() * factor, angles.sin() * factor
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         cos, sin = self.angles(positions)
-        x = self.embed_tokens(tokens)  # [T, D]
+        x, residual = self.embed_tokens(tokens), None  # [T, D]
         for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-        return self.norm(x)
+            x, residual = layer(x, residual, cos, sin, attend)
+        return self.norm.of_sum(x, residual)[0]
 
 
 class Head(nn.Module):
@@ -165,11 +183,14 @@ def logits(hidden: Tensor, weight: Tensor) -> Tensor:
 class Decoder(nn.Module):
     """A Qwen3, Qwen2, Llama or Mistral language model.
 
-    >>> attend = Packed(cu_seqlens, max_len)
+    >>> attend = StripAttention(cu_seqlens, max_len)
     >>> out = model(tokens, positions, attend, rows, logits)  # [T], [T], [M] → [M, V]
     """
 
-    saved_dtype = torch.float32  # of its checkpoints; checkpoint.empty_model sets it
+    saved_dtype = torch.float32  # dtype of its checkpoints, set by checkpoint.empty_model
+    # A context in which the model computes as its own frozen reference, if it can.
+    own_reference: Callable[[], AbstractContextManager] | None = None
+    sharding: Any = None  # distributed/fsdp.py sets it
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -178,6 +199,15 @@ class Decoder(nn.Module):
         self.lm_head = Head(cfg)
         self.tie()
         self.reset_parameters()
+
+    @classmethod
+    def from_config(cls, raw: dict, where: str) -> Decoder:
+        """Return a new model for the fields of a config.json; `where` names the file in errors."""
+        return cls(ModelConfig.from_dict(raw, where))
+
+    def arranged(self, found: Iterable[tuple[str, Any]], where: str) -> Iterable[tuple[str, Any]]:
+        """Give a checkpoint's tensors the names of parameters. Here, the names are the same."""
+        return found
 
     def tie(self) -> None:
         """Make the head and the embedding one parameter if the config requires it. Call this again
@@ -189,7 +219,7 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The modules that are sharded and recomputed one by one, in the order they compute."""
+        """The modules that are sharded and recomputed one by one, in the order of computation."""
         return [*self.model.layers]
 
     @torch.no_grad()
@@ -210,26 +240,22 @@ class Decoder(nn.Module):
         attend: Attend,
         rows: Tensor | None = None,
         op: HeadOp = logits,
-        *images,
+        *inputs,
     ):
         """Return `op` of the hidden states in `rows`.
 
-        tokens, positions: [T]; rows: [M] indices into T, or None for all; op: see `Head`; images:
-        as in PackedBatch, only for a VisionDecoder.
+        tokens, positions: [T]; rows: [M] indices into T, or None for all; op: see `Head`; inputs:
+        as in PackedBatch, for a model that takes more than tokens.
         """
-        hidden = self.model(tokens, positions, attend, *images)  # [T, D]
+        hidden = self.model(tokens, positions, attend, *inputs)  # [T, D]
         if rows is not None:
             # Rows may repeat: the last token of a shared prompt predicts all first tokens.
             hidden = functions_for(hidden.device).gather_rows(hidden, rows)  # [M, D]
         return self.lm_head(hidden, op)
 
-    def forward_packed(self, batch: PackedBatch, op: HeadOp):
-        """Return `op` of the hidden states that predict the strip's completion tokens.
-
-        A strip that is only measured builds no graph, so its result has no gradient.
-        """
-        attend = Packed(
+    def forward_strip(self, batch: PackedBatch, op: HeadOp):
+        """Return `op` of the hidden states that predict the strip's completion tokens."""
+        attend = StripAttention(
             batch.cu_seqlens, batch.max_len, batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len
         )
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not batch.measured_only):
-            return self(batch.tokens, batch.positions, attend, batch.rows, op, *batch.images)
+        return self(batch.tokens, batch.positions, attend, batch.rows, op, *batch.inputs)

@@ -10,9 +10,9 @@ of rows at a time, never all [M, V].
 | `head_policy_loss` | hidden [M, D] → loss | the training step: three matrix products |
 | `head_logp` | hidden [M, D] → log-prob, entropy [M] | old and reference log-probs |
 
-On CUDA they run Triton kernels, and on other devices the PyTorch code of kernels/reference.py,
-unless --kernels chooses (dispatch.py). Read next: kernels/reference.py (the loss), kernels/head.py
-(the loop over chunks), kernels/README.md.
+On CUDA they run the Triton kernels of kernels/triton/, and on other devices the PyTorch code of
+kernels/reference/, unless --kernels chooses (dispatch.py). Read next: kernels/reference/policy.py
+(the loss), kernels/head.py (the loop over chunks), kernels/README.md.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from nanogrpo.kernels.head import HeadLogp, HeadPolicyLoss
-from nanogrpo.kernels.reference import LossInputs, Objective
+from nanogrpo.kernels.reference.policy import Clip, LossInputs
 from nanogrpo.model.dispatch import functions_for
 
-# (hidden [M, D], lm_head [V, D]) → anything: what Decoder.forward_packed applies
+# (hidden [M, D], lm_head [V, D]) → anything: what Decoder.forward_strip applies
 HeadOp = Callable[[Tensor, Tensor], Any]
 
 
@@ -37,7 +37,7 @@ class PolicyOut(NamedTuple):
     loss: Tensor  # [] float32: Σ weight · l - entropy_weight · H
     logp: Tensor  # [M] float32
     entropy: Tensor  # [M] float32, nats
-    kl: Tensor | None  # [M] float32: the KL of kernels/reference.py; None without ref_logp
+    kl: Tensor | None  # [M] float32: the KL of kernels/reference/policy.py; None without ref_logp
     # More vectors [M], each under the name that its mean has in the log. "clip" is int8: -1 if
     # clipped low, +1 if clipped high, else 0.
     metrics: dict[str, Tensor]
@@ -53,24 +53,16 @@ def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
     The limit of 512 keeps the temporaries of a chunk small, so the allocator reuses their memory.
     Larger temporaries would need new pages from the operating system each time (docs/log.md).
     """
-    if device.type == "cuda":
-        return max(1, int(2.5e9 // (vocab * dtype.itemsize)))
-    return min(512, max(1, int(200e6 // (vocab * dtype.itemsize))))
+    size, most = (2.5e9, 1 << 30) if device.type == "cuda" else (200e6, 512)
+    return min(most, max(1, int(size // (vocab * dtype.itemsize))))
 
 
-def check_reference(inputs: LossInputs, objective: Objective) -> None:
-    """Raise ValueError if the KL has a nonzero weight but there are no reference log-probs."""
-    if objective.beta and inputs.ref_logp is None:
-        raise ValueError(f"beta is {objective.beta}, so ref_logp must not be None")
-
-
-@torch.compiler.disable  # torch.compile skips the head, because its shapes depend on the data
 def head_policy_loss(
     hidden: Tensor,
     lm_head: Tensor,
     targets: Tensor,
     inputs: LossInputs,
-    objective: Objective,
+    clip: Clip,
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
@@ -80,19 +72,17 @@ def head_policy_loss(
     hidden [M, D] and lm_head [V, D] of the same dtype, targets [M] int64; chunk: number of rows
     processed at a time. The gradients are computed during the forward pass, so the loss must be the
     root of the graph up to a scalar factor, and `inputs.weight` must be known beforehand. Tokens
-    whose weight and entropy_weight are both 0 are skipped (their results are 0). Tokens without an
-    advantage, KL or entropy term need only one matrix product, as do all tokens under `no_grad`.
+    whose weight and entropy_weight are both 0 are skipped (their results are 0). Under `no_grad`
+    one matrix product is enough.
     """
-    check_reference(inputs, objective)
     if not torch.is_grad_enabled():
         hidden, lm_head = hidden.detach(), lm_head.detach()
     chunk = chunk or default_chunk(len(lm_head), hidden.dtype, hidden.device)
-    args = targets, inputs, objective, temperature, chunk, functions_for(hidden.device)
-    loss, logp, entropy, clip, kl = HeadPolicyLoss.apply(hidden, lm_head, *args)
-    return PolicyOut(loss, logp, entropy, kl, {"clip": clip})
+    args = targets, inputs, clip, temperature, chunk, functions_for(hidden.device)
+    loss, logp, entropy, flags, kl = HeadPolicyLoss.apply(hidden, lm_head, *args)
+    return PolicyOut(loss, logp, entropy, kl, {"clip": flags})
 
 
-@torch.compiler.disable
 def head_logp(
     hidden: Tensor,
     lm_head: Tensor,

@@ -53,15 +53,14 @@ def extract_answer(text: str) -> str | None:
     unclosed \\boxed{ up to the length limit.
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
-    for spans in (_boxes(text), [match.span(1) for match in TAGGED.finditer(text)]):
-        if spans:
-            return _groups(text, spans)[-1][1]
+    if spans := _boxes(text) or _spans(TAGGED, text):
+        return _groups(text, spans)[-1][1]
     _, mark, rest = text.rpartition("####")
     line = rest.strip().partition("\n")[0].strip()
     has_words = re.search(r"[a-zA-Z]{3}", line)
     if mark and not (has_words and measure(line[:MAX_LENGTH]).number is None):
         return line
-    for start, answer in reversed(_groups(text, _formulas(text))):
+    for start, answer in reversed(_groups(text, _spans(FORMULA, text))):
         if ANSWER_IS.search(text[max(start - 70, 0) : start]):
             return answer
     return line if mark else None
@@ -76,7 +75,7 @@ def extract_reference(*texts: str) -> str:
     text = texts[0] if extract_answer(texts[0]) else min(texts, key=len)
     if answer := extract_answer(text):
         return answer
-    groups = _groups(text, _formulas(text))
+    groups = _groups(text, _spans(FORMULA, text))
     has_words = re.search(r"[a-zA-Z]{2}", FORMULA.sub("", text))
     return groups[-1][1] if groups and has_words else text.strip()
 
@@ -92,8 +91,9 @@ def _boxes(text: str) -> list[Span]:
     return sorted(spans)
 
 
-def _formulas(text: str) -> list[Span]:
-    return [match.span(match.lastindex or 0) for match in FORMULA.finditer(text)]
+def _spans(pattern: re.Pattern, text: str) -> list[Span]:
+    """Return the span of the only group with a match, for each match of a pattern."""
+    return [match.span(match.lastindex or 0) for match in pattern.finditer(text)]
 
 
 def _groups(text: str, spans: list[Span]) -> list[tuple[int, str]]:
@@ -115,15 +115,7 @@ UNICODE = str.maketrans(
     {"−": "-", "–": "-", "‐": "-", "⁄": "/", "∕": "/", "°": r"^\circ "}
     | {c: rf"\{name} " for c, name in zip("×⋅·÷π∞≤≥≠∪∩∈∅±θ", COMMANDS.split())}
 )
-ROOT = re.compile(r"√\s*(\d+|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})")
-FONT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|boldsymbol|bm|mbox)\s*\{([^{}]*)\}")
-# LaTeX's spaces and delimiters. A $ before a number, without a second one, is a currency.
-SPACE = re.compile(
-    r"\\(?:left|right|displaystyle|quad|qquad|boxed|fbox)(?![a-zA-Z])|\\[!,;: ()\[\]]|~"
-    r"|(?<!\\)\$(?!-?\d[^$]*\Z)"
-)
-DEGREE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])")
-FRACTION = re.compile(r"\\[dtc]?frac *(?:\{ *(-?[\d,]+) *\}|(\d)) *(?:\{ *([\d,]+) *\}|(\d))")
+FONT = r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|boldsymbol|bm|mbox)\s*\{([^{}]*)\}"
 # The base of a number: 101_{two}, 101_2, 101 base 2.
 DIGITS = "zero one two three four five six seven eight nine ten"
 BASES = {name: n for n, name in enumerate(DIGITS.split())}
@@ -131,35 +123,56 @@ NAME = rf"(\d+|{'|'.join(BASES)})"
 BASE = re.compile(
     rf"_ ?\{{ ?(?:base )?{NAME} ?\}}|(?:_ ?| (?:in )?base ){NAME}(?!\w)", re.IGNORECASE
 )
-CURRENCY = re.compile(r"([$€£¥₹]) ?(-?[\d.,]*\d(?: ?(?:hundred|thousand|[mbtr]+illion)\b)?)")
-# The words before an answer, the name of what has this value, and a calculation next to it:
-# "The answer is", "Total cost =", "Total:", "f(2) =", "9 * 2 =".
 CALCULATION = r"[\d.,(){}^ ]+(?:[-+*/]|\\(?:cdot|times|div))[-+*/\d.,(){}^ ]*"
-EXTRA = re.compile(
-    r"\A(?:(?:the )?(?:(?:final|correct) )?(?:answer|option|choice)\b(?: is\b)?\s*[:=]?\s*(?=\S)"
-    r"|(?:\\?[a-z]+(?: [a-z]{2,})*(?:_\w|_\{\w+\}|\(\w+\))?)? ?"
-    r"(?:=|(?<=[a-z]{2}):) ?(?=[-+$\\\d.(])"
-    rf"|{CALCULATION}= ?(?=\S))+|(?<=\d) ?={CALCULATION}\Z",
-    re.IGNORECASE,
-)
+# Patterns and their replacements, in this order.
+REWRITES = [
+    (r"\{,\}", ","),
+    (r"\\?%|\bper cent\b", " percent"),
+    (FONT, r" \1 "),
+    (FONT, r" \1 "),  # a font in a font
+    # LaTeX's spaces and delimiters. A $ before a number, without a second one, is a currency.
+    (
+        r"\\(?:left|right|displaystyle|quad|qquad|boxed|fbox)(?![a-zA-Z])|\\[!,;: ()\[\]]|~"
+        r"|(?<!\\)\$(?!-?\d[^$]*\Z)",
+        " ",
+    ),
+    (r"\\\$", "$"),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])", " degrees "),
+    (
+        r"\\[dtc]?frac *(?:\{ *(-?[\d,]+) *\}|(\d)) *(?:\{ *([\d,]+) *\}|(\d))",
+        r" \1\2/\3\4 ",
+    ),
+    (r"\s+", " "),
+    (r"\A[ *_`]+|\s*\.*[ *_`]*\Z", ""),  # the marks of Markdown, and a full stop
+    (r"([$€£¥₹]) ?(-?[\d.,]*\d(?: ?(?:hundred|thousand|[mbtr]+illion)\b)?)", r"\2 \1"),
+    # The words before an answer, the name of what has this value, and a calculation next to it:
+    # "The answer is", "Total cost =", "Total:", "f(2) =", "9 * 2 =".
+    (
+        r"(?i)\A(?:(?:the )?(?:(?:final|correct) )?(?:answer|option|choice)\b(?: is\b)?"
+        r"\s*[:=]?\s*(?=\S)|(?:\\?[a-z]+(?: [a-z]{2,})*(?:_\w|_\{\w+\}|\(\w+\))?)? ?"
+        r"(?:=|(?<=[a-z]{2}):) ?(?=[-+$\\\d.(])"
+        rf"|{CALCULATION}= ?(?=\S))+|(?<=\d) ?={CALCULATION}\Z",
+        "",
+    ),
+]
 
 
 def latex(text: str) -> str:
-    """Return a text with mathematical characters of Unicode as LaTeX."""
+    """Replace the mathematical characters of Unicode in a text by LaTeX."""
     if text.isascii():
         return text
-    text = re.sub("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}", ROOT.sub(r"\\sqrt{\1}", text))
+    text = re.sub(r"√\s*(\d+|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}", text)
+    text = re.sub("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}", text)
     text = re.sub("[¼-¾⅐-⅞]", r" \g<0>", text)
     return unicodedata.normalize("NFKC", text).translate(UNICODE)
 
 
 def plain(text: str) -> str:
     """Return an answer without what does not change its meaning: fonts, spacing, delimiters."""
-    text = re.sub(r"\\?%|\bper cent\b", " percent", latex(text).replace("{,}", ","))
-    text = SPACE.sub(" ", FONT.sub(r" \1 ", FONT.sub(r" \1 ", text))).replace(r"\$", "$")
-    text = FRACTION.sub(r" \1\2/\3\4 ", DEGREE.sub(" degrees ", text))
-    text = re.sub(r"\s+", " ", text).strip(" *_`").rstrip(".").rstrip()
-    return BASE.sub(_base, EXTRA.sub("", CURRENCY.sub(r"\2 \1", text)))
+    text = latex(text)
+    for pattern, replacement in REWRITES:
+        text = re.sub(pattern, replacement, text)
+    return BASE.sub(_base, text)
 
 
 def _base(match: re.Match) -> str:
@@ -183,7 +196,7 @@ class Measure(NamedTuple):
     body: str  # "18"
     number: Fraction | None  # the value of the body; None: it is not a number
     # "cm", the first name of a common unit; "": any other word for what is counted, or no word;
-    # None: the text after the number is no unit but changes its meaning ("3 squared", "11_2")
+    # None: the text after the number is not a unit but changes its meaning ("3 squared", "11_2")
     unit: str | None
     rate: str = ""  # "day", if the unit is "dollars per day"; "": none, or any other word
 
@@ -267,7 +280,7 @@ NO_UNIT = re.compile(
     rf"(?:half|{DIGITS.replace(' ', '|')})|{'|'.join(SCALES)})\b(?!-)"
 )
 # Before the denominator of a rate: the unit of "18 dollars per day" is that of "18 dollars".
-RATE = re.compile(r"/|\b(?:per|an?|each|every)\b")
+RATE = r"/|\b(?:per|an?|each|every)\b"
 # Text after a number that is not a unit, but the rest of a formula, or another number.
 ALGEBRA = re.compile(
     r"[+*=\\^,;]|\b[^\W\d_acfghlms]\b|\ba\Z|\b(?:or|and)\b.*\d"
@@ -287,7 +300,7 @@ def measure(text: str) -> Measure:
     if whole.number is not None or match is None:
         return whole
     body, words = match["body"], TRIMMING.sub("", match["words"].lower())
-    unit, rate = map(_unit, [*RATE.split(words, maxsplit=1), ""][:2])
+    unit, rate = map(_unit, [*re.split(RATE, words, maxsplit=1), ""][:2])
     if ALGEBRA.search(words) or not (unit or ARITHMETIC.fullmatch(body)):
         return whole
     if NO_UNIT.search(words):
@@ -306,7 +319,7 @@ def _number(text: str) -> Fraction | None:
         return None
     sign, digits, power, scale = match.groups()
     terms = re.sub(r",| (?=\d{3}\b|/)|(?<=/) ", "", digits).split()  # "1,234", or 1 and 1/2
-    value = sum(map(Fraction, terms), Fraction(0)) * Fraction(10) ** int(power or 0)
+    value = sum(map(Fraction, terms)) * Fraction(10) ** int(power or 0)
     value *= Fraction(SCALES[scale.lower()] if scale else 1)
     return value if sign in (None, "+") else -value
 
@@ -336,7 +349,7 @@ def compare(answer: str, reference: str) -> bool | None:
     question may be followed by the text of the choice. A calculation such as 3+3 is not an answer
     if the reference is a number, because otherwise a model could leave out the last calculation.
     """
-    if max(len(answer), len(reference)) > MAX_LENGTH:
+    if not answer or max(len(answer), len(reference)) > MAX_LENGTH:
         return answer.strip() == reference.strip()
     given, wanted = measure(answer), measure(reference)
     if any(u and v and u != v for u, v in zip(given[2:], wanted[2:])):  # unit and rate
@@ -345,8 +358,8 @@ def compare(answer: str, reference: str) -> bool | None:
     if x is not None and y is not None:
         is_scaled = x * RATIOS.get(given.unit or "", 1) == y * RATIOS.get(wanted.unit or "", 1)
         # A decimal of at least six places may be rounded.
-        found = [re.search(r"\.(\d{6,})\Z", part.body) for part in (given, wanted)]
-        places = [len(match[1]) for match in found if match]
+        bodies = (given.body, wanted.body)
+        places = [len(d) for body in bodies for d in re.findall(r"\.(\d{6,})\Z", body)]
         is_rounded = places and abs(x - y) * 10 ** min(places) < 1
         return bool(x == y or is_scaled or is_rounded)
     a, b = canonical(given.body), canonical(wanted.body)

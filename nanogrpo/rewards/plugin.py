@@ -1,12 +1,13 @@
 """Load the user's own functions by name: "package.module:name" or "path/to/file.py:name".
 
 In: the value of an option. Out: the function, or a UserError that says why it cannot be loaded.
-A reward function may have arguments after its name (`load_reward`).
-Read next: rewards/builtin.py and engine/turns.py, which define the functions that a user can write.
+A reward function or a data source may have arguments after its name (`split_arguments`).
+Read next: builtin.py.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -14,32 +15,28 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from urllib.parse import quote, unquote
 
-from nanogrpo.arguments import parse_arguments
 from nanogrpo.errors import UserError, text_of
 
 
-def load(spec: str, option: str, hint: str = "") -> Callable:
+def load(spec: str, option: str) -> Callable:
     """Return the function that `spec` names.
 
-    option: the name of the option in errors; hint: what else the option accepts. If the user's code
-    raised while it was imported, that exception is the __cause__ of the UserError.
+    option: the name of the option in errors. If the user's code raised while it was imported, that
+    exception is the __cause__ of the UserError.
     """
     where, _, name = spec.rpartition(":")
     if not where or not name:
-        raise UserError(
-            f"{option}: {spec!r} is neither package.module:name nor path/file.py:name{hint}"
-        )
-    if where == "__main__":
-        raise UserError(
-            f"{option}: {spec!r} names the running script, which other processes cannot import: "
-            "pass the function itself to nanogrpo.train, or put it into a file"
-        )
+        raise UserError(f"{option}: {spec!r} is neither package.module:name nor path/file.py:name")
     try:
-        module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
+        # A file is run once: two specs that name it share the module and its state. Its name has no
+        # dots, because they separate packages.
+        file = FILE + quote(str(Path(where).resolve())).replace(".", "%2E")
+        module = importlib.import_module(file if where.endswith(".py") else where)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise UserError(
             f"{option}: importing {where!r} raised {type(error).__name__}: {text_of(error)}; "
@@ -52,19 +49,20 @@ def load(spec: str, option: str, hint: str = "") -> Callable:
     return function
 
 
-def _load_file(file: str) -> ModuleType:
-    """Run a file as a module, once: two specs that name one file share the module and its state."""
-    path = Path(file).resolve()
-    # No import statement can name it. It has no dots, because pickle would take it for a package.
-    name = "nanogrpo_file:" + str(path).replace("%", "%25").replace(".", "%2E")
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        # Registered before it runs, because dataclasses and pickle look the module up.
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+class _Files:
+    """Find the module of a file by a name that no import statement can have. With this, pickle can
+    also find a class of such a module in another process.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith(FILE):
+            return None
+        return importlib.util.spec_from_file_location(name, unquote(name.removeprefix(FILE)))
+
+
+FILE = "nanogrpo_file:"
+sys.meta_path.append(_Files)
 
 
 # --- reward functions with arguments ---
@@ -72,27 +70,35 @@ def _load_file(file: str) -> ModuleType:
 OPTION = "--reward-funcs"
 
 
-def load_reward(spec: str, hint: str = "") -> Callable:
+def load_reward(spec: str) -> Callable:
     """Return the reward function that "name" or "name:key=value,key=value" names."""
     name, arguments = split_arguments(spec)
-    return bind(load(name, OPTION, hint), arguments, spec)
+    return bind(load(name, OPTION), arguments, spec)
 
 
-def split_arguments(spec: str) -> tuple[str, dict[str, Any]]:
+def split_arguments(spec: str, option: str = OPTION) -> tuple[str, dict[str, Any]]:
     """Return ("my.py:f", {"a": 1, "b": "x"}) for "my.py:f:a=1,b=x".
 
-    Arguments are written as in a Python call. A single word needs no quotes.
+    Arguments are written as in a Python call. A single word is a text, apart from true and false.
     """
     match = re.fullmatch(r"(.+?):([a-zA-Z_]\w*=.*)", spec, re.DOTALL)
     if match is None:
         return spec, {}
     try:
-        return match[1], parse_arguments(match[2])
-    except ValueError as error:
+        call = ast.parse(f"f({match[2]})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("a value without a name")
+        return match[1], {str(each.arg): _value(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError) as error:
         raise UserError(
-            f"{OPTION}: the arguments in {spec!r} cannot be read: write {match[1]}:key=value,"
+            f"{option}: the arguments in {spec!r} cannot be read: write {match[1]}:key=value,"
             "key=value, with numbers, True, False, None, single words or quoted texts"
         ) from error
+
+
+def _value(node: ast.expr) -> Any:
+    words = {"true": True, "false": False}
+    return words.get(node.id, node.id) if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
 def bind(function: Callable, arguments: dict[str, Any], spec: str) -> Callable:
@@ -102,45 +108,28 @@ def bind(function: Callable, arguments: dict[str, Any], spec: str) -> Callable:
     gets the arguments at every call. Any other, and any class, is a factory: it is called with the
     arguments once, and returns the reward function.
     """
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some functions written in C have none
-        return functools.partial(function, **arguments) if arguments else function
-    kinds = {parameter.kind for parameter in parameters.values()}
-    given = ", ".join(name for name, p in parameters.items() if p.kind not in VARIADIC)
-    if not isinstance(function, type) and (
-        inspect.Parameter.VAR_KEYWORD in kinds or REWARD_ARGUMENTS & parameters.keys()
-    ):
+    signature = inspect.signature(function)
+    parameters = signature.parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not isinstance(function, type) and (takes_any or REWARD_ARGUMENTS & parameters.keys()):
         # **kwargs would swallow a misspelt name
         if unknown := arguments.keys() - parameters.keys():
             raise UserError(
                 f"{OPTION}: {spec!r} gives the argument {min(unknown)!r}, but the function has "
-                f"only {given or 'none'}"
+                f"only {signature}"
             )
         return functools.partial(function, **arguments) if arguments else function
     try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        raise UserError(
-            f"{OPTION}: {spec!r} takes neither completions nor **kwargs, so it is not a reward "
-            f"function but makes one: give its arguments ({given}) as "
-            f"{split_arguments(spec)[0]}:key=value,key=value ({error})"
-        ) from error
-    try:
-        made = function(**arguments)
+        return function(**arguments)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # the user's function may raise anything
         raise UserError(
-            f"{OPTION}: {spec!r} raised {type(error).__name__}: {text_of(error)}; fix its arguments"
+            f"{OPTION}: {spec!r} takes neither completions nor **kwargs, so it must make a reward "
+            f"function, but with these arguments it raised {type(error).__name__}: "
+            f"{text_of(error)}; give those of {signature} as "
+            f"{split_arguments(spec)[0]}:key=value,key=value"
         ) from error
-    if not callable(made):
-        raise UserError(
-            f"{OPTION}: {spec!r} takes neither completions nor **kwargs, so it must return a reward"
-            f" function, but it returned a {type(made).__name__}"
-        )
-    return made
 
 
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 REWARD_ARGUMENTS = {"completions", "completion_ids", "prompts"}

@@ -4,252 +4,198 @@ In: samples with their decoded `text`. Out: `sample.rewards[name]`, their weight
 `sample.reward`, and `sample.extra`. Read next: rewards/call.py (the signature of a function),
 rewards/builtin.py (the built-in ones), grpo/advantages.py (rewards → advantages).
 
-Built-in functions and reward models run in the trainer. The user's functions run in a process that
-can be killed (rewards/process.py):
-    in time            A function is called once for all samples of the step, within the timeout
-                       (--reward-timeout).
-    hang or crash      The call is lost. The process is restarted and the groups are tried one by
-                       one, within one more timeout: each group may use an equal part of the time
-                       that is left. So only the groups that cause the problem are lost, and a
-                       function takes at most twice its timeout, plus restarts.
-    a lost group       does not take part in the step: the rewards of its samples are None, so it
-                       has no advantage and no gradient. A warning names it, and `rewards/failures`
-                       counts it. A 0 would be trained on as if it were a judgement.
-    every group lost   in three consecutive calls: the run stops.
+Built-in functions run in the trainer. The user's functions run in a process that can be killed
+(rewards/process.py). A function is called once for all samples of the step:
+    in time            within the timeout (--reward-timeout).
+    hang or crash      The call is lost, and so is the step: the rewards of its samples are None, so
+                       they have no advantage and no gradient. A 0 would be trained on as if it were
+                       a judgement. A warning says so, `rewards/failures` counts the prompts, and
+                       the process is started again. After three lost steps in a row the run stops.
     a mistake          An exception, a wrong number of values, or a value that is not a number stops
                        the run immediately, because the function would fail in the same way again.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
 import logging
-import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from nanogrpo.config import Config
 from nanogrpo.errors import UserError
-from nanogrpo.rewards.builtin import full_name, is_users, load_function
-from nanogrpo.rewards.call import MAX_REWARD, CallResult, Functions, TrainerState
-from nanogrpo.rewards.model import RewardModel
+from nanogrpo.feature import Feature, first
+from nanogrpo.rewards.builtin import NEED_ANSWERS, is_empty, is_users, load_function
+from nanogrpo.rewards.call import TrainerState, call, name_of, unwrap
 from nanogrpo.rewards.process import CallLost, RewardProcess
-from nanogrpo.types import Sample
+from nanogrpo.types import Prompt, Sample
 
 logger = logging.getLogger("nanogrpo")
 
-MAX_LOST_CALLS = 3  # consecutive calls in which every group is lost
-# Columns of the completions table other than those of the functions (logs/completions.py).
-COLUMNS = ("step", "prompt", "images", "completion", "reward", "advantage", "stopped")
-
-
-@dataclasses.dataclass
-class Job:
-    """Functions that are called together: a single one, or all async functions of one process."""
-
-    backend: Functions | RewardProcess
-    functions: list[tuple[int, str]]  # (index in the backend, name in logs)
-    lost_calls: int = 0  # consecutive calls in which every group was lost
-
-    def __str__(self) -> str:
-        names = [name for _, name in self.functions]
-        return f"the reward function{'s' if names[1:] else ''} {', '.join(names)}"
+MAX_LOST = 3  # steps in a row
+START = TrainerState()
+# Bound on the size of a reward and of a weighted sum. It is far below float32's largest value, so
+# the advantages stay finite too.
+MAX_REWARD = 1e30
+# Columns of the completions table other than those of the functions (extras/completions.py).
+COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stopped")
 
 
 class Runner:
     """The reward functions of a run.
 
-    >>> runner = Runner(["accuracy", "my_rewards.py:brevity"], weights=[1.0, 0.2], timeout=60.0)
+    >>> runner = Runner(Config(reward_funcs=("accuracy", "my_rewards.py:brevity"), …))
     >>> runner.score(samples, TrainerState(global_step=3, max_steps=100, epoch=0.1))
     """
 
     def __init__(
         self,
-        specs: Sequence[str | Callable],
-        weights: Sequence[float] = (),
-        *,
-        timeout: float = 0.0,
-        max_completion_length: int = 512,
+        cfg: Config,
         device: torch.device | str = "cpu",
-        environment: str = "",
-        env: Sequence[str] = (),
+        features: Sequence[Feature] = (),
+        given: Sequence[str | Callable] = (),
     ):
-        """Import the functions.
+        """Import the functions. Raises UserError for an unknown name.
 
-        specs: names (see rewards/builtin.py; model:FOLDER is a reward model on `device`), or
-        functions, which run in this process; weights: 1 each if empty; timeout: seconds per call of
-        the user's functions; 0 runs them in this process; environment: the class of the objects
-        that they receive as `environments`; env: environment variables with secrets that they may
-        read. Raises UserError for an unknown name.
+        given: names or functions, in place of --reward-funcs. Functions run in this process.
         """
-
-        def load(spec: str | Callable) -> Callable:
-            if not isinstance(spec, str):
-                return spec
-            if spec.startswith("model:"):
-                return RewardModel.load(spec.removeprefix("model:"), device)
-            return load_function(spec, max_completion_length)
-
-        specs = [full_name(spec) if isinstance(spec, str) else spec for spec in specs]
-        remote: list = [s for s in specs if timeout and isinstance(s, str) and is_users(s)]
-        local = [s for s in specs if s not in remote]
-        self.timeout, self.local = timeout, Functions([load(spec) for spec in local])
-        self.process = RewardProcess(remote, environment, env) if remote else None
-        self.names: list[str] = []  # as in the logs; duplicates get the suffixes _2, _3, …
-        self.weights = weights or [1.0] * len(specs)
-        jobs: dict[tuple, Job] = {}
-        for spec in specs:
-            backend = self.process if self.process and spec in remote else self.local
-            i = (local if backend is self.local else remote).index(spec)
-            name = base = backend.names[i]
-            suffix = itertools.count(2)
-            while name in self.names:
+        self.cfg = cfg
+        found: list[Any] = []  # functions for this process, and names for that of the user's
+        for function in given or cfg.reward_funcs:
+            if isinstance(function, str):
+                known = (feature.reward(function, torch.device(device)) for feature in features)
+                function = first(known) or function
+            if isinstance(function, str) and not (cfg.reward_timeout and is_users(function)):
+                function = load_function(function)
+            found.append(function)
+        self.local = [function for function in found if callable(function)]
+        self.models = [f for f in self.local if isinstance(f, torch.nn.Module)]  # need memory
+        own = [name for name in found if isinstance(name, str)]
+        self.process = RewardProcess(own, cfg.reward_timeout) if own else None
+        # by the name in the logs, where duplicates get the suffixes _2, _3, …
+        self.calls: dict[str, Callable] = {}
+        for function in found:
+            if self.process and isinstance(function, str):
+                base = self.process.names[function]
+                run = functools.partial(self.process.call, function)
+            else:
+                base, run = name_of(function), functools.partial(call, function)
+            name, suffix = base, itertools.count(2)
+            while name in self.calls:
                 name = f"{base}_{next(suffix)}"
-            self.names.append(name)
-            key = backend, None if backend.is_async[i] else name
-            jobs.setdefault(key, Job(backend, [])).functions.append((i, name))
-        self.jobs = list(jobs.values())
-        self.failures = 0  # groups lost since the last `metrics`
-        self.logged: dict[str, list[float]] = {}  # values of log_metric since the last `metrics`
+            self.calls[name] = run
+        self.weights = dict(zip(self.calls, cfg.reward_weights or itertools.repeat(1.0)))
+        self.lost = 0  # steps in a row
+        self.failures = 0  # prompts without rewards since the last `metrics`
+        self.logged: list[tuple[str, float]] = []  # by log_metric since the last `metrics`
 
-    @property
-    def models(self) -> list[RewardModel]:
-        """The reward models, whose memory the estimate includes."""
-        return [function for function in self.local.functions if isinstance(function, RewardModel)]
+    def check(self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> None:
+        """Require the answers that functions compare with."""
+        need = [f.__name__ for f in map(unwrap, self.local) if f in NEED_ANSWERS]
+        for option, given in (("--data", prompts), ("--eval-data", eval_prompts)):
+            cells = [p.columns.get(column) for column in ("solution", "answer") for p in given]
+            is_missing = all(is_empty(cell) or isinstance(cell, list | dict) for cell in cells)
+            # other functions can score held-out prompts that have no answers
+            needed = need if option == "--data" else len(need) == len(self.calls)
+            if needed and given and is_missing:
+                raise UserError(
+                    f"{option} has no text or number in a column solution or answer, which "
+                    f"{need[0]} compares with: name another column with --answer-column, or other "
+                    "--reward-funcs."
+                )
 
-    @property
-    def longest(self) -> float:
-        """The maximum number of seconds that a step can spend in the reward process, without
-        restarts.
-        """
-        return 2 * self.timeout * sum(job.backend is self.process for job in self.jobs)
-
-    def score(self, samples: Sequence[Sample], state: TrainerState | None = None) -> None:
+    def score(self, samples: Sequence[Sample], state: TrainerState = START) -> None:
         """Fill each sample's `rewards`, `reward` (None if no function applies) and `extra`.
 
         If a reward function makes a mistake, raise UserError.
         """
-        groups: dict[int, list[Sample]] = {}
+        if not samples:
+            return
+        arguments, shared = _arguments(samples, state)
         for sample in samples:
-            groups.setdefault(sample.prompt.id, []).append(sample)
-            sample.rewards, sample.extra = dict.fromkeys(self.names), {}
-        for job in self.jobs:
-            results = self._call(job, list(groups.values()), state or TrainerState())
-            for part, result in results:
-                for (_, name), values in zip(job.functions, result.rewards):
-                    for sample, value in zip(part, values):
-                        sample.rewards[name] = value
-                for column, values in result.extra:
-                    if column in (*COLUMNS, *self.names, *part[0].extra):
+            sample.rewards, sample.extra = dict.fromkeys(self.calls), {}
+        try:
+            for name, run in self.calls.items():
+                rewards, columns, logged = run(arguments, shared)
+                for sample, reward in zip(samples, rewards):
+                    sample.rewards[name] = _number(reward, name, sample)
+                for column, values in columns:
+                    if column in (*COLUMNS, *self.calls, *samples[0].extra):
                         raise UserError(
                             f"log_extra({column!r}, …): the completions table already has this "
                             "column; choose another name"
                         )
-                    for sample, value in zip(part, values):
+                    for sample, value in zip(samples, values):
                         sample.extra[column] = value
-                for name, value in result.metrics:
-                    self.logged.setdefault(name, []).append(value)
-            job.lost_calls = 0 if results or not groups else job.lost_calls + 1
-            if job.lost_calls == MAX_LOST_CALLS:
+                self.logged += logged
+            self.lost = 0
+        except CallLost as lost:
+            self.lost += 1
+            if self.lost == MAX_LOST:
                 raise UserError(
-                    f"{job} returned nothing in {MAX_LOST_CALLS} calls in a row, for any prompt: "
-                    f"fix the hang or crash, or raise --reward-timeout ({self.timeout:g})"
-                )
-            scored = {sample.prompt.id for part, _ in results for sample in part}
-            self.failures += len(groups) - len(scored)
-            groups = {i: group for i, group in groups.items() if i in scored}
+                    f"{lost}, and the {MAX_LOST - 1} steps before were lost, too: fix the hang or "
+                    f"crash, or raise --reward-timeout ({self.cfg.reward_timeout:g})"
+                ) from lost
+            logger.warning("%s; the %d completions get no rewards", lost, len(samples))
+            self.failures += len({sample.prompt.id for sample in samples})
+            for sample in samples:
+                sample.rewards = dict.fromkeys(self.calls)
         for sample in samples:
-            if sample.prompt.id not in groups:
-                sample.rewards = dict.fromkeys(self.names)
-            sample.reward = self._weighted_sum(sample)
+            terms = [self.weights[name] * r for name, r in sample.rewards.items() if r is not None]
+            sample.reward = sum(terms) if terms else None
             if sample.conversation is not None:  # not needed any more, and perhaps not picklable
-                sample.conversation.environment = None
+                sample.conversation.arguments = {}
 
     def metrics(self, gather: Callable[[Any], list]) -> dict[str, float]:
-        """Return the number of lost groups and the means of log_metric since the last call.
+        """Return the number of lost prompts and the means of log_metric since the last call.
 
-        They cover all ranks (`gather` is `World.gather`), so every rank must call.
+        They cover all ranks (`gather` is `World.gather`), so every rank must call it.
         """
-        ranks = gather((self.failures, self.logged))
-        self.failures, self.logged = 0, {}
-        out: dict[str, float] = {}
-        if self.process:
-            out["rewards/failures"] = sum(failures for failures, _ in ranks)
-        for name in dict.fromkeys(name for _, logged in ranks for name in logged):
-            values = [value for _, logged in ranks for value in logged.get(name, [])]
-            out[name] = sum(values) / len(values)
-        return out
-
-    def _call(
-        self, job: Job, groups: list[list[Sample]], state: TrainerState
-    ) -> list[tuple[list[Sample], CallResult]]:
-        """Call a job for all groups at once or, if that call is lost, for one group at a time.
-
-        Returns the samples and the result of each call that was not lost.
-        """
-
-        def call(samples: list[Sample], timeout: float) -> tuple[list[Sample], CallResult]:
-            arguments, labels = _arguments(samples, state), list(map(_label, samples))
-            return samples, job.backend.call(job.functions, arguments, labels, timeout)
-
-        if len(groups) > 1:
-            try:
-                return [call(list(itertools.chain(*groups)), self.timeout)]
-            except CallLost as reason:
-                logger.warning(
-                    "%s %s for %d prompts; trying them one by one", job, reason, len(groups)
-                )
-        results, left = [], self.timeout
-        for k, group in enumerate(groups):
-            begun, limit = time.monotonic(), left / (len(groups) - k)
-            try:
-                results.append(call(group, limit))
-            except CallLost as reason:
-                logger.warning(
-                    "%s %s for prompt %s; its %d completions are left out of the step",
-                    job,
-                    reason,
-                    group[0].prompt.id,
-                    len(group),
-                )
-            # Restarting the process takes time too, but not out of the time allotted to the other
-            # groups.
-            left -= min(time.monotonic() - begun, limit)
-        return results
-
-    def _weighted_sum(self, sample: Sample) -> float | None:
-        rewards = sample.rewards
-        terms = [w * r for w, r in zip(self.weights, rewards.values()) if r is not None]
-        total = sum(terms)
-        if not abs(total) <= MAX_REWARD:
-            raise UserError(
-                f"the weighted sum of the rewards {rewards} for {_label(sample)} is {total}, which "
-                f"is beyond the limit of {MAX_REWARD:g}; lower --reward-weights"
-            )
-        return total if terms else None
+        failures, logged = zip(*gather((self.failures, self.logged)))
+        self.failures, self.logged = 0, []
+        values = defaultdict(list)
+        for name, value in itertools.chain(*logged):
+            values[name].append(value)
+        out: dict[str, float] = {"rewards/failures": sum(failures)} if self.process else {}
+        return out | {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
-def _label(sample: Sample) -> str:
-    return f"sample {sample.index} of prompt {sample.prompt.id}"
+def _number(reward: Any, name: str, sample: Sample) -> float | None:
+    """Check a reward. Replacing a bad value with 0 would train the model as if the function had
+    returned 0.
+    """
+    if reward is None:
+        return None
+    if isinstance(reward, int | float) and abs(reward) <= MAX_REWARD:  # which NaN is not
+        return float(reward)
+    raise UserError(
+        f"the reward function {name} returned {reward} for sample {sample.index} of prompt "
+        f"{sample.prompt.id}; it must return a number of at most {MAX_REWARD:g}, or None where it "
+        "does not apply"
+    )
 
 
-def _arguments(samples: Sequence[Sample], state: TrainerState) -> dict[str, Any]:
-    """Return the keyword arguments of a reward function for these samples."""
-    # The columns of all samples, in order of appearance.
-    columns = dict.fromkeys(name for sample in samples for name in sample.prompt.columns)
-    out = dict(
+def _arguments(samples: Sequence[Sample], state: TrainerState) -> tuple[dict, dict]:
+    """Return the keyword arguments of a reward function for these samples: those of which each
+    function gets a copy, and the others.
+    """
+
+    def columns(of: list[dict]) -> dict[str, list]:
+        names = dict.fromkeys(itertools.chain(*of))  # in order of appearance
+        return {name: [each.get(name) for each in of] for name in names}
+
+    arguments = dict(
         prompts=[sample.prompt.text for sample in samples],
         completions=[_completion(sample) for sample in samples],
         completion_ids=[sample.token_ids for sample in samples],
         trainer_state=state,
-        **{name: [sample.prompt.columns.get(name) for sample in samples] for name in columns},
+        **columns([sample.prompt.columns for sample in samples]),
     )
-    environments = [sample.conversation and sample.conversation.environment for sample in samples]
-    if any(environment is not None for environment in environments):
-        out["environments"] = environments
-    return out
+    return arguments, columns([s.conversation.arguments if s.conversation else {} for s in samples])
 
 
 def _completion(sample: Sample) -> str | list[dict]:

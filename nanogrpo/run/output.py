@@ -1,7 +1,7 @@
 """The output folder of a run: locked by one run at a time, shared by all ranks, cleaned on resume.
 
-In: --output-dir. Out: `claimed`, which locks the folder during a run; `origin`, hashes of the run's
-inputs that every checkpoint stores. Read next: state.py (what is written into the folder).
+In: --output-dir. Out: `claimed`, which locks the folder during a run; `origin`, a hash of the
+prompts that every checkpoint stores. Read next: state.py (what is written into the folder).
 """
 
 from __future__ import annotations
@@ -9,46 +9,38 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.util
 import json
 import logging
 import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
-from nanogrpo.errors import UserError, reading
+from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
-from nanogrpo.rewards import plugin
 from nanogrpo.types import Prompt
 
 log = logging.getLogger("nanogrpo")
 
 # The files of a run: --overwrite-output-dir removes these and nothing else.
 OURS = (
-    r"\.?checkpoint-\d+(-\d+|\.tmp|\.old)?|metrics(-\d+)?\.(jsonl|tmp)|completions(-\d+)?"
-    r"|trace-\d+\.json|tensorboard|wandb-id"
+    r"\.?checkpoint-\d+(\.tmp)?|metrics(-\d+)?\.(jsonl|(\d+\.)?tmp)|completions(-\d+)?|dashboards"
 )
 
 
 @contextlib.contextmanager
 def claimed(cfg: Config, world: World) -> Iterator[None]:
-    """Lock the output folder during a run. Every rank must call.
+    """Lock the output folder during a run. Every rank must call it.
 
     Raises UserError if the folder contains another run, is in use by another run, is not writable,
     or is not the same folder for every rank.
     """
     folder = Path(cfg.output_dir)
-    mark = folder / ".writable"
     with contextlib.ExitStack() as held:
 
         def claim() -> None:
-            metrics = folder / "metrics.jsonl"
-            if metrics.exists() and not metrics.is_file():  # a pipe would never end
-                raise UserError(f"{metrics} is not a file: choose another --output-dir.")
             if not (cfg.resume or cfg.overwrite_output_dir) and _holds_a_run(folder):
                 raise UserError(
                     f"--output-dir {folder} already holds a run: continue it with --resume, choose "
@@ -56,21 +48,29 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
                 )
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                _lock(held.enter_context((folder / ".lock").open("a")), folder)
-                mark.open("a").close()  # not `touch`, which takes a folder, too
+                file = held.enter_context((folder / ".lock").open("a"))
             except OSError as e:
                 raise UserError(
                     f"--output-dir {folder} cannot be written ({e.strerror}): "
                     "choose another folder."
                 ) from e
+            try:
+                # The kernel releases the lock when this process ends, however it ends.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                raise UserError(
+                    f"--output-dir {folder} is in use by another run: wait for it to end or choose "
+                    "another folder."
+                ) from None
+            except OSError:
+                log.warning("%s has no locks: do not start a second run there", folder)
 
         world.once(claim)
         error = UserError(
             f"--output-dir {folder} is a different folder on rank {world.rank}: "
             "choose one that all machines share."
         )
-        world.any(error=None if mark.exists() else error)
-        world.once(mark.unlink)
+        world.any(error=None if (folder / ".lock").exists() else error)
         yield
 
 
@@ -80,25 +80,9 @@ def _holds_a_run(folder: Path) -> bool:
     is not ours must not be replaced.
     """
     metrics = folder / "metrics.jsonl"
-    with reading(metrics, "choose another --output-dir"):
-        lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+    lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
     logged = any(not line.startswith(b'{"run"') for line in lines)
     return logged or bool(checkpoint.checkpoints(str(folder)))
-
-
-def _lock(file: IO[str], folder: Path) -> None:
-    """Lock the file. The kernel releases the lock when this process ends, however it ends; child
-    processes do not inherit it, and it does not matter whether the file exists.
-    """
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        raise UserError(
-            f"--output-dir {folder} is in use by another run: wait for it to end or choose "
-            "another folder."
-        ) from None
-    except OSError as e:  # some network file systems have no locks
-        log.warning("%s has no locks (%s): do not start a second run there", folder, e.strerror)
 
 
 def clear(cfg: Config) -> None:
@@ -109,9 +93,10 @@ def clear(cfg: Config) -> None:
         return
     folder = Path(cfg.output_dir).resolve()
     found = [path for path in folder.iterdir() if re.fullmatch(OURS, path.name)]
-    judges = [spec.removeprefix("model:") for spec in cfg.reward_funcs if spec.startswith("model:")]
-    names = (cfg.model, *cfg.data, *cfg.eval_data, cfg.lora_adapter, *judges)
-    inputs = [Path(name).resolve() for name in names if name]
+    names = [v for name, v in vars(cfg).items() if name != "output_dir"]
+    texts = [t for v in names for t in (v if isinstance(v, tuple) else [v]) if isinstance(t, str)]
+    # a name may be part of a specification, such as FILE:FUNCTION
+    inputs = [Path(part).resolve() for text in texts for part in text.split(":")]
     for path in found:
         if any(path in (name, *name.parents) for name in inputs):
             raise UserError(
@@ -136,38 +121,21 @@ def remove_unfinished(cfg: Config) -> None:
     for path in folder.glob(".checkpoint-*.tmp"):
         log.warning("removed %s: the run ended while it was writing this checkpoint", path)
         remove(path)
-    # The old version of a checkpoint that was being replaced. If the run was killed between the two
-    # renames, the old one is the only one left.
-    for old in folder.glob(".checkpoint-*.old"):
-        final = folder / old.name[1 : -len(".old")]
-        remove(old) if final.exists() else old.rename(final)
 
 
-def origin(cfg: Config, world: World, prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Return hashes of the run's inputs: the prompts with all their columns, and each file of the
-    user's own code.
+def origin(world: World, prompts: Sequence[Prompt]) -> str:
+    """Return a hash of the prompts with all their columns, which a resumed run must have, too.
 
-    Example: {"prompts": "5f1c…", "my_rewards.py": "09ab…"}. Every rank must call. Raises UserError
-    if ranks read different prompts.
+    Every rank must call it. Raises UserError if ranks read different prompts.
     """
     known = hashlib.sha256()
     for p in prompts:
-        row = [p.id, p.token_ids, p.columns]
-        if p.images is not None:
-            row.append(p.images.settings)
-            row.append([hashlib.sha256(source).hexdigest() for source in p.images.sources])
-        with reading(f"--data: prompt {p.id}", "give plain values as columns", "cannot be hashed"):
-            known.update(json.dumps(row, sort_keys=True, default=str).encode())
-    out = {"prompts": known.hexdigest()}
-    if len(set(world.gather(out["prompts"]))) > 1:
+        # the text of `inputs` identifies them
+        row = [p.id, p.token_ids, p.columns, p.inputs]
+        known.update(json.dumps(row, sort_keys=True, default=str).encode())
+    found = known.hexdigest()
+    if len(set(world.gather(found))) > 1:
         raise UserError(
             "--data holds different prompts for different ranks: give all machines the same files."
         )
-    code = (*cfg.reward_funcs, cfg.rollout, *cfg.tools, cfg.environment_factory)
-    names = [plugin.split_arguments(spec)[0] for spec in code]
-    for where in {name.rpartition(":")[0] for name in names} - {""}:
-        module = None if where.endswith(".py") else importlib.util.find_spec(where)
-        path = Path(module.origin or "" if module else where)
-        if path.suffix == ".py" and path.is_file():
-            out[where] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return out
+    return found

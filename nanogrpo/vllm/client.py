@@ -5,7 +5,7 @@ whether the completion stopped, and the version of the weights that sampled each
 is sent per group (n = G), with up to `window` requests in progress on each server:
 
     waiting groups ──► any server with room ──► checked ──► samples, in the order of the prompts
-          ▲                     │ it dies, hangs, or answers 5xx
+          ▲                     │ it dies, hangs, or answers with an error
           └──── the group ◄─────┘ is requested again with the same seeds
 
 Three rules make a reply trustworthy. Every sampling field is sent, so no default of the server
@@ -14,7 +14,7 @@ returns unknown labels (because it was restarted, or another trainer uses it) co
 prefix cache is salted with the label, so keys computed with older weights are never reused.
 
 With several trainer processes, rank 0 talks to the servers and shares the results and errors. Read
-next: sync.py, sleeping.py, engine/ahead.py.
+next: sync.py, sleeping.py, extras/ahead.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,21 +38,24 @@ from nanogrpo.errors import UserError
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm import protocol
-from nanogrpo.vllm.auth import HEALTH, INFO
+from nanogrpo.vllm.auth import INFO
 from nanogrpo.vllm.buckets import device_facts
 from nanogrpo.vllm.protocol import GroupRequest
-from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar, retry
-from nanogrpo.vllm.sync import WeightSync
+from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar
+from nanogrpo.vllm.sync import WeightSync, on_thread
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT = 5.0  # seconds between health checks of a server
-FIRST = 30.0  # seconds to wait for a server that we have not used before
-ATTEMPTS = 3  # attempts at a request that fails with 5xx, before the server counts as lost
+PATIENCE = 600.0  # seconds to wait for a server that we cannot restart
+PAUSE = 2.0  # seconds between two attempts to use it again
+# Rounds of requests that no server fulfils. One retry is enough: restarting our own server takes a
+# minute, and the second one fails like the first.
+ATTEMPTS = 2
 
 
 class VLLMEngine:
-    """An engine (engine/base.Served) that samples from vLLM servers and sends them the weights."""
+    """An engine (extras/wrapper.py) that samples from vLLM servers and sends them the weights."""
 
     def __init__(
         self,
@@ -66,38 +71,33 @@ class VLLMEngine:
         window: int = 64,  # groups in progress on one server
         # seconds within which a healthy server answers a heartbeat and accepts the weights
         timeout: float = 60.0,
-        patience: float = 600.0,  # seconds to wait for a server that we cannot restart
         # Whether the servers sleep when they are not needed: see `wake`.
         sleeps: bool = False,
         world: World = ALONE,
     ):
         self.world = world.patient()
-        self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, patience
+        self.cfg, self.max_len, self.sidecar, self.patience = model.cfg, max_len, sidecar, PATIENCE
         self.window, self.timeout = window, timeout
         self.transport, self.sleeps = transport, sleeps
-        self.interval = min(HEARTBEAT, timeout / 4)
+        self.interval = HEARTBEAT
         self.version = -1  # version of the weights
-        self.dtype = ""  # the dtype of the servers
-        self.images = 0  # the number of pictures that they allow in a prompt
-        self.restarts = 0  # how many times all servers were lost and one was recovered
+        self.restarts = 0  # how often all servers were lost and one came back
         self.problem: Exception | None = None  # why the last server was lost
         self.over = threading.Event()  # set by `close`
         # locked while weights are gathered or sent, by the loop or by a recovery in another thread
         self.lock = threading.RLock()
         self.servers: list[Server] = []  # on rank 0
-        try:
-            dtype = self.world.once(lambda: self._start(servers, secret))
-        except BaseException:
-            self.over.set()  # `close` will not be called, so end the threads here
-            raise
+        dtype = self.world.once(lambda: self._start(servers, secret))
         self.sync = WeightSync(model, dtype, world.device, timeout=timeout, main=world.main)
+        for server in self.servers:
+            self._watch(server)
         if sleeps:
             self.sleep()
 
     # --- the engine's interface ---
 
     def load(self, model: nn.Module, version: int) -> None:
-        """Gather the model's weights and send them to every server. Every rank must call.
+        """Gather the model's weights and send them to every server. Every rank must call it.
 
         Raises ServerLost if no server accepts them. In sleep mode, `wake` sends them.
         """
@@ -111,7 +111,7 @@ class VLLMEngine:
                 self.world.once(self._send_to_all)
 
     def wake(self) -> None:
-        """In sleep mode: wake the servers, and send them the weights. Every rank must call.
+        """In sleep mode: wake the servers, and send them the weights. Every rank must call it.
 
         Raises ServerLost if no server accepts them.
         """
@@ -121,7 +121,7 @@ class VLLMEngine:
             self.world.once(self._send_to_all)
 
     def sleep(self) -> None:
-        """In sleep mode: free the memory of the servers. Every rank must call."""
+        """In sleep mode: free the memory of the servers. Every rank must call it."""
         with self.lock:
             self.world.once(self._put_to_sleep)
 
@@ -132,7 +132,7 @@ class VLLMEngine:
         params: SamplingParams,
         step: int,
     ) -> list[Sample]:
-        """Return n completions of each of this rank's prompts, in order. Every rank must call.
+        """Return n completions of each of this rank's prompts, in order. Every rank must call it.
 
         Raises UserError, ServerLost or FloatingPointError, on every rank.
         """
@@ -143,19 +143,17 @@ class VLLMEngine:
         return {"vllm/restarts": self.restarts}
 
     def close(self) -> None:
-        """Release the servers, and end the one that we started.
+        """Disconnect from the servers, and end the one that we started.
 
         Requests that other threads have in progress raise ServerLost.
         """
         self.over.set()
-        # Lost servers are released, too: if one answers again, another trainer can use it at once.
-        # Our own is ended below, and may hang.
-        taken = [s for s in self.servers if s.taken and (s.alive or s.sidecar is None)]
+        connected = [s for s in self.servers if s.alive and s.sidecar is None]
         for server in self.servers:
             server.alive = False
             server.abort()
-        self.sync.close(taken)
-        if self.world.main and self.sidecar is not None:
+        self.sync.close(connected)
+        if self.sidecar:
             self.sidecar.stop()
 
     def request(
@@ -167,23 +165,15 @@ class VLLMEngine:
     ) -> list[Sample]:
         """Sample for the prompts of all ranks, on rank 0 alone.
 
-        A thread may call this while the loop trains (engine/ahead.py).
+        A thread may call this while the loop trains (extras/ahead.py).
         """
-        for p in prompts:
-            if p.images and (count := len(p.images.sources)) > self.images:
-                raise UserError(
-                    f"Prompt {p.id} has {count} pictures, but the vLLM server allows "
-                    f"{self.images}; start it with --limit-mm-per-prompt.image {count}."
-                )
         groups = [GroupRequest(p, n, protocol.body(p, n, params, step)) for p in prompts]
         idle = 0  # consecutive rounds without a finished group, although a server was alive
-        # Restarting our own server takes a minute, and the second one fails like the first.
-        most = ATTEMPTS if self.sidecar is None else 2
         while waiting := [g for g in groups if g.samples is None]:
             self._recover()
             self._run(waiting)
             idle = idle + 1 if all(g.samples is None for g in waiting) else 0
-            if idle == most:
+            if idle == ATTEMPTS:
                 raise ServerLost(
                     f"No vLLM server returns completions ({self.problem}); the run stops; continue "
                     "with --resume."
@@ -195,7 +185,7 @@ class VLLMEngine:
     ) -> list[Sample]:
         """Return this rank's part of the samples that `requested` returns on rank 0.
 
-        Every rank must call, with its own prompts. An error on rank 0 is raised on every rank.
+        Every rank must call it, with its own prompts. An error on rank 0 is raised on every rank.
         """
         first = n * sum(self.world.gather(len(prompts))[: self.world.rank])
         mine = self.world.once(requested)[first : first + n * len(prompts)]
@@ -210,237 +200,152 @@ class VLLMEngine:
         alive. Raise every error that was not caused by a server.
         """
         waiting = deque(groups)
-        errors: list[Exception] = []
 
         def work(server: Server) -> None:
-            while server.alive and not errors:
+            while server.alive:
                 try:
                     group = waiting.popleft()
                 except IndexError:
                     return
                 try:
                     group.samples = self._request(server, group)
-                except (ServerError, UserError) as e:  # UserError: restarted with different options
+                except ServerError as e:
                     waiting.append(group)
-                    if not errors:  # otherwise we ended the request ourselves
-                        self._lose(server, e)
-                except Exception as e:  # raised below, in the caller's thread
-                    errors.append(e)
+                    self._lose(server, e)
 
-        threads = [
-            threading.Thread(target=work, args=(server,), daemon=True)
-            for server in self.servers
-            for _ in range(min(self.window, len(groups)) if server.alive else 0)
-        ]
-        for t in threads:
-            t.start()
-        for t in threads:
-            while t.is_alive():
-                t.join(0.05 if errors else 0.25)
-                for server in self.servers if errors else ():
-                    server.abort()
-        if errors:
-            raise errors[0]
+        alive = [server for server in self.servers if server.alive]
+        each(work, alive * min(self.window, len(groups)))
 
     def _request(self, server: Server, group: GroupRequest) -> list[Sample]:
-        attempt = 1
-        while True:
-            # While `load` runs in another thread, the server may still have older weights.
-            oldest = server.version
-            try:
-                label = self.sync.label(oldest)
-                body = group.body | protocol.pictures(group.prompt, label)
-                reply = server.generate(body | {"cache_salt": label})
-                known = {self.sync.label(v): v for v in range(oldest, self.version + 1)}
-                return protocol.read(reply, group, known, str(server), self.cfg.vocab_size)
-            except ServerError as e:
-                if attempt == ATTEMPTS or e.status < 500 or not server.alive:
-                    raise
-                log.warning("%s; retrying", e)
-                time.sleep(0.1 * 2**attempt)
-                attempt += 1
+        # While `load` runs in another thread, the server may still have older weights.
+        oldest = server.version
+        label = self.sync.label(oldest)
+        body = group.body | protocol.pictures(group.prompt, label)
+        reply = server.generate(body | {"cache_salt": label})
+        known = {self.sync.label(v): v for v in range(oldest, self.version + 1)}
+        return protocol.read(reply, group, known, server.url)
 
     # --- sending weights, on rank 0 ---
 
     def _send_to_all(self) -> None:
+        """Send the weights to all servers. Raise ServerLost if no server accepts them in time."""
+        self._send_to_those_that_answer()
+        self._recover()
+
+    def _send_to_those_that_answer(self) -> None:
         """Send the weights to all servers at the same time, except lost ones that do not answer
         heartbeats.
         """
-        problems: dict[Server, Exception] = {}
-
-        def send(server: Server) -> None:
-            try:
-                if server.error is not None and not server.alive:
-                    raise server.error
-                self._send(server)
-            except ServerError as e:
-                self._lose(server, e)
-            except Exception as e:  # raised below, in the caller's thread
-                problems[server] = e
-
-        threads = [
-            threading.Thread(target=send, args=(server,), daemon=True) for server in self.servers
-        ]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        found = [problems[server] for server in self.servers if server in problems]
-        for problem in found[1:]:
-            log.warning("%s", problem)
-        if found:
-            raise found[0]
-        self._recover()
-
-    def _put_to_sleep(self) -> None:
-        for server in self.servers:
-            if server.error is None:  # lost ones do not answer
-                server.asleep = True
-                try:
-                    self.sync.sleep(server)
-                except ServerError as e:
-                    self._lose(server, e)
+        answering = [server for server in self.servers if server.alive or server.answers]
+        each(self._send, answering or self.servers)
 
     def _send(self, server: Server) -> None:
         """Connect to a server, unless it is already alive, and send it the weights. Afterwards the
-        server counts as alive.
+        server counts as alive, or as lost.
         """
         try:
             if not server.alive:
-                self.sync.connect(server, *self._greet(server))
+                info = self._greet(server)
+                self.sync.connect(server, info["transport"], info["workers"])
             self.sync.send(server, self.version, wake=self.sleeps)
-        except UserError as e:
-            if server.version < 0:
-                raise
-            # A server at this address has accepted our weights before, so the one that refuses them
-            # now may be a different server that uses the address temporarily.
-            raise ServerError(str(e)) from e
-        server.alive, server.version = not self.over.is_set(), self.version
-        server.asleep, server.error, server.reported = False, None, False
+        except (ServerError, UserError) as e:
+            # UserError: it is another server now, which may use the address temporarily
+            self._lose(server, e)
+            return
+        server.alive, server.version, server.problem = True, self.version, None
 
-    def _greet(self, server: Server) -> tuple[str, int]:
-        """Check that the server can serve this trainer. Return how weights reach it, and its number
-        of workers.
+    def _put_to_sleep(self) -> None:
+        for server in self.servers:
+            try:
+                self.sync.sleep(server)
+            except ServerError as e:
+                self._lose(server, e)
+
+    def _greet(self, server: Server) -> dict:
+        """Check that the server can serve this trainer. Return its description, with the transport
+        by which weights reach it.
         """
-        info = server.get(INFO, timeout=min(self.timeout, 10.0))
-        server.get(HEALTH, timeout=min(self.timeout, 10.0))  # INFO need not reach the engine
-        protocol.check_server(str(server), info, self.cfg, self.max_len, self.dtype)
-        self.dtype, self.images = info["dtype"], info["images"]
-        ours = device_facts(self.world.device)
-        return protocol.transport(self.transport, str(server), info, ours), info["workers"]
+        info, ours = server.get(INFO), device_facts(self.world.device)
+        protocol.check_server(server.url, info, self.cfg, self.max_len)
+        return info | {"transport": protocol.transport(self.transport, server.url, info, ours)}
 
     # --- losing and recovering servers, on rank 0 ---
 
     def _start(self, urls: Sequence[str], secret: str) -> str:
-        """Find the servers. Return their dtype."""
-        self.servers = [Server(url, secret, self.timeout, self.over) for url in urls]
-        if len({s.url for s in self.servers}) < len(self.servers):
-            raise UserError(
-                "--server names an address twice; name each server once, because it takes weights "
-                "over one connection."
-            )
-        if self.sidecar is not None:
-            self.servers = [self.sidecar.start(self.timeout)]
-        for server in self.servers:
-            call = functools.partial(self._greet, server)
-            if problem := retry(min(self.patience, FIRST), call, self.over):
-                if self.sidecar is not None:
-                    raise UserError(f"{problem}; see {self.sidecar.output}.")
-                advice = "; start serve.py there first, or leave the option out to have it started"
-                # the message of status 409 already contains advice
-                raise UserError(f"--server: {problem}{'' if problem.status == 409 else advice}.")
-            self._watch(server)
-        return self.dtype
+        """Find the servers, or start our own one. Return their dtype."""
+        self.servers = [Server(url, secret, self.timeout) for url in urls]
+        if self.sidecar:
+            self.servers = [self.sidecar.start(self.timeout, self.over)]
+        try:
+            dtypes = {self._greet(server)["dtype"] for server in self.servers}
+        except ServerError as e:
+            raise UserError(f"--server: {e}; start serve.py there first.") from e
+        if len(dtypes) > 1:
+            raise UserError(f"--server: some run in {dtypes}; start all with the same --dtype.")
+        return dtypes.pop()
 
     def _watch(self, server: Server) -> None:
         """Start a thread that checks regularly whether the server's engine answers.
 
         The engine must answer, not only its HTTP front end. This detects a suspended server
-        although its connections stay open. It also detects a paused server, which would never
-        finish a request; a server stays paused if another trainer died while it was sending
-        weights.
+        although its connections stay open.
         """
-
-        def is_paused() -> bool:
-            return protocol.is_paused(server.get("/is_paused"), str(server))
-
-        def heartbeat() -> None:
-            known = server.error  # a later loss is newer than this answer
-            try:
-                if is_paused() and server.alive:
-                    with self.lock:  # unless one of our own syncs has paused it
-                        if server.alive and not server.asleep and is_paused():
-                            raise ServerError(f"{server} is paused, but not by this trainer")
-                with server.lock:
-                    if server.error is known:
-                        server.error = None  # weights may be sent to it again
-            except (ServerError, UserError) as e:
-                if server.alive:
-                    self._lose(server, e)
-                server.error = ServerError(str(e))
 
         def loop() -> None:
             while not self.over.wait(self.interval) and server in self.servers:
-                heartbeat()
+                try:
+                    server.get("/is_paused")
+                    server.answers = True
+                except ServerError as e:
+                    server.answers = False
+                    if server.alive:
+                        self._lose(server, e)
 
-        threading.Thread(target=loop, daemon=True).start()
+        on_thread(loop)
 
     def _lose(self, server: Server, error: Exception) -> None:
-        """Stop using a server and end its requests. Log the reason once."""
+        """Stop using a server and end its requests. Log the first reason."""
         with server.lock:
-            first, server.reported = not server.reported, True
-            alive, server.alive, server.error = server.alive, False, ServerError(str(error))
+            server.alive, first, server.problem = False, server.problem is None, error
         if first and not self.over.is_set():
-            what = "lost a server" if alive else "continuing without this server"
-            log.warning("%s: %s", what, error)
-            self.problem = error
+            log.warning("lost a server: %s", error)
+        self.problem = error
         server.abort()
 
     def _recover(self) -> None:
         """Wait until at least one server is alive. Raise ServerLost if that takes too long."""
         with self.lock:
-            if self.over.is_set():
-                raise ServerLost("the run has ended")
             if any(server.alive for server in self.servers):
                 return
             self.restarts += 1
-            if self.sidecar is None:
-                # A server that was never usable will not become so if we wait long.
-                known = any(server.version >= 0 for server in self.servers)
-                seconds = self.patience if known else min(self.patience, FIRST)
-                problem: Exception | None = retry(seconds, self._send_to_any, self.over)
-            else:
-                problem = self._restart(self.sidecar)
-            if problem is not None:
-                raise ServerLost(
-                    f"No vLLM server is left ({problem}); the run stops; start the server and "
-                    "continue with --resume."
-                )
+            deadline = time.monotonic() + self.patience
+            # Our own server may only have lost a connection, so try once without restarting it.
+            self._send_to_those_that_answer()
+            while not any(server.alive for server in self.servers):
+                if self.over.is_set() or asked.is_set() or time.monotonic() > deadline:
+                    raise ServerLost(
+                        f"No vLLM server is left ({self.problem}); the run stops; start the server "
+                        "and continue with --resume."
+                    )
+                log.warning("%s; trying again", self.problem)
+                if self.sidecar is None:
+                    self.over.wait(PAUSE)
+                else:
+                    deadline = 0.0  # a second restart would fail like the first
+                    try:
+                        self.servers = [self.sidecar.start(self.timeout, self.over)]
+                    except UserError as e:
+                        self.problem = e
+                        continue
+                    self._watch(self.servers[0])
+                self._send_to_those_that_answer()
 
-    def _restart(self, sidecar: Sidecar) -> Exception | None:
-        """Reconnect to our own server, or restart it. Return the last error, or None."""
-        # It may only have lost a connection, so try once without restarting it.
-        problem: Exception | None = retry(0.0, self._send_to_any, self.over)
-        for _ in range(ATTEMPTS):
-            if problem is None or self.over.is_set() or asked.is_set():
-                break
-            log.warning("%s; restarting the sidecar", problem)
-            try:
-                self.servers = [sidecar.start(self.timeout)]
-            except UserError as e:  # the memory of the old process may not be free yet
-                problem = e
-            else:
-                self._watch(self.servers[0])
-                problem = retry(self.timeout, self._send_to_any, self.over)
-        return problem
 
-    def _send_to_any(self) -> None:
-        """Send the weights to the first server that accepts them. If none does, raise the last
-        error.
-        """
-        for i, server in enumerate(self.servers):
-            try:
-                return self._send(server)
-            except ServerError:
-                if i + 1 == len(self.servers):
-                    raise
+def each(work: Callable[[Any], None], items: Iterable) -> None:
+    """Call `work` with each item, all at the same time. Raise the first error once all have
+    ended.
+    """
+    done = [on_thread(functools.partial(work, item)) for item in items]
+    wait(done)
+    for future in done:
+        future.result()

@@ -7,14 +7,15 @@
 A server that sleeps (vLLM's level 2) has neither weights nor a KV cache. So the weights are sent
 each time it wakes, even if they have not changed, as after an evaluation. One turn covers one call
 of `sample`, in which tools may be called. Read before: client.py. Read next: sync.py (the order of
-the requests), run/memory.py (the memory of each turn).
+the requests), extras/memory.py (the memory of each turn).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanogrpo.engine.base import Engine, SamplingParams, Wrapper
+from nanogrpo.engine.base import Engine, SamplingParams
+from nanogrpo.extras.wrapper import Wrapper
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
 

@@ -21,9 +21,7 @@ Read next: worker.py (the other end), client.py (the caller).
 from __future__ import annotations
 
 import contextlib
-import functools
 import secrets
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,24 +30,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanogrpo.errors import UserError
-from nanogrpo.model import lora
-from nanogrpo.vllm.auth import CONNECT, loopback
+from nanogrpo.model import weights
+from nanogrpo.vllm.auth import CONNECT, DISCONNECT
 from nanogrpo.vllm.buckets import (
     BUCKET_BYTES,
-    DTYPES,
-    ENCODER,
     BroadcastGroup,
     InitInfo,
     Layout,
     SharedBuckets,
     checksum,
-    listen,
-    sequence_of,
 )
+from nanogrpo.vllm.process import listen
 from nanogrpo.vllm.server import Server, ServerError
-
-TORN = "torn"  # the label while weights are being replaced; it stays if that fails midway
 
 
 class WeightSync:
@@ -64,15 +56,10 @@ class WeightSync:
         timeout: float = 60.0,  # seconds for each request, and for each broadcast
         main: bool = True,  # whether this is rank 0, which has the buckets
     ):
-        entries = [(n, dtype, list(p.shape)) for n, p in lora.base_parameters(model)]
+        entries = [(n, dtype, list(p.shape)) for n, p in weights.parameters(model)]
         self.layout = Layout(entries, bucket_bytes)
-        # The first buckets are sent only once if they contain a frozen encoder, and nothing else.
-        frozen = not any(p.requires_grad for n, p in model.named_parameters() if ENCODER in n)
-        self.once = self.layout.encoder if frozen else 0
         self.device, self.timeout = device, timeout
-        self.dtype = DTYPES[dtype]
-        self.sequence = 0  # the number of the last update; 0 before the first gather
-        self.checksums: list[int] = []  # of the buckets, which each worker compares with its own
+        self.checksums: list[int] = []  # of the buckets; each worker compares them with its own
         # distinguishes this trainer's labels and cached prefixes from those of other runs
         self.run = secrets.token_hex(6)
         self.shared = SharedBuckets(self.layout.sizes if main else [], device)
@@ -86,13 +73,10 @@ class WeightSync:
 
     @torch.no_grad()
     def gather(self, model: nn.Module) -> None:
-        """Fill rank 0's buckets with the model's current weights. Every rank must call."""
-        for name, full in lora.full_parameters(model, computed=True):
+        """Fill rank 0's buckets with the model's current weights. Every rank must call it."""
+        for name, full in weights.full_parameters(model, computed=True):
             if self.buckets:
                 self.slots[name].copy_(full)
-        self.sequence += 1
-        if self.buckets:
-            sequence_of(self.buckets[0]).fill_(self.sequence)
         if self.device.type == "cuda":
             # another process or another communicator reads the buckets next
             torch.cuda.synchronize(self.device)
@@ -101,7 +85,6 @@ class WeightSync:
     def connect(self, server: Server, transport: str, workers: int) -> None:
         """Tell a server the layout and transport of the buckets. workers: their number on it."""
         self.disconnect(server)
-        server.complete, server.taken = False, True
         info: dict[str, Any] = {
             "transport": transport,
             "layout": self.layout.entries,
@@ -111,15 +94,14 @@ class WeightSync:
         if transport == "memory":
             server.post(CONNECT, {"init_info": info | {"handles": self.shared.handles()}})
             return
-        address = own_address(server)
-        sock = listen(address)
-        info |= {"address": address, "port": sock.getsockname()[1]}
+        # by default, torch's store would listen on every network interface of the machine
+        sock = listen(server.reached_from)
+        info |= {"address": server.reached_from, "port": sock.getsockname()[1]}
         info |= {"group": secrets.token_hex(8), "size": 1 + workers}
-        # the worker makes the same check
         join = InitInfo(**info)
-        joining = _on_thread(lambda: BroadcastGroup(join, 0, self.device, sock))
-        server.post(CONNECT, {"init_info": info}, timeout=self.timeout + 10)
-        server.group = _result(joining, server, self.timeout)
+        joining = on_thread(lambda: BroadcastGroup(join, 0, self.device, sock))
+        server.post(CONNECT, {"init_info": info})
+        server.group = _result(joining, server)
 
     def disconnect(self, server: Server) -> None:
         group, server.group = server.group, None
@@ -140,85 +122,53 @@ class WeightSync:
             server.post("/wake_up?tags=weights")
         server.post("/pause?mode=keep&clear_cache=false")
         try:
-            server.post("/update_weight_version", {"new_version": TORN})
-            try:
-                server.post("/start_weight_update")
-            except ServerError:  # an earlier trainer died between start and finish
-                server.post("/finish_weight_update")
-                server.post("/start_weight_update")
-            sending = None
-            # a server that sleeps discards all weights
-            first = self.once if server.complete and not wake else 0
-            if group is not None:
-                group.announce(self.sequence)
-                sending = _on_thread(lambda: group.send(self.buckets[first:]))
-            sent = {"sequence": self.sequence, "checksums": self.checksums[first:]}
-            server.post("/update_weights", {"update_info": sent}, timeout=self.timeout + 10)
+            server.post("/start_weight_update")
+        except ServerError:  # an earlier trainer died between start and finish
+            server.post("/finish_weight_update")
+            server.post("/start_weight_update")
+        sending = on_thread(lambda: group.send(self.buckets)) if group else None
+        try:
+            server.post("/update_weights", {"update_info": {"checksums": self.checksums}})
             if sending is not None:
-                _result(sending, server, self.timeout)
-            server.post("/finish_weight_update", {"weight_version": self.label(version)})
-            if wake:
-                server.post("/wake_up?tags=kv_cache")
+                _result(sending, server)
         except BaseException:
-            self.disconnect(server)
-            # A server that resumed without its KV cache would crash. It stays paused instead.
-            if not wake:
-                # Report the first error. If that was a hang, this request hangs too.
-                with contextlib.suppress(ServerError):
-                    server.post("/resume", timeout=min(self.timeout, 5.0))
+            self.disconnect(server)  # ends the broadcast
             raise
-        server.complete = True
+        server.post("/finish_weight_update", {"weight_version": self.label(version)})
+        if wake:
+            server.post("/wake_up?tags=kv_cache")
         server.post("/resume")
 
     def sleep(self, server: Server) -> None:
         """Free the memory of a server's weights and KV cache, until `send` wakes it."""
-        # level 2 discards the weights, so their label must not stay
-        server.post("/update_weight_version", {"new_version": TORN})
         server.post("/sleep?level=2&mode=abort")
 
     def close(self, servers: list[Server]) -> None:
-        """Disconnect from the servers and release them for other trainers."""
-
-        def release(server: Server) -> None:
-            # the server may be gone, or another one may have its address
-            with contextlib.suppress(ServerError, UserError):
-                server.release()
-
+        """Disconnect from the servers, so that they release our memory."""
         for server in servers:
             self.disconnect(server)
-        for released in [_on_thread(functools.partial(release, server)) for server in servers]:
-            released.result()
+            # the server may be gone, or another one may have its address
+            with contextlib.suppress(ServerError):
+                server.post(DISCONNECT)
         self.shared.close()
 
 
-def _on_thread(call: Callable[[], Any]) -> Future:
+def on_thread(call: Callable[[], Any]) -> Future:
     """Start a call on a daemon thread, which cannot keep the process from ending."""
     future: Future = Future()
 
     def run() -> None:
         try:
             future.set_result(call())
-        except Exception as e:  # torch.distributed raises many kinds; `_result` reports them
+        except Exception as e:  # whoever waits for the result raises it
             future.set_exception(e)
 
     threading.Thread(target=run, daemon=True).start()
     return future
 
 
-def _result(future: Future, server: Server, timeout: float) -> Any:
+def _result(future: Future, server: Server) -> Any:
     try:
-        return future.result(timeout)
-    except Exception as e:  # raised by the call, or a timeout, which has no message
-        reason = str(e) or f"it did not end within {timeout:g} s"
-        raise ServerError(f"the broadcast to {server} failed: {reason}") from e
-
-
-def own_address(server: Server) -> str:
-    """Return the address of this machine that the server can reach."""
-    if loopback(server.host):
-        return "127.0.0.1"
-    try:
-        with socket.create_connection((server.host, server.port), timeout=server.timeout) as sock:
-            return sock.getsockname()[0]
-    except OSError as e:
-        raise ServerError(f"{server} cannot be reached ({e})") from e
+        return future.result()  # which has a timeout of its own
+    except Exception as e:  # torch.distributed raises many kinds
+        raise ServerError(f"the broadcast to {server} failed: {e}") from e

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,17 +31,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.utils.nccl import unpinned_nccl_env
 
-from nanogrpo.distributed.parent import on_end
-from nanogrpo.vllm.buckets import (
-    BroadcastGroup,
-    InitInfo,
-    attach,
-    checksum,
-    device_facts,
-    sequence_of,
-)
-
-NAME = "nanogrpo"  # the engine's name in --weight-transfer-config
+from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, attach, checksum, device_facts
+from nanogrpo.vllm.process import on_end
 
 
 class Transfer(WeightTransferEngine):
@@ -74,55 +64,34 @@ class Transfer(WeightTransferEngine):
         """
 
     def update_weights(self, update_info: dict) -> None:
-        """update_info: {"sequence": n, "checksums": [of each bucket]}. n is the number in the
-        trainer's store, or in bucket 0. If the buckets of the encoder are left out, it keeps its
-        weights.
-        """
-        info = update_info if isinstance(update_info, dict) else {}
-        sequence, checksums = info.get("sequence"), info.get("checksums")
-        if type(sequence) is not int or not isinstance(checksums, list) or len(info) != 2:
-            raise ValueError('update_info must be {"sequence": number, "checksums": numbers}')
-        self.receive_weights(info)
-
-    def receive_weights(self, update: dict) -> None:
-        sequence, checksums = update["sequence"], update["checksums"]
+        """update_info: {"checksums": [of each bucket]}."""
         if self.info is None:
             raise RuntimeError("no trainer is connected: call /init_weight_transfer_engine first")
-        sizes = self.info.plan.sizes
-        first = len(sizes) - len(checksums)
-        if first not in (0, self.info.plan.encoder):
-            raise ValueError(f"there are {len(checksums)} checksums for {len(sizes)} buckets")
-        if self.mapped is not None:
-            announced = int(sequence_of(self.mapped[0])) == sequence
-        else:
-            announced = self.group.announced(sequence)
-        if not announced:
-            raise RuntimeError(f"the trainer has not announced update {sequence}")
         loaded: set[str] = set()
-        part = "language_model" if first else ""
-        module = self.model.get_submodule(part)
-        initialize_layerwise_reload(module)
+        initialize_layerwise_reload(self.model)
         try:
-            for i, expected in enumerate(checksums, first):
+            for i, expected in enumerate(update_info["checksums"]):
                 if self.mapped is not None:
                     bucket = self.mapped[i]
                 else:
                     # Allocate a new buffer each time, because vLLM keeps a layer's tensors until
                     # the layer is complete.
-                    bucket = torch.empty(sizes[i], dtype=torch.uint8, device=self.device)
+                    size = self.info.plan.sizes[i]
+                    bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
                     self.group.broadcast(bucket)
                 if checksum(bucket) != expected:
                     raise RuntimeError(f"bucket {i} arrived with other bytes than the trainer sent")
                 loaded |= self.model.load_weights(self.info.plan.views(bucket, i))
         finally:  # after a failed broadcast, this restores the weights that did not arrive
-            finalize_layerwise_reload(module, self.model_config)
+            finalize_layerwise_reload(self.model, self.model_config)
             self._repack_tied_head()
-        expected = {n for n, _ in self.model.named_parameters() if n.startswith(part)}
-        if missing := sorted(expected - loaded):
+        if missing := sorted({name for name, _ in self.model.named_parameters()} - loaded):
             raise RuntimeError(f"{len(missing)} parameters did not arrive, such as {missing[0]}")
         if torch.device(self.device).type == "cuda":
             # the trainer may overwrite shared buckets as soon as this returns
             torch.cuda.synchronize(self.device)
+
+    receive_weights = update_weights  # vLLM calls the other one, but requires both
 
     def _repack_tied_head(self) -> None:
         """Refresh the packed copy of the head that vLLM uses on a CPU.
@@ -155,26 +124,19 @@ class Extension:
 
 
 def end_with(server: int) -> None:
-    """Kill this worker and the engine process above it when process `server` ends.
+    """Kill this worker when process `server` ends, and the engine process that started it.
 
     vLLM 0.32.0 leaves both running, with all their memory, when its HTTP server is killed.
     """
-    chain = [os.getpid()]
-    while True:
-        parent = int(Path(f"/proc/{chain[-1]}/stat").read_text().rsplit(")", 1)[1].split()[1])
-        if parent == server:
-            break
-        if parent <= 1:
-            raise RuntimeError(f"worker {os.getpid()} is not a descendant of server {server}")
-        chain.append(parent)
+    parent = os.getppid()
 
     def kill() -> None:
-        for pid in reversed(chain):  # the engine first, this process last
-            os.kill(pid, signal.SIGKILL)
+        if parent != server:
+            os.kill(parent, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     on_end(server, kill)
 
 
 end_with(int(os.environ["NANOGRPO_SERVER"]))  # set by serve.py
-if NAME not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(NAME, Transfer)
+WeightTransferEngineFactory.register_engine("nanogrpo", Transfer)  # --weight-transfer-config

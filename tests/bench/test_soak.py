@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from bench import soak, tables
-from bench.soak_faults import FAULTS, MODES, REAL, STEPS
+from bench.soak_faults import MODES, STEPS
 from tests.conftest import write_base
 from tests.vllm.fake import wait_until
 
@@ -22,22 +22,6 @@ def test_runs_with_a_fault_keep_every_promise(tmp_path):
     assert sum(kind["runs"] for kind in record["kinds"].values()) == 2
     lines = tables.lines_of("soak", [record])
     assert {len(line) for line in lines} == {len(tables.BENCHES["soak"].columns)}
-
-
-@pytest.mark.parametrize("modes", [MODES, REAL])
-def test_every_fault_comes_once_before_any_comes_twice(modes):
-    fitting = {name for name, fault in FAULTS.items() if any(map(fault.fits, modes.values()))}
-    plans = soak.plan(2 * len(fitting), 7, modes)
-    for part in (plans[: len(fitting)], plans[len(fitting) :]):
-        assert {fault for _, fault, _ in part} == fitting
-        assert all(FAULTS[fault].fits(modes[mode]) for mode, fault, _ in part)
-    assert [p[:2] for p in soak.plan(2 * len(fitting), 7, modes)] == [p[:2] for p in plans]
-
-
-def test_every_mode_and_every_fault_is_used():
-    plans = [*soak.plan(200, 0), *soak.plan(10, 0, REAL)]
-    assert {mode for mode, *_ in plans} == {*MODES, *REAL}
-    assert {fault for _, fault, _ in plans} == {*FAULTS}
 
 
 @pytest.fixture

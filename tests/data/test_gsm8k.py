@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import train
-from nanogrpo.cli import parse
+from nanogrpo.extras.commandline import parse
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.rewards.builtin import accuracy_reward

@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
-from nanogrpo.data import hub, sources
+from nanogrpo import Config
+from nanogrpo.data import sources
 from nanogrpo.errors import UserError
+from nanogrpo.extras.data.sources import Sources, uses_hub
 from tests.data.hub_cache import fill_cache, write_repository
 
 datasets = pytest.importorskip("datasets")
@@ -22,29 +24,26 @@ def repository(tmp_path, monkeypatch):
     return write_repository(tmp_path / "gsm8k", {"main": ROWS, "other": ROWS[:2]})
 
 
-def records(source, *args, **options):
-    return [record for _, record in sources.read(str(source), *args, **options)]
+def records(source, config="", split="train", test="test"):
+    cfg = Config(data=(str(source),), dataset_config=config, dataset_test_split=test)
+    return [record for _, record in sources.read(str(source), split, [Sources(cfg)])]
 
 
 def test_a_folder_in_the_layout_of_the_hub_is_read(repository):
-    assert sources.uses_hub(str(repository))
-    assert records(repository, config="main") == ROWS
-    assert records(repository, "test", config="main") == ROWS[:1]
-    assert records(repository, config="other") == ROWS[:2]
-    assert sources.read(str(repository), config="main")[4][0] == f"{repository}, row 5"
-    assert [sources.holds_out(str(repository), s, "main") for s in ("test", "dev")] == [True, False]
+    assert records(repository, "main") == ROWS
+    assert records(repository, "main", "eval") == ROWS[:1]
+    assert records(repository, "other", "held out") == ROWS[:1]
+    assert records(repository, "main", "held out", "dev") == []
 
 
 def test_a_data_set_is_read_by_its_hub_id_from_the_cache(repository, tmp_path, monkeypatch):
     fill_cache(monkeypatch, repository, "main", tmp_path / "hub", "openai/gsm8k")
-    assert sources.uses_hub("openai/gsm8k")
-    assert records("openai/gsm8k", config="main") == ROWS
-    assert records("openai/gsm8k", "test") == ROWS[:1]  # only one configuration is in the cache
-    assert sources.holds_out("openai/gsm8k", "test", "main")
-    with pytest.raises(UserError, match=r"cannot be loaded \(ValueError: .* for config 'nope'"):
-        records("openai/gsm8k", config="nope")
+    assert records("openai/gsm8k", "main") == ROWS
+    assert records("openai/gsm8k", split="eval") == ROWS[:1]  # the cache has one configuration
+    with pytest.raises(UserError, match=r"cannot load it \(ValueError: .* for config 'nope'"):
+        records("openai/gsm8k", "nope")
     with pytest.raises(UserError, match=r"has no split 'dev' but 'train', 'test': name one with"):
-        records("openai/gsm8k", "dev", config="main")
+        records("openai/gsm8k", "main", "eval", "dev")
 
 
 def test_only_a_name_that_is_no_file_can_be_a_hub_id(tmp_path, monkeypatch):
@@ -63,7 +62,7 @@ def test_only_a_name_that_is_no_file_can_be_a_hub_id(tmp_path, monkeypatch):
         "arithmetic": False,
         "reasoning_gym:a/b": False,
     }
-    assert {name: sources.uses_hub(name) for name in names} == names
+    assert {name: uses_hub(name) for name in names} == names
 
 
 def test_mistakes_are_reported_in_one_sentence_and_at_once(repository, tmp_path):
@@ -71,14 +70,14 @@ def test_mistakes_are_reported_in_one_sentence_and_at_once(repository, tmp_path)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "train.jsonl").write_text('{"prompt": ')
     for source, config, message in [
-        (repository, "", r"has the configurations 'main', 'other': name one with --dataset-config"),
-        (repository, "nope", r"that datasets cannot load \(ValueError: .*Available: \['main', 'ot"),
-        (tmp_path / "empty", "", r"that datasets cannot load \(.*doesn't contain any data files"),
-        (tmp_path / "broken", "", "is a folder that datasets cannot load"),
-        ("no/such", "", r"no/such is no file or folder here, and the hub cannot be reached"),
+        (repository, "", r"Config name is missing.*\['main', 'other'\].*, or --dataset-config"),
+        (repository, "nope", r"datasets cannot load it \(ValueError: .*Available: \['main', 'ot"),
+        (tmp_path / "empty", "", r"datasets cannot load it \(.*doesn't contain any data files"),
+        (tmp_path / "broken", "", "is no file here, and datasets cannot load it"),
+        ("no/such", "", r"no/such is no file here, and datasets cannot load it \(Conn"),
     ]:
         with pytest.raises(UserError, match=message) as caught:
-            sources.read(str(source), config=config)
+            records(source, config)
         assert str(caught.value).startswith(f"--data {source} ")
         assert "\n" not in str(caught.value)
 
@@ -86,4 +85,4 @@ def test_mistakes_are_reported_in_one_sentence_and_at_once(repository, tmp_path)
 def test_without_the_package_the_message_says_what_to_install(repository, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"only be read .*: pip install 'nanogrpo\[data\]', or"):
-        hub.load("openai/gsm8k", "main")
+        records("openai/gsm8k", "main")

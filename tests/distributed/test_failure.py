@@ -1,39 +1,29 @@
-"""Ranks notice that another is gone when no collective does, and never falsely; signals before the
-first step.
+"""A run that ends early, on request or because a rank fails, never hangs and reports one error.
 
-The processes are real. Read before: test_signals.py (ends that a run's collectives notice).
+Read next: tests/test_bad_input.py (mistakes in one process).
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import dataclasses
-import datetime
 import os
 import re
 import signal
-import threading
 import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 import train
-from nanogrpo import timelimit
-from nanogrpo.config import Config
+from nanogrpo import Config
 from nanogrpo.distributed import failure
+from nanogrpo.distributed.failure import SIGNALS, stoppable
 from nanogrpo.distributed.world import join
-from nanogrpo.engine import tools
 from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
 from nanogrpo.rewards.runner import Runner
 from nanogrpo.run import state
 from tests.conftest import write_base
-from tests.ranks import DATA, PATIENCE, argv, insist, run, start, steps, until
-
-WATCHED = Config(device="cpu", heartbeat_timeout=3)
+from tests.ranks import DATA, PATIENCE, Ranks, argv, insist, running, start, steps, torchrun, until
 
 
 @pytest.fixture(scope="module")
@@ -41,189 +31,37 @@ def base(tmp_path_factory) -> Path:
     return write_base(tmp_path_factory.mktemp("base") / "tied", tie_word_embeddings=True)
 
 
-# --- on silence ---
+def reports(ranks: Ranks) -> list[str]:
+    return re.findall("^error: .*", "\n".join(ranks.errors()), re.MULTILINE)
 
 
-def waits(folder: Path, how: str) -> None:
-    """Wait where no failure is noticed: in the store, as in NCCL across machines, or asleep."""
-    # many processes start on two cores, so heartbeats may be late
-    with join(dataclasses.replace(WATCHED, heartbeat_timeout=6)) as world:
-        (folder / str(world.rank)).touch()
-        if how == "store":
-            dist.distributed_c10d._get_default_store().wait(
-                ["never"], datetime.timedelta(seconds=2 * PATIENCE)
-            )
-        time.sleep(2 * PATIENCE)
+# --- on request -----
 
 
-def test_the_others_notice_a_rank_that_is_killed_or_suspended(tmp_path):
-    """All cases run at once because they sleep. Rank 0 holds the store: if it is suspended, the
-    others cannot communicate and both report.
-    """
-    cases = {}
-    kill, stop = signal.SIGKILL, signal.SIGSTOP
-    for i, case in enumerate([("store", 0, kill), ("store", 2, stop), ("pause", 0, stop)]):
-        (tmp_path / str(i)).mkdir()
-        cases[case] = start(3, waits, tmp_path / str(i), case[0])
-    until(lambda: len(list(tmp_path.glob("*/*"))) == 3 * len(cases))
-    for (_, who, number), ranks in cases.items():
+def test_a_signal_to_any_rank_finishes_the_step_saves_and_ends_all_with_success(base, tmp_path):
+    done, saved = 1, []
+    for who, number in ((1, signal.SIGTERM), (0, signal.SIGINT)):  # the second one is resumed
+        ranks = start(2, train.main, argv(base, tmp_path, "--resume"))
+        until(running(tmp_path, beyond=done))
         os.kill(ranks.processes[who].pid, number)
-    for (_, who, _), ranks in cases.items():
-        others = [process for rank, process in enumerate(ranks.processes) if rank != who]
-        for process in others:
-            process.join(PATIENCE)
-        assert [process.exitcode for process in others] == [1, 1], ranks.errors()
-    for (_, who, _), ranks in cases.items():
-        ranks.processes[who].kill()
-        ranks.ends(PATIENCE)
-        reports = [
-            line
-            for text in ranks.errors()
-            for line in text.splitlines()
-            if line.startswith("error: ")
-        ]
-        assert len(reports) == 1 or (who == 0 and len(reports) == 2), reports
-        assert all(
-            "find out what ended it, then continue with --resume." in line for line in reports
-        )
-        assert all("Traceback" not in text for text in ranks.errors())
+        assert ranks.ends(PATIENCE) == [0, 0], ranks.errors()
+        assert ranks.results() == [0, 0]
+        saved.append(f"checkpoint-{(done := len(steps(tmp_path)))}")
+        assert steps(tmp_path) == list(range(done))
+        assert {p.name for p in tmp_path.iterdir()} == {".lock", "metrics.jsonl", *saved}
+        assert f"{number.name}: finishing and saving this step, then" in ranks.errors()[who]
 
 
-def busy(seconds: float) -> None:
-    """Hold Python's lock on rank 1 for so long, like a C function that does not release it."""
-    with join(WATCHED) as world:
-        if world.rank == 1:
-            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-        world.any()
-
-
-def test_a_rank_that_holds_pythons_lock_counts_as_lost_only_after_the_limit():
-    run(2, busy, 1.0)
-    ranks = start(2, busy, 2 * PATIENCE)
-    ranks.processes[0].join(PATIENCE)
-    ranks.processes[1].kill()
-    assert ranks.ends(PATIENCE)[0] == 1
-    assert (
-        "no heartbeat from rank 1 or the store for 3 s (--heartbeat-timeout)" in ranks.errors()[0]
-    )
-
-
-def waits_for_a_file(path: Path) -> None:
-    with join(WATCHED) as world:
-        path.with_name(str(world.rank)).touch()
-        until(path.exists)
-        world.any()
-
-
-def test_ranks_that_were_all_suspended_do_not_report_each_other(tmp_path):
-    """As on a laptop that slept: by the clock each missed many heartbeats, but none polled."""
-    ranks = start(2, waits_for_a_file, tmp_path / "go")
-    until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
-    for number, pause in ((signal.SIGSTOP, 5), (signal.SIGCONT, 1.2)):
-        for process in ranks.processes:
-            os.kill(process.pid, number)
-        time.sleep(pause)
-    (tmp_path / "go").touch()
-    assert ranks.ends(PATIENCE) == [0, 0], ranks.errors()
-
-
-def dawdles(seconds: float) -> None:
-    """End rank 1 long before rank 0."""
-    with join(WATCHED) as world:
-        if world.main:
-            time.sleep(seconds)
-
-
-def test_a_rank_that_is_done_waits_and_does_not_count_as_lost():
-    run(2, dawdles, 4.0)
-
-
-def stops_late() -> None:
-    """Keep rank 1's watch reading the store, which rank 0 holds, for two more seconds."""
-    stop = failure.Watch.stop
-    if os.environ["RANK"] == "1":
-        failure.Watch.stop = lambda watch: (time.sleep(2), stop(watch))
-    with join(WATCHED):
-        pass
-
-
-def test_the_store_outlives_every_watch():
-    run(2, stops_late)
-
-
-# --- where nothing can be raised ---
-
-
-def uses_a_tool(stuck: int) -> None:
-    """Call a tool that catches every exception on one rank; the other waits for the result."""
-    timelimit.TRIES, timelimit.PAUSE = 1, 0.02
-
-    def stubborn() -> None:
-        while True:
-            with contextlib.suppress(BaseException):
-                time.sleep(PATIENCE)
-
-    with join(WATCHED) as world:
-        patient = world.patient()
-        if world.rank == stuck:
-            tools.limited(stubborn, 0.02)
-        patient.gather(world.rank)
-
-
-@pytest.mark.parametrize("stuck", [0, 1])
-def test_a_tool_that_does_not_end_on_one_rank_ends_all_with_its_own_error(stuck):
-    ranks = start(2, uses_a_tool, stuck)
-    ends = ranks.ends()
-    assert (ends[stuck], ends[1 - stuck]) == (2, 1), ranks.errors()
-    (error,) = re.findall("^error: .*", "\n".join(ranks.errors()), re.MULTILINE)
-    assert error.startswith("error: --tool-timeout 0.02: a tool does not end (it is at test_fail")
-
-
-# --- a failure during a save ---
-
-
-def fails_while_it_saves(options: list[str], folder: Path) -> int:
-    """Run train.py; rank 1 fails while its part of checkpoint-1 takes until rank 0 has read of the
-    failure, or a minute.
-    """
-    write, score, finish = state.dcp.FileSystemWriter.write_data, Runner.score, failure.finish_saves
-    first = os.environ["RANK"] == "0"
-
-    def slow(*args):
-        if not first:
-            with contextlib.suppress(AssertionError):
-                until((folder / "reported-0").exists, PATIENCE / 2)
-                (folder / "reported-before-written").touch()
-        return write(*args)
-
-    def failing(*args) -> None:
-        if not first and checkpoint_begun.is_set():
-            raise UserError("no more of this.")
-        score(*args)
-
-    def report(rank_lost: bool = False) -> None:
-        (folder / f"reported-{os.environ['RANK']}").touch()
-        finish(rank_lost)
-
-    checkpoint_begun, save = threading.Event(), state.Saver.save
-    state.Saver.save = lambda *args: (save(*args), checkpoint_begun.set())
-    state.dcp.FileSystemWriter.write_data, Runner.score = slow, failing
-    failure.finish_saves = report
-    return train.main(options)
-
-
-def test_a_failing_rank_reports_before_it_waits_for_its_save(base, tmp_path):
-    (tmp_path / "run").mkdir()
-    ranks = start(
-        2, fails_while_it_saves, argv(base, tmp_path / "run", "--save-steps", "1"), tmp_path
-    )
-    assert ranks.ends(PATIENCE) == [1, 2], ranks.errors()
-    assert (tmp_path / "reported-before-written").exists()
-    # and all completed it
-    assert [p.name for p in checkpoint.checkpoints(tmp_path / "run")] == ["checkpoint-1"]
-
-
-# --- signals before the first step ---
+def test_two_signals_within_a_second_count_as_one_and_one_process_saves_too(base, tmp_path):
+    ranks = start(1, train.main, argv(base, tmp_path))
+    until(running(tmp_path))
+    # the stopped process receives both when it continues, within a second
+    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        os.kill(ranks.processes[0].pid, number)
+    assert ranks.ends() == [0], ranks.errors()
+    assert ranks.results() == [0]
+    assert "Traceback" not in ranks.errors()[0]
+    assert (tmp_path / f"checkpoint-{len(steps(tmp_path))}" / "state.json").exists()
 
 
 def slow_at(options: list[str], place: str, flag: Path, heeds: bool = True) -> int:
@@ -246,28 +84,141 @@ def slow_at(options: list[str], place: str, flag: Path, heeds: bool = True) -> i
 
 
 @pytest.mark.parametrize("place", ["setup", "evaluation"])
-def test_a_signal_before_the_first_step_ends_the_run_with_nothing_trained(base, tmp_path, place):
+def test_a_signal_before_the_first_step_ends_the_run_after_it(base, tmp_path, place):
     output, flag = tmp_path / "run", tmp_path / "flag"
-    ranks = start(
-        2,
-        slow_at,
-        argv(base, output, "--eval-steps", "1000", "--eval-data", str(DATA)),
-        place,
-        flag,
-    )
+    options = argv(base, output, "--eval-steps", "1000", "--eval-data", str(DATA))
+    ranks = start(2, slow_at, options, place, flag)
     until(flag.exists)
     os.kill(ranks.processes[1].pid, signal.SIGTERM)
     assert ranks.ends(PATIENCE) == [0, 0], ranks.errors()
-    assert ranks.results() == [0, 0]
-    assert (
-        "asked to stop before the first step: nothing was trained, and nothing is saved"
-        in ranks.errors()[0]
-    )
-    assert not checkpoint.checkpoints(output)
-    assert [step for step in steps(output) if step >= 0] == []
+    assert [p.name for p in checkpoint.checkpoints(output)] == ["checkpoint-1"]
+    assert [step for step in steps(output) if step >= 0] == [0]
 
 
-def test_a_second_signal_during_the_setup_ends_at_once(base, tmp_path):
+def test_a_second_signal_ends_at_once(base, tmp_path):
     ranks = start(1, slow_at, argv(base, tmp_path / "run"), "setup", tmp_path / "flag", False)
     until((tmp_path / "flag").exists)
     assert insist(ranks, signal.SIGTERM) == 128 + signal.SIGTERM
+
+
+def test_signal_handlers_are_restored():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with stoppable() as asked:
+        assert not asked.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.is_set()
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+# --- on failure -----
+
+
+def fails_in_the_third_step(options: list[str], who: int, how: str) -> int:
+    """Run train.py; rank `who` fails with a user's mistake or a bug, or is killed."""
+    score, calls = Runner.score, []
+
+    def failing(*args) -> None:
+        calls.append(1)
+        if len(calls) == 3 and int(os.environ["RANK"]) == who:
+            if how == "mistake":
+                raise UserError("the reward is missing: fix it.")
+            if how == "bug":
+                raise ZeroDivisionError("no such luck")
+            os.kill(os.getpid(), signal.SIGKILL)
+        score(*args)
+
+    Runner.score = failing
+    return train.main(options)
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("how", ["mistake", "bug", "killed"])
+def test_one_failing_rank_ends_the_others_and_only_one_reports(base, tmp_path, how, who):
+    options = argv(base, tmp_path, "--save-steps", "1", "--generation-batch-size", "12")
+    ranks = start(3, fails_in_the_third_step, options, who, how)
+    ends = ranks.ends(PATIENCE)
+    errors = "".join(ranks.errors())
+    (report,) = reports(ranks)
+    status = {"mistake": 2, "bug": 1, "killed": 1}[how]
+    assert [end for rank, end in enumerate(ends) if rank != who] == [status, status], errors
+    assert ends[who] == (-signal.SIGKILL if how == "killed" else status)
+    assert errors.count("Traceback") == (how == "bug")
+    if how == "mistake":
+        assert report == "error: the reward is missing: fix it."
+    elif how == "bug":
+        assert report == f"error: rank {who} failed: ZeroDivisionError: no such luck"
+    else:
+        assert re.fullmatch(
+            r"error: rank \d lost its connection to another process \(.+\): find out what ended it,"
+            r" then continue with --resume\.",
+            report,
+        )
+    assert (tmp_path / "checkpoint-1").exists()
+    if how != "killed":  # the save in progress was completed before any rank left
+        assert (tmp_path / "checkpoint-2" / "state.json").exists()
+
+
+def save_fails(options: list[str]) -> int:
+    """Run train.py; for rank 1 the disk is full when it writes the second checkpoint."""
+    write, calls = state.dcp.FileSystemWriter.write_data, []
+
+    def full(*args):
+        calls.append(1)
+        if len(calls) == 2 and os.environ["RANK"] == "1":
+            raise OSError(28, "No space left on device")
+        return write(*args)
+
+    state.dcp.FileSystemWriter.write_data = full
+    return train.main(options)
+
+
+def test_a_save_that_fails_on_one_rank_is_reported_once_and_ends_all(base, tmp_path):
+    ranks = start(2, save_fails, argv(base, tmp_path, "--save-steps", "2"))
+    assert ranks.ends(PATIENCE) == [2, 2], ranks.errors()
+    (report,) = reports(ranks)
+    assert re.fullmatch(
+        r"error: \S+checkpoint-4 could not be written \(No space left on device\): "
+        r"make room .* are intact\.",
+        report,
+    )
+    left = [p.name for p in sorted(tmp_path.iterdir())]
+    assert left == [".lock", "checkpoint-2", "metrics.jsonl"]
+    # reported at the end of a later step, not in the middle of one
+    assert len(steps(tmp_path)) >= 5
+
+
+def waits_for_the_other(seconds: int) -> None:
+    with join(Config(device="cpu", ddp_timeout=seconds)) as world:
+        if world.rank == 1:
+            time.sleep(3 * seconds)
+        world.gather(world.rank)
+
+
+def test_a_rank_that_hangs_is_lost_after_the_timeout():
+    ranks = start(2, waits_for_the_other, 2)
+    assert ranks.ends() == [1, 1]
+    (error,) = reports(ranks)
+    assert "lost its connection to another process (" in error
+    assert "find out what ended it, then continue with --resume." in error
+
+
+RUN = """
+import os, sys, train
+from nanogrpo.errors import UserError
+from nanogrpo.rewards.runner import Runner
+
+def work(*args):
+    if os.environ["RANK"] == sys.argv.pop():
+        raise UserError("no more of this.")
+
+Runner.score = work
+sys.exit(train.main(sys.argv[1:-1]))
+"""
+
+
+def test_torchrun_ends_all_ranks_when_one_fails_and_one_reports(base, tmp_path):
+    (tmp_path / "run.py").write_text(RUN)
+    with torchrun(str(tmp_path / "run.py"), *argv(base, tmp_path / "run"), "1") as process:
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode != 0
+    assert re.findall(r"^error: .*", errors, re.M) == ["error: no more of this."], errors

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import itertools
 import random
+import types
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanogrpo import Config
 from nanogrpo import step as experience
-from nanogrpo.config import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World
+from nanogrpo.extras.optim import Optim
+from nanogrpo.extras.sharding import shard
+from nanogrpo.feature import Feature
 from nanogrpo.grpo import loss as grpo
-from nanogrpo.grpo import packing
-from nanogrpo.model import checkpoint
+from nanogrpo.grpo import packing, schedule
+from nanogrpo.model import checkpoint, weights
+from nanogrpo.model.decoder import Decoder
 from nanogrpo.run import optim
 from nanogrpo.run import setup as parts
 from nanogrpo.types import Prompt, Sample
@@ -32,6 +39,20 @@ ALONE = World(0, 1, torch.device("cpu"))
 # second step.
 STOPPED = [{5}, set(), {5, 6, 9}]
 WITHOUT_ADVANTAGE = {(0, 0), (0, 1), (0, 2), (0, 3), (3, 1)}  # a group, and one more sample
+
+
+def load_sharded(
+    base: Path,
+    world: World,
+    cfg: Any,
+    model: Decoder | None = None,
+    features: Sequence[Feature] = (),
+) -> Decoder:
+    """Return the sharded model of a checkpoint, as a run loads it."""
+    model = model or checkpoint.empty_model(base)
+    shard(model, cfg)
+    inputs: Any = types.SimpleNamespace(cfg=cfg, world=world, source=base, features=features)
+    return parts.load_weights(model, inputs)
 
 
 def generation(step: int) -> list[Sample]:
@@ -75,21 +96,22 @@ def train_steps(
             **options,
         }
     )
-    model, *others = (
-        parts.load_sharded(checkpoint.empty_model(base), base, world, cfg)
-        for _ in range(2 if cfg.beta else 1)
-    )
+    model, *others = (load_sharded(base, world, cfg) for _ in range(2 if cfg.beta else 1))
     with torch.no_grad():
         for p in itertools.chain(*(reference.parameters() for reference in others)):
             p.mul_(1.2)
-    optimizer = optim.make_optimizer(model, cfg)
+    optimizer = optim.make_optimizer(model, cfg, [Optim(cfg)])  # its epsilon
     gradient = {}
     for step in range(3 if cfg.mask_truncated_completions else 2):
         samples = generation(step)
-        plan = packing.schedule(
-            packing.sizes(samples, cfg), cfg, step, world.size, model.cfg.pair_cost
+        plan = schedule.schedule(
+            [s.facts for s in samples],
+            cfg,
+            step,
+            world.size,
+            model.cfg.pair_cost,
         )
-        updates = [packing.pack(update, samples, cfg, world.rank) for update in plan]
+        updates = [list(packing.pack(update, samples, cfg, world.rank)) for update in plan]
         if cfg.mask_truncated_completions and world.size > 1:
             counts = [
                 sum(strip != [] for strips in update.strips for strip in strips) for update in plan
@@ -97,7 +119,7 @@ def train_steps(
             # some rank has nothing to do
             assert counts[0] < world.size or (step == 2 and world.size == 2)
         for batch in itertools.chain(*updates):
-            if not cfg.on_policy:
+            if cfg.updates_per_step > 1:
                 batch.old_logp = experience.logp(model, batch, cfg) + 0.3 * torch.sin(
                     7.0 * batch.targets + batch.sample
                 )
@@ -105,14 +127,14 @@ def train_steps(
                 batch.ref_logp = experience.logp(reference, batch, cfg)
         for batches in updates * cfg.num_iterations:
             for batch in batches:
-                loss = model.forward_packed(batch, grpo.objective(batch, cfg)).loss
+                loss = model.forward_strip(batch, grpo.objective(batch, cfg)).loss
                 fsdp.backward(model, loss, world, last=batch is batches[-1])
             for name, p in model.named_parameters() if not gradient else ():
                 gradient[name] = (
                     p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
                 ).clone()
             optim.clip_and_step(model, optimizer, cfg.learning_rate, 1.0)
-    return gradient, checkpoint.host_weights(model)
+    return gradient, weights.host_weights(model)
 
 
 def differ(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
 
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.engine.turns import TurnsEngine
+from nanogrpo.extras.arithmetic import warmup
+from nanogrpo.extras.tools.turns import TurnsEngine
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.run import warmup
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import SOLO
 
@@ -108,23 +107,6 @@ def call(name: str, **arguments) -> str:
     return f"<tool_call>\n{text}\n</tool_call>"
 
 
-class Rendezvous:
-    """`World.gather` for ranks that are threads."""
-
-    def __init__(self, size: int):
-        self.barrier, self.said = threading.Barrier(size, timeout=60), [None] * size
-
-    def of(self, rank: int):
-        def gather(value):
-            self.said[rank] = value
-            self.barrier.wait()
-            out = list(self.said)
-            self.barrier.wait()
-            return out
-
-        return gather
-
-
 SHORT = """
 {%- for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
 {%- for m in messages %}
@@ -144,12 +126,33 @@ def double(x: int) -> int:
         x: A number.
     """
     return 2 * x
+
+class Doubler:
+    def reset(self, prompt, **row):
+        self.calls = 0
+        return f" at {len(prompt)}"
+
+    def double(self, x: int) -> int:
+        """Double.
+
+        Args:
+            x: A number.
+        """
+        self.calls += 1
+        return 2 * x
+
+    def get_reward(self):
+        return float(self.calls)
+
+def used(completions, environments, **kwargs):
+    return [e.calls / len(messages) for e, messages in zip(environments, completions)]
 '''
 
 
 def write_calling_base(base: Path, folder: Path) -> list[str]:
     """Copy a checkpoint of random weights, and make it call tools: some of its tokens are complete
-    calls, and others end a turn. Return the options of a run.
+    calls, and others end a turn. Return the options of a run with a tool. Its file, double.py, has
+    an environment, too.
     """
     shutil.copytree(base, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanogrpo.config import Config
-from nanogrpo.data.tasks import problems
+from nanogrpo import Config
+from nanogrpo.extras.arithmetic import warmup
+from nanogrpo.extras.arithmetic.task import problems
 from nanogrpo.model.decoder import Block, Decoder
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.run import warmup
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import logp_of
 
@@ -50,13 +50,15 @@ def exact(model: Decoder, samples: Sequence[Sample], cfg: Config) -> tuple[Tenso
     truth = of_all(model, samples, cfg)
 
     def noisy(x: object) -> object:
+        if isinstance(x, tuple):
+            return tuple(map(noisy, x))
         if not (isinstance(x, Tensor) and x.is_floating_point()):
             return x
         return x * (1 + ULP * (2 * torch.rand(x.shape, generator=generator, dtype=x.dtype) - 1))
 
     for module in model.modules():
         if isinstance(module, Block) or not list(module.children()):
-            module.register_forward_pre_hook(lambda module, inputs: tuple(map(noisy, inputs)))
+            module.register_forward_pre_hook(lambda module, inputs: noisy(inputs))
             module.register_forward_hook(lambda module, inputs, out: noisy(out))
     squares = [(of_all(model, samples, cfg) - truth).square() for _ in range(8)]
     # the second term is the log-softmax's own rounding

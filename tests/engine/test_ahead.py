@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
-from nanogrpo.engine.ahead import AheadEngine, staleness
+from nanogrpo import Config
+from nanogrpo.errors import UserError
+from nanogrpo.extras.ahead import AheadEngine, staleness
 from nanogrpo.types import Sample
 from tests.conftest import SOLO
-from tests.vllm.fake import MODEL, PARAMS, PROMPTS, FakeVLLM, content, engine_of
+from tests.vllm.fake import MODEL, PARAMS, PROMPTS, FakeVLLM, engine_of
 
 
 @pytest.fixture
@@ -22,7 +25,11 @@ def fake():
 
 
 def ahead_of(engine, bound, stop=6, prompts=PROMPTS[:2], n=2) -> AheadEngine:
-    return AheadEngine(engine, lambda step: prompts, n, PARAMS, stop, bound, SOLO)
+    cfg = Config(num_generations=n, max_steps=stop, max_staleness=bound)
+    return AheadEngine(
+        engine,
+        SimpleNamespace(cfg=cfg, sampling=PARAMS, world=SOLO, draw_all=lambda seed, step: prompts),
+    )
 
 
 def take(ahead: AheadEngine, step: int) -> list[Sample]:
@@ -34,7 +41,7 @@ def asked_steps(fake) -> int:
     return len({b["sampling_params"]["seed"] for b in fake.generated()}) // 2
 
 
-@pytest.mark.parametrize("bound", [0, 1, 2])
+@pytest.mark.parametrize("bound", [1, 2])
 def test_no_step_is_asked_for_before_its_time_and_none_beyond_the_last(fake, bound):
     engine = engine_of(fake)
     ahead = ahead_of(engine, bound)
@@ -45,20 +52,6 @@ def test_no_step_is_asked_for_before_its_time_and_none_beyond_the_last(fake, bou
         engine.load(MODEL, step + 1)
     assert asked_steps(fake) == 6
     ahead.close()
-
-
-def test_the_same_samples_whatever_the_bound(fake):
-    """A fake's completions do not depend on the weights: what is left is seeds and order."""
-    runs = []
-    for bound in (0, 1, 2):
-        engine = engine_of(fake)
-        ahead, run = ahead_of(engine, bound), []
-        for step in range(4):
-            run.append(content(take(ahead, step)))
-            engine.load(MODEL, step + 1)
-        runs.append(run)
-        ahead.close()
-    assert runs[0] == runs[1] == runs[2]
 
 
 def test_the_next_step_is_sampled_while_this_one_trains(fake):
@@ -84,10 +77,7 @@ def test_a_token_that_is_too_old_stops_the_run(fake):
     ahead = ahead_of(engine, 1)
     take(ahead, 0)
     take(ahead, 1)
-    with pytest.raises(
-        AssertionError,
-        match="a token of step 2 was written by version 0, which is older than --max-staleness 1",
-    ):
+    with pytest.raises(UserError, match="--max-staleness 1: a token of step 2 was written by"):
         take(ahead, 2)  # nothing was loaded in between
     ahead.close()
 
@@ -96,16 +86,8 @@ def test_an_error_of_the_thread_reaches_the_loop(fake):
     engine = engine_of(fake)
     ahead = ahead_of(engine, 1)
     fake.disturb = lambda m, path, b: 400 if "generate" in path else None
-    with pytest.raises(Exception, match="refuses /inference/v1/generate"):
+    with pytest.raises(Exception, match="/inference/v1/generate"):
         take(ahead, 0)
-    ahead.close()
-
-
-def test_steps_are_taken_in_order(fake):
-    ahead = ahead_of(engine_of(fake), 1)
-    take(ahead, 0)
-    with pytest.raises(RuntimeError, match="the samples of step 1 are next, not those of step 2"):
-        take(ahead, 2)
     ahead.close()
 
 
@@ -113,7 +95,7 @@ def test_the_thread_that_samples_ahead_ends_with_the_engine(fake):
     """Also between two groups, when there is no connection to cut: the interpreter waits for this
     thread.
     """
-    engine = engine_of(fake, window=1)
+    engine = engine_of(fake)
     ahead = ahead_of(engine, 1, stop=9, prompts=PROMPTS * 50, n=1)
     usual, many, closed = fake.answer, threading.Event(), threading.Event()
 
@@ -132,7 +114,7 @@ def test_the_thread_that_samples_ahead_ends_with_the_engine(fake):
     (thread,) = ahead.pool._threads
     thread.join(60)
     assert not thread.is_alive()
-    assert len(fake.generated()) == 11  # not at the end of its work
+    assert len(fake.generated()) < 50 * len(PROMPTS)  # not at the end of its work
 
 
 def test_the_figures_of_staleness():

@@ -1,24 +1,22 @@
 """The paged cache of a GPU: the same completions as with the CPU's cache in a pool of any size, and
 each page belongs to one row or one prompt.
 
-Without a GPU, its attention runs as written in kernels/reference.py, and once in Triton's
+Without a GPU, its attention runs as written in kernels/reference/paged.py, and once in Triton's
 interpreter. Read next: test_launches.py, tests/kernels/test_paged.py.
 """
 
 import dataclasses
+import inspect
 import itertools
 
 import pytest
 import torch
+from nanogrpo.kernels.triton import paged, sample
 
-from nanogrpo.config import Config
-from nanogrpo.engine import local
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.engine.cache import PAGE, cache_tokens, pages_of
 from nanogrpo.engine.local import LocalEngine
-from nanogrpo.kernels import paged, sample
-from nanogrpo.model import adapters, dispatch, lora
-from nanogrpo.model.rope import Scaling
+from nanogrpo.engine.paged_cache import PAGE, cache_tokens, pages_of
+from nanogrpo.model import dispatch
 from nanogrpo.types import Prompt
 from tests.conftest import random_tokens, tiny_model
 
@@ -91,7 +89,7 @@ def watch(engine):
 @pytest.mark.parametrize(("slots", "stride"), [(64, 1), (5, 8)])
 def test_pages_give_the_same_completions(slots, stride, expected):
     engine = make_engine(slots=slots)
-    engine.stride = stride
+    engine.runner.stride = stride
     watch(engine)
     same(engine.sample(make_prompts(), 4, PARAMS, step=0), expected)
     assert len(engine.cache.free) == slots * pages_of(MAX_LEN)
@@ -105,7 +103,7 @@ def test_pages_give_the_same_completions(slots, stride, expected):
 def test_a_pool_that_is_much_too_small_gives_the_same_completions(contexts, stride, expected):
     """Here 20 completions of up to 173 tokens share a pool of one context, or of three."""
     engine = make_engine(cache_tokens=contexts * MAX_LEN)
-    engine.stride = stride
+    engine.runner.stride = stride
     rows = watch(engine)
     same(engine.sample(make_prompts(), 4, PARAMS, step=0), expected)
     assert engine.metrics()["sampling/put_back"] > 3
@@ -120,9 +118,9 @@ def test_a_completion_that_was_put_back_is_prefilled_with_its_tokens():
     prompts, params = make_prompts([60, 60]), dataclasses.replace(PARAMS, stop_token_ids=())
     samples = engine.sample(prompts, 1, params, step=0)
     assert seen[0] == 2 * 59
-    # decode steps call the layers themselves, so all other entries are completions that continue
-    assert len(seen) == 1 + engine.metrics()["sampling/put_back"] > 1
-    assert all(60 <= n < 160 for n in seen[1:])
+    again = [n for n in seen[1:] if n > 2]  # the others are decode steps
+    assert len(again) == engine.metrics()["sampling/put_back"] > 0
+    assert all(60 <= n < 160 for n in again)
     alone = [make_engine().sample([p], 1, params, step=0)[0] for p in prompts]
     same(samples, alone)
 
@@ -132,7 +130,7 @@ def test_a_prefill_keeps_keys_and_values_alone():
     engine, seen = make_engine(), []
     engine.model.model.register_forward_pre_hook(lambda _, args: seen.append(args[2]))
     engine.sample(make_prompts([40, 30]), 1, dataclasses.replace(PARAMS, max_tokens=1), step=0)
-    kept = [x for pair in seen[0].kept.values() for x in pair]
+    kept = [x for pair in inspect.getclosurevars(seen[0]).nonlocals["kept"] for x in pair]
     assert all(x.shape == (68, 2, 16) for x in kept)
     assert all(x.untyped_storage().nbytes() == x.nbytes for x in kept)
 
@@ -156,52 +154,14 @@ def test_the_completions_of_a_prompt_share_its_full_pages():
     )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tie_word_embeddings": True},
-        {"num_key_value_heads": 1},
-        {"model_type": "qwen2"},
-        {"model_type": "llama", "mlp_bias": True, "rope_scaling": Scaling("yarn", 4.0, 32)},
-    ],
-    ids=["tied", "multi_query", "qwen2", "llama"],
-)
-def test_joint_products_compute_the_same_and_follow_a_load(changes):
-    engine = make_engine(tiny_model(**changes))
-    for seed in (0, 1):
-        model = tiny_model(seed=seed, **changes)
-        engine.load(model, version=seed)
-        params = dataclasses.replace(PARAMS, max_tokens=12)
-        samples = engine.sample(make_prompts(), 2, params, step=0)
-        same(samples, make_engine(model, paged=False).sample(make_prompts(), 2, params, step=0))
-
-
-def test_joint_weights_contain_the_merged_adapters():
-    model, cfg = tiny_model(), Config(lora_r=4)
-    engine = make_engine(model)
-    lora.attach(model, cfg)
-    adapters.initialize(model, cfg)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if lora.is_adapter(name):
-                p.normal_(0, 0.3)
-    engine.load(model, version=1)
-    attention = engine.model.model.layers[1].self_attn
-    weights = dict(lora.full_parameters(model))
-    x, names = torch.randn(3, 48), [f"model.layers.1.self_attn.{n}_proj.weight" for n in "qkv"]
-    for y, name in zip(attention.project(x), names):
-        torch.testing.assert_close(y, x @ weights[name].T)
-
-
 def test_no_tensor_moves_between_steps():
     """CUDA graphs use the addresses of all tensors that outlive a step."""
     engine = make_engine(slots=7, cache_tokens=2 * MAX_LEN)
-    step = engine.gpu_step
 
     def addresses():
         joint = [b.self_attn.q_proj.weight for b in engine.model.model.layers]
         cache = engine.cache.k, engine.cache.v, engine.cache.table
-        own = engine.scheduler.state, engine.logp, step.cos, step.sin
+        own = engine.scheduler.state, engine.runner.logp
         return [x.data_ptr() for x in (*cache, *own, *joint, *engine.model.parameters())]
 
     before = addresses()
@@ -223,20 +183,6 @@ def test_the_cache_has_as_many_tokens_as_announced(wanted):
     assert cache_tokens(3, MAX_LEN, False, wanted) == plain.cache.k[0, :, 0, :, 0].numel()
 
 
-def test_non_finite_logits_raise_an_error_and_leave_no_nan_in_the_pages(monkeypatch):
-    model, broken, prompts = tiny_model(), tiny_model(), make_prompts()
-    engine = make_engine(model)
-    params = dataclasses.replace(PARAMS, max_tokens=8)
-    good = engine.sample(prompts, 2, params, step=0)
-    with torch.no_grad():
-        broken.get_parameter("model.layers.0.self_attn.v_proj.weight")[3, 1] = float("nan")
-    engine.load(broken, version=9)
-    with pytest.raises(FloatingPointError, match=r"prompt 10\d, weights 9"):
-        engine.sample(prompts, 2, params, step=0)
-    engine.load(model, version=10)
-    same(engine.sample(prompts, 2, params, step=0), good)
-
-
 def test_the_kernels_give_the_same_completions(monkeypatch):
     """All of them, in Triton's interpreter unless there is a GPU."""
     model, prompts = tiny_model(), make_prompts([PAGE + 2, 3])
@@ -248,8 +194,3 @@ def test_the_kernels_give_the_same_completions(monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     engine = make_engine(model.to(device), device=device, dtype=torch.float32)
     same(engine.sample(prompts, 2, params, step=0), expected)
-
-
-def test_prefills_are_limited_with_pages_too(monkeypatch, expected):
-    monkeypatch.setattr(local, "PREFILL_TOKENS", 20)
-    same(make_engine(slots=9).sample(make_prompts(), 4, PARAMS, step=0), expected)

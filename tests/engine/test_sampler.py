@@ -7,9 +7,8 @@ tests/engine/test_local.py.
 
 import pytest
 import torch
-from nanogrpo.kernels.reference import uniform
+from nanogrpo.kernels.reference.sample import uniform
 from transformers import (
-    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -17,7 +16,6 @@ from transformers import (
 
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.engine.sampler import filter_logits, sample
-from nanogrpo.kernels import reference
 
 
 def test_uniform_is_splitmix64():
@@ -82,7 +80,8 @@ def test_tokens_follow_the_softmax(changes):
 @pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-24, 1 - 2.0**-53])
 def test_a_token_of_probability_zero_is_never_sampled(u, monkeypatch):
     monkeypatch.setattr(
-        reference, "uniform", lambda key, counter: torch.full(key.shape, u, dtype=torch.float64)
+        "nanogrpo.kernels.reference.sample.uniform",
+        lambda key, counter: torch.full(key.shape, u, dtype=torch.float64),
     )
     logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0))
     logits[:, :7] = logits[:, 2000:2010] = logits[:, -9:] = float("-inf")
@@ -92,7 +91,6 @@ def test_a_token_of_probability_zero_is_never_sampled(u, monkeypatch):
     for params in (
         SamplingParams(),
         SamplingParams(top_p=0.3),
-        SamplingParams(min_p=0.5),
         SamplingParams(top_k=1),
     ):
         token, logp = sample(logits, key, key, params)
@@ -107,10 +105,8 @@ FILTERS = [
     {"top_k": 500},
     {"top_p": 0.8},
     {"top_p": 1e-6},
-    {"min_p": 0.1},
-    {"min_p": 1.0},
-    {"temperature": 0.5, "top_k": 30, "top_p": 0.7, "min_p": 0.05},
-    {"temperature": 2.0, "top_k": 3, "top_p": 0.99, "min_p": 0.3},
+    {"temperature": 0.5, "top_k": 30, "top_p": 0.7},
+    {"temperature": 2.0, "top_k": 3, "top_p": 0.99},
 ]
 
 
@@ -123,6 +119,4 @@ def test_filters_equal_those_of_transformers(changes):
         expected = TopKLogitsWarper(params.top_k)(None, expected)
     if params.top_p < 1:
         expected = TopPLogitsWarper(params.top_p)(None, expected)
-    if params.min_p:
-        expected = MinPLogitsWarper(params.min_p)(None, expected)
     assert torch.equal(filter_logits(logits / params.temperature, params), expected)

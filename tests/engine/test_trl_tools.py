@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 from trl import GRPOTrainer
 from trl.chat_template_utils import add_response_schema, get_training_chat_template
 
-from nanogrpo.engine.tools import Tools
+from nanogrpo import Config
+from nanogrpo.extras.tools.calls import ToolCalls
 from tests.engine.chat import Scripted, call, converse, write_chat_tokenizer
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -134,9 +135,8 @@ def trl_loop(theirs, scripted, prompt_ids, limit, iterations):
 def test_conversations_equal_those_of_trl(tokenizers, iterations):
     ours, theirs = tokenizers
     limit = 400
-    samples = converse(
-        Tools(ours, TOOLS, max_iterations=iterations), CONVERSATIONS, max_tokens=limit
-    )
+    tools = ToolCalls(Config(max_tool_calling_iterations=iterations), ours, TOOLS)
+    samples = converse(tools, CONVERSATIONS, max_tokens=limit)
     prompt_ids = samples[0].prompt.token_ids
     kwargs = {"tools": TOOLS, "add_generation_prompt": True, "return_dict": False}
     assert prompt_ids == theirs.apply_chat_template(samples[0].prompt.text, **kwargs)

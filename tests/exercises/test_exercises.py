@@ -71,16 +71,6 @@ def test_code_that_never_ends_gets_a_hint(tmp_path, monkeypatch):
     assert "Look for a loop that never ends." in check.check(1, path)
 
 
-def test_an_answer_of_another_kind_gets_a_hint(tmp_path):
-    path = tmp_path / "11_pack.py"
-    path.write_text("TOKENS = 7\n")
-    assert check.check(11, path).startswith(
-        "The check cannot use what your code returns (TypeError"
-    )
-    path.write_text("")
-    assert "has no attribute 'TOKENS'" in check.check(11, path)
-
-
 def test_the_command_prints_right_or_a_hint(monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     solved = {1: solution(1), 2: solution(2)}
@@ -89,10 +79,6 @@ def test_the_command_prints_right_or_a_hint(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert out.startswith(" 1 exercises/01_advantage.py: right\n")
     assert "Compare with exercises/solutions/01_advantage.py." in out
-    monkeypatch.setattr(check, "check", lambda number: "Try again." if number == 2 else None)
-    assert check.main([]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1:] == [" 2 exercises/02_leave_one_out.py: not yet", "   Try again."]
     assert check.main(["3"]) == 2
     assert capsys.readouterr().err == "error: there is no exercise 3: choose from 1 to 2.\n"
 
@@ -106,7 +92,3 @@ def test_every_exercise_has_its_four_files_and_its_place_in_the_docs():
         assert (check.FOLDER / "checks" / path.name).is_file()
         assert f"exercises/{path.name})" in page
         assert f"python -m exercises.check {number}\n" in path.read_text()
-    for kind in ("solutions", "checks"):
-        assert {p.name for p in (check.FOLDER / kind).glob("*.py")} == {
-            p.name for p in FILES.values()
-        }

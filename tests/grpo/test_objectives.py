@@ -11,17 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanogrpo import config
-from nanogrpo.config import CHOICES, CLIPPED, Config
-from nanogrpo.distributed.world import World, join
+from nanogrpo import Config
+from nanogrpo.extras import objectives
+from nanogrpo.extras import options as options_of
+from nanogrpo.extras.entropy import prepare
+from nanogrpo.extras.options import CHOICES, CLIPPED
 from nanogrpo.grpo import loss as grpo
-from nanogrpo.grpo import objectives, packing
-from nanogrpo.grpo.entropy import Bonus, keep_top
 from nanogrpo.model import head as ops
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import SOLO, tiny_model
-from tests.ranks import run
+from tests.conftest import SOLO, packed, tiny_model
 
 LENGTHS = [3, 1, 6, 4]
 
@@ -43,14 +42,15 @@ def strip(seed: int = 0, off_policy: bool = True) -> tuple[torch.Tensor, SimpleN
         ref_logp=None,
         sampling_logp=(logp + 0.5 * draw(M)).clamp(max=-0.01),
         importance=None,
-        entropy_mask=None,
         entropy_weight=None,
     )
     return logp.requires_grad_(), batch
 
 
 def gradient(cfg: Config, logp: torch.Tensor, batch: SimpleNamespace) -> torch.Tensor:
-    return torch.autograd.grad(grpo.loss(logp, torch.zeros_like(logp), batch, cfg).loss, logp)[0]
+    return torch.autograd.grad(
+        objectives.loss(logp, torch.zeros_like(logp), batch, cfg).loss, logp
+    )[0]
 
 
 def mean_over(sample: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ BY_HAND = {
     "cispo": ({"epsilon_high": 1.5}, lambda w, a, b, logp: -w.clamp(max=1.5) * a),
     "sapo": ({}, sapo),
     "vespo": ({}, vespo),
-    "dppo_tv": ({"epsilon": 0.1, "dppo_penalty": 1e-3}, dppo_tv),
+    "dppo_tv": ({"epsilon": 0.1, "loss_kwargs": {"dppo_penalty": 1e-3}}, dppo_tv),
     "dppo_kl": ({"epsilon": 0.02}, dppo_kl),
 }
 
@@ -147,28 +147,6 @@ def test_on_policy_every_objective_is_the_policy_gradient(loss_type):
         torch.testing.assert_close(
             gradient(cfg, logp, batch), -batch.weight * batch.advantage, rtol=1e-12, atol=0
         )
-
-
-@pytest.mark.parametrize("divergence", ["dppo_tv", "dppo_kl"])
-def test_dppo_lets_a_rare_token_move_and_holds_a_common_one(divergence):
-    """Where the clip does the opposite. Both tokens are good; the rare one became 3 times likelier,
-    the common one 1.24 times.
-    """
-    mu, p = (
-        torch.tensor([0.001, 0.75], dtype=torch.float64),
-        torch.tensor([0.003, 0.93], dtype=torch.float64),
-    )
-    logp, batch = strip()
-    logp, two = p.log().requires_grad_(), torch.ones(2, dtype=torch.float64)
-    batch = SimpleNamespace(
-        **{**vars(batch), "sample": torch.arange(2), "advantage": two, "weight": two}
-    )
-    batch.old_logp = batch.sampling_logp = mu.log()
-    held = [
-        gradient(cfg, logp, batch) == 0
-        for cfg in (Config(epsilon=0.3), Config(loss_type=divergence, epsilon=0.1))
-    ]
-    assert [h.tolist() for h in held] == [[True, False], [False, True]]
 
 
 def test_the_off_policy_mask_takes_out_whole_bad_completions():
@@ -264,37 +242,23 @@ def generation(n: int = 12) -> list[Sample]:
     return out
 
 
-def gradient_of(
-    model: Decoder, options: dict, world: World = SOLO, budget: int = 10**6, samples=None
-) -> torch.Tensor:
-    """Of one optimizer step, flat: this rank's part of it, what needs all ranks being exchanged."""
+def gradient_of(model: Decoder, options: dict, budget: int = 10**6) -> torch.Tensor:
+    """Of one optimizer step, flat."""
     cfg = Config(
         **{"num_generations": 4, "token_budget": budget, "max_completion_length": 20, **options}
     )
-    samples = samples or generation()
-    (update,) = packing.schedule(packing.sizes(samples, cfg), cfg, 0, world.size)
-    batches, entropies = packing.pack(update, samples, cfg, world.rank), []
+    batches, entropies = packed(generation(), cfg, all_gradients=True), []
     for batch in batches:
-        members = batch.sample.unique_consecutive().tolist()
-        batch.old_logp, batch.ref_logp = (
-            torch.cat([getattr(samples[i], x) for i in members]) if members else torch.empty(0)
-            for x in ("old_logp", "ref_logp")
-        )
         batch.ref_logp = batch.ref_logp if cfg.beta else None
         with torch.no_grad():
-            entropies.append(model.forward_packed(batch, grpo.logp_of(batch, cfg))[1])
-    if cfg.top_entropy_quantile < 1:
-        keep_top(batches, entropies, cfg.top_entropy_quantile, world)
-    Bonus(cfg, world).weigh(batches)
+            entropies.append(model.forward_strip(batch, grpo.logp_of(batch, cfg))[1])
+    prepare(batches, entropies, cfg, SOLO)
     model.zero_grad(set_to_none=True)
     for batch in batches:
-        model.forward_packed(batch, grpo.objective(batch, cfg)).loss.backward()
-    return torch.cat(
-        [
-            torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
-            for p in model.parameters()
-        ]
-    )
+        model.forward_strip(
+            batch, grpo.objective(batch, cfg, [objectives.Objectives(cfg)])
+        ).loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 @pytest.mark.parametrize("name", MENU)
@@ -307,59 +271,6 @@ def test_any_micro_batches_have_the_same_gradient(name):
         assert (split - whole).norm() <= 2e-6 * whole.norm()
 
 
-def by_rank(names: list[str]) -> list[torch.Tensor]:
-    with join(Config(device="cpu")) as world:
-        return [
-            gradient_of(tiny_model(vocab_size=104), MENU[name], world, budget=60) for name in names
-        ]
-
-
-def test_any_ranks_have_the_same_gradient():
-    """Three processes: each computes its strips, they exchange counts and thresholds, and the
-    gradients add up.
-    """
-    parts = run(3, by_rank, list(MENU))
-    for i, name in enumerate(MENU):
-        whole = gradient_of(tiny_model(vocab_size=104), MENU[name])
-        assert (sum(part[i] for part in parts) - whole).norm() <= 2e-6 * whole.norm(), name
-
-
-def adaptive() -> dict:
-    """Rank 0 has one token of entropy 2, rank 1 three of entropy 1: the step's mean is 1.25, not
-    1.5.
-    """
-    with join(Config(device="cpu")) as world:
-        bonus = Bonus(
-            Config(use_adaptive_entropy=True, entropy_coef=0.5, entropy_target=1.3), world
-        )
-        n = 1 + 2 * world.rank
-        batch = SimpleNamespace(weight=torch.ones(n), entropy_mask=None)
-        bonus.weigh([batch])
-        bonus.add(batch, SimpleNamespace(entropy=torch.full((n,), 2.0 - world.rank)))
-        bonus.end_update()
-        return bonus.state
-
-
-def test_the_adaptive_coefficient_is_of_all_ranks():
-    assert run(2, adaptive) == [{"entropy_coef": 0.505, "last_entropy": 1.25}] * 2
-
-
-@pytest.mark.parametrize("name", MENU)
-def test_a_rank_with_nothing_to_do_goes_along(name):
-    """It computes one token and no row: a loss of 0 that has a backward, in which the other ranks
-    wait for it.
-    """
-    model, cfg = tiny_model(vocab_size=104), Config(**MENU[name])
-    (batch,) = packing.pack(packing.Update([], 0, [[[]]]), [], cfg)
-    batch.old_logp = batch.ref_logp = torch.empty(0)
-    keep_top([batch], [torch.empty(0)], 0.5, SOLO)
-    Bonus(cfg, SOLO).weigh([batch])
-    out = model.forward_packed(batch, grpo.objective(batch, cfg))
-    out.loss.backward()
-    assert out.loss.item() == 0
-    assert all((p.grad == 0).all() for p in model.parameters())
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"delta": 1.5, "beta": 0.2}, {"entropy_coef": 0.3, "top_entropy_quantile": 0.4}]
 )
@@ -369,15 +280,6 @@ def test_the_fused_head_and_two_phases_agree(loss_type, options, monkeypatch):
     options = {"loss_type": loss_type, "epsilon": 0.1, **options}
     fused = gradient_of(model, options)
     monkeypatch.delattr(ops, "head_policy_loss")
-    monkeypatch.setattr(grpo, "CLIPPED", ())  # as if the kernel had none of them
+    monkeypatch.setattr(options_of, "CLIPPED", ())  # as if the kernel had none of them
     two_phases = gradient_of(model, options)
     assert (fused - two_phases).norm() <= 2e-6 * fused.norm()
-
-
-def test_a_new_objective_is_a_function_and_two_names(monkeypatch):
-    monkeypatch.setitem(objectives.TERMS, "reinforce", lambda t, cfg: (-t.advantage * t.logp, {}))
-    monkeypatch.setitem(config.CHOICES, "loss_type", (*CHOICES["loss_type"], "reinforce"))
-    cfg = Config(model="-", data=("-",), loss_type="reinforce")
-    cfg.validate()
-    logp, batch = strip()
-    torch.testing.assert_close(gradient(cfg, logp, batch), -batch.weight * batch.advantage)

@@ -5,8 +5,6 @@ Read next: tests/test_invariants.py, which compares packed and unpacked gradient
 """
 
 import dataclasses
-import itertools
-import time
 from itertools import pairwise
 
 import pytest
@@ -14,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanogrpo.config import Config
+from nanogrpo import Config
 from nanogrpo.grpo import loss as grpo
-from nanogrpo.grpo import packing
+from nanogrpo.grpo import packing, schedule
 from nanogrpo.grpo.loss import token_weight
-from nanogrpo.types import Prompt, Sample
-from tests.conftest import packed, tiny_model
+from nanogrpo.types import Facts, Prompt, Sample
+from tests.conftest import packed
 
 
 def config(**options) -> Config:
@@ -53,12 +51,12 @@ def sample_lists(draw) -> list[Sample]:
     return out
 
 
-def size(prompt: int, prompt_tokens: int, completion_tokens: int) -> packing.Size:
-    """The size of a sample without tool answers."""
-    return packing.Size(prompt, prompt_tokens, completion_tokens, completion_tokens)
+def size(prompt: int, prompt_length: int, length: int) -> Facts:
+    """The sizes of a sample without tool answers."""
+    return Facts(prompt, prompt_length, length, length, True, {}, None, advantage=1.0)
 
 
-def pieces(ranks: list[list[packing.Strip]]) -> list[packing.Piece]:
+def pieces(ranks: list[list[schedule.Strip]]) -> list[schedule.Piece]:
     return [piece for strips in ranks for strip in strips for piece in strip]
 
 
@@ -67,10 +65,10 @@ WORLDS = st.sampled_from([1, 2, 3, 4])
 
 def computed(samples: list[Sample], cfg: Config) -> list[int]:
     """Return the samples that a plan must contain: those with an advantage, or else the smallest,
-    and with measure_zero_advantages all of them.
+    and with a KL all of them.
     """
     able = [i for i, s in enumerate(samples) if s.token_ids and grpo.is_trained(s, cfg)]
-    some = [i for i in able if samples[i].advantage or cfg.measure_zero_advantages]
+    some = [i for i in able if samples[i].advantage or cfg.beta]
     size = [len(s.prompt.token_ids) + len(s.token_ids) for s in samples]
     return some or [min(able, key=size.__getitem__)] if able else []
 
@@ -84,12 +82,12 @@ def computed(samples: list[Sample], cfg: Config) -> list[int]:
     st.booleans(),
 )
 def test_a_plan_has_each_trained_sample_once_and_as_many_strips_for_every_rank(
-    samples, budget, world, share, pair_cost, measure
+    samples, budget, world, share, pair_cost, beta
 ):
-    cfg = config(token_budget=budget, share_prompts=share, measure_zero_advantages=measure)
-    known = packing.sizes(samples, cfg)
+    cfg = config(token_budget=budget, share_prompts=share, beta=float(beta))
+    known = [s.facts for s in samples]
     everything = list(range(len(samples)))
-    ranks = packing.plan(everything, known, cfg, world, pair_cost).strips
+    ranks = schedule.plan(everything, known, cfg, world, pair_cost).strips
     trained = computed(samples, cfg)
     assert sorted(i for p in pieces(ranks) for i in p.samples) == trained
     assert len(ranks) == world
@@ -102,11 +100,11 @@ def test_a_plan_has_each_trained_sample_once_and_as_many_strips_for_every_rank(
             # only a single completion may exceed the budget
             alone = sum(len(p.samples) for p in strip) == 1
             assert sum(p.tokens for p in strip) <= budget or alone
-            assert sum(p.key_rows for p in strip) <= packing.KEY_ROWS * budget or alone
+            assert sum(p.key_rows for p in strip) <= schedule.KEY_ROWS * budget or alone
             for piece in strip:
                 assert len({samples[i].prompt.id for i in piece.samples}) == 1
                 assert share or len(piece.samples) == 1
-    assert ranks == packing.plan(everything, known, cfg, world, pair_cost).strips  # pure
+    assert ranks == schedule.plan(everything, known, cfg, world, pair_cost).strips  # pure
 
 
 @given(
@@ -120,9 +118,9 @@ def test_a_plan_has_each_trained_sample_once_and_as_many_strips_for_every_rank(
 def test_every_vector_of_a_strip_is_correct(samples, budget, world, masked, loss_type, share):
     options = {"mask_truncated_completions": masked, "loss_type": loss_type, "share_prompts": share}
     cfg = config(token_budget=budget, max_completion_length=9, **options)
-    known = packing.sizes(samples, cfg)
+    known = [s.facts for s in samples]
     n_tokens = sum(len(s.token_ids) for s in samples if s.stopped or not masked)
-    update = packing.plan(list(range(len(samples))), known, cfg, world)
+    update = schedule.plan(list(range(len(samples))), known, cfg, world)
     assert update.n_tokens == n_tokens
     seen = []
     for rank in range(world):
@@ -213,16 +211,16 @@ def test_the_example_in_the_docstring_of_packed_batch():
 def test_a_schedule_partitions_complete_groups(per_part, parts, G, seed, step):
     cfg = config(num_generations=G, steps_per_generation=parts, seed=seed)
     sizes = [size(i // G, 3, 1 + i % 5) for i in range(per_part * parts * G)]
-    updates = packing.schedule(sizes, cfg, step)
+    updates = schedule.schedule(sizes, cfg, step)
     assert len(updates) == parts
     assert sorted(i for u in updates for i in u.samples) == list(range(len(sizes)))
     for u in updates:
         assert len(u.samples) == per_part * G
-        assert u.n_tokens == sum(sizes[i].completion_tokens for i in u.samples)
+        assert u.n_tokens == sum(sizes[i].end for i in u.samples)
         for j in range(0, len(u.samples), G):  # complete groups, in order
             assert u.samples[j : j + G] == list(range(u.samples[j], u.samples[j] + G))
             assert u.samples[j] % G == 0
-    assert updates == packing.schedule(sizes, cfg, step)
+    assert updates == schedule.schedule(sizes, cfg, step)
 
 
 def test_a_schedule_changes_with_the_step_and_the_seed():
@@ -230,7 +228,7 @@ def test_a_schedule_changes_with_the_step_and_the_seed():
     cfg = config(num_generations=2, steps_per_generation=4)
 
     def order(cfg: Config, step: int) -> list[int]:
-        return [i for u in packing.schedule(sizes, cfg, step) for i in u.samples]
+        return [i for u in schedule.schedule(sizes, cfg, step) for i in u.samples]
 
     assert order(cfg, 0) != order(cfg, 1) != order(dataclasses.replace(cfg, seed=1), 1)
 
@@ -241,9 +239,7 @@ def test_without_trained_samples_there_is_nothing_to_pack():
     assert packed([], config()) == []
 
 
-def uneven(
-    P: int, G: int = 8, prompt: int = 32, longest: int = 192, seed: int = 0
-) -> list[packing.Size]:
+def uneven(P: int, G: int = 8, prompt: int = 32, longest: int = 192, seed: int = 0) -> list[Facts]:
     """Completions of exponential lengths with a mean of about a third of the longest."""
     draws = torch.empty(P * G).exponential_(
         3 / longest, generator=torch.Generator().manual_seed(seed)
@@ -255,8 +251,8 @@ def uneven(
 def test_uneven_lengths_are_spread_evenly_and_cost_no_extra_tokens(world):
     sizes = uneven(P=8 * world)
     cfg = config(token_budget=2048)
-    ranks = packing.plan(list(range(len(sizes))), sizes, cfg, world, pair_cost=1e-3).strips
-    needed = sum(s.completion_tokens - 1 for s in sizes) + 8 * world * 32  # every prompt once
+    ranks = schedule.plan(list(range(len(sizes))), sizes, cfg, world, pair_cost=1e-3).strips
+    needed = sum(s.end - 1 for s in sizes) + 8 * world * 32  # every prompt once
     assert sum(p.tokens for p in pieces(ranks)) <= 1.02 * needed
     costs = [[sum(p.cost for p in strip) for strip in strips] for strips in ranks]
     for slot in zip(*costs):  # ranks wait for the slowest in each micro-batch
@@ -268,66 +264,38 @@ def test_shared_prompts_save_the_expected_share_of_tokens():
     sizes = [size(i // 8, 64, 128) for i in range(64)]
 
     def computed(**options) -> int:
-        ranks = packing.plan(list(range(64)), sizes, config(**options)).strips
+        ranks = schedule.plan(list(range(64)), sizes, config(**options)).strips
         return sum(p.tokens for p in pieces(ranks))
 
     assert computed() <= 0.75 * computed(share_prompts=False)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_shared_prompts_have_the_same_gradient_as_copies(tied):
-    model, gradients = tiny_model(tie_word_embeddings=tied), []
-    g = torch.Generator().manual_seed(0)
-    ids = lambda n: torch.randint(151, (n,), generator=g).tolist()  # noqa: E731
-    samples = []
-    for p in range(3):
-        prompt = Prompt(p, "", ids(5 + p))
-        for j, n in enumerate((1, 2, 9, 17)):
-            samples.append(
-                Sample(prompt, j, ids(n), [-5.0] * n, True, [0] * n, advantage=(-1.0) ** j)
-            )
-    for options in (
-        {},
-        {"share_prompts": False},
-        {"token_budget": 30},
-        {"token_budget": 30, "share_prompts": False},
-    ):
-        cfg = config(**options)
-        model.zero_grad()
-        for batch in packed(samples, cfg):
-            assert (batch.kv_rows is None) or cfg.share_prompts
-            model.forward_packed(batch, grpo.objective(batch, cfg)).loss.backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    for other in gradients[1:]:
-        assert (other - gradients[0]).norm() <= 1e-6 * gradients[0].norm()
 
 
 def test_a_long_prompt_with_many_completions_is_split_to_bound_its_key_rows():
     """64 completions of 100 tokens on a prompt of 1,000 have ten key rows per token."""
     sizes = [size(0, 1000, 101)] * 64
     everything = list(range(64))
-    (strips,) = packing.plan(everything, sizes, config(token_budget=8000)).strips
+    (strips,) = schedule.plan(everything, sizes, config(token_budget=8000)).strips
     for strip in strips:
-        assert sum(p.key_rows for p in strip) <= packing.KEY_ROWS * 8000
+        assert sum(p.key_rows for p in strip) <= schedule.KEY_ROWS * 8000
     # with room for its key rows the group is one piece
-    ((strip,),) = packing.plan(everything, sizes, config(token_budget=20_000)).strips
+    ((strip,),) = schedule.plan(everything, sizes, config(token_budget=20_000)).strips
     (piece,) = strip
-    assert piece.tokens <= 8000 < piece.key_rows / packing.KEY_ROWS
+    assert piece.tokens <= 8000 < piece.key_rows / schedule.KEY_ROWS
     assert piece.key_rows == 1000 + 64 * 1100
 
 
 # --- samples stay on the rank that sampled them ---
 
 
-def moved(sizes: list[packing.Size], updates: list[packing.Update], world: int) -> int:
+def moved(sizes: list[Facts], updates: list[schedule.Update], world: int) -> int:
     """Return the number of tokens that change rank."""
     away = [
         (i, r)
-        for r, want in enumerate(packing.wanted(updates, world))
+        for r, want in enumerate(schedule.wanted(updates, world))
         for i in want
         if i * world // len(sizes) != r
     ]
-    return sum(sizes[i].completion_tokens for i, _ in away)
+    return sum(sizes[i].end for i, _ in away)
 
 
 @pytest.mark.parametrize("budget", [300, 2000, 10**6])
@@ -336,62 +304,4 @@ def moved(sizes: list[packing.Size], updates: list[packing.Update], world: int) 
 def test_with_even_lengths_no_sample_changes_rank(world, share, budget):
     sizes = [size(i // 8, 20, 50) for i in range(8 * 4 * world)]
     cfg = config(token_budget=budget, share_prompts=share)
-    assert moved(sizes, packing.schedule(sizes, cfg, 0, world), world) == 0
-
-
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_with_uneven_lengths_few_tokens_change_rank(world):
-    """Up to four ranks, no other order of a micro-batch's strips moves fewer tokens; the order of
-    their costs moves more.
-    """
-    sizes = uneven(P=4 * world)
-    cfg = config(token_budget=700)
-    (update,) = packing.schedule(sizes, cfg, 0, world, pair_cost=1e-3)
-    least, by_cost = 0, 0
-    for slot in zip(*update.strips):
-
-        def away(order, slot=slot):
-            return moved(sizes, [packing.Update([], 0, [[slot[s]] for s in order])], world)
-
-        least += (
-            min(map(away, itertools.permutations(range(world))))
-            if world <= 4
-            else away(range(world))
-        )
-        cost = [sum(piece.cost for piece in strip) for strip in slot]
-        by_cost += away(sorted(range(world), key=lambda s: -cost[s]))
-    assert moved(sizes, [update], world) == least < by_cost
-
-
-def many(groups: int, completion_tokens: int) -> list[Sample]:
-    """Groups of eight completions of equal length for prompts of 100 tokens."""
-    prompts = [Prompt(i, "", [1] * 100) for i in range(groups)]
-    ids, logp, versions = ([x] * completion_tokens for x in (2, -0.5, 0))
-    return [
-        Sample(prompt, j, ids, logp, True, versions, advantage=1.0)
-        for prompt in prompts
-        for j in range(8)
-    ]
-
-
-def test_strips_are_built_when_they_are_first_used_and_only_once():
-    samples, cfg = many(4, 20), config(token_budget=300)
-    update = packing.one_update(samples, cfg)
-    batches = packing.pack(update, {i: samples[i] for i in update.strips[0][0][0].samples}, cfg)
-    assert len(batches) == 4
-    assert batches[0] is batches[0]
-    with pytest.raises(KeyError):  # its samples are not here
-        batches[-1]
-
-
-def test_packing_a_million_tokens_takes_at_most_a_second():
-    """It takes 0.4 s. On a busy machine, one attempt may take longer."""
-    samples, cfg = many(128, 1000), config(token_budget=16_384, num_generations=8)
-    seconds = []
-    for _ in range(3):
-        began = time.process_time()
-        (update,) = packing.schedule(packing.sizes(samples, cfg), cfg, 0)
-        tokens = sum(len(batch.targets) for batch in packing.pack(update, samples, cfg))
-        seconds.append(time.process_time() - began)
-        assert tokens == 128 * 8 * 1000
-    assert min(seconds) < 1.0
+    assert moved(sizes, schedule.schedule(sizes, cfg, 0, world), world) == 0

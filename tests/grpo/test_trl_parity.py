@@ -34,15 +34,16 @@ from bench.trl_peer import (
     make_samples,
     our_batch,
     our_loss,
+    pairs,
     settings,
     tables,
 )
-from nanogrpo.config import CLIPPED
+from nanogrpo.extras.objectives import Objectives
+from nanogrpo.extras.options import CLIPPED
 from nanogrpo.grpo import loss as grpo
-from nanogrpo.grpo import objectives
 from nanogrpo.model import checkpoint
-from nanogrpo.model import ops as kernel_ops
 from tests.conftest import packed, set_logp
+from tests.kernels import autograd
 
 # of TRL to transformers, not of ours
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -72,8 +73,7 @@ def test_advantages_and_reward_metrics(kind, scale):
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask_truncated"])
 @pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize(("loss_type", "objective"), pairs())
 def test_loss_gradient_and_metrics(loss_type, objective, off_policy, masked):
     cfg = config(loss_type=loss_type, mask_truncated_completions=masked, **OBJECTIVES[objective])
     ours, theirs = losses_of_both(cfg, off_policy, seed=len(objective))
@@ -98,13 +98,14 @@ FUSED = [
     name
     for name, options in OBJECTIVES.items()
     if not {"importance_sampling_level", "off_policy_mask_threshold"} & {*options}
+    and options.get("use_bias_correction_kl", True)
 ]
 
 
 @pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
 @pytest.mark.parametrize("objective", FUSED)
 def test_the_kernels_specification_has_the_same_loss(objective, off_policy):
-    """`kernel_ops.policy_loss` is the float64 path of what the fused head computes, with the clip's
+    """`autograd.policy_loss` is the float64 path of what the fused head computes, with the clip's
     options: the above holds for it.
     """
     cfg = config(**OBJECTIVES[objective])
@@ -113,7 +114,7 @@ def test_the_kernels_specification_has_the_same_loss(objective, off_policy):
     expected = our_loss(samples, logp, cfg, off_policy)
     batch, index = our_batch(samples, logp, cfg, off_policy)
     inputs = grpo.loss_inputs(batch)
-    out = kernel_ops.policy_loss(logp["now"][index], inputs, objectives.constants(cfg))
+    out = autograd.policy_loss(logp["now"][index], inputs, grpo.clip_of(cfg))
     total = (
         out.loss
         if batch.entropy_weight is None
@@ -228,7 +229,7 @@ def test_gradient_of_every_parameter(tiny_base, loss_type, off_policy):
     assert len(batches) > 1
     total, clipped = 0.0, 0
     for strip in batches:
-        out = mine.forward_packed(strip, grpo.objective(strip, cfg))
+        out = mine.forward_strip(strip, grpo.objective(strip, cfg, [Objectives(cfg)]))
         out.loss.backward()
         total += out.loss.item()
         clipped += (out.metrics.get("clip", torch.zeros(1)) != 0).sum().item()

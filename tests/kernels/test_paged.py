@@ -6,8 +6,9 @@ They run in Triton's interpreter where there is no GPU. Read next: tests/engine/
 
 import pytest
 import torch
+from nanogrpo.kernels.triton import paged, sample
 
-from nanogrpo.kernels import paged, reference, sample
+from nanogrpo.kernels import reference
 from tests.conftest import CUDA, DEVICE
 from tests.kernels.inputs import as_exact_as_eager
 
@@ -79,12 +80,11 @@ def logits_of(b, V, dtype):
     return z.to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.7), (torch.bfloat16, 1.0)])
 def test_sample_tokens(dtype, temperature, monkeypatch):
     """The kernels sample the reference's tokens. Rounding could change one in a million."""
     monkeypatch.setattr(sample, "BLOCK", 32)
-    b, V = 24, 150
+    b, V = 12, 150
     logits = logits_of(b, V, dtype)
     key = torch.arange(b, device=DEVICE) * (1 << 58) + 12345
     counter = torch.arange(b, device=DEVICE) % 5
@@ -107,21 +107,3 @@ def test_logits_that_are_not_numbers_give_a_token_and_no_log_prob(monkeypatch):
     token, logp = sample.sample_tokens(logits, zeros, zeros, 1.0)
     assert ((token >= 0) & (token < 70)).all()
     assert not logp.isfinite().any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_tokens_follow_the_softmax_at_full_size(temperature):
-    """Pearson's statistic against float64 probabilities, about Normal(0, 1)."""
-    n, V = 20_000, 151_936
-    logits = 3 * torch.randn(V, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
-    key, counter = torch.full((n,), 99, device="cuda"), torch.arange(n, device="cuda")
-    token, _ = sample.sample_tokens(logits.bfloat16().expand(n, -1), key, counter, temperature)
-    p = (logits.bfloat16().double() / temperature).softmax(-1)
-    order = p.argsort(descending=True)
-    likely = order[:200]
-    counts = torch.bincount(token, minlength=V).double()
-    counts = torch.cat([counts[likely], counts.sum()[None] - counts[likely].sum()])
-    expected = n * torch.cat([p[likely], 1 - p[likely].sum()[None]])
-    statistic = (((counts - expected) ** 2 / expected).sum() - 200) / 400**0.5
-    assert abs(statistic) < 4

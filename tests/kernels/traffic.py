@@ -25,16 +25,17 @@ if __name__ == "__main__":  # run as a script: the checkout is not on the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from nanogrpo.kernels.triton import norm
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanogrpo.kernels import norm, reference
+from bench import predict
+from nanogrpo.kernels import reference
 from nanogrpo.model import dispatch
 from nanogrpo.model.decoder import Block
 from nanogrpo.model.hf_config import ModelConfig
-from nanogrpo.run import plan
 
-QWEN3 = plan.QWEN3["0.6B"]
+QWEN3 = predict.QWEN3["0.6B"]
 TOKENS = 16_384
 
 
@@ -89,7 +90,8 @@ class Traffic(TorchDispatchMode):
 
         kind = type(norm.forward_kernel)  # compiled, or interpreted
         patches = [mock.patch.object(kind, "run", launch)]
-        patches += [mock.patch.object(reference, "rms_norm", rms_norm)]
+        for module in (reference, reference.norm, reference.rope):
+            patches.append(mock.patch.object(module, "rms_norm", rms_norm))
         with contextlib.ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
@@ -134,15 +136,18 @@ def block_traffic(kernels: str, cfg: ModelConfig = QWEN3, T: int = TOKENS) -> li
     """Return the traffic of a block's forward and of its backward in bfloat16."""
     with torch.device("meta"):
         block = Block(cfg, 0).to(torch.bfloat16)
-        x = torch.empty(T, cfg.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        shape = T, cfg.hidden_size
+        x, residual = (
+            torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)
+        )
         cos, sin = torch.empty(2, T, 1, cfg.head_dim)
     forward, backward = Traffic(), Traffic()
     with mock.patch.object(dispatch, "choice", kernels):
         with forward.counting():
-            out = block(x, cos, sin, lambda layer, *qkv: Attention.apply(*qkv))
-        dout = torch.empty_like(out)
+            out = block(x, residual, cos, sin, lambda layer, *qkv: Attention.apply(*qkv))
+        dout = [torch.empty_like(y) for y in out]
         with backward.counting():
-            torch.autograd.grad(out, [x, *block.parameters()], dout)
+            torch.autograd.grad(out, [x, residual, *block.parameters()], dout)
     return [forward, backward]
 
 

@@ -1,6 +1,6 @@
 """A sample without a model, and the files of a run, for the tests of this folder.
 
-    from tests.logs.conftest import sample, write_run
+    from tests.logs.conftest import completions_of, sample, write_run
 
 Read next: test_metrics.py.
 """
@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanogrpo.logs.completions import write
+from nanogrpo.extras.completions import write
 from nanogrpo.types import Prompt, Sample
 
 
@@ -19,6 +19,12 @@ def sample(n: int, stopped: bool = True, prompt: int = 3, **rewards: float | Non
     given = [r for r in rewards.values() if r is not None]
     fields = {"text": "text", "rewards": rewards, "reward": sum(given) if given else None}
     return Sample(Prompt(0, "?", [1] * prompt), 0, [2] * n, [0.0] * n, stopped, [0] * n, **fields)
+
+
+def completions_of(folder: Path, step: int) -> list[dict]:
+    """Return the completions that a run has written after so many steps."""
+    path = folder / "completions" / f"completions_{step:05d}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def write_run(

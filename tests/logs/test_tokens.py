@@ -4,39 +4,32 @@ is there once, and the files stay within their limit.
 Read before: test_completions.py. Read next: test_view.py.
 """
 
-import dataclasses
 import gzip
 import itertools
 import json
-import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
-from nanogrpo.config import Config
-from nanogrpo.distributed.world import join
-from nanogrpo.grpo.loss import loss, objective
-from nanogrpo.grpo.objectives import TERMS
-from nanogrpo.logs.completions import Completions
-from nanogrpo.logs.tokens import TokenLog, TokenMeter, gradient
-from nanogrpo.model.checkpoint import load_model
+from nanogrpo import Config
+from nanogrpo.extras.completions import Completions
+from nanogrpo.extras.objectives import TERMS, Objectives
+from nanogrpo.extras.view import tokens
+from nanogrpo.extras.view.tokens import TokenLog, gradient
+from nanogrpo.grpo.loss import objective
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.types import Prompt, Sample
 from tests.conftest import SOLO, arguments, random_batch, steps
+from tests.logs.conftest import completions_of
 from tests.model.tokenizer_folder import make_folder
-from tests.ranks import run
 
 
 def table(folder, step: int) -> list[dict]:
     data = (folder / "completions" / f"tokens_{step:05d}.jsonl.gz").read_bytes()
     return [json.loads(line) for line in gzip.decompress(data).splitlines()]
-
-
-def completions(folder, step: int) -> list[dict]:
-    path = folder / "completions" / f"completions_{step:05d}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 LOG = ["--log-completions", "--log-tokens", "--max-steps", "2"]
@@ -45,14 +38,16 @@ LOG = ["--log-completions", "--log-tokens", "--max-steps", "2"]
 @pytest.fixture(scope="module")
 def logged(tiny_base, files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("logged")
-    assert train.main(arguments(tiny_base, files, folder, *LOG)) == 0
-    return folder
+    assert train.main(arguments(tiny_base, files, folder / "logged", *LOG)) == 0
+    assert train.main(arguments(tiny_base, files, folder / "other", "--max-steps", "2")) == 0
+    assert steps(folder / "logged") == steps(folder / "other")  # the run itself does not change
+    return folder / "logged"
 
 
 def test_every_token_of_a_run_is_written_with_its_numbers(logged, tiny_base):
     tokenizer, row_of = Tokenizer(tiny_base), {row["step"]: row for row in steps(logged)}
     for step in (1, 2):
-        rows, found = completions(logged, step), table(logged, step)
+        rows, found = completions_of(logged, step), table(logged, step)
         assert [line["row"] for line in found] == [*range(16)]
         for row, line in zip(rows, found):
             assert tokenizer.decode(line["id"]) == row["completion"]
@@ -66,15 +61,6 @@ def test_every_token_of_a_run_is_written_with_its_numbers(logged, tiny_base):
         assert sum(entropy) / len(entropy) == pytest.approx(metric["entropy"], rel=1e-3)
         assert {ratio for line in trained for ratio in line["ratio"]} == {1.0}
         assert sum(s for line in trained for s in line["share"]) == pytest.approx(1, rel=1e-3)
-
-
-def test_the_run_itself_does_not_change(logged, tiny_base, files, tmp_path):
-    options = ["--log-completions", "--max-steps", "2"]
-    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 0
-    assert steps(tmp_path) == steps(logged)
-    both = [load_model(folder / "checkpoint-2").state_dict() for folder in (tmp_path, logged)]
-    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
-    assert not [*tmp_path.glob("completions/tokens_*")]
 
 
 def test_several_updates_write_each_token_once_with_its_last_ratio(tiny_base, files, tmp_path):
@@ -108,7 +94,7 @@ def test_the_gradient_of_a_token_is_the_l1_norm_at_its_logits(loss_type, level):
     logp = (logits.detach() / 0.7).log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
     batch.old_logp = logp + 0.3 * torch.randn(M, generator=generator)  # clips some tokens
     batch.ref_logp = logp + 0.1
-    out = objective(batch, cfg)(logits, torch.eye(V))
+    out = objective(batch, cfg, [Objectives(cfg)])(logits, torch.eye(V))
     out.loss.backward()
     expected = logits.grad.abs().sum(-1) * 0.7 / 2
     found = gradient(batch, out, cfg).tolist()
@@ -116,56 +102,18 @@ def test_the_gradient_of_a_token_is_the_l1_norm_at_its_logits(loss_type, level):
     assert len({*found}) > M / 2
 
 
-# --- several ranks ---
-
-ADVANTAGES = [1.0, -1.0, 0.5, -0.5]
-
-
-def sampled(first: int) -> list[Sample]:
-    """Two completions of one prompt; the first token of each names the sample."""
-    prompt = Prompt(first, "?", [1])
-    each = [[first + i, *[9] * i] for i in range(2)]
-    return [
-        Sample(prompt, i, ids, [-0.5] * len(ids), True, [0] * len(ids))
-        for i, ids in enumerate(each)
-    ]
-
-
-def log_on_two_ranks(folder: str, base: str) -> None:
-    """Each rank draws two samples, and trains on one of its own and on one of the other rank."""
-    with join(Config(device="cpu")) as world:
-        cfg = dataclasses.replace(config(folder), num_generations=2)
-        meter = TokenMeter(cfg)
-        for index in [[0, 3], [1, 2]][world.rank]:
-            batch = random_batch([(1, 1 + index % 2)])  # sample i has 1 + i % 2 tokens
-            batch.sample = torch.full_like(batch.sample, index)
-            logp = torch.full(batch.sample.shape, -1.0)
-            entropy = logp + 10 + index
-            meter.add(batch, loss(logp, entropy, batch, cfg)._replace(entropy=entropy), 0)
-        log = TokenLog(cfg, world)
-        log.step(0, sampled(2 * world.rank), ADVANTAGES, meter, Tokenizer(base))
-
-
-def test_the_tokens_of_each_rank_are_written_once(tmp_path, tiny_base):
-    run(2, log_on_two_ranks, str(tmp_path), str(tiny_base))
-    found = table(tmp_path, 1)
-    assert [line["row"] for line in found] == [0, 1, 2, 3]
-    assert [line["id"] for line in found] == [[0], [1, 9], [2], [3, 9]]
-    assert [line["entropy"] for line in found] == [[9.0], [10.0] * 2, [11.0], [12.0] * 2]
-    assert sum(sum(line["share"]) for line in found) == pytest.approx(1, rel=1e-3)
-
-
 # --- the limit ---
 
 
 def config(folder, **options) -> Config:
-    logs = {"log_completions": True, "log_tokens": True}
-    return Config(model="-", data=("-",), output_dir=str(folder), **logs, **options)
+    logs = {"log_completions": True, "log_tokens": True, "num_generations": 4}
+    return Config(**{"output_dir": str(folder), **logs, **options})
 
 
 def write_steps(cfg: Config, tokenizer: Tokenizer, steps: range, length: int) -> None:
-    Completions(cfg, SOLO, steps.start)
-    log, n = TokenLog(cfg, SOLO), 16
+    log, n = TokenLog(cfg), 16
+    run = SimpleNamespace(cfg=cfg, world=SOLO, tokenizer=tokenizer, start=steps.start)
+    Completions(cfg).running(run)
     random = torch.Generator().manual_seed(0)
     for step in steps:
         ids = torch.randint(tokenizer.vocab_size, (n, length), generator=random).tolist()
@@ -174,15 +122,18 @@ def write_steps(cfg: Config, tokenizer: Tokenizer, steps: range, length: int) ->
             Sample(Prompt(i // 4, "?", [1]), i % 4, ids[i], logp[i], True, [0] * length)
             for i in range(n)
         ]
-        log.step(step, samples, [0.0] * 8 + [1.0] * 8, TokenMeter(cfg), tokenizer)
+        for sample in samples[8:]:
+            sample.advantage = 1.0
+        log.step(run, step, samples)
 
 
-def test_the_files_stay_within_their_limit_and_cover_the_whole_run(tmp_path, tiny_tokenizer):
-    cfg = config(tmp_path, num_generations=4, max_steps=40, log_tokens_mib=0.25)
-    write_steps(cfg, tiny_tokenizer, range(40), length=100)
+def test_the_files_stay_within_their_limit_and_cover_the_whole_run(
+    tmp_path, tiny_tokenizer, monkeypatch
+):
+    monkeypatch.setattr(tokens, "LIMIT", 2**18)
+    write_steps(config(tmp_path, max_steps=40), tiny_tokenizer, range(40), length=100)
     files = sorted((tmp_path / "completions").glob("tokens_*.gz"))
-    size = sum(path.stat().st_size for path in files) / 2**20
-    assert 0.15 < size <= 0.25
+    assert 0.6 < sum(path.stat().st_size for path in files) / 2**18 <= 1
     numbers = [int(path.name[7:12]) for path in files]
     assert numbers[0] == 1
     assert numbers[-1] >= 35
@@ -194,30 +145,6 @@ def test_the_files_stay_within_their_limit_and_cover_the_whole_run(tmp_path, tin
         assert groups <= {2, 3} or groups >= {2, 3}  # those with a gradient come first
 
 
-def test_a_group_beyond_the_limit_is_not_written_and_the_log_says_so(
-    tmp_path, tiny_tokenizer, caplog
-):
-    cfg = config(tmp_path, num_generations=4, log_tokens_mib=0.002)
-    with caplog.at_level(logging.WARNING):
-        write_steps(cfg, tiny_tokenizer, range(1), length=100)
-    assert not [*tmp_path.glob("completions/tokens_*")]
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "--log-tokens-mib 0.002 has no room for the 0.01 MiB of one group: no tokens are written "
-        "in this step"
-    )
-
-
-def test_a_resumed_run_deletes_the_tokens_of_repeated_steps(tmp_path, tiny_tokenizer):
-    cfg = config(tmp_path, num_generations=4, max_steps=4)
-    write_steps(cfg, tiny_tokenizer, range(4), length=10)
-    before = table(tmp_path, 2)
-    write_steps(cfg, tiny_tokenizer, range(2, 3), length=10)
-    names = sorted(p.name for p in (tmp_path / "completions").iterdir())
-    assert names == [f"tokens_0000{i}.jsonl.gz" for i in (1, 2, 3)]
-    assert table(tmp_path, 2) == before
-
-
 # --- the text of a token ---
 
 
@@ -225,7 +152,7 @@ def test_the_texts_of_the_tokens_make_up_the_completion(tmp_path):
     tokenizer = Tokenizer(make_folder(tmp_path / "chat"))
     text = "The sum is 7.\n\tна 日本 👩‍🚀 é\u2028 end"
     ids = [*tokenizer.encode(text, special=False), *tokenizer.stop_token_ids[:1]]
-    pieces = TokenLog(config(tmp_path), SOLO)._pieces(ids, tokenizer)
+    pieces = TokenLog(config(tmp_path))._pieces(ids, tokenizer)
     assert len(pieces) == len(ids)
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)
     assert "" in pieces  # a character of several tokens
@@ -233,17 +160,18 @@ def test_the_texts_of_the_tokens_make_up_the_completion(tmp_path):
     # a part of a character remains at the end, and a broken one in the middle
     broken = ids[:-1] + tokenizer.encode("👩", special=False)[:1]
     for some in (broken, broken + ids):
-        pieces = TokenLog(config(tmp_path), SOLO)._pieces(some, tokenizer)
+        pieces = TokenLog(config(tmp_path))._pieces(some, tokenizer)
         assert len(pieces) == len(some)
         assert "\ufffd" in "".join(pieces)
 
 
-def test_a_tools_answer_has_no_numbers(tmp_path, tiny_tokenizer):
-    cfg = config(tmp_path, num_generations=4)
+def test_inserted_text_has_no_numbers(tmp_path, tiny_tokenizer):
     model = [True, False, True]
     samples = [
         Sample(Prompt(0, "?", [1]), i, [1, 2, 3], [-1.0, 0.0, math.nan], True, [0] * 3, model)
         for i in range(4)
     ]
-    TokenLog(cfg, SOLO).step(0, samples, [1.0] * 4, TokenMeter(cfg), tiny_tokenizer)
+    cfg = config(tmp_path)
+    run = SimpleNamespace(cfg=cfg, world=SOLO, tokenizer=tiny_tokenizer)
+    TokenLog(cfg).step(run, 0, samples)
     assert {json.dumps(line["logp"]) for line in table(tmp_path, 1)} == {"[-1.0, null, null]"}

@@ -6,10 +6,10 @@ Read next: test_head.py.
 """
 
 import torch
-from nanogrpo.kernels.reference import LossInputs, Objective
+from nanogrpo.kernels.reference.policy import Clip, LossInputs
 
 M, D, V, T = 13, 7, 29, 0.7
-CLIP = Objective(epsilon=0.2, epsilon_high=0.28)
+CLIP = Clip(epsilon=0.2, epsilon_high=0.28)
 
 
 def draw(dtype=torch.float64, seed=0):

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from nanogrpo.extras.rope_scaling import Scaling
 from nanogrpo.model.decoder import Decoder
-from nanogrpo.model.rope import Scaling
 from tests.conftest import random_tokens, tiny_config
 
 CONFIGS = {
@@ -89,7 +89,7 @@ def theirs_alone(theirs, tokens: torch.Tensor, positions: torch.Tensor) -> torch
 
 
 def theirs(model: torch.nn.Module, seed: int = 5) -> torch.Tensor:
-    """Return the logits that `lora_ranks.logits` computes with our model."""
+    """Return the logits that `lora_models.logits` computes with our model."""
     tokens = random_tokens(17, 104, seed)
     with torch.no_grad():
         return torch.cat([model(tokens[None, :11]).logits[0], model(tokens[None, 11:]).logits[0]])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from nanogrpo.model.attention import Packed
+from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.model.hf_config import ModelConfig
 from tests.conftest import positions_of, random_batch, random_tokens, tiny_config, tiny_model
@@ -41,11 +41,13 @@ def test_positions_may_be_large_and_have_gaps(theta, start):
     tokens = random_tokens(24)
     # neighbours, then far apart
     positions = start + torch.cat((torch.arange(12), 700 * torch.arange(1, 13)))
-    ours = model(tokens, positions, Packed(torch.tensor([0, 24], dtype=torch.int32), 24))
+    ours = model(tokens, positions, StripAttention(torch.tensor([0, 24], dtype=torch.int32), 24))
     torch.testing.assert_close(
         ours, theirs_alone(peer(model), tokens, positions), rtol=0, atol=1e-5
     )
-    nearby = model(tokens, torch.arange(24), Packed(torch.tensor([0, 24], dtype=torch.int32), 24))
+    nearby = model(
+        tokens, torch.arange(24), StripAttention(torch.tensor([0, 24], dtype=torch.int32), 24)
+    )
     assert (ours - nearby).abs().max() > 0.1  # positions matter to this model at all
 
 
@@ -105,26 +107,6 @@ def test_rotary_angles_stay_float32_in_a_bfloat16_model():
 # --- packing changes nothing ---
 
 
-def test_a_packed_sample_equals_it_alone():
-    model = tiny_model(num_hidden_layers=3)
-    tokens = random_tokens(sum(RAGGED))
-    packed = model(tokens, *positions_of(RAGGED)).split(RAGGED)
-    for alone, ids in zip(packed, tokens.split(RAGGED)):
-        torch.testing.assert_close(alone, model(ids, *positions_of([len(ids)])), rtol=0, atol=1e-5)
-
-
-def test_changing_one_sample_never_changes_another():
-    model = tiny_model()
-    tokens = random_tokens(sum(RAGGED))
-    before = model(tokens, *positions_of(RAGGED)).split(RAGGED)
-    other = list(tokens.split(RAGGED))
-    other[2] = random_tokens(RAGGED[2], seed=99)
-    after = model(torch.cat(other), *positions_of(RAGGED)).split(RAGGED)
-    assert not torch.equal(before[2], after[2])
-    for i in (0, 1, 3, 4):
-        assert torch.equal(before[i], after[i])
-
-
 def test_a_nan_does_not_leak_between_samples():
     """Masking by multiplication, or a merely tiny weight, would let it through (0 · NaN is NaN)."""
     model = tiny_model()
@@ -138,44 +120,7 @@ def test_a_nan_does_not_leak_between_samples():
     assert out[2].isnan().all()
 
 
-def test_later_tokens_never_change_earlier_ones():
-    model = tiny_model()
-    tokens = random_tokens(30)
-    before = model(tokens, *positions_of([30]))
-    tokens[20:] = random_tokens(10, seed=5)
-    after = model(tokens, *positions_of([30]))
-    assert torch.equal(before[:20], after[:20])
-    assert (before[20:] - after[20:]).abs().amax(-1).min() > 0.01
-
-
-def test_gradients_of_a_strip_are_the_sum_of_those_alone():
-    def gradients(model, pieces):
-        model.zero_grad()
-        for ids in pieces:
-            lengths = RAGGED if len(ids) == sum(RAGGED) else [len(ids)]
-            F.cross_entropy(
-                model(ids, *positions_of(lengths)), ids.flip(0) * 0 + 3, reduction="sum"
-            ).backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters()}
-
-    model = tiny_model(tie_word_embeddings=True)
-    tokens = random_tokens(sum(RAGGED))
-    packed, alone = gradients(model, [tokens]), gradients(model, tokens.split(RAGGED))
-    for name in packed:
-        assert (packed[name] - alone[name]).abs().max() <= 1e-5 * alone[name].abs().max(), name
-
-
-def test_a_sample_gets_no_gradient_from_another():
-    """The loss of a sample only reaches the embedding rows of its own tokens."""
-    model = tiny_model()
-    first, second = torch.arange(1, 9), torch.arange(51, 63)
-    out = model(torch.cat((first, second)), *positions_of([8, 12]))
-    out[:8].square().sum().backward()
-    touched = model.model.embed_tokens.weight.grad.abs().sum(-1).nonzero().flatten()
-    assert touched.tolist() == first.tolist()
-
-
-def test_forward_packed_runs_the_head_only_on_rows_that_predict_completions():
+def test_forward_strip_runs_the_head_only_on_rows_that_predict_completions():
     model = tiny_model()
     batch = random_batch([(3, 4), (6, 1), (1, 9)])
     shapes = []
@@ -184,9 +129,11 @@ def test_forward_packed_runs_the_head_only_on_rows_that_predict_completions():
         shapes.append((tuple(hidden.shape), tuple(weight.shape)))
         return logits(hidden, weight)
 
-    out = model.forward_packed(batch, op)  # [M, V]
+    out = model.forward_strip(batch, op)  # [M, V]
     assert shapes == [((14, 48), (151, 48))]
-    every = model(batch.tokens, batch.positions, Packed(batch.cu_seqlens, batch.max_len))  # [T, V]
+    every = model(
+        batch.tokens, batch.positions, StripAttention(batch.cu_seqlens, batch.max_len)
+    )  # [T, V]
     torch.testing.assert_close(out, every[batch.rows], rtol=0, atol=1e-5)
     assert torch.equal(batch.tokens[batch.rows + 1], batch.targets)
 
@@ -214,17 +161,16 @@ def test_a_tied_head_and_embedding_are_one_parameter():
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
 
 
-QWEN3_RAW = {
-    **dict(
-        model_type="qwen3",
-        vocab_size=9,
-        hidden_size=64,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-    ),
-    **dict(num_key_value_heads=2, max_position_embeddings=99),
-}
+QWEN3_RAW = dict(
+    model_type="qwen3",
+    vocab_size=9,
+    hidden_size=64,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=99,
+)
 
 
 def test_defaults_of_config_json_are_those_of_transformers():

@@ -1,8 +1,8 @@
 """Frozen weights in four bits: the layers, files of bitsandbytes, PEFT on top of it, the engine and
 the memory.
 
-bitsandbytes itself quantizes and dequantizes the expected values. Read next: test_nf4_runs.py
-(ranks and full runs), tests/kernels/test_nf4.py (the kernels), tests/grpo/test_trl_nf4.py.
+bitsandbytes itself quantizes and dequantizes the expected values. Read next: test_lora_runs.py
+(ranks and full runs), test_nf4_kernels.py (the kernels), test_trl_nf4.py.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nanogrpo.config import LORA_TARGETS, Config
-from nanogrpo.distributed import fsdp
-from nanogrpo.engine.base import SamplingParams
-from nanogrpo.engine.local import LocalEngine
+from nanogrpo import Config
 from nanogrpo.errors import UserError
+from nanogrpo.extras.lora import adapters, lora, nf4
+from nanogrpo.extras.lora.engine import SharingEngine
+from nanogrpo.extras.lora.feature import LoRA
+from nanogrpo.extras.lora.options import LORA_TARGETS
 from nanogrpo.grpo import loss as grpo
-from nanogrpo.model import adapters, checkpoint, lora, nf4
+from nanogrpo.model import checkpoint, weights
 from nanogrpo.model.decoder import Decoder
-from nanogrpo.run import memory
-from nanogrpo.run import setup as parts
-from nanogrpo.types import Prompt
-from nanogrpo.vllm.sync import WeightSync
-from tests.conftest import SOLO, positions_of, random_batch, random_tokens, write_base
-from tests.model.lora_ranks import logits, nudge
+from tests.conftest import random_batch, write_base
+from tests.model import lora_models
+from tests.model.lora_models import logits, nudge
 from tests.model.peers import theirs
 from tests.run.allocator import most_at_once
 from tests.run.test_memory import Live
@@ -45,9 +43,7 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 320}
 
 def loaded(base: Path, cfg: Config = FOUR) -> Decoder:
     """Load a checkpoint as a run does, with adapters whose B is not zero."""
-    model = checkpoint.empty_model(base, cfg.load_in_4bit)
-    lora.attach(model, cfg)
-    return nudge(parts.load_sharded(model, base, SOLO, cfg))
+    return nudge(lora_models.loaded(base, cfg))
 
 
 def as_in_bitsandbytes(weight: torch.Tensor) -> torch.Tensor:
@@ -71,7 +67,7 @@ def dequantized(base: Path, cfg: Config = PLAIN) -> Decoder:
 
 def gradient(model: Decoder, batch) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    model.forward_packed(batch, grpo.objective(batch, FOUR)).loss.backward()
+    model.forward_strip(batch, grpo.objective(batch, FOUR)).loss.backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -89,11 +85,8 @@ def qwen2(tmp_path_factory) -> Path:
 
 def bitsandbytes_model(folder: Path, config: dict | None = None):
     """Load a checkpoint with transformers and bitsandbytes, in float32."""
-    how = transformers.BitsAndBytesConfig(
-        **(config or {}),
-        **({} if config else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
-        **({} if config else {"bnb_4bit_use_double_quant": True}),
-    )
+    nested = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    how = transformers.BitsAndBytesConfig(**(config or nested))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=how, attn_implementation="eager"
     )
@@ -110,7 +103,7 @@ def test_the_weights_are_those_of_bitsandbytes(base):
     for name, p in model.named_parameters():
         if lora.is_adapter(name):
             p.data.zero_()
-    found = dict(lora.full_parameters(model))
+    found = dict(weights.full_parameters(model))
     assert list(found) == list(expected)
     rounded = [n for n in found if n.endswith(tuple(f"{t}.weight" for t in LORA_TARGETS))]
     assert len(rounded) == 2 * len(LORA_TARGETS)
@@ -148,8 +141,8 @@ def test_bytes_that_fsdp_has_cast_to_bfloat16_give_the_same_weights(base):
 @pytest.mark.parametrize("targets", [("q_proj", "down_proj"), ()])
 def test_all_layers_of_the_blocks_are_in_four_bits_and_only_adapters_are_trained(base, targets):
     model = loaded(base, dataclasses.replace(FOUR, lora_target_modules=targets))
-    packed = [n for n, m in model.named_modules() if nf4.is_packed(m)]
-    assert len(packed) == 2 * len(LORA_TARGETS)
+    stored = [n for n, p in weights.parameters(model) if isinstance(p, nf4.Matrix)]
+    assert len(stored) == 2 * len(LORA_TARGETS)
     adapted = {n.split(".")[-1] for n, m in model.named_modules() if isinstance(m, lora.LoRALinear)}
     assert adapted == set(targets or LORA_TARGETS)
     assert all(p.requires_grad == lora.is_adapter(n) for n, p in model.named_parameters())
@@ -157,38 +150,22 @@ def test_all_layers_of_the_blocks_are_in_four_bits_and_only_adapters_are_trained
     assert len(found) == 2 * 2 * len(adapted)
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_recomputation_does_not_change_the_gradient(base, kind):
-    batch = random_batch([(3, 9), (5, 4), (2, 14)], vocab_size=104)
-    model = loaded(base)
-    expected = gradient(model, batch)
-    fsdp.prepare(model, SOLO, dataclasses.replace(FOUR, gradient_checkpointing=kind))
-    found = gradient(model, batch)
-    assert all(torch.equal(found[n], g) for n, g in expected.items())
-
-
 def test_a_full_matrix_never_outlives_its_product(tmp_path):
     """Between forward and backward, no more is kept than with frozen float weights; and while they
-    run, at most one of 56 matrices and its temporary values.
+    run, at most one of 28 matrices and its temporary values.
     """
-    base = write_base(tmp_path, hidden_size=128, intermediate_size=512, num_hidden_layers=8)
+    base = write_base(tmp_path, hidden_size=128, intermediate_size=512, num_hidden_layers=4)
     batch = random_batch([(3, 9), (5, 4)], vocab_size=104)
     kept, peak = [], []
     for model in (loaded(base), loaded(base, PLAIN)):
         gradient(model, batch)
         peak.append(most_at_once(functools.partial(gradient, model, batch)))
         with Live(model) as live:
-            loss = model.forward_packed(batch, grpo.objective(batch, FOUR)).loss
+            loss = model.forward_strip(batch, grpo.objective(batch, FOUR)).loss
             kept.append(live.bytes)
         assert loss.requires_grad
     assert kept[0] - kept[1] < 2048  # the code books
     assert peak[0] - peak[1] < 24 * 512 * 128
-
-
-def test_without_adapters_the_model_is_the_base(base):
-    model, expected = loaded(base), dequantized(base)
-    with lora.disabled(model), lora.disabled(expected):
-        torch.testing.assert_close(logits(model), logits(expected), rtol=1e-5, atol=1e-5)
 
 
 # --- files ---
@@ -233,8 +210,8 @@ def test_peft_and_bitsandbytes_compute_the_same_with_our_adapters(base, stored, 
 
     (tmp_path / "merged").mkdir()
     config = json.loads((stored / "config.json").read_text())
-    weights = checkpoint.host_weights(model, torch.bfloat16)
-    checkpoint.write_model(weights, config, tmp_path / "merged")
+    copies = weights.host_weights(model, torch.bfloat16)
+    checkpoint.write_model(copies, config, tmp_path / "merged")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
     assert not hasattr(merged, "is_loaded_in_4bit")
@@ -262,11 +239,8 @@ def state(**fields):
 STATE = "q_proj.weight.quant_state.bitsandbytes__nf4"
 DAMAGED = {
     "no scales": ("q_proj.weight.absmax", lambda t: None, "q_proj.weight.absmax is missing"),
-    "no codes": ("q_proj.weight", lambda t: None, "q_proj.weight is missing"),
-    "a float matrix": ("q_proj.weight", lambda t: torch.zeros(64, 64), "is stored as F32, altho"),
-    "other blocks": (STATE, state(blocksize=128), "blocksize is 128 and not 64"),
-    "too few scales": ("q_proj.weight.absmax", lambda t: t[1:], "absmax has another size or type"),
-    "another code book": ("q_proj.weight.quant_map", lambda t: t + 1, "quant_map is not that of"),
+    "a float matrix": ("q_proj.weight", lambda t: torch.zeros(64, 64), "do not have the sizes"),
+    "too few scales": ("q_proj.weight.absmax", lambda t: t[1:], "do not have the sizes"),
     "another shape": (STATE, state(shape=[32, 128]), r"has shape \(32, 128\) but config.json asks"),
     "no JSON": (STATE, lambda t: t[1:], "cannot be read"),
     "one number": ("q_proj.weight.absmax", lambda t: t[0].clone(), "cannot be read"),
@@ -287,9 +261,7 @@ def test_damaged_files_of_bitsandbytes_are_reported_in_one_sentence(stored, tmp_
 
 OTHERS = {
     "fp4": {"bnb_4bit_quant_type": "fp4"},
-    "one level": {"bnb_4bit_use_double_quant": False},
     "int8": {"load_in_4bit": False, "load_in_8bit": True},
-    "gptq": {"quant_method": "gptq", "bits": 4},
     "awq": {"quant_method": "awq", "bits": 4},
 }
 
@@ -300,15 +272,10 @@ def test_another_quantization_is_refused_in_one_sentence(stored, tmp_path, case)
     config["quantization_config"] |= OTHERS[case]
     (tmp_path / "config.json").write_text(json.dumps(config))
     wrong = next(iter(OTHERS[case].items()))
-    message = rf"quantization_config with {wrong[0]} {wrong[1]!r} is not supported; it must be"
+    message = rf"quantization_config with {wrong[0]} {wrong[1]!r} is not supported; it must have"
     with pytest.raises(UserError, match=message) as error:
-        checkpoint.empty_model(tmp_path, four_bits=True)
+        LoRA(FOUR).decoder(tmp_path)
     assert "\n" not in str(error.value)
-
-
-def test_weights_in_four_bits_need_the_option(stored):
-    with pytest.raises(UserError, match="train with --load-in-4bit and --lora-r, or use the orig"):
-        checkpoint.load_model(stored)
 
 
 def test_a_matrix_that_is_not_made_of_blocks_is_refused(tmp_path):
@@ -322,7 +289,7 @@ def test_a_matrix_that_is_not_made_of_blocks_is_refused(tmp_path):
 
 def test_the_embedded_engine_shares_the_base_and_copies_the_adapters(base):
     model = loaded(base)
-    engine = LocalEngine(model.cfg, max_len=32, slots=2, device="cpu", four_bits=FOUR)
+    engine = SharingEngine(model.cfg, options=FOUR, max_len=32, slots=2, device="cpu")
     engine.load(model, version=1)
     theirs = dict(model.named_parameters())
     mine = dict(engine.model.named_parameters())
@@ -340,52 +307,4 @@ def test_the_embedded_engine_shares_the_base_and_copies_the_adapters(base):
     assert {n: p.data_ptr() for n, p in engine.model.named_parameters()} == addresses
 
 
-@pytest.mark.parametrize("name", ["base", "qwen2"])
-@pytest.mark.parametrize("paged", [False, True])
-def test_the_engine_reports_the_log_probs_of_the_trainer(name, paged, request):
-    model = loaded(request.getfixturevalue(name))
-    engine = LocalEngine(model.cfg, max_len=40, slots=40, device="cpu", four_bits=FOUR, paged=paged)
-    engine.load(model, version=1)
-    prompts = [Prompt(i, "", random_tokens(5 + i, 104, seed=i).tolist()) for i in range(4)]
-    samples = engine.sample(prompts, 6, SamplingParams(max_tokens=12, stop_token_ids=[3]), step=0)
-    ids = [torch.tensor(s.prompt.token_ids + s.token_ids) for s in samples]
-    positions, attend = positions_of([len(x) for x in ids])
-    with torch.no_grad():
-        logp = model(torch.cat(ids), positions, attend).log_softmax(-1)
-    for row, x, s in zip(logp.split([len(x) for x in ids]), ids, samples):
-        expected = row[:-1].gather(1, x[1:, None])[-len(s.token_ids) :, 0]
-        torch.testing.assert_close(torch.tensor(s.logp), expected, rtol=0, atol=1e-4)
-
-
-def test_a_server_receives_the_merged_weights_in_bfloat16(base):
-    model, exact = loaded(base), dequantized(base)
-    sync = WeightSync(model, "bfloat16", torch.device("cpu"))
-    sync.gather(model)
-    expected = dict(lora.full_parameters(exact))
-    assert sync.slots.keys() == expected.keys()
-    assert all(torch.equal(sync.slots[n], p.bfloat16()) for n, p in expected.items())
-
-
 # --- memory ---
-
-
-def test_the_memory_table_counts_what_a_model_in_four_bits_needs(base):
-    cfg = dataclasses.replace(FOUR, max_completion_length=16)
-    models = {c.load_in_4bit: loaded(base, c) for c in (cfg, dataclasses.replace(PLAIN))}
-    found = {}
-    for four, model in models.items():
-        options = dataclasses.replace(cfg, load_in_4bit=four)
-        rows = memory.table(model, options, SOLO, 10)
-        found[four] = {row.name.split(" of ")[0]: row.bytes for row in rows}
-        assert found[four]["parameters"] == sum(p.nbytes for p in model.parameters())
-    trained, n = lora.sizes(models[True])
-    assert (trained, n) == lora.sizes(models[False])
-    assert n == sum(p.numel() for p in models[False].parameters())
-    body = sum(m.weight.numel() for m in models[False].modules() if isinstance(m, lora.LoRALinear))
-    saved = found[False]["parameters"] - found[True]["parameters"]
-    assert saved == pytest.approx((4 - 0.516) * body, rel=1e-2)
-    assert found[False]["engine: weights"] == 4 * (n - trained)
-    assert found[True]["engine: weights"] == 4 * trained  # it shares the rest
-    assert found[True]["a dequantized matrix"] == 4 * 64 * 320
-    same = {"optimizer", "gradients", "activations", "a checkpoint that is being written"}
-    assert all(found[True][name] == found[False][name] for name in same)

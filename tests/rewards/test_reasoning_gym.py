@@ -3,18 +3,19 @@
 Read next: tests/data/test_gym.py (where the problems come from).
 """
 
-import time
+import inspect
+import re
 
 import pytest
 
-from nanogrpo.data import gym
-from nanogrpo.rewards import reasoning_gym as module
-from nanogrpo.rewards.builtin import full_name, is_users, load_function
-from nanogrpo.rewards.reasoning_gym import reasoning_gym_reward
-from nanogrpo.rewards.runner import Runner
-from nanogrpo.types import Prompt, Sample
+from nanogrpo import Config
+from nanogrpo.errors import UserError
+from nanogrpo.extras.gym import data as gym
+from nanogrpo.extras.gym.reward import reasoning_gym_reward
+from tests.rewards.conftest import make_samples, runner
 
 package = pytest.importorskip("reasoning_gym")
+DATASETS = pytest.importorskip("reasoning_gym.factory").DATASETS
 
 
 def problems(task, count=3):
@@ -22,10 +23,10 @@ def problems(task, count=3):
     return [record["reasoning_gym"] for record in found]
 
 
-@pytest.mark.parametrize("task", ["countdown", "chain_sum", "word_sorting"])
+@pytest.mark.parametrize("task", ["countdown", "puzzle24", "chain_sum", "word_sorting"])
 def test_scores_are_those_of_the_package(task):
     data = package.create_dataset(task, seed=0, size=3)
-    answers = [data[i]["answer"] for i in range(3)] + ["1", "a, b", "1 +"]
+    answers = [data[i]["answer"] for i in range(3)] + ["1", "a, b", "1 +", "2*(3+4) / 5"]
     completions, origins, want = [], [], []
     for i, origin in enumerate(problems(task)):
         for answer in answers:
@@ -35,7 +36,7 @@ def test_scores_are_those_of_the_package(task):
     chats = [[{"role": "assistant", "content": text}] for text in completions]
     for given in (completions, chats):
         assert reasoning_gym_reward(completions=given, reasoning_gym=origins) == want
-    assert want.count(1.0) == 3
+    assert want.count(1.0) >= 3
 
 
 def test_other_prompts_get_none_and_a_missing_answer_0():
@@ -45,59 +46,43 @@ def test_other_prompts_get_none_and_a_missing_answer_0():
     assert reasoning_gym_reward(completions=texts) == [None, None]
 
 
-HANGS = ["9**9**9**9", "factorial(10**8)", "(" * 3000 + "1" + ")" * 3000]
-ATTACKS = [
-    "__import__('os').system('touch {file}')",
-    "open('{file}', 'w')",
-    "exec('import os; os.open(\"{file}\", os.O_CREAT | os.O_WRONLY)')",
-    "__import__('subprocess').run(['touch', '{file}'])",
-    "__import__('os').fork()",
-    "__import__('os').kill(__import__('os').getppid(), 9)",
-    "__import__('os')._exit(0)",
-    "__import__('sys').exit(1)",
-    "__import__('ctypes').CDLL(None).system(b'touch {file}')",
-    "__import__('socket').socket()",
-    "bytearray(10**11)",
-]
-
-
-@pytest.mark.parametrize("task", ["countdown", "n_queens"])
-def test_a_hostile_answer_scores_0_and_does_nothing(task, tmp_path, monkeypatch):
-    """sympy evaluates answers to countdown, and Python's eval those to n_queens."""
-    monkeypatch.setattr(module, "SECONDS", 1.0)
+@pytest.mark.parametrize("task", sorted(gym.ARITHMETIC))
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "__import__('os').system('touch {file}')",
+        "open('{file}', 'w')",
+        "9**9**9**9",
+        "9 ** 9",
+        "factorial(10**8)",
+        "(" * 3000 + "1" + ")" * 3000,
+        "٣+٤",
+    ],
+)
+def test_an_answer_that_is_no_arithmetic_is_not_evaluated(task, answer, tmp_path):
     (origin,) = problems(task, 1)
-    right = origin["problem"]["answer"]
-    right = right if isinstance(right, str) else origin["problem"]["metadata"]["valid_answers"][0]
-    verifier = gym.dataset(origin["source"]).score_answer
     file = tmp_path / "made"
-    hostile = [text.replace("{file}", str(file)) for text in ATTACKS + HANGS[:2]]
-    begun = time.monotonic()
-    jobs = [(verifier, origin["problem"], answer) for text in hostile for answer in (text, right)]
-    scores = module.scores(jobs)
-    assert max(scores[::2]) < 0.02  # countdown gives 0.01 for what it cannot read
-    assert scores[1::2] == [1.0] * len(hostile)
+    text = f"<answer>{answer.replace('{file}', str(file))}</answer>"
+    assert reasoning_gym_reward(completions=[text], reasoning_gym=[origin])[0] < 0.02
     assert not file.exists()
-    assert time.monotonic() - begun < 60
 
 
-def test_a_verifier_that_fails_or_gives_no_number_scores_0():
-    def raises(answer, problem):
-        raise AttributeError(answer)
-
-    jobs = [(raises, {}, "a"), (lambda a, p: float("nan"), {}, "a"), (lambda a, p: 0.5, {}, "a")]
-    assert module.scores(jobs) == [0.0, 0.0, 0.5]
-    assert module.scores([]) == []
+def test_data_sets_that_evaluate_answers_are_refused():
+    sources = {task: inspect.getsource(kind) for task, (kind, _) in DATASETS.items()}
+    call = re.compile(r"(eval|parse_expr)\(answer")
+    evaluate = {task for task, text in sources.items() if call.search(text)}
+    assert evaluate == gym.EVALUATE - {"composite"} | gym.ARITHMETIC
+    for task in gym.EVALUATE:
+        with pytest.raises(UserError, match=f"the verifier of {task} evaluates the answer as Pyth"):
+            problems(task)
 
 
 def test_it_runs_in_the_process_of_the_users_functions():
-    assert is_users(full_name("reasoning_gym"))
-    assert load_function("reasoning_gym") is reasoning_gym_reward
-    runner = Runner(["reasoning_gym"], timeout=60.0)
-    assert runner.process is not None
+    attached = gym.Gym(Config(data=("reasoning_gym:chain_sum",)))
+    own = runner("reasoning_gym", timeout=60.0, features=[attached])
+    assert own.process is not None
     (origin,) = problems("chain_sum", 1)
-    prompt = Prompt(0, "1+1=", [1], {"reasoning_gym": origin})
     texts = [f"<answer>{origin['problem']['answer']}</answer>", "\\boxed{x}"]
-    samples = [Sample(prompt, i, [1], [0.0], True, [0], text=text) for i, text in enumerate(texts)]
-    runner.score(samples)
+    own.score(samples := make_samples(texts, reasoning_gym=origin))
     assert [s.reward for s in samples] == [1.0, 0.0]
     assert list(samples[0].rewards) == ["reasoning_gym_reward"]

@@ -5,28 +5,20 @@ Here every function runs in this process. In test_process.py they run in one tha
 
 import asyncio
 import functools
-import signal
 import sys
 
 import numpy as np
 import pytest
 import torch
 
-from nanogrpo.config import Config
 from nanogrpo.errors import UserError
-from nanogrpo.rewards.builtin import (
-    accuracy_reward,
-    format_reward,
-    load_function,
-    soft_overlong_punishment_reward,
-)
+from nanogrpo.rewards.builtin import accuracy_reward, format_reward, load_function
 from nanogrpo.rewards.call import TrainerState
-from nanogrpo.rewards.runner import Runner
-from tests.rewards.conftest import make_samples
+from tests.rewards.conftest import make_samples, runner
 
 
 def score(samples, functions, weights=()):
-    Runner(functions, weights).score(samples)
+    runner(*functions, weights=weights).score(samples)
 
 
 # --- arguments ---
@@ -43,7 +35,7 @@ def test_a_function_is_called_once_with_the_arguments_of_trl():
     samples = make_samples(["a", "b"], solution="7", level=1) + make_samples(
         ["c"], prompt=messages, solution="8", tag="x"
     )
-    Runner([spy]).score(samples, state=TrainerState(3, 10, 0.25))
+    runner(spy).score(samples, state=TrainerState(3, 10, 0.25))
     (call,) = calls
     assert callable(call[-1].pop("log_extra"))
     assert callable(call[-1].pop("log_metric"))
@@ -142,25 +134,17 @@ def test_partials_and_instances_have_names():
     ("result", "message"),
     [
         ([1.0, float("nan")], "returned nan for sample 1 of prompt 17"),
-        ([float("-inf"), 1.0], "returned -inf for sample 0 of prompt 17"),
-        ([1.0, "1.0"], "returned '1.0' for sample 1 of prompt 17"),
-        ([1.0, 10**400], "for sample 1 of prompt 17"),
+        ([1.0, "1.0"], "returned 1.0 for sample 1 of prompt 17"),
         (
             [1.0, -1.1e30],
             r"returned -1\.1e\+30 for sample 1 of prompt 17; it must return a number of at most 1e",
         ),
-        ([1.0, [1.0]], r"returned \[1.0\] for sample 1 of prompt 17"),
-        ([1.0, 1j], "returned 1j for sample 1"),
         ([1.0, torch.tensor([1.0, 2.0])], "for sample 1 of prompt 17"),
         (torch.ones(2, 1), r"returned \[1.0\] for sample 0"),
-        ([1.0], "returned 1 values for 2 completions"),
-        ([1.0] * 3, "returned 3 values for 2 completions"),
-        ([], "returned 0 values for 2 completions"),
-        (None, "returned a NoneType for 2 completions"),
-        (1.0, "returned a float for 2 completions"),
-        (torch.tensor(1.0), "returned a Tensor for 2 completions"),
-        ("ab", "returned a str for 2 completions"),
-        ({0: 1.0, 1: 1.0}, "returned a dict for 2 completions"),
+        ([1.0], "returned 1 values; it must return a list of 2 values, one for each"),
+        (None, "returned a NoneType"),
+        (1.0, "returned a float; it must"),
+        ({0: 1.0, 1: 1.0}, "returned a dict; it must"),
     ],
 )
 def test_a_bad_result_raises_an_error_that_names_the_function_and_the_sample(result, message):
@@ -174,88 +158,24 @@ def test_a_bad_result_raises_an_error_that_names_the_function_and_the_sample(res
     assert all(sample.reward is None for sample in samples)
 
 
-def test_an_exception_is_reported_with_the_function_and_its_line():
-    def divides(completions, **kwargs):
-        return [1 / 0 for _ in completions]
-
-    with pytest.raises(
-        UserError,
-        match=r"divides raised ZeroDivisionError: division by zero \(at test_rewards\.py:\d+,",
-    ) as caught:
-        score(make_samples(), [divides])
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert "called with 2 completions, the first is sample 0 of prompt 17)" in str(caught.value)
-
+def test_a_function_needs_keyword_arguments_and_columns_must_not_take_their_names():
     def no_kwargs(completions):
         return [0.0] * len(completions)
 
     with pytest.raises(
         UserError, match=r"no_kwargs raised TypeError: .*unexpected keyword argument 'prompts'"
-    ):
+    ) as caught:
         score(make_samples(), [no_kwargs])
+    assert isinstance(caught.value.__cause__, TypeError)
     # data/prompts.py refuses a column of this name
     with pytest.raises(TypeError, match="multiple values for keyword argument 'prompts'"):
         score(make_samples(prompts="taken"), [format_reward])
 
 
-@pytest.mark.parametrize("status", [0, None, 3, "bye"])
-def test_sys_exit_in_a_function_or_its_file_is_an_error(tmp_path, status):
-    def leaves(completions, **kwargs):
-        sys.exit(status)
-
-    samples = make_samples()
-    with pytest.raises(
-        UserError, match=r"the reward function leaves raised SystemExit: .*at test_rewards\.py:\d+"
-    ):
-        score(samples, [returns(1.0, 1.0), leaves])
-    assert all(sample.reward is None for sample in samples)
-    (tmp_path / "leaves.py").write_text(f"import sys\nsys.exit({status!r})\n")
+def test_sys_exit_in_a_file_is_an_error(tmp_path):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit()\n")
     with pytest.raises(UserError, match=r"importing '\S+leaves\.py' raised SystemExit: "):
         load_function(f"{tmp_path / 'leaves.py'}:f")
-
-
-def test_the_weighted_sum_must_not_overflow():
-    samples = make_samples()
-    score(samples, [returns(1e30, -1e30)])
-    assert [sample.reward for sample in samples] == [1e30, -1e30]
-    for weights in ([1.0, 1.0], [1e300, 1e300], [1e300, -1e300]):
-        samples = make_samples()
-        with pytest.raises(
-            UserError, match=r"sum .* for sample 1 of prompt 17 is .*; lower --reward-weights"
-        ) as caught:
-            score(samples, [returns(0.0, 1e30), returns(0, 1e30)], weights)
-        assert "\n" not in str(caught.value)
-        assert samples[1].reward is None
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
-def test_no_exception_ends_the_loop_of_async_functions(kind):
-    async def judge(completions, **kwargs):
-        raise kind
-
-    runner = Runner([judge])
-    for _ in range(2):
-        with pytest.raises(UserError, match=f"the reward function judge raised {kind.__name__}: "):
-            runner.score(make_samples())
-
-
-def test_a_task_that_ends_the_loop_of_async_functions_ends_neither_it_nor_the_call():
-    async def exits(completions, **kwargs):
-        async def helper():
-            sys.exit(3)
-
-        await asyncio.gather(helper())
-
-    async def stops(completions, **kwargs):
-        asyncio.get_running_loop().stop()
-        await asyncio.sleep(0)
-        return [1.0] * len(completions)
-
-    samples = make_samples()
-    with pytest.raises(UserError, match="the reward function exits raised SystemExit: 3"):
-        score(samples, [stops, exits])
-    score(samples, [stops])
-    assert [sample.reward for sample in samples] == [1.0, 1.0]
 
 
 def test_an_async_function_may_start_a_program():
@@ -268,49 +188,10 @@ def test_an_async_function_may_start_a_program():
     assert [sample.reward for sample in samples] == [3.0, 3.0]
 
 
-def test_an_exception_without_a_text_is_reported():
-    class Silent(Exception):
-        def __str__(self):
-            raise KeyError
-
-    def judge(completions, **kwargs):
-        raise Silent
-
-    with pytest.raises(
-        UserError, match=r"judge raised Silent: its text raises KeyError \(at test_"
-    ):
-        score(make_samples(), [judge])
-
-
-def test_ctrl_c_inside_a_function_is_not_its_mistake():
-    def interrupted(completions, **kwargs):
-        raise KeyboardInterrupt
-
-    # a shell starts `command &` with Ctrl-C ignored, and the tests may run like that
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            score(make_samples(), [interrupted])
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reward_weights": (1.0, 2.0)}, "--reward-weights has 2 values"),
-        ({"reward_funcs": ()}, "--reward-funcs is "),
-    ],
-)
-def test_there_is_one_weight_per_function_and_at_least_one_function(options, message):
-    with pytest.raises(UserError, match=message):
-        Config(**{"model": "-", "data": ("-",), "reward_funcs": ("format",), **options}).validate()
-
-
 # --- functions by name ---
 
 
-def test_functions_are_found_by_name_by_module_and_by_file(tmp_path, monkeypatch):
+def test_functions_are_found_by_module_and_by_file_which_runs_once(tmp_path, monkeypatch):
     source = """
 from dataclasses import dataclass
 
@@ -330,49 +211,6 @@ other = mine
     (tmp_path / "my_rewards_module.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     path = str(tmp_path / "my.file.py")
-    specs = [
-        "format",
-        "accuracy",
-        "length",
-        "my_rewards_module:mine",
-        f"{path}:mine",
-        f"{path}:other",
-    ]
-    functions = [load_function(spec) for spec in specs]
-    assert functions[:2] == [format_reward, accuracy_reward]
-    assert functions[2].func is soft_overlong_punishment_reward
-    assert functions[4] is functions[5]  # one file, one module
-    assert functions[3] is not functions[4]
-    samples = make_samples(solution="7")
-    score(samples, functions)
-    assert list(samples[0].rewards) == [
-        "format_reward",
-        "accuracy_reward",
-        "soft_overlong_punishment_reward",
-        "mine",
-        "mine_2",
-        "mine_3",
-    ]
-    assert [samples[0].rewards[name] for name in ("mine", "mine_2", "mine_3")] == [1.0, 1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("acuracy", "'acuracy' is neither .* nor one of accuracy, .*, format, .* or model:FOLDER"),
-        ("length:0", "'length:0' must have a positive number of tokens"),
-        ("length:long", "'length:long' must have a positive number of tokens"),
-        ("math:", "is neither package.module:name nor path/file.py:name"),
-        (
-            "no_such_package.rewards:f",
-            "importing 'no_such_package.rewards' raised ModuleNotFoundError",
-        ),
-        ("nowhere/file.py:f", "importing 'nowhere/file.py' raised FileNotFoundError"),
-        ("math:nothing", "'math' has no function 'nothing'"),
-        ("math:pi", "'math' has no function 'pi'"),
-    ],
-)
-def test_a_spec_without_a_function_is_an_error(spec, message):
-    with pytest.raises(UserError, match=message) as caught:
-        load_function(spec)
-    assert str(caught.value).startswith("--reward-funcs: ")
+    specs = ["my_rewards_module:mine", f"{path}:mine", f"{path}:other"]
+    score(samples := make_samples(), specs)
+    assert samples[0].rewards == {"mine": 1.0, "mine_2": 1.0, "mine_3": 2.0}

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nanogrpo.rewards.runner import Runner
 from tests.ranks import alive, until
-from tests.rewards.conftest import FUNCTIONS
+from tests.rewards.conftest import FUNCTIONS, runner
 
 
 def processor_time(pid: int) -> int:
@@ -28,11 +27,10 @@ def processor_time(pid: int) -> int:
 def test_the_process_dies_with_a_killed_trainer(name):
     program = f"""
 from nanogrpo.rewards.process import RewardProcess
-process = RewardProcess(["{FUNCTIONS}:{name}"])
+process = RewardProcess(["{FUNCTIONS}:{name}"], timeout=60.0)
 print(process.process.pid, flush=True)
-arguments = {{"prompts": ["3"], "completion_ids": [[5]]}}
 while True:
-    process.call([(0, "f")], arguments, ["sample 0 of prompt 3"], timeout=60.0)
+    process.call("{FUNCTIONS}:{name}", {{"prompts": ["3"], "completions": [""]}}, {{}})
 """
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     pid = int(trainer.stdout.readline())
@@ -44,9 +42,9 @@ while True:
 
 
 def test_deleting_a_runner_ends_its_process():
-    runner = Runner([f"{FUNCTIONS}:calls"], timeout=60)
-    pid = runner.process.process.pid
-    del runner
+    own = runner(f"{FUNCTIONS}:calls", timeout=60)
+    pid = own.process.process.pid
+    del own
     until(lambda: not alive(pid))
 
 

@@ -6,10 +6,10 @@ the other way round. Read next: test_builtin.py.
 
 import random
 
-import pytest
 from trl import rewards as trl
 
-from nanogrpo.rewards import builtin
+from nanogrpo import Config
+from nanogrpo.extras import rewards as extra
 from nanogrpo.rewards.builtin import accuracy_reward, load_function
 from tests.rewards.answer_table import ROWS
 
@@ -41,8 +41,8 @@ def test_formats_and_reasoning_equal_those_of_trl():
     texts = ["".join(rng.choices(TEXTS, k=rng.randrange(7))) for _ in range(300)]
     completions = list(map(message, texts))
     for text in texts:
-        assert builtin.think_format_reward([text]) == trl.think_format_reward([message(text)])
-    ours = builtin.reasoning_accuracy_reward(completions, solution=["7"] * 300)
+        assert extra.think_format_reward([text]) == trl.think_format_reward([message(text)])
+    ours = extra.reasoning_accuracy_reward(completions, solution=["7"] * 300)
     theirs = trl.reasoning_accuracy_reward(completions, solution=["7"] * 300)
     # We read several boxes, and an unclosed <think>, in another way: see the table.
     ends = [text.rpartition("</think>")[2] for text in texts]
@@ -58,40 +58,16 @@ def test_lengths_and_repetition_equal_those_of_trl():
     ids = [[rng.randrange(3) for _ in range(n)] for n in lengths]
     completions = [message(rng.choice([r"\boxed{7}", r"\boxed{8}", "7"])) for _ in ids]
     columns = {"completions": completions, "completion_ids": ids, "solution": ["7"] * len(ids)}
-    for name, factory, arguments in [
-        (
-            "soft_overlong",
-            trl.get_soft_overlong_punishment,
-            "max_completion_len=100,soft_punish_cache=20",
-        ),
-        (
-            "soft_overlong",
-            trl.get_soft_overlong_punishment,
-            "max_completion_len=100,soft_punish_cache=0",
-        ),
-        ("cosine", trl.get_cosine_scaled_reward, "max_len=100"),
-        ("cosine", trl.get_cosine_scaled_reward, "max_len=50,min_value_wrong=0,max_value_wrong=0"),
-        (
-            "cosine",
-            trl.get_cosine_scaled_reward,
-            "max_len=70,min_value_correct=-1,max_value_correct=3",
-        ),
-        ("repetition_penalty", trl.get_repetition_penalty_reward, ""),
-        ("repetition_penalty", trl.get_repetition_penalty_reward, "ngram_size=1,max_penalty=-0.3"),
+    for spec in [
+        "get_soft_overlong_punishment:max_completion_len=100,soft_punish_cache=20",
+        "get_soft_overlong_punishment:max_completion_len=100,soft_punish_cache=0",
+        "get_cosine_scaled_reward:max_len=100",
+        "get_cosine_scaled_reward:max_len=50,min_value_wrong=0,max_value_wrong=0",
+        "get_cosine_scaled_reward:max_len=70,min_value_correct=-1,max_value_correct=3",
+        "get_repetition_penalty_reward",
+        "get_repetition_penalty_reward:ngram_size=1,max_penalty=-0.3",
     ]:
-        spec = ":".join(filter(None, [name, arguments]))
-        ours, theirs = load_function(spec), factory(**eval(f"dict({arguments})"))
+        ours = extra.Rewards(Config()).reward(spec, "cpu")
+        theirs = load_function(f"trl.rewards:{spec}")  # as a user's
         assert ours(**columns) == theirs(**columns)
-        assert ours.func.__name__ == theirs.__name__
-        # The same function, loaded from TRL as a user's.
-        loaded = load_function(
-            f"trl.rewards:{factory.__name__}" + (f":{arguments}" if arguments else "")
-        )
-        assert loaded(**columns) == ours(**columns)
-
-
-@pytest.mark.parametrize(
-    "name", ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"]
-)
-def test_functions_have_the_names_of_trl(name):
-    assert getattr(builtin, name).__name__ == getattr(trl, name).__name__ == name
+        assert ours.__name__ == theirs.__name__

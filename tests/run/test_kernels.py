@@ -1,4 +1,4 @@
-"""--kernels, --torch-compile and --full-determinism: what a run chooses, and logs before it starts.
+"""--kernels and --full-determinism: what a run chooses, and logs before it starts.
 
 Read next: tests/model/test_fused.py (the kernels in a model), tests/model/test_attention.py (the
 backends of attention).
@@ -11,30 +11,29 @@ import re
 import pytest
 import torch
 
-import train
-from nanogrpo.config import Config
+from nanogrpo import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
+from nanogrpo.extras.sharding import be_deterministic
 from nanogrpo.kernels import reference
-from nanogrpo.model import attention, dispatch
+from nanogrpo.model import dispatch, gpu_attention
 from nanogrpo.run import setup as parts
-from tests.conftest import SOLO, arguments
+from tests.conftest import SOLO
 
 GPU = World(0, 1, torch.device("cuda"))
-ON_CPU = "attention by torch's scaled_dot_product_attention, one call per sequence"
-ON_GPU = "attention by torch's varlen_attn"
+ON_CPU = "attention by sdpa"
+ON_GPU = "attention by varlen"
 
 
 @pytest.fixture(autouse=True)
 def unchanged(monkeypatch):
     """Restore the state of the process."""
     monkeypatch.setattr(dispatch, "choice", "auto")
-    monkeypatch.delenv("NANOGRPO_ATTENTION", raising=False)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    attention.backend.cache_clear()
+    gpu_attention.backend.cache_clear()
     yield
     torch.use_deterministic_algorithms(False)
-    attention.backend.cache_clear()
+    gpu_attention.backend.cache_clear()
 
 
 def logged(caplog, world: World, **options) -> str:
@@ -51,10 +50,8 @@ def test_one_line_says_what_computes(caplog):
     assert logged(caplog, GPU) == f"{on_gpu}Triton kernels, {ON_GPU}"
     assert logged(caplog, GPU, kernels="torch") == f"{on_gpu}PyTorch functions, {ON_GPU}"
     assert logged(caplog, SOLO) == f"{on_cpu}PyTorch functions, {ON_CPU}"
-    compiled = logged(caplog, GPU, torch_compile=True)
-    assert compiled == f"{on_gpu}Triton kernels, blocks by torch.compile (inductor), {ON_GPU}"
-    assert logged(caplog, GPU, full_determinism=True).endswith(f"{ON_GPU}, deterministic")
-    assert attention.deterministic()
+    be_deterministic()  # --full-determinism
+    assert gpu_attention.deterministic()
 
 
 def test_the_choice_holds_for_the_process():
@@ -70,9 +67,8 @@ def test_triton_without_a_gpu_is_one_sentence(monkeypatch):
         parts.choose_kernels(Config(kernels="triton"), SOLO, 128)
 
 
-def test_a_run_logs_the_line_before_its_first_step(tiny_base, files, tmp_path, caplog):
-    options = arguments(tiny_base, files, tmp_path, "--max-steps", "1", "--kernels", "torch")
+def test_a_run_logs_the_line_before_its_first_step(rows_of, caplog):
     with caplog.at_level(logging.INFO, "nanogrpo"):
-        assert train.main(options) == 0
+        rows_of("--max-steps 1 --kernels torch")
     lines = [r.getMessage() for r in caplog.records]
     assert sum(bool(re.match("computing on cpu in float32: PyTorch", line)) for line in lines) == 1

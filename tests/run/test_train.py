@@ -7,103 +7,65 @@ next: test_state.py.
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import train
-from nanogrpo.config import Config
-from nanogrpo.grpo import packing
+from nanogrpo import Config
+from nanogrpo.extras.arithmetic import task, warmup
+from nanogrpo.grpo import schedule
 from nanogrpo.logs import metrics
 from nanogrpo.model import checkpoint
-from nanogrpo.model.attention import Packed
-from nanogrpo.run import optim, warmup
-from tests.conftest import arguments, lines, steps
+from nanogrpo.model.attention import StripAttention
+from tests.conftest import arguments, lines, steps, write_base
 
 # --- a run on the built-in task ---
 
 
 @pytest.fixture(scope="session")
 def arithmetic_run(tmp_path_factory) -> Path:
-    """Two steps from a base after a short warm-up, which sometimes answers in the right form."""
+    """Two steps from a base after a short warm-up."""
     folder = tmp_path_factory.mktemp("arithmetic")
-    warmup.make_base(folder / "base", seed=0, steps=20)
-    options = [
-        "--generation-batch-size",
-        "16",
-        "--num-generations",
-        "8",
-        "--max-completion-length",
-        "24",
-        "--max-steps",
-        "2",
-    ]
-    options += [
-        "--eval-steps",
-        "1",
-        "--eval-samples",
-        "8",
-        "--save-steps",
-        "1",
-        "--beta",
-        "0.05",
-        "--device",
-        "cpu",
-    ]
-    options += ["--num-completions-to-print", "1", "--learning-rate", "1e-4"]
+    warmup.make_base(folder / "base", seed=0, steps=5)
     # length gives every group a signal
-    options += ["--reward-funcs", "accuracy", "format", "length:24"]
-    argv = [
-        "--model",
-        str(folder / "base"),
-        "--data",
-        "arithmetic",
-        "--output-dir",
-        str(folder / "run"),
-        *options,
-    ]
-    assert train.main(argv) == 0
+    options = (
+        f"--model {folder}/base --data arithmetic --output-dir {folder}/run --device cpu"
+        " --reward-funcs accuracy format soft_overlong:max_completion_len=24"
+        " --generation-batch-size 16 --num-generations 8 --max-completion-length 24 --max-steps 2"
+        " --eval-steps 1 --eval-samples 8 --save-steps 1 --beta 0.05 --num-completions-to-print 1"
+    )
+    # rendering all problems would take seconds
+    with mock.patch.dict(task.SIZE, train=64, eval=16):
+        assert train.main(options.split()) == 0
     return folder / "run"
 
 
 def test_the_log_of_a_run(arithmetic_run):
     head, *rest = lines(arithmetic_run)
     assert head["run"]["max_steps"] == 2
-    assert head["run"]["reward_funcs"] == ["accuracy", "format", "length:24"]
+    assert head["run"]["reward_funcs"] == [
+        "accuracy",
+        "format",
+        "soft_overlong:max_completion_len=24",
+    ]
     assert head["versions"]["torch"] == torch.__version__
     assert re.fullmatch(r"[0-9a-f]{40}|unknown", head["commit"])
     assert [row.get("eval/after") for row in rest] == [0, None, 1, None, 2]
     for row in rest:
         assert all(isinstance(v, int | float) and v == v for v in row.values())  # v == v: no NaN
     step = rest[1]
-    names = [
-        "loss",
-        "grad_norm",
-        "entropy",
-        "kl",
-        "reward",
-        "reward_std",
-        "frac_reward_zero_std",
-        "learning_rate",
-        "num_tokens",
-    ]
-    names += [
-        "rewards/accuracy_reward/mean",
-        "rewards/format_reward/std",
-        "completions/mean_length",
-        "completions/clipped_ratio",
-    ]
-    names += [
-        "clip_ratio/region_mean",
-        "sampling/sampling_logp_difference/max",
-        "tokens_per_second",
-        "step_time",
-    ]
-    names += [f"time/{phase}" for phase in ("sample", "score", "train", "sync")]
-    assert set(names) <= set(step)
+    names = (
+        "loss grad_norm entropy kl reward reward_std frac_reward_zero_std learning_rate num_tokens"
+        " rewards/accuracy_reward/mean rewards/format_reward/std completions/mean_length"
+        " completions/clipped_ratio clip_ratio/region_mean sampling/sampling_logp_difference/max"
+        " tokens_per_second step_time time/sample time/score time/train time/sync"
+    )
+    assert {*names.split()} <= set(step)
     assert step["sampling/sampling_logp_difference/max"] < 1e-4
     assert {
         "eval/rewards/accuracy_reward",
@@ -125,7 +87,9 @@ def test_transformers_loads_the_checkpoint_of_a_run(arithmetic_run):
     assert ids[0].tolist() == warmup.Tokenizer(folder).encode(text)
     n = ids.shape[1]
     with torch.no_grad():
-        mine = ours(ids[0], torch.arange(n), Packed(torch.tensor([0, n], dtype=torch.int32), n))
+        mine = ours(
+            ids[0], torch.arange(n), StripAttention(torch.tensor([0, n], dtype=torch.int32), n)
+        )
         torch.testing.assert_close(mine, theirs(ids).logits[0], rtol=1e-5, atol=1e-5)
     base, trained = (
         load_file(arithmetic_run.parent / "base" / "model.safetensors"),
@@ -136,37 +100,13 @@ def test_transformers_loads_the_checkpoint_of_a_run(arithmetic_run):
     assert all(not torch.equal(base[name], trained[name]) for name in base)
 
 
-def test_resuming_a_finished_run_does_nothing(arithmetic_run):
-    before = steps(arithmetic_run)
-    argv = ["--resume"]  # and the same options, from the head of the log
-    for name, value in lines(arithmetic_run)[0]["run"].items():
-        if not isinstance(value, bool) and value not in (None, [], ""):
-            argv += [
-                f"--{name.replace('_', '-')}",
-                *map(str, value if isinstance(value, list) else [value]),
-            ]
-    assert train.main(argv) == 0
-    assert steps(arithmetic_run) == before
-
-
 # --- variants of the loop ---
 
 
 def test_several_updates_a_generation_use_the_log_probs_of_the_weights_that_sampled(
-    tiny_base, files, tmp_path
+    rows_of, tmp_path
 ):
-    options = [
-        "--steps-per-generation",
-        "2",
-        "--num-iterations",
-        "2",
-        "--epsilon",
-        "0.001",
-        "--token-budget",
-        "40",
-    ]
-    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 0
-    rows = steps(tmp_path)
+    rows = rows_of("--steps-per-generation 2 --num-iterations 2 --epsilon 0.001 --token-budget 40")
     # the ratio left 1: on policy it never does
     assert all(row["clip_ratio/region_mean"] > 0 for row in rows)
     # before the first update of a step
@@ -176,14 +116,9 @@ def test_several_updates_a_generation_use_the_log_probs_of_the_weights_that_samp
     assert updates["updates"].item() == 3 * 4
 
 
-def test_on_policy_the_ratio_is_one(tiny_base, files, tmp_path):
-    assert train.main(arguments(tiny_base, files, tmp_path, "--epsilon", "0.001")) == 0
-    assert all(row["clip_ratio/region_mean"] == 0 for row in steps(tmp_path))
-
-
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 def test_the_logged_loss_is_minus_the_mean_advantage_of_each_minibatch(
-    tiny_base, files, tmp_path, monkeypatch, loss_type
+    rows_of, monkeypatch, loss_type
 ):
     """With a rate too small to move a weight, every ratio is 1, so the loss is -Σ A·m/n with n from
     the minibatch.
@@ -192,33 +127,15 @@ def test_the_logged_loss_is_minus_the_mean_advantage_of_each_minibatch(
     monkeypatch.setattr(
         metrics, "facts", lambda samples, world: seen.append(samples) or facts(samples, world)
     )
-    options = [
-        "--loss-type",
-        loss_type,
-        "--steps-per-generation",
-        "2",
-        "--learning-rate",
-        "1e-20",
-        "--token-budget",
-        "30",
-    ]
-    options += [
-        "--data",
-        str(files / "uneven.jsonl"),
-        "--mask-truncated-completions",
-        "--temperature",
-        "3",
-        "--seed",
-        "2",
-    ]
-    assert (
-        train.main(arguments(tiny_base, files, tmp_path, *options, "--max-completion-length", "60"))
-        == 0
+    rows = rows_of(
+        f"--loss-type {loss_type} --steps-per-generation 2 --learning-rate 1e-20 --token-budget 30"
+        " --data FILES/uneven.jsonl --mask-truncated-completions --temperature 3 --seed 2"
+        " --max-completion-length 60"
     )
-    for step, (row, samples) in enumerate(zip(steps(tmp_path), seen)):
+    for step, (row, samples) in enumerate(zip(rows, seen)):
         losses = []
         cfg = Config(num_generations=4, steps_per_generation=2, seed=2)
-        for update in packing.schedule(packing.sizes(samples, cfg), cfg, step):
+        for update in schedule.schedule([s.facts for s in samples], cfg, step):
             part = [samples[i] for i in update.samples]
             trained = [s for s in part if s.stopped]
             total = sum(s.advantage * len(s.token_ids) for s in trained)
@@ -232,52 +149,25 @@ def test_the_logged_loss_is_minus_the_mean_advantage_of_each_minibatch(
         assert row["loss"] == pytest.approx(sum(losses) / 2, rel=1e-4, abs=1e-6)
 
 
-def test_with_beta_the_kl_starts_at_zero_and_the_reference_stays(tiny_base, files, tmp_path):
-    assert train.main(arguments(tiny_base, files, tmp_path / "a", "--beta", "0.1")) == 0
-    first, second, third = (row["kl"] for row in steps(tmp_path / "a"))
+def test_with_beta_the_kl_starts_at_zero_and_the_reference_stays(rows_of):
+    first, second, third = (row["kl"] for row in rows_of("--beta 0.1"))
     assert first == pytest.approx(0, abs=1e-9)
     assert third > second > 1e-6
-    # After resuming, the reference is still the base and not the checkpoint: the KL keeps rising.
-    assert (
-        train.main(
-            arguments(
-                tiny_base, files, tmp_path / "a", "--beta", "0.1", "--max-steps", "4", "--resume"
-            )
-        )
-        == 0
-    )
-    assert steps(tmp_path / "a")[3]["kl"] > second
 
 
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ("constant", [0, 0.5, 1, 1, 1, 1]),
-        ("linear", [0, 0.5, 1, 0.75, 0.5, 0.25]),
-        ("cosine", [0, 0.5, 1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
-    ],
-)
-def test_every_schedule(shape, expected):
-    """Two updates of warm-up, then four of the shape."""
-    cfg = Config(
-        max_steps=3, num_iterations=2, lr_scheduler_type=shape, warmup_steps=2, learning_rate=1e-3
-    )
-    assert [optim.learning_rate(u, cfg) / 1e-3 for u in range(6)] == pytest.approx(expected)
-
-
-def test_a_run_follows_its_schedule(tiny_base, files, tmp_path):
+def test_a_run_follows_its_schedule(rows_of):
     """The log has the rate of each step's last update, and no KL without --beta."""
-    options = ["--lr-scheduler-type", "linear", "--warmup-steps", "2", "--num-iterations", "2"]
-    options += ["--max-grad-norm", "0.5", "--gradient-checkpointing", "full"]
-    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 0
-    rows = steps(tmp_path)
+    rows = rows_of(
+        "--lr-scheduler-type linear --warmup-steps 2 --num-iterations 2 --max-grad-norm 0.5"
+        " --gradient-checkpointing full"
+    )
     assert [row["learning_rate"] / 1e-3 for row in rows] == pytest.approx([0.5, 0.75, 0.25])
     assert "kl" not in rows[0]
 
 
-def test_epochs_become_steps(tiny_base, files, tmp_path, capfd, caplog):
+def test_epochs_become_steps(tiny_base, files, tmp_path, caplog):
     """12 prompts, 4 per step: 1.25 epochs are 4 steps. The schedule is that of 4 steps, too."""
-    options = ["--lr-scheduler-type", "linear", "--num-train-epochs", "1.25", "--trace-step", "4"]
+    options = ["--lr-scheduler-type", "linear", "--num-train-epochs", "1.25"]
     argv = arguments(tiny_base, files, tmp_path, *options)
     del argv[argv.index("--max-steps") : argv.index("--max-steps") + 2]
     with caplog.at_level("INFO", "nanogrpo"):
@@ -287,47 +177,62 @@ def test_epochs_become_steps(tiny_base, files, tmp_path, capfd, caplog):
     rows = steps(tmp_path)
     assert [row["learning_rate"] / 1e-3 for row in rows] == pytest.approx([1, 0.75, 0.5, 0.25])
     assert lines(tmp_path)[0]["run"]["max_steps"] == 4
-    assert (tmp_path / "trace-4.json").exists()
     assert train.main([*argv, "--resume"]) == 0  # it is finished
-    assert len(steps(tmp_path)) == 4
-    assert train.main([*argv, "--trace-step", "5", "--overwrite-output-dir"]) == 2
-    assert "error: --trace-step 5 is beyond --max-steps 4: name a step" in capfd.readouterr().err
+    assert steps(tmp_path) == rows
 
 
-def test_nothing_to_learn_from_changes_nothing(tiny_base, files, tmp_path):
-    """Completions of one token are truncated and masked, so the weights stay, even with weight
-    decay.
-    """
-    options = ["--max-completion-length", "1", "--mask-truncated-completions", "--max-steps", "1"]
-    assert (
-        train.main(
-            arguments(tiny_base, files, tmp_path, *options, "--seed", "1", "--weight-decay", "0.1")
-        )
-        == 0
-    )
-    (row,) = steps(tmp_path)
-    assert row["completions/clipped_ratio"] == 1
-    assert row["loss"] == row["grad_norm"] == 0
-    before, after = (
-        load_file(folder / "model.safetensors") for folder in (tiny_base, tmp_path / "checkpoint-1")
-    )
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_rewards_that_never_apply_change_nothing_and_log_no_reward(tiny_base, files, tmp_path):
-    options = [
-        "--reward-funcs",
-        f"{files / 'reward.py'}:nothing_applies",
-        "--max-steps",
-        "1",
-        "--scale-rewards",
-        "batch",
-    ]
-    assert train.main(arguments(tiny_base, files, tmp_path, *options)) == 0
+@pytest.mark.parametrize(
+    "options",
+    [
+        # completions of one token are truncated and masked
+        "--max-completion-length 1 --mask-truncated-completions --seed 1 --weight-decay 0.1",
+        "--reward-funcs FILES/reward.py:nothing_applies --scale-rewards batch",
+    ],
+)
+def test_nothing_to_learn_from_changes_nothing(rows_of, tiny_base, tmp_path, options):
+    """The weights stay, even with weight decay. Without any reward the log has none."""
+    rows_of(f"{options} --max-steps 1")
     row = lines(tmp_path)[-1]
-    assert "reward" not in row
+    assert ("reward" in row) == ("nothing_applies" not in options)
     assert row["loss"] == row["grad_norm"] == 0
     before, after = (
         load_file(folder / "model.safetensors") for folder in (tiny_base, tmp_path / "checkpoint-1")
     )
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_reward_that_raises_stops_the_run_and_loses_nothing(tiny_base, files, tmp_path, capsys):
+    options = f"--reward-funcs {files}/reward.py:fails_in_the_third_step --save-steps 1"
+    argv = arguments(tiny_base, files, tmp_path, *options.split(), "--max-steps", "5")
+    assert train.main(argv) == 2
+    assert re.search(
+        r"error: .*fails_in_the_third_step raised ZeroDivisionError: no such luck",
+        capsys.readouterr().err,
+    )
+    assert [row["step"] for row in steps(tmp_path)] == [0, 1]
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
+HUGE = """
+def huge(completions, **kwargs):
+    return [1e30 * (i % 2) for i in range(len(completions))]
+"""
+
+
+def test_nan_and_infinity_end_the_run_with_one_sentence(files, tmp_path, capsys):
+    base = write_base(tmp_path / "base")
+    (tmp_path / "huge.py").write_text(HUGE)
+    options = ["--reward-funcs", f"{tmp_path / 'huge.py'}:huge", "--scale-rewards", "none"]
+    assert train.main(arguments(base, files, tmp_path / "gradient", *options)) == 2
+    gradient = capsys.readouterr().err.strip().splitlines()
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, base / "model.safetensors")
+    assert train.main(arguments(base, files, tmp_path / "logits")) == 2
+    logits = capsys.readouterr().err.strip().splitlines()
+    assert re.fullmatch(
+        r"error: the gradient's norm is (inf|nan), so no update was made: lower --lea.* checkpoint",
+        gradient[-1],
+    )
+    assert re.match(r"error: Logits are not finite \(prompt \d+\)", logits[-1])
+    assert not any("Traceback" in line for line in gradient + logits)

@@ -1,1 +1,1 @@
-"""Tests of nanogrpo/vision/."""
+"""Tests of nanogrpo/extras/vision/."""

@@ -8,21 +8,27 @@ A picture has a token per square of 16 × 16 pixels. Read next: test_data.py.
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import tokenizers
-import torch
 from PIL import Image
 
+from nanogrpo import Config
 from nanogrpo.data import prompts as data
+from nanogrpo.extras.arithmetic import warmup
+from nanogrpo.extras.data.sources import Sources
+from nanogrpo.extras.vision.config import VisionModelConfig
+from nanogrpo.extras.vision.feature import Vision
+from nanogrpo.extras.vision.model import VisionDecoder
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.run import warmup
+from nanogrpo.model.weights import host_weights
 from nanogrpo.types import Prompt
+from tests.conftest import tiny_model
 
 MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 TEMPLATE = """
@@ -77,10 +83,8 @@ PROCESSOR = {
 }
 
 
-def write_base(folder: Path, seed: int = 0, std: float = 0.2) -> Path:
-    """Write a checkpoint of about 150,000 random weights, whose logits are spread like those of
-    tests.conftest.tiny_model.
-    """
+def write_base(folder: Path) -> Path:
+    """Write a checkpoint of about 150,000 random weights."""
     folder.mkdir(parents=True, exist_ok=True)
     warmup.write_tokenizer(folder)
     found = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -104,36 +108,20 @@ def write_base(folder: Path, seed: int = 0, std: float = 0.2) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    copies = host_weights(tiny_model(VisionModelConfig.from_dict(config)))
     # a new object, which has read the last of these files
-    checkpoint.write_model(weights(folder, seed, std), config, folder, Tokenizer(folder))
+    checkpoint.write_model(copies, config, folder, Tokenizer(folder))
     return folder
 
 
-@torch.no_grad()
-def weights(folder: Path, seed: int, std: float) -> dict[str, torch.Tensor]:
-    model = checkpoint.empty_model(folder).to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(seed)
-    for name, p in model.named_parameters():
-        p.normal_(0.0, std, generator=generator)
-        if "norm" in name and name.endswith("weight"):
-            p.add_(1.0)
-    return checkpoint.host_weights(model)
-
-
 def load(folder: Path) -> Decoder:
-    return checkpoint.load_model(folder)
+    return checkpoint.load_model(folder, kind=VisionDecoder)
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     """Return random pixels."""
     raw = random.Random(seed).randbytes(3 * width * height)
     return Image.frombytes("RGB", (width, height), raw)
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 # (width, height) of the pictures of each record
@@ -172,5 +160,10 @@ def write_data(path: Path, count: int = 12) -> Path:
 
 def prompts(folder: Path, found: list[dict] | None = None) -> list[Prompt]:
     """Return the prompts of records, as a run has them."""
-    (out,) = data.load_all([found or records(6)], Tokenizer(folder), vision=folder)
-    return out
+    return prompts_of(found or records(6), Tokenizer(folder), folder)
+
+
+def prompts_of(source: Any, tokenizer: Tokenizer, folder: Path, **options: Any) -> list[Prompt]:
+    """Return the prompts of a source for the model in a folder."""
+    cfg = Config(**options)
+    return data.load(cfg, tokenizer, [source], [Sources(cfg), Vision(folder)])

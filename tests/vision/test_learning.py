@@ -12,10 +12,10 @@ import pytest
 
 import train
 from examples import pictures
-from nanogrpo.data import prompts as data
+from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.model import checkpoint
-from nanogrpo.run import warmup
 from tests.conftest import lines
+from tests.vision.base import prompts_of
 
 ANSWERS = ("red", "blue")
 REWARD = """
@@ -58,7 +58,7 @@ def base(tmp_path_factory) -> Path:
     def guesses(step: int) -> list:
         problems = [problem(rng) for _ in range(16)]
         records = [record(p, pictures.picture(p, rng)) for p in problems]
-        (prompts,) = data.load_all([records], tokenizer, vision=folder)
+        prompts = prompts_of(records, tokenizer, folder)
         return [pictures.sample(p, rng.choice(ANSWERS), tokenizer) for p in prompts]
 
     warmup.imitate(model, guesses, steps=20, rise=5)

@@ -17,10 +17,11 @@ from trl.trainer.utils import add_fused_lm_head
 from bench import trl_peer
 from bench.trl_peer import REWARDS, config, give_rewards, make_samples, settings
 from examples import pictures
-from nanogrpo.data import prompts as data
+from nanogrpo.extras.vision.model import VisionDecoder
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import checkpoint
 from tests.conftest import packed, set_logp
+from tests.vision.base import prompts_of
 
 # of TRL to transformers, not of ours
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -88,12 +89,12 @@ def rows() -> list[dict]:
 @pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
 def test_prompts_loss_and_gradient_of_every_parameter(base, off_policy):
     cfg = config(temperature=0.7, epsilon=0.02, mask_truncated_completions=True, token_budget=64)
-    mine = checkpoint.load_model(base)
+    mine = checkpoint.load_model(base, kind=VisionDecoder)
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(
         base, dtype=torch.float32, attn_implementation="eager"
     )
     add_fused_lm_head(theirs, temperature=cfg.temperature, outputs=("log_probs", "entropy"))
-    (prompts,) = data.load_all([rows()], pictures.Tokenizer(base), vision=base)
+    prompts = prompts_of(rows(), pictures.Tokenizer(base), base)
     samples = make_samples(vocab=97)
     for sample in samples:
         sample.prompt = prompts[sample.prompt.id]
@@ -102,16 +103,16 @@ def test_prompts_loss_and_gradient_of_every_parameter(base, off_policy):
     batch = peer.batch()
 
     # the pictures and the expanded prompts of TRL's processor are ours
-    pixels = torch.cat([torch.as_tensor(s.prompt.images.pixels) for s in samples])
+    pixels = torch.cat([torch.as_tensor(s.prompt.inputs.pixels) for s in samples])
     torch.testing.assert_close(batch["pixel_values"], pixels.float(), rtol=1e-5, atol=1e-6)
-    grids = [list(grid) for s in samples for grid in s.prompt.images.grid]
+    grids = [list(grid) for s in samples for grid in s.prompt.inputs.grid]
     assert batch["image_grid_thw"].tolist() == grids
     assert len({tuple(grid) for grid in grids}) == 3
     for kinds, ids, sample in zip(batch["mm_token_type_ids"], batch["prompt_ids"], samples):
         n = len(sample.prompt.token_ids)
         assert ids.tolist()[-n:] == sample.prompt.token_ids
         marked = kinds[: len(ids)][-n:].nonzero().flatten().tolist()
-        assert marked == list(sample.prompt.images.rows)
+        assert marked == list(sample.prompt.inputs.rows)
 
     give_rewards(samples, REWARDS["plain"], cfg)
     assert ("old_per_token_logps" in batch) == off_policy
@@ -128,7 +129,7 @@ def test_prompts_loss_and_gradient_of_every_parameter(base, off_policy):
     assert len(strips) > 1
     total = 0.0
     for strip in strips:
-        out = mine.forward_packed(strip, grpo.objective(strip, cfg))
+        out = mine.forward_strip(strip, grpo.objective(strip, cfg))
         out.loss.backward()
         total += out.loss.item()
     assert total == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)

@@ -1,4 +1,4 @@
-"""A tiny vision-language model, random pictures, and strips of prompts with pictures.
+"""A tiny vision-language model, random pictures, and prompts with pictures.
 
 Ranks import it, so it must not import transformers. Read next: test_model.py.
 """
@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
 
-from nanogrpo.model.attention import Packed
-from nanogrpo.model.hf_config import ModelConfig
-from nanogrpo.vision.config import VisionConfig
-from nanogrpo.vision.processor import Images, Settings, prepare
+from nanogrpo.extras.vision.config import VisionConfig, VisionModelConfig
+from nanogrpo.extras.vision.processor import Images, Settings, prepare
 from tests.conftest import random_tokens, tiny_config
 
 TOKEN = 150  # the image token
@@ -57,9 +51,11 @@ VISION = VisionConfig(
 )
 
 
-def vision_config(**changes) -> ModelConfig:
+def vision_config(**changes) -> VisionModelConfig:
     """Return a Qwen3-VL of about 110,000 parameters: three layers, two of which get features."""
-    return tiny_config(**{"num_hidden_layers": 3, "vision": VISION, **changes})
+    changes = {"num_hidden_layers": 3, **changes}
+    vision = changes.pop("vision", VISION)
+    return VisionModelConfig(**vars(tiny_config(**changes)), vision=vision)
 
 
 def picture(height: int, width: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
@@ -91,48 +87,3 @@ def prompt(*parts: int | tuple[int, int], seed: int = 0) -> tuple[list[int], Ima
         else:
             ids += random_tokens(part, TOKEN, seed=100 * seed + i).tolist()
     return prepare(ids, sources, SETTINGS) if sources else (ids, None)
-
-
-Group = tuple[tuple[list[int], "Images | None"], list[list[int]]]  # a prompt and its completions
-
-
-def strip(
-    groups: Sequence[Group], shared: bool = True, device: str = "cpu"
-) -> tuple[tuple, list[tuple[int, Images]]]:
-    """Return the arguments of a Decoder, (tokens, positions, attend, rows), and the pictures.
-
-    rows: for each completion, the last row of its prompt and then its own. With `shared`, a prompt
-    is there once for all its completions, as in grpo/packing.py.
-    """
-    tokens: list[int] = []
-    positions: list[Tensor] = []
-    lengths: list[int] = []
-    keys: list[Tensor] = []
-    rows: list[Tensor] = []
-    images = []
-    for (ids, found), completions in groups:
-        if shared:
-            completions = [[], *completions]  # the prompt itself
-        for n, completion in enumerate(completions):
-            whole = n == 0 or not shared  # whether the prompt is here
-            if whole:
-                first = len(tokens)
-                if found:
-                    images.append((first, found))
-            own = [*ids, *completion] if whole else completion
-            start = len(tokens) + len(own) - len(completion)  # of the completion
-            tokens += own
-            mine = torch.arange(len(tokens) - len(own), len(tokens))
-            positions.append(torch.arange(len(own)) + (0 if whole else len(ids)))
-            lengths.append(len(own))
-            keys.append(mine if whole else torch.cat((torch.arange(first, first + len(ids)), mine)))
-            if completion:
-                last = torch.tensor([first + len(ids) - 1])
-                rows.append(torch.cat((last, torch.arange(start, len(tokens)))))
-    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    spans = [len(k) for k in keys]
-    key_ends = torch.tensor([0, *itertools.accumulate(spans)], dtype=torch.int32)
-    parts = torch.tensor(tokens), torch.cat(positions), torch.cat(rows), ends, torch.cat(keys)
-    t, p, r, ends, kv_rows = (x.to(device) for x in parts)
-    attend = Packed(ends, max(lengths), kv_rows, key_ends.to(device), max(spans))
-    return (t, p, attend, r), images

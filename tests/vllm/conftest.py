@@ -5,6 +5,7 @@ Starting a real vLLM takes half a minute, so only tests that kill a server get t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -23,7 +24,7 @@ def fake() -> Iterator[FakeVLLM]:
 def serve(tmp_path_factory: pytest.TempPathFactory, tied: bool) -> Iterator[Real]:
     folder = write_base(tmp_path_factory.mktemp("real") / "base", tie_word_embeddings=tied, **SIZES)
     process = sidecar(folder, folder.parent / "serve.log")
-    yield Real(folder, process, process.start(60.0))
+    yield Real(folder, process, process.start(60.0, threading.Event()))
     process.stop()
 
 

@@ -5,8 +5,8 @@
 
 Completions are a hash of their seed, so equal requests get equal replies. Weights really arrive:
 `server.weights` holds those of the last sync. `server.disturb` may replace any reply: (method,
-path, body with query) → None for the usual one, a status, a reply, or its bytes. It has a secret,
-stored like that of serve.py, so clients on this machine find it.
+path, body with query) → None for the usual one, a status, a reply, or its bytes. Its secret is in
+the environment while it runs.
 
 In sleep mode, it answers 500 to requests that would use memory that is not there. `server.wrong`
 lists them; a real server would crash.
@@ -15,8 +15,8 @@ lists them; a real server would crash.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
+import os
 import random
 import threading
 import time
@@ -27,12 +27,13 @@ from urllib.parse import parse_qsl
 import torch
 
 from nanogrpo.engine.base import SamplingParams
+from nanogrpo.errors import UserError
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm import client
-from nanogrpo.vllm import secret as stored
-from nanogrpo.vllm.auth import FIELDS
-from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, attach, checksum, sequence_of
+from nanogrpo.vllm.auth import SECRET
+from nanogrpo.vllm.buckets import BroadcastGroup, InitInfo, attach, checksum
 from nanogrpo.vllm.client import VLLMEngine
+from nanogrpo.vllm.server import Server
 from tests.conftest import tiny_model
 
 MODEL = tiny_model()
@@ -42,26 +43,18 @@ PARAMS = SamplingParams(max_tokens=8, stop_token_ids=(7, 9), seed=3)
 
 class FakeVLLM:
     def __init__(self, cfg, max_model_len: int = 256, workers: int = 1, port: int = 0):
-        model = {name: getattr(cfg, name) for name in FIELDS}
-        if cfg.vision:
-            model["model_type"] = "qwen3_vl_text"
         self.facts = {
-            "model": model,
-            "vision": dataclasses.asdict(cfg.vision) if cfg.vision else {},
-            "images": 2 if cfg.vision else 0,
+            "config": cfg.to_dict(),
             "dtype": "float32",
             "max_model_len": max_model_len,
             "workers": workers,
             "gpus": [],
             "nccl": "",
         }
+        self.vocab_size = cfg.vocab_size
         self.group: BroadcastGroup | None = None
-        self.label, self.weights, self.requests, self.disturb = (
-            "default",
-            {},
-            [],
-            lambda *call: None,
-        )
+        self.label, self.weights, self.requests = "default", {}, []
+        self.disturb = lambda *call: None
         self.asleep: set[str] = set()  # the memory that is freed: weights, kv_cache
         self.garbage = False  # whether the weights have been freed since they last arrived
         self.wrong: list[str] = []
@@ -99,19 +92,21 @@ class FakeVLLM:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
-        self.secret, self.stored = stored.create(self.http.server_port)
+        self.secret = "a-secret-of-the-tests-only"
+        self.environment = mock.patch.dict(os.environ, {SECRET: self.secret})
 
     def __enter__(self):
+        self.environment.start()
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *_):
         self.stop()
+        self.environment.stop()
         for engine in self.engines:
             engine.over.set()  # or its threads would send requests to the next user of the port
 
     def stop(self) -> None:
-        self.stored.unlink(missing_ok=True)
         self.http.shutdown()
         self.http.server_close()  # from now on: connection refused
         if self.group is not None:
@@ -154,22 +149,18 @@ class FakeVLLM:
             self.group = None if self.mapped else BroadcastGroup(info, 1, device)
         if path == "/update_weights":
             sizes, checksums = self.init_info.plan.sizes, body["update_info"]["checksums"]
-            first = len(sizes) - len(checksums)
             if self.group is not None:
-                assert self.group.announced(body["update_info"]["sequence"])
                 self.mapped = [torch.empty(n, dtype=torch.uint8) for n in sizes]
-                self.group.send(self.mapped[first:])
-            if self.group is None or not first:
-                assert int(sequence_of(self.mapped[0])) == body["update_info"]["sequence"]
-            if [checksum(bucket) for bucket in self.mapped[first:]] != checksums:
+                self.group.send(self.mapped)
+            if [checksum(bucket) for bucket in self.mapped] != checksums:
                 return 500
-            self.weights = (self.weights if first else {}) | {
+            self.weights = {
                 n: t.clone()
-                for i, b in enumerate(self.mapped[first:], first)
+                for i, b in enumerate(self.mapped)
                 for n, t in self.init_info.plan.views(b, i)
             }
             self.garbage = False
-        self.label = body.get("weight_version") or body.get("new_version") or self.label
+        self.label = body.get("weight_version") or self.label
         return (
             self.facts
             if path == "/nanogrpo"
@@ -178,10 +169,7 @@ class FakeVLLM:
 
     def choice(self, i: int, params: dict) -> dict:
         rng = random.Random(params["seed"] + i)
-        ids = [
-            rng.randrange(self.facts["model"]["vocab_size"])
-            for _ in range(rng.randint(1, params["max_tokens"]))
-        ]
+        ids = [rng.randrange(self.vocab_size) for _ in range(rng.randint(1, params["max_tokens"]))]
         content = [{"token_id": t, "logprob": -rng.random()} for t in ids]
         reason = "length" if len(ids) == params["max_tokens"] else "stop"
         spans = [{"version": self.label, "start": 0, "end": len(ids)}]
@@ -196,6 +184,34 @@ class FakeVLLM:
     def generated(self) -> list[dict]:
         """The bodies of the requests for completions, in the order they came."""
         return [body for _, path, body in self.requests if path == "/inference/v1/generate"]
+
+
+class FakeSidecar:
+    """Our own server process, which is a fake server. Each start loses everything, and one may
+    fail.
+    """
+
+    def __init__(self, fake, model="", options=(), python="", output="", gpus="", fails=0):
+        self.fake, self.options, self.output, self.gpus = fake, options, output, gpus
+        self.fails, self.starts, self.stopped = fails, 0, False
+
+    def start(self, timeout: float, over: threading.Event) -> Server:
+        self.starts += 1
+        if self.starts == self.fails:
+            raise UserError("The vLLM sidecar ended with status 1 (no memory is free)")
+        self.fake.disturb = lambda *call: None
+        self.fake.asleep, self.fake.garbage, self.fake.label = set(), True, "default"
+        self.fake.running.set()
+        return Server(self.fake.url, timeout=timeout)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def engine(self, **options) -> VLLMEngine:
+        engine = VLLMEngine(MODEL, max_len=32, transport="memory", sidecar=self, **options)
+        self.fake.engines.append(engine)
+        engine.load(MODEL, 0)
+        return engine
 
 
 def content(samples: list[Sample]) -> list[tuple]:
@@ -225,8 +241,8 @@ def engine_of(
     """
     options = {"max_len": 32, "transport": "memory", "timeout": 60.0} | options
     urls = [s if isinstance(s, str) else s.url for s in servers]
-    with mock.patch.object(client, "HEARTBEAT", interval):
-        engine = VLLMEngine(model, servers=urls, patience=patience, **options)
+    with mock.patch.multiple(client, HEARTBEAT=interval, PATIENCE=patience):
+        engine = VLLMEngine(model, servers=urls, **options)
     for s in servers:
         if isinstance(s, FakeVLLM):
             s.engines.append(engine)

@@ -6,9 +6,7 @@ explains how to make it): .venv-vllm next to .venv, or the one that NANOGRPO_VLL
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import re
 import time
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ import pytest
 import torch
 
 from nanogrpo.engine.base import SamplingParams
-from nanogrpo.model.attention import Packed
+from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.types import Prompt, Sample
 from nanogrpo.vllm.client import VLLMEngine
@@ -91,15 +89,15 @@ def sidecar(model: Path, output: Path, *options: str) -> Sidecar:
     require()
     for name, value in SMALL.items():
         os.environ.setdefault(name, value)
-    return Sidecar(model, [*CPU, *options], PYTHON, output, startup_timeout=240.0)
+    return Sidecar(model, [*CPU, *options], PYTHON, output)
 
 
 @torch.no_grad()
 def trainer_logp(model: Decoder, sample: Sample, temperature: float) -> torch.Tensor:
     """Return the trainer's log-probs of a completion, [tokens] float32."""
     ids = torch.tensor(sample.prompt.token_ids + sample.token_ids)  # [T]
-    attend = Packed(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
-    images = [(0, sample.prompt.images)] if sample.prompt.images else []
+    attend = StripAttention(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+    images = [(0, sample.prompt.inputs)] if sample.prompt.inputs else []
     scores = model(ids, torch.arange(len(ids)), attend, None, logits, *images)  # [T, V]
     logp = (scores / (temperature or 1.0)).log_softmax(-1)
     return logp[len(sample.prompt.token_ids) - 1 : -1].gather(
@@ -121,50 +119,6 @@ def train_a_little(model: Decoder, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.add_(0.05 * torch.randn(p.shape, generator=generator))
-
-
-def malformed(rng: random.Random, valid: dict) -> object:
-    """Return connection data with one error."""
-    junk = [
-        None,
-        -1,
-        0,
-        1e308,
-        "",
-        "x" * 5000,
-        [],
-        {},
-        [[]],
-        True,
-        "../../etc/passwd",
-        2**63,
-        [["a", "float32", [2**32] * 4]],
-    ]
-    body = json.loads(json.dumps(valid))
-    kind = rng.randrange(4)
-    if kind == 0:
-        body[rng.choice(list(body))] = rng.choice(junk)
-    elif kind == 1:
-        del body[
-            rng.choice(
-                [
-                    "transport",
-                    "layout",
-                    "bucket_bytes",
-                    "timeout",
-                    "address",
-                    "port",
-                    "group",
-                    "size",
-                ]
-            )
-        ]
-    elif kind == 2:
-        entry = rng.choice(body["layout"])
-        entry[rng.randrange(3)] = rng.choice(junk)
-    else:
-        body["extra"] = rng.choice(junk)
-    return body
 
 
 def label(server: Server) -> str:

@@ -1,0 +1,281 @@
+"""Predict the seconds of each phase of a step from counted FLOP, bytes and link speeds.
+
+In: the model's shape, the speed of a device (`GPUS`; bench/plan.py measures that of a CPU), the
+lengths of a step's prompts and completions, and the number of GPUs that train and that sample. Out:
+seconds. docs/scale.md explains each formula and its sources. Read next: plan.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from nanogrpo.model.hf_config import ModelConfig
+
+ALL_REDUCE = 1e-5  # seconds of an all-reduce between the GPUs of a vLLM server
+
+
+class Layer(NamedTuple):
+    """The operations of one layer, and the bytes per token that they read and write: all but those
+    of products and attention.
+    """
+
+    decode: int  # operations of a decode step
+    forward: int  # in training
+    backward: int
+    forward_bytes: float
+    backward_bytes: float
+
+
+class Device(NamedTuple):
+    """The speed of a GPU, or of a CPU as a single device."""
+
+    flops: float  # FLOP/s of matrix products
+    attention: float  # FLOP/s of attention in training, and of gathering the keys for it
+    bandwidth: float  # bytes/s of its memory
+    loss: float  # seconds per logit, to compute its loss and gradient
+    draw: float  # seconds per logit, to sample a token
+    launch: float  # seconds that an operation of a decode step takes at least
+    host: float  # seconds that the host needs to start an operation in training
+    token: float  # seconds that the host spends on a sampled token
+    decode: float  # FLOP/s of the products of a decode step
+    weights: float  # bytes/s at which a decode step reads weights
+    cache: float  # bytes/s at which it reads keys and values
+    memory: int  # bytes
+    link: float = math.inf  # bytes/s to and from the other GPUs of the machine, each way
+    network: float = math.inf  # bytes/s per GPU to and from other machines, each way
+    item: int = 2  # bytes per number in a forward pass
+    layer: Layer | None = None  # None: a layer with the Triton kernels
+
+
+def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Device:
+    """Return a GPU from its data sheet: dense bfloat16 TFLOP/s, TB/s and GiB of memory, GB/s of its
+    links. Programs reach only a part of these.
+
+    The shares, and the seconds of the host, were measured on an H100 on 2026-11-22, with torch 2.11
+    (docs/scale.md); those of the links are estimates.
+    """
+    flops, bandwidth = 0.75e12 * tflops, 0.8e12 * tb
+    return Device(
+        flops=flops,
+        attention=0.13e12 * tflops,
+        bandwidth=bandwidth,
+        loss=4 / bandwidth,  # in bfloat16, read and written once
+        draw=4 / bandwidth,  # read twice
+        launch=3.2e-6,
+        host=5e-5,
+        token=4.3e-6,
+        decode=flops,
+        weights=bandwidth,
+        cache=bandwidth,
+        memory=gib << 30,
+        link=0.8e9 * link,
+        network=0.8e9 * network,
+    )
+
+
+# The vendor's figures. The "GB" of a card's name are GiB; of the L40S's 48, ECC leaves 45.
+# `network`: one 400 Gbit/s adapter per GPU in H100, H200 and B200 servers,
+# 200 Gbit/s with A100, 100 Gbit/s with L40S, and 10 Gbit/s for the others.
+GPUS = {
+    "4090": _gpu(165, 1.008, 24, 32, 1.25),
+    "A100-40GB": _gpu(312, 1.555, 40, 300, 25),
+    "A100": _gpu(312, 2.039, 80, 300, 25),
+    "L40S": _gpu(362, 0.864, 45, 32, 12.5),
+    "H100": _gpu(989, 3.35, 80, 450, 50),
+    "H200": _gpu(989, 4.8, 141, 450, 50),
+    "B200": _gpu(2250, 8.0, 180, 900, 50),
+}
+
+
+class Work(NamedTuple):
+    """The tokens of a step: lengths of prompts [P] and completions [P·G]."""
+
+    prompts: Sequence[int]
+    completions: Sequence[int]
+    skipped: float = 0.0  # share of the completions whose groups have no signal
+
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """The lengths of prompt and completion of each completion."""
+        group = len(self.completions) // len(self.prompts)
+        prompts = itertools.chain.from_iterable([p] * group for p in self.prompts)
+        return [*zip(prompts, self.completions)]
+
+    @property
+    def pairs(self) -> tuple[float, float]:
+        """Query-key pairs: of the prompts among themselves, and of all completion tokens."""
+        own = sum(p * (p + 1) / 2 for p in self.prompts)
+        return own, sum(c * p + c * (c + 1) / 2 for p, c in self.sequences)
+
+
+def lengths(count: int, mean: float, longest: int) -> list[int]:
+    """Return lengths in 1 … longest with about this mean: exponentially distributed and cut off, as
+    those of reasoning models are.
+    """
+    low, high = 0.0, 1e3 * longest
+    # the quantiles of the distribution, so the result is not random
+    quantiles = -np.log1p(-(np.arange(count) + 0.5) / count)
+    for _ in range(60):  # find the scale by bisection
+        scale = (low + high) / 2
+        found = (scale * quantiles).round().clip(1, longest).astype(int)
+        low, high = (scale, high) if found.sum() < mean * count else (low, scale)
+    # in an order that mixes long and short ones
+    return found[np.arange(count) * 7919 % count if count % 7919 else ...].tolist()
+
+
+class Weights(NamedTuple):
+    """Numbers of weights of a model."""
+
+    block: int  # matrices of one layer
+    head: int  # the output matrix
+    total: int
+    layers: int
+
+    @classmethod
+    def of(cls, c: ModelConfig) -> Weights:
+        head, layers = c.vocab_size * c.hidden_size, c.num_hidden_layers
+        total = layers * c.block_weights + head * (1 if c.tie_word_embeddings else 2)
+        return cls(c.block_weights, head, total, layers)
+
+
+def layer(c: ModelConfig, d: Device) -> Layer:
+    """Return the operations of a layer. Each Triton kernel reads and writes its tensors once, and
+    its backward pass takes about twice as much.
+    """
+    heads = c.num_attention_heads + c.num_key_value_heads
+    moved = d.item * (9 * c.hidden_size + 2 * heads * c.head_dim + 3 * c.intermediate_size)
+    return d.layer or Layer(10, 14, 50, moved, 2 * moved)
+
+
+# --- the phases -----------------------------------------------------------------------------------
+
+
+def train(
+    c: ModelConfig,
+    work: Work,
+    d: Device,
+    gpus: int = 1,
+    *,
+    budget: int = 16384,
+    checkpointing: str = "none",
+    per_node: int = 8,
+    adapters: int = 0,
+    updates: int = 1,
+    iterations: int = 1,
+    scored: int = 0,
+    reduces_each: bool = False,
+) -> float:
+    """Return the seconds to train on a step's completions.
+
+    budget: tokens of a micro-batch. checkpointing: --gradient-checkpointing. adapters: how many
+    weights are trained, if not all (LoRA). updates: optimizer steps per iteration. iterations:
+    passes over the step. scored: further forward passes, for old or reference log-probs.
+    reduces_each: whether gradients are reduced after each micro-batch.
+    """
+    w, ops, E = Weights.of(c), layer(c, d), c.num_attention_heads * c.head_dim
+    n = adapters or w.total
+    kept = 1 - work.skipped
+    trained = kept * sum(work.completions)
+    tokens = kept * sum(work.prompts) + trained
+    pairs = kept * sum(work.pairs)
+    micro = updates * math.ceil(tokens / updates / gpus / budget)
+    # All in units of a forward pass. A frozen weight has no gradient of its own.
+    again = iterations * (checkpointing != "none")  # of cheap operations
+    all_again = iterations * (checkpointing == "full")  # of products and attention
+    forwards, gradients = iterations + scored, iterations * (1 if adapters else 2)
+    products = (forwards + all_again + gradients) * w.layers * w.block * tokens
+    products += (forwards + gradients) * w.head * trained
+    # its backward pass has five products, the forward pass two
+    attention = (forwards + all_again + 2.5 * iterations) * w.layers * E * pairs
+    moved = (forwards + again) * ops.forward_bytes + iterations * ops.backward_bytes
+    compute = 2 * products / d.flops + 4 * attention / d.attention
+    compute += w.layers * tokens * moved / d.bandwidth + forwards * d.loss * c.vocab_size * trained
+    # FSDP gathers the weights for each pass of a micro-batch. One GPU only casts them, if at all.
+    gathers = micro * (forwards + iterations) if gpus > 1 else updates * iterations * (d.item < 4)
+    # weights are cast to the dtype of the forward pass; gradients are added up in float32
+    copied = (4 + d.item) * w.total * gathers + 10 * n * iterations * (micro - updates)
+    # FSDP about doubles the operations
+    launches = w.layers * micro * (forwards * ops.forward + iterations * ops.backward)
+    launches *= 2 if gpus > 1 else 1
+    compute = max(compute / gpus + copied / d.bandwidth, launches * d.host)
+    reduced = micro if reduces_each else updates  # in float32
+    traffic = d.item * gathers * w.total + 4 * reduced * iterations * n
+    transfer = traffic * (gpus - 1) / gpus / ring(d, gpus, per_node)
+    # Clipping reads the gradient, and reads and writes it again; an update reads 16 bytes per
+    # weight and writes 12.
+    optimizer = 40 * updates * iterations * n / gpus / d.bandwidth
+    return max(compute, transfer) + optimizer
+
+
+def ring(d: Device, gpus: int, per_node: int) -> float:
+    """Return the bytes/s of a ring through these GPUs. Between machines, NCCL builds one ring per
+    network adapter, and there is one adapter per GPU.
+    """
+    return d.link if gpus <= per_node else min(d.link, per_node * d.network)
+
+
+def decode_step(c: ModelConfig, d: Device, gpus: int = 1) -> Callable[[float, float], float]:
+    """Return a function: rows, and cached keys of all rows together → seconds of a decode step.
+
+    gpus: the GPUs of a server, among which every product is split.
+    """
+    w, ops = Weights.of(c), layer(c, d)
+    weights = w.layers * w.block + w.head
+    cached = 2 * d.item * c.num_key_value_heads * c.head_dim * w.layers  # bytes per token
+    # A small product reads its weights and then computes; the two hardly overlap.
+    row = 2 * weights / d.decode + w.layers * ops.forward_bytes / d.bandwidth
+    row += d.draw * c.vocab_size
+    step = (w.layers * ops.decode + 15) * d.launch
+    step += 2 * w.layers * ALL_REDUCE if gpus > 1 else 0.0
+
+    def seconds(rows: float, keys: float) -> float:
+        shared = d.item * weights / d.weights + rows * row + keys * cached / d.cache
+        return shared / gpus + step + rows * d.token
+
+    return seconds
+
+
+def sample(c: ModelConfig, work: Work, d: Device, slots: int, gpus: int = 1) -> float:
+    """Return the seconds that one engine needs to sample: prompts once per group, then decode steps
+    with up to `slots` rows. A finished row is replaced at once. gpus: see `decode_step`.
+    """
+    w, ops, E = Weights.of(c), layer(c, d), c.num_attention_heads * c.head_dim
+    prompts = 2 * w.layers * w.block / d.flops + w.layers * ops.forward_bytes / d.bandwidth
+    seconds = prompts * sum(work.prompts) + 4 * w.layers * E * work.pairs[0] / d.attention
+    seconds, now, step = seconds / gpus, 0, decode_step(c, d, gpus)
+    waiting = work.sequences[::-1]
+    active: list[tuple[int, int]] = []  # (step at which it ends, step at which it would have begun)
+    while waiting or active:
+        while waiting and len(active) < slots:
+            prompt, length = waiting.pop()
+            heapq.heappush(active, (now + length, now - prompt))
+        end = active[0][0]
+        middle = (now + end) / 2
+        keys = sum(middle - begin for _, begin in active)
+        seconds += (end - now) * step(len(active), keys)
+        now = end
+        while active and active[0][0] == now:
+            heapq.heappop(active)
+    return seconds
+
+
+def sync(
+    c: ModelConfig, d: Device, trainers: int, near: int = 0, far: int = 0, per_node: int = 8
+) -> float:
+    """Return the seconds to bring the weights to the engine: to a copy on each GPU, or from rank 0
+    to vLLM servers, which write them to memory once more.
+
+    near: servers on the machine of rank 0. far: servers on others. Rank 0 sends the weights to each
+    of them, at the same time.
+    """
+    size = d.item * Weights.of(c).total
+    gather = size * (trainers - 1) / trainers / ring(d, trainers, per_node)
+    copy = (4 / d.item + 1) * size / trainers / d.bandwidth  # cast the float32 shards
+    sent = size * max(near / d.link, far / d.network)
+    return gather + copy + (sent + 2 * size / d.bandwidth if near + far else 0.0)

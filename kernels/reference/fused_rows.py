@@ -1,0 +1,35 @@
+"""From logits to log-probs and to the gradient of the loss, in place.
+
+In: logits [N, V], targets [N], `LossInputs` [N]. Out: log-prob, entropy and loss [N], and in place
+of the logits the gradient. Read next: kernels/head.py, which calls this on a chunk of logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .log_softmax import log_softmax_backward_, log_softmax_forward
+from .policy import Clip, LossInputs, policy_terms
+
+
+def policy_rows_(
+    logits: Tensor, targets: Tensor, temperature: float, inputs: LossInputs, c: Clip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return log-prob, entropy, l, clip flag and KL (or None) of each row, all [N]; overwrite the
+    logits [N, V] with the gradient of Σ weight · l - entropy_weight · H.
+
+    Rows whose weight is 0 have l, clip flag and KL 0. Their log-prob must still be finite. Rows
+    whose weight and entropy_weight are both 0 never reach this function: kernels/head.py skips
+    them.
+    """
+    logp, entropy, norm = log_softmax_forward(logits, targets, temperature)
+    l, dl, clip, kl = policy_terms(logp, inputs, c)
+    on = inputs.weight != 0
+    # `where` instead of a product: NaN · 0 is NaN
+    l, dl, clip = (torch.where(on, x, 0) for x in (l, dl, clip))
+    kl = None if kl is None else torch.where(on, kl, 0.0)
+    dentropy = None if inputs.entropy_weight is None else -inputs.entropy_weight
+    dlogp = inputs.weight * dl
+    log_softmax_backward_(logits, targets, temperature, norm, entropy, dlogp, dentropy)
+    return logp, entropy, l, clip, kl

@@ -1,0 +1,41 @@
+"""Gather rows, with a backward that adds the gradients of a row in float32.
+
+In: x [T, …], index [n] int64. Out: x[index]. Read next: kernels/head.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .log_softmax import accumulate
+
+# How `gather_rows` sums gradients: see gather.py. The code below does not need it.
+Order = tuple[Tensor, Tensor] | None
+
+
+def row_order(index: Tensor, count: int) -> Order:
+    return None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.count = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (index,) = ctx.saved_tensors
+        total = torch.zeros(ctx.count, *dy.shape[1:], dtype=accumulate(dy.dtype), device=dy.device)
+        return total.index_add_(0, index, dy.to(total.dtype)).to(dy.dtype), None
+
+
+def gather_rows(x: Tensor, index: Tensor, order: Order = None) -> Tensor:
+    """Return x[index] [n, …]. The gradients of a row that is gathered several times are added in
+    float32.
+    """
+    return _Gather.apply(x, index)

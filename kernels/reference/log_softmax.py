@@ -1,0 +1,83 @@
+"""The log-prob of one target per row of logits, the entropy of the row, and their gradients.
+
+In: logits [N, V] of any float type, targets [N], temperature. Out: vectors [N] in float32 (float64
+for float64 logits, which finite differences need). Read next: fused_rows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Number of logits that are processed at a time, 1 MB in float32: see `blocks`.
+BLOCK = 1 << 18
+
+
+def accumulate(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which statistics and losses are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def blocks(logits: Tensor) -> Iterator[slice]:
+    """Yield the rows of logits [N, V] in blocks that fit into the cache of a CPU core.
+
+    A softmax makes about fifteen passes over its rows. If all rows were processed at once, each
+    pass would read and write main memory, which took six times as long (docs/log.md).
+    """
+    size = max(1, BLOCK // max(1, logits.shape[1]))
+    return (slice(start, start + size) for start in range(0, len(logits), size))
+
+
+def log_softmax_forward(
+    logits: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-prob of the target [N], the entropy [N] in nats, and (Q, log S) [2, N].
+
+    Q = max_j x_j;  t_j = (x_j - Q) / T;  S = Σ_j e^{t_j};  logp = t_y - log S;
+    H = log S - Σ_j e^{t_j} t_j / S.
+    Everything is relative to Q, so a row of logits around -10,000 is as exact as one around 0. An
+    entry of -inf has probability 0 and adds 0 to H. (Q, log S) is what the backward needs.
+    """
+    # logp, entropy, Q and log S of each row
+    out = logits.new_empty(4, len(logits), dtype=accumulate(logits.dtype))
+    for rows in blocks(logits):
+        x = logits[rows].to(out.dtype)  # [n, V]
+        q = x.amax(-1) if x.numel() else x.new_zeros(x.shape[0])  # [n]
+        t = (x - q[:, None]) / temperature
+        e = t.exp()
+        s = e.sum(-1)  # [n]
+        # `where` instead of a product: 0 · -inf is NaN
+        entropy = s.log() - torch.where(e > 0, e * t, 0.0).sum(-1) / s
+        logp = t.gather(1, targets[rows, None]).squeeze(1) - s.log()
+        out[:, rows] = torch.stack([logp, entropy, q, s.log()])
+    return out[0], out[1], out[2:]
+
+
+def log_softmax_backward_(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    norm: Tensor,
+    entropy: Tensor,
+    dlogp: Tensor,
+    dentropy: Tensor | None,
+) -> Tensor:
+    """Overwrite the logits [N, V] with their gradient, and return them.
+
+    logp = z_y - lse and dlse/dz_j = p_j give dlogp/dz_j = 1[j = y] - p_j. H = -Σ p log p with
+    dp_i/dz_j = p_i (1[i = j] - p_j) gives dH/dz_j = -p_j (log p_j + H). dlogits = dz / T.
+    """
+    for rows in blocks(logits):
+        x, (q, log_s) = logits[rows], norm[:, rows, None]  # [n, V], [n, 1] each
+        logp_all = (x.to(norm.dtype) - q) / temperature - log_s
+        p = logp_all.exp()
+        dz = -dlogp[rows, None] * p
+        if dentropy is not None:
+            dp = torch.where(p > 0, p * (logp_all + entropy[rows, None]), 0.0)
+            dz -= dentropy[rows, None] * dp
+        dz.scatter_add_(1, targets[rows, None], dlogp[rows, None])
+        dz /= temperature
+        x.copy_(dz)
+    return logits

@@ -1,0 +1,36 @@
+"""Attention of one decode step over a paged cache.
+
+In: query, key and value of the newest token of b rows, and the cache with its table of pages. Out:
+what each query attends to, [b, H, E]. For inference only. Read next: sample.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Write k and v [b, K, E] to the pages of b rows, and return what q [b, H, E] attends to.
+
+    positions [b] int64; table [B, pages of a row] int32; keys and values [pages, K, PAGE, E]. The
+    key of row r goes to place positions[r] % PAGE of page table[r, positions[r] // PAGE].
+    """
+    (b, K), size = k.shape[:2], keys.shape[2]
+    pages = table[:b].long()  # [b, pages of a row]
+    newest = pages.gather(1, positions[:, None] // size)[:, 0]  # [b]
+    keys[newest, :, positions % size] = k
+    values[newest, :, positions % size] = v
+    columns = torch.arange(pages.shape[1] * size, device=q.device)
+    seen = (columns <= positions[:, None])[:, None]  # [b, 1, S]
+    # zeros, because a NaN that is left in a page would spread
+    k, v = (
+        x[pages].transpose(1, 2).flatten(2, 3).masked_fill(~seen[..., None], 0.0)  # [b, K, S, E]
+        for x in (keys, values)
+    )
+    q = q.unflatten(1, (K, -1))  # [b, K, H/K, E]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None])
+    return out.flatten(1, 2)

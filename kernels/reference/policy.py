@@ -1,0 +1,116 @@
+"""The GRPO loss of each token and its derivative. **This is the loss of the default run**: on a
+CPU, exactly these lines run.
+
+In: log-probs and `LossInputs` [M]. Out: the loss, its derivative with respect to each log-prob, the
+clip flags and the KL. Start with `policy_terms`, which has each equation above the line that
+computes it. Between it and train.py are
+
+    objective (nanogrpo/grpo/loss.py)          picks the vectors of the batch and the constants
+    └─ head_policy_loss (nanogrpo/model/head.py) and HeadPolicyLoss (kernels/head.py)
+       │                                       multiply hidden states by the output head, in chunks
+       └─ policy_rows_ (fused_rows.py)         turns a chunk of logits into log-probs and gradients
+          └─ policy_terms (below)              the loss of each token, and its derivative
+
+The derivatives are written out and not left to autograd, because they specify the kernels and
+because the fused head needs them during its forward pass. tests/model/test_head.py checks them
+against autograd and finite differences. Read next: log_softmax.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Log-ratios are clamped here before exp. e^20 and its square are finite in float32.
+LOG_RATIO_MAX = 20.0
+
+
+class Clip(NamedTuple):
+    """The constants of the clip and of the KL."""
+
+    epsilon: float
+    epsilon_high: float
+    delta: float = math.inf  # upper bound of the ratio, for either sign of the advantage
+    beta: float = 0.0  # factor of the KL
+
+
+class LossInputs(NamedTuple):
+    """The per-token vectors of the loss, all [M] float32."""
+
+    advantage: Tensor
+    weight: Tensor  # mask × normalizer, fixed before the forward pass
+    old_logp: Tensor | None = None  # None: on policy, the ratio is 1
+    ref_logp: Tensor | None = None  # None: no KL
+    importance: Tensor | None = None  # multiplies the clipped term, never the KL
+    entropy_weight: Tensor | None = None  # None: no entropy bonus
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> LossInputs:
+        """Apply a function to every vector that is not None."""
+        return LossInputs._make(None if v is None else function(v) for v in self)
+
+    def at(self, index: Tensor) -> LossInputs:
+        """Return the vectors of the tokens in `index`."""
+        return self.map(lambda v: v[index])
+
+
+def exp(log_ratio: Tensor) -> Tensor:
+    """Return e^x with x clamped to ±20."""
+    return log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+
+
+def k3(x: Tensor) -> Tensor:
+    """Return e^x - x - 1 with x clamped to ±20: never negative, and 0 where x = 0.
+
+    expm1 keeps its precision near 0, where e^x - x - 1 would suffer from cancellation.
+    """
+    x = x.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+    return torch.expm1(x) - x
+
+
+def clipped(ratio: Tensor, advantage: Tensor, c: Clip) -> tuple[Tensor, Tensor, Tensor]:
+    """PPO's clipped surrogate: l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A).
+
+    Schulman et al. 2017 (1707.06347), equation 7; ε_high: DAPO (2503.14476); δ: INTELLECT-2
+    (2505.07291). Returns l, whether l is constant in r (its gradient is zero there), and the clip
+    flag: int8, -1 below 1 - ε with A < 0, +1 above 1 + ε_high with A > 0, else 0.
+    """
+    low, high = 1.0 - c.epsilon, 1.0 + c.epsilon_high
+    capped = ratio.clamp(max=c.delta)
+    free, held = capped * advantage, ratio.clamp(low, high) * advantage
+    constant = torch.where(free < held, ratio > c.delta, (ratio < low) | (ratio > high))
+    too_high, too_low = (capped > high) & (advantage > 0), (capped < low) & (advantage < 0)
+    return -torch.minimum(free, held), constant, too_high.to(torch.int8) - too_low.to(torch.int8)
+
+
+def policy_terms(
+    logp: Tensor, inputs: LossInputs, c: Clip
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return for each token the loss l, dl/dlogp, the clip flag (int8) and the KL (or None).
+
+    l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A) · importance + β · KL. A NaN log-prob gives
+    a NaN loss and gradient, so the trainer notices it. To this end, every comparison below tests
+    for the case in which the derivative is zero, and NaN fails such a test.
+    """
+    # ratio: r = π(token) / π_old(token) = exp(logp - old_logp), so dr/dlogp = r, or 0 if clamped
+    log_ratio = torch.zeros_like(logp) if inputs.old_logp is None else logp - inputs.old_logp
+    ratio = exp(log_ratio)
+    dratio = torch.where(log_ratio.abs() > LOG_RATIO_MAX, 0.0, ratio)
+
+    # clip: l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A), so dl/dr = -A, or 0 if clipped
+    l, constant, clip = clipped(ratio, inputs.advantage, c)
+    dl = -torch.where(constant, 0.0, dratio * inputs.advantage)
+    if inputs.importance is not None:
+        l, dl = l * inputs.importance, dl * inputs.importance
+    if inputs.ref_logp is None:
+        return l, dl, clip, None
+
+    # KL = r·k3, where k3 = e^x - x - 1 with x = ref_logp - logp: dk3/dlogp = 1 - e^x, and
+    # dKL = r·dk3 + dr·k3. The factor r, which is 1 on policy, makes the gradient that of the KL.
+    x = inputs.ref_logp - logp
+    kl, dkl = k3(x), torch.where(x.abs() > LOG_RATIO_MAX, 0.0, -torch.expm1(x))
+    kl, dkl = ratio * kl, ratio * dkl + dratio * kl
+    return l + c.beta * kl, dl + c.beta * dkl, clip, kl

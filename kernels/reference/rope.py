@@ -1,0 +1,42 @@
+"""QK-norm and rotary embedding.
+
+In: q [T, H, E], k [T, K, E], the weights [E] of their norms or None, cos and sin [T, 1, E]. Out: q
+and k, in their dtype. Read next: swiglu.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .norm import rms_norm
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embedding (Su et al. 2021). It pairs dimensions i and i + E/2, as
+    Hugging Face does.
+
+    x: [T, heads, E]; cos, sin: [T, 1, E] float32. The computation is at least in float32, and the
+    result has x's dtype.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    a, b = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
+
+
+def norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Return q [T, H, E] and k [T, K, E], each head normalized and rotated.
+
+    Without a norm, as in all models but Qwen3, the weights [E] are None.
+    """
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    return rotate(q, cos, sin), rotate(k, cos, sin)

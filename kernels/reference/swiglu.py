@@ -1,0 +1,11 @@
+"""The elementwise part of SwiGLU. In: gate and up [T, F]. Out: [T, F]. Read next: gather.py."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) · up [T, F] (Shazeer 2020)."""
+    return F.silu(gate) * up

@@ -1,0 +1,29 @@
+"""The Triton kernels that the model uses on a GPU, with the functions and names of reference/.
+
+nanogrpo/model/dispatch.py chooses between the two packages. Each file has a kernel, its equation,
+its derivation and the bytes that it moves. Read next: log_softmax.py and policy.py (the kernels of
+the output head), norm.py (those of a decoder block).
+"""
+
+from .fused_rows import policy_rows_
+from .gather import gather_rows, row_order
+from .log_softmax import log_softmax_backward_, log_softmax_forward
+from .norm import add_rms_norm, rms_norm
+from .paged import paged_attention
+from .rope import norm_rope
+from .sample import sample_tokens
+from .swiglu import swiglu
+
+__all__ = [
+    "add_rms_norm",
+    "gather_rows",
+    "log_softmax_backward_",
+    "log_softmax_forward",
+    "norm_rope",
+    "paged_attention",
+    "policy_rows_",
+    "rms_norm",
+    "row_order",
+    "sample_tokens",
+    "swiglu",
+]

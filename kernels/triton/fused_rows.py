@@ -1,0 +1,120 @@
+"""One program per row computes log-prob, entropy and loss, then overwrites the row with the
+gradient of the loss.
+
+In: logits [N, V] (overwritten), targets [N], `LossInputs` [N]. Out: log-prob, entropy and the terms
+of the loss [N] float32, and dloss/dlogits in place of the logits. Read next: kernels/head.py, which
+calls `policy_rows_` on a chunk of logits between two matrix products.
+
+Equation.   (logp, H): log_softmax.py on the row;  (l, dl): policy.py `terms` of logp;
+            loss = weight · l - entropy_weight · H
+Derivation. dloss/dx_j = (weight · dl (1[j = y] - p_j) + entropy_weight · p_j (log p_j + H)) / T.
+            Once the row's sums are known, its gradient needs nothing from other rows. So the
+            program that has just read the row processes it a second time, from the last column to
+            the first, and overwrites the logits with the gradient. The last columns come first
+            because they were read most recently and are still in the nearest cache.
+Bytes.      4·N·V in bfloat16 if the second pass hits the L2 cache, 6·N·V if it does not, like
+            separate forward and backward kernels. A row of Qwen3 has 304 KB, so one row per
+            multiprocessor is 40 MB, of an H100's 50 MB of L2. That is why a program has 32 warps:
+            only one such program fits on a multiprocessor at a time. Measured on an H100, N = 8192:
+            2.43 ms, which is the time of 6·N·V at 3 TB/s. So even one row is too much there.
+Skipped.    If the gradient of a row is 0 (no advantage, or clipped), the row is filled with zeros
+            and not read again, unless its log-prob is NaN. Rows whose weight and entropy_weight are
+            both 0 never reach this kernel: kernels/head.py skips them.
+Reference.  `policy_rows_` in reference/fused_rows.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+from ..reference.policy import Clip, LossInputs
+from .log_softmax import LOG2E, check_rows, results, row_gradient, statistics, wide
+from .policy import numbers_of, terms
+
+# A program has twice as many lanes as a program of the forward kernel, two per thread, so it fills
+# a multiprocessor. Each thread has 64 registers. Narrow loads (`statistics` in log_softmax.py) need
+# one register per number, so each lane then has only 4 numbers.
+LANES, WARPS = 2048, 32
+
+
+@triton.jit
+def row_kernel(
+    LOGITS, TARGETS, ADV, WEIGHT, OLD, REF, IMP, ENTROPY_WEIGHT, LOGP, ENTROPY, LOSS, CLIP, KL,
+    stride, V, k, inv_t, low, high, delta, beta,
+    WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Each program processes one row."""
+    row = tl.program_id(0).to(tl.int64)
+    L = LOGITS + row * stride
+    BLOCK: tl.constexpr = R * C
+    weight = tl.load(WEIGHT + row)
+    y = tl.load(TARGETS + row)
+    zy = tl.load(L + y).to(tl.float32)  # read before the row is overwritten
+    q, l, s = statistics(L, V, k, WIDE, R, C)
+    logp, entropy, log_l = results(zy, k, q, l, s)
+    tl.store(LOGP + row, logp)
+    tl.store(ENTROPY + row, entropy)
+    l = tl.zeros((), tl.float32)
+    dlogp, kl = l, l
+    clip = l.to(tl.int32)
+    if weight != 0.0:
+        old = None
+        ref = None
+        imp = None
+        if OLD is not None:
+            old = tl.load(OLD + row)
+        if REF is not None:
+            ref = tl.load(REF + row)
+        if IMP is not None:
+            imp = tl.load(IMP + row)
+        adv = tl.load(ADV + row)
+        l, dlogp, clip, kl = terms(logp, adv, old, ref, imp, low, high, delta, beta)
+        dlogp *= weight
+    tl.store(LOSS + row, l)
+    tl.store(CLIP + row, clip.to(tl.int8))
+    if KL is not None:
+        tl.store(KL + row, kl)
+    dentropy = tl.zeros((), tl.float32)
+    if ENTROPY_WEIGHT is not None:
+        dentropy = -tl.load(ENTROPY_WEIGHT + row)
+    lanes = tl.arange(0, BLOCK)
+    blocks = tl.cdiv(V, BLOCK)
+    # A row with a NaN log-prob gets a NaN gradient, as in the reference.
+    if (dlogp == 0.0) & (dentropy == 0.0) & (logp == logp):
+        for c in tl.range(0, V, BLOCK):
+            o = c + lanes
+            tl.store(L + o, tl.zeros((BLOCK,), LOGITS.dtype.element_ty), mask=o < V)
+        return
+    # All threads finish reading the target's logit and the sums before any logit is overwritten.
+    tl.debug_barrier()
+    for i in tl.range(0, blocks):
+        o = (blocks - 1 - i) * BLOCK + lanes
+        x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
+        dz = row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy) * inv_t
+        tl.store(L + o, dz.to(LOGITS.dtype.element_ty), mask=o < V)
+
+
+def policy_rows_(
+    logits: Tensor, targets: Tensor, temperature: float, inputs: LossInputs, c: Clip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return log-prob, entropy, l, clip flag and KL (or None) of each row, all [N]; overwrite the
+    logits [N, V] with the gradient of the loss.
+
+    This does the same as `policy_rows_` in reference/fused_rows.py.
+    """
+    check_rows(logits)
+    count, vocab = logits.shape
+    out = torch.empty(4, count, dtype=torch.float32, device=logits.device)
+    logp, entropy, loss, kl = out
+    clip = torch.empty(count, dtype=torch.int8, device=logits.device)
+    outputs = logp, entropy, loss, clip, None if inputs.ref_logp is None else kl
+    vectors = targets.contiguous(), *inputs.map(Tensor.contiguous)
+    numbers = logits.stride(0), vocab, LOG2E.value / temperature, 1.0 / temperature, *numbers_of(c)
+    per_lane = 16 // logits.itemsize if wide(logits) else 4
+    shape = dict(WIDE=wide(logits), R=LANES, C=per_lane, num_warps=WARPS)
+    row_kernel[(count,)](logits, *vectors, *outputs, *numbers, **shape)
+    return outputs

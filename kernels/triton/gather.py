@@ -1,0 +1,72 @@
+"""Gather rows, with a backward that sums the gradients of each row in float32 and in a fixed order.
+
+In: x [T, …], index [n] int64 with values below T. Out: x[index], [n, …]. A prompt that G
+completions share is gathered G times, so G gradients are added to each of its rows. On a GPU,
+torch's own backward adds them with atomics: in the dtype of x, and in an order that differs from
+run to run. Read next: kernels/head.py.
+
+Equation.   dx_i = Σ_{j: index_j = i} dy_j, with j in increasing order.
+Order.      A stable sort of the index, once per strip, lists the j of each i. One program then adds
+            up the gradients of a row.
+Bytes.      2·n·W + 2·T·W in bfloat16, for rows of W numbers.
+Exactness.  One rounding, for any number of gradients.
+Reference.  `gather_rows` in reference/gather.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import triton
+import triton.language as tl
+
+from ..reference.gather import Order
+
+BLOCK, WARPS = 1024, 4
+
+
+@triton.jit
+def sum_kernel(DY, ORDER, STARTS, DX, W, blocks, BLOCK: tl.constexpr):
+    """Each program adds up one block of one row."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    j = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.range(tl.load(STARTS + row), tl.load(STARTS + row + 1)):
+        total += tl.load(DY + tl.load(ORDER + i) * W + j, mask=j < W, other=0.0).to(tl.float32)
+    tl.store(DX + row * W + j, total.to(DX.dtype.element_ty), mask=j < W)
+
+
+def row_order(index: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the order of summation for an index [n] into `count` rows: the j of row 0, of row 1 …
+    [n], and where those of each row start [count + 1].
+    """
+    rows, order = index.sort(stable=True)
+    return order, torch.searchsorted(rows, torch.arange(count + 1, device=index.device))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, index, order, starts):
+        ctx.save_for_backward(order, starts)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        order, starts = ctx.saved_tensors
+        dy, count = dy.contiguous(), len(starts) - 1
+        dx = dy.new_empty(count, *dy.shape[1:])
+        width = math.prod(dy.shape[1:])
+        blocks = triton.cdiv(width, BLOCK)
+        args = dy, order, starts, dx, width, blocks
+        sum_kernel[(count * blocks,)](*args, BLOCK=BLOCK, num_warps=WARPS)
+        return dx, None, None, None
+
+
+def gather_rows(x: Tensor, index: Tensor, order: Order = None) -> Tensor:
+    """Return x[index] [n, …]; order: `row_order` of the index, if it is known already."""
+    return _Gather.apply(x, index, *(order or row_order(index, len(x))))

@@ -1,0 +1,124 @@
+"""RMSNorm in one kernel, with the residual add before it or without. The decoder uses it on CUDA.
+
+In: x [T, D], optionally a residual [T, D], weight [D]; bf16, fp16 or fp32. Out: the normalized rows
+[T, D], and with a residual also the sum x + residual [T, D], which is the next residual. Read next:
+rope.py.
+
+Equation.   h = x + residual, or x;  r = (mean(h²) + ε)^{-1/2};  y = h r · weight
+            (Zhang and Sennrich 2019, arXiv 1910.07467)
+Derivation. With n = h r and g = dy · weight:  dh = r (g - n mean(g n)) + dh_from_the_residual;
+            dx = dresidual = dh;  dweight = Σ_t dy n. Statistics are computed in float32. h is first
+            rounded to its dtype, as a separate add would do.
+Sums.       dweight: each of P programs processes every P-th row and keeps a partial sum. The
+            partial sums are then added in order. A frozen weight (LoRA) needs none of this.
+Bytes.      With the residual: the forward reads 4·T·D and writes 4·T·D in bfloat16 (as separate
+            kernels, the add moves 6 and the norm 4); the backward reads 6 and writes 2. T = 8192,
+            D = 4096 at 4.3 TB/s: 62 µs each way. Without it: 4 and 6. FLOP: 6 per element.
+Reference.  `rms_norm` and `add_rms_norm` in reference/norm.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import triton
+import triton.language as tl
+
+PROGRAMS = 512  # number of programs of the backward; each fills one row of PARTS
+
+
+@triton.jit
+def forward_kernel(X, RESIDUAL, WEIGHT, Y, SUM, RSTD, D, eps, BLOCK: tl.constexpr):
+    """Each program processes one row. RESIDUAL and SUM may be None."""
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    h = tl.load(X + row * D + j, mask=j < D, other=0.0).to(tl.float32)
+    if RESIDUAL is not None:
+        h += tl.load(RESIDUAL + row * D + j, mask=j < D, other=0.0).to(tl.float32)
+        rounded = h.to(SUM.dtype.element_ty)
+        tl.store(SUM + row * D + j, rounded, mask=j < D)
+        h = rounded.to(tl.float32)  # the backward uses the rounded sum
+    rstd = 1.0 / tl.sqrt(tl.sum(h * h, 0) / D + eps)
+    w = tl.load(WEIGHT + j, mask=j < D, other=0.0).to(tl.float32)
+    tl.store(Y + row * D + j, (h * rstd * w).to(Y.dtype.element_ty), mask=j < D)
+    tl.store(RSTD + row, rstd)
+
+
+@triton.jit
+def backward_kernel(H, WEIGHT, RSTD, DY, DSUM, DX, PARTS, T, D, BLOCK: tl.constexpr):
+    """Program p processes rows p, p + P, …; its partial dweight goes to row p of PARTS [P, D].
+
+    DSUM and PARTS may be None.
+    """
+    pid = tl.program_id(0)
+    j = tl.arange(0, BLOCK)
+    w = tl.load(WEIGHT + j, mask=j < D, other=0.0).to(tl.float32)
+    dw = tl.zeros((BLOCK,), tl.float32)
+    for t in tl.range(pid, T, tl.num_programs(0)):
+        row = tl.full((), t, tl.int64)
+        rstd = tl.load(RSTD + row)
+        n = tl.load(H + row * D + j, mask=j < D, other=0.0).to(tl.float32) * rstd
+        dy = tl.load(DY + row * D + j, mask=j < D, other=0.0).to(tl.float32)
+        dw += dy * n
+        g = dy * w
+        dh = rstd * (g - n * (tl.sum(g * n, 0) / D))
+        if DSUM is not None:
+            dh += tl.load(DSUM + row * D + j, mask=j < D, other=0.0).to(tl.float32)
+        tl.store(DX + row * D + j, dh.to(DX.dtype.element_ty), mask=j < D)
+    if PARTS is not None:
+        tl.store(PARTS + pid.to(tl.int64) * D + j, dw, mask=j < D)
+
+
+def shape_of_block(width: int) -> tuple[int, int]:
+    """Return the block size of a program, which covers a full row, and its number of warps."""
+    block = triton.next_power_of_2(width)
+    return block, max(1, min(16, block // 512))
+
+
+class _Norm(torch.autograd.Function):
+    """(x, residual or None, weight, eps) → normalized rows, and x + residual or None."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps):
+        x, weight = x.contiguous(), weight.contiguous()
+        y, total = torch.empty_like(x), None
+        if residual is not None:
+            residual, total = residual.contiguous(), torch.empty_like(x)
+        count, width = x.shape
+        rstd = torch.empty(count, dtype=torch.float32, device=x.device)
+        block, warps = shape_of_block(width)
+        args = x, residual, weight, y, total, rstd, width, eps
+        forward_kernel[(count,)](*args, BLOCK=block, num_warps=warps)
+        ctx.save_for_backward(x if total is None else total, weight, rstd)
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dsum):
+        h, weight, rstd = ctx.saved_tensors
+        count, width = h.shape
+        programs = min(PROGRAMS, count)
+        dx, parts = torch.empty_like(h), None
+        if ctx.needs_input_grad[2]:
+            parts = torch.empty(programs, width, dtype=torch.float32, device=h.device)
+        dsum = None if dsum is None else dsum.contiguous()
+        block, warps = shape_of_block(width)
+        args = h, weight, rstd, dy.contiguous(), dsum, dx, parts, count, width
+        backward_kernel[(programs,)](*args, BLOCK=block, num_warps=warps)
+        dweight = None if parts is None else parts.sum(0).to(weight.dtype)
+        return dx, dx if ctx.needs_input_grad[1] else None, dweight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the rows of x [T, D] normalized and multiplied by weight [D], in the dtype of x."""
+    return _Norm.apply(x, None, weight, eps)[0]
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the normalized sum [T, D] and the sum x + residual [T, D], both in the dtype of x.
+
+    x and residual [T, D], weight [D].
+    """
+    return _Norm.apply(x, residual, weight, eps)

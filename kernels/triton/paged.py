@@ -1,0 +1,136 @@
+"""Attention of one decode step over a paged cache, in two launches: `attend`, then `combine`.
+
+In: query [b, H, E], key and value [b, K, E] of the newest token of b rows, its position [b], and
+the cache: keys and values [pages, K, PAGE, E], and `table`, which lists the pages of each row in
+order. Out: what each query attends to, [b, H, E]. bf16, fp16 or fp32. For inference only. Read
+next: sample.py.
+
+Equation.   Over a part p of a row's keys: x = q Kᵀ / √E,  m_p = max x,  l_p = Σ exp(x - m_p),
+            o_p = Σ exp(x - m_p) v. Then, with m = max m_p:
+            out = Σ_p exp(m_p - m) o_p / Σ_p exp(m_p - m) l_p   (flash-decoding, Dao et al. 2023)
+Parts.      One long row must not leave most of the GPU idle, so the pages of a row are split into
+            parts. Their number depends only on b, so a CUDA graph is valid for all lengths: a
+            program reads as many pages as the row has. The newest token belongs to part 0, which
+            also writes it to its page.
+Groups.     The H/K query heads that share a key head are the rows of a matrix product, filled up to
+            16 for the tensor cores. So each key is read once.
+Bytes.      4·K·E per cached token in bfloat16. A layer of Qwen3-0.6B (K = 8, E = 128) reads 105 MB
+            for 64 rows of 400 tokens: 24 µs at 4.3 TB/s. FLOP: 4·H·E per cached token.
+Reference.  `paged_attention` in reference/paged.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+from .log_softmax import LOG2E
+from .rope import adjacent
+
+PROGRAMS = 1024  # wanted programs of `attend`: about eight per multiprocessor of a large GPU
+PARTS = 32  # the most parts of a row
+
+
+@triton.jit
+def attend_kernel(
+    Q, K_NEW, V_NEW, POSITION, TABLE, KEYS, VALUES, MAXIMA, TOTALS, SUMS,
+    q_stride, k_stride, v_stride, table_stride, scale,
+    KV: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr,
+    HEADS_PAD: tl.constexpr, E_PAD: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Program (row, k, part) computes m, l and o of a part for the HEADS queries of key head k."""
+    row = tl.program_id(0).to(tl.int64)
+    k_head = tl.program_id(1)
+    part = tl.program_id(2)
+    position = tl.load(POSITION + row).to(tl.int32)
+    pages = tl.cdiv(position, PAGE)
+    share = tl.cdiv(pages, PARTS)
+    g = tl.arange(0, HEADS_PAD)
+    e = tl.arange(0, E_PAD)
+    n = tl.arange(0, PAGE)
+    head = k_head * HEADS + g
+    mine = (g < HEADS)[:, None] & (e < E)[None, :]
+    q = tl.load(Q + row * q_stride + head[:, None] * E + e[None, :], mask=mine, other=0.0)
+    m = tl.full((HEADS_PAD,), float("-inf"), tl.float32)
+    l = tl.zeros((HEADS_PAD,), tl.float32)
+    o = tl.zeros((HEADS_PAD, E_PAD), tl.float32)
+    if part == 0:
+        k = tl.load(K_NEW + row * k_stride + k_head * E + e, mask=e < E, other=0.0)
+        v = tl.load(V_NEW + row * v_stride + k_head * E + e, mask=e < E, other=0.0)
+        page = tl.load(TABLE + row * table_stride + position // PAGE).to(tl.int64)
+        at = ((page * KV + k_head) * PAGE + position % PAGE) * E + e
+        tl.store(KEYS + at, k, mask=e < E)
+        tl.store(VALUES + at, v, mask=e < E)
+        m = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+        l += 1.0
+        o += v.to(tl.float32)[None, :]
+    for i in tl.range(part * share, tl.minimum((part + 1) * share, pages)):
+        page = tl.load(TABLE + row * table_stride + i).to(tl.int64)
+        at = ((page * KV + k_head) * PAGE + n) * E
+        seen = i * PAGE + n < position  # the first key of a page always is
+        there = seen[:, None] & (e < E)[None, :]
+        keys = tl.load(KEYS + at[:, None] + e[None, :], mask=there, other=0.0)  # [PAGE, E_PAD]
+        x = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale  # [HEADS_PAD, PAGE]
+        x = tl.where(seen[None, :], x, float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, 1))
+        p = tl.exp2(x - m_new[:, None])
+        a = tl.exp2(m - m_new)
+        values = tl.load(VALUES + at[:, None] + e[None, :], mask=there, other=0.0)
+        o = o * a[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+        l = l * a + tl.sum(p, 1)
+        m = m_new
+    at = (row * KV * HEADS + head) * PARTS + part
+    tl.store(MAXIMA + at, m, mask=g < HEADS)
+    tl.store(TOTALS + at, l, mask=g < HEADS)
+    tl.store(SUMS + at[:, None] * E + e[None, :], o, mask=mine)
+
+
+@triton.jit
+def combine_kernel(
+    MAXIMA, TOTALS, SUMS, Y, E: tl.constexpr, E_PAD: tl.constexpr, PARTS: tl.constexpr
+):
+    """Each program adds up the parts of one query head of one row."""
+    head = tl.program_id(0).to(tl.int64)
+    at = head * PARTS + tl.arange(0, PARTS)
+    e = tl.arange(0, E_PAD)
+    m = tl.load(MAXIMA + at)
+    a = tl.exp2(m - tl.max(m, 0))  # 0 for a part without keys, where m is -inf
+    o = tl.load(SUMS + at[:, None] * E + e[None, :], mask=(e < E)[None, :], other=0.0)
+    y = tl.sum(o * a[:, None], 0) / tl.sum(tl.load(TOTALS + at) * a, 0)
+    tl.store(Y + head * E + e, y.to(Y.dtype.element_ty), mask=e < E)
+
+
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    """Write k and v [b, K, E] to the pages of b rows, and return what q [b, H, E] attends to.
+
+    positions [b] int64; table [B, pages of a row] int32; keys and values [pages, K, PAGE, E]. The
+    key of row r goes to place positions[r] % PAGE of page table[r, positions[r] // PAGE].
+    """
+    q, k, v = adjacent(q), adjacent(k), adjacent(v)
+    b, H, E = q.shape
+    KV, page = keys.shape[1:3]
+    parts = min(PARTS, triton.next_power_of_2(max(1, PROGRAMS // (b * KV))))
+    maxima, totals = (q.new_empty(b, H, parts, dtype=torch.float32) for _ in range(2))
+    sums = q.new_empty(b, H, parts, E, dtype=torch.float32)
+    y = q.new_empty(b, H, E)
+    pads = dict(HEADS_PAD=max(16, triton.next_power_of_2(H // KV)), PAGE=page)
+    shape = dict(E=E, E_PAD=max(16, triton.next_power_of_2(E)), PARTS=parts)
+    strides = q.stride(0), k.stride(0), v.stride(0), table.stride(0)
+    tensors = q, k, v, positions, table, keys, values, maxima, totals, sums
+    attend_kernel[(b, KV, parts)](
+        *tensors,
+        *strides,
+        E**-0.5 * LOG2E.value,
+        KV=KV,
+        HEADS=H // KV,
+        num_warps=4,
+        **pads,
+        **shape,
+    )
+    combine_kernel[(b * H,)](maxima, totals, sums, y, num_warps=1, **shape)
+    return y

@@ -1,0 +1,105 @@
+"""Compute with the model: the keys and values of prompts, and one token for each active row.
+
+In: completions (scheduler.py). Out: a `Prefix` for each prompt, or the next tokens of all rows. A
+prompt is prefilled once for its group, *without its last token*, which is the first input of
+decoding. So prefill needs neither the output head nor sampling, and all tokens are sampled in one
+place.
+
+Read next: sampler.py (how a token is sampled), graphs.py (the same on a GPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanogrpo.engine import sampler
+from nanogrpo.engine.base import SamplingParams
+from nanogrpo.engine.cache import KVCache, Prefix
+from nanogrpo.engine.paged_cache import PagedCache
+from nanogrpo.engine.scheduler import Completion
+from nanogrpo.model.attention import StripAttention
+from nanogrpo.model.decoder import Decoder, logits
+from nanogrpo.model.head import HeadOp
+
+PREFILL_TOKENS = 8192  # maximum number of tokens prefilled together, which limits the memory
+
+
+class Runner:
+    # Number of decode steps per transfer to the host.
+    stride = 1
+
+    def __init__(self, model: Decoder, cache: KVCache | PagedCache, state: Tensor):
+        self.model, self.cache, self.state = model, cache, state  # state: see Scheduler
+        self.logp = torch.zeros(state.shape[1], device=state.device)  # of each row's newest token
+        self.head: HeadOp = logits
+
+    def prefill(self, waiting: Iterable[Completion]) -> dict[int, Prefix]:
+        """Compute the keys and values of as many of the first prompts as PREFILL_TOKENS allows."""
+        prompts: dict[int, list[int]] = {}
+        inputs: list[tuple[int, Any]] = []  # as in PackedBatch
+        room, row = PREFILL_TOKENS, 0
+        for c in {id(c.start): c for c in waiting}.values():
+            ids = c.start
+            room -= len(ids)
+            if prompts and room < 0:
+                break
+            prompts[id(ids)] = ids
+            if c.sample.prompt.inputs is not None:
+                inputs.append((row, c.sample.prompt.inputs))
+            row += len(ids) - 1
+        lengths = [len(ids) - 1 for ids in prompts.values()]
+        some = [n for n in lengths if n]  # a prompt of one token leaves nothing to prefill
+        if not some:
+            nothing = self.cache.k[:, 0, :, :0]  # [L, K, 0, E]
+            return {key: Prefix(ids, nothing, nothing) for key, ids in prompts.items()}
+        device = self.state.device
+        tokens = torch.tensor([t for ids in prompts.values() for t in ids[:-1]], device=device)
+        positions = torch.cat([torch.arange(n, device=device) for n in some])  # [T]
+        cu_seqlens = torch.tensor([0, *some], device=device).cumsum(0).int()  # [N+1]
+        strip = StripAttention(cu_seqlens, max(some))
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            # copied if they are parts of a larger product, which would then be kept too
+            kept.append((k.contiguous(), v.contiguous()))  # [T, K, E] each
+            return strip(layer, q, k, v)
+
+        self.model.model(tokens, positions, attend, *inputs)  # without the head
+        keys, values = (torch.stack(x).transpose(1, 2) for x in zip(*kept))  # [L, K, T, E] each
+        split = zip(prompts.items(), keys.split(lengths, dim=2), values.split(lengths, dim=2))
+        return {key: Prefix(ids, k, v) for (key, ids), k, v in split}
+
+    def decode(self, active: Sequence[Completion], params: SamplingParams) -> tuple[Tensor, Tensor]:
+        """Sample up to `stride` tokens per active row. Return tokens and log-probs [steps, b]."""
+        b = len(active)
+        steps = min(self.stride, max(c.room for c in active))
+        span = max(c.position + min(steps, c.room) for c in active)
+        sampled = []
+        for _ in range(steps):
+            self.step(b, span, params)
+            sampled.append((self.state[0, :b].clone(), self.logp[:b].clone()))
+        tokens, logp = (torch.stack(x).cpu() for x in zip(*sampled))  # the host waits for the GPU
+        if not logp.isfinite().all():
+            bad = active[int(logp.isfinite().all(0).int().argmin())].sample.prompt.id
+            raise FloatingPointError(
+                f"Logits are not finite (prompt {bad}): the weights diverged or overflow "
+                f"{self.cache.k.dtype}."
+            )
+        return tokens, logp
+
+    def step(self, rows: int, span: int, params: SamplingParams) -> None:
+        """Sample one token for each of the first `rows` rows. This advances `state` and writes
+        `logp`.
+
+        Nothing in here depends on the host, so a CUDA graph can replay it.
+        """
+        token, position, last, key = self.state[:, :rows]  # [rows] each
+        self.cache.begin(position, span)
+        found = self.model(token, position, self.cache, None, self.head)  # [rows, V]
+        sampled, self.logp[:rows] = sampler.sample(found, key, position, params)
+        token.copy_(sampled)
+        torch.minimum(position + 1, last, out=position)  # a finished row stays where it is

@@ -1,0 +1,138 @@
+"""Which completions are decoded: the queue, and the rows of the cache.
+
+    waiting ──► schedule: give free rows ──► decode: one new token ──► postprocess: append it, ──┐
+                to waiting completions       for each active row       free the finished rows    │
+                          ▲                                                                      │
+                          └──────────────────────────────────────────────────────────────────────┘
+
+In: completions, and a cache (cache.py). Out: the active completions, which are always in rows 0 …
+b-1 of the cache, so a step only computes active rows. A finished row is refilled immediately, by a
+waiting completion or by the last active one. If the cache of a GPU is full, the youngest completion
+returns to the queue and later goes on from its tokens. Read next: runner.py (what a row computes).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanogrpo.engine.cache import KVCache, Prefix
+from nanogrpo.engine.paged_cache import PagedCache
+from nanogrpo.types import Sample
+
+
+@dataclass
+class Completion:
+    """A sample that is being generated."""
+
+    sample: Sample
+    limit: int  # maximum number of completion tokens
+    key: int  # key of its random stream
+    turn: int  # its place in the order of all completions
+    # The tokens it starts from: its prompt, the same list for its whole group; or, after it was put
+    # back, a list of its own with all tokens so far.
+    start: list[int]
+
+    @property
+    def finished(self) -> bool:
+        return self.sample.stopped or not self.room
+
+    @property
+    def room(self) -> int:
+        """The number of tokens that may still be sampled."""
+        return self.limit - len(self.sample.token_ids)
+
+    @property
+    def position(self) -> int:
+        """The position of the next input token."""
+        return len(self.sample.prompt.token_ids) - 1 + len(self.sample.token_ids)
+
+
+class Scheduler:
+    """Assigns rows to completions: row r of the cache and of `state` belongs to active[r]."""
+
+    def __init__(self, cache: KVCache | PagedCache, slots: int, device: torch.device):
+        self.cache, self.slots = cache, slots
+        self.put_back = 0  # completions that left the full cache, since the last `metrics`
+        # [4, slots]: the next input token of each row, the token's position, the row's last
+        # position, and its random key. The tensor is never replaced, because CUDA graphs use its
+        # address.
+        self.state = torch.zeros(4, slots, dtype=torch.int64, device=device)
+
+    def start(self, completions: Iterable[Completion]) -> None:
+        """Queue these completions, and drop all others."""
+        self.waiting: deque[Completion] = deque(completions)
+        self.active: list[Completion] = []
+        self.prefixes: dict[int, Prefix] = {}  # by id(completion.start)
+        self.cache.clear()
+
+    def schedule(
+        self, prefill: Callable[[Iterable[Completion]], dict[int, Prefix]], ahead: int
+    ) -> bool:
+        """Make room for the next `ahead` tokens of each row, and assign the free rows to waiting
+        completions. Return whether any row is active.
+
+        However small the cache is, it holds one completion of any length. So the oldest one is
+        never put back, and all of them finish.
+        """
+        while not self.cache.reserve(c.position + min(ahead, c.room) for c in self.active):
+            self._put_back_youngest()
+        while self.waiting and len(self.active) < self.slots:
+            ids, first = self.waiting[0].start, len(self.active)
+            if id(ids) not in self.prefixes:
+                if not self.cache.fits(len(ids) - 1 + ahead):
+                    break
+                # Completions are queued in order, so the old prefixes are no longer needed.
+                self.prefixes = prefill(self.waiting)
+            free = min(self.slots - first, len(self.waiting))
+            group = next((i for i in range(free) if self.waiting[i].start is not ids), free)
+            filled = self.cache.fill(first, group, self.prefixes[id(ids)], ahead)
+            if not filled:
+                break
+            self.active += [self.waiting.popleft() for _ in range(filled)]
+            new = [
+                (ids[-1], c.position, c.position + c.room - 1, c.key) for c in self.active[first:]
+            ]
+            self.state[:, first : len(self.active)] = torch.tensor(new, device=self.state.device).T
+        return bool(self.active)
+
+    def postprocess(
+        self, tokens: Tensor, logp: Tensor, version: int, stops: Container[int]
+    ) -> None:
+        """Append the new tokens [steps, b] to their samples, then drop the finished rows."""
+        for c, ids, values in zip(self.active, tokens.T.tolist(), logp.T.tolist()):
+            # tokens after a stop token, or above the limit, are discarded
+            ids = ids[: c.room]
+            size = next((i + 1 for i, t in enumerate(ids) if t in stops), len(ids))
+            c.sample.token_ids += ids[:size]
+            c.sample.logp += values[:size]
+            c.sample.versions += [version] * size
+            c.sample.stopped = ids[size - 1] in stops
+        kept = [r for r, c in enumerate(self.active) if not c.finished]
+        if len(kept) < len(self.active):
+            self._keep(kept)
+
+    def _put_back_youngest(self) -> None:
+        """Return the youngest active completion to the front of the queue."""
+        row = max(range(len(self.active)), key=lambda r: self.active[r].turn)
+        c = self.active[row]
+        c.start = c.sample.prompt.token_ids + c.sample.token_ids
+        self.waiting.appendleft(c)
+        self.put_back += 1
+        self._keep([r for r in range(len(self.active)) if r != row])
+
+    def _keep(self, kept: list[int]) -> None:
+        """Keep only these rows, in increasing order; the last of them move into the gaps."""
+        rows = list(range(len(kept)))
+        gaps = sorted({*rows} - {*kept})
+        moved = kept[len(kept) - len(gaps) :]
+        for gap, row in zip(gaps, moved):
+            rows[gap] = row
+        self.cache.keep(rows, max((self.active[r].position for r in moved), default=0))
+        self.active = [self.active[r] for r in rows]
+        if gaps:
+            self.state[:, gaps] = self.state[:, moved]

@@ -1,0 +1,112 @@
+"""Sample ahead of training: a wrapper around an engine that runs in other processes (a vLLM
+server).
+
+In: the engine, the prompts of each step, and a bound S (--max-staleness). Out: the samples of each
+step, in order.
+
+    no wrapper   sample 0 │ train 0 │ sync │ sample 1 │ train 1 │ sync │ …   the newest weights
+    S = 1        sample 0 │ train 0 ────────── sync │ train 1 ───────── sync │ …
+                          │ sample 1 ──────────┼────│ sample 2 ──── …        the server never waits
+
+The bound is enforced before sampling, so finished samples are never discarded: the samples of step
+t are requested only once the training of step t − S begins. Their sampling therefore starts with
+the weights after t − S steps, or newer ones. This is AReaL's admission rule (arXiv:2505.24298),
+counted in steps.
+
+Weights may change in the middle of a completion. It then continues with its cached keys and values,
+some of which were computed with older weights. Each token is labelled with the version of the
+weights that sampled it, and `sample` checks the bound for each token. Read before: wrapper.py,
+vllm/client.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, cast
+
+from nanogrpo.engine.base import Engine, SamplingParams
+from nanogrpo.errors import UserError
+from nanogrpo.extras.wrapper import Served, Wrapper
+from nanogrpo.feature import Feature
+from nanogrpo.types import Prompt, Sample
+
+if TYPE_CHECKING:  # it imports the features
+    from nanogrpo.run.setup import Run
+
+
+class Ahead(Feature):
+    """What --max-staleness attaches: the engine below, and metrics."""
+
+    def wrap(self, engine: Engine, run: Run) -> Engine:
+        return AheadEngine(engine, run)
+
+    def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
+        return staleness(run.world.concat([Counter(s.versions) for s in samples]), step)
+
+
+class AheadEngine(Wrapper):
+    """An engine that samples up to --max-staleness steps ahead of the step that trains.
+
+    The engine inside must be a `Served`. Only the samples of training are sampled ahead; any other
+    request, such as an evaluation, goes straight to the engine.
+    """
+
+    def __init__(self, engine: Engine, run: Run):
+        cfg: Any = run.cfg
+        self.engine, self.run, self.bound = engine, run, cfg.max_staleness
+        # The steps in progress, oldest first, each with a Future of its samples (None except on
+        # rank 0).
+        self.requested: deque[tuple[int, Future | None]] = deque()
+        # A single thread, so steps are requested in order. Rank 0 sends the requests for all ranks.
+        self.pool = ThreadPoolExecutor(1, "sample") if run.world.main else None
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams,
+        step: int,
+    ) -> list[Sample]:
+        """Return the samples of `step`. Steps must come in order. Raises sampling errors."""
+        run, engine = self.run, cast(Served, self.engine)
+        if (n, params) != (run.cfg.num_generations, run.sampling):
+            return engine.sample(prompts, n, params, step)
+        following = self.requested[-1][0] + 1 if self.requested else step
+        for ahead in range(following, min(step + self.bound + 1, run.cfg.max_steps)):
+            self.requested.append((ahead, self._request(ahead)))
+        _, future = self.requested.popleft()
+        samples = engine.scatter(lambda: future.result() if future else [], prompts, n)
+        oldest = min((min(s.versions) for s in samples), default=step)
+        if oldest < step - self.bound:
+            raise UserError(
+                f"--max-staleness {self.bound}: a token of step {step} was written by version "
+                f"{oldest}, which is older than allowed: train with --resume again, and report it."
+            )
+        return samples
+
+    def _request(self, step: int) -> Future | None:
+        if self.pool is None:
+            return None
+        run, request = self.run, cast(Served, self.engine).request
+        prompts = run.draw_all(run.cfg.seed, step)
+        return self.pool.submit(request, prompts, run.cfg.num_generations, run.sampling, step)
+
+    def close(self) -> None:
+        """Drop the steps in progress, then close the engine."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+        super().close()
+
+
+def staleness(versions: Sequence[Counter[int]], step: int) -> dict[str, float]:
+    """Return by how many versions the tokens lag behind `step`, and the share of mixed completions.
+
+    versions: one counter per completion, with the number of its tokens that each version sampled. A
+    mixed completion has tokens of more than one version.
+    """
+    tokens = sum((Counter(v) for v in versions), Counter())
+    mean = sum((step - v) * n for v, n in tokens.items()) / tokens.total()
+    mixed = sum(len(v) > 1 for v in versions) / len(versions)
+    return {"staleness/mean": mean, "staleness/max": step - min(tokens), "staleness/mixed": mixed}

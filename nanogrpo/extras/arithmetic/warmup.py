@@ -1,0 +1,194 @@
+"""Make the small base model of the built-in task: a Qwen3 of under a million parameters.
+
+    python -m nanogrpo.extras.arithmetic.warmup runs/base --seed 0
+    python train.py --model runs/base --data arithmetic …
+
+The model first learns to work out sums term by term. Then it briefly imitates a lazy student, who
+works out short sums in four cases out of five, and blurts out the answer to long sums in four cases
+out of five. The base model copies both habits and so fails at sums it could solve: the answers it
+blurts out are mostly wrong, and those it works out are mostly right. Nothing in this training says
+which habit is better. GRPO finds that out. In: a seed. Out: a checkpoint folder in Hugging Face's
+layout. Read next: train.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import tokenizers
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError
+from nanogrpo.extras.arithmetic.task import problems
+from nanogrpo.grpo import loss as grpo
+from nanogrpo.grpo import packing, schedule
+from nanogrpo.model import checkpoint
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.hf_config import ModelConfig
+from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.run import optim
+from nanogrpo.types import Prompt, Sample
+
+MARK = "warmup.json"
+TAGS = ["<|user|>", "<|assistant|>", "<|end|>", "<think>", "</think>", "<answer>", "</answer>"]
+
+
+def solution(text: str, rng: random.Random, lazy: bool) -> str:
+    """Return a completion for the warm-up: fully worked out, or as the lazy student writes it."""
+    first, *terms = re.findall(r"[+-]?\d+", text)
+    think = not lazy or (rng.random() < 0.8) == (len(terms) == 1)
+    total, steps = int(first), []
+    for term in terms:
+        steps.append(f"{total}{term}={total + int(term)}")
+        total += int(term)
+    thought = ",".join(steps) if think else ""
+    return f"<think>{thought}</think><answer>{total}</answer>"
+
+
+def write_tokenizer(folder: Path) -> Tokenizer:
+    """Write a tokenizer for printable ASCII characters and a few tags, in Hugging Face's format."""
+    tokens = ["<|pad|>", "\n", *map(chr, range(32, 127)), *TAGS]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    # every character is a token
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()  # joins tokens without spaces
+    tokenizer.add_special_tokens(["<|pad|>", *TAGS[:3]])
+    tokenizer.add_tokens(TAGS[3:])  # ordinary tokens, because the rewards must see them
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = (
+        "{%- for m in messages %}"
+        "{{ ('<|user|>' if m.role == 'user' else '<|assistant|>') + m.content }}"
+        "{%- if m.role == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+        "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "pad_token": "<|pad|>",
+        "chat_template": template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    ids = {"eos_token_id": vocabulary["<|end|>"], "pad_token_id": vocabulary["<|pad|>"]}
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+    return Tokenizer(folder)
+
+
+def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
+    """Train the base model from scratch on `steps` batches of 64 solved problems and write its
+    checkpoint.
+
+    Leave a base that was made with this seed and number of steps as it is, and replace another one.
+    Raises UserError if the folder contains anything else, because that could be a run or the only
+    copy of another model.
+    """
+    folder = folder.resolve()
+    made, mark = json.dumps({"seed": seed, "steps": steps}) + "\n", folder / MARK
+    if mark.is_file() and mark.read_text() == made:
+        return
+    if folder.exists() and not (mark.is_file() and all(map(Path.is_file, folder.iterdir()))):
+        raise UserError(
+            f"{folder} holds files that no warm-up wrote, which would be lost: "
+            "choose another folder."
+        )
+    torch.manual_seed(seed)
+    with checkpoint.atomic_folder(folder) as aside:
+        tokenizer = write_tokenizer(aside)
+        model = new_model(tokenizer)
+        teach(model, tokenizer, seed, steps)
+        checkpoint.export(model, aside, tokenizer)
+        (aside / MARK).write_text(made)
+
+
+def new_model(tokenizer: Tokenizer) -> Decoder:
+    """Return a random Qwen3 of 0.3 M parameters."""
+    return Decoder(
+        ModelConfig(
+            model_type="qwen3",
+            vocab_size=tokenizer.vocab_size,
+            hidden_size=96,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=256,
+            rope_theta=10_000.0,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def teach(model: Decoder, tokenizer: Tokenizer, seed: int, steps: int) -> None:
+    """Train any model whose vocabulary includes the tokenizer's ids. The last quarter of the steps
+    trains on the lazy student's solutions.
+    """
+    rng = random.Random(f"warm-up,{seed}")
+
+    def solved(step: int) -> list[Sample]:
+        lazy = step >= steps * 3 // 4
+        texts = problems("train", 64, seed=rng.getrandbits(32))
+        return [solved_sample(i, text, tokenizer, rng, lazy) for i, text in enumerate(texts)]
+
+    imitate(model, solved, steps)
+
+
+def imitate(
+    model: Decoder, samples_of: Callable[[int], list[Sample]], steps: int, rise: int = 50
+) -> None:
+    """Train a model to write the samples of each step. The learning rate rises linearly for `rise`
+    steps, then falls linearly to a twentieth.
+
+    Supervised learning is the policy gradient on completions from another source with advantage 1,
+    so this uses the trainer's own loss.
+    """
+    cfg = Config()
+    optimizer = optim.make_optimizer(model, cfg)
+    for step in track(range(steps), "warm-up", console=Console(stderr=True, force_jupyter=False)):
+        samples = samples_of(step)
+        for batch in packing.pack(
+            schedule.plan(range(len(samples)), [s.facts for s in samples], cfg), samples, cfg
+        ):
+            model.forward_strip(batch, grpo.objective(batch, cfg)).loss.backward()
+        rate = 3e-3 * min(1.0, (step + 1) / rise, 1.05 - step / steps)
+        optim.clip_and_step(model, optimizer, rate, max_grad_norm=1.0)
+
+
+def solved_sample(
+    number: int, text: str, tokenizer: Tokenizer, rng: random.Random, lazy: bool
+) -> Sample:
+    """Return a problem and its solution as if it had been sampled, with advantage 1."""
+    messages = [{"role": "user", "content": f"{text}="}]
+    prompt = Prompt(number, text, tokenizer.encode_prompt(messages))
+    ids = tokenizer.encode(solution(text, rng, lazy) + "<|end|>")
+    return Sample(
+        prompt, 0, ids, logp=[0.0] * len(ids), stopped=True, versions=[0] * len(ids), advantage=1.0
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Make the base model of the built-in arithmetic task."
+    )
+    parser.add_argument("folder", type=Path, help="where to write the checkpoint")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    try:
+        make_base(args.folder, args.seed)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

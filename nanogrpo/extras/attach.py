@@ -1,0 +1,195 @@
+"""A table of contents of everything besides the core.
+
+`parse` reads a command line with the options of the core and, if that is not enough, with those of
+all extras. `attach` returns the features that the options ask for, in the order in which they
+attach. Nothing here is imported before it is needed, so a default run does not load it. To add an
+extra, write a Feature (nanogrpo/feature.py) and its options in a file of its own, then add a line
+to SUMMARY, a class to options.py, and an `if` below. Read next: any of the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nanogrpo import cli
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError, read_json
+from nanogrpo.feature import Feature
+from nanogrpo.model import checkpoint
+from nanogrpo.rewards import builtin
+from nanogrpo.run.setup import NOTHING, Given
+
+SUMMARY = """\
+extras, off by default (--help-all has their options, and says more about each option above):
+  --engine vllm               sample with vLLM servers (docs/vllm.md)
+  --max-staleness             sample steps ahead of training
+  --vllm-importance-sampling-mode  a correction for the gap between engine and trainer
+  --loss-type, …              cispo, sapo, vespo, dppo, luspo; sequence-level ratios (GSPO)
+  --sync-ref-model            let the reference model follow the policy
+  --entropy-coef, …           an entropy bonus, or training on uncertain tokens only
+  --advantage-estimator, …    rloo, maxrl, GDPO
+  --max-resample-times        replace groups without a signal (DAPO's dynamic sampling)
+  --tools, --rollout, …       tools, environments and rollout functions (docs/tools.md)
+  --optim, …                  8-bit AdamW, its constants, all schedules of transformers
+  --cpu-offload, …            how FSDP2 shards, and determinism on GPUs
+  --lora-r, --load-in-4bit    train low-rank adapters, on weights in four bits
+  --freeze-vision-tower       vision-language models (docs/vision.md)
+  --dataset-config, …         data sets of the hub, CSV, Parquet, reasoning-gym (docs/data.md)
+  --load-best-model-at-end    keep the best checkpoint
+  --ema-decay                 evaluate a moving average of the weights
+  --report-to                 TensorBoard, Trackio, Weights & Biases
+  --log-completions, …        write and print the completions of each step
+  --log-tokens                record every token for `nanogrpo view`
+"""
+
+
+def parse(argv: Sequence[str] | None = None) -> Config:
+    """Return the options of a run, not yet validated: a `Config` of the core if that accepts them,
+    or else the full one, whose errors name all options.
+    """
+    try:
+        cfg = cli.parse(argv, Config, cli.parser(Config, epilog=SUMMARY))
+        cfg.validate()
+    except UserError:
+        from nanogrpo.extras.commandline import parse as parse_all
+
+        return parse_all(argv)
+    return cfg
+
+
+def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
+    """Return the features of a run, in the order in which they attach.
+
+    given: objects from Python (extras/api.py), in place of names in the options.
+    """
+    out: list[Feature] = []
+    if "arithmetic" in (*cfg.data, *cfg.eval_data):
+        from nanogrpo.extras.arithmetic.feature import Arithmetic
+
+        out.append(Arithmetic())
+    data = (*cfg.data, *cfg.eval_data, given.train_dataset, given.eval_dataset)
+    if not all(map(is_of_core, data)):
+        from nanogrpo.extras.data.sources import Sources
+
+        out.append(Sources(cfg))
+    if "reasoning_gym" in " ".join((*cfg.data, *cfg.eval_data, *cfg.reward_funcs)):
+        from nanogrpo.extras.gym.data import Gym
+
+        out.append(Gym(cfg))
+    if any(name.startswith("model:") for name in cfg.reward_funcs):
+        from nanogrpo.extras.reward_model import RewardModels
+
+        out.append(RewardModels())
+    if not {name.partition(":")[0] for name in cfg.reward_funcs} <= builtin.BUILT_IN.keys():
+        from nanogrpo.extras.rewards import Rewards
+
+        out.append(Rewards(cfg))
+    model = read_json(checkpoint.locate(cfg.model) / "config.json")
+    if has_scaling(model):
+        import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
+    if "vision_config" in model or getattr(cfg, "freeze_vision_tower", False):
+        from nanogrpo.extras.vision.feature import Vision
+
+        out.append(Vision(checkpoint.locate(cfg.model), getattr(cfg, "freeze_vision_tower", False)))
+    gpu = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
+    if gpu or type(cfg) is not Config or cfg.checkpointing == "selective":
+        from nanogrpo.extras.options import Config as Full
+
+        out = of_options(cfg if isinstance(cfg, Full) else Full(**vars(cfg)), given, gpu, out)
+    return out
+
+
+def is_of_core(data: Any) -> bool:
+    """Return whether the core reads a data source: JSON lines, or a list. None: there is none."""
+    return data is None or isinstance(data, list) or str(data).endswith(".jsonl")
+
+
+def has_scaling(model: dict) -> bool:
+    """Return whether a config.json scales rotary embedding, for longer contexts."""
+    rope = model.get("rope_scaling") or model.get("rope_parameters")
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    return kind not in (None, "default")
+
+
+def of_options(cfg: Any, given: Any, gpu: bool, out: list[Feature]) -> list[Feature]:
+    """Return `out`, with the features that the options of the extras ask for, or a GPU."""
+    if cfg.tools or cfg.environment_factory or cfg.rollout:
+        from nanogrpo.extras.tools.feature import Tools
+
+        functions = getattr(given, "tools", ())
+        others = (getattr(given, name, None) for name in ("environment_factory", "rollout"))
+        out.insert(0, Tools(cfg, functions, *others))  # before those that tokenize prompts
+    if cfg.lora_r:
+        from nanogrpo.extras.lora.feature import LoRA
+
+        out.append(LoRA(cfg))
+    if gpu:
+        from nanogrpo.extras.memory import Memory
+
+        out.append(Memory())
+    sharding = (cfg.reshard_after_forward, cfg.reduce_gradients)
+    selective = cfg.checkpointing == "selective"
+    if gpu or cfg.cpu_offload or cfg.full_determinism or selective or sharding != ("auto", "auto"):
+        from nanogrpo.extras.sharding import Sharded
+
+        out.append(Sharded(cfg))
+    if cfg.other_optimizer:
+        from nanogrpo.extras.optim import Optim
+
+        out.append(Optim(cfg))
+    if cfg.sync_ref_model:
+        from nanogrpo.extras.reference import SyncReference
+
+        out.append(SyncReference(cfg))
+    if cfg.max_staleness:
+        from nanogrpo.extras.ahead import Ahead
+
+        out.append(Ahead())
+    if cfg.old_from_engine or cfg.vllm_importance_sampling_mode != "off":
+        from nanogrpo.extras.importance import Importance
+
+        out.append(Importance(cfg))
+    if cfg.loss_type == "luspo" or cfg.needs_two_phases:
+        from nanogrpo.extras.objectives import Objectives
+
+        out.append(Objectives(cfg))
+    if cfg.entropy_coef or cfg.top_entropy_quantile < 1:
+        from nanogrpo.extras.entropy import Entropy
+
+        out.append(Entropy(cfg))
+    if (cfg.advantage_estimator, cfg.multi_objective_aggregation) != ("grpo", "sum_then_normalize"):
+        from nanogrpo.extras.estimators import Estimators
+
+        out.append(Estimators(cfg))
+    if cfg.max_resample_times:
+        from nanogrpo.extras.resample import Resample
+
+        out.append(Resample(cfg))
+    if cfg.load_best_model_at_end:
+        from nanogrpo.extras.best import Best
+
+        out.append(Best(cfg))
+    if cfg.ema_decay:
+        from nanogrpo.extras.ema import EMA
+
+        out.append(EMA(cfg))
+    if cfg.report_to != ("none",):
+        from nanogrpo.extras.dashboards import Dashboards
+
+        out.append(Dashboards(cfg))
+    if cfg.log_completions or cfg.num_completions_to_print:
+        from nanogrpo.extras.completions import Completions
+
+        out.append(Completions(cfg))
+    if cfg.log_tokens:
+        from nanogrpo.extras.view.tokens import TokenLog
+
+        out.append(TokenLog(cfg))
+    if cfg.engine == "vllm":
+        from nanogrpo.vllm.feature import VLLM
+
+        out.append(VLLM())
+    return out

@@ -1,0 +1,156 @@
+"""The command line with the options of all extras, and in TRL's spelling and names, too.
+
+In: argv. Out: the full `Config` of options.py. attach.py calls this for command lines that the core
+alone does not accept. Read before: cli.py. Read next: trl_names.py (what TRL's options become).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from nanogrpo import cli
+from nanogrpo.config import dashed
+from nanogrpo.errors import UserError, read_json, reading
+from nanogrpo.extras import trl_names
+from nanogrpo.extras.options import CHOICES, FIELDS, REMOVED, Config
+from nanogrpo.extras.profiles import PROFILES
+
+log = logging.getLogger("nanogrpo")
+
+
+class Command(NamedTuple):
+    """A program other than train.py that has some of its options. Its first word is --model."""
+
+    options: Sequence[str]  # names of fields of Config
+    usage: str
+    description: str
+
+
+def parse(argv: Sequence[str] | None = None, command: Command | None = None) -> Config:
+    """Return the command line as a Config that is not yet validated (cli.parse)."""
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    program, names = cli.parser(Config), trl_names.NAMES
+    if command:
+        program, names = cli.parser(Config, *command), set()
+        if words and not words[0].startswith("-"):
+            words = ["--model", *words]
+    words = _respelled(words)
+    if "--help-all" in words:
+        program.print_help()
+        raise SystemExit(0)
+    theirs = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    for name in names:
+        theirs.add_argument(f"--{dashed(name)}", nargs="*")
+    found, words = theirs.parse_known_args(words)
+    given = {name: _scalars(value) for name, value in vars(found).items()}
+
+    def translate(ours: cli.Options) -> cli.Options:
+        ours = {name: _translated(name, value) for name, value in ours.items()}
+        return trl_names.translate(ours | given)
+
+    return cli.parse(
+        words, Config, program, names=names, profiles=PROFILES, read=_read, translate=translate
+    )
+
+
+def _respelled(argv: Sequence[str]) -> list[str]:
+    """Return the command line with TRL's spellings rewritten to ours: underscores, renamed options,
+    flags with true or false (--resume true), and options that TRL uses as flags.
+    """
+    out, words = [], [*argv]
+    while words:
+        word = words.pop(0)
+        option = re.fullmatch(r"--([a-z][\w-]*)(=.*)?", word, re.DOTALL)
+        theirs = option[1].replace("-", "_") if option else ""
+        if removed := REMOVED.get(theirs.removeprefix("no_")):
+            raise UserError(f"--{dashed(theirs)} was removed: {removed}.")
+        known = {*FIELDS, *trl_names.NAMES, "profile", "config", "print_config"}
+        if not option or not known & {theirs, theirs.removeprefix("no_")}:
+            out.append(word)
+            continue
+        name, value = _renamed(theirs), option[2] or ""
+        following = value[1:] or (words[0] if words else "--")
+        if _type(name) == "bool" and following.lower() in ("true", "false"):
+            words = words if value else words[1:]
+            name, value = name if following.lower() == "true" else f"no_{name}", ""
+        elif "true" in _words(name) and following.startswith("--"):
+            value = "=true"
+        out.append(f"--{dashed(name)}{value}")
+    return out
+
+
+def _type(name: str) -> str:
+    """Return the type of an option, or "" if there is no such option."""
+    return str(FIELDS[name].type) if name in FIELDS else ""
+
+
+def _words(name: str) -> dict[str, str]:
+    """Return other spellings of an option's values, and ours."""
+    return FIELDS[name].metadata.get("words", {}) if name in FIELDS else {}
+
+
+def _renamed(name: str) -> str:
+    """Return our name for a renamed option of TRL; any other name is returned unchanged."""
+    ours = trl_names.RENAMED.get(name, name)
+    if ours != name:
+        log.info("--%s: taken as --%s", dashed(name), dashed(ours))
+    return ours
+
+
+def _translated(name: str, value: Any) -> Any:
+    """Return our word for a value, such as none for --scale-rewards false."""
+    if isinstance(value, (str, bool)) and (ours := _words(name).get(str(value).lower())):
+        log.info("--%s %s: taken as %s", dashed(name), value, ours)
+        return ours
+    return value
+
+
+def _scalars(words: list[str]) -> Any:
+    """Return the value of an option of TRL, read as in its YAML files: true, 8, or a text."""
+    values = [yaml.safe_load(w) if re.fullmatch(r"[\w.+-]+", w) else w for w in words]
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def _read(path: Path) -> cli.Options:
+    """Return the options in a JSON or YAML file under our names, apart from TRL's own."""
+    raw = _read_yaml(path) if path.suffix in (".yaml", ".yml") else read_json(path)
+    out: cli.Options = {}
+    for given, value in raw.items():
+        if value is None and (given in trl_names.NAMES or given in REMOVED):
+            continue  # files for TRL may list every option
+        name = _renamed(given)
+        if name in REMOVED:
+            raise UserError(f"{path}: {name} was removed: {REMOVED[name]}.")
+        if name in out:
+            raise UserError(f"{path}: {name} is given twice, also as {given}: remove one.")
+        if isinstance(value, str):
+            # where TRL's option takes one text, ours may take several
+            if _type(name).startswith("tuple") and (name != given or name in CHOICES):
+                value = [value]
+            elif _type(name).startswith("float") and path.suffix != ".json":
+                with contextlib.suppress(ValueError):
+                    value = float(value)  # PyYAML reads 1e-6 as a text
+        out[name] = value
+    return out
+
+
+def _read_yaml(path: Path) -> cli.Options:
+    with reading(path, advice="correct it", problem="is not valid YAML"):
+        try:
+            raw = yaml.safe_load(path.read_bytes())
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing: check the path.") from None
+    if not isinstance(raw, dict) or not all(isinstance(name, str) for name in raw):
+        raise UserError(f"{path} holds no options: write one `name: value` per line.")
+    return raw

@@ -1,0 +1,56 @@
+"""The console command `nanogrpo`, which starts the programs of the project.
+
+    nanogrpo train --profile debug           # the same as python train.py --profile debug
+    torchrun --nproc-per-node 8 -m nanogrpo train --model M --data D
+
+In: argv. Out: the exit status of the program. In a checkout train.py and serve.py are next to the
+package; a wheel has them in nanogrpo/scripts/ (setup.py copies them). Read next: train.py.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+HELP = """usage: nanogrpo COMMAND [options]
+
+  train    train a model with GRPO
+  serve    start a vLLM server that follows the trainer
+  chat     talk to a checkpoint in the terminal
+  eval     measure a checkpoint on held-out data
+  plot     plot the log of a run
+  view     look at a run in the browser: curves, completions and tokens
+  warmup   teach a tiny model some arithmetic, to try things on
+
+nanogrpo COMMAND --help lists the options of a command."""
+
+MODULES = {
+    "chat": "nanogrpo.extras.chat",
+    "eval": "nanogrpo.extras.eval",
+    "plot": "nanogrpo.extras.plot",
+    "view": "nanogrpo.extras.view.server",
+    "warmup": "nanogrpo.extras.arithmetic.warmup",
+}
+
+
+def script(name: str) -> Path:
+    """Return the path of train.py or serve.py."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "scripts" / name
+    return installed if installed.exists() else package.parent / name
+
+
+def main() -> int:
+    command, *options = sys.argv[1:] or ["--help"]
+    sys.argv[1:] = options
+    if command in ("train", "serve"):
+        runpy.run_path(str(script(f"{command}.py")), run_name="__main__")
+    elif command in MODULES:
+        runpy.run_module(MODULES[command], run_name="__main__", alter_sys=True)
+    elif command in ("-h", "--help"):
+        print(HELP)
+    else:
+        print(f"error: nanogrpo has no command {command}: see --help.", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,137 @@
+"""Completions: a table on the console (`--num-completions-to-print`), and one file per step
+(`--log-completions`).
+
+In: the samples of a step. Out: `output_dir/completions/completions_00001.jsonl` and so on, where
+the number counts finished steps, as in checkpoint-N; an evaluation writes eval_00001.jsonl. Each
+line is one completion with TRL's columns: step, prompt, completion, one column per reward function,
+reward, advantage, and then the columns of `log_extra`. `pandas.read_json(path, lines=True)` reads a
+file. If a prompt has further inputs, these write files of their own into the folder and add a
+column. Read before: logs/console.py. Read next: view (a page that shows the files).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nanogrpo.extras.options import Config
+from nanogrpo.feature import Feature
+from nanogrpo.logs.files import replace, set_aside
+from nanogrpo.logs.progress import number
+from nanogrpo.rewards.runner import COLUMNS
+from nanogrpo.types import Sample
+
+if TYPE_CHECKING:
+    from nanogrpo.run.setup import Run
+
+
+# Print Text objects only: rich would read brackets in a str as markup, such as "[/INST]".
+console = Console(stderr=True, force_jupyter=False, width=None if sys.stderr.isatty() else 120)
+
+
+class Completions(Feature):
+    """The files contain the samples of all ranks; the console shows some of the main rank's."""
+
+    def __init__(self, cfg: Config):
+        self.cfg, self.folder = cfg, Path(cfg.output_dir) / "completions"
+
+    def running(self, run: Run) -> AbstractContextManager:
+        """Prepare the folder.
+
+        A resumed run repeats the steps after its checkpoint, so their files are deleted. A run that
+        starts over keeps the old folder under another name.
+        """
+        if run.world.main:
+            if run.start == 0 and self.folder.exists():
+                set_aside(self.folder)
+            for path in self.folder.glob("*_[0-9]*.jsonl*"):
+                if int(re.findall(r"\d+", path.name)[0]) > run.start:
+                    path.unlink()
+        return nullcontext()
+
+    def step(self, run: Run, step: int, samples: list[Sample]) -> None:
+        self._write(run, f"completions_{step + 1:05d}.jsonl", step, samples)
+        if run.world.main and (count := self.cfg.num_completions_to_print):
+            # the first of each prompt, then the second of each, and so on
+            chosen = sorted(samples, key=lambda s: s.index)[:count]
+            show([record(step, s) for s in chosen])
+            run.log.progress.rows = 0  # the row is far from the last header
+
+    def evaluated(self, run: Run, samples: list[Sample]) -> None:
+        self._write(run, f"eval_{run.done:05d}.jsonl", run.done, samples)
+
+    def _write(self, run: Run, name: str, step: int, samples: list[Sample]) -> None:
+        if self.cfg.log_completions:
+            records = run.world.concat([record(step, s, self.folder) for s in samples])
+            if run.world.main:
+                write(self.folder / name, records)
+
+
+def write(path: Path, records: Sequence[dict]) -> None:
+    """Write one record per line."""
+    lines = [json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in records]
+    # A lone surrogate cannot be encoded in UTF-8, so it is written as a JSON escape.
+    replace(path, "".join(lines).encode("utf-8", "backslashreplace"))
+
+
+def record(step: int, sample: Sample, folder: Path | None = None) -> dict:
+    """Return a line of the table. folder: where the prompt's further inputs write their files.
+
+    rewards/runner.py makes sure that no column of `log_extra` has the name of another one. A reward
+    function that is named like one of our columns, such as `step`, gets the column `step_reward`.
+    """
+    inputs = sample.prompt.inputs
+    return {
+        "step": step,
+        "prompt": texts(sample.prompt.text),
+        "completion": sample.text,
+        **{f"{n}_reward" if n in COLUMNS else n: value for n, value in sample.rewards.items()},
+        "reward": sample.reward,
+        "advantage": sample.advantage,
+        "stopped": sample.stopped,
+        **sample.extra,
+        **(inputs.write(folder) if inputs is not None and folder else {}),
+    }
+
+
+def texts(prompt: str | list[dict]) -> str | list[dict]:
+    """Return a prompt in which the content of each message is a text, even if it had parts."""
+    if isinstance(prompt, str):
+        return prompt
+    return [
+        m
+        if isinstance(m["content"], str)
+        else {**m, "content": "".join(str(part[part["type"]]) for part in m["content"])}
+        for m in prompt
+    ]
+
+
+def show(records: Sequence[dict]) -> None:
+    """Print a table: the end of the prompt and of the completion, the rewards, and more numbers."""
+    table = Table(title=f"completions of step {records[0]['step'] + 1}", show_lines=True)
+    for name, share in (("prompt", 3), ("completion", 4), ("rewards", 2)):
+        table.add_column(name, ratio=share, overflow="fold")
+    for r in records:
+        prompt = r["prompt"] if isinstance(r["prompt"], str) else r["prompt"][-1]["content"]
+        lines = [
+            f"{name} {number(x) if x is None or isinstance(x, float) else str(x)[:100]}"
+            for name, x in r.items()
+            if name not in ("step", "prompt", "completion", "stopped")
+        ]
+        cells = prompt[-200:], r["completion"][-400:], "\n".join(lines)
+        table.add_row(*map(plain, cells))
+    console.print(table)
+
+
+def plain(text: str, style: str = "") -> Text:
+    """Replace control characters: a model may write them, and a terminal would interpret them."""
+    return Text("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text), style)

@@ -1,0 +1,1 @@
+"""Data sources other than JSON lines."""

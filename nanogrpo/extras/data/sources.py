@@ -1,0 +1,137 @@
+"""Read data sets of the Hugging Face hub, folders of data files, folders that `save_to_disk` has
+written, CSV and Parquet files, and a `DatasetDict` from Python.
+
+In: the name of a source, or splits by name. Out: the records of a split. The package `datasets`
+comes with the extra `data`; CSV needs nothing. Read next: nanogrpo/data/sources.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError, reading
+from nanogrpo.extras.options import DataOptions
+from nanogrpo.feature import Feature
+from nanogrpo.types import Prompt
+
+
+class Sources(Feature):
+    def __init__(self, cfg: Config):
+        given = cfg if isinstance(cfg, DataOptions) else DataOptions()
+        self.config = given.dataset_config
+        self.train, self.test = given.dataset_train_split, given.dataset_test_split
+
+    def encode(self, prompt: Prompt, variables: dict, *_: Any) -> None:
+        """Read the values of variables of the chat template that are given as JSON text."""
+        for name in variables.keys() & prompt.columns.keys():
+            variables[name] = _variable(variables[name])
+
+    def rows(self, source: Any, split: str) -> list[dict] | None:
+        splits = source if isinstance(source, Mapping) else None
+        if isinstance(source, str):
+            if Path(source).suffix in (".csv", ".parquet"):
+                return [] if split == "held out" else _file(Path(source))
+            splits = _load(source, self.config) if uses_hub(source) else None
+        if splits is None:
+            return None
+        wanted = self.train if split == "train" else self.test
+        if split == "held out" and (wanted == self.train or wanted not in splits):
+            return []
+        if "" in splits:  # one data set without splits
+            wanted = ""
+        if wanted not in splits:
+            raise UserError(
+                f"{source if isinstance(source, str) else 'data'} has no split {wanted!r} but "
+                f"{', '.join(map(repr, splits))}: name one with --dataset-train-split or "
+                "--dataset-test-split."
+            )
+        with reading(f"--data {source}", "save or download the data set again"):
+            found = splits[wanted]
+            if not hasattr(found, "to_list"):
+                return list(found)
+            found.data.validate(full=True)  # a damaged Arrow file would end the process
+            return found.to_list()
+
+
+def _variable(value: Any) -> Any:
+    """Return the value of a variable, which may be given as JSON text.
+
+    Arrow fills up the fields that one object lacks and another has with nulls, which are dropped.
+    """
+    if isinstance(value, str) and value.startswith(("[", "{")):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    return _without_nulls(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def uses_hub(source: str) -> bool:
+    """Return whether a source is a folder, or can be a hub id: owner/name, and no file."""
+    path = Path(source)
+    is_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None
+    is_file = path.is_file() or path.suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt")
+    return path.is_dir() or (is_id and not is_file)
+
+
+def _file(path: Path) -> list[dict]:
+    if path.suffix == ".parquet":
+        with reading(path, "write the file again", "cannot be read as Parquet"):
+            return _import("pyarrow.parquet", path).read_table(path).to_pylist()
+    csv.field_size_limit(1 << 30)  # a long solution is no reason to stop
+    with (
+        reading(path, "name another file"),
+        path.open(encoding="utf-8-sig", newline="") as file,
+    ):
+        rows = csv.DictReader(file, strict=True)
+        found = []
+        with reading(
+            lambda: f"{path}:{rows.reader.line_num}:", "write the file again", "not CSV in UTF-8"
+        ):
+            for row in rows:
+                if None in row or None in row.values():
+                    raise UserError(
+                        f"{path}:{rows.reader.line_num}: it has more or fewer fields than the first"
+                        " line names columns; put texts with commas in double quotes."
+                    )
+                found.append(row)
+    return found
+
+
+def _load(source: str, config: str) -> Mapping[str, Any]:
+    """Return the splits of a data set, by name; "": it has none."""
+    datasets = _import("datasets", source)
+    try:
+        if any(Path(source, name).is_file() for name in ("state.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(source)
+            return saved if isinstance(saved, Mapping) else {"": saved}
+        return datasets.load_dataset(source, config or None)
+    # the library raises errors of many types, for the name, the network, the files and the cache
+    except Exception as e:
+        reason = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
+        raise UserError(
+            f"--data {source} is no file here, and datasets cannot load it ({reason}): correct the"
+            " name, or --dataset-config."
+        ) from e
+
+
+def _import(package: str, source: str | Path) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as e:
+        raise UserError(
+            f"--data {source} can only be read with the package {package.partition('.')[0]}: pip "
+            "install 'nanogrpo[data]', or name a .jsonl file."
+        ) from e

@@ -1,0 +1,104 @@
+"""Evaluate an exponential moving average of the weights instead of the weights: `--ema-decay`.
+
+    average ← d · average + (1 - d) · weights        after each step, from the initial weights
+
+In: the trained weights. Out: evaluations of their average. Training does not change, and neither do
+the weights in a checkpoint; the average is a part of the state that `--resume` restores. Every rank
+averages its own shards. Read before: nanogrpo/feature.py. Read next: extras/attach.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nanogrpo.config import Config, option
+from nanogrpo.distributed import fsdp
+from nanogrpo.engine.base import Engine, SamplingParams
+from nanogrpo.extras.wrapper import Wrapper
+from nanogrpo.feature import Feature
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from nanogrpo.run.setup import Run
+
+
+@dataclass(frozen=True)
+class EMAOptions(Config):
+    """An average of the weights for evaluations."""
+
+    ema_decay: float = option(
+        0.0,
+        "evaluate a moving average of the weights, which keeps this share of itself at each step;"
+        " 0: evaluate the weights",
+        ">= 0",
+        "< 1",
+        needs="eval_steps",
+    )
+
+
+class EMA(Feature):
+    def __init__(self, cfg: Any):
+        self.decay = cfg.ema_decay
+        self.average: dict[str, Tensor] = {}
+
+    def loaded(self, model: Decoder) -> None:
+        if not self.average:  # the policy; a reference model comes after it
+            trained = (item for item in model.named_parameters() if item[1].requires_grad)
+            self.average = {name: p.detach().clone() for name, p in trained}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"ema.{name}": x for name, x in self.average.items()}
+
+    def step(self, run: Run, step: int, samples: list[Sample]) -> None:
+        fsdp.reshard(run.model)
+        with torch.no_grad():
+            for name, mine in self.average.items():
+                mine.lerp_(run.model.get_parameter(name), 1 - self.decay)
+
+    def swap(self, model: Decoder) -> None:
+        """Exchange the weights and their average."""
+        fsdp.reshard(model)
+        with torch.no_grad():
+            for name, mine in self.average.items():
+                p = model.get_parameter(name)
+                kept = p.detach().clone()
+                p.copy_(mine)
+                mine.copy_(kept)
+
+    def wrap(self, engine: Engine, run: Run) -> Engine:
+        return Averaged(engine, run, self)
+
+
+class Averaged(Wrapper):
+    """An engine that samples evaluations with the averaged weights."""
+
+    def __init__(self, engine: Engine, run: Run, ema: EMA):
+        self.engine, self.run, self.ema, self.averaged = engine, run, ema, False
+
+    @property
+    def version(self) -> int:
+        """That of the weights; -1 while the engine has their average, so they are sent again."""
+        return -1 if self.averaged else self.engine.version
+
+    def load(self, model: Any, version: int) -> None:
+        self.engine.load(model, version)
+        self.averaged = False
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
+    ) -> list[Sample]:
+        from nanogrpo.step import evaluation_sampling  # which imports the run
+
+        evaluation = evaluation_sampling(self.run.cfg, self.run.sampling)
+        if params == evaluation and not self.averaged:
+            self.ema.swap(self.run.model)
+            self.engine.load(self.run.model, self.engine.version)
+            self.ema.swap(self.run.model)
+            self.averaged = True
+        return self.engine.sample(prompts, n, params, step)

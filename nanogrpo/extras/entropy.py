@@ -1,0 +1,110 @@
+"""Two uses of the policy's entropy: training only on uncertain tokens, and a bonus for uncertainty.
+
+In: the micro-batches of an optimizer step on this rank. Out: their `importance`, which is 0 for
+tokens that are not trained on, and their `entropy_weight` [M], which the loss reads. Both are
+computed over the full optimizer step and all ranks, so the gradient does not depend on the split
+into micro-batches. Read before: grpo/loss.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanogrpo.distributed.world import World
+from nanogrpo.extras.options import EntropyOptions
+from nanogrpo.feature import Feature
+from nanogrpo.grpo.loss import logp_of
+from nanogrpo.model.head import PolicyOut
+from nanogrpo.types import PackedBatch, Sample
+
+if TYPE_CHECKING:
+    from nanogrpo.run.setup import Run
+
+
+class Entropy(Feature):
+    # The bonus does not depend on the advantage. And even a completion with an advantage of 0 has
+    # entropies, which affect which tokens of other completions are trained on.
+    all_gradients = True
+
+    def __init__(self, cfg: EntropyOptions):
+        self.cfg = cfg
+        self.loss: Tensor | float = 0.0  # since the last step
+        self.bonus: Tensor | float = 0.0  # its part of the loss
+
+    @torch.no_grad()
+    def batches(self, run: Run, batches: Sequence[PackedBatch]) -> None:
+        entropies = []
+        for batch in batches if self.cfg.top_entropy_quantile < 1 else ():
+            logp, entropy = run.model.forward_strip(batch, logp_of(batch, self.cfg))
+            entropies.append(entropy)
+            if self.cfg.updates_per_step > 1 and batch.old_logp is None:
+                batch.old_logp = logp
+        prepare(batches, entropies, self.cfg, run.world)
+
+    def measured(self, batch: PackedBatch, out: PolicyOut, update: int) -> None:
+        if batch.entropy_weight is not None:
+            self.loss = self.loss + out.loss.detach()
+            self.bonus = self.bonus + (batch.entropy_weight * out.entropy).sum()
+
+    def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
+        if not self.cfg.entropy_coef:
+            return {}
+        loss, bonus = (sum(run.world.gather(float(x))) for x in (self.loss, self.bonus))
+        self.loss = self.bonus = 0.0
+        policy_loss = loss / self.cfg.updates_per_step + bonus / self.cfg.updates_per_step
+        return {"entropy_coef": self.cfg.entropy_coef, "policy_loss": policy_loss}
+
+
+def prepare(
+    batches: Sequence[PackedBatch],
+    entropies: Sequence[Tensor],
+    cfg: EntropyOptions,
+    world: World,
+) -> None:
+    """Set `importance` and `entropy_weight` of an optimizer step. Every rank must call it.
+
+    entropies: [M] per micro-batch, computed with the weights that sampled the tokens; needed if
+    only a share of the tokens is trained on.
+    """
+    masks = [batch.weight != 0 for batch in batches]  # [M]
+    if cfg.top_entropy_quantile < 1:
+        kept = most_uncertain(masks, entropies, cfg.top_entropy_quantile, world)
+        masks = [mask & keep for mask, keep in zip(masks, kept)]
+        for batch, keep in zip(batches, kept):
+            factor = keep.to(batch.weight.dtype)
+            batch.importance = factor if batch.importance is None else batch.importance * factor
+    if cfg.entropy_coef:
+        # a loss term -coef · H, where H is the mean over the step's trained tokens
+        count = sum(world.gather(sum(int(mask.sum()) for mask in masks)))
+        for batch, mask in zip(batches, masks):
+            weight = torch.tensor(cfg.entropy_coef / max(count, 1), dtype=batch.weight.dtype)
+            batch.entropy_weight = mask * weight
+
+
+def most_uncertain(
+    trained: Sequence[Tensor], entropies: Sequence[Tensor], share: float, world: World
+) -> list[Tensor]:
+    """Return masks [M] bool that keep the `share` of the trained tokens with the highest entropy.
+
+    Wang et al. 2025 (2506.01939). The share is that of the tokens of the optimizer step on all
+    ranks. Every rank must call it.
+    """
+    values = [h.float().cpu() for h in entropies]
+    chosen = [h[mask.cpu()] for h, mask in zip(values, trained)]
+    # As a tensor, the threshold is rounded to float32, as the values are.
+    threshold = torch.tensor(quantile(torch.cat([torch.empty(0), *chosen]), 1 - share, world))
+    return [(h >= threshold).to(mask.device) for h, mask in zip(values, trained)]
+
+
+def quantile(values: Tensor, q: float, world: World) -> float:
+    """Return the q-quantile of the values [n] of all ranks, interpolated linearly; inf if there are
+    none. Every rank must call it.
+    """
+    together = torch.cat(world.gather(values)).double().numpy()
+    return float(np.quantile(together, q)) if len(together) else math.inf  # torch's has a limit

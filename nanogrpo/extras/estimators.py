@@ -1,0 +1,66 @@
+"""Other advantages: RLOO and MaxRL, and GDPO for several rewards.
+
+In: rewards [P, G], NaN where no reward function applied, and those of each function [P·G, F]. Out:
+advantages [P, G]. All are pure functions. The formulas are those of TRL 1.16.0, and tests compare
+them with TRL's code. Read before: grpo/advantages.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nanogrpo.extras.options import EstimatorsOptions
+from nanogrpo.feature import Feature
+from nanogrpo.grpo.advantages import STD_EPS, centered, group_relative, nanstd
+
+
+class Estimators(Feature):
+    def __init__(self, cfg: EstimatorsOptions):
+        self.cfg = cfg
+
+    def advantages(self, rewards: Tensor, by_function: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.cfg.multi_objective_aggregation == "normalize_then_sum":
+            weights = self.cfg.reward_weights or [1.0] * by_function.shape[1]
+            table = by_function.view(*rewards.shape, -1)  # [P, G, F]
+            return decoupled(table, torch.tensor(weights, dtype=rewards.dtype))
+        if self.cfg.advantage_estimator == "grpo":
+            return None
+        estimate = {"rloo": leave_one_out, "maxrl": maxrl}[self.cfg.advantage_estimator]
+        return estimate(rewards), nanstd(centered(rewards), dim=1)
+
+
+def leave_one_out(rewards: Tensor) -> Tensor:
+    """Return A = r - mean of the other completions = n/(n-1)·(r - mean_group).
+
+    RLOO: Ahmadian et al. 2024 (2402.14740).
+    """
+    n = rewards.isfinite().sum(1, keepdim=True)  # [P, 1]
+    return centered(rewards) * n / (n - 1).clamp(min=1)
+
+
+def maxrl(rewards: Tensor) -> Tensor:
+    """Return A = (r - mean_group) / mean_group, or 0 if the mean is not above 0.
+
+    With rewards 0 and 1, this gives the gradient of the log of the success rate instead of the rate
+    itself, so the rarer a success, the more it counts. MaxRL 2026 (2602.02710).
+    """
+    mean = rewards.nanmean(1, keepdim=True)  # [P, 1]
+    # rounding errors can make a mean of 0 slightly positive: 0.1 + 0.2 - 0.3 > 0
+    least = 1e-9 * rewards.abs().nan_to_num(0.0).amax(1, keepdim=True)
+    return torch.where(mean > least, centered(rewards) / mean, 0.0)
+
+
+def decoupled(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalize each reward within its group, take the weighted sum, and normalize over the batch.
+
+    GDPO (2601.05242). rewards [P, G, F], weights [F] → advantages [P, G], and the standard
+    deviation [1, 1] of the sums.
+    """
+    scaled, _ = group_relative(rewards)
+    total = scaled.nan_to_num(0.0) @ weights  # [P, G]
+    total = total.masked_fill(rewards.isnan().all(2), torch.nan)
+    # The mean of the sums is 0 up to rounding, like that of each group. It is not subtracted, so a
+    # completion without signal stays at exactly 0.
+    std = nanstd(total.view(1, -1), dim=1)
+    return total / (std + STD_EPS), std

@@ -1,0 +1,147 @@
+"""Evaluate a checkpoint on held-out data: sample completions of each prompt, and score them.
+
+    nanogrpo eval runs/demo/checkpoint-60 --data arithmetic
+    nanogrpo eval Qwen/Qwen3-0.6B --data test.jsonl --num-generations-eval 8 \\
+        --eval-temperature 0.6 --output-dir runs/eval
+
+In: a checkpoint, prompts and reward functions, as for train.py. Evaluations during training have
+the same options and the same metrics. Out: the metrics, which are printed and written to
+output_dir/eval.json, and output_dir/eval.jsonl with every completion and its rewards. Read next:
+logs/metrics.py (`of_evaluation`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from nanogrpo import step
+from nanogrpo.data.prompts import load_held_out
+from nanogrpo.distributed.world import World, join
+from nanogrpo.errors import UserError
+from nanogrpo.extras import commandline, completions, memory
+from nanogrpo.extras.attach import attach
+from nanogrpo.extras.memory import Memory
+from nanogrpo.extras.options import Config
+from nanogrpo.logs import metrics
+from nanogrpo.logs.files import replace
+from nanogrpo.model import checkpoint
+from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.rewards.runner import Runner
+from nanogrpo.run import setup
+from nanogrpo.types import Sample
+
+DESCRIPTION = """Sample completions of held-out prompts with a checkpoint, and score them.
+
+  nanogrpo eval runs/demo/checkpoint-60 --data arithmetic"""
+OPTIONS = """
+    model data dataset_config dataset_test_split prompt_column answer_column system_prompt
+    enable_thinking chat_template_kwargs max_prompt_length long_prompts output_dir
+    overwrite_output_dir reward_funcs reward_weights reward_timeout
+    num_generations_eval eval_temperature eval_samples max_completion_length
+    engine max_concurrent cache_tokens server vllm_python vllm_options vllm_gpus weight_transport
+    server_timeout seed device ddp_timeout
+"""
+COMMAND = commandline.Command(OPTIONS.split(), "nanogrpo eval MODEL [options]", DESCRIPTION)
+
+
+def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]:
+    """Return the metrics over all ranks, and the samples of this rank. Every rank must call it."""
+    features = [feature for feature in attach(cfg) if not isinstance(feature, Memory)]
+    source = checkpoint.locate(cfg.model)
+    tokenizer, model = Tokenizer(source), setup.empty_model(source, features)
+    rewards = Runner(cfg, world.device, features)
+    context = model.cfg.max_position_embeddings
+    prompts = load_held_out(cfg, tokenizer, context, cfg.data, features)
+    rewards.check(prompts, ())
+    longest = max(len(p.token_ids) for p in prompts)
+    parts = tokenizer, model, rewards
+    inputs = setup.Inputs(cfg, world, features, source, *parts, [], prompts, longest)
+    for feature in features:
+        feature.model(model, inputs)
+    setup.settle(inputs)
+    setup.load_weights(model, inputs)
+    cfg, n = cast(Config, inputs.cfg), cfg.num_generations_eval
+    cfg = memory.for_sampling(cfg, model, world, len(world.part(prompts)) * n)
+    # what the engine and `complete_held_out` read of a run, at its end (for a curriculum)
+    run: Any = SimpleNamespace(
+        cfg=dataclasses.replace(cfg, max_steps=1),
+        world=world,
+        features=features,
+        tokenizer=tokenizer,
+        model=model,
+        eval_prompts=prompts,
+        rewards=rewards,
+        sampling=setup.sampling_params(cfg, tokenizer),
+        longest_prompt=longest,
+        done=1,
+        epoch=1.0,
+    )
+    run.engine = engine = setup.make_engine(run)
+    with contextlib.closing(engine):
+        engine.load(model, version=0)
+        samples = step.complete_held_out(run)
+    row = metrics.of_evaluation(metrics.facts(samples, world), n)
+    logged = rewards.metrics(world.gather)
+    return {**row, **{f"eval/{name}": value for name, value in logged.items()}}, samples
+
+
+def write(cfg: Config, row: dict[str, float], samples: list[Sample], world: World) -> None:
+    """Write eval.json and eval.jsonl, and print the metrics. Every rank must call it."""
+    records = world.concat([completions.record(0, sample) for sample in samples])
+    if not world.main:
+        return
+    for record in records:
+        del record["step"], record["advantage"]  # they belong to training
+    folder = Path(cfg.output_dir)
+    completions.write(folder / "eval.jsonl", records)
+    given = {name: getattr(cfg, name) for name in COMMAND.options}
+    text = json.dumps({"options": given, "metrics": row}, indent=2)
+    replace(folder / "eval.json", f"{text}\n".encode())
+    lines = [f"{name.removeprefix('eval/'):40} {value:.4g}" for name, value in row.items()]
+    lines.append(f"{len(records)} completions are in {folder / 'eval.jsonl'}")
+    try:
+        print(*lines, sep="\n", flush=True)
+    except BrokenPipeError:  # the reader has ended, as head does; Python flushes stdout again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def claim(cfg: Config) -> None:
+    """Create the output folder before anything is sampled. An earlier evaluation in it is kept."""
+    folder = Path(cfg.output_dir)
+    if (folder / "eval.json").exists() and not cfg.overwrite_output_dir:
+        raise UserError(
+            f"--output-dir {folder} already holds an evaluation: choose another folder, or "
+            "replace it with --overwrite-output-dir."
+        )
+    replace(folder / "eval.jsonl", b"")
+
+
+def main(argv: list[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        cfg = commandline.parse(argv, COMMAND)
+        folder = cfg.output_dir if cfg.output_dir != Config.output_dir else "runs/eval"
+        cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(folder), eval_steps=1)
+        cfg.validate()
+        lower = "a lower --max-concurrent or --cache-tokens"
+        with join(cfg) as world, memory.explained(cfg, lower):
+            world.once(lambda: claim(cfg))
+            write(cfg, *evaluate(cfg, world), world)
+    except (UserError, FloatingPointError) as e:  # FloatingPointError: the logits are not finite
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

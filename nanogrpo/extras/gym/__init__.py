@@ -1,0 +1,1 @@
+"""Problems of reasoning-gym, and their reward. Start with data.py."""

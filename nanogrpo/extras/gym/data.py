@@ -1,0 +1,101 @@
+"""Problems of the package reasoning-gym, as the source `reasoning_gym:NAME:key=value,key=value`.
+
+    --data reasoning_gym:countdown:size=2000,max_numbers=4 --reward-funcs reasoning_gym
+
+In: the name of a data set of that package, with arguments such as `size` and `seed`. Out: records
+with a question, an answer, and the column `reasoning_gym`, from which the reward function of the
+same name takes the problem and the verifier of its data set. Read next: extras/gym/reward.py.
+
+Some verifiers give the answer to Python's `eval`, or to sympy, which evaluates it too, so that a
+completion could run any program. The data sets in EVALUATE are therefore refused. For the data sets
+in ARITHMETIC, reward.py passes an answer to the verifier only if it is plain arithmetic.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError
+from nanogrpo.feature import Feature
+from nanogrpo.rewards.plugin import split_arguments
+
+PREFIX = "reasoning_gym:"
+# Added to the seed of held-out problems. Problem i of a data set is made from `seed + i`, so data
+# sets with seeds that are close together share problems.
+HELD_OUT = 1_000_000_000
+EVALUATE = {
+    *("simple_integration", "intermediate_integration", "polynomial_multiplication"),
+    *("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"),
+    "composite",  # which may contain any other
+}
+ARITHMETIC = {"countdown", "puzzle24"}
+
+
+class Gym(Feature):
+    def __init__(self, cfg: Config):
+        names = any(source.startswith(PREFIX) for source in (*cfg.data, *cfg.eval_data))
+        if "reasoning_gym" in cfg.reward_funcs and not names:
+            raise UserError(
+                "--reward-funcs reasoning_gym scores the problems of --data reasoning_gym:NAME, but"
+                f" --data is {' '.join(cfg.data)}: name such a source, or other reward functions."
+            )
+
+    def rows(self, source: Any, split: str) -> list[dict] | None:
+        if not (isinstance(source, str) and source.startswith(PREFIX)):
+            return None
+        return records(source, split != "train")
+
+    def reward(self, name: str, device: torch.device) -> str | None:
+        # it runs in the process of the user's functions
+        own = "nanogrpo.extras.gym.reward:reasoning_gym_reward"
+        return own if name in ("reasoning_gym", "reasoning_gym_reward") else None
+
+
+def records(source: str, held_out: bool) -> list[dict]:
+    """Return the records of a source that starts with PREFIX. The default seed is 0."""
+    name, given = split_arguments(source, "--data")
+    try:
+        given["seed"] = given.get("seed", 0) + (HELD_OUT if held_out else 0)
+        made = ",".join(f"{key}={value!r}" for key, value in given.items())
+        spec = f"{name}:{made}"
+        data = dataset(spec)
+        problems = [data[i] for i in range(len(data))]
+    except UserError as e:
+        raise UserError(f"{source}: {e}") from e
+    except Exception as e:  # the package raises errors of many types, also AssertionError
+        reason = " ".join(str(e).split()) or type(e).__name__
+        raise UserError(
+            f"{source} cannot be made ({reason}): correct its name or arguments."
+        ) from e
+    # The problem is kept as a whole, because a few data sets would make a different one in another
+    # process: they depend on the order of Python's sets.
+    return [
+        {
+            "question": problem["question"],
+            "answer": problem["answer"],
+            "reasoning_gym": {"source": spec, "problem": problem},
+        }
+        for problem in problems
+    ]
+
+
+@lru_cache(maxsize=16)
+def dataset(source: str) -> Any:
+    """Return the data set of a source: a sequence of problems, with `score_answer`."""
+    try:
+        import reasoning_gym
+    except ImportError as e:
+        raise UserError(
+            "this needs the package reasoning-gym: pip install 'nanogrpo[reasoning]'."
+        ) from e
+    name, given = split_arguments(source.removeprefix(PREFIX), "--data")
+    if name in EVALUATE:
+        raise UserError(
+            f"the verifier of {name} evaluates the answer as Python code, so a completion could run"
+            " any program: choose another data set."
+        )
+    return reasoning_gym.create_dataset(name, **given)

@@ -1,0 +1,45 @@
+"""The reward function `reasoning_gym`: score an answer with the verifier of its own data set.
+
+In: completions, and the column `reasoning_gym` that data.py writes. Out: a score for each, from
+0 to 1. It runs in the process of the user's functions. Read next: extras/gym/data.py (which
+verifiers evaluate the answer), rewards/builtin.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from nanogrpo.extras.gym import data as gym
+from nanogrpo.rewards.answers import extract_answer
+from nanogrpo.rewards.builtin import text_of
+
+# Numbers, + - * / and parentheses. No power, because 9**9**9 takes hours.
+EXPRESSION = re.compile(r"(?:[\d\s.+/()-]|(?<!\*)\*(?!\*))*", re.ASCII)
+
+
+def reasoning_gym_reward(
+    completions: list, reasoning_gym: list | None = None, **kwargs: Any
+) -> list[float | None]:
+    """Return the score of each completion's answer, as `extract_answer` finds it; 0 without one.
+
+    The reward is None for the prompts of other sources.
+    """
+    origins = reasoning_gym or [None] * len(completions)
+    return [origin and score(text_of(c), origin) for c, origin in zip(completions, origins)]
+
+
+def score(text: str, origin: dict) -> float:
+    """Return the verifier's score of the answer in a text."""
+    answer = extract_answer(text)
+    if answer is None:
+        return 0.0
+    name = origin["source"].split(":")[1]
+    if name in gym.ARITHMETIC and not EXPRESSION.fullmatch(answer):
+        answer = "?"  # which the verifier cannot read
+    try:
+        found = float(gym.dataset(origin["source"]).score_answer(answer, origin["problem"]))
+    except Exception:  # an answer can make the verifier raise anything
+        return 0.0
+    return found if math.isfinite(found) else 0.0

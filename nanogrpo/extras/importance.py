@@ -1,0 +1,108 @@
+"""A correction for the gap between trainer and engine, and old log-probs from the engine.
+
+Samples come from μ, the engine's policy, while π, the trainer's policy, is trained as if it had
+sampled them. The importance weight of a token is ρ = π/μ, a factor of its loss. Names and modes are
+those of TRL 1.16's `vllm_importance_sampling_*`.
+
+In: the micro-batches of an optimizer step. Out: their `old_logp` and `importance`. Read before:
+grpo/mismatch.py (how large the gap is).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nanogrpo.distributed.world import World
+from nanogrpo.extras.options import ImportanceOptions
+from nanogrpo.feature import Feature
+from nanogrpo.grpo.loss import logp_of
+from nanogrpo.kernels.reference.policy import LOG_RATIO_MAX
+from nanogrpo.types import PackedBatch, Sample
+
+if TYPE_CHECKING:
+    from nanogrpo.run.setup import Run
+
+
+class Importance(Feature):
+    def __init__(self, cfg: ImportanceOptions):
+        self.cfg = cfg
+        self.weights: list[Tensor] = []  # weights of the step's first update with tokens
+
+    @torch.no_grad()
+    def batches(self, run: Run, batches: Sequence[PackedBatch]) -> None:
+        cfg, first = self.cfg, not self.weights
+        for batch in batches:
+            if cfg.old_from_engine:
+                batch.old_logp = batch.sampling_logp
+                continue
+            batch.old_logp, _ = run.model.forward_strip(batch, logp_of(batch, cfg))
+            batch.importance = correction(
+                batch.old_logp,
+                batch.sampling_logp,
+                batch.sample,
+                cfg.vllm_importance_sampling_mode,
+                cfg.vllm_importance_sampling_clip_max,
+                cfg.vllm_importance_sampling_clip_min,
+            )
+            if first:
+                self.weights.append(batch.importance)
+
+    def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
+        weights, self.weights = self.weights, []
+        return measured(torch.cat([torch.empty(0), *(w.cpu() for w in weights)]), run.world)
+
+
+def measured(weight: Tensor, world: World) -> dict[str, float]:
+    """Return the metrics of importance weights [M], which may be divided over the ranks.
+
+    importance_sampling_ratio/min, …       minimum, mean and maximum of the weights, as in TRL
+    masked                                 share of tokens with weight 0
+    ess                                    effective share of the tokens, (Σw)² / (M · Σw²): 1 when
+                                           all weights are equal
+    """
+    weight = weight.double()
+    vectors = {"weight": weight, "square": weight * weight, "masked": weight == 0}
+    found = world.spreads(vectors)
+    if not found:  # old log-probs of the engine; or every completion was masked
+        return {}
+    w, square = found["weight"], found["square"].mean
+    return {
+        "sampling/importance_sampling_ratio/min": w.least,
+        "sampling/importance_sampling_ratio/mean": w.mean,
+        "sampling/importance_sampling_ratio/max": w.most,
+        "sampling/masked": found["masked"].mean,
+        # if all weights are 0, so is the result
+        "sampling/ess": w.mean**2 / square if square > 0 else 0.0,
+    }
+
+
+def correction(
+    trainer_logp: Tensor,
+    engine_logp: Tensor,
+    sample: Tensor,
+    mode: str,
+    clip_max: float,
+    clip_min: float | None = None,
+) -> Tensor:
+    """Return the factors of the tokens' losses that correct for sampling from μ instead of π.
+
+    trainer_logp, engine_logp: [M]; sample: [M] int64, the sample each token belongs to. Returns [M]
+    float32, without gradient. ρ = π/μ is computed per token, or per sample as the product (not the
+    mean) over its tokens. Its bounds are clip_min (None: 0) and clip_max.
+
+    token_truncate, sequence_truncate    ρ clamped to the bounds         (TIS: Yao et al. 2025)
+    token_mask, sequence_mask            ρ within the bounds, else 0     (IcePop, MIS)
+    """
+    delta = (trainer_logp - engine_logp).detach().float()  # [M]
+    if mode.startswith("sequence"):
+        sums = delta.new_zeros(int(sample.max()) + 1 if len(sample) else 0, dtype=torch.float64)
+        delta = sums.index_add_(0, sample, delta.double()).float()[sample]  # [M]
+    ratio = delta.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+    low = clip_min or 0.0
+    if mode.endswith("truncate"):
+        return ratio.clamp(low, clip_max)
+    return torch.where((ratio >= low) & (ratio <= clip_max), ratio, 0.0)

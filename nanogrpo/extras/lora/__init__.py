@@ -1,0 +1,1 @@
+"""Low-rank adapters, and frozen weights in four bits. Start with lora.py."""

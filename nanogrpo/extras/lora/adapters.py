@@ -1,0 +1,175 @@
+"""Read and write adapters in PEFT's format: a folder with adapter_config.json and
+adapter_model.safetensors.
+
+In: a model with adapters (lora.py), and the options. Out: adapters, initialized or loaded, and
+folders that peft can load on top of the base model:
+`PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)`. If the base was in
+four bits, quantization_config.json in the folder has the arguments of transformers'
+BitsAndBytesConfig that give the same base. PEFT's tensor names are ours with a prefix and a suffix.
+PEFT features that we do not support are rejected, with their name in the message. Read before:
+lora.py. Read next: run/state.py (when adapters are saved).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nanogrpo.config import dashed
+from nanogrpo.errors import UserError, read_json
+from nanogrpo.extras.lora import lora
+from nanogrpo.extras.lora.nf4 import FOUR_BITS
+from nanogrpo.extras.options import Config
+from nanogrpo.model.checkpoint import copy_tensors, fill, tensors
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.weights import gathered
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+QUANTIZATION = "quantization_config.json"  # next to them, of a base in four bits
+SUBFOLDER = "adapter"  # of a checkpoint, for the adapters that are merged into its weights
+# The fields of adapter_config.json that do not change the computation, or whose effect we support.
+# Every other field must be absent, empty or "none", including fields that PEFT may add in future.
+KNOWN = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "lora_dropout",
+    "task_type",
+    "inference_mode",
+    "auto_mapping",
+    "revision",
+    "base_model_name_or_path",
+    "peft_version",
+    "megatron_core",
+    "qalora_group_size",
+    "layers_pattern",
+}
+# Accepted values of init_lora_weights. Other values, such as "pissa", also change the base weights.
+PLAIN_STARTS = (None, True, False, "gaussian")
+
+
+def peft_name(name: str) -> str:
+    """model.layers.0.….lora_A → base_model.model.model.layers.0.….lora_A.weight"""
+    return f"base_model.model.{name}.weight"
+
+
+@torch.no_grad()
+def initialize(model: Decoder, cfg: Config) -> None:
+    """Initialize the adapters of a full or sharded model: from --lora-adapter, or, as in PEFT, with
+    B = 0 and a random A that depends on the seed.
+
+    A is uniform within ±1/√in (kaiming_uniform with a = √5). Every rank draws the full matrix A, so
+    its values do not depend on the number of ranks.
+    """
+    if cfg.lora_adapter:
+        load(model, Path(cfg.lora_adapter), cfg)
+        return
+    generator = torch.Generator().manual_seed(cfg.seed)
+    for name, p in model.named_parameters():
+        if name.endswith(".lora_A"):
+            bound = p.shape[1] ** -0.5
+            fill(p, torch.empty(p.shape).uniform_(-bound, bound, generator=generator))
+        elif name.endswith(".lora_B"):
+            p.zero_()
+
+
+def check_base(source: Path, cfg: Config) -> None:
+    """Raise UserError if adapters for the base of --lora-adapter are already merged into the model.
+
+    A run's checkpoint contains its merged weights and, in a subfolder, its adapters. `source` is
+    the folder of --model.
+    """
+    files = Path(cfg.lora_adapter) / CONFIG, source / SUBFOLDER / CONFIG
+    if cfg.lora_adapter and all(file.exists() for file in files):
+        base, merged = (read_json(file).get("base_model_name_or_path") or file for file in files)
+        if os.path.realpath(base) == os.path.realpath(merged):
+            raise UserError(
+                f"--lora-adapter {cfg.lora_adapter}: the weights of --model {cfg.model} already "
+                f"contain adapters to {base}, so these would be added to them: use --model {base}."
+            )
+
+
+def load(model: Decoder, folder: Path, cfg: Config) -> None:
+    """Read --lora-adapter, a folder in PEFT's format, into the adapters. Raises UserError if
+    something does not match the model or the options.
+    """
+    where = f"--lora-adapter {folder}"
+
+    def require(ok: bool, problem: str) -> None:
+        if not ok:
+            raise UserError(f"{where}: {problem}.")
+
+    require(
+        (folder / CONFIG).exists(),
+        f"it holds no {CONFIG}: name a folder that peft or a nanogrpo run has written",
+    )
+    found = read_json(folder / CONFIG)
+    kind = found.get("peft_type")
+    require(kind == "LORA", f"peft_type is {kind!r}, but only LORA can be loaded")
+    for name, value in found.items():
+        plain: Any = PLAIN_STARTS if name == "init_lora_weights" else (None, False, "none", {}, [])
+        require(
+            name in KNOWN or value in plain, f"{name} is {value!r}, which is not supported here"
+        )
+    options = {"r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
+    for name, option in options.items():
+        # PEFT did not always write use_rslora
+        theirs, ours = found.get(name) or False, getattr(cfg, option)
+        require(
+            theirs == ours,
+            f"it has {name} = {theirs}, but --{dashed(option)} is {ours}: use the same value",
+        )
+    wanted = {peft_name(name): p for name, p in model.named_parameters() if lora.is_adapter(name)}
+    copy_tensors(
+        wanted,
+        tensors([folder / WEIGHTS]),
+        where,
+        "use the model and the --lora-target-modules it was trained with",
+    )
+
+
+@torch.no_grad()
+def host_adapters(model: Decoder, keep: bool = True) -> dict[str, Tensor]:
+    """Return copies of the adapters in host memory, under PEFT's names and in float32. Every rank
+    must call this; a rank with `keep` off gets an empty dict.
+    """
+    out = {}
+    for name, p in model.named_parameters():
+        if lora.is_adapter(name):
+            out[peft_name(name)] = gathered(p).to("cpu", copy=True).contiguous()
+    return out if keep else {}
+
+
+def write(weights: dict[str, Tensor], folder: Path, cfg: Config, device: str = "cpu") -> None:
+    """Write a folder in PEFT's format. weights: the result of `host_adapters`; device: the type of
+    device that they were trained on.
+    """
+    alpha = cfg.lora_alpha
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": cfg.model,
+        "r": cfg.lora_r,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "target_modules": lora.targets(cfg),
+        "lora_dropout": 0.0,
+        "use_rslora": cfg.use_rslora,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    folder.mkdir()
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    if cfg.load_in_4bit:
+        how = FOUR_BITS | {"bnb_4bit_compute_dtype": lora.base_dtype(cfg, device)}
+        if any(".language_model." in name for name in weights):  # there is a vision encoder
+            how["llm_int8_skip_modules"] = ["model.visual", "lm_head"]
+        (folder / QUANTIZATION).write_text(json.dumps(how, indent=2) + "\n")
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})

@@ -1,0 +1,42 @@
+"""The embedded engine on frozen weights in four bits.
+
+In: a model whose matrices are in four bits (lora.py). Out: an engine that uses the trainer's frozen
+weights themselves, which no step changes, and copies only the adapters. It does not merge them.
+Where the trainer's weights are sharded, the shards are gathered once, in four bits. Read before:
+engine/local.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from nanogrpo.distributed import fsdp
+from nanogrpo.engine.local import LocalEngine
+from nanogrpo.extras.lora import lora
+from nanogrpo.extras.options import Config
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.weights import gathered
+
+
+class SharingEngine(LocalEngine):
+    def __init__(self, *args: Any, options: Config, **kwargs: Any):
+        self.options = options
+        super().__init__(*args, **kwargs)
+
+    def prepare(self, model: Decoder) -> None:
+        lora.attach(model, self.options)
+        model.to(self.dtype).requires_grad_(False)
+
+    def copy(self, model: nn.Module) -> None:
+        """Take the frozen weights, only the first time, and copy the adapters."""
+        mine, first = dict(self.model.named_parameters()), self.version < 0
+        fsdp.reshard(model)  # FSDP would free a gathered parameter
+        taken = {}
+        for name, p in model.named_parameters():
+            if first or lora.is_adapter(name):
+                where = self.device, mine[name].dtype
+                taken[name] = gathered(p).to(*where, copy=lora.is_adapter(name))
+        self.model.load_state_dict(taken, strict=False, assign=first)  # no tied head in them
+        self.model.tie()

@@ -1,0 +1,69 @@
+"""Attach adapters to a run (--lora-r), with the frozen weights in four bits if --load-in-4bit asks
+for it.
+
+In: the model of a run, before it has weights. Out: the same model with adapters. It is its own
+reference model, and a checkpoint also contains the adapters alone. Read next: lora.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanogrpo.errors import UserError, read_json
+from nanogrpo.extras.lora import adapters, lora
+from nanogrpo.extras.lora.engine import SharingEngine
+from nanogrpo.extras.lora.nf4 import QuantizedDecoder
+from nanogrpo.extras.options import Config
+from nanogrpo.feature import Feature
+from nanogrpo.model import checkpoint
+from nanogrpo.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from nanogrpo.engine.base import Engine
+    from nanogrpo.run.setup import Inputs, Run
+    from nanogrpo.run.state import Saver
+
+
+class LoRA(Feature):
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
+    def decoder(self, folder: Path) -> Decoder | None:
+        if not read_json(folder / "config.json").get("quantization_config"):
+            return None
+        if not self.cfg.load_in_4bit:
+            raise UserError(
+                f"{folder}: the weights are stored in 4 bits: train with --load-in-4bit, or use "
+                "the original model."
+            )
+        return checkpoint.empty_model(folder, QuantizedDecoder)
+
+    def model(self, model: Decoder, inputs: Inputs) -> None:
+        lora.attach(model, self.cfg, inputs.world.device.type)
+        adapters.check_base(inputs.source, self.cfg)
+        model.own_reference = functools.partial(lora.disabled, model)
+
+    def loaded(self, model: Decoder) -> None:
+        adapters.initialize(model, self.cfg)
+
+    def engine(self, run: Run) -> Engine | None:
+        cfg: Any = run.cfg
+        if not self.cfg.load_in_4bit or cfg.engine != "local":
+            return None
+        return SharingEngine(
+            run.model.cfg,
+            options=self.cfg,
+            decoder=type(run.model),
+            max_len=run.longest_prompt + cfg.max_completion_length,
+            slots=cfg.slots,
+            cache_tokens=cfg.cache_tokens,
+            device=run.world.device,
+        )
+
+    def files(self, saver: Saver) -> Callable[[Path], None] | None:
+        found = adapters.host_adapters(saver.model, keep=saver.world.main)
+        device = saver.world.device.type
+        return lambda folder: adapters.write(found, folder / adapters.SUBFOLDER, self.cfg, device)

@@ -1,0 +1,148 @@
+"""Low-rank adapters (Hu et al. 2021, 2106.09685): y = W x + scale · B A x, where only A [r, in] and
+B [out, r] are trained. The scale is alpha/r, or alpha/√r with --use-rslora (Kalajdzievski 2023,
+2312.03732).
+
+In: a Decoder. Its chosen layers are replaced by `LoRALinear`; parameter names do not change. Out:
+the same model, which can be used in two ways:
+
+    merged      W + scale · B A as a new tensor: engines sample with it and transformers loads it.
+                W itself is never overwritten.
+    disabled    the base model: the reference policy when beta > 0, so no second model is kept
+
+B starts at zero, so the initial policy equals the base model. The adapters are trained in float32.
+The frozen weights are stored in the dtype they compute in, which is bfloat16 on a GPU: the same
+numbers, in half the memory. With --load-in-4bit, the matrices of the blocks are stored in four bits
+(nf4.py).
+
+Read next: adapters.py (PEFT's files), feature.py (how a run uses this).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanogrpo.errors import UserError
+from nanogrpo.extras.lora import nf4
+from nanogrpo.extras.lora.options import LORA_TARGETS, VISION_LORA_TARGETS
+from nanogrpo.extras.options import Config
+from nanogrpo.kernels.linear import linear
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.weights import Stored, gathered
+
+
+class LoRALinear(nn.Module):
+    """A linear layer with its own frozen parameters, and its adapters, which `adapters.initialize`
+    initializes.
+    """
+
+    weight: Any  # a parameter of the layer, as a float matrix or in four bits
+
+    def __init__(self, base: nn.Linear | nf4.Linear4bit, cfg: Config):
+        super().__init__()
+        r = cfg.lora_r
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.bias: Any = None
+        for name, p in base.named_parameters():  # under their names, which files have too
+            setattr(self, name, p)
+        self.internal = ("lora_A", "lora_B", *getattr(base, "internal", ()))
+        weight: Any = base.weight
+        self.dtype: torch.dtype = getattr(base, "dtype", weight.dtype)
+        self.four_bits = isinstance(base, nf4.Linear4bit)
+        new = functools.partial(weight.new_empty, dtype=_exact(self.dtype))
+        self.lora_A = nn.Parameter(new((r, base.in_features)))
+        self.lora_B = nn.Parameter(new((base.out_features, r)))
+        self.scale = cfg.lora_alpha / (r**0.5 if cfg.use_rslora else r)
+        self.enabled = True
+
+    @property
+    def stored(self) -> Tensor | Stored:
+        found: Any = nf4.Matrix(self) if self.four_bits else self.weight
+        return found
+
+    def full_weight(self) -> Tensor:
+        """Return W + scale · B A. Adapters are added in float32, and the sum is rounded once, or
+        not at all if the adapters have a higher precision than the weight.
+        """
+        w = nf4.Linear4bit.full_weight(self) if self.four_bits else gathered(self.weight)
+        exact, a, b = _exact(w.dtype), gathered(self.lora_A), gathered(self.lora_B)
+        delta = b.to(exact) @ a.to(exact)  # [out, in]
+        return (w.to(exact) + self.scale * delta).to(torch.promote_types(w.dtype, a.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [T, out]
+        y = nf4.Linear4bit.forward(self, x) if self.four_bits else linear(x, self.weight, self.bias)
+        if not self.enabled:
+            return y
+        A, B = self.lora_A.to(x.dtype), self.lora_B.to(x.dtype)  # FSDP has cast them already
+        return y + self.scale * linear(linear(x, A), B)
+
+
+def targets(cfg: Config) -> list[str]:
+    """Return the names of the adapted layers, in the model's order."""
+    chosen = cfg.lora_target_modules or LORA_TARGETS
+    return [name for name in (*LORA_TARGETS, *VISION_LORA_TARGETS) if name in chosen]
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a weight's adapters: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def base_dtype(cfg: Config, device: str) -> str:
+    """Return the dtype in which frozen weights are stored, or dequantized, on a type of device."""
+    auto = "bfloat16" if device == "cuda" else "float32"
+    return auto if cfg.lora_base_dtype == "auto" else cfg.lora_base_dtype
+
+
+def attach(model: Decoder, cfg: Config, device: str = "cpu") -> None:
+    """Freeze the model and add adapters to the chosen layers, unless --lora-r is 0. Call this
+    before the model is loaded and sharded. With --load-in-4bit, all layers of the blocks are then
+    in four bits. device: the type of device that it will be on.
+    """
+    if not cfg.lora_r:
+        return
+    model.requires_grad_(False)
+    if cfg.load_in_4bit:
+        nf4.shard_bytes()
+    if base_dtype(cfg, device) == "bfloat16":
+        model.to(torch.bfloat16)
+    body: Any = model.model
+    names = {name.removeprefix("attn.") for name in targets(cfg)}
+    decoder = [parent for block in body.layers for parent in (block.self_attn, block.mlp)]
+    encoder = [*body.visual.modules()] if hasattr(body, "visual") else []
+    visual = [name for name in cfg.lora_target_modules if name in VISION_LORA_TARGETS]
+    if visual and not encoder:
+        raise UserError(
+            f"--lora-target-modules {visual[0]} is for a vision encoder, which the model does not "
+            "have: leave it out."
+        )
+    for parent in (*decoder, *encoder):
+        for name, layer in [*parent.named_children()]:
+            if not isinstance(layer, nn.Linear):
+                continue
+            in_four_bits = cfg.load_in_4bit and parent not in encoder
+            frozen = nf4.Linear4bit(layer) if in_four_bits else layer
+            setattr(parent, name, LoRALinear(frozen, cfg) if name in names else frozen)
+
+
+@contextlib.contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Disable the model's adapters, if it has any, within a `with` block."""
+    adapted = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    for m in adapted:
+        m.enabled = False
+    try:
+        yield
+    finally:
+        for m in adapted:
+            m.enabled = True
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((".lora_A", ".lora_B"))

@@ -1,0 +1,272 @@
+"""Frozen linear layers in four bits (QLoRA, Dettmers et al. 2023, 2305.14314): y = W x + b, where W
+is stored as bitsandbytes stores it and dequantized whenever a layer computes.
+
+In: the linear layers of a block, before they have weights (lora.py), and then the matrices of a
+checkpoint: floats, or what bitsandbytes has stored in four bits (checkpoint.py). Out: layers with
+0.52 bytes per weight. With n weights, in blocks of 64 that follow each other in the flat matrix:
+
+    weight  [n/64, 32]  two 4-bit codes per byte; a row is a block
+    absmax  [n/64, 1]   the largest absolute value of each block, as an 8-bit code
+    nested  [k+1, 4]    float32 numbers as bytes: the factor of each 256 of those codes, and the
+                        mean of all values that they stand for
+
+All three are bytes, because FSDP casts parameters that are floats. It shards each of them by rows,
+and gathers them before a layer computes.
+
+The forward pass dequantizes the matrix, multiplies and forgets it, and the backward pass does the
+same, so no more than one full matrix exists at a time. Read next: nf4_kernels.py (the code book and
+the equations), lora.py (the adapters).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
+from nanogrpo.errors import UserError, reading
+from nanogrpo.extras.lora import nf4_reference
+from nanogrpo.extras.lora.nf4_reference import BLOCK, NESTED, Quantized, quantize_absmax
+from nanogrpo.kernels.linear import linear, product
+from nanogrpo.model import checkpoint, dispatch
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.hf_config import ModelConfig
+from nanogrpo.model.weights import gathered, parameters
+
+# The fields of quantization_config whose weights can be read: those of bitsandbytes in four bits.
+FOUR_BITS: dict[str, Any] = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+}
+FEW = 16  # rows up to which a kernel dequantizes while it multiplies whole blocks
+PARTS = ("weight", "absmax", "nested")
+
+
+def functions_for(device: torch.device) -> ModuleType:
+    """Return the module for tensors on a device: nf4_kernels.py or nf4_reference.py."""
+    if not dispatch.uses_triton(device):
+        return nf4_reference
+    from nanogrpo.extras.lora import nf4_kernels
+
+    return nf4_kernels
+
+
+class Linear4bit(nn.Module):
+    """A frozen linear layer in four bits. `Matrix` gives it its weights."""
+
+    internal: tuple[str, ...] = PARTS[1:]
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.dtype = base.weight.dtype  # which training computes in
+        if base.weight.numel() % BLOCK:
+            raise UserError(
+                f"--load-in-4bit stores blocks of {BLOCK} weights, but a layer has a matrix of "
+                f"{self.out_features} × {self.in_features}: leave it out."
+            )
+        blocks = base.weight.numel() // BLOCK
+        for name, shape in (
+            ("weight", (blocks, BLOCK // 2)),
+            ("absmax", (blocks, 1)),
+            ("nested", (-(-blocks // NESTED) + 1, 4)),
+        ):
+            empty = base.weight.new_empty(shape, dtype=torch.uint8)
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.bias = base.bias
+
+    @property
+    def stored(self) -> Matrix:
+        return Matrix(self)
+
+    # LoRALinear, which takes over the parts of this layer, calls the next two with itself.
+
+    def full_weight(self: Any) -> Tensor:
+        """Return the dequantized matrix [out, in] of a layer whose parts may be sharded."""
+        parts = [gathered(getattr(self, name)) for name in PARTS]
+        return dequantized(shape_of(self), parts, self.dtype)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        """Return x Wᵀ + b [T, out]."""
+        parts = [getattr(self, name) for name in PARTS]
+        if torch.is_grad_enabled() or len(x) > FEW or self.in_features % BLOCK:
+            return _Product.apply(x, self.bias, shape_of(self), *parts)
+        y = functions_for(x.device).nf4_matmul(x, _quantized(shape_of(self), parts))  # [T, out]
+        return y if self.bias is None else y + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ + b, where only the four bits of W are saved for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, bias, shape, *parts):
+        ctx.save_for_backward(*parts)
+        ctx.shape = shape
+        return linear(x, dequantized(shape, parts, x.dtype), bias)  # [T, out]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        weight = dequantized(ctx.shape, ctx.saved_tensors, dy.dtype)
+        return product(dy, weight.T), None, None, None, None, None  # [T, in]
+
+
+def shard_bytes() -> None:
+    """Let FSDP2 shard bytes with torch 2.11, where every new shard first requires a gradient, which
+    only floats can.
+    """
+    plain: Any = DTensor.requires_grad_
+    if plain.__name__ == "floats_only":
+        return
+
+    def floats_only(self: DTensor, requires_grad: bool = True) -> Tensor:
+        return plain(self, requires_grad and self.is_floating_point())
+
+    # mypy would allow only the method itself, with any tensor as self
+    DTensor.requires_grad_ = floats_only  # type: ignore[assignment, method-assign]
+
+
+def shape_of(layer: Any) -> torch.Size:
+    return torch.Size((layer.out_features, layer.in_features))
+
+
+def _quantized(shape: torch.Size, parts: Sequence[Tensor]) -> Quantized:
+    # FSDP of torch 2.11 casts bytes, too, to bfloat16, which represents them exactly
+    weight, absmax, nested = (p.to(torch.uint8) for p in parts)
+    floats = nested.view(torch.float32).squeeze(1)  # [k+1]
+    return Quantized(weight, absmax, floats[:-1], floats[-1], shape)
+
+
+def quantized(weight: Tensor) -> Quantized:
+    """Quantize a weight of any shape in whole blocks, and the absmax of its blocks, too. If one of
+    them has an inf or NaN, no finite weight is left.
+    """
+    packed, absmax = functions_for(weight.device).nf4_quantize(weight)
+    return Quantized(packed, *quantize_absmax(absmax), weight.shape)
+
+
+def dequantized(shape: torch.Size, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return a full matrix [out, in] from the full values of a layer's PARTS."""
+    return functions_for(parts[0].device).nf4_dequantize(_quantized(shape, parts), dtype)
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+class Matrix:
+    """The matrix of a layer in four bits, as the place where a checkpoint's weight goes."""
+
+    dtypes = ("NF4",)
+
+    def __init__(self, layer: nn.Module):
+        self.layer, self.shape = layer, shape_of(layer)
+
+    def fill(self, source: Any) -> None:
+        """Quantize a full matrix [out, in], unless it is quantized, and store it in the layer.
+
+        The layer may be sharded. The whole matrix is needed, because `nested` depends on it.
+        """
+        mine: list[Any] = [getattr(self.layer, name) for name in PARTS]
+        value = source[:]
+        if not isinstance(value, Quantized):
+            value = quantized(value.to(mine[0].device))
+        packed, absmax, factors, mean, _ = value
+        nested = torch.cat((factors.flatten(), mean.flatten()))  # [k+1]
+        full = packed.view(-1, BLOCK // 2), absmax.view(-1, 1), nested.view(-1, 1).view(torch.uint8)
+        for part, values in zip(mine, full):
+            checkpoint.fill(part, values)
+
+
+class _Stored:
+    """A matrix that bitsandbytes has stored in four bits, with the methods of a slice of a file."""
+
+    def __init__(self, parts: dict[str, Tensor]):
+        """Raises an exception of any type if the parts do not fit together."""
+        state = json.loads(bytes(parts[KEYS[-1]].tolist()))
+        if state["blocksize"] != BLOCK:  # config.json does not say
+            raise ValueError(f"blocksize is {state['blocksize']} and not {BLOCK}")
+        shape, offset = torch.Size(state["shape"]), torch.tensor(float(state["nested_offset"]))
+        packed, absmax, factors = (parts[name] for name in ("", ".absmax", ".nested_absmax"))
+        if not 2 * packed.numel() == BLOCK * absmax.numel() == shape.numel():
+            raise ValueError("its tensors do not have the sizes that they need")
+        self.value = Quantized(packed, absmax, factors, offset, shape)
+
+    def get_shape(self) -> list[int]:
+        return [*self.value.shape]
+
+    def get_dtype(self) -> str:
+        return "NF4"
+
+    def __getitem__(self, _: slice) -> Quantized:
+        return self.value
+
+
+# What follows the name of a matrix in the names of its six tensors.
+KEYS = (
+    "",
+    ".absmax",
+    ".quant_map",
+    ".nested_absmax",
+    ".nested_quant_map",
+    ".quant_state.bitsandbytes__nf4",
+)
+
+
+def assembled(
+    found: Iterable[tuple[str, Any]], matrices: set[str], where: str
+) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a checkpoint that bitsandbytes has quantized: the six tensors of each
+    matrix as one, and all others as they are.
+
+    matrices: the names of the layers' matrices, which must be in four bits.
+    """
+    waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in found:
+        layer, _, key = name.partition(".weight")
+        matrix = f"{layer}.weight"
+        if matrix not in matrices:
+            yield name, tensor
+            continue
+        problem = f"holds the tensor {matrix} in a form that cannot be read"
+        with reading(where, "use the original model", problem):
+            waiting[matrix][key] = tensor[:]
+            if len(waiting[matrix]) < len(KEYS):
+                continue
+            stored = _Stored(waiting.pop(matrix))
+        yield matrix, stored
+    for matrix, parts in waiting.items():
+        key = next(key for key in KEYS if key not in parts)
+        raise UserError(
+            f"{where}: the tensor {matrix}{key} is missing, although config.json says that the "
+            "matrices are in 4 bits; use the original model."
+        )
+
+
+class QuantizedDecoder(Decoder):
+    """A model whose checkpoint bitsandbytes has quantized."""
+
+    @classmethod
+    def from_config(cls, raw: dict, where: str) -> Decoder:
+        raw = {**raw}
+        given = raw.pop("quantization_config")
+        for name, needed in FOUR_BITS.items():
+            if given.get(name) != needed:
+                raise UserError(
+                    f"{where}: quantization_config with {name} {given.get(name)!r:.60} is not "
+                    f"supported; it must have {name} {needed}."
+                )
+        return cls(ModelConfig.from_dict(raw, where))
+
+    def arranged(self, found: Iterable[tuple[str, Any]], where: str) -> Iterator[tuple[str, Any]]:
+        matrices = {name for name, p in parameters(self) if isinstance(p, Matrix)}
+        return assembled(found, matrices, where)

@@ -1,0 +1,53 @@
+"""The options of adapters, and of frozen weights in four bits. Read next: feature.py, lora.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanogrpo.config import Config as Core
+from nanogrpo.config import option
+
+# the linear layers of a block
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# those of a vision encoder (extras/vision/model.py), with the names that PEFT needs
+VISION_LORA_TARGETS = ("attn.qkv", "attn.proj", "linear_fc1", "linear_fc2")
+
+
+@dataclass(frozen=True)
+class LoRAOptions(Core):
+    """Low-rank adapters, and frozen weights in four bits."""
+
+    lora_r: int = option(
+        0,
+        "rank of the adapters, W + alpha/r*B*A; only they are trained; 0: train all weights",
+        ">= 0",
+        group="LoRA",
+    )
+    lora_alpha: float = option(32.0, "alpha in alpha/r", "> 0", needs="lora_r")
+    use_rslora: bool = option(False, "use alpha/sqrt(r) instead of alpha/r", needs="lora_r")
+    lora_target_modules: tuple[str, ...] = option(
+        (),
+        "layers that get adapters, such as q_proj v_proj; empty: the seven of the decoder, and none"
+        " of a vision encoder (attn.qkv attn.proj linear_fc1 linear_fc2)",
+        choices=(*LORA_TARGETS, *VISION_LORA_TARGETS),
+        needs="lora_r",
+    )
+    lora_base_dtype: str = option(
+        "auto",
+        "how the frozen weights are stored; auto: in the dtype they compute in, which is bfloat16"
+        " on a GPU",
+        choices=("auto", "float32", "bfloat16"),
+        needs="lora_r",
+        free=True,
+    )
+    load_in_4bit: bool = option(
+        False,
+        "store the frozen matrices of the blocks in 4 bits (NF4, as in QLoRA), which takes a"
+        " quarter of bfloat16's memory",
+        needs="lora_r",
+    )
+    lora_adapter: str = option(
+        "",
+        "folder of adapters in PEFT's format to start from; the reference model stays the base",
+        needs="lora_r",
+    )

@@ -1,0 +1,433 @@
+"""Estimate the memory of a run on GPUs before anything is allocated, choose the settings that fit,
+and refuse a run that cannot fit.
+
+In: the model's sizes, the options, the number of ranks. Out: a table in bytes for one rank, the
+memory that is available, and the options with a value for each setting that the user left open.
+
+With n parameters (n_b in a block, n_r in the rest: embedding, head, norms) on W GPUs, computing in
+b = 2 bytes per number on micro-batches of T tokens:
+
+    parameters     4·n/W                      float32 master weights; 2·n/W for frozen ones that
+                                              are stored in bfloat16 (--lora-base-dtype), and
+                                              0.52·n/W in 4 bits (--load-in-4bit)
+    optimizer      8·n/W                      two float32 moments; about 2·n/W in 8 bits
+    gradients      4·n/W, or 4·n              the second while several micro-batches accumulate and
+                                              are reduced only after the last
+    gathered       b·(n_r + 2·n_b), or b·n    by FSDP: the root and two blocks, or all
+                                              (--reshard-after-forward never); of a block in 4
+                                              bits, torch 2.11 gathers each byte as two
+    dequantized    b·D·F                      the largest matrix, with --load-in-4bit
+    activations    T · per_token              per layer: `activation_bytes`
+    pictures       patches · per_patch        of a vision encoder (vision/model.py), as if prompts
+                                              consisted of pictures only
+    key rows       2·b·K·E · (Tk - T)         per layer: keys and values of shared prompts, gathered
+                                              once per completion
+    logits         b·C·V + 4·V·D              one chunk of C rows, and the head's float32 gradient
+    engine         b·n + KV cache             its copy of the weights (with --load-in-4bit only
+                                              of the adapters and, if W > 1, of the 4 bits; it
+                                              shares the rest), and 2·b·K·E per layer and
+                                              token: all positions of all slots, or --cache-tokens
+                   or b·n                     with vLLM: rank 0's copy of the weights to send, and
+                                              the server, if it is on rank 0's GPU
+    checkpoint     12·n/W + 4·n               copies on the host while they are written; the last
+                                              term on rank 0 only, 2·n if the base is in bfloat16
+    reference      4·n/W                      with beta > 0; plus its gathered root, and its own
+                                              copy in a checkpoint if it follows the policy
+    reward models  b·n each                   on every rank
+
+With adapters, only trained parameters count towards the optimizer, the gradients and the first term
+of the checkpoint row. The head then has no gradient, and the reference needs no second model.
+
+Completion lengths are unknown in advance, so we assume the maximum. docs/memory.md shows what is
+chosen for which model and GPU. Read next: grpo/packing.py (which determines the length of a strip).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nanogrpo.config import Config as Core
+from nanogrpo.config import dashed
+from nanogrpo.distributed.world import World
+from nanogrpo.engine.paged_cache import cache_tokens
+from nanogrpo.errors import UserError, first_sentence
+from nanogrpo.extras.options import Config
+from nanogrpo.feature import Feature
+from nanogrpo.grpo import schedule
+from nanogrpo.model import head as ops
+from nanogrpo.model import weights
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.model.hf_config import ModelConfig
+
+if TYPE_CHECKING:
+    from nanogrpo.run.setup import Inputs, Run
+    from nanogrpo.types import Sample
+
+log = logging.getLogger("nanogrpo")
+
+# Left free on a GPU: workspaces, communication buffers, CUDA graphs, fragmentation. A vLLM server
+# on the same GPU needs the same amount in addition.
+MARGIN = 2 << 30
+MOST = 0.92  # the largest share for vLLM, its own default
+MOST_SLOTS = 256  # with more, a decode step takes longer almost in proportion
+# The training settings to try on a GPU, from the fastest to the one that needs least memory:
+# gradient_checkpointing, token_budget, reduce_gradients. "selective" calls Python for each
+# operation, so short strips wait for the host: on an H100, 12 layers of Qwen3-4B took 1.41 s with
+# strips of 4,096 tokens and 0.60 s with 8,192.
+SETTINGS = (
+    ("none", 16384, "step"),
+    ("none", 8192, "step"),
+    ("selective", 8192, "step"),
+    ("selective", 8192, "micro_batch"),
+    ("full", 8192, "micro_batch"),
+    ("full", 4096, "micro_batch"),
+    ("full", 1024, "micro_batch"),
+)
+CHOSEN = (
+    "max_concurrent",
+    "cache_tokens",
+    "gradient_checkpointing",
+    "token_budget",
+    "reduce_gradients",
+    "reshard_after_forward",
+)
+
+
+class Memory(Feature):
+    """Choose the settings that fit. If the GPU runs out of memory anyway, explain what to do."""
+
+    estimate = 0  # bytes on the device
+
+    def settings(self, cfg: Core, inputs: Inputs) -> Core:
+        longest, judges = inputs.longest_prompt, inputs.rewards.models
+        full = Config(**vars(cfg))  # the full Config has options that the core lacks
+        full, self.estimate = fit(inputs.model, full, inputs.world, longest, judges)
+        return full
+
+    def running(self, run: Run) -> AbstractContextManager:
+        cfg: Any = run.cfg  # the full Config
+        return explained(cfg)
+
+    def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
+        return {"memory/estimate_gib": self.estimate / 2**30}
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One line of the table. Example: Row("optimizer", 4_768_000_000)"""
+
+    name: str
+    bytes: int
+    on_host: bool = False  # in host memory
+    of_server: bool = False  # allocated by a vLLM server on the same GPU
+
+
+def activation_bytes(
+    c: ModelConfig, item: int, kind: str, fused: bool = False, adapted: bool = False
+) -> tuple[int, int]:
+    """Return (kept, recomputed): the bytes per token that each layer keeps for the backward pass,
+    and that one layer recomputes in it. The count follows Block.forward and includes each tensor
+    that autograd keeps: 4·D (input and output of two norms), q and k before and after norm and
+    rotation, v, attention's result and its copy for o_proj, gate, up, silu(gate), and their
+    product. With `fused` kernels, there is neither that copy nor silu(gate).
+    """
+    D, F = c.hidden_size, c.intermediate_size
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    norms = 2 if c.qk_norm else 1  # copies of q and k: before the norm, and rotated
+    # float32 statistics: one number for each norm, and for each head's softmax
+    statistics = 4 * (2 + 2 * c.num_attention_heads + c.num_key_value_heads)
+    copies, products = (norms + 1, 3) if fused else (norms + 2, 4)
+    everything = item * (4 * D + copies * q + (norms + 1) * kv + products * F) + statistics
+    if kind != "selective":
+        return (everything, 0) if kind == "none" else (item * D, everything)
+    # the block's input, and the results named in sharding.KEPT; adapters have results of their own
+    products = 2 * D + q + 2 * kv + 2 * F
+    results = item * (D + q + products * (2 if adapted else 1)) + 4 * c.num_attention_heads
+    return results, everything
+
+
+def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[int, int, bool]:
+    """Return the size of a rank's largest micro-batch: its tokens T, its key rows Tk (more than T
+    if completions share a prompt), and whether an update may need several micro-batches.
+    """
+    prompts = -(-cfg.prompts_per_step // (cfg.steps_per_generation * world_size))
+    longest = cfg.max_completion_length - 1
+    sample = longest_prompt + longest
+    tokens = keys = prompts * cfg.num_generations * sample
+    max_keys = budget = cfg.strip_tokens
+    if cfg.share_prompts:
+        tokens = prompts * (longest_prompt + cfg.num_generations * longest)
+        keys += prompts * longest_prompt
+        max_keys = schedule.KEY_ROWS * budget
+    T = max(min(tokens, budget), sample)  # a sample above the budget gets its own strip
+    return T, max(min(keys, max_keys), T), tokens > budget or keys > max_keys
+
+
+def numbers(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def table(
+    model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()
+) -> list[Row]:
+    """Return the estimate for one rank. It only needs shapes, so the models may be on the meta
+    device. judges: the reward models.
+    """
+    c, W, host = model.cfg, world.size, cfg.cpu_offload
+    trained, n = weights.sizes(model)
+    stored = sum(p.nbytes for p in model.parameters())
+    # FSDP gathers numbers of 2 bytes, and so does torch 2.11 with the bytes of a matrix in 4 bits
+    gathered, block = 2 * numbers(model), 2 * numbers(model.model.layers[0])
+    root = gathered - sum(2 * numbers(each) for each in model.blocks)
+    if cfg.reshard_after_forward != "never":
+        gathered = root + 2 * block
+    moments = round((2.05 if cfg.optim == "adamw_torch_8bit" else 8) * trained / W)
+    T, Tk, several = longest_strip(cfg, W, longest_prompt)
+    # The sum of several micro-batches takes the place of the shards, which are made of it.
+    summed = several and cfg.reduce_gradients != "micro_batch" and (W > 1 or host)
+    kind, layers = cfg.checkpointing, c.num_hidden_layers
+    kept, again = activation_bytes(c, 2, kind, cfg.kernels != "torch", adapted=cfg.lora_r > 0)
+    cached = token_bytes(c)
+    key_rows = cached if kind == "none" else cached // layers  # or of one layer at a time
+    rows = min(T, ops.default_chunk(c.vocab_size, torch.bfloat16, world.device))
+    head = c.vocab_size * c.hidden_size if model.lm_head.weight.requires_grad else 0
+    reference = 4 * n // W + root if cfg.beta and not cfg.lora_r else 0
+    dequantized = 2 * c.hidden_size * c.intermediate_size if cfg.load_in_4bit else 0
+    out = [
+        Row("parameters", stored // W, host),
+        Row("optimizer", moments, host),
+        Row("gradients, summed before they are reduced", 4 * trained if summed else 0),
+        Row("gradients", 4 * trained // W if host or not summed else 0, host),
+        Row("gathered by FSDP", gathered),
+        Row("a dequantized matrix", dequantized),
+        Row("reference model", reference, host),
+        Row(f"activations of {T:,} tokens", T * (layers * kept + again + 6 * c.hidden_size)),
+        Row(f"keys and values gathered for {Tk:,} rows", key_rows * (Tk - T)),
+        Row(f"logits of {rows:,} tokens", 2 * rows * c.vocab_size + 4 * head),
+        *(Row(f"reward model {j.__name__}", sum(p.nbytes for p in j.parameters())) for j in judges),
+    ]
+    if visual := getattr(model.model, "visual", None):  # all prompts could be pictures
+        out.append(Row("pictures", T * visual.activation_bytes(2, kind)))
+
+    # The engine's copy is merged with the adapters, if there are any.
+    copy = 2 * (n - trained if cfg.lora_r else n)
+    positions = longest_prompt + cfg.max_completion_length
+    tokens = cache_tokens(cfg.slots, positions, True, cfg.cache_tokens)
+    cache = Row(f"cache of {tokens:,} tokens", cached * tokens)
+    if cfg.engine == "local":
+        if cfg.load_in_4bit:  # it shares the rest with the trainer, if that is not sharded
+            copy = 2 * trained if W == 1 and not host else stored
+        out += [Row("engine: weights", copy), cache]
+    elif world.main:  # the server is a separate process; rank 0 has a copy of the weights to send
+        out.append(Row("weights to be sent", copy))
+        if not cfg.server and cfg.vllm_gpus in ("", "0"):
+            out.append(Row("vLLM: workspaces", MARGIN, of_server=True))
+            if not cfg.vllm_enable_sleep_mode:  # only those stay while the trainer trains
+                out.append(Row("vLLM: weights", copy, of_server=True))
+                out.append(Row(f"vLLM: {cache.name}", cache.bytes, of_server=True))
+    saved = (4 * trained + (4 * n if cfg.sync_ref_model else 0)) // W + moments
+    if world.main:  # it also gathers the weights, in their own dtype
+        saved += model.saved_dtype.itemsize * n
+    return [*out, Row("a checkpoint that is being written", saved, on_host=True)]
+
+
+def on_device(rows: Sequence[Row]) -> int:
+    """Return the bytes of the rows that are on the GPU."""
+    return sum(row.bytes for row in rows if not row.on_host)
+
+
+def while_sampling(rows: Sequence[Row]) -> int:
+    """Return the bytes that the trainer keeps on the device while it does not train."""
+    kept = ("parameters", "optimizer", "reference model", "reward model", "weights to be sent")
+    return on_device([row for row in rows if row.name.startswith(kept)])
+
+
+def capacity(world: World) -> tuple[int, int]:
+    """Return (bytes on the GPU, bytes of host memory) for one rank. Of the GPU, what is free or
+    already reserved by this process counts. The ranks of a machine share its memory.
+    """
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # the limit of a container, if it is a number
+        host = min(host, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    host //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    free, _ = torch.cuda.mem_get_info(world.device)
+    return free + torch.cuda.memory_reserved(world.device), host
+
+
+def shown(n: float) -> str:
+    """Format a number of bytes in nvidia-smi's unit: 1.5e9 → "1,430.5 MiB"."""
+    return f"{n / 2**20:,.1f} MiB"
+
+
+# --- the settings ---------------------------------------------------------------------------------
+
+
+def fit(
+    model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()
+) -> tuple[Config, int]:
+    """Return the options with every setting chosen, and the estimated bytes on the device, without
+    those of a vLLM server. Raises UserError if they exceed what is available. Every rank must call.
+    """
+    device, host = capacity(world)
+    cfg = choose(model, cfg, world, longest_prompt, min(world.gather(device)), judges)
+    log.info("settings for the free GPU memory: %s", spelled(cfg))
+    rows = table(model, cfg, world, longest_prompt, judges)
+    for on_host, place, there in (False, "the GPU", device), (True, "this machine", host):
+        part = [row for row in rows if row.on_host == on_host and row.bytes]
+        needed = sum(row.bytes for row in part)
+        largest_first = sorted(part, key=lambda row: -row.bytes)
+        sizes = [f"{row.name} {shown(row.bytes)}" for row in largest_first]
+        log.info("estimated memory on %s: %s (%s)", place, shown(needed), ", ".join(sizes))
+        if needed > there:
+            raise UserError(
+                f"a process needs {shown(needed)} of memory but {place} has {shown(there)} "
+                f"available, so {shown(needed - there)} are missing ({', '.join(sizes[:4])}, …): "
+                "lower --token-budget or --max-concurrent, use --gradient-checkpointing full, "
+                "--lora-r 16 (with --load-in-4bit), --optim adamw_torch_8bit or --cpu-offload, or "
+                "use more or larger GPUs."
+            )
+    return cfg, on_device([row for row in rows if not row.of_server])
+
+
+def choose(
+    model: Decoder,
+    cfg: Config,
+    world: World,
+    longest_prompt: int,
+    available: int,
+    judges: Sequence[nn.Module] = (),
+) -> Config:
+    """Return the options with a value for each of CHOSEN that the user left open: on a GPU, the
+    first of SETTINGS that leaves MARGIN of the available bytes free. If none does, it is the last.
+
+    Sampling takes most of a step and gets faster with the number of completions that the cache
+    holds. The cache starts at half of what all slots could need, because few completions reach the
+    maximum length. It is halved again only while no setting of training fits. Finally, it grows
+    into the memory that is left, up to what all slots could need, but twice the margin stays free.
+    All ranks must choose the same, so they choose for rank 0, which stores most.
+    """
+    slots = cfg.max_concurrent or min(-(-cfg.generation_batch_size // world.size), MOST_SLOTS)
+    longest = longest_prompt + cfg.max_completion_length
+    # one GPU: there is nothing to reduce, and gathering only copies the weights, for each strip
+    alone = world.size == 1 and not cfg.cpu_offload
+    first = dataclasses.replace(world, rank=0)
+
+    halvings = range(1, slots.bit_length() + 1)
+    reshards = ("never", "always") if alone else ("always",)
+    for halving, (kind, budget, reduces), reshard in itertools.product(
+        halvings, SETTINGS, reshards
+    ):
+        cache = max(slots * longest >> halving, longest)
+        reduces = "step" if alone else reduces
+        best = given(
+            cfg,
+            max_concurrent=slots,
+            cache_tokens=cache,
+            gradient_checkpointing=kind,
+            token_budget=budget,
+            reduce_gradients=reduces,
+            reshard_after_forward=reshard,
+        )
+        rest = available - MARGIN - on_device(table(model, best, first, longest_prompt, judges))
+        if rest >= 0:
+            cache += max(rest - MARGIN, 0) // token_bytes(model.cfg)
+            most = min(slots * longest, cache)
+            return dataclasses.replace(best, cache_tokens=cfg.cache_tokens or most)
+    return best
+
+
+def token_bytes(c: ModelConfig) -> int:
+    """Return the bytes of a token in a GPU's cache: keys and values of all layers, in bfloat16."""
+    return 4 * c.num_key_value_heads * c.head_dim * c.num_hidden_layers
+
+
+def given(cfg: Config, **settings: Any) -> Config:
+    """Return the options with these settings, where the user has not given others."""
+    left_open = {n: x for n, x in settings.items() if getattr(cfg, n) == getattr(Config, n)}
+    return dataclasses.replace(cfg, **left_open)
+
+
+def spelled(cfg: Config) -> str:
+    """Return the settings as a command line has them."""
+    # a vLLM server decides about its own
+    names = CHOSEN if cfg.engine == "local" else CHOSEN[2:]
+    return " ".join(f"--{dashed(n)} {getattr(cfg, n)}" for n in names if getattr(cfg, n))
+
+
+def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) -> Config:
+    """Return the options of an evaluation with the slots and the cache of the embedded engine,
+    unless the user has given them: on a GPU, as many as fit next to the engine's weights. Every
+    rank must call.
+
+    model: is on the device already; completions: of this rank.
+    """
+    if world.device.type == "cpu" or cfg.engine != "local":
+        return cfg
+    used = torch.cuda.memory_allocated(world.device) + 2 * weights.sizes(model)[1] + MARGIN
+    fitting = min(world.gather((capacity(world)[0] - used) // token_bytes(model.cfg)))
+    slots = max(1, min(completions, MOST_SLOTS))
+    return given(cfg, max_concurrent=slots, cache_tokens=max(1, fitting))
+
+
+@contextlib.contextmanager
+def explained(cfg: Config, lower: str = "") -> Iterator[None]:
+    """Turn a GPU's OutOfMemoryError into a UserError that says what to lower. cuBLAS, and CUDA
+    outside of torch's allocator, raise other errors for the same reason.
+    """
+    try:
+        yield
+    except RuntimeError as e:
+        known = "CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+        if not any(text in str(e) for text in known):
+            raise
+        found = re.search(r"allocate ([\d.]+ \w+).* of which ([\d.]+ \w+)", str(e), re.DOTALL)
+        sizes = f"{found[1]} needed, {found[2]} free" if found else first_sentence(e)
+        if not lower:  # every setting, or others would be chosen
+            lower = spelled(
+                dataclasses.replace(
+                    cfg,
+                    token_budget=max(1, cfg.strip_tokens // 2),
+                    max_concurrent=max(1, cfg.slots // 2),
+                )
+            )
+        saved = any(Path(cfg.output_dir).glob("*checkpoint-*"))
+        start = "continue with --resume and" if saved else "start again with"
+        raise UserError(f"the GPU ran out of memory ({sizes}): {start} {lower}.") from e
+
+
+def server_share(world: World, needed: int, given: Sequence[str]) -> list[str]:
+    """Return the option with the share of the trainer's GPU that a vLLM server of our own may use,
+    unless the user has `given` one.
+
+    The server gets what is free now, except for a margin and what the trainer is still expected to
+    allocate, of the `needed` bytes. So the share also holds when the server is restarted later.
+    """
+    chosen = ("--gpu-mem", "--device-mem", "--kv-cache-mem")
+    if any(word.replace("_", "-").startswith(chosen) for word in given):
+        return []
+    free, total = torch.cuda.mem_get_info(world.device)
+    growth = max(needed - torch.cuda.memory_allocated(world.device), 0)
+    share = min((free - growth - MARGIN) / total, MOST)
+    if share <= 0:
+        raise UserError(
+            f"--engine vllm: of the {shown(free)} that are free on the GPU, the trainer will need "
+            f"{shown(growth)}, which leaves nothing for vLLM: lower --token-budget, let them take "
+            "turns with --vllm-enable-sleep-mode, name another GPU with --vllm-gpus, or set "
+            "--gpu-memory-utilization in --vllm-options."
+        )
+    log.info("the vLLM sidecar may use %.0f %% of the GPU", 100 * share)
+    return ["--gpu-memory-utilization", f"{share:.3f}"]

@@ -1,0 +1,386 @@
+"""All options: those of the core and of each extra, composed into one `Config`.
+
+    from nanogrpo import Config   # this one
+    Config(model="runs/base", data=("arithmetic",), lora_r=16).validate()
+
+Each class below has the options of one extra and their rules. Read next: config.py (what an option
+is), attach.py (what the options attach).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nanogrpo.config import Config as Core
+from nanogrpo.config import dashed, option
+from nanogrpo.extras.best import BestOptions
+from nanogrpo.extras.dashboards import DashboardOptions
+from nanogrpo.extras.ema import EMAOptions
+from nanogrpo.extras.lora.options import LoRAOptions
+from nanogrpo.extras.optim import LR_SCHEDULER_TYPE, OptimOptions
+from nanogrpo.extras.reference import SyncReferenceOptions
+from nanogrpo.extras.sharding import ShardingOptions
+from nanogrpo.vllm.options import VLLMOptions
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # one clipped term, averaged in five ways
+WEIGHTED = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@dataclass(frozen=True)
+class AheadOptions(Core):
+    """Sampling ahead of training."""
+
+    max_staleness: int = option(
+        0,
+        "steps that sampling may run ahead of training; 0: train only on samples of the current"
+        " weights",
+        ">= 0",
+        needs="engine=vllm",
+    )
+
+
+@dataclass(frozen=True)
+class ImportanceOptions(AheadOptions):
+    """Log-probs of the engine, and a correction for its gap to the trainer."""
+
+    vllm_importance_sampling_mode: str = option(
+        "off",
+        "correct the gap between trainer and engine: with importance weights, per token or"
+        " sequence, or in the ratio, whose old log-probs are then the engine's; off: ratio with"
+        " max_staleness, otherwise nothing",
+        choices=("off", "ratio", *WEIGHTED),
+        words={"false": "off"},
+    )
+    vllm_importance_sampling_clip_max: float = option(
+        3.0,
+        "largest importance weight (trainer over engine)",
+        "> 0",
+        needs=f"vllm_importance_sampling_mode={'|'.join(WEIGHTED)}",
+    )
+    vllm_importance_sampling_clip_min: float | None = option(
+        None,
+        "smallest importance weight; default: 0",
+        ">= 0",
+        needs=f"vllm_importance_sampling_mode={'|'.join(WEIGHTED)}",
+    )
+
+    def problems(self) -> Iterator[str]:
+        mode = self.vllm_importance_sampling_mode
+        if self.loss_type == "vespo" and mode.startswith("sequence"):
+            yield (
+                f"--vllm-importance-sampling-mode {mode} cannot be used with --loss-type vespo,"
+                " which multiplies the weights of the tokens: use token_truncate, token_mask or"
+                " off."
+            )
+        high = self.vllm_importance_sampling_clip_max
+        low = self.vllm_importance_sampling_clip_min or 0.0
+        if not low <= 1 <= high:
+            yield (
+                f"--vllm-importance-sampling-clip-min {low} and --vllm-importance-sampling-clip-max"
+                f" {high} do not enclose 1, the weight if trainer and engine agree: choose one"
+                " bound on each side of it."
+            )
+
+    @property
+    def old_from_engine(self) -> bool:
+        """Whether the ratio divides by the engine's log-probs, which may come from older weights
+        than the trainer's.
+        """
+        mode = self.vllm_importance_sampling_mode
+        return mode == "ratio" or (mode == "off" and self.max_staleness > 0)
+
+
+# The constants of the losses that --loss-kwargs may change, and their defaults.
+LOSS_CONSTANTS: dict[str, dict[str, float]] = {
+    "sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
+    "vespo": {
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
+    },
+    "dppo_tv": {"dppo_penalty": 0.0},
+    "dppo_kl": {"dppo_penalty": 0.0},
+}
+LOSS_TYPE: str = option(
+    "dapo",
+    "the loss; docs/equations.md has the formulas",
+    choices=(*CLIPPED, "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl"),
+)  # instead of the core's
+
+
+@dataclass(frozen=True)
+class ObjectivesOptions(Core):
+    """Other losses."""
+
+    importance_sampling_level: str = option(
+        "token", "one ratio per token, or one per sequence (GSPO)", choices=("token", "sequence")
+    )
+    loss_kwargs: dict[str, Any] | None = option(  # noqa: RUF009 (a field, as all others)
+        None,
+        'JSON object with constants of the loss, such as {"sapo_temperature_pos": 1.0}: the'
+        " temperature for A > 0 and for A <= 0 (sapo_temperature_pos, _neg), the power and the"
+        " decay of the sequence's ratio (vespo_k_pos, _neg, vespo_lambda_pos, _neg), or the"
+        " coefficient of the squared log-ratio added to each token's loss (dppo_penalty)",
+        needs="loss_type=sapo|vespo|dppo_tv|dppo_kl",
+    )
+    use_bias_correction_kl: bool = option(
+        True,
+        "multiply the k3 estimate of the KL by the ratio, which makes its gradient exact",
+        needs="beta",
+    )
+    off_policy_mask_threshold: float | None = option(
+        None,
+        "leave a completion with A < 0 out of the loss if its mean log(engine/policy) exceeds this",
+        ">= 0",
+    )
+
+    @property
+    def loss_constants(self) -> dict[str, float]:
+        """The constants of the loss type: its defaults, changed by loss_kwargs."""
+        return LOSS_CONSTANTS.get(self.loss_type, {}) | (self.loss_kwargs or {})
+
+    @property
+    def needs_two_phases(self) -> bool:
+        """Whether a token's loss differs from the core's, or depends on other tokens."""
+        return (
+            self.loss_type not in CLIPPED
+            or self.importance_sampling_level == "sequence"
+            or self.off_policy_mask_threshold is not None
+            or (self.beta > 0 and not self.use_bias_correction_kl)
+        )
+
+    def problems(self) -> Iterator[str]:
+        known = LOSS_CONSTANTS.get(self.loss_type, {})
+        for name, value in (self.loss_kwargs or {}).items() if known else ():
+            if name not in known:
+                yield (
+                    f"--loss-kwargs: --loss-type {self.loss_type} has no constant {name}: give one"
+                    f" of {', '.join(known)}."
+                )
+            elif type(value) not in (int, float) or not 0 < value < math.inf:
+                yield f"--loss-kwargs: {name} is {value!r}: give a number above 0."
+        if self.delta is not None and self.loss_type not in CLIPPED:
+            yield (
+                f"--delta {self.delta} cannot be used with --loss-type {self.loss_type}, which"
+                " bounds the ratio in its own way: leave it out."
+            )
+        level = self.importance_sampling_level
+        if level == "sequence" and self.loss_type.startswith(("dppo", "vespo")):
+            yield (
+                f"--importance-sampling-level {level} cannot be used with --loss-type"
+                f" {self.loss_type}, which defines its own ratios: use token."
+            )
+
+
+@dataclass(frozen=True)
+class EntropyOptions(Core):
+    """Entropy bonus, and training on uncertain tokens."""
+
+    top_entropy_quantile: float = option(
+        1.0,
+        "train only on this share of the tokens, those with the highest entropy; 1: on all",
+        ">= 0",
+        "<= 1",
+    )
+    entropy_coef: float = option(
+        0.0, "coefficient of the entropy bonus, a mean over the trained tokens; 0: none", ">= 0"
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.top_entropy_quantile < 1 and self.loss_type == "vespo":
+            yield (
+                "--top-entropy-quantile cannot be used with --loss-type vespo, whose weights belong"
+                " to whole sequences: use another loss."
+            )
+
+
+@dataclass(frozen=True)
+class EstimatorsOptions(Core):
+    """Other advantages."""
+
+    advantage_estimator: str = option(
+        "grpo",
+        "baseline of a reward: the group's mean (grpo), the mean of the others (rloo), or the"
+        " group's mean, which also divides the difference (maxrl)",
+        group="Advantages",
+        choices=("grpo", "rloo", "maxrl"),
+    )
+    multi_objective_aggregation: str = option(
+        "sum_then_normalize",
+        "several rewards: add them first, or normalize each one first (GDPO)",
+        choices=("sum_then_normalize", "normalize_then_sum"),
+    )
+
+    def problems(self) -> Iterator[str]:
+        scales = {
+            ("grpo", "sum_then_normalize"): ("group", "batch", "none"),
+            ("grpo", "normalize_then_sum"): ("group",),
+            ("rloo", "sum_then_normalize"): ("group", "none"),
+            ("maxrl", "sum_then_normalize"): ("group",),
+        }
+        estimator, aggregation = self.advantage_estimator, self.multi_objective_aggregation
+        if self.scale_rewards not in scales.get((estimator, aggregation), ()):
+            yield (
+                f"--advantage-estimator {estimator}, --multi-objective-aggregation {aggregation}"
+                f" and --scale-rewards {self.scale_rewards} cannot be combined, because rloo,"
+                " maxrl and normalize_then_sum define their own scale: leave out all but one."
+            )
+
+
+@dataclass(frozen=True)
+class ResampleOptions(Core):
+    """Dynamic sampling."""
+
+    max_resample_times: int = option(
+        0,
+        "how often to replace groups in which every advantage is 0 (DAPO's dynamic sampling);"
+        " 0: never",
+        ">= 0",
+    )
+
+
+@dataclass(frozen=True)
+class ToolsOptions(Core):
+    """Tools, environments and rollout functions."""
+
+    tools: tuple[str, ...] = option(
+        (),
+        "functions that the model may call: module:function or file.py:function, with type hints"
+        " and a docstring",
+    )
+    environment_factory: str = option(
+        "",
+        "class with a method reset, one object per completion: module:Class or file.py:Class; the"
+        " model may call its other methods",
+    )
+    max_tool_calling_iterations: int = option(
+        0, "how often a completion may continue after tool calls; 0: while there is room", ">= 0"
+    )
+    tool_timeout: float = option(
+        30.0,
+        "seconds allowed for one tool call, after which the model reads an error; 0: no limit",
+        ">= 0",
+        "<= 1e7",
+        free=True,
+    )
+    rollout: str = option(
+        "",
+        "function that decides when the model generates and inserts text in between:"
+        " module:function or file.py:function",
+    )
+
+    def problems(self) -> Iterator[str]:
+        users = [n for n in ("rollout", "tools", "environment_factory") if getattr(self, n)]
+        if users and getattr(self, "max_staleness", False):
+            yield (
+                f"--{dashed(users[0])} cannot be used with --max-staleness, because its turns are"
+                " sampled with the current weights: use --max-staleness 0."
+            )
+        if self.rollout and len(users) > 1:
+            yield (
+                f"--rollout cannot be used with --{dashed(users[1])}, because tool calls are a"
+                " rollout of their own: leave one of them out."
+            )
+
+
+@dataclass(frozen=True)
+class VisionOptions(Core):
+    """Vision-language models."""
+
+    freeze_vision_tower: bool = option(
+        False, "do not train the vision encoder of a vision-language model, only its decoder"
+    )
+
+
+@dataclass(frozen=True)
+class DataOptions(Core):
+    """Data sets of the hub and other files."""
+
+    dataset_config: str = option("", "configuration of a data set of the hub, such as main")
+    dataset_train_split: str = option(
+        "train", "split to train on, of a data set of the hub or a saved DatasetDict"
+    )
+    dataset_test_split: str = option("test", "split of such a data set to evaluate on", free=True)
+
+
+@dataclass(frozen=True)
+class CompletionsOptions(Core):
+    """The completions of each step."""
+
+    log_completions: bool = option(
+        False,
+        "write every completion and its rewards to output_dir/completions, one file per step",
+        free=True,
+    )
+    num_completions_to_print: int = option(
+        0,
+        "print this many completions after each step, of different prompts if possible; 0: none",
+        ">= 0",
+        free=True,
+    )
+
+
+@dataclass(frozen=True)
+class TokenLogOptions(Core):
+    """Tokens for nanogrpo view."""
+
+    log_tokens: bool = option(
+        False,
+        "also write each token of the completions, with its probability, entropy, ratio, gap"
+        " between trainer and engine, and share of the gradient, for nanogrpo view",
+        needs="log_completions",
+        free=True,
+    )
+
+
+@dataclass(frozen=True)
+class Config(  # the last of these comes first in `--help-all`
+    TokenLogOptions,
+    CompletionsOptions,
+    DashboardOptions,
+    EMAOptions,
+    BestOptions,
+    DataOptions,
+    VisionOptions,
+    LoRAOptions,
+    ShardingOptions,
+    OptimOptions,
+    ToolsOptions,
+    ResampleOptions,
+    EstimatorsOptions,
+    EntropyOptions,
+    SyncReferenceOptions,
+    ObjectivesOptions,
+    ImportanceOptions,
+    VLLMOptions,
+    Core,
+):
+    """All options."""
+
+    loss_type: str = LOSS_TYPE
+    lr_scheduler_type: str = LR_SCHEDULER_TYPE
+
+
+FIELDS = {f.name: f for f in fields(Config)}
+CHOICES = {n: f.metadata["choices"] for n, f in FIELDS.items() if "choices" in f.metadata}
+
+# Options that were removed, and what to use instead. TRL's are in trl_names.py.
+REMOVED = {
+    "data_weights": "every prompt is drawn equally often, so repeat a file to draw it more often",
+    "reward_env": "reward functions see the whole environment of the trainer",
+    "dppo_penalty": "give it in --loss-kwargs",
+    "old_logp_from": "use --vllm-importance-sampling-mode ratio for the log-probs of the engine",
+    "eval_top_p": "an evaluation samples from all tokens, at --eval-temperature",
+    "measure_zero_advantages": "--beta or --entropy-coef, however small, trains on all tokens",
+    "resume_from": "remove the checkpoints after that one, then --resume",
+    "heartbeat_timeout": "a rank that hangs is lost after --ddp-timeout",
+    "server_window": "a server that we start is restarted once for each loss",
+    "server_patience": "a run waits ten minutes for a lost server",
+    "trace_step": "use torch.profiler (docs/running.md)",
+    "save_merged": "a checkpoint always has the merged weights, next to its folder adapter",
+    "log_tokens_mib": "the limit is 256 MiB for a run",
+}

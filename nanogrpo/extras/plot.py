@@ -1,0 +1,75 @@
+"""Plot one or several runs: `nanogrpo plot RUN [RUN …] [--metrics NAME …] [--out curve.png]`.
+
+In: the metrics.jsonl of each run. Out: one picture, with a panel for each metric that is not always
+0. Points are held-out values. `nanogrpo view` also averages noisy curves. Needs matplotlib: `pip
+install 'nanogrpo[plot]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nanogrpo.errors import UserError
+from nanogrpo.extras.view.data import curves
+from nanogrpo.logs.files import read_records
+
+METRICS = (
+    *("reward", "rewards/*/mean", "frac_reward_zero_std", "completions/mean_length"),
+    *("completions/clipped_ratio", "entropy", "grad_norm", "kl", "clip_ratio/region_mean"),
+)
+
+
+def draw(runs: Sequence[Path], out: Path, wanted: Sequence[str]) -> None:
+    """Write the plot to `out`, in the format given by its suffix."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise UserError("plotting needs matplotlib: pip install 'nanogrpo[plot]'") from e
+    data = {str(run): curves(read_records(run / "metrics.jsonl")) for run in runs}
+    curved = (item for log in data.values() for item in log.items())
+    known = sorted({name for name, curve in curved if wanted or any(curve["y"])})
+    patterns = wanted or METRICS
+    names = [name for pattern in patterns for name in fnmatch.filter(known, pattern)]
+    if not names:
+        raise UserError(f"nothing to plot of {' '.join(patterns)}: the log has {known}.")
+    lines = (len(names) + 2) // 3
+    figure = Figure(figsize=(15, 3 * lines), layout="tight")
+    for i, name in enumerate(names, start=1):
+        axis = figure.add_subplot(lines, 3, i)
+        for color, (label, log) in enumerate(data.items()):
+            if curve := log.get(name):
+                axis.plot(curve["x"], curve["y"], f"C{color}", label=label, linewidth=0.8)
+            if points := log.get(f"eval/{name.removesuffix('/mean')}"):
+                axis.plot(points["x"], points["y"], f"C{color}.--")
+        axis.set(title=name, xlabel="finished steps")
+    figure.axes[0].legend()
+    try:
+        figure.savefig(out, dpi=110)
+    except (OSError, ValueError) as e:  # ValueError: an unknown suffix
+        raise UserError(f"--out {out} cannot be written: {e}; choose another file.") from e
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Plot the metrics of one or several runs.")
+    parser.add_argument("runs", nargs="+", type=Path, help="output folders")
+    text = "metrics of the log, such as grad_norm 'rewards/*'"
+    parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME", help=text)
+    text = "the picture (default: curve.png in the first folder)"
+    parser.add_argument("--out", type=Path, help=text)
+    args = parser.parse_args(argv)
+    out = args.out or args.runs[0] / "curve.png"
+    try:
+        draw(args.runs, out, args.metrics)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

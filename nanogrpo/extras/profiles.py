@@ -1,0 +1,34 @@
+"""The presets of `--profile`: debug (the complete loop in seconds) and full (a real run).
+
+In: nothing. Out: options by name, which the command line and the file of --config override. Read
+before: cli.py.
+"""
+
+from __future__ import annotations
+
+from nanogrpo.cli import DEBUG
+
+PROFILES: dict[str, dict] = {
+    "debug": DEBUG,
+    # Start a real run: a model of 0.5 to 8 billion parameters, on GPUs, with answers that can be
+    # verified. The values are common in published runs (DAPO, arXiv:2503.14476; TRL's defaults).
+    # They were not tuned here.
+    "full": {
+        "num_generations": 16,  # so that on hard problems fewer groups have no correct answer
+        "generation_batch_size": 512,  # 32 prompts per step
+        # four updates of 128 completions per round of sampling; the clip limits the drift
+        "steps_per_generation": 4,
+        "max_completion_length": 4096,  # room to reason; watch completions/clipped_ratio
+        # DAPO's clip-higher: unlikely tokens can become likelier, so entropy falls more slowly
+        "epsilon_high": 0.28,
+        "learning_rate": 1e-6,  # suitable for training all weights
+        "warmup_steps": 20.0,  # AdamW's moments are unreliable during the first updates
+        "max_grad_norm": 1.0,
+        "max_steps": 500,
+        "eval_steps": 25,
+        "save_steps": 25,
+        "save_total_limit": 3,
+        "log_completions": True,  # the first place to look when a reward rises too fast
+        "num_completions_to_print": 1,
+    },
+}

@@ -1,0 +1,59 @@
+"""Dynamic sampling: replace groups without a signal by groups of other prompts (DAPO, Yu et al.
+2025, 2503.14476, section 3.2).
+
+In: the scored samples of a step on this rank. Out: the same list, in which some groups are
+replaced. Read before: step.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from nanogrpo import step as loop
+from nanogrpo.engine.base import stream
+from nanogrpo.extras.options import ResampleOptions
+from nanogrpo.feature import Feature
+from nanogrpo.types import Sample
+
+if TYPE_CHECKING:
+    from nanogrpo.run.setup import Run
+
+
+class Resample(Feature):
+    def __init__(self, cfg: ResampleOptions):
+        self.cfg, self.groups = cfg, 0  # sampled again in this step, over all ranks
+
+    def scored(self, run: Run, samples: list[Sample], step: int) -> None:
+        """Replace the groups in which all advantages are 0, for `max_resample_times` rounds.
+
+        (Equal rewards are not the criterion: maxrl also gives 0 if the mean is not positive, and
+        under normalize_then_sum the rewards of individual functions may differ although their sums
+        are equal.) Groups that still have no signal are kept.
+
+        The new prompts and their random streams are functions of (seed, step, round, index of the
+        replaced group), so neither resuming nor the number of ranks changes them. Every rank must
+        call; each rank samples the replacements of its own groups.
+        """
+        n, world, self.groups = self.cfg.num_generations, run.world, 0
+        groups = len(samples) // n
+        first = sum(world.gather(groups)[: world.rank])  # index of this rank's first group
+        for attempt in range(1, self.cfg.max_resample_times + 1):
+            found = [fact.advantage for fact in loop.exchange(run, samples).facts]
+            flat = [g for g in range(len(found) // n) if not any(found[g * n : (g + 1) * n])]
+            if not flat:
+                break
+            # A separate seed gives a different order of prompts, and different completions if a
+            # prompt is drawn again.
+            seed = stream(self.cfg.seed, step, attempt, 0)
+            pairs = zip(flat, run.draw_all(seed, step))
+            mine = [(g - first, prompt) for g, prompt in pairs if first <= g < first + groups]
+            params = dataclasses.replace(run.sampling, seed=seed)
+            fresh = run.engine.sample([prompt for _, prompt in mine], n, params, step)
+            loop.fill_rewards(run, fresh)
+            for i, (g, _) in enumerate(mine):
+                samples[g * n : (g + 1) * n] = fresh[i * n : (i + 1) * n]
+            self.groups += len(flat)
+
+    def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
+        return {"resampled_groups": self.groups}

@@ -1,0 +1,129 @@
+"""A reward model: our decoder, with a head that outputs a single score instead of logits.
+
+In: a folder or hub id of a Hugging Face ...ForSequenceClassification model with one label, and
+texts to score. Out: one reward per sample, which is the score of the last token of prompt and
+completion.
+Use it with `--reward-funcs model:FOLDER`. Every rank has a full copy of the model and scores its
+own samples. Read next: model/decoder.py, rewards/runner.py (which calls this like any function).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
+from nanogrpo.errors import UserError, read_json, reading
+from nanogrpo.feature import Feature
+from nanogrpo.model import checkpoint
+from nanogrpo.model.attention import StripAttention
+from nanogrpo.model.decoder import Body, Decoder
+from nanogrpo.model.hf_config import ModelConfig
+from nanogrpo.model.tokenizer import Tokenizer
+
+TOKEN_BUDGET = 16384  # tokens per forward pass: as many texts as fit, but at least one
+
+
+class RewardModels(Feature):
+    def reward(self, name: str, device: torch.device) -> RewardModel | None:
+        kind, _, folder = name.partition(":")
+        return RewardModel.load(folder, device) if kind == "model" else None
+
+
+class RewardModel(nn.Module):
+    """A reward function: `model(prompts=…, completions=…)` returns B floats.
+
+    Texts are built as in TRL. Messages are formatted by the model's own chat template: prompt and
+    answer together, without a generation prompt at the end. Plain texts are concatenated.
+    """
+
+    __name__: str  # the name in logs
+    tokenizer: Tokenizer
+    pad_token_id: int | None = None
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.model = Body(cfg)
+        self.score = nn.Linear(cfg.hidden_size, 1, bias=False)
+
+    @classmethod
+    def load(cls, name: str, device: torch.device | str = "cpu") -> RewardModel:
+        """Load a folder or hub id, in bfloat16 on a GPU and in float32 on a CPU.
+
+        Raises UserError if it is not a reward model that this class supports.
+        """
+        folder = checkpoint.locate(name, "--reward-funcs model:")
+        path = folder / "config.json"
+        raw = read_json(path)
+        with reading(path, "name another folder after model:", "describes no reward model"):
+            # transformers does not write its default of two labels
+            labels = raw.get("id2label") or {"0": "", "1": ""}
+            kind = (raw.get("architectures") or [""])[0]
+            if not str(kind).endswith("ForSequenceClassification") or len(labels) != 1:
+                raise UserError(
+                    f"{path}: a reward model is a ...ForSequenceClassification with one label, but "
+                    f"this is a {kind} with {len(labels)}; name another folder after model:"
+                )
+            # There is no vocabulary head that could be tied to the embeddings.
+            cfg = ModelConfig.from_dict(raw, str(path))
+            cfg = dataclasses.replace(cfg, tie_word_embeddings=False)
+            with torch.device("meta"):
+                model = cls(cfg)
+        device = torch.device(device)
+        model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
+        # load_weights only uses the config, the state and `arranged` of a Decoder.
+        checkpoint.load_weights(model, folder)  # type: ignore[arg-type]
+        model.tokenizer = Tokenizer(folder)
+        model.pad_token_id = raw.get("pad_token_id")
+        model.__name__ = Path(name).name  # the logs have rewards/<name>/mean, as in TRL
+        return model.requires_grad_(False)
+
+    arranged = Decoder.arranged
+
+    @torch.no_grad()
+    def forward(self, prompts: list, completions: list, **kwargs) -> list[float]:
+        texts = [self._ids(prompt + completion) for prompt, completion in zip(prompts, completions)]
+        scores: dict[int, float] = {}
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))[::-1]
+        while order:  # as many at once as fit if all were as long as the longest
+            count = max(1, TOKEN_BUDGET // len(texts[order[0]]))
+            strip, order = order[:count], order[count:]
+            scores |= zip(strip, self.score_texts([texts[i] for i in strip]).tolist())
+        return [scores[i] for i in range(len(texts))]
+
+    def score_texts(self, texts: list[list[int]]) -> Tensor:
+        """Return the score of the last token of each of N texts, [N] float32."""
+        device = self.score.weight.device
+        tokens = torch.tensor([i for ids in texts for i in ids], device=device)  # [T]
+        positions = torch.cat([torch.arange(len(ids)) for ids in texts]).to(device)  # [T]
+        cu_seqlens = torch.tensor([0, *map(len, texts)]).cumsum(0).to(device, torch.int32)  # [N+1]
+        hidden = self.model(
+            tokens, positions, StripAttention(cu_seqlens, max(map(len, texts)))
+        )  # [T, D]
+        last = torch.tensor([self._last(ids) for ids in texts], device=device)  # [N]
+        return self.score(hidden[cu_seqlens[:-1] + last]).squeeze(-1).float()
+
+    def _last(self, ids: list[int]) -> int:
+        """Return the position of the last token that is not padding.
+
+        This is transformers' rule, even if the text itself ends with the padding token.
+        """
+        text = (i for i in reversed(range(len(ids))) if ids[i] != self.pad_token_id)
+        return next(text, len(ids) - 1)
+
+    def _ids(self, text: str | list[dict]) -> list[int]:
+        if not isinstance(text, str):
+            text = self.tokenizer.render(text, add_generation_prompt=False)
+        ids = self.tokenizer.encode(text)
+        context = self.cfg.max_position_embeddings
+        if not 0 < len(ids) <= context:
+            raise UserError(
+                f"the reward model {self.__name__} cannot judge a text of {len(ids)} tokens (its "
+                f"context is {context}); lower --max-completion-length or --max-prompt-length, or "
+                "use another model"
+            )
+        return ids

@@ -1,0 +1,165 @@
+"""More built-in reward functions: for reasoning, lengths and repetition.
+
+In: a name in --reward-funcs, perhaps with arguments. Out: the function, with TRL's name and values.
+Read next: rewards/builtin.py (the common ones).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from nanogrpo.config import Config
+from nanogrpo.errors import UserError
+from nanogrpo.feature import Feature
+from nanogrpo.rewards import plugin
+from nanogrpo.rewards.builtin import NEED_ANSWERS, accuracy_reward, text_of
+
+
+class Rewards(Feature):
+    def __init__(self, cfg: Config):
+        self.limit = cfg.max_completion_length
+
+    def reward(self, name: str, device: torch.device) -> Callable | None:
+        base, arguments = plugin.split_arguments(name)
+        if base not in BY_NAME:
+            return None
+        function = BY_NAME[base]
+        # a limit on the length is --max-completion-length by default
+        limit = {
+            get_soft_overlong_punishment: "max_completion_len",
+            get_cosine_scaled_reward: "max_len",
+        }.get(function)
+        if limit:
+            arguments = {limit: self.limit, **arguments}
+        return plugin.bind(function, arguments, name)
+
+
+# --- reasoning ---
+
+
+def reasoning_accuracy_reward(
+    completions: list,
+    solution: list | None = None,
+    answer: list | None = None,
+    reasoning_delimiters: Sequence[str] = ("</think>",),
+    **kwargs,
+) -> list[float | None]:
+    """Return `accuracy_reward` of the text after the reasoning, and 0 if the reasoning never ends.
+
+    reasoning_delimiters: the first of them that a completion contains ends its reasoning.
+    """
+    answers = []
+    for text in map(text_of, completions):
+        end = next((d for d in reasoning_delimiters if d in text), None)
+        answers.append(text.rpartition(end)[2] if end else "")
+    return accuracy_reward(answers, solution, answer)
+
+
+def think_format_reward(completions: list, **kwargs) -> list[float]:
+    """Return 1 for a completion that starts with <think>, its only one, and has a </think>."""
+    return [
+        float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text)
+        for text in map(text_of, completions)
+    ]
+
+
+# --- lengths and repetition ---
+
+# Each of these is a factory, whose arguments follow the name. The reward function itself does not
+# take them, because the data may have columns of the same names.
+
+
+def get_soft_overlong_punishment(
+    max_completion_len: int, soft_punish_cache: float | None = None
+) -> Callable:
+    """Return DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
+
+    max_completion_len, soft_punish_cache: in tokens. The cache is a fifth of the length by default,
+    as in the paper.
+    """
+    limit = max_completion_len
+    cache = limit / 5 if soft_punish_cache is None else soft_punish_cache
+    if not (limit > 0 and 0 <= cache <= limit):
+        raise UserError(
+            f"--reward-funcs: max_completion_len is {limit} and soft_punish_cache is "
+            f"{cache:g}: the first must be positive, and the second between 0 and the first"
+        )
+
+    def soft_overlong_punishment_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
+        """Return 0 up to `limit` - `cache` tokens, falling linearly to -1 at `limit`.
+
+        It depends on one completion only: if it compared a completion with the longest one in its
+        batch, the same text would get different rewards in different steps.
+        """
+        return [
+            0.0 if len(ids) <= limit - cache
+            else (limit - cache - len(ids)) / cache if len(ids) <= limit
+            else -1.0
+            for ids in completion_ids
+        ]  # fmt: skip
+
+    return soft_overlong_punishment_reward
+
+
+def get_cosine_scaled_reward(
+    max_len: int,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+) -> Callable:
+    """Return accuracy scaled by the length (Yeo et al. 2025, appendix C.1).
+
+    From 0 to max_len tokens, a right answer falls from max_value_correct to min_value_correct, and
+    a wrong one rises from min_value_wrong to max_value_wrong, both along half a cosine wave.
+    """
+    if not max_len > 0:
+        raise UserError(f"--reward-funcs: max_len is {max_len}: it must be positive")
+    right, wrong = (max_value_correct, min_value_correct), (min_value_wrong, max_value_wrong)
+
+    def cosine_scaled_reward(
+        completions: list, completion_ids: list[list[int]], **kwargs
+    ) -> list[float | None]:
+        rewards: list[float | None] = []
+        for correct, ids in zip(accuracy_reward(completions, **kwargs), completion_ids):
+            short, long = right if correct else wrong
+            wave = 1.0 + math.cos(min(len(ids) / max_len, 1.0) * math.pi)  # from 2 to 0
+            rewards.append(None if correct is None else long + 0.5 * (short - long) * wave)
+        return rewards
+
+    NEED_ANSWERS.add(cosine_scaled_reward)
+    return cosine_scaled_reward
+
+
+def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable:
+    """Return a penalty for repeated n-grams of tokens (Yeo et al. 2025, appendix C.2)."""
+    if not (isinstance(ngram_size, int) and ngram_size > 0 and max_penalty <= 0):
+        raise UserError(
+            f"--reward-funcs: ngram_size is {ngram_size} and max_penalty is {max_penalty}: the "
+            "first must be a positive whole number, and the second must not be positive"
+        )
+
+    def repetition_penalty_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
+        """Return max_penalty times the share of the n-grams that occurred before."""
+        rewards = []
+        for ids in completion_ids:
+            grams = list(zip(*(ids[i:] for i in range(ngram_size))))
+            repeated = 1 - len(set(grams)) / len(grams) if grams else 0.0
+            rewards.append(repeated * max_penalty if repeated else 0.0)  # never -0.0
+        return rewards
+
+    return repetition_penalty_reward
+
+
+NEED_ANSWERS.add(reasoning_accuracy_reward)
+BUILT_IN: dict[str, Callable] = {
+    "reasoning_accuracy": reasoning_accuracy_reward,
+    "think_format": think_format_reward,
+    "soft_overlong": get_soft_overlong_punishment,
+    "cosine": get_cosine_scaled_reward,
+    "repetition_penalty": get_repetition_penalty_reward,
+}
+BY_NAME = BUILT_IN | {function.__name__: function for function in BUILT_IN.values()}

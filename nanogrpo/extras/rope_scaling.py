@@ -1,0 +1,110 @@
+"""Scaling of rotary position embedding for longer contexts, as in Llama 3.
+
+In: `rope_scaling` or `rope_parameters` of a config.json. Out: a `Scaling`, or a UserError if one of
+its fields is not supported; and the changed frequencies. Importing this file adds its kinds to
+`SCALINGS`, where hf_config.py finds them. Scaling by a factor s keeps the angles of later
+positions in the range that the model was trained on:
+
+    linear    f_i / s
+    llama3    f_i / s if the wavelength 2π / f_i exceeds the trained context / low_freq_factor, f_i
+              if it is below the trained context / high_freq_factor, and a mixture in between
+    yarn      the same three cases, linear in i, with bounds in rotations per trained context;
+              cosines and sines are multiplied by 0.1 · ln s + 1, which sharpens attention
+              (Peng et al. 2023, arXiv 2309.00071)
+
+The order of the operations is that of transformers, because at position 100,000 even the last bit
+of f_i changes the angle. Read before: model/rope.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanogrpo.errors import check
+from nanogrpo.model.rope import SCALINGS
+
+# The numbers that each kind reads, under their names in transformers.
+TRAINED = "original_max_position_embeddings"
+NUMBERS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", TRAINED, "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", TRAINED),
+}
+# yarn: a dimension that rotates more often within the trained context keeps its frequency, and one
+# that rotates less often gets the lowest
+FAST, SLOW = 32, 1
+# Other models than ours have these, and the only value that changes nothing.
+NEUTRAL = {
+    "mscale": 0,
+    "mscale_all_dim": 0,
+    "truncate": True,
+    "attention_factor": None,
+    "beta_fast": FAST,
+    "beta_slow": SLOW,
+}
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The fields of `rope_parameters` that affect the computation, under their names there."""
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: float = 0  # the trained context
+    low_freq_factor: float = 0
+    high_freq_factor: float = 0
+
+    def frequencies(self, powers: Tensor, theta: float) -> tuple[Tensor, float]:
+        """Return f_i and the factor of cosines and sines. powers: 1 / f_i without scaling, [E/2]"""
+        plain = 1.0 / powers
+        if self.rope_type == "linear":
+            return plain / self.factor, 1.0
+        if self.rope_type == "llama3":
+            return _llama3(plain, self), 1.0
+        return _yarn(plain, powers, theta, self), 0.1 * math.log(self.factor) + 1.0
+
+    def to_dict(self) -> dict:
+        """Return the fields that its kind has."""
+        return {name: value for name, value in vars(self).items() if value}
+
+
+def read(kind: str, rope: dict, raw: dict, where: str) -> Scaling:
+    """Return the scaling of a config.json.
+
+    rope: the object that transformers would read; raw: all of config.json; where: its name.
+    """
+    for name, plain in NEUTRAL.items():
+        check(where, f"rope_type {kind} with {name}", rope.get(name), [plain, None])
+    # As in transformers: the field outside the object comes first, and the default is the context.
+    trained = raw.get(TRAINED) or rope.get(TRAINED) or raw.get("max_position_embeddings")
+    given = {**rope, TRAINED: trained}
+    return Scaling(kind, **{name: given[name] for name in NUMBERS[kind]})
+
+
+SCALINGS |= dict.fromkeys(NUMBERS, read)
+
+
+def _llama3(plain: Tensor, s: Scaling) -> Tensor:
+    trained, low, high = s.original_max_position_embeddings, s.low_freq_factor, s.high_freq_factor
+    wavelength = 2 * math.pi / plain
+    # 0 for the longest wavelengths, 1 for the shortest
+    kept = ((trained / wavelength - low) / (high - low)).clamp(0, 1)  # [E/2]
+    return (1 - kept) * plain / s.factor + kept * plain
+
+
+def _yarn(plain: Tensor, powers: Tensor, theta: float, s: Scaling) -> Tensor:
+    trained, E = s.original_max_position_embeddings, 2 * len(plain)
+
+    def index(rotations: float) -> float:
+        """Return the i for which a dimension rotates this often within the trained context."""
+        return E * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(index(FAST)), 0), min(math.ceil(index(SLOW)), E - 1)
+    i = torch.arange(len(plain), device=plain.device, dtype=torch.float32)
+    # 1 for the fast dimensions, which keep their frequency; 0 for the slow ones
+    kept = 1 - ((i - low) / (high - low)).clamp(0, 1)  # [E/2]
+    return 1.0 / (s.factor * powers) * (1 - kept) + plain * kept

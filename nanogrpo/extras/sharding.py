@@ -1,0 +1,101 @@
+"""How the model is sharded, selective recomputation, and determinism on GPUs.
+
+In: the options, after all automatic settings are chosen. Out: `model.sharding`, which
+distributed/fsdp.py reads. Read next: distributed/fsdp.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from nanogrpo.config import Config as Core
+from nanogrpo.config import option
+from nanogrpo.distributed.fsdp import Sharding
+from nanogrpo.feature import Feature
+
+if TYPE_CHECKING:
+    from nanogrpo.run.setup import Inputs
+
+
+# Selective checkpointing keeps the results of matrix products and attention, which cost most to
+# recompute. The operations between them (norms, rotation, SwiGLU) are cheap to recompute but their
+# results use most of the memory. The list contains parts of operation names, because not every
+# installation has all of them.
+KEPT: tuple[str, ...] = ("aten.mm.", "aten.addmm.", "mkldnn._linear_pointwise")
+KEPT += ("_scaled_dot_product_", "varlen_attn", "flash_attn")
+
+
+@dataclass(frozen=True)
+class ShardingOptions(Core):
+    """Sharding and determinism."""
+
+    cpu_offload: bool = option(
+        False,
+        "keep weights, gradients and optimizer state in host memory; copy each block to the GPU"
+        " when it runs",
+        free=True,
+    )
+    reshard_after_forward: str = option(
+        "auto",
+        "free the gathered weights of a block after its forward pass (ZeRO-3), or keep them until"
+        " the optimizer step (ZeRO-2); auto: keep them on one GPU if its free memory allows it",
+        choices=("auto", "always", "never"),
+        words={"true": "always", "false": "never"},
+        free=True,
+    )
+    reduce_gradients: str = option(
+        "auto",
+        "reduce gradients over the GPUs once per optimizer step, or after each micro-batch, which"
+        " needs almost 4 bytes less per weight but communicates more; auto: by free memory",
+        choices=("auto", "step", "micro_batch"),
+        free=True,
+    )
+    full_determinism: bool = option(
+        False,
+        "use only deterministic operations on a GPU; the backward pass of attention gets slower",
+    )
+
+
+class Sharded(Feature):
+    def __init__(self, cfg: Any):
+        if cfg.full_determinism:
+            be_deterministic()
+
+    def settings(self, cfg: Any, inputs: Inputs) -> Any:
+        """Use the settings that other features have chosen, so this feature attaches after them."""
+        shard(inputs.model, cfg)
+        return cfg
+
+
+def shard(model: Any, cfg: Any) -> None:
+    """Pass the options for sharding to fsdp.py."""
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, lambda _context, op, *_, **__: _policy(op)
+    )
+    model.sharding = Sharding(
+        keep_gathered=cfg.reshard_after_forward == "never",
+        reduce_each=cfg.reduce_gradients == "micro_batch",
+        offload=cfg.cpu_offload,
+        contexts=contexts if cfg.checkpointing == "selective" else None,
+    )
+
+
+@functools.cache
+def _policy(op: Any) -> CheckpointPolicy:
+    kept = any(part in str(op) for part in KEPT)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def be_deterministic() -> None:
+    """Use only deterministic operations on a GPU."""
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    # Not needed, and slow. torch defines this property of a module dynamically.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)

@@ -1,0 +1,1 @@
+"""Tools, environments and rollout functions. Start with turns.py."""

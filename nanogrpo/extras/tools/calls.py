@@ -1,0 +1,378 @@
+"""Tool calls: the model calls Python functions in the middle of a completion and reads the results.
+
+    def multiply(a: int, b: int) -> int: …                         # --tools file.py:multiply
+
+    model   <tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call><|im_end|>
+    tool    <|im_start|>user <tool_response>42</tool_response><|im_end|><|im_start|>assistant
+    model   The product is 42.<|im_end|>
+
+In: samples without tokens. Out: the same samples with all turns (turns.py), and the conversation as
+messages for the reward functions (`Sample.conversation`). Only the model's tokens are trained on,
+and they are never decoded and encoded again: the text between two turns is encoded on its own, as
+the model's chat template writes it.
+
+If a call fails (malformed JSON, an unknown name, wrong arguments, an exception, --tool-timeout),
+the error is the tool's answer, from which the model can learn. Read before: turns.py. Read next:
+environments.py, feature.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import json
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+from nanogrpo.engine.base import stream
+from nanogrpo.errors import UserError, text_of
+from nanogrpo.extras.options import Config
+from nanogrpo.extras.tools.environments import Environments, methods
+from nanogrpo.extras.tools.timelimit import limited
+from nanogrpo.extras.tools.turns import Turns
+from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.rewards.call import start_loop
+from nanogrpo.types import Conversation, Prompt, Sample
+
+BLOCK = re.compile(r"<think>(.*?)(?:</think>|\Z)|<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+FORM = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>, in valid JSON'
+# Words that occur in no template: they mark places in a text that a template has rendered.
+QUESTION, ARGUMENT, ANSWER = "Qquestion7x", "Qargument7x", "Qanswer7x"
+
+
+class Call(NamedTuple):
+    """A tool call that the model wrote. name: "" if it cannot be read."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Answer(NamedTuple):
+    """What a tool answered."""
+
+    content: str
+    failed: bool = False
+
+
+@dataclasses.dataclass
+class ToolConversation(Conversation):
+    """A completion with tool calls, as messages."""
+
+    calls: int = 0
+    failures: int = 0  # how many of them failed
+
+
+class ToolCalls:
+    """A rollout function (turns.py) that lets the model call tools, as TRL's `tools` and
+    `environment_factory` do.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        tokenizer: Tokenizer,
+        functions: Sequence[Callable] = (),
+        environments: Environments | None = None,
+    ):
+        """Describe the tools. Raises UserError if that is impossible, or if the chat template
+        cannot render tool calls.
+        """
+        self.tokenizer, self.functions, self.environments = tokenizer, functions, environments
+        self.max_iterations, self.timeout = cfg.max_tool_calling_iterations, cfg.tool_timeout
+        self.template = {"enable_thinking": cfg.enable_thinking} | (cfg.chat_template_kwargs or {})
+        # The limit for a prompt together with the observation of an environment (None: no limit).
+        self.max_prompt_length: int | None = None
+        # Async tools share one event loop, because an HTTP client can only be used in one.
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.stops = [
+            tokenizer.decode([id], skip_special_tokens=False) for id in tokenizer.stop_token_ids
+        ]
+        self.schemas = schemas(functions, environments)
+        described = [each["function"] for each in self.schemas]
+        self.names = [each["name"] for each in described]
+        self.arguments = {each["name"]: each["parameters"]["properties"] for each in described}
+        self._check()
+        # Some templates end with "<think>", so the model starts inside a thought.
+        opens = self._render([{"role": "user", "content": QUESTION}]).rstrip().endswith("<think>")
+        self.opening = "<think>" if opens else ""
+
+    def __call__(self, samples: list[Sample], turns: Turns) -> None:
+        for s in samples:
+            s.conversation = ToolConversation([])
+        if self.environments:
+            self._reset(self.environments, samples)
+        active = samples
+        for iteration in itertools.count(1):
+            starts = [len(s.token_ids) for s in active]
+            turns.generate(active)
+            found = [(s, self._read(s, start)) for s, start in zip(active, starts)]
+            if 0 < self.max_iterations < iteration:
+                return
+            # a truncated turn leaves no room for an answer
+            asking = [(s, calls) for s, calls in found if calls and s.stopped]
+            answers = iter(self._awaited([self._call(s, c) for s, calls in asking for c in calls]))
+            active = []
+            for s, calls in asking:
+                if self._insert(s, calls, [next(answers) for _ in calls], turns):
+                    active.append(s)
+            if not active:
+                return
+
+    # --- environments ---
+
+    def _reset(self, environments: Environments, samples: list[Sample]) -> None:
+        """Reset an environment for each sample, and show the model what it observes, at the end of
+        the prompt's last message, as in TRL.
+        """
+        shown: dict[tuple[int, str], Prompt] = {}
+        for i, s in enumerate(samples):
+            observation = environments.reset(i, s.prompt)
+            _conversation(s).arguments = {"environments": environments.get(i)}
+            # Samples that observe the same share the computation of their prompt, by its id.
+            key = s.prompt.id, observation
+            if key not in shown:
+                others = sum(id == s.prompt.id for id, _ in shown)
+                shown[key] = self._observed(s.prompt, observation, others)
+            s.prompt = shown[key]
+
+    def _observed(self, prompt: Prompt, observation: str, others: int) -> Prompt:
+        """Return a prompt with an observation. others: how many others the prompt has."""
+        if not (observation or others):
+            return prompt
+        last: Any = prompt.text[-1]  # a dict, see `Tools.encode`
+        if not isinstance(last["content"], str):
+            raise UserError(
+                "--environment-factory works with texts only, but the messages of prompt "
+                f"{prompt.id} have pictures or parts: write each content as a text."
+            )
+        text = [*prompt.text[:-1], {**last, "content": last["content"] + observation}]
+        ids = self.tokenizer.encode(self._render(text))
+        if self.max_prompt_length is not None and len(ids) > self.max_prompt_length:
+            raise UserError(
+                f"--environment-factory: with the observation of reset, prompt {prompt.id} has "
+                f"{len(ids)} tokens, but the limit is {self.max_prompt_length}; shorten the "
+                "observation, or raise --max-prompt-length."
+            )
+        id = stream(prompt.id, others, 0, 0) if others else prompt.id
+        return dataclasses.replace(prompt, id=id, text=text, token_ids=ids)
+
+    # --- a round of calls ---
+
+    def _read(self, s: Sample, start: int) -> list[Call]:
+        """Add the turn that starts at token `start` to the conversation. Return its tool calls."""
+        ids = s.token_ids[start:]
+        text = self.tokenizer.decode(ids[:-1] if s.stopped else ids, skip_special_tokens=False)
+        message, calls = parse(self.opening + text)
+        for call in calls:
+            self._convert(call)
+        _conversation(s).messages.append(message)
+        return calls
+
+    def _convert(self, call: Call) -> None:
+        """Convert arguments that the model has written as text, such as "7" for 7."""
+        expected = self.arguments.get(call.name, {})
+        for name, value in call.arguments.items():
+            types = expected.get(name, {}).get("type", "string")
+            if isinstance(value, str) and "string" not in types:
+                # text that is not JSON stays as it is, and the tool may refuse it
+                with contextlib.suppress(ValueError, RecursionError):
+                    call.arguments[name] = json.loads(value)
+
+    def _call(self, s: Sample, call: Call) -> Answer | Coroutine:
+        """Make a call. For an async function, return the coroutine."""
+        environment = _conversation(s).arguments.get("environments")
+        own = methods(environment) if environment is not None else []
+        functions = {f.__name__: f for f in [*self.functions, *own]}
+        if not call.name:
+            return failed(f"The tool call cannot be read: write {FORM}.")
+        if call.name not in functions:
+            return failed(f"Tool {call.name} not found.")
+        try:
+            result = limited(lambda: functions[call.name](**call.arguments), self.timeout)
+            return result if inspect.iscoroutine(result) else Answer(readable(result))
+        except (Exception, SystemExit) as e:  # the tool may raise anything
+            return failed(e)
+
+    def _awaited(self, calls: list[Answer | Coroutine]) -> list[Answer]:
+        """Run the coroutines on the event loop, and return all answers."""
+
+        async def attempt(call: Answer | Coroutine) -> Answer:
+            if isinstance(call, Answer):
+                return call
+            try:
+                return Answer(readable(await asyncio.wait_for(call, self.timeout or None)))
+            except (Exception, SystemExit) as e:  # the tool may raise anything
+                return failed(e)
+
+        async def together() -> list[Answer]:
+            return await asyncio.gather(*map(attempt, calls))
+
+        self.loop = self.loop or start_loop()
+        future = asyncio.run_coroutine_threadsafe(together(), self.loop)
+        try:
+            return future.result(self.timeout + 1.0 if self.timeout else None)
+        except concurrent.futures.TimeoutError as e:  # a tool blocks the loop
+            self.loop = None
+            return [call if isinstance(call, Answer) else failed(e) for call in calls]
+
+    def _insert(self, s: Sample, calls: list[Call], answers: list[Answer], turns: Turns) -> bool:
+        """Append the answers to the sample. Return whether it continues.
+
+        As in TRL, answers that do not fit into the completion are left out as a whole.
+        """
+        conversation = _conversation(s)
+        conversation.calls += len(answers)
+        conversation.failures += sum(answer.failed for answer in answers)
+        messages = [
+            {"role": "tool", "name": call.name or "unknown", "content": answer.content}
+            for call, answer in zip(calls, answers)
+        ]
+        ids = self._between(messages)
+        if len(ids) >= turns.room(s):
+            s.stopped = False  # the length limit ends it, not the model
+            return False
+        turns.observe(s, ids)
+        conversation.messages += messages
+        return True
+
+    # --- the chat template ---
+
+    def _render(self, messages: list[dict]) -> str:
+        return self.tokenizer.render(messages, tools=self.schemas, **self.template)
+
+    def _between(self, answers: list[dict]) -> list[int]:
+        """Return the ids that follow the end of the model's turn: the answers, in the form of the
+        template, and the beginning of the model's next turn.
+        """
+        encode, contents = self.tokenizer.encode, [each["content"] for each in answers]
+        if all(encode(text) == encode(text, special=False) for text in contents):
+            return encode(self._after_turn(answers))
+        # An answer that contains "<|im_end|>" must not end a turn, so its text is encoded on its
+        # own, without special tokens.
+        marked = [{**each, "content": f"{ANSWER}{i}x"} for i, each in enumerate(answers)]
+        ids: list[int] = []
+        for i, part in enumerate(re.split(rf"{ANSWER}(\d+)x", self._after_turn(marked))):
+            ids += encode(contents[int(part)], special=False) if i % 2 else encode(part)
+        return ids
+
+    def _after_turn(self, answers: list[dict]) -> str:
+        """Return what the template writes after the end token of a turn with tool calls.
+
+        The conversation before it does not matter, so a short one is rendered. Raises ValueError if
+        the template does not end a turn with a stop token.
+        """
+        text = self._example(answers).partition(ARGUMENT)[2]
+        _, end = min((text.index(stop), stop) for stop in self.stops if stop in text)
+        return text.partition(end)[2]
+
+    def _example(self, answers: list[dict]) -> str:
+        """Return a short conversation with these answers to one call."""
+        function = {"name": answers[0]["name"], "arguments": {"x": ARGUMENT}}
+        calls = [{"type": "function", "function": function}]
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        return self._render([{"role": "user", "content": QUESTION}, turn, *answers])
+
+    def _check(self) -> None:
+        option, name = "--tools" if self.functions else "--environment-factory", self.names[0]
+        if len(self.arguments) < len(self.names):
+            twice = max(self.names, key=self.names.count)
+            raise UserError(f"{option}: two tools have the name {twice}: rename one of them.")
+        answer = {"role": "tool", "name": name, "content": ANSWER}
+        try:
+            before, _, after = self._example([answer]).partition(QUESTION)
+            works = parse(after.partition(ANSWER)[0])[1] == [Call(name, {"x": ARGUMENT})]
+            works = works and ANSWER in after and all(each in before for each in self.names)
+            self._between([answer])
+        except (UserError, ValueError):
+            works = False
+        if not works:
+            raise UserError(
+                f"{option}: the model's chat template cannot show tools and calls in the form "
+                "<tool_call>{…}</tool_call>: use a Qwen or Hermes model, whose template has this "
+                "form."
+            )
+
+
+def schemas(functions: Sequence[Callable], environments: Environments | None) -> list[dict]:
+    """Return the JSON schemas of the tools, made from their type hints and docstrings."""
+    try:
+        # this takes a second, and only a run with tools needs it
+        from transformers.utils import get_json_schema
+    except ImportError as e:
+        raise UserError(
+            "--tools and --environment-factory need transformers, which describes tools to the "
+            "model: pip install 'nanogrpo[tools]'."
+        ) from e
+    out = []
+    for function in [*functions, *(methods(environments.get(0)) if environments else ())]:
+        try:
+            out.append(get_json_schema(function))
+        except Exception as e:  # evaluating a hint that is written as text may raise anything
+            raise UserError(
+                f"--tools or --environment-factory: {function!r} cannot be described to the model "
+                f"({e}): give it type hints, and a docstring with a section `Args:`."
+            ) from e
+    return out
+
+
+def _conversation(s: Sample) -> ToolConversation:
+    assert isinstance(s.conversation, ToolConversation)  # set by `__call__`
+    return s.conversation
+
+
+# --- the model's text ---
+
+
+def parse(text: str) -> tuple[dict, list[Call]]:
+    """Parse a text into an assistant message and its tool calls.
+
+    Ignore calls inside a thought. A call that cannot be read stays in the content.
+    """
+    content, thoughts, calls, end = [], [], [], 0
+    for block in BLOCK.finditer(text):
+        content.append(text[end : block.start()])
+        end = block.end()
+        thought, written, closed = block.groups()
+        if written is None:
+            thoughts.append(thought)
+            continue
+        calls.append(read_call(written) if closed else Call("", {}))
+        if not calls[-1].name:
+            content.append(block[0])
+    content.append(text[end:])
+    message: dict[str, Any] = {"role": "assistant", "content": _joined(content)}
+    if thought := _joined(thoughts):
+        message["reasoning_content"] = thought
+    if made := [call._asdict() for call in calls if call.name]:
+        message["tool_calls"] = [{"type": "function", "function": each} for each in made]
+    return message, calls
+
+
+def _joined(texts: list[str]) -> str:
+    return "\n".join(filter(None, map(str.strip, texts)))
+
+
+def read_call(text: str) -> Call:
+    """Parse the JSON text of a call."""
+    # RecursionError: too many brackets
+    with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments") or {}
+        if isinstance(name, str) and isinstance(arguments, dict):
+            return Call(name, arguments)
+    return Call("", {})
+
+
+def failed(error: str | BaseException) -> Answer:
+    text = error if isinstance(error, str) else text_of(error) or type(error).__name__
+    return Answer(readable({"error": text}), failed=True)
+
+
+def readable(result: object) -> str:
+    """Return a result as text that can be encoded: half of a surrogate pair cannot."""
+    return str(result).encode("utf-8", "replace").decode()

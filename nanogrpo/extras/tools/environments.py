@@ -1,0 +1,90 @@
+"""Environments: each completion has an object of its own, whose methods the model calls.
+
+    class Countdown:                                    # --environment-factory file.py:Countdown
+        def reset(self, start, **row): …                # before each completion
+        def step(self, by: int) -> int: …               # a tool, as every other public method
+        def get_reward(self) -> float: …                # --reward-funcs environment
+
+In: the class. Out: its objects, which are made once and reset for each sample. Read next: calls.py
+(which calls the methods), feature.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from nanogrpo.errors import UserError, text_of
+from nanogrpo.extras.tools.timelimit import limited
+from nanogrpo.types import Prompt
+
+
+class Environments:
+    def __init__(self, factory: Callable[[], Any], timeout: float = 0.0):
+        """Make the first environment. timeout: seconds for a call of the user's class; 0: no limit.
+
+        Raises UserError if that fails, or if the class lacks what it needs.
+        """
+        self.factory, self.timeout = factory, timeout
+        self.pool: list[Any] = []
+        first = self.get(0)
+        self.name = type(first).__name__
+        if not (hasattr(first, "reset") and methods(first)):
+            raise UserError(
+                f"--environment-factory: {self.name} needs a method `reset(self, **row)`, which is "
+                "called before each completion, and another, such as step, for the model to call."
+            )
+
+    def get(self, i: int) -> Any:
+        """Return the i-th environment."""
+        if i == len(self.pool):
+            self.pool.append(self._call(self.factory, "the class"))
+        return self.pool[i]
+
+    def reset(self, i: int, prompt: Prompt) -> str:
+        """Reset an environment with the columns of its prompt. Return what the model observes."""
+        row = {"prompt": prompt.text, **prompt.columns}
+        what = f"{self.name}.reset (prompt {prompt.id})"
+        observation = self._call(lambda: self.get(i).reset(**row), what)
+        if not isinstance(observation, str | None):
+            raise UserError(
+                f"--environment-factory: {what} returned a {type(observation).__name__}: return a "
+                "text, which is added to the prompt, or None."
+            )
+        return observation or ""
+
+    def _call(self, function: Callable[[], Any], what: str) -> Any:
+        """Call the user's code, and turn what it raises into a UserError."""
+        try:
+            return limited(function, self.timeout)
+        except (Exception, SystemExit) as e:  # the user's code may raise anything
+            raise UserError(
+                f"--environment-factory: {what} raised {type(e).__name__}: {text_of(e)}; fix it."
+            ) from e
+
+    def reward(self) -> Callable | None:
+        """Return the reward function that calls `get_reward` of the environments, named after their
+        class; None if they have no such method.
+        """
+        method = getattr(self.pool[0], "get_reward", None)
+        if method is None:
+            return None
+
+        def get_reward(environments: list, **kwargs) -> list[float | None]:
+            return [environment.get_reward() for environment in environments]
+
+        async def get_reward_async(environments: list, **kwargs) -> list[float | None]:
+            return [await environment.get_reward() for environment in environments]
+
+        function = get_reward_async if inspect.iscoroutinefunction(method) else get_reward
+        function.__name__ = self.name
+        return function
+
+
+def methods(environment: Any) -> list[Callable]:
+    """Return the methods of an environment that are tools."""
+    # found on the class, because getmembers of the instance would evaluate its properties
+    found = inspect.getmembers(type(environment), inspect.isfunction)
+    names = [name for name, _ in found if name not in ("reset", "get_reward") and name[0] != "_"]
+    return [getattr(environment, name) for name in names]

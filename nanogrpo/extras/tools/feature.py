@@ -1,0 +1,107 @@
+"""How tools, environments and rollout functions attach to a run.
+
+In: --tools, --environment-factory and --rollout, or the objects themselves (extras/api.py). Out: an
+engine around the engine (turns.py), the tools in the chat template, the reward function
+`environment`, and two metrics. Read next: turns.py, calls.py, environments.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import current_thread, main_thread
+from typing import TYPE_CHECKING, Any, cast
+
+from nanogrpo.config import Config as Core
+from nanogrpo.engine.base import Engine
+from nanogrpo.errors import UserError
+from nanogrpo.extras.options import Config
+from nanogrpo.extras.tools.calls import ToolCalls, ToolConversation, schemas
+from nanogrpo.extras.tools.environments import Environments
+from nanogrpo.extras.tools.turns import TurnsEngine
+from nanogrpo.feature import Feature
+from nanogrpo.model.decoder import Decoder
+from nanogrpo.rewards import plugin
+from nanogrpo.types import Prompt, Sample
+
+if TYPE_CHECKING:  # these import the features
+    from nanogrpo.run.setup import Inputs, Run
+
+
+class Tools(Feature):
+    """What --tools, --environment-factory or --rollout attach."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        functions: Sequence[Callable] = (),
+        environment_factory: Callable | None = None,
+        rollout: Callable | None = None,
+    ):
+        """Import what the options name, unless the objects are given."""
+        self.cfg, self.rollout, factory = cfg, rollout, environment_factory
+        self.calls: ToolCalls | None = None  # made when there is a tokenizer
+        self.functions = functions or [plugin.load(name, "--tools") for name in cfg.tools]
+        if cfg.rollout and not rollout:
+            self.rollout = plugin.load(cfg.rollout, "--rollout")
+        if cfg.environment_factory and not factory:
+            factory = plugin.load(cfg.environment_factory, "--environment-factory")
+        if not self.rollout and cfg.tool_timeout and current_thread() is not main_thread():
+            raise UserError(
+                f"--tool-timeout {cfg.tool_timeout:g} needs a signal, which only the main thread "
+                "receives: train there, or use 0."
+            )
+        self.environments = Environments(factory, cfg.tool_timeout) if factory else None
+        self.schemas = schemas(self.functions, self.environments) if not self.rollout else []
+        self.own_reward = self.environments.reward() if self.environments else None
+        if (self.own_reward is not None) != ("environment" in cfg.reward_funcs):
+            raise UserError(
+                "--reward-funcs environment calls get_reward of --environment-factory: if the "
+                "class has this method, name environment, and otherwise leave it out."
+            )
+
+    def reward(self, name: str, *_: Any) -> Callable | None:
+        return self.own_reward if name == "environment" else None
+
+    def model(self, model: Decoder, inputs: Inputs) -> None:
+        """Check that the chat template of the model can show tools."""
+        if self.rollout is None:
+            tokenizer = inputs.tokenizer
+            self.calls = ToolCalls(self.cfg, tokenizer, self.functions, self.environments)
+
+    def encode(self, prompt: Prompt, variables: dict, *_: Any) -> None:
+        """Show the tools to the model, which needs a chat template: a text becomes a message."""
+        if not self.schemas:
+            return
+        if isinstance(prompt.text, str):
+            prompt.text = [{"role": "user", "content": prompt.text}]
+        if variables.get("tools"):
+            raise UserError("it has `tools` of its own, but --tools names others: leave one out.")
+        variables["tools"] = self.schemas
+
+    def settings(self, cfg: Core, inputs: Inputs) -> Core:
+        """Make room for the observations of environments, which make prompts longer."""
+        if self.environments and self.calls:
+            room = inputs.model.cfg.max_position_embeddings - cfg.max_completion_length
+            longest = min(max(inputs.longest_prompt, cfg.max_prompt_length), room)
+            self.calls.max_prompt_length = inputs.longest_prompt = longest
+        return cfg
+
+    def wrap(self, engine: Engine, run: Run) -> Engine:
+        # Every tool call has a limit of its own, but together they may take long.
+        world = run.world.patient() if self.calls and self.cfg.tool_timeout else run.world
+        function = self.rollout or self.calls
+        assert function is not None
+        vocab_size = run.model.cfg.vocab_size
+        return TurnsEngine(engine, function, run.tokenizer, vocab_size, world.gather)
+
+    def metrics(self, run: Run, samples: list[Sample]) -> dict[str, float]:
+        """Return the calls per completion, and the fraction of the calls that failed."""
+        if self.calls is None:
+            return {}
+        conversations = [cast(ToolConversation, s.conversation) for s in samples]
+        counts = run.world.concat([(c.calls, c.failures) for c in conversations])
+        calls, failures = map(sum, zip(*counts))
+        return {
+            "tools/call_frequency": calls / len(counts),
+            "tools/failure_frequency": failures / max(calls, 1),
+        }

@@ -1,0 +1,42 @@
+"""Limit the time of a call.
+
+In: a function and a number of seconds. Out: its result, or TimeoutError. Read before: calls.py.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class Overtime(KeyboardInterrupt):
+    """Raised in a function when its time is over. `except Exception` does not catch it."""
+
+
+def limited(function: Callable[[], Any], seconds: float) -> Any:
+    """Call a function. If it has not returned after `seconds`, end it and raise TimeoutError. 0: no
+    limit.
+
+    A signal interrupts Python code and waiting for input, but a computation in C only when it
+    returns. Only the main thread can use signals. A function that catches the interrupt continues
+    without a limit.
+    """
+    if not seconds:
+        return function()
+
+    def over(number: int, frame: FrameType | None) -> None:
+        raise Overtime
+
+    before = signal.signal(signal.SIGALRM, over)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            return function()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except Overtime:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    finally:
+        signal.signal(signal.SIGALRM, before)

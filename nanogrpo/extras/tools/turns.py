@@ -1,0 +1,206 @@
+"""Completions in several turns: a user's function decides when the model writes and what it reads
+in between, such as a tool's answers.
+
+    def rollout(samples, turns):                              # --rollout file.py:rollout
+        while samples := turns.generate(samples, stop=("=",)):    # samples that stopped at "="
+            for s in samples:
+                turns.observe(s, calculate(turns.text(s)))        # read, but not trained on
+
+In: the samples of a step, without tokens. Out: the same samples with token_ids, is_model_token
+(false for a tool's answer), logp (0 for an answer) and versions. A function may also set these
+fields itself, from its own engine. A completion, including tool answers, has at most
+max_completion_length tokens. examples/calculator.py is a complete example.
+
+The ranks of a run sample together (rank 0 sends the requests of all ranks to the vLLM servers), but
+their conversations differ in the number of turns. So the ranks exchange their state before each
+turn, and a rank that has finished keeps taking part until all have. Read before: ../wrapper.py.
+Read next: grpo/packing.py (how a completion that contains tool output is trained on).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from nanogrpo.engine.base import Engine, SamplingParams, stream
+from nanogrpo.errors import UserError, text_of
+from nanogrpo.extras.wrapper import Wrapper
+from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.types import Prompt, Sample
+
+Rollout = Callable[[list[Sample], "Turns"], None]
+
+
+@dataclass
+class Turns:
+    """The model, as a rollout function uses it. n: samples per prompt. gather: World.gather."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    n: int
+    params: SamplingParams
+    step: int
+    gather: Callable[[str], list[str]]
+    # id(sample) → its number of turns so far, which is part of the random key
+    count: Counter[int] = field(default_factory=Counter)
+
+    def generate(self, samples: Sequence[Sample], stop: Sequence[str] = ()) -> list[Sample]:
+        """Let the model write one turn of each sample that has room left.
+
+        A turn ends where the completion ends, or at one of the strings in `stop`. Each of them must
+        be a single token, which is part of the turn. Return the samples that ended at one of `stop`
+        and still have room.
+        """
+        stops = tuple(self._token(text) for text in stop)
+        todo = [s for s in samples if self.room(s) > 0]
+        self.turn(todo, stops)
+        return [s for s in todo if s.token_ids[-1] in stops and not s.stopped and self.room(s) > 0]
+
+    def observe(self, sample: Sample, answer: str | Sequence[int]) -> None:
+        """Append text or token ids that the model did not write, truncated to the room that is
+        left.
+
+        Special tokens in text are encoded as ordinary text, so a tool that answers "<|im_end|>"
+        cannot end the turn. To add special tokens around an answer, pass ids:
+        turns.tokenizer.encode("<|im_end|>").
+        """
+        if isinstance(answer, str):
+            answer = self.tokenizer.encode(answer, special=False)
+        ids = list(answer)[: self.room(sample)]
+        versions = [self.engine.version] * len(ids)
+        _append(sample, ids, [0.0] * len(ids), versions, is_model_token=False)
+
+    def text(self, sample: Sample) -> str:
+        """Return the completion so far, without special tokens."""
+        return self.tokenizer.decode(sample.token_ids)
+
+    def room(self, sample: Sample) -> int:
+        """Return how many more tokens fit into the completion."""
+        return self.params.max_tokens - len(sample.token_ids)
+
+    def _token(self, text: str) -> int:
+        ids = self.tokenizer.encode(text)
+        if len(ids) != 1:
+            raise UserError(
+                f"--rollout stops at {text!r}, which is {len(ids)} tokens: choose a text that is "
+                "one token."
+            )
+        return ids[0]
+
+    def turn(self, samples: Sequence[Sample], stops: Sequence[int], done: bool = False) -> bool:
+        """Append one turn to each sample. Every rank must call it; with `done`, it has no more
+        samples.
+
+        Return whether any rank still has turns to sample.
+        """
+        # In the first turn of complete groups, the completions of a group can share the computation
+        # of their prompt. But a function may also pass only some of the samples, or a different
+        # order.
+        groups = len(samples) % self.n == 0 and all(
+            s.prompt is samples[i - i % self.n].prompt for i, s in enumerate(samples)
+        )
+        first = groups and not self.count and not any(s.token_ids for s in samples)
+        states = self.gather("done" if done else "first turn" if first else "later turn")
+        if all(state == "done" for state in states):
+            return False
+        params = dataclasses.replace(
+            self.params, stop_token_ids=(*self.params.stop_token_ids, *stops)
+        )
+        # each sample becomes a prompt, whose id is the random key of its turn
+        if "later turn" in states:
+            n = 1
+            prompts = [
+                Prompt(
+                    stream(s.prompt.id, s.index, self.count[id(s)], 0),
+                    "",
+                    s.prompt.token_ids + s.token_ids,
+                    max_tokens=self.room(s),
+                    inputs=s.prompt.inputs,
+                )
+                for s in samples
+            ]
+        else:
+            n, prompts = self.n, [s.prompt for s in samples[:: self.n]]
+        for s, turn in zip(samples, self.engine.sample(prompts, n, params, self.step)):
+            _append(s, turn.token_ids, turn.logp, turn.versions, is_model_token=True)
+            s.stopped = turn.token_ids[-1] in self.params.stop_token_ids
+            self.count[id(s)] += 1
+        return True
+
+
+def _append(
+    s: Sample, ids: list[int], logp: list[float], versions: list[int], *, is_model_token: bool
+) -> None:
+    s.token_ids += ids
+    s.logp += logp
+    s.versions += versions
+    s.is_model_token = [*(s.is_model_token or []), *[is_model_token] * len(ids)]
+
+
+class TurnsEngine(Wrapper):
+    """A wrapper around an engine: a rollout function writes the completions (see the module
+    docstring).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        function: Rollout,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        gather: Callable[[str], list[str]],
+    ):
+        self.engine, self.function, self.tokenizer = engine, function, tokenizer
+        self.vocab_size, self.gather = vocab_size, gather
+        self.name = f"--rollout: {getattr(function, '__name__', type(function).__name__)}"
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams,
+        step: int,
+    ) -> list[Sample]:
+        """Return n completions of each prompt, in order.
+
+        Raises UserError if the function raises, or if what it writes cannot be trained on.
+        """
+        samples = [
+            Sample(p, j, [], [], False, [], is_model_token=[]) for p in prompts for j in range(n)
+        ]
+        turns = Turns(self.engine, self.tokenizer, n, params, step, self.gather)
+        try:
+            self.function(list(samples), turns)
+        except (UserError, FloatingPointError):
+            raise
+        # The user's code may raise anything, and sys.exit(0) must not look like success.
+        except (Exception, SystemExit) as e:
+            kind, text = type(e).__name__, text_of(e)
+            raise UserError(f"{self.name} raised {kind}: {text}; fix the function.") from e
+        while turns.turn([], [], done=True):  # while other ranks have more turns
+            pass
+        for s in samples:
+            self._check(s, params.max_tokens)
+        return samples
+
+    def _check(self, s: Sample, limit: int) -> None:
+        flags, version = s.is_model_token or [], self.engine.version
+        where = f"{self.name} left sample {s.index} of prompt {s.prompt.id} with"
+        if not any(flags):
+            raise UserError(
+                f"{where} no token that the model wrote: call turns.generate on every sample."
+            )
+        if not (
+            len(s.token_ids) == len(s.logp) == len(s.versions) == len(flags) <= limit
+            and {*s.versions} == {version}
+            and all(0 <= t < self.vocab_size for t in s.token_ids)
+            and all(-math.inf < x <= 1e-3 for x in s.logp)
+        ):
+            raise UserError(
+                f"{where} tokens that cannot be trained on: give each one an id of the model's "
+                f"tokenizer, a log-probability, turns.engine.version ({version}) and is_model_token"
+                f", and at most --max-completion-length {limit} of them, tool answers included."
+            )

@@ -1,0 +1,328 @@
+"""TRL's options that do not exist here under the same name: what each becomes, or why it cannot.
+
+    translate({"use_peft": True, "per_device_train_batch_size": 8})
+        → {"lora_r": 16, "generation_batch_size": 8, "steps_per_generation": 1}
+
+In: options by name, from the command line or a file. Out: options of `Config`. The meaning of an
+option is translated only where it is clear; otherwise a UserError says what to use instead, or why
+there is no such option. The tables cover every field of TRL 1.16.0's GRPOConfig, ModelConfig and
+script arguments and of transformers' TrainingArguments. The tables in docs/trl.md are printed from
+them (python docs/trl_tables.py). Read before: cli.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from nanogrpo.config import dashed
+from nanogrpo.errors import UserError
+from nanogrpo.extras.options import LOSS_CONSTANTS, Config
+
+log = logging.getLogger("nanogrpo")
+
+OF_LOSSES = LOSS_CONSTANTS["sapo"] | LOSS_CONSTANTS["vespo"]
+
+# --- the tables: an entry is the answer for all names in its key, in Markdown -------------------
+
+# The same option under another name.
+RENAMED = {
+    "model_name_or_path": "model",
+    "dataset_name": "data",
+    "warmup_ratio": "warmup_steps",
+    "activation_checkpointing": "gradient_checkpointing",
+    "vllm_server_base_url": "server",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+}
+
+# Options that `translate` understands, with what they become.
+TRANSLATED = {
+    "per_device_train_batch_size gradient_accumulation_steps": "`--generation-batch-size` and"
+    " `--steps-per-generation`; micro-batches follow from `--token-budget`",
+    "use_vllm": "`true` is `--engine vllm`, with TRL's default `vllm_mode`; `false` is"
+    " `--engine local`",
+    "vllm_mode": "`colocate`, the default: without `--server`, the trainer starts a vLLM server on"
+    " its own GPU; `server`: `--server`, with the address of a server that you have started",
+    "vllm_server_host vllm_server_port": "`--server http://HOST:PORT`",
+    "vllm_gpu_memory_utilization vllm_tensor_parallel_size": "the options of the same names in"
+    " `--vllm-options`, as in TRL only for a server that the trainer starts; by default, the memory"
+    " is chosen from what is free",
+    "vllm_importance_sampling_correction": "`true` is `--vllm-importance-sampling-mode"
+    " sequence_mask`, unless another mode is given; `false` is `off`",
+    "use_peft": "`true` is `--lora-r 16`, unless another rank is given; `false` is `--lora-r 0`",
+    "use_cpu": "`true` is `--device cpu`; otherwise a GPU is used if there is one",
+    "resume_from_checkpoint": "`true` is `--resume`, which continues from the last checkpoint in"
+    " `--output-dir`; to continue from an earlier one, remove those after it",
+    "eval_strategy": "`steps` changes nothing, and `no` is `--eval-steps 0`; otherwise give a"
+    " number to `--eval-steps`",
+    "greater_is_better": "the best checkpoint has the highest value of `--metric-for-best-model`",
+}
+
+# Another option serves this purpose, but its values mean something else.
+INSTEAD = {
+    "save_strategy": "use `--save-steps`, where 0 means only after the last step",
+    "auto_find_batch_size": "leave out `--token-budget`, which is chosen from the free memory of a"
+    " GPU before the run",
+    "data_seed": "use `--seed`, which is the seed of all randomness",
+    "accelerator_config deepspeed fsdp fsdp_config parallelism_config local_rank": "start one"
+    " process per GPU with torchrun, which always shards the weights; see"
+    " `--reshard-after-forward` and `--cpu-offload`",
+    "push_to_hub hub_model_id hub_private_repo hub_token hub_strategy hub_always_push"
+    " hub_revision": "run `hf upload` after the training (docs/running.md)",
+    "save_only_model": "remove `checkpoint-N/state` when the run is done, because only `--resume`"
+    " needs it",
+    "log_unique_prompts log_completions_hub_repo log_multimodal": "`--log-completions` writes files"
+    " with all completions and pictures",
+    "project": "set TRACKIO_PROJECT or WANDB_PROJECT, for `--report-to trackio` or `wandb`",
+    "torch_empty_cache_steps": "lower `--token-budget`; the allocator's segments can grow, so no"
+    " gaps need to be freed (docs/memory.md)",
+    "vllm_server_timeout": "use `--server-timeout`",
+    "vllm_model_impl": 'use `--vllm-options="--model-impl transformers"`',
+    "reward_model_name_or_path": "use `--reward-funcs model:FOLDER`",
+    "datasets test_split_size": "use `--data` with several sources and `--eval-data`",
+    "min_p": "use `--top-p` or `--top-k`",
+    " ".join(OF_LOSSES): "use `--loss-kwargs`, a JSON object with these names",
+    "use_adaptive_entropy entropy_target entropy_coef_min entropy_coef_max"
+    " entropy_coef_delta": "use a constant `--entropy-coef`",
+    "env": "set environment variables in the shell; there is no option for them",
+}
+
+# Leaving these out changes nothing that matters, so they are accepted and ignored.
+IGNORED = {
+    "bf16 tf32 dtype torch_dtype": "a GPU computes in bfloat16 and a CPU in float32, weights are"
+    " trained in float32, and checkpoints have the dtype of the base model",
+    "shuffle_dataset": "prompts are always shuffled, by `--seed` and epoch",
+    "bnb_4bit_quant_storage use_bnb_nested_quant": "`--load-in-4bit` stores bytes, and always"
+    " quantizes the scales of its blocks, too",
+    "logging_strategy logging_steps logging_first_step logging_nan_inf_filter disable_tqdm"
+    " log_level log_level_replica log_on_each_node": "every step is logged, by the first process",
+    "include_num_input_tokens_seen skip_memory_metrics": "tokens and memory are always logged",
+    "dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context"
+    " dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory"
+    " dataloader_prefetch_factor length_column_name": "all prompts are in memory, and no worker"
+    " loads them",
+    "remove_unused_columns": "reward functions receive all columns",
+    "ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters"
+    " ddp_static_graph ds3_gather_for_generation ignore_bias_buffers": "weights are sharded with"
+    " FSDP2",
+    "average_tokens_across_devices": "the loss is always averaged over the tokens of all processes",
+    "batch_eval_metrics eval_accumulation_steps eval_do_concat_batches eval_use_gather_object"
+    " include_for_metrics label_names per_device_eval_batch_size prediction_loss_only": "an"
+    " evaluation scores completions with the reward functions, and `--max-concurrent` says how many"
+    " are sampled at once",
+    "do_train do_eval do_predict eval_on_start": "a run always trains, and `--eval-steps` says when"
+    " it evaluates, also before the first step",
+    "enable_jit_checkpoint": "SIGTERM always saves a checkpoint",
+    "restore_callback_states_from_checkpoint": "there are no callbacks",
+    "gradient_checkpointing_kwargs activation_checkpointing_kwargs": "`--gradient-checkpointing`"
+    " has no further settings",
+    "use_liger_kernel liger_kernel_config torch_compile torch_compile_backend"
+    " torch_compile_mode": "a GPU uses our fused kernels, unless `--kernels` is torch",
+    "attn_implementation": "a GPU uses flash-attn 4 if it is installed, otherwise torch's"
+    " own FlashAttention",
+    "use_cache use_transformers_continuous_batching transformers_continuous_batching_config"
+    " use_transformers_paged": "the local engine has a key-value cache and always batches"
+    " continuously",
+    "debug": "a gradient that is not finite always ends the run",
+    "disable_dropout": "dropout in config.json is never applied",
+    "pad_to_multiple_of": "nothing is padded",
+    "vllm_group_port vllm_max_model_length": "the trainer tells its server what it needs",
+    "lora_task_type": "a causal language model is trained",
+}
+
+UNSUPPORTED = {
+    "bnb_4bit_quant_type load_in_8bit": "the only quantization is NF4, with `--load-in-4bit`",
+    "fp16 fp16_full_eval bf16_full_eval": "a GPU computes in bfloat16 and a CPU in float32",
+    "label_smoothing_factor": "completions have advantages, and no labels",
+    "neftune_noise_alpha lora_dropout": "with noise, the trained policy would differ from the one"
+    " that sampled",
+    "optim_args optim_target_modules": "AdamW is the only optimizer; its settings are"
+    " `--adam-beta1`, `--adam-beta2`, `--adam-epsilon` and `--weight-decay`",
+    "eval_delay": "evaluations start before the first step",
+    "ignore_data_skip": "a resumed run always continues with the next prompts",
+    "train_sampling_strategy": "prompts are shuffled, and micro-batches are balanced by tokens",
+    "save_on_each_node": "all machines share `--output-dir`",
+    "trackio_space_id trackio_bucket_id trackio_static_space_id": "`--report-to trackio` logs on"
+    " this machine only",
+    "model_revision": "download the revision, and give its folder to `--model`",
+    "model_init_kwargs trust_remote_code router_aux_loss_coef": "there is one decoder, in"
+    " nanogrpo/model/decoder.py, without experts",
+    "cast_lm_head_to_fp32": "everything after the logits is computed in float32, and"
+    " kernels/README.md describes the rounding",
+    "generation_kwargs repetition_penalty cache_implementation vllm_structured_outputs_regex": "the"
+    " distribution that is sampled would differ from the policy that is trained",
+    "dataset_streaming streaming": "a resumed run draws the prompts again, so all of them are read"
+    " at the start",
+    "use_dora lora_modules_to_save lora_target_parameters": "adapters are plain LoRA on linear"
+    " layers",
+}
+
+# TRL's defaults of options that are refused. These values, and false, are allowed: they do nothing.
+NEUTRAL: dict[str, Any] = {
+    "log_multimodal": True,
+    **OF_LOSSES,
+    "bnb_4bit_quant_type": "nf4",
+    "save_strategy": "steps",
+    "entropy_coef_min": 0.0,
+    "entropy_coef_max": 1.0,
+    "entropy_coef_delta": 0.005,
+    "entropy_target": 0.2,
+    "repetition_penalty": 1.0,
+    "train_sampling_strategy": "random",
+    "local_rank": -1,
+    "vllm_model_impl": "vllm",
+    "vllm_tensor_parallel_size": 1,
+}
+
+
+def rows(table: Mapping[str, str]) -> dict[str, str]:
+    """Return a table with one entry for each name, and its texts without Markdown."""
+    return {name: text.replace("`", "") for names, text in table.items() for name in names.split()}
+
+
+TABLES = (RENAMED, TRANSLATED, INSTEAD, IGNORED, UNSUPPORTED)
+NAMES = {name for table in TABLES for name in rows(table)} - {f.name for f in fields(Config)}
+SERVER = ("vllm_mode", "vllm_server_host", "vllm_server_port")
+OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+
+
+# --- the translation ------------------------------------------------------------------------------
+
+
+def translate(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with TRL's replaced by ours, and log what became of each one."""
+    out = {name: value for name, value in options.items() if name not in NAMES}
+    given = {name: value for name, value in options.items() if name in NAMES}
+    ignored, instead, unsupported = map(rows, (IGNORED, INSTEAD, UNSUPPORTED))
+    for name, value in given.items():
+        if name in ignored:
+            log.info("--%s: ignored, because %s", dashed(name), ignored[name])
+        elif name in instead | unsupported and value not in (False, None, NEUTRAL.get(name)):
+            reason = unsupported.get(name)
+            advice = f"it is not supported here, because {reason}" if reason else instead[name]
+            raise UserError(f"--{dashed(name)} is an option of TRL: {advice}.")
+    _values(given, out)
+    _server(given, out)
+    _batch(given, out)
+    _ours(out)
+    return out
+
+
+def _values(given: Mapping[str, Any], out: dict[str, Any]) -> None:
+    """Translate the options whose meaning depends on nothing but their value."""
+    mode = "vllm_importance_sampling_mode"
+    off = {"eval_steps": 0}
+    meanings: dict[str, dict[str, dict[str, Any]]] = {
+        "use_vllm": {"true": {"engine": "vllm"}, "false": {"engine": "local"}},
+        "vllm_mode": {"colocate": {}, "server": {}},
+        "vllm_importance_sampling_correction": {
+            "true": {mode: out.get(mode, "sequence_mask")},
+            "false": {mode: "off"},
+        },
+        "use_peft": {"true": {"lora_r": out.get("lora_r") or 16}, "false": {"lora_r": 0}},
+        "use_cpu": {"true": {"device": "cpu"}, "false": {}},
+        "resume_from_checkpoint": {"true": {"resume": True}, "false": {"resume": False}},
+        "eval_strategy": {"no": off, "false": off, "steps": {}},  # YAML reads no as false
+        "greater_is_better": {"true": {}, "none": {}},
+    }
+    for name in [name for name in meanings if name in given]:
+        value, text = str(given[name]).lower(), rows(TRANSLATED)[name]
+        if value not in meanings[name]:
+            raise UserError(f"--{dashed(name)} {given[name]} is not supported: {text}.")
+        if value == "steps" and not out.get("eval_steps"):
+            raise UserError(f"--{dashed(name)} steps needs --eval-steps: give a number of steps.")
+        _take({name: given[name]}, out, **meanings[name][value])
+
+
+def _server(given: Mapping[str, Any], out: dict[str, Any]) -> None:
+    """Translate the options that say where vLLM runs, and with how much memory."""
+    theirs = {name: given[name] for name in SERVER if name in given}
+    settings = {name: given[name] for name in OF_VLLM if name in given}
+    if out.get("engine") != "vllm":
+        if theirs | settings:
+            log.info("%s: ignored, because vLLM is not used", _spelled(theirs | settings))
+        return
+    if theirs and "server" not in out and given.get("vllm_mode") != "colocate":
+        host, port = given.get("vllm_server_host", "127.0.0.1"), given.get("vllm_server_port", 8000)
+        _take(theirs, out, server=(f"http://{host}:{port}",))
+    if settings and "server" in out:
+        log.info("%s: ignored, because --server has its own settings", _spelled(settings))
+    elif settings:
+        words = [f"--{dashed(name)[5:]}={value}" for name, value in settings.items()]
+        options = " ".join([out.pop("vllm_options", ""), *words]).strip()
+        _take(settings, out, vllm_options=options)
+
+
+def _batch(given: Mapping[str, Any], out: dict[str, Any]) -> None:
+    """Translate the batch per device. As in TRL, a generation contains per_device x processes x
+    steps_per_generation completions, and TRL's steps_per_generation counts micro-batches, of which
+    gradient_accumulation_steps make an optimizer step.
+    """
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}  # TRL's defaults
+    theirs = {name: given[name] for name in sizes if name in given}
+    if not theirs:
+        return
+    for name, value in theirs.items():
+        if type(value) is not int or value < 1:
+            raise UserError(f"--{dashed(name)} is {value!r} but must be a whole number above 0.")
+    each, accumulated = (sizes | theirs).values()
+    at_once = each * int(os.environ.get("WORLD_SIZE", 1))
+    total, micro = out.pop("generation_batch_size", None), out.pop("steps_per_generation", None)
+    if total and micro:
+        raise UserError(
+            "--generation-batch-size and --steps-per-generation determine the batch: leave out"
+            " --per-device-train-batch-size and --gradient-accumulation-steps."
+        )
+    if total and total % at_once:
+        raise UserError(
+            f"--generation-batch-size {total} is not a multiple of --per-device-train-batch-size"
+            f" times processes, {at_once}: choose a multiple, or leave the second out."
+        )
+    micro = micro or (total // at_once if total else accumulated)
+    if micro % accumulated:
+        raise UserError(
+            f"--gradient-accumulation-steps {accumulated} does not divide the {micro} micro-batches"
+            " of a generation (TRL's steps_per_generation): choose a divisor, because an optimizer"
+            " step cannot span two generations."
+        )
+    ours = {"generation_batch_size": at_once * micro, "steps_per_generation": micro // accumulated}
+    _take(theirs, out, **ours)
+
+
+def _ours(out: dict[str, Any]) -> None:
+    """Translate values that TRL has and we do not, of options that both have."""
+    settings = out.get("chat_template_kwargs")
+    if isinstance(settings, dict) and "enable_thinking" in settings:
+        rest = {**settings}
+        _take({"chat_template_kwargs": settings}, out, enable_thinking=rest.pop("enable_thinking"))
+        out["chat_template_kwargs"] = rest or None
+    if out.get("max_steps") == -1 and out.get("num_train_epochs"):
+        del out["max_steps"]  # in TRL, -1 means that it is not set
+    if out.get("lora_target_modules") == ("all-linear",):
+        del out["lora_target_modules"]  # all of them
+
+
+def _take(theirs: Mapping[str, Any], out: dict[str, Any], **ours: Any) -> None:
+    """Add our options for the given ones to `out`, and log it."""
+    for name, value in ours.items():
+        if out.get(name, value) != value:
+            raise UserError(
+                f"{_spelled(theirs)} means {_spelled({name: value})}, but"
+                f" {_spelled({name: out[name]})} is given too: leave one of them out."
+            )
+    out.update(ours)
+    if ours:
+        log.info("%s: taken as %s", _spelled(theirs), _spelled(ours))
+
+
+def _spelled(options: Mapping[str, Any]) -> str:
+    """Return options as the command line spells them."""
+    words = []
+    for name, value in options.items():
+        words.append(f"--{dashed(name)}")
+        if value is not True:
+            words.append(" ".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    return " ".join(words)

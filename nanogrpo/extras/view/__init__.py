@@ -1,0 +1,1 @@
+"""`nanogrpo view`: a run in the browser. Start with server.py."""

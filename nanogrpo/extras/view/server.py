@@ -1,0 +1,193 @@
+"""Look at a run in the browser: `nanogrpo view RUN [RUN2] [--serve]`.
+
+In: the output folders of one run, or of two to compare. Out: RUN/view.html, a page that needs no
+network and no other file. With --serve, a small server on this machine sends the page, and reads
+the files again while the run goes on. The page itself is view.html. Read before: data.py.
+
+The data are in the page as gzip in base64, so nothing that a model wrote can end up in the HTML.
+The page unpacks a step when it shows it, so the page of a long run opens at once, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import gzip
+import hashlib
+import hmac
+import json
+import math
+import re
+import secrets
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from nanogrpo.errors import UserError
+from nanogrpo.extras.view.data import FILES, Run
+from nanogrpo.logs.files import writing
+
+TEMPLATE = Path(__file__).with_name("view.html")
+LIMIT = 64 * 2**20  # about the largest size of the page, in bytes
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+}
+TEXT, DATA = "text/plain; charset=utf-8", "application/octet-stream"
+
+
+# --- the page ---
+
+
+def page(index: Sequence[dict], blocks: Iterable[tuple[str, bytes]], live: bool) -> Iterator[str]:
+    """Yield the parts of the page. blocks: (name, compressed data).
+
+    A policy in the page forbids scripts and styles other than its own, and all requests but those
+    of a live page to its server.
+    """
+    template = TEMPLATE.read_text(encoding="utf-8")
+    rules = ["default-src 'none'", "base-uri 'none'", "img-src blob:"]
+    rules += ["connect-src 'self'"] if live else []
+    for tag in ("style", "script"):
+        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", template, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        rules.append(f"{tag}-src 'sha256-{digest}'")
+    head, body, script = re.split("<!-- (?:policy|data) -->", template)
+    yield f'{head}<meta http-equiv="Content-Security-Policy" content="{"; ".join(rules)}">{body}'
+    first = "live" if live else "index", gzip.compress(json.dumps(index).encode(), 6, mtime=0)
+    for name, data in (first, *blocks):
+        yield f'<script type="text/plain" id="{name}">{base64.b64encode(data).decode()}</script>\n'
+    yield script
+
+
+def write(runs: Sequence[Run], out: Path) -> None:
+    """Write the page. If it would have more than about LIMIT, it has only the completions of every
+    second step, every third, and so on.
+    """
+    files = [p for run in runs for p in run.folder.glob("completions/**/*") if p.is_file()]
+    # base64 has 4/3 of the bytes. Text shrinks to a third before that.
+    size = sum(p.stat().st_size * (4 / 9 if p.suffix == ".jsonl" else 4 / 3) for p in files)
+    every = max(1, math.ceil(size / LIMIT))
+    steps = sorted({s for run in runs for kind in FILES for s in run.steps(kind)}, reverse=True)
+    for run in runs:
+        run.kept = set(steps[::every])  # the last one, and others at equal distances
+    index = [run.index() for run in runs]
+    for found in index if every > 1 else ():
+        found["notes"].append(
+            f"The page has the completions of {len(steps[::every])} of the {len(steps)} steps, to"
+            f" stay near {LIMIT >> 20} MiB: --serve shows all."
+        )
+    with writing(out), out.open("w", encoding="utf-8") as file:
+        file.writelines(page(index, _blocks(runs), live=False))
+
+
+def _blocks(runs: Sequence[Run]) -> Iterator[tuple[str, bytes]]:
+    """Yield the blocks of the kept steps, and the pictures that they show."""
+    for r, run in enumerate(runs):
+        for kind in FILES:
+            for step in run.steps(kind):
+                yield f"{r}/{kind}{step}", run.block(kind, step)
+        for name in set().union(*(names for *_, names in run.known.values())):
+            with contextlib.suppress(OSError):  # the page says that it is missing
+                yield f"{r}/p{name}", run.picture(name)
+
+
+# --- the server ---
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answer a GET request.
+
+    Every user of the machine can reach the port, and so can every page in a browser. The secret
+    path keeps both out.
+    """
+
+    timeout = 10  # seconds to wait for a request, or for the reader of an answer
+    server: Server
+
+    def do_GET(self) -> None:
+        status, kind, body = self._answer()
+        with contextlib.suppress(OSError):  # the browser has closed the connection
+            self.send_response(status)
+            for name, value in {"Content-Type": kind, **HEADERS}.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def _answer(self) -> tuple[int, str, bytes]:
+        """Return the status, the content type and the body of the answer."""
+        server = self.server
+        block = r"block/([01])/(?:([cet])([0-9]{1,9})|p([0-9a-f]{16}))"
+        path = re.fullmatch(rf"/([\w-]+)/(|index|{block})", self.path)
+        if not path or not hmac.compare_digest(path[1].encode(), server.secret.encode()):
+            return 404, TEXT, b"Open the address that nanogrpo view has printed.\n"
+        if not path[2]:
+            html = "".join(page([], (), live=True))
+            return 200, "text/html; charset=utf-8", html.encode()
+        # the file may not exist, or no longer exist
+        with server.lock, contextlib.suppress(OSError, UserError, IndexError):
+            if path[2] == "index":
+                index = json.dumps([run.index() for run in server.runs])
+                return 200, DATA, gzip.compress(index.encode(), 1)
+            run = server.runs[int(path[3])]
+            return 200, DATA, run.picture(path[6]) if path[6] else run.block(path[4], int(path[5]))
+        return 404, TEXT, b"There is no such block.\n"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing: the path of a request contains the secret."""
+
+
+class Server(ThreadingHTTPServer):
+    """Listen on this machine only."""
+
+    daemon_threads = True
+
+    def __init__(self, runs: Sequence[Run], port: int):
+        self.runs, self.secret, self.lock = runs, secrets.token_urlsafe(16), threading.Lock()
+        try:
+            super().__init__(("127.0.0.1", port), Handler)
+        except (OSError, OverflowError) as e:
+            raise UserError(f"--port {port} cannot be used ({e}): choose another one.") from e
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{self.secret}/"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="nanogrpo view",
+        description="Look at a run in the browser, or compare two: curves, completions and tokens.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="output folders of one run or two")
+    text = "the page (default: view.html in the first folder)"
+    parser.add_argument("--out", type=Path, help=text)
+    text = "serve the page on this machine instead, and keep it up to date"
+    parser.add_argument("--serve", action="store_true", help=text)
+    parser.add_argument("--port", type=int, default=0, help="port of --serve (default: a free one)")
+    args = parser.parse_args(argv)
+    out = args.out or args.runs[0] / "view.html"
+    try:
+        if len(args.runs) > 2:
+            raise UserError(f"{len(args.runs)} runs are given: name one, or two to compare.")
+        runs = [Run(folder) for folder in args.runs]
+        if args.serve:
+            with Server(runs, args.port) as server, contextlib.suppress(KeyboardInterrupt):
+                print(f"open {server.address} (Ctrl-C ends it)", flush=True)
+                server.serve_forever()
+            return 0
+        write(runs, out)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    print(f"{out} ({out.stat().st_size / 2**20:.1f} MiB)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Read the pictures of a record, and give them their places in its prompt, by TRL's conventions.
+
+In: a record with a column `images` or `image`, or with pictures in its messages. Out: messages in
+which each picture has its place, and the pictures in order.
+
+    {"prompt": [{"role": "user", "content": "How many?"}], "image": "0.png"}
+    →           [{"role": "user", "content": [{"type": "image", "image": Picture},
+                                              {"type": "text", "text": "How many?"}]}]
+
+A picture is a path, relative to the data file; the bytes of a file, or {"bytes", "path"}, as
+Parquet files and saved data sets have it; or a PIL image. Each one is decoded once, so that a
+broken one is found before training, and then stays in memory as a file: its own, or PNG if that is
+not an RGB picture that stands upright. Read before: data/prompts.py. Read next: processor.py (from
+these files to the encoder's input).
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from nanogrpo.errors import UserError, reading
+
+COLUMNS = ("image", "images")
+ORIENTATION = 0x0112  # the EXIF tag; 1: upright
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow starts programs for others
+
+
+class Picture:
+    """An encoded RGB picture. Pickle makes a PIL image of it, so reward functions receive one."""
+
+    def __init__(self, data: bytes, size: tuple[int, int]):
+        self.data, self.size = data, size
+
+    def __reduce__(self) -> tuple:
+        return Image.open, (io.BytesIO(self.data),)
+
+    def __repr__(self) -> str:
+        return "<picture {}×{}>".format(*self.size)
+
+
+class Reader:
+    """Reads the pictures of all records."""
+
+    def __init__(self) -> None:
+        self.files: dict[Path, Picture] = {}  # often several records have the same one
+
+    def insert(
+        self, text: str | list[dict], columns: dict, base: Path
+    ) -> tuple[str | list[dict], list[Picture]]:
+        """Return the prompt with its pictures, and these in order. base: the data file's folder.
+
+        The pictures of the column `images`, or else `image`, fill the parts {"type": "image"} of
+        the messages. If there are none, they stand before the text of the first user message. A
+        text with pictures becomes a user message. `columns` gets the pictures, too.
+        """
+        given: list[Picture] = []
+        for column in COLUMNS:  # the last one counts
+            if _is_set(value := columns.get(column)):
+                values = value if isinstance(value, list) else [value]
+                given = [self.read(one, base) for one in values]
+                columns[column] = given if isinstance(value, list) else given[0]
+        if isinstance(text, str):
+            if not given:
+                return text, []
+            text = [{"role": "user", "content": text}]
+        if not given and all(isinstance(m["content"], str) for m in text):
+            return text, []
+        messages = [{**m, "content": _parts(m["content"])} for m in text]
+        places = [part for part in _pictures(messages) if "image" not in part]
+        spoken = [m for m, old in zip(messages, text) if isinstance(old["content"], str)]
+        user = next((m for m in spoken if m["role"] == "user"), None)
+        if user and not places:
+            places = [{"type": "image"} for _ in given]
+            user["content"] = places + user["content"]
+        if len(places) != len(given):
+            raise UserError(
+                f"{len(given)} of its pictures are in columns, but its messages have {len(places)} "
+                'parts {"type": "image"} for them: make the numbers equal.'
+            )
+        for part, picture in zip(places, given):
+            part["image"] = picture
+        for part in _pictures(messages):
+            part["image"] = self.read(part["image"], base)
+        return messages, [part["image"] for part in _pictures(messages)]
+
+    def read(self, value: Any, base: Path) -> Picture:
+        """Return a picture from any of the forms above."""
+        if isinstance(value, dict):
+            value = value.get("bytes") or value.get("path")
+        if isinstance(value, Picture):
+            return value
+        if not isinstance(value, str | Path):
+            return decoded(value, "the picture")
+        path, what = base / value, f"the picture {value!s:.100}"
+        if path not in self.files:
+            with reading(what, "give its path, absolute or relative to the data file"):
+                data = path.read_bytes()
+            self.files[path] = decoded(data, what)
+        return self.files[path]
+
+
+def _is_set(value: Any) -> bool:
+    return bool(value) if isinstance(value, str | list | None) else True
+
+
+def _pictures(messages: list[dict]) -> list[dict]:
+    return [part for m in messages for part in m["content"] if part["type"] == "image"]
+
+
+def _parts(content: str | list) -> list[dict]:
+    """Return the content of a message as a list of texts and pictures."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    found = []
+    for part in content:
+        # Arrow fills the fields that one part lacks and another has with nulls, which are dropped.
+        kept = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
+        is_text = kept.get("type") == "text" and isinstance(kept.get("text"), str)
+        if not (is_text or kept.get("type") == "image"):
+            raise UserError(
+                f'a part of a message is {part!r:.80}, but must be {{"type": "text", "text": …}} or'
+                ' {"type": "image"}: correct it.'
+            )
+        found.append(kept)
+    return found
+
+
+def decoded(value: Any, what: str) -> Picture:
+    """Return a picture from the bytes of a file, or from a PIL image. `what` names it."""
+    if not isinstance(value, bytes | Image.Image):
+        raise UserError(
+            f"{what} is of type {type(value).__name__}: give a path, the bytes of a file, or a PIL "
+            "image."
+        )
+    advice = "save it again, with fewer pixels if these are too many"
+    with reading(what, advice, "cannot be decoded"), warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        image: Any = value
+        try:
+            if is_file := isinstance(value, bytes):
+                image = Image.open(io.BytesIO(value), formats=FORMATS)
+        except UnidentifiedImageError:  # its message has an address
+            raise UserError(f"{what} is none of {', '.join(FORMATS)}: save it as PNG.") from None
+        image.load()
+        if image.mode[0] in "IF":  # convert("RGB") would cut the numbers off at 255
+            raise ValueError("its values have more than 8 bits")
+        upright = image.getexif().get(ORIENTATION, 1) == 1
+        opaque = image.mode == "RGB" and image.info.get("transparency") is None
+        if not (is_file and upright and opaque):
+            file = io.BytesIO()
+            image = rgb(image)
+            image.save(file, "PNG", compress_level=1)
+            value = file.getvalue()
+        return Picture(value, image.size)
+
+
+def rgb(picture: Image.Image) -> Image.Image:
+    """Return a picture in RGB, upright as its EXIF data says, and on white if it is
+    transparent.
+    """
+    picture = ImageOps.exif_transpose(picture)
+    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
+        picture = picture.convert("RGBA")
+        white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
+        picture = Image.alpha_composite(white, picture)
+    return picture.convert("RGB")

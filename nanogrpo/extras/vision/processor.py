@@ -1,0 +1,248 @@
+"""Pictures become patches, and prompts get a token per square of patches, as in transformers.
+
+In: the files of pictures, and the token ids of a prompt with one image token per picture. Out: the
+ids with the tokens that each picture needs, and its `Images`: where they are, their positions and,
+computed when needed, the pixel values. Read next: model.py, which turns these into embeddings.
+
+A picture is resized to multiples of 32 pixels (patch_size · merge_size), cut into patches of 16 ×
+16, and every 2 × 2 patches become one token. A picture of 70 × 100 pixels (height × width), with
+no limits on its size:
+
+    resized    64 × 96 pixels
+    patches    4 × 6, each a row of 1536 = 3 colours · 2 equal frames · 16 · 16 values
+    order      the four patches of a square are neighbours: (0,0) (0,1) (1,0) (1,1) (0,2) (0,3) …
+    tokens     2 × 3
+    positions  time, height, width:  t t t t t t   h h h h+1 h+1 h+1   w w+1 w+2 w w+1 w+2
+
+Positions have three axes. Text has the same position on all axes. A picture starts at the next
+position p, as (p, p + row, p + column), and the text after it goes on at p + max(rows, columns),
+although the picture has rows · columns tokens (Qwen2-VL, arXiv 2409.12191). Attention depends only
+on differences of positions, so we shift a prompt's positions such that its last picture is followed
+by ordinary positions: token i of the text after it is at position i. So completions, caches and
+packing need to know nothing about pictures.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from nanogrpo.errors import UserError, read_json, reading
+from nanogrpo.extras.vision.config import VisionModelConfig
+from nanogrpo.logs.files import replace
+
+# The files that may describe the processor. The second contains the dict under "image_processor"
+# and comes first, as in transformers.
+FILES = ("preprocessor_config.json", "processor_config.json")
+SMALL = 256  # the longest side of a thumbnail, in pixels
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How pictures become patches: fields of config.json and preprocessor_config.json. Pictures are
+    resized (bicubic), divided by 255 and normalized, as for all published models.
+    """
+
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
+    image_token_id: int
+
+    @classmethod
+    def read(cls, folder: Path) -> Settings:
+        """Read the files of a checkpoint."""
+        config = folder / "config.json"
+        with reading(config, "use the model's original file", "does not describe a model"):
+            vision = VisionModelConfig.from_dict(read_json(config), str(config)).vision
+        first, second = (folder / name for name in FILES)
+        raw = second.exists() and read_json(second).get("image_processor")
+        where = second if raw else first
+        raw = raw or read_json(first)
+        with reading(where, "use the model's original file", "does not describe a processor"):
+            size = raw.get("size") or {}
+            # the older names come first, as in transformers
+            least, most = raw.get("min_pixels"), raw.get("max_pixels")
+            least, most = least or size["shortest_edge"], most or size["longest_edge"]
+            mean, std = (tuple(map(float, raw[name])) for name in ("image_mean", "image_std"))
+            if not 0 < least <= most:
+                raise ValueError("shortest_edge must be above 0, and at most longest_edge")
+        return cls(
+            vision.patch_size,
+            vision.temporal_patch_size,
+            vision.spatial_merge_size,
+            least,
+            most,
+            mean,
+            std,
+            vision.image_token_id,
+        )
+
+
+@dataclass(repr=False)
+class Images:
+    """The pictures of a prompt. It is small: pixels are computed when they are needed."""
+
+    sources: list[bytes]  # the files, of RGB pictures that stand upright
+    settings: Settings
+    grid: list[tuple[int, int, int]]  # frames (1), rows and columns of patches
+    starts: list[int]  # each picture's first token, as an index into the prompt
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Rows and columns of tokens."""
+        m = self.settings.merge_size
+        return [(h // m, w // m) for _, h, w in self.grid]
+
+    @property
+    def rows(self) -> Tensor:
+        """Return the indices of all image tokens in the prompt, int64."""
+        parts = zip(self.starts, self.sizes)
+        return torch.cat([torch.arange(start, start + h * w) for start, (h, w) in parts])
+
+    @property
+    def positions(self) -> Tensor:
+        """Return the positions [3, Q] of the prompt's tokens up to the last image token, int64.
+
+        Begin with the indices, and go from the last picture to the first. A picture takes max(h, w)
+        positions, but h · w indices. So it and all tokens before it move up by the difference.
+        """
+        h, w = self.sizes[-1]
+        out = torch.arange(self.starts[-1] + h * w).repeat(3, 1)
+        for start, (h, w) in zip(reversed(self.starts), reversed(self.sizes)):
+            end = start + h * w
+            out[:, :end] += h * w - max(h, w)  # what follows keeps its place
+            first = out[0, start].clone()
+            out[0, start:end] = first
+            out[1, start:end] = first + torch.arange(h).repeat_interleave(w)
+            out[2, start:end] = first + torch.arange(w).repeat(h)
+        return out
+
+    def files(self) -> Iterator[bytes]:
+        """Yield each picture as the model sees it, as a PNG file."""
+        for source in self.sources:
+            file = io.BytesIO()
+            resized(source, self.settings).save(file, "PNG", compress_level=1)
+            yield file.getvalue()
+
+    def __repr__(self) -> str:
+        """The content, in short: two prompts with equal tokens and texts may differ only here."""
+        return f"{self.settings} {[hashlib.sha256(file).hexdigest() for file in self.sources]}"
+
+    def write(self, folder: Path) -> dict[str, list[str]]:
+        """Write a small copy of each picture into the folder of the completions, unless it is
+        there, and return the column of the table that names these files.
+        """
+        names = [f"pictures/{hashlib.sha256(file).hexdigest()[:16]}.webp" for file in self.sources]
+        for name, source in zip(names, self.sources):
+            if not (folder / name).exists():
+                picture, file = Image.open(io.BytesIO(source)), io.BytesIO()
+                picture.thumbnail((SMALL, SMALL))
+                picture.save(file, "WEBP", quality=90)
+                replace(folder / name, file.getvalue())
+        return {"images": names}
+
+    @property
+    def pixels(self) -> Tensor:
+        """Return the values of all patches, [patches, C · Tp · Ph · Pw] float32."""
+        return torch.cat([torch.from_numpy(values(s, self.settings)) for s in self.sources])
+
+
+def prepare(
+    token_ids: Sequence[int],
+    sources: Sequence[bytes],
+    settings: Settings,
+) -> tuple[list[int], Images]:
+    """Return the ids with all image tokens, and the pictures.
+
+    token_ids: a prompt with one image token per picture, as chat templates write it. sources: as in
+    `Images`.
+    """
+    token = settings.image_token_id
+    count = [*token_ids].count(token)
+    if count != len(sources):
+        raise UserError(
+            f"the number of pictures is {len(sources)}, but that of image tokens is {count}: write "
+            "none in texts, and use a chat template that writes one for each picture."
+        )
+    if token_ids and token_ids[-1] == token:
+        raise UserError("the prompt ends with a picture: let some text follow it.")
+    ids: list[int] = []
+    found = Images([*sources], settings, [], [])
+    for i in token_ids:
+        repeat = 1
+        if i == token:
+            n = len(found.grid)
+            width, height = Image.open(io.BytesIO(sources[n])).size  # decodes nothing
+            with reading(f"picture {n + 1}", "replace it, or leave the row out"):
+                size = smart_resize(height, width, settings)
+            h, w = (side // settings.patch_size for side in size)
+            found.grid.append((1, h, w))
+            found.starts.append(len(ids))
+            repeat = h * w // settings.merge_size**2
+        ids += [i] * repeat
+    return ids, found
+
+
+def smart_resize(height: int, width: int, settings: Settings) -> tuple[int, int]:
+    """Return the height and width that a picture is resized to: multiples of the side of a token,
+    with about the same ratio, and between min_pixels and max_pixels in total.
+    """
+    if max(height, width) > 200 * min(height, width):
+        raise ValueError(
+            f"{width} × {height} pixels, but one side may be at most 200 times as long as the other"
+        )
+    side, pixels = settings.patch_size * settings.merge_size, height * width
+    h, w = round(height / side), round(width / side)  # may be 0
+    if h * w * side**2 > settings.max_pixels:
+        shrink = math.sqrt(pixels / settings.max_pixels)
+        h, w = (max(1, math.floor(n / shrink / side)) for n in (height, width))
+    elif h * w * side**2 < settings.min_pixels:
+        grow = math.sqrt(settings.min_pixels / pixels)
+        h, w = (math.ceil(n * grow / side) for n in (height, width))
+    return h * side, w * side
+
+
+def resized(source: bytes, settings: Settings) -> Image.Image:
+    """Return the picture in a file as the model sees it, before its values are normalized."""
+    picture = Image.open(io.BytesIO(source))
+    height, width = smart_resize(picture.height, picture.width, settings)
+    return picture.resize((width, height), Image.Resampling.BICUBIC)
+
+
+# A step needs a picture again: to sample, then to train.
+@functools.lru_cache(maxsize=128)
+def patches(source: bytes, settings: Settings) -> np.ndarray:
+    """Return the patches of a picture, [patches, C, Ph, Pw] uint8, square by square."""
+    P, m = settings.patch_size, settings.merge_size
+    x = np.asarray(resized(source, settings))  # [height, width, C]
+    x = x.reshape(len(x) // (m * P), m, P, -1, m, P, 3)  # [rows, m, P, columns, m, P, C]
+    return x.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, P, P)
+
+
+def values(source: bytes, settings: Settings) -> np.ndarray:
+    """Return the rows of `Images.pixels` for one picture: (x / 255 - mean) / std, each patch once
+    per frame. There are only 3 · 256 different values. These are computed in the order and
+    precision of transformers.
+    """
+    levels = (np.arange(256) * (1 / 255)).astype(np.float32)
+    mean, std = (
+        np.array(x, np.float32)[:, None] for x in (settings.image_mean, settings.image_std)
+    )
+    table = (levels - mean) / std  # [C, 256]
+    x = patches(source, settings)
+    x = table[np.arange(3)[:, None, None], x]  # [patches, C, Ph, Pw]
+    return np.repeat(x[:, :, None], settings.temporal_patch_size, axis=2).reshape(len(x), -1)

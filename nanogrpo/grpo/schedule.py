@@ -1,0 +1,218 @@
+"""Decide which rank trains on which samples, in which micro-batches.
+
+In: the sizes of the samples of a generation; of a sample, nothing else is needed. Out: an `Update`
+for each optimizer step, with the strips of each rank and micro-batch:
+
+    generation ─ schedule ─► updates      one per optimizer step, made of complete groups
+    update ─► strips                      one per rank and micro-batch, within the token budget
+    strip ─► pieces                       completions of one prompt, which share its tokens
+
+A pure function of the sizes, so all ranks agree on it without communication. The gradient does not
+depend on the schedule, so a reader with one GPU can skip this file. Completions whose advantage is
+0 have no gradient, unless the loss has a term without an advantage (`has_gradient` in loss.py).
+Most groups of an easy or a hard data set are like that. They count in the normalizer, but no strip
+contains them, so they cost nothing. Read next: packing.py (how a strip becomes tensors).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanogrpo.config import Config
+from nanogrpo.grpo.loss import has_gradient, is_trained
+from nanogrpo.types import Facts
+
+KEY_ROWS = 4  # maximum number of key rows of a strip per token of the budget (see Piece.room)
+
+
+class Piece(NamedTuple):
+    """Completions of one prompt in one strip."""
+
+    samples: list[int]  # as indices into the generation
+    # number of input tokens: the prompt once, and each completion without its last token
+    tokens: int
+    # number of key rows that attention reads (Tk of PackedBatch): the prompt's once per completion
+    key_rows: int
+    cost: float  # number of tokens, plus the query-key pairs converted to tokens
+
+    @property
+    def room(self) -> int:
+        """The part of the token budget that the piece uses.
+
+        A key row takes a few percent of the memory of a token, but there can be many: 64
+        completions of 100 tokens for a prompt of 1,000 tokens need 7,400 tokens and 71,400 key
+        rows. So the number of tokens is limited to the budget, and the number of key rows to
+        KEY_ROWS times the budget.
+        """
+        return max(self.tokens, math.ceil(self.key_rows / KEY_ROWS))
+
+
+Strip = list[Piece]
+
+
+@dataclass
+class Update:
+    """One optimizer step: its samples over all ranks, and their strips."""
+
+    samples: Sequence[int]  # as indices into the generation
+    n_tokens: int  # number of trained tokens over all ranks and micro-batches: the normalizer
+    strips: list[list[Strip]]  # [world][micro-batch]
+
+
+def skipped(facts: Sequence[Facts], cfg: Config, all_gradients: bool = False) -> float:
+    """Return the share of the trained tokens that have no gradient and are left out."""
+    trained = [f for f in facts if is_trained(f, cfg)]
+    out = sum(f.length for f in trained if not has_gradient(f, cfg, all_gradients))
+    return out / max(sum(f.length for f in trained), 1)
+
+
+def schedule(
+    facts: Sequence[Facts],
+    cfg: Config,
+    step: int,
+    world: int = 1,
+    pair_cost: float = 0.0,
+    all_gradients: bool = False,
+) -> list[Update]:
+    """Split a generation into `steps_per_generation` updates of complete groups.
+
+    This is a pure function of its arguments. facts: about the samples of all ranks. pair_cost: see
+    ModelConfig.pair_cost. all_gradients: see `has_gradient`.
+    """
+    groups = [range(i, i + cfg.num_generations) for i in range(0, len(facts), cfg.num_generations)]
+    if cfg.steps_per_generation > 1:
+        random.Random(f"{cfg.seed},{step}").shuffle(groups)
+    each = len(groups) // cfg.steps_per_generation
+    updates = [[*itertools.chain(*groups[i : i + each])] for i in range(0, len(groups), each)]
+    return [plan(update, facts, cfg, world, pair_cost, all_gradients) for update in updates]
+
+
+def wanted(updates: Sequence[Update], world: int) -> list[set[int]]:
+    """Return the indices of the samples that each rank computes."""
+    return [
+        {i for u in updates for strip in u.strips[rank] for piece in strip for i in piece.samples}
+        for rank in range(world)
+    ]
+
+
+def plan(
+    samples: Sequence[int],
+    facts: Sequence[Facts],
+    cfg: Config,
+    world: int = 1,
+    pair_cost: float = 0.0,
+    all_gradients: bool = False,
+) -> Update:
+    """Divide the samples of one update into strips.
+
+    Samples without a gradient are left out. If no sample has a gradient, the smallest one is
+    trained on anyway: its gradient of 0 lets AdamW take its step, as it would if nothing were left
+    out.
+    """
+    # of a masked completion, nothing is trained or computed
+    facts = [f if is_trained(f, cfg) else f._replace(length=0, end=0) for f in facts]
+    computed = [i for i in samples if facts[i].end]
+    trained = [i for i in computed if has_gradient(facts[i], cfg, all_gradients)]
+    if computed and not trained:
+        trained = [min(computed, key=lambda i: facts[i].prompt_length + facts[i].end)]
+    n_tokens = sum(facts[i].length for i in samples)
+    return Update(samples, n_tokens, _strips(trained, facts, cfg, world, pair_cost))
+
+
+def _strips(
+    samples: list[int], facts: Sequence[Facts], cfg: Config, world: int, pair_cost: float
+) -> list[list[Strip]]:
+    """Divide samples into strips [world][micro-batch].
+
+    Strips stay within the token budget and cost about the same. All ranks have the same number of
+    strips. It is zero if there are no samples, and some strips are empty if there is too little
+    work for all ranks. A group is split if that makes the step cheaper: its prompt is then computed
+    twice, but the load is more even.
+    """
+    share = math.ceil(len(facts) / world)  # rank r drew the samples r·share to (r + 1)·share
+    groups: dict[int, list[int]] = {}
+    for i in samples:
+        groups.setdefault(facts[i].prompt, []).append(i)
+    best: list[Strip] = []
+    least = math.inf
+    most = max(map(len, groups.values()), default=0) if cfg.share_prompts else min(len(groups), 1)
+    while most:  # the maximum number of completions in a piece
+        pieces = [
+            _piece(group[j : j + most], facts, pair_cost)
+            for group in groups.values()
+            for j in range(0, len(group), most)
+        ]
+        # Only a single completion may exceed the budget, because nothing can split it.
+        if all(p.room <= cfg.strip_tokens or len(p.samples) == 1 for p in pieces):
+            strips, cost = _spread(pieces, cfg.strip_tokens, world, share)
+            if cost < least:
+                best, least = strips, cost
+        most = math.ceil(most / 2) if most > 1 else 0
+    batches = [_assign(best[i : i + world], facts, share) for i in range(0, len(best), world)]
+    return [[sorted(batch[rank]) for batch in batches] for rank in range(world)]
+
+
+def _piece(samples: list[int], facts: Sequence[Facts], pair_cost: float) -> Piece:
+    p = facts[samples[0]].prompt_length
+    ends = [facts[i].end - 1 for i in samples]  # the last token predicts nothing
+    tokens = p + sum(ends)
+    key_rows = tokens if len(samples) == 1 else p + sum(p + n for n in ends if n)
+    pairs = p * (p + 1) / 2 + sum(n * p + n * (n + 1) / 2 for n in ends)
+    return Piece(samples, tokens, key_rows, tokens + pair_cost * pairs)
+
+
+def _spread(pieces: list[Piece], budget: int, world: int, share: int) -> tuple[list[Strip], float]:
+    """Distribute the pieces over as few strips as the budget allows, but a multiple of `world`.
+
+    Return the strips, most expensive first, and their total cost. Each group of `world` consecutive
+    strips is one micro-batch, with one strip per rank. Ranks wait for each other, so a micro-batch
+    costs as much as its first strip. A piece that exceeds the budget gets a strip of its own.
+
+    Longest processing time first: each piece goes to the cheapest strip with room for it. If the
+    budget does not limit the choice, the cost is at most 4/3 of the optimum (Graham 1969). Among
+    equal pieces the ranks take turns, so each strip tends to get the samples of one rank.
+    """
+
+    pieces = sorted(pieces, key=lambda p: (-p.cost, p.samples[0] % share, p.samples))
+    needed = min(sum(p.room for p in pieces) / budget, len(pieces))  # strips
+    count = world * math.ceil(needed / world)
+    while True:
+        strips: list[Strip] = [[] for _ in range(count)]
+        costs, left = [0.0] * count, [budget] * count
+        for piece in pieces:
+            fits = [b for b in range(count) if piece.room <= left[b] or not strips[b]]
+            if not fits:
+                break
+            b = min(fits, key=costs.__getitem__)
+            strips[b].append(piece)
+            costs[b] += piece.cost
+            left[b] -= piece.room
+        else:
+            by_cost = sorted(range(count), key=lambda b: -costs[b])
+            return [strips[b] for b in by_cost], sum(costs[b] for b in by_cost[::world])
+        count += world
+
+
+def _assign(strips: list[Strip], facts: Sequence[Facts], share: int) -> list[Strip]:
+    """Return the strips of a micro-batch in the order of the ranks that compute them.
+
+    Every order takes the same time to compute, so we choose one that sends few tokens between
+    ranks: the strip with the most tokens of one rank is assigned to it first.
+    """
+
+    def kept(pair: tuple[int, ...]) -> int:
+        """Return the number of tokens that need not be sent if a rank computes a strip."""
+        b, rank = pair
+        own = (i for piece in strips[b] for i in piece.samples if i // share == rank)
+        return sum(facts[i].end for i in own)
+
+    strip_of: dict[int, int] = {}  # by rank
+    for b, rank in sorted(itertools.product(range(len(strips)), repeat=2), key=kept, reverse=True):
+        if b not in strip_of.values() and rank not in strip_of:
+            strip_of[rank] = b
+    return [strips[b] for _, b in sorted(strip_of.items())]

@@ -1,0 +1,71 @@
+"""Causal attention over packed sequences by fused kernels, on a GPU in half precision.
+
+In: queries, keys and values, and the bounds of the sequences, as for `sdpa` in sdpa.py. Out:
+`[Tq, H, E]`. flash-attn 4 is chosen if it is installed and can run here, or else torch's varlen
+attention, which is FlashAttention 2. Read before: attention.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanogrpo.model.sdpa import Backend, Bounds, sdpa
+
+
+@functools.cache
+def varlen_function() -> Callable[..., Any]:
+    """Return torch's function. The kernel of torch 2.11 handles grouped queries too; later versions
+    ask for a confirmation.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Tensor:
+    """Call `torch.nn.attention.varlen.varlen_attn` (CUDA, half precision). It runs FlashAttention
+    without the flash-attn package, and follows the rule of determinism by itself.
+    """
+    window = (-1, 0 if at.causal else -1)
+    return varlen_function()(q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, window_size=window)
+
+
+def deterministic() -> bool:
+    """Return whether backward passes must be deterministic, by the rule of torch's own attention:
+    a warning is not enough.
+    """
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not warn_only
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Tensor:
+    """Call flash-attn 4 (CUDA, half precision, Hopper and Blackwell)."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    lengths = dict(
+        cu_seqlens_q=at.cu_q, cu_seqlens_k=at.cu_k, max_seqlen_q=at.max_q, max_seqlen_k=at.max_k
+    )
+    options = dict(causal=at.causal, deterministic=deterministic())
+    return flash_attn_varlen_func(q, k, v, **lengths, **options)[0]  # without log-sum-exps
+
+
+@functools.cache
+def backend(device_type: str, dtype: torch.dtype, size: int = 128) -> Backend:
+    """Return the fastest backend that is installed and can run for heads of this size."""
+    half = device_type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+    if not half or size % 8 or size > 256:
+        return sdpa
+    try:
+        from flash_attn.cute import flash_attn_varlen_func  # noqa: F401 (is it installed?)
+    except ImportError:
+        return varlen
+    # Version 4 has no backward for older GPUs, and no deterministic one for 12.x.
+    new = torch.cuda.get_device_capability()[0] in (9, 10, 11)
+    return flash if new and size <= 128 else varlen

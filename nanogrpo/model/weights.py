@@ -1,0 +1,103 @@
+"""The weights of a model under the names that they have in a checkpoint.
+
+In: a model, full or sharded over the ranks. Out: the parameters that a checkpoint contains, or the
+full tensors. Engines, checkpoints and the memory estimate all use these functions.
+
+A layer may store its weight in another form than one parameter. It then defines some of these
+attributes:
+
+    internal       names of its parameters that no checkpoint contains
+    full_weight()  the full matrix that it computes with
+    stored         where the values of a checkpoint go: `shape`, `fill(slice)`, and in `dtypes` the
+                   further types that it takes
+
+Read next: checkpoint.py (the files), engine/local.py (which copies the weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Stored(Protocol):
+    """The place for a checkpoint's weight in a layer that stores it in its own form."""
+
+    shape: torch.Size
+    dtypes: tuple[str, ...]  # names in safetensors
+
+    def fill(self, source: Any) -> None: ...
+
+
+def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter | Stored]]:
+    """Yield (name, parameter) for each parameter that a checkpoint contains, each one once."""
+    layers = dict(model.named_modules())
+    for name, p in model.named_parameters():
+        prefix, _, own = name.rpartition(".")
+        layer = layers[prefix]
+        if own not in getattr(layer, "internal", ()):
+            yield name, getattr(layer, "stored", p) if own == "weight" else p
+
+
+def sizes(model: nn.Module) -> tuple[int, int]:
+    """Return the number of trained weights, and of all."""
+    kept = {name: p.shape.numel() for name, p in parameters(model)}
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    return sum(trained.values()), sum((trained | kept).values())
+
+
+def gathered(p: Tensor) -> Tensor:
+    """Return a parameter, detached. If it is sharded, a collective gathers the shards, unless one
+    rank has all of them.
+    """
+    whole: Any = p.detach()
+    if not hasattr(whole, "full_tensor"):  # only a DTensor has it
+        return whole
+    return whole.to_local() if whole.device_mesh.size() == 1 else whole.full_tensor()
+
+
+def full_parameters(model: nn.Module, computed: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full tensor) for each parameter that a checkpoint contains.
+
+    Under FSDP2 every rank must consume the generator to its end, because shards are gathered by
+    collectives. By default it yields the master weights, gathered one by one. With `computed`, FSDP
+    gathers each of its units in one collective, on the device and in the dtype of training, so the
+    values are exactly those that the model computes with. Such a tensor is only valid until the
+    next one is requested.
+    """
+    names = {name for name, _ in parameters(model)}  # without a tied parameter's second name
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        unit: Any = module if computed and hasattr(module, "unshard") else None  # an FSDPModule
+        if unit:
+            unit.unshard()
+        whole: Any = getattr(module, "full_weight", None)
+        for name, p in module.named_parameters(recurse=False):
+            if prefix + name in names:
+                yield prefix + name, whole() if whole and name == "weight" else gathered(p)
+        for name, child in module.named_children():
+            yield from walk(child, f"{prefix}{name}.")
+        if unit:
+            unit.reshard()
+
+    return walk(model, "")
+
+
+@torch.no_grad()
+def host_weights(
+    model: nn.Module, dtype: torch.dtype | None = None, keep: bool = True
+) -> dict[str, Tensor]:
+    """Return copies of the full weights in host memory, without a tied head.
+
+    Shards are gathered one by one, so every rank must call this. A rank with `keep` off discards
+    each tensor immediately.
+    """
+    out: dict[str, Tensor] = {}
+    # if head and embedding are tied, only the embedding is yielded
+    for name, full in full_parameters(model):
+        if keep:
+            out[name] = full.to("cpu", dtype, copy=True).contiguous()
+    return out

@@ -1,0 +1,109 @@
+"""The options of sampling with vLLM. Read next: feature.py."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nanogrpo.config import Config, dashed, option
+
+
+@dataclass(frozen=True)
+class VLLMOptions(Config):
+    """vLLM: sample with vLLM servers."""
+
+    engine: str = option(
+        "local",
+        "what generates the completions: our own decoder in the training process, or vLLM servers",
+        choices=("local", "vllm"),
+    )
+    server: tuple[str, ...] = option(
+        (),
+        "addresses of running serve.py processes, such as http://127.0.0.1:8000; empty: start one"
+        " for this run",
+        group="vLLM",
+        needs="engine=vllm",
+        free=True,
+    )
+    vllm_python: str = option(
+        "",
+        "Python interpreter with vLLM, to start a server with; empty: $NANOGRPO_VLLM_PYTHON, or"
+        " the trainer's own",
+        needs="engine=vllm",
+        free=True,
+    )
+    vllm_options: str = option(
+        "",
+        'serve.py options for that server, as one string: --vllm-options="--dtype half"',
+        needs="engine=vllm",
+        free=True,
+    )
+    vllm_gpus: str = option(
+        "",
+        "numbers of that server's GPUs, such as 1 or 2,3 (tensor parallel); empty: share the"
+        " trainer's first GPU",
+        needs="engine=vllm",
+        free=True,
+    )
+    vllm_enable_sleep_mode: bool = option(
+        False,
+        "on a shared GPU, free the server's memory while the trainer trains, and wake it to sample",
+        needs="engine=vllm",
+        free=True,
+    )
+    weight_transport: str = option(
+        "auto",
+        "how weights reach the servers: by torch.distributed between GPUs and machines, through the"
+        " memory of the same GPU or machine, or whichever fits (auto)",
+        choices=("auto", "broadcast", "memory"),
+        needs="engine=vllm",
+        free=True,
+    )
+    server_timeout: float = option(
+        60.0,
+        "seconds within which a healthy server answers a request, or accepts the weights",
+        "> 0",
+        "<= 1e7",
+        needs="engine=vllm",
+        free=True,
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.engine == "local":
+            return
+        for name in ("top_p", "top_k"):
+            if getattr(self, name) != getattr(Config, name):
+                yield (
+                    f"--{dashed(name)} {getattr(self, name)} cannot be used with --engine vllm,"
+                    " because its log-probs would include the filter, which training does not"
+                    f" apply: use {getattr(Config, name)}."
+                )
+        if not 0.01 <= self.temperature <= 2:
+            yield (
+                f"--temperature {self.temperature} is outside the range of vLLM: give a value"
+                " between 0.01 and 2."
+            )
+        own = ("vllm_python", "vllm_options", "vllm_gpus", "vllm_enable_sleep_mode")
+        for name in own if self.server else ():
+            if getattr(self, name):
+                yield (
+                    f"--{dashed(name)} is for a server that the trainer starts, but --server names"
+                    " one that runs already: leave one of them out."
+                )
+        gpus = self.vllm_gpus.split(",")
+        valid = all(gpu.isdecimal() for gpu in gpus) and len(set(gpus)) == len(gpus)
+        if self.vllm_gpus and not valid:
+            yield (
+                f"--vllm-gpus is {self.vllm_gpus!r}: write different numbers with commas, such as"
+                " 2,3."
+            )
+        if self.vllm_enable_sleep_mode and getattr(self, "max_staleness", False):
+            yield (
+                "--vllm-enable-sleep-mode cannot be used with --max-staleness, because the server"
+                " then samples while the trainer trains: leave one of them out."
+            )
+        try:
+            shlex.split(self.vllm_options)
+        except ValueError as e:
+            yield f"--vllm-options {self.vllm_options!r} cannot be split ({e}): close the quotes."

@@ -1,0 +1,57 @@
+"""The processes of a server: end them with the process that started them, and kill them all.
+
+In: a process id. Out: nothing. Used by serve.py, server.py and worker.py. Standard library only:
+vLLM's interpreter imports this file too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+
+def on_end(pid: int, then: Callable[[], object]) -> None:
+    """Call `then` on a thread once process `pid` ends, for whatever reason. Linux only.
+
+    The kernel can also kill a process with its parent (distributed/parent.py), but there the
+    "parent" is the thread that started it, and a server may be started on a thread that ends.
+    """
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:  # it has already ended
+        then()
+        return
+
+    def wait() -> None:
+        select.select([process], [], [])
+        then()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on one address. Raises OSError if the port is taken."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family)
+
+
+def kill_group(leader: int) -> None:
+    """Kill the processes of a group, the leader last. Multiprocessing's resource tracker ends by
+    itself, after it has removed their shared memory.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGCONT)  # a suspended tracker has to go on
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            group = (folder / "stat").read_text().rpartition(")")[2].split()[2]
+            tracker = b"resource_tracker" in (folder / "cmdline").read_bytes()
+            if int(group) == leader != int(folder.name) and not tracker:
+                os.kill(int(folder.name), signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(leader, signal.SIGKILL)

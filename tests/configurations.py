@@ -1,0 +1,207 @@
+"""The configurations on which the laws that cross all features are tested: one row per feature.
+
+    a resumed run is the uninterrupted one    tests/run/test_resume.py
+    two ranks are one                         tests/distributed/test_same_run.py
+
+A row has the options of train.py that turn the feature on; they are added to those of
+`conftest.arguments`: a tiny model with random weights, 12 prompts, 4 steps of 4 x 4 completions.
+Choose options with which something happens in each step, and which take a second. Read next:
+tests/test_mistakes.py (the table of the third such law).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from nanogrpo.model import checkpoint
+from tests import ranks
+from tests.conftest import REWARD, arguments, steps, write_base
+from tests.engine.chat import write_calling_base
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    options: str = ""
+    # changes of the tiny model, as for conftest.write_base
+    base: dict = field(default_factory=dict)
+    # writes what the feature reads into a folder, and returns further options
+    prepare: Callable[[Path], list[str]] = lambda folder: []
+    # whether the laws hold for it
+    resumes: bool = True
+    ranks: bool = True
+    # largest difference of two ranks from one, relative to the larger of 1 and the value
+    tolerance: float = 1e-5
+    # metrics that depend on the number of ranks
+    differs: tuple[str, ...] = ()
+    # a package that must be installed
+    needs: str = ""
+
+
+def with_pictures(folder: Path) -> list[str]:
+    """Some of the records have no picture."""
+    from tests.vision import base  # it imports PIL
+
+    model, data = base.write_base(folder / "vision"), base.write_data(folder / "data.jsonl")
+    return ["--model", str(model), "--data", str(data)]
+
+
+ROWS = {
+    "the default": Row(),
+    "strips of 60 tokens": Row("--token-budget 60", base={"tie_word_embeddings": True}),
+    "four updates per step": Row("--steps-per-generation 2 --num-iterations 2"),
+    "KL penalty": Row("--beta 0.05"),
+    "dynamic sampling, and MaxRL": Row(
+        "--max-resample-times 2 --advantage-estimator maxrl",
+        prepare=lambda folder: _some_prompts(folder),
+    ),
+    "importance weights, and uncertain tokens": Row(
+        "--vllm-importance-sampling-mode token_truncate --steps-per-generation 2"
+        " --top-entropy-quantile 0.5 --entropy-coef 0.01 --loss-type cispo --epsilon-high 5",
+        tolerance=1e-4,  # AdamW divides small gradients by their own size
+    ),
+    "cosine schedule": Row("--lr-scheduler-type cosine --warmup-steps 2 --weight-decay 0.1"),
+    "evaluation of averaged weights": Row(
+        "--ema-decay 0.5 --eval-steps 1 --eval-data FILES/uneven.jsonl"
+    ),
+    "evaluation": Row("--eval-steps 2 --eval-data FILES/uneven.jsonl"),
+    "recomputation": Row("--gradient-checkpointing full"),
+    "reference follows the policy": Row(
+        "--beta 0.05 --sync-ref-model --ref-model-sync-steps 1 --ref-model-mixup-alpha 0.3"
+    ),
+    "environments": Row(
+        # a user's function receives copies of the environments, in a process of its own
+        "--max-resample-times 1 --max-completion-length 24 --max-prompt-length 24",
+        prepare=lambda folder: _doubler(folder),
+    ),
+    "pictures": Row(
+        "--token-budget 60 --num-iterations 2 --steps-per-generation 2 --beta 0.1",
+        prepare=with_pictures,
+        tolerance=1e-3,
+    ),
+    "adapters": Row(
+        "--lora-r 4 --use-rslora --beta 0.05 --num-iterations 2 --gradient-checkpointing full"
+        " --token-budget 60",
+        base={"tie_word_embeddings": True},
+    ),
+    "adapters on a base in bfloat16": Row("--lora-r 4 --lora-base-dtype bfloat16", ranks=False),
+    "adapters on a base in four bits": Row("--lora-r 4 --load-in-4bit --beta 0.05"),
+    "adapters of a vision encoder": Row(
+        "--lora-r 2 --lora-target-modules q_proj attn.qkv linear_fc2",
+        prepare=with_pictures,
+        tolerance=1e-3,
+    ),
+    "completions and tokens": Row("--log-completions --log-tokens"),
+    "8-bit optimizer": Row(
+        # each rank has its own blocks, so the rounding differs
+        "--optim adamw_torch_8bit",
+        base={"hidden_size": 128},
+        ranks=False,
+        needs="torchao",
+    ),
+}
+
+
+def _some_prompts(folder: Path) -> list[str]:
+    """Only the completions of some prompts differ in reward."""
+    folder.mkdir(exist_ok=True)
+    (folder / "some.py").write_text(
+        "def some(prompts, completion_ids, **kwargs):\n"
+        "    pairs = zip(prompts, completion_ids)\n"
+        "    return [sum(ids) % 7 if '1' in p or '3' in p else 1.0 for p, ids in pairs]\n"
+    )
+    return ["--reward-funcs", f"{folder / 'some.py'}:some"]
+
+
+def _doubler(folder: Path) -> list[str]:
+    *model, _, _ = write_calling_base(folder / "base", folder / "calling")
+    file = folder / "calling" / "double.py"
+    factory = ["--environment-factory", f"{file}:Doubler"]
+    return [*model, *factory, "--reward-funcs", "environment", f"{file}:used"]
+
+
+def names(law: str) -> list:
+    """Return the rows for which a law holds, for `pytest.mark.parametrize`."""
+    missing = "its package is not installed"
+    return [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                bool(row.needs) and importlib.util.find_spec(row.needs) is None, reason=missing
+            ),
+        )
+        for name, row in ROWS.items()
+        if getattr(row, law)
+    ]
+
+
+@functools.cache
+def _files() -> Path:
+    """Return a folder with a reward file and the data that rows may name as FILES/…"""
+    folder = Path(tempfile.mkdtemp(prefix="configurations-"))
+    atexit.register(shutil.rmtree, folder)
+    (folder / "reward.py").write_text(REWARD)
+    for name, prompts in {
+        "data": [f"{i}+{i}=" for i in range(12)],
+        "uneven": [f"{'1+' * i}1=" for i in range(9)],
+    }.items():
+        lines = (f'{{"prompt": "{prompt}", "answer": "1"}}\n' for prompt in prompts)
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    return folder
+
+
+@functools.cache
+def _command(name: str) -> tuple[Path, tuple[str, ...]]:
+    """Return the base model of a row, and its options."""
+    row = ROWS[name]
+    folder = Path(tempfile.mkdtemp(dir=_files()))
+    base = write_base(folder / "base", **row.base)
+    own = row.options.replace("FILES", str(_files())).split()
+    return base, (*own, *row.prepare(folder))
+
+
+def command(name: str, output: Path, *more: str) -> list[str]:
+    """Return the command line of a row's run into the folder `output`."""
+    base, own = _command(name)
+    return arguments(base, _files(), output, *own, "--max-steps", str(STEPS), *more)
+
+
+@functools.cache
+def uninterrupted(name: str) -> Path:
+    """Train in one process and return the output folder, which no test may change. It has the
+    checkpoints after the second step and at the end.
+    """
+    output = Path(tempfile.mkdtemp(dir=_files())) / "run"
+    assert train.main(command(name, output, "--save-steps", "2")) == 0
+    assert len({row["loss"] for row in steps(output)}) > 1  # something happens
+    return output
+
+
+def on_ranks(size: int, name: str, output: Path, *more: str) -> Path:
+    """Train on several ranks and return the output folder."""
+    ended = ranks.run(size, train.main, command(name, output, *more))
+    assert ended == [0] * size
+    return output
+
+
+def saved(output: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of the last checkpoint: the model, and adapters if there are any."""
+    folder = checkpoint.checkpoints(str(output))[-1]
+    return {
+        f"{path.relative_to(folder)} {name}": tensor
+        for path in sorted(folder.rglob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }

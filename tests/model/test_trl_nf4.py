@@ -1,0 +1,70 @@
+"""TRL 1.16.0 with PEFT and bitsandbytes, on the same completions: equal loss and gradients of the
+adapters on a base in four bits.
+
+Read next: tests/grpo/test_trl_parity.py, the same comparison for all weights;
+tests/model/test_nf4.py.
+"""
+
+import peft
+import pytest
+import torch
+import transformers
+from trl.trainer.utils import add_fused_lm_head
+
+from bench.trl_peer import REWARDS, Peer, config, give_rewards, make_samples, settings
+from nanogrpo.extras.lora import adapters
+from nanogrpo.grpo import loss as grpo
+from tests.conftest import packed, write_base
+from tests.model.lora_models import loaded, nudge
+
+# of TRL to transformers, not of ours
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_loss_and_gradients_of_the_adapters(tmp_path, loss_type):
+    base = write_base(tmp_path / "base", hidden_size=64, intermediate_size=320)
+    cfg = config(
+        loss_type=loss_type,
+        temperature=0.7,
+        mask_truncated_completions=True,
+        token_budget=24,
+        lora_r=4,
+        lora_alpha=10.0,
+        load_in_4bit=True,
+    )
+    mine = nudge(loaded(base, cfg))
+    adapters.write(adapters.host_adapters(mine), tmp_path / "adapter", cfg)
+
+    nf4 = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, quantization_config=nf4, attn_implementation="eager"
+    ).train()
+    add_fused_lm_head(theirs, temperature=cfg.temperature, outputs=("log_probs", "entropy"))
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True)
+
+    samples = make_samples(vocab=100)
+    peer = Peer(settings(cfg), samples, REWARDS["plain"], theirs.train())
+    batch = peer.batch()
+    give_rewards(samples, REWARDS["plain"], cfg)
+    (loss,) = peer.losses(batch)
+    loss.backward()
+    total = 0.0
+    for strip in packed(samples, cfg):
+        out = mine.forward_strip(strip, grpo.objective(strip, cfg))
+        out.loss.backward()
+        total += out.loss.item()
+    assert total == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+
+    expected = {
+        name.replace(".default", ""): p.grad
+        for name, p in theirs.named_parameters()
+        if p.grad is not None
+    }
+    found = {adapters.peft_name(n): p.grad for n, p in mine.named_parameters() if p.requires_grad}
+    assert found.keys() == expected.keys()
+    scale = max(g.abs().max() for g in expected.values()).item()
+    for name, g in found.items():
+        torch.testing.assert_close(g, expected[name], rtol=1e-4, atol=2e-6 * scale)

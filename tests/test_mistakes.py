@@ -1,0 +1,207 @@
+"""A user's mistake on the command line ends a run with one sentence, exit status 2, and nothing
+written: one row per mistake.
+
+FILES is a folder with data and rewards (conftest.files). Mistakes in a model's folder and in the
+output folder are in test_bad_input.py; values of the wrong type or outside their range in
+test_config.py. Read next: tests/configurations.py.
+"""
+
+import pytest
+
+import train
+from tests.conftest import arguments, one_sentence
+
+# (arguments, words that the sentence must contain, in this order where … separates them)
+MISTAKES = [
+    # --- spelling ---
+    ("--num-generation 4", "--num-generation is not an option: use --num-generations, or see"),
+    ("--learning_rates=1e-4", "--learning_rates is not an option: use --learning-rate, or see"),
+    ("--profil debug", "--profil is not an option: use --profile, or see"),
+    ("--lr 1e-4", "--lr is not an option: "),
+    ("runs/base", "runs/base is not an option: see"),
+    ("--num-generations four", "--num-generations: invalid int value: 'four' … see --help"),
+    ("--num-generations 2.5", "--num-generations: invalid int"),
+    ("--max-steps 1.5", "--max-steps: invalid int value"),
+    ("--temperature warm", "--temperature: invalid float value: 'warm'"),
+    ("--reward-weights 1 two", "--reward-weights: invalid float value: 'two'"),
+    ("--seed", "--seed: expected one argument"),
+    ("--resume=yes", "--resume"),
+    ("--chat-template-kwargs {", "--chat-template-kwargs: invalid json_object value: '{'"),
+    ("--chat-template-kwargs 3", "--chat-template-kwargs is 3 but must be an object"),
+    # --- values ---
+    ("--num-generations 1", "--num-generations is 1: it must be >= 2"),
+    ("--num-generations 6", "--generation-batch-size 16 is not a multiple of --num-generations 6"),
+    ("--temperature inf", "--temperature is inf: give a finite number"),
+    ("--loss-type ppo", "--loss-type is 'ppo': choose one of grpo, bnpo, dr_grpo, dapo"),
+    ("--max-completion-length 256", "--max-completion-length 256 leaves no room for a prompt in a"),
+    ("--warmup-steps nan", "--warmup-steps is nan"),
+    # --- files of options ---
+    ("--config FILES/none.json", "none.json is missing"),
+    ("--config FILES/none.yml", "none.yml is missing: check the path"),
+    ("--config .", "--config . is not valid JSON (Is a directory)"),
+    ("--profile fast", "--profile is 'fast': choose one of debug, full"),
+    ("--beta -1 --print-config", "--beta is -1"),
+    # --- schedules ---
+    (
+        '--lr-scheduler-type linear --lr-scheduler-kwargs {"a":1}',
+        "linear has no setting a: give none",
+    ),
+    (
+        '--lr-scheduler-type cosine_with_min_lr --lr-scheduler-kwargs {"cycles":1}',
+        "no setting cycles: give min_lr or min_lr_rate",
+    ),
+    (
+        '--lr-scheduler-type cosine_with_min_lr --lr-scheduler-kwargs {"min_lr":"2"}',
+        "min_lr is '2': give a number, 0 or more",
+    ),
+    (
+        '--lr-scheduler-type cosine_with_min_lr --lr-scheduler-kwargs {"min_lr":-1}',
+        "min_lr is -1: give",
+    ),
+    ("--lr-scheduler-type cosine_with_min_lr", "needs min_lr or min_lr_rate: give exactly one"),
+    ("--lr-scheduler-type warmup_stable_decay", "needs num_decay_steps: give exactly one"),
+    # --- models ---
+    ("--model FILES/reward.py", "reward.py: there is no such folder"),
+    # --- data ---
+    ("--data FILES/empty.jsonl", "empty.jsonl holds no prompts"),
+    ("--data FILES/nowhere.jsonl", "nowhere.jsonl is not a .jsonl file"),
+    ("--data FILES/broken.jsonl", "broken.jsonl:3: not JSON"),
+    ("--data FILES/long.jsonl", "long.jsonl:9: the prompt has 300 tokens"),
+    ("--max-prompt-length 3", "data.jsonl:1: the prompt has 4 tokens"),
+    ("--generation-batch-size 64", "holds 12 prompts but a step draws 16"),
+    ("--eval-steps 1", "there are no held-out prompts: name some with --eval-data"),
+    ("--load-best-model-at-end --eval-steps 20", "compares checkpoints that were evaluated, but"),
+    (
+        "--load-best-model-at-end --eval-steps 1 --save-steps 0",
+        "compares checkpoints that were eval",
+    ),
+    (
+        "--load-best-model-at-end --metric-for-best-model accuracy --eval-steps 1 --save-steps 1"
+        " --eval-data FILES/data.jsonl",
+        "accuracy is not a metric of the evaluation: choose one of even, mean_length, reward",
+    ),
+    ("--prompt-column query", "data.jsonl:1: it has no column 'query' but 'prompt'"),
+    ('--chat-template-kwargs {"thinking":true}', "sets thinking, but the model's chat template"),
+    ("--system-prompt none.txt", "--system-prompt none.txt is not a file"),
+    # --- rewards ---
+    ("--reward-funcs reasoning_gym", "reasoning_gym scores the problems of --data reasoning_gym:"),
+    ("--reward-funcs FILES/reward.py:odd", "odd"),
+    (
+        "--environment-factory examples.tools:Calculator --reward-funcs accuracy",
+        "--reward-funcs environment calls get_reward of",
+    ),
+    (
+        "--tools examples.tools:multiply --reward-funcs environment",
+        "environment calls get_reward of",
+    ),
+    # --- tools ---
+    ("--tools nowhere", "--tools: 'nowhere' is neither package.module:name nor path/file.py:name"),
+    ("--tools FILES/reward.py:no", "has no function 'no'"),
+    ("--rollout no.such.module:f", "importing 'no.such.module' raised ModuleNotFoundError"),
+    ("--tools a:b --rollout a:b", "--rollout cannot be used with --tools, because"),
+    (
+        "--rollout a:b --engine vllm --max-staleness 1",
+        "--rollout cannot be used with --max-staleness, because its turns are sampled with the",
+    ),
+    # --- adapters ---
+    ("--lora-r 2 --lora-target-modules lm_head", "--lora-target-modules is 'lm_head': choose one"),
+    ("--lora-alpha 8", "--lora-alpha is 8.0, which has no effect without --lora-r"),
+    ("--load-in-4bit", "--load-in-4bit is True, which has no effect without --lora-r"),
+    ("--lora-r -1", "--lora-r is -1"),
+    ("--lora-r 2 --lora-base-dtype float16", "'float16': choose one of auto, float32, bfloat16"),
+    # --- vision encoders ---
+    ("--freeze-vision-tower", "--freeze-vision-tower is for a vision encoder, which --model"),
+    (
+        "--lora-r 2 --lora-target-modules linear_fc1",
+        "--lora-target-modules linear_fc1 is for a vision encoder",
+    ),
+    # --- objectives, advantages, entropy, importance weights ---
+    ("--delta 2 --loss-type sapo", "--delta 2.0 cannot be used with --loss-type sapo"),
+    (
+        "--loss-type dppo_kl --importance-sampling-level sequence",
+        "--importance-sampling-level sequence cannot be used with --loss-type dppo_kl",
+    ),
+    ('--loss-kwargs {"a":1}', "--loss-kwargs is … which has no effect with --loss-type dapo"),
+    (
+        '--loss-type sapo --loss-kwargs {"vespo_k_pos":1}',
+        "--loss-kwargs: --loss-type sapo has no constant vespo_k_pos: give one of sapo_",
+    ),
+    ('--loss-type vespo --loss-kwargs {"vespo_k_pos":0}', "vespo_k_pos is 0: give a number above"),
+    ("--sapo-temperature-pos 2", "--sapo-temperature-pos is an option of TRL: use --loss-kwargs"),
+    ("--use-adaptive-entropy", "--use-adaptive-entropy is an option of TRL: use a constant"),
+    ("--trace-step 3", "--trace-step was removed: use torch.profiler"),
+    ("--top-entropy-quantile 1.5", "--top-entropy-quantile is 1.5: it must be <= 1"),
+    ("--top-entropy-quantile 0.5 --loss-type vespo", "--top-entropy-quantile cannot be used with"),
+    (
+        "--advantage-estimator rloo --scale-rewards batch",
+        "--scale-rewards batch cannot be combined, because rloo,",
+    ),
+    (
+        "--advantage-estimator maxrl --multi-objective-aggregation normalize_then_sum",
+        "--advantage-estimator maxrl, --multi-objective-aggregation normalize_then_sum and --scale",
+    ),
+    (
+        "--scale-rewards none --multi-objective-aggregation normalize_then_sum",
+        "--scale-rewards none cannot be combined",
+    ),
+    (
+        "--loss-type vespo --vllm-importance-sampling-mode sequence_mask",
+        "--vllm-importance-sampling-mode sequence_mask cannot be used with --loss-type vespo",
+    ),
+    ("--max-resample-times -1", "--max-resample-times is -1: it must be >= 0"),
+    # --- the reference model ---
+    ("--sync-ref-model", "--sync-ref-model is True, which has no effect without --beta: set that"),
+    (
+        "--sync-ref-model --beta 0.1 --lora-r 4",
+        "--sync-ref-model cannot be used with --lora-r, because the reference is then the base",
+    ),
+    (
+        "--sync-ref-model --beta 0.1 --ref-model-mixup-alpha 1.5",
+        "--ref-model-mixup-alpha is 1.5: it must be <= 1.",
+    ),
+    (
+        "--sync-ref-model --beta 0.1 --ref-model-sync-steps 0",
+        "--ref-model-sync-steps is 0: it must be > 0.",
+    ),
+    # --- vLLM ---
+    (
+        "--engine vllm --server http://127.0.0.1:1 --top-p 0.9",
+        "--top-p 0.9 cannot be used with --engine vllm",
+    ),
+    (
+        "--engine vllm --server http://127.0.0.1:1 --vllm-options x",
+        "--vllm-options is for a server that the trainer starts, but",
+    ),
+    (
+        "--engine vllm --server http://127.0.0.1:1 --vllm-gpus 1",
+        "--vllm-gpus is for a server that the trainer starts, but",
+    ),
+    ("--engine vllm --vllm-importance-sampling-clip-min 2", "do not enclose 1"),
+    ("--old-logp-from engine", "--old-logp-from was removed: use --vllm-importance-sampling-mode"),
+    ("--dppo-penalty 1", "--dppo-penalty was removed: give it in --loss-kwargs"),
+    ("--server http://127.0.0.1:1", "which has no effect with --engine local: choose vllm"),
+    (
+        "--engine vllm --vllm-enable-sleep-mode --max-staleness 1",
+        "--vllm-enable-sleep-mode cannot be used with --max-staleness",
+    ),
+    (
+        "--engine vllm --temperature 3",
+        "--temperature 3.0 is outside the range of vLLM: give a value between 0.01",
+    ),
+    ("--engine vllm --vllm-options='", "close the quotes"),
+    ("--engine vllm --vllm-gpus one", "--vllm-gpus is 'one': write different numbers"),
+    ("--engine vllm --vllm-gpus 1,1", "--vllm-gpus is '1,1': write different numbers"),
+    ("--engine vllm --vllm-gpus 0", "need a GPU, but the trainer uses a CPU: leave them out"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), MISTAKES)
+def test_a_mistake_is_one_sentence(tiny_base, files, tmp_path, capsys, options, words):
+    options = options.replace("FILES", str(files)).split()
+    assert train.main(arguments(tiny_base, files, tmp_path / "run", *options)) == 2
+    found, place = one_sentence(capsys), 0
+    for part in words.split(" … "):
+        place = found.find(part, place)
+        assert place >= 0, found
+    # so the corrected command needs no further option
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
