@@ -7,9 +7,9 @@
 In: a checkpoint folder. Out: vLLM's own OpenAI-compatible server, with our weight-transfer engine
 (nanogrpo/vllm/worker.py) behind its weight routes, and our access control (nanogrpo/vllm/auth.py)
 in front of all routes. Every server has a secret, in the environment variable NANOGRPO_SECRET,
-which its trainers need too. Options that --help does not list are passed to vLLM, such as --dtype,
---tensor-parallel-size or --max-model-len. It runs under the interpreter that has vLLM, which may
-differ from the trainer's, so it imports very little of this project. Read next:
+which its trainers need, too. Options that --help does not list, such as --dtype, are
+passed to vLLM. serve.py runs in the interpreter that has vLLM, which may not be the trainer's, so
+it imports very little of this project. Read next:
 nanogrpo/vllm/client.py.
 """
 
@@ -27,14 +27,13 @@ from nanogrpo.errors import UserError
 from nanogrpo.vllm.auth import SECRET
 from nanogrpo.vllm.process import kill_group, listen, on_end
 
-# The request bodies of the weight routes change in half of vLLM's releases, so only this version is
-# allowed.
+# Half of vLLM's releases change the requests of the weight routes, so only this one is allowed.
 TESTED = "0.32.0"
-SHORTEST = 16  # minimum length of a secret in characters
+SHORTEST = 16  # minimum length of a secret, in characters
 
 # Options that serve.py sets for vLLM. Training relies on these values, so they cannot be changed.
 FIXED = {
-    # log-probs of softmax(logits / temperature), which is the policy that is trained
+    # log-probs of softmax(logits / temperature), the policy that is trained
     "--logprobs-mode": "processed_logprobs",
     "--generation-config": "vllm",  # no defaults from the model's generation_config.json
     "--worker-extension-cls": "nanogrpo.vllm.worker.Extension",
@@ -43,19 +42,19 @@ FIXED = {
     # the route /inference/v1/generate: token ids in, token ids and weight versions out
     "--enable-scale-out": None,
     "--disable-uvicorn-access-log": None,
-    "--allowed-media-domains": "pictures.invalid",  # pictures come with prompts, not from URLs
+    "--allowed-media-domains": "pictures.invalid",  # pictures are in the request, not at a URL
 }
 
-# Options on a CPU, unless the user gives others. If the prompt of a seeded request is split over
-# two steps, vLLM turns its random stream back, which fails there and ends the engine. The
-# completions of a group share the full blocks of their prompt, and vLLM's default for CPUs, 128
-# tokens, is longer than many prompts. Its fast kernel needs a multiple of 32.
+# Options on a CPU, unless the user gives others. Chunked prefill is off, so no prompt is split:
+# after a split, vLLM would reset the request's random stream, which fails on a CPU.
+# Blocks are short, because the completions of a group share only full blocks of their prompt.
+# vLLM's default on a CPU is 128 tokens, and its fast kernel needs a multiple of 32.
 ON_CPU = ["--no-enable-chunked-prefill", "--block-size", "32", "--kv-cache-memory-bytes"]
-LARGEST = 16 << 30  # bytes of a KV cache that we choose; vLLM fills it with zeros at the start
+LARGEST = 16 << 30  # the most bytes of a KV cache by default; vLLM fills it with zeros at the start
 
 
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return our options, and those for vLLM. Raise UserError for one that cannot be set."""
+    """Return our options, and those for vLLM. Raises UserError if an option cannot be set."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
         allow_abbrev=False,
@@ -77,22 +76,22 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             )
     fixed = [word for pair in FIXED.items() for word in pair if word is not None]
     where = ["--model", ours.model, "--host", ours.host, "--port", str(ours.port)]
-    # The last one counts, so no spelling of an earlier one, such as an abbreviation, can change
-    # what training and access control rely on.
+    # If an option is given twice, the last one counts. So our options come last:
+    # no other spelling, such as an abbreviation, can change what training and security rely on.
     return ours, [*rest, *where, *fixed]
 
 
 def check_secret() -> None:
-    """Raise UserError without a good secret."""
+    """Raise UserError if the secret is missing or too short."""
     if not re.fullmatch(f"[!-~]{{{SHORTEST},}}", os.environ.get(SECRET, "")):
         raise UserError(
             f"A server needs a secret of at least {SHORTEST} printable ASCII characters, the same "
-            f"as its trainers: export {SECRET}=$(openssl rand -hex 16), here and there."
+            f"as its trainers: set {SECRET} to the output of `openssl rand -hex 16` for both."
         )
 
 
 def check_vllm() -> None:
-    """Raise UserError without the version of vLLM that the sidecar was tested with."""
+    """Raise UserError if vLLM is missing, or if this version of it was not tested."""
     try:
         from vllm import __version__ as version
     except ModuleNotFoundError as e:
@@ -110,7 +109,7 @@ def check_vllm() -> None:
 def check_port(host: str, port: int) -> None:
     """Raise UserError if the port is taken, before vLLM spends a minute loading."""
     try:
-        # like the server itself, this treats a port that was just closed as free
+        # as for the server itself, a port that was closed just now counts as free
         listen(host, port).close()
     except (OSError, OverflowError) as e:
         raise UserError(
@@ -125,7 +124,7 @@ def report(message: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     try:
         ours, words = options(sys.argv[1:] if argv is None else argv)
-        if ours.owner:  # it has made this process the leader of a group
+        if ours.owner:  # the owner has made this process the leader of a group
             on_end(ours.owner, functools.partial(kill_group, os.getpid()))
         check_port(ours.host, ours.port)
         check_secret()
@@ -134,13 +133,13 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    # imported only now, because they read the environment
+    # imported here, because they read the environment
     from vllm.entrypoints.launchers.api_server.entry import main as run
     from vllm.platforms import current_platform
     from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node
 
     if current_platform.is_cpu():
-        # vLLM checks later that this much is free
+        # vLLM requires that the cache fits into free memory
         free = get_memory_node_info(get_visible_memory_node()[0]).available_memory
         words = [*ON_CPU, str(min(free // 4, LARGEST)), *words]
     sys.argv[1:] = words
@@ -151,12 +150,12 @@ def main(argv: list[str] | None = None) -> int:
 def set_environment() -> None:
     """Set the variables that vLLM, its workers and our access control read."""
     os.environ["NANOGRPO_SERVER"] = str(os.getpid())  # the workers end with this process
-    # vLLM offers its weight routes only in this mode. Our access control closes its other routes.
+    # Only this mode has the weight routes. Our access control closes the other routes of the mode.
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.pop("VLLM_API_KEY", None)  # vLLM would require it in place of our secret
-    # spawned workers must find nanogrpo too
+    os.environ.pop("VLLM_API_KEY", None)  # vLLM would require this key instead of our secret
+    # spawned workers must find nanogrpo, too
     root = str(Path(nanogrpo.__file__).absolute().parents[1])  # not resolved: it may be a link
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
 

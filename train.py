@@ -1,8 +1,9 @@
 """Train a language model with GRPO. The function `train` below is the whole loop.
 
-Each step samples a group of completions for each of a few prompts and scores them. A completion's
-advantage says how much better it scored than its group did on average. The loss makes the tokens of
-completions with a positive advantage more likely, and those with a negative advantage less likely:
+Each step draws a few prompts, samples a group of completions for each prompt, and scores the
+completions. A completion's advantage says how much better it scored than its group did on average.
+The loss makes the tokens of a completion more likely if its advantage is positive, and less likely
+if its advantage is negative:
 
     sync weights → draw → sample → score → advantages → pack → loss → optimizer step → log
 
@@ -11,8 +12,9 @@ completions with a positive advantage more likely, and those with a negative adv
     python train.py --model Qwen/Qwen3-0.6B --data gsm8k.jsonl --reward-funcs accuracy my.py:brevity
 
 In: a checkpoint, prompts, and reward functions (nanogrpo/config.py lists every option).
-Out: output_dir/metrics.jsonl, and, every --save-steps steps and at the end, output_dir/checkpoint-N
-(N: finished steps), which transformers can load. By default the last two checkpoints are kept.
+Out: output_dir/metrics.jsonl and checkpoints that transformers can load. A checkpoint is written
+every --save-steps steps and at the end, to output_dir/checkpoint-N (N: number of finished steps).
+By default the last two checkpoints are kept.
 Read next: nanogrpo/types.py (the data that the parts exchange), nanogrpo/step.py (what happens to
 the samples), nanogrpo/grpo/advantages.py, nanogrpo/grpo/loss.py and `policy_terms` in
 kernels/reference/policy.py (the algorithm, down to the lines that compute the loss).
@@ -41,8 +43,9 @@ from nanogrpo.step import assign_advantages, evaluate, log_step, pack, score, sy
 
 
 def train(run: Run) -> None:
-    """Train to the last step, starting from cfg.model, or with --resume from the last checkpoint in
-    cfg.output_dir. To resume, give the same options (some, such as --save-steps, may differ).
+    """Train to the last step. Training starts from cfg.model or, with --resume, from the last
+    checkpoint in cfg.output_dir. A resumed run needs the same options, except for a few such as
+    `--save-steps`.
 
     Every rank runs this function, and samples and scores its own share of the prompts. `pack` may
     then move samples to other ranks, so that all ranks have about the same work.
@@ -55,7 +58,7 @@ def train(run: Run) -> None:
             clock, meter = Clock(world.device), Meter(run.features)
 
             with clock("sync"):
-                sync(run)  # copies the current weights to the engine, unless it has them already
+                sync(run)  # copies the weights to the engine, unless the engine has them already
 
             with clock("sample"):
                 prompts = run.draw(step)  # this rank's share of the step's prompts
@@ -67,22 +70,25 @@ def train(run: Run) -> None:
                 generation = assign_advantages(run, samples)
 
             with clock("train"):
-                # One list of micro-batches per optimizer step: --steps-per-generation splits the
-                # samples into several lists, --num-iterations repeats all lists; both are 1 by
-                # default. Samples with advantage 0 have no gradient and are left out, but their
-                # tokens still count in the weight below.
+                # `pack` yields one list of micro-batches for each optimizer step.
+                # --steps-per-generation splits the samples into several lists.
+                # --num-iterations repeats all lists. Both options are 1 by default.
+                # Samples with advantage 0 have no gradient and are left out.
+                # The tokens of these samples still count in the weight below.
                 for batches in pack(run, samples, generation, step):
                     for batch, last in batches:
-                        # Σ weight · (-min(ratio·A, clip(ratio)·A) + beta·KL) over the completion
-                        # tokens, with ratio = policy / old policy: see `policy_terms` in
-                        # kernels/reference/policy.py. `objective` returns this loss as a function
-                        # of the hidden states and the output matrix, which the model calls instead
-                        # of returning logits. It also computes the gradient there.
+                        # The loss is Σ weight · (-min(ratio·A, clip(ratio)·A) + beta·KL).
+                        # The sum is over the completion tokens; ratio = policy / old policy.
+                        # See `policy_terms` in kernels/reference/policy.py.
+                        # `objective` returns a function that computes this loss and its gradient
+                        # from the hidden states and the output matrix.
+                        # The model calls this function instead of returning logits.
                         #
-                        # By default the weight is 1 / (completion tokens of the optimizer step,
-                        # over all ranks), beta is 0, and a step of this loop makes one optimizer
-                        # step. Then every ratio is 1, nothing is clipped, and the gradient is that
-                        # of -A · log π.
+                        # By default, beta is 0, and the weight is the same for all tokens:
+                        # 1 / (completion tokens of the optimizer step over all ranks).
+                        # By default, a step of this loop also makes only one optimizer step.
+                        # Then every ratio is 1, nothing is clipped,
+                        # and the gradient is that of -A · log π.
                         out = model.forward_strip(batch, objective(batch, cfg, run.features))
                         # Sums gradients over micro-batches and ranks.
                         fsdp.backward(model, out.loss, world, last)
@@ -92,11 +98,11 @@ def train(run: Run) -> None:
 
             run.done = step + 1
             log_step(run, step, samples, generation, meter, clock)
-            # True if a signal reached any rank. If a save failed on any rank, its error is raised
-            # here.
+            # `stopping` is True if any rank has received a signal to stop.
+            # If a save failed on any rank, every rank raises its error here.
             stopping = world.any(asked.is_set(), error=run.saver.failure())
             if run.due(cfg.eval_steps) and not stopping:
-                evaluate(run)  # of the new weights: it calls `sync` first
+                evaluate(run)  # first copies the new weights to the engine
             if run.due(cfg.save_steps or cfg.max_steps) or stopping:
                 run.saver.save(run.done)  # writes in the background
             if stopping:
@@ -104,16 +110,16 @@ def train(run: Run) -> None:
 
 
 def start(cfg: Config, given: Given = NOTHING) -> Path:
-    """Check the options, then train, alone or in the world that torchrun has made. Return the
-    output folder.
+    """Check the options, then train, in one process or in all processes that torchrun started.
+    Return the output folder.
     """
     cfg.validate()
     # An absolute path, because a reward function may change the working directory.
     cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(cfg.output_dir))
-    features = attach(cfg, given)  # what is off by default (nanogrpo/extras/attach.py)
+    features = attach(cfg, given)  # optional parts (nanogrpo/extras/attach.py)
     with join(cfg) as world, stoppable(), output.claimed(cfg, world):
         inputs = load(cfg, world, features, given)  # everything but the weights
-        settle(inputs)  # sets max_steps from epochs, and on a GPU, settings that fit its memory
+        settle(inputs)  # sets max_steps, and on a GPU the settings that depend on its memory
         train(setup(inputs))
     return Path(cfg.output_dir)
 
@@ -124,11 +130,11 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=level, format="%(message)s")
     try:
         start(parse(argv))
-    # FloatingPointError: weights, log-probs or gradients that are NaN or infinite
+    # FloatingPointError: weights, log-probs or gradients are NaN or infinite.
     except (UserError, FloatingPointError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    # While the ranks connect. Later, a signal ends the run after the step, or at a second signal.
+    # Ctrl-C before the first step. During the steps, `stoppable` handles signals.
     except KeyboardInterrupt:
         return 130
     return 0

@@ -1,3 +1,4 @@
-"""Benchmarks: each script answers one question. Their records are in bench/results/, and all tables
-and plots are generated from these records. Read first: common.py.
+"""Each script in this folder is a benchmark that answers one question. The records of all
+benchmarks are in bench/results/, and all tables and plots are generated from these records. Read
+first: common.py.
 """

@@ -1,12 +1,13 @@
 """Tools shared by all benchmarks: command line, timing, records and console tables.
 
-In: functions to time. Out: `bench/results/<name>.json`, a list of records. Each record is
-self-contained: it says what was measured, on which machine, with which versions, at which commit
-and by which command. All tables and plots are generated from these records.
+In: functions to time. Out: `bench/results/<name>.json`, a list of records. Each record says what
+was measured, on which machine, with which versions, at which commit and by which command. All
+tables and plots are generated from these records.
 
-A benchmark is a module with `main(argv)` that runs as `python -m bench.<name>`. It times its sides
-alternately in one process (`interleave`), so that a busy machine or a hot chip affects all of them
-equally, and it reports medians with their spread. Read next: rollout_speed.py.
+A benchmark is a module with `main(argv)` that runs as `python -m bench.<name>`. It compares several
+programs, which are called its sides, such as nanogrpo and TRL. It times the sides alternately in
+one process (`interleave`), so that a busy machine or a hot chip affects all sides equally. It
+reports medians with their spread. Read next: rollout_speed.py.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from nanogrpo.model.hf_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-SIDES = ("nanogrpo", "TRL")  # the two sides of the benches that compare full runs
-# TRL trains on the completions that our run with the same seed sampled; only the training differs
+SIDES = ("nanogrpo", "TRL")  # the two sides of benchmarks that compare full runs
+# In this third side, TRL trains on the completions that nanogrpo sampled with the same seed.
 REPLAYED = "TRL, our completions"
 
 
@@ -48,7 +49,8 @@ REPLAYED = "TRL, our completions"
 def parser(bench: str, doc: str, threads: bool = True, **numbers) -> argparse.ArgumentParser:
     """Return the parser of `python -m bench.<bench>`, with --out and, if `threads`, --threads.
 
-    numbers: option → (default, help), for example `prompt_length=(32, "tokens per prompt")`.
+    numbers: further options as name=(default, help), such as
+    `prompt_length=(32, "tokens per prompt")`.
     """
     if threads:
         numbers["threads"] = (2, "CPU threads")
@@ -80,8 +82,8 @@ def add_cases(parser: argparse.ArgumentParser, cases: Sequence[str]) -> None:
 
 
 def small_qwen3(hidden: int, layers: int, vocab: int, context: int) -> ModelConfig:
-    """Return the shape for the CPU benchmarks: tied weights, two query heads per key head, and a
-    head size of 32.
+    """Return the model shape of the CPU benchmarks. It has tied weights, two query heads per key
+    head, and a head dimension of 32.
 
     With a hidden size of 256 and 4 layers, the model has about 3 M parameters.
     """
@@ -105,12 +107,12 @@ LARGE = ("0.6B", "1.7B")
 
 
 def large_qwen3(name: str, context: int) -> ModelConfig:
-    """Return the shape of a real Qwen3 with tied embeddings, for the GPU benchmarks."""
+    """Return the model shape of a real Qwen3 with tied embeddings, for the GPU benchmarks."""
     return dataclasses.replace(predict.QWEN3[name], max_position_embeddings=context)
 
 
 def vllm_python() -> str:
-    """Return the Python of the environment with vLLM (see docs/vllm.md), or "" if there is none."""
+    """Return the path of the Python with vLLM (see docs/vllm.md), or "" if it does not exist."""
     found = os.environ.get("NANOGRPO_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
     return found if Path(found).exists() else ""
 
@@ -120,7 +122,7 @@ def vllm_python() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The time in seconds of each repeat of one side, in the order in which they ran."""
+    """The seconds that each repeat of one side took, in the order of the repeats."""
 
     seconds: list[float]
 
@@ -139,8 +141,9 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time each side `repeats` times, in rotating order: A B C, B C A, C A B, …
 
-    The order rotates, so that no side always runs after the same one. `warmup` untimed rounds come
-    first. On a GPU, each call is followed by a synchronization. A progress bar is shown on stderr.
+    Because of this order, no side always runs after the same other side. `warmup` untimed rounds
+    come first. On a GPU, each call is followed by a synchronization. A progress bar is shown on
+    stderr.
     """
     names = list(sides)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -161,10 +164,10 @@ def interleave(
 
 
 def in_process(folder: Path, argv: Sequence[object], threads: int) -> dict:
-    """Run `python -m argv…` in a new process and return the JSON it writes to folder/found.json.
+    """Run `python -m argv…` in a new process, and return the JSON in folder/found.json.
 
-    A separate process has its own threads, allocator and peak memory. Its output is shown only if
-    it fails.
+    The new process writes this file, and has its own threads, allocator and peak memory. The output
+    of the process is shown only if the process fails.
     """
     env = {
         **os.environ,
@@ -202,7 +205,7 @@ def checkout() -> dict:
 
 
 def machine() -> dict:
-    """Return hardware, versions and commit, but no host name or paths."""
+    """Return the hardware, the versions and the commit, but no host name and no paths."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -215,13 +218,13 @@ def machine() -> dict:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # not every environment has all of them; only what is installed is recorded
+            continue  # only installed packages are recorded
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        # a load above the number of threads means that something else was running
+        # a load above the number of threads means that other programs were running
         "load_average": round(os.getloadavg()[0], 2),
         "versions": versions,
         **checkout(),
@@ -244,7 +247,7 @@ def record(
 ) -> dict:
     """Return one measurement of one side in one case.
 
-    figures: everything else to record, such as tokens per second, shapes and settings.
+    figures: all other values to record, such as tokens per second, shapes and settings.
     """
     times = timing and {
         "seconds_median": timing.median,
@@ -274,14 +277,14 @@ def write(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
 
 
 def read(name: str, folder: Path = RESULTS) -> list[dict]:
-    """Return the records of a bench, or an empty list if it has not run."""
+    """Return the records of a benchmark, or an empty list if it has not run yet."""
     path = folder / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else []
 
 
 def merge(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
-    """Write records, and keep earlier records of cases and sides that these do not cover, so a
-    benchmark can be run in parts.
+    """Write records to folder/<name>.json. A new record replaces the earlier record of the same
+    case and side, and all other earlier records are kept. So a benchmark can be run in parts.
     """
     fresh = {(record["case"], record["side"]): record for record in records}
     kept = [fresh.pop((r["case"], r["side"]), r) for r in read(name, folder)]
@@ -292,13 +295,13 @@ def merge(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
 
 
 def commit(machine: dict) -> str:
-    """Return the commit of a record's machine, and whether the checkout had changes."""
+    """Return the commit of a record, and whether the checkout had uncommitted changes."""
     changed = " with uncommitted changes" if machine["uncommitted_changes"] else ""
     return (machine["commit"] or "unknown")[:7] + changed
 
 
 def show(x: object) -> str:
-    """Format a number with three significant digits and grouped thousands."""
+    """Format a number with three significant digits and with commas between thousands."""
     if isinstance(x, float):
         return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
     return f"{x:,}" if isinstance(x, int) else str(x)
@@ -320,7 +323,8 @@ def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]])
     for line in lines:
         out.add_row(*map(show, line))
     console = Console()
-    console.width = max(console.width, 150)  # a log file has no width; this keeps rows on one line
+    # a log file has no width, and each row must fit into one line
+    console.width = max(console.width, 150)
     console.print(out)
 
 

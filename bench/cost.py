@@ -1,8 +1,9 @@
 """Predict the seconds of each phase of a step from counted FLOP, bytes and link speeds.
 
-In: the model's shape, the speed of a device (`GPUS`; bench/plan.py measures that of a CPU), the
-lengths of a step's prompts and completions, and the number of GPUs that train and that sample. Out:
-seconds. docs/scale.md explains each formula and its sources. Read next: plan.py.
+In: the model's shape, the speed of a device, the lengths of a step's prompts and completions, and
+the numbers of GPUs that train and that sample. Out: seconds. `GPUS` contains the speeds of GPUs,
+and bench/plan.py measures the speed of a CPU. docs/scale.md explains each formula and its sources.
+Read next: plan.py.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ ALL_REDUCE = 1e-5  # seconds of an all-reduce between the GPUs of a vLLM server
 
 
 class Layer(NamedTuple):
-    """The operations of one layer, and the bytes per token that they read and write: all but those
-    of products and attention.
+    """The number of operations of one layer, and the bytes per token that they read and write. The
+    bytes of matrix products and attention are not included.
     """
 
     decode: int  # operations of a decode step
-    forward: int  # in training
+    forward: int  # operations of a forward pass in training
     backward: int
     forward_bytes: float
     backward_bytes: float
@@ -36,37 +37,38 @@ class Device(NamedTuple):
     """The speed of a GPU, or of a CPU as a single device."""
 
     flops: float  # FLOP/s of matrix products
-    attention: float  # FLOP/s of attention in training, and of gathering the keys for it
+    attention: float  # FLOP/s of attention in training, including the time to gather its keys
     bandwidth: float  # bytes/s of its memory
     loss: float  # seconds per logit, to compute its loss and gradient
     draw: float  # seconds per logit, to sample a token
-    launch: float  # seconds that an operation of a decode step takes at least
+    launch: float  # minimum seconds of an operation in a decode step
     host: float  # seconds that the host needs to start an operation in training
     token: float  # seconds that the host spends on a sampled token
-    decode: float  # FLOP/s of the products of a decode step
+    decode: float  # FLOP/s of the matrix products of a decode step
     weights: float  # bytes/s at which a decode step reads weights
-    cache: float  # bytes/s at which it reads keys and values
+    cache: float  # bytes/s at which a decode step reads keys and values
     memory: int  # bytes
-    link: float = math.inf  # bytes/s to and from the other GPUs of the machine, each way
-    network: float = math.inf  # bytes/s per GPU to and from other machines, each way
+    link: float = math.inf  # bytes/s between GPUs of a machine, in each direction
+    network: float = math.inf  # bytes/s per GPU between machines, in each direction
     item: int = 2  # bytes per number in a forward pass
-    layer: Layer | None = None  # None: a layer with the Triton kernels
+    layer: Layer | None = None  # None means a layer with the Triton kernels
 
 
 def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Device:
-    """Return a GPU from its data sheet: dense bfloat16 TFLOP/s, TB/s and GiB of memory, GB/s of its
-    links. Programs reach only a part of these.
+    """Return the `Device` of a GPU, from the numbers of its data sheet: dense bfloat16 TFLOP/s,
+    TB/s and GiB of memory, and GB/s of its links.
 
-    The shares, and the seconds of the host, were measured on an H100 on 2026-11-22, with torch 2.11
-    (docs/scale.md); those of the links are estimates.
+    Programs reach only a share of these speeds. The shares in this function, and the seconds of the
+    host, were measured on an H100 on 2026-11-22, with torch 2.11 (docs/scale.md). The share for
+    links is an estimate.
     """
     flops, bandwidth = 0.75e12 * tflops, 0.8e12 * tb
     return Device(
         flops=flops,
         attention=0.13e12 * tflops,
         bandwidth=bandwidth,
-        loss=4 / bandwidth,  # in bfloat16, read and written once
-        draw=4 / bandwidth,  # read twice
+        loss=4 / bandwidth,  # a logit in bfloat16 is read once and written once
+        draw=4 / bandwidth,  # a logit in bfloat16 is read twice
         launch=3.2e-6,
         host=5e-5,
         token=4.3e-6,
@@ -79,9 +81,9 @@ def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Dev
     )
 
 
-# The vendor's figures. The "GB" of a card's name are GiB; of the L40S's 48, ECC leaves 45.
-# `network`: one 400 Gbit/s adapter per GPU in H100, H200 and B200 servers,
-# 200 Gbit/s with A100, 100 Gbit/s with L40S, and 10 Gbit/s for the others.
+# From NVIDIA's data sheets. Memory sizes are in GiB. Of the 48 GiB of an L40S, ECC takes 3 GiB.
+# Each GPU has one network adapter. With H100, H200 and B200, it transfers 400 Gbit/s.
+# The adapter transfers 200 Gbit/s with A100, 100 Gbit/s with L40S, and 10 Gbit/s with a 4090.
 GPUS = {
     "4090": _gpu(165, 1.008, 24, 32, 1.25),
     "A100-40GB": _gpu(312, 1.555, 40, 300, 25),
@@ -94,43 +96,45 @@ GPUS = {
 
 
 class Work(NamedTuple):
-    """The tokens of a step: lengths of prompts [P] and completions [P·G]."""
+    """The lengths of a step's prompts [P] and completions [P·G], in tokens."""
 
     prompts: Sequence[int]
     completions: Sequence[int]
-    skipped: float = 0.0  # share of the completions whose groups have no signal
+    skipped: float = 0.0  # share of the completions with advantage 0, which are not trained on
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
-        """The lengths of prompt and completion of each completion."""
+        """For each completion, the length of its prompt and its own length."""
         group = len(self.completions) // len(self.prompts)
         prompts = itertools.chain.from_iterable([p] * group for p in self.prompts)
         return [*zip(prompts, self.completions)]
 
     @property
     def pairs(self) -> tuple[float, float]:
-        """Query-key pairs: of the prompts among themselves, and of all completion tokens."""
+        """The numbers of query-key pairs with the query in a prompt, and with the query in a
+        completion.
+        """
         own = sum(p * (p + 1) / 2 for p in self.prompts)
         return own, sum(c * p + c * (c + 1) / 2 for p, c in self.sequences)
 
 
 def lengths(count: int, mean: float, longest: int) -> list[int]:
-    """Return lengths in 1 … longest with about this mean: exponentially distributed and cut off, as
-    those of reasoning models are.
+    """Return lengths in 1 … longest with about this mean. They are exponentially distributed and
+    truncated, which is similar to the lengths of reasoning models.
     """
     low, high = 0.0, 1e3 * longest
-    # the quantiles of the distribution, so the result is not random
+    # Quantiles of the distribution are used, so the result is not random.
     quantiles = -np.log1p(-(np.arange(count) + 0.5) / count)
     for _ in range(60):  # find the scale by bisection
         scale = (low + high) / 2
         found = (scale * quantiles).round().clip(1, longest).astype(int)
         low, high = (scale, high) if found.sum() < mean * count else (low, scale)
-    # in an order that mixes long and short ones
+    # This order mixes long and short completions.
     return found[np.arange(count) * 7919 % count if count % 7919 else ...].tolist()
 
 
 class Weights(NamedTuple):
-    """Numbers of weights of a model."""
+    """The numbers of weights in the parts of a model."""
 
     block: int  # matrices of one layer
     head: int  # the output matrix
@@ -145,8 +149,8 @@ class Weights(NamedTuple):
 
 
 def layer(c: ModelConfig, d: Device) -> Layer:
-    """Return the operations of a layer. Each Triton kernel reads and writes its tensors once, and
-    its backward pass takes about twice as much.
+    """Return the operations of a layer. Each Triton kernel reads and writes its tensors once, and a
+    backward pass moves about twice as many bytes.
     """
     heads = c.num_attention_heads + c.num_key_value_heads
     moved = d.item * (9 * c.hidden_size + 2 * heads * c.head_dim + 3 * c.intermediate_size)
@@ -173,10 +177,10 @@ def train(
 ) -> float:
     """Return the seconds to train on a step's completions.
 
-    budget: tokens of a micro-batch. checkpointing: --gradient-checkpointing. adapters: how many
-    weights are trained, if not all (LoRA). updates: optimizer steps per iteration. iterations:
-    passes over the step. scored: further forward passes, for old or reference log-probs.
-    reduces_each: whether gradients are reduced after each micro-batch.
+    budget: tokens of a micro-batch. checkpointing: --gradient-checkpointing. adapters: the number
+    of LoRA weights, or 0 if all weights are trained. updates: optimizer steps per iteration.
+    iterations: passes over the step. scored: additional forward passes, for old or reference
+    log-probs. reduces_each: whether gradients are reduced after each micro-batch.
     """
     w, ops, E = Weights.of(c), layer(c, d), c.num_attention_heads * c.head_dim
     n = adapters or w.total
@@ -185,50 +189,51 @@ def train(
     tokens = kept * sum(work.prompts) + trained
     pairs = kept * sum(work.pairs)
     micro = updates * math.ceil(tokens / updates / gpus / budget)
-    # All in units of a forward pass. A frozen weight has no gradient of its own.
-    again = iterations * (checkpointing != "none")  # of cheap operations
-    all_again = iterations * (checkpointing == "full")  # of products and attention
+    # These numbers count forward passes. A frozen weight has no weight gradient.
+    again = iterations * (checkpointing != "none")  # recomputations of cheap operations
+    all_again = iterations * (checkpointing == "full")  # recomputations of products and attention
     forwards, gradients = iterations + scored, iterations * (1 if adapters else 2)
     products = (forwards + all_again + gradients) * w.layers * w.block * tokens
     products += (forwards + gradients) * w.head * trained
-    # its backward pass has five products, the forward pass two
+    # The forward pass of attention has two products, and the backward pass has five.
     attention = (forwards + all_again + 2.5 * iterations) * w.layers * E * pairs
     moved = (forwards + again) * ops.forward_bytes + iterations * ops.backward_bytes
     compute = 2 * products / d.flops + 4 * attention / d.attention
     compute += w.layers * tokens * moved / d.bandwidth + forwards * d.loss * c.vocab_size * trained
-    # FSDP gathers the weights for each pass of a micro-batch. One GPU only casts them, if at all.
+    # FSDP gathers the weights for each pass of a micro-batch. On one GPU, weights are only cast.
     gathers = micro * (forwards + iterations) if gpus > 1 else updates * iterations * (d.item < 4)
-    # weights are cast to the dtype of the forward pass; gradients are added up in float32
+    # Weights are cast to the dtype of the forward pass, and gradients are added up in float32.
     copied = (4 + d.item) * w.total * gathers + 10 * n * iterations * (micro - updates)
-    # FSDP about doubles the operations
+    # With FSDP, the host starts about twice as many operations.
     launches = w.layers * micro * (forwards * ops.forward + iterations * ops.backward)
     launches *= 2 if gpus > 1 else 1
     compute = max(compute / gpus + copied / d.bandwidth, launches * d.host)
-    reduced = micro if reduces_each else updates  # in float32
+    reduced = micro if reduces_each else updates  # number of reductions, which are in float32
     traffic = d.item * gathers * w.total + 4 * reduced * iterations * n
     transfer = traffic * (gpus - 1) / gpus / ring(d, gpus, per_node)
-    # Clipping reads the gradient, and reads and writes it again; an update reads 16 bytes per
-    # weight and writes 12.
+    # Clipping reads the gradient twice and writes it once: 12 bytes per weight.
+    # An update reads 16 bytes per weight and writes 12.
     optimizer = 40 * updates * iterations * n / gpus / d.bandwidth
     return max(compute, transfer) + optimizer
 
 
 def ring(d: Device, gpus: int, per_node: int) -> float:
-    """Return the bytes/s of a ring through these GPUs. Between machines, NCCL builds one ring per
-    network adapter, and there is one adapter per GPU.
+    """Return the bytes/s that a ring of these GPUs transfers. Between machines, NCCL builds one
+    ring per network adapter, and each GPU has one adapter.
     """
     return d.link if gpus <= per_node else min(d.link, per_node * d.network)
 
 
 def decode_step(c: ModelConfig, d: Device, gpus: int = 1) -> Callable[[float, float], float]:
-    """Return a function: rows, and cached keys of all rows together → seconds of a decode step.
+    """Return a function that returns the seconds of a decode step. Its arguments are the number of
+    rows, and the number of cached keys of all rows together.
 
-    gpus: the GPUs of a server, among which every product is split.
+    gpus: the number of GPUs of a server. Every product is split over these GPUs.
     """
     w, ops = Weights.of(c), layer(c, d)
     weights = w.layers * w.block + w.head
     cached = 2 * d.item * c.num_key_value_heads * c.head_dim * w.layers  # bytes per token
-    # A small product reads its weights and then computes; the two hardly overlap.
+    # A small product first reads its weights and then computes, with hardly any overlap.
     row = 2 * weights / d.decode + w.layers * ops.forward_bytes / d.bandwidth
     row += d.draw * c.vocab_size
     step = (w.layers * ops.decode + 15) * d.launch
@@ -242,15 +247,17 @@ def decode_step(c: ModelConfig, d: Device, gpus: int = 1) -> Callable[[float, fl
 
 
 def sample(c: ModelConfig, work: Work, d: Device, slots: int, gpus: int = 1) -> float:
-    """Return the seconds that one engine needs to sample: prompts once per group, then decode steps
-    with up to `slots` rows. A finished row is replaced at once. gpus: see `decode_step`.
+    """Return the seconds that one engine needs to sample. It computes each prompt once per group,
+    and then makes decode steps with up to `slots` rows. A finished row is replaced at once. gpus:
+    see `decode_step`.
     """
     w, ops, E = Weights.of(c), layer(c, d), c.num_attention_heads * c.head_dim
     prompts = 2 * w.layers * w.block / d.flops + w.layers * ops.forward_bytes / d.bandwidth
     seconds = prompts * sum(work.prompts) + 4 * w.layers * E * work.pairs[0] / d.attention
     seconds, now, step = seconds / gpus, 0, decode_step(c, d, gpus)
     waiting = work.sequences[::-1]
-    active: list[tuple[int, int]] = []  # (step at which it ends, step at which it would have begun)
+    # (last step of the row, step at which its prompt would begin)
+    active: list[tuple[int, int]] = []
     while waiting or active:
         while waiting and len(active) < slots:
             prompt, length = waiting.pop()
@@ -268,11 +275,11 @@ def sample(c: ModelConfig, work: Work, d: Device, slots: int, gpus: int = 1) -> 
 def sync(
     c: ModelConfig, d: Device, trainers: int, near: int = 0, far: int = 0, per_node: int = 8
 ) -> float:
-    """Return the seconds to bring the weights to the engine: to a copy on each GPU, or from rank 0
-    to vLLM servers, which write them to memory once more.
+    """Return the seconds to copy the weights to the engine.
 
-    near: servers on the machine of rank 0. far: servers on others. Rank 0 sends the weights to each
-    of them, at the same time.
+    The local engine has a copy of the weights on each GPU. With vLLM, rank 0 sends the weights to
+    all servers at the same time, and each server writes the weights to memory once more. near:
+    servers on the machine of rank 0. far: servers on other machines.
     """
     size = d.item * Weights.of(c).total
     gather = size * (trainers - 1) / trainers / ring(d, trainers, per_node)

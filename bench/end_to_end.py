@@ -1,22 +1,23 @@
-"""How many full GRPO steps per second does our trainer run with the embedded engine, and how many
-does TRL run with its default generation?
+"""How many full GRPO steps per second does nanogrpo run with its local engine, and how many does
+TRL run with its default generation?
 
-In: nothing; this file creates a random model whose completions end as the case requires. Out:
+In: nothing. This file creates a random model whose completions end as the case requires. Out:
 results/end_to_end.json with steps and tokens per second, seconds by phase and peak memory. A step
-includes sampling, rewards, advantages, training, the weight update and logging. Our side runs
-train.py's loop, TRL's side `GRPOTrainer.train()`, each in its own process (runs.py). The sides run
-alternately, `--rounds` times each. Medians are taken over the steps of all rounds, except the first
-step of each run, which is a warm-up.
+includes sampling, rewards, advantages, training, the weight update and logging. nanogrpo runs the
+loop of train.py, and TRL runs `GRPOTrainer.train()`, each in a separate process (runs.py). These
+two sides run alternately, `--rounds` times each. Medians are taken over the steps of all rounds,
+without the first step of each run, which is a warm-up.
 
 * even: no completion ends before the length limit.
-* uneven: the model stops with the same probability at every token, chosen so the mean length is a
-  third of the limit.
+* uneven: the model stops with the same probability at every token. The mean length is a third of
+  the limit.
 
-The trainers do not enforce the lengths. The model itself has this stop probability
-(`ending_model`), and with a learning rate of 1e-6 the probability hardly changes in so few steps.
-So the lengths on both sides are random, with the same distribution; the table shows the mean length
-of each side. With --vllm, our side samples from a vLLM server. TRL cannot do that on a CPU; the
-table gives the reason. TRL's settings are in trl_run.py. Read next: runs.py.
+The trainers do not enforce the lengths, because the weights of the model determine the stop
+probability (`ending_model`). With a learning rate of 1e-6, this probability hardly changes in so
+few steps. So the lengths on both sides are random, with the same distribution. The table shows the
+mean length of each side. With --vllm, nanogrpo samples from a vLLM server. TRL cannot use a vLLM
+server on a CPU, and the table gives the reason. TRL's settings are in trl_run.py. Read next:
+runs.py.
 """
 
 from __future__ import annotations
@@ -47,8 +48,7 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 
-# The value of channel 0 in every hidden state. It is so large that it stays almost constant after
-# the norm.
+# The value of channel 0 in every hidden state. It is so large that the norm hardly changes it.
 STEADY = 30.0
 NO_VLLM = (
     "its client syncs weights to a server only over NCCL, which needs a CUDA device"
@@ -57,9 +57,9 @@ NO_VLLM = (
 
 
 def stop_probability(mean: float, longest: int) -> float:
-    """Return the stop probability per token that gives completions this mean length.
+    """Return the stop probability per token for which completions have this mean length.
 
-    A completion that reaches `longest` tokens ends there.
+    A completion also ends when it has `longest` tokens.
     """
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -72,9 +72,9 @@ def stop_probability(mean: float, longest: int) -> float:
 def ending_model(cfg: ModelConfig, stop: int, probability: float) -> Decoder:
     """Return a random decoder that samples token `stop` with this probability at every position.
 
-    Channel 0 of the residual stream is STEADY for every token and no layer writes to it. The head
-    reads it only for `stop`, so that logit is constant. The other logits are small, so their
-    exponentials sum to about V - 1.
+    Channel 0 of the residual stream is STEADY for every token, and no layer writes to this channel.
+    The head uses channel 0 only for the logit of `stop`, so this logit is constant. The other
+    logits are small, so their exponentials sum to about V - 1.
     """
     model = Decoder(cfg)
     model.model.embed_tokens.weight[:, 0] = STEADY
@@ -89,7 +89,7 @@ def ending_model(cfg: ModelConfig, stop: int, probability: float) -> Decoder:
 
 
 def write_tokenizer(folder: Path, vocab: int) -> Tokenizer:
-    """Write the warm-up's character tokenizer, with one additional token for every further id."""
+    """Write the tokenizer of `nanogrpo warmup`, with additional tokens up to `vocab` ids."""
     size = warmup.write_tokenizer(folder).vocab_size
     padded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     padded.add_tokens([f"<{i}>" for i in range(size, vocab)])
@@ -98,7 +98,9 @@ def write_tokenizer(folder: Path, vocab: int) -> Tokenizer:
 
 
 def write_case(folder: Path, shape: ModelConfig, args: argparse.Namespace, even: bool) -> Config:
-    """Write model, tokenizer and prompts to `folder`; return the options of a run on them."""
+    """Write the model, tokenizer and prompts to `folder`. Return the options of a run with these
+    files.
+    """
     longest = args.length if even else args.longest
     tokenizer = write_tokenizer(folder, shape.vocab_size)
     (stop,) = tokenizer.stop_token_ids
@@ -128,7 +130,7 @@ def write_case(folder: Path, shape: ModelConfig, args: argparse.Namespace, even:
 def measure(
     cfg: Config, sides: Sequence[str], args: argparse.Namespace, progress: Progress, title: str
 ) -> dict[str, list[dict]]:
-    """Run the sides alternately, `--rounds` times each; return the runs of each side."""
+    """Run the sides alternately, `--rounds` times each. Return the runs of each side."""
     found: dict[str, list[dict]] = {side: [] for side in sides}
     task = progress.add_task(title, total=args.rounds * len(sides))
     for turn in range(args.rounds):
@@ -140,7 +142,7 @@ def measure(
 
 
 def figures_of(rounds: list[dict], cfg: Config) -> tuple[common.Timing, dict]:
-    """Summarize the runs of one side, without the first step of each."""
+    """Summarize the runs of one side, without the first step of each run."""
 
     def steady(series: str) -> list[float]:
         return [x for run in rounds for x in run[series][1:]]
@@ -199,7 +201,7 @@ def main(argv: Sequence[str]) -> list[dict]:
     args = parser.parse_args(argv)
     if args.vllm and not args.vllm_python:
         parser.error("--vllm needs an environment with vLLM: set --vllm-python (docs/vllm.md).")
-    # because the trainer also needs the cores
+    # vLLM must leave cores to the trainer
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
     context = args.prompt_length + max(args.length, args.longest)
@@ -207,7 +209,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         shape = common.small_qwen3(args.hidden, args.layers, args.vocab, context)
     else:
         shape = common.large_qwen3(args.shape, context)
-    # untied, because only the head may raise the stop probability
+    # The head is not tied to the embeddings, because only the head may change the stop probability.
     shape = dataclasses.replace(shape, tie_word_embeddings=False)
     server = {
         "engine": "vllm",
@@ -242,7 +244,7 @@ def main(argv: Sequence[str]) -> list[dict]:
             ]
             if args.vllm:
                 records.append(common.record("end_to_end", label, "TRL", argv, why_not=NO_VLLM))
-            # written after each case, so an interrupted run keeps its results
+            # Results are written after each case, so an interrupted run keeps them.
             path = common.merge("end_to_end", records, args.out)
     records = common.read("end_to_end", args.out)
     tables.show("end_to_end", records)

@@ -1,10 +1,11 @@
-"""Print the tables of docs/memory.md: which settings a run chooses for which model and GPU.
+"""Print the tables of docs/memory.md, which show the settings that a run chooses for each model and
+GPU.
 
     python -m bench.fits
 
-In: nothing; the models exist only as shapes, and no GPU is needed. Out: one table per command, in
-Markdown. The settings are chosen by `memory.choose`, and the bytes are those of its table. A card
-has 1 GiB less free than its name says, which is about what CUDA itself takes. Read next:
+In: nothing. Only the shapes of the models are used, and no GPU is needed. Out: one table per
+command, in Markdown. `memory.choose` chooses the settings, and `memory.table` predicts the bytes. A
+GPU has 1 GiB less free memory than its name says, because CUDA itself takes about 1 GiB. Read next:
 nanogrpo/extras/memory.py.
 """
 
@@ -37,24 +38,26 @@ COMMANDS = {
 
 
 def model(name: str, cfg: Config) -> Decoder:
-    """Return a Qwen3 of this size on the meta device, as it is on a GPU with these options."""
+    """Return a Qwen3 of this size on the meta device, with the dtypes and adapters that it has on a
+    GPU.
+    """
     out = predict.shape_of(name)
     lora.attach(out, cfg, "cuda")
     return out
 
 
 def gpus(size: int) -> World:
-    """Return the first of `size` ranks, each with a GPU, which need not exist."""
+    """Return the world of rank 0 of `size` ranks, each with a GPU. The GPUs need not exist."""
     return World(0, size, torch.device("cuda", 0))
 
 
 def free(card: int) -> int:
-    """Return the bytes that are free on a card with `card` GB."""
+    """Return the free bytes of a GPU with `card` GB."""
     return (card - 1) << 30
 
 
 def cell(shape: Decoder, cfg: Config, size: int, card: int) -> str:
-    """Return the chosen settings and the estimate, or how much is missing."""
+    """Return the chosen settings and the predicted memory, or how much memory is missing."""
     world = gpus(size)
     chosen = memory.choose(shape, cfg, world, PROMPT, free(card))
     needed = memory.on_device(memory.table(shape, chosen, world, PROMPT))

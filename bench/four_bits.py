@@ -1,14 +1,14 @@
-"""Do adapters learn on a base in four bits (--load-in-4bit) as on one in bfloat16, and with how
-much memory?
+"""Do LoRA adapters learn equally well on a base model in four bits (--load-in-4bit) and in
+bfloat16, and how much memory do they need?
 
-In: nothing; a missing base model is made as by bench.learning or bench.real_model. Out:
-results/four_bits.json with one record per run, and docs/img/four_bits.png: reward and held-out
-accuracy by step, mean and standard deviation over the seeds.
+In: nothing. If a base model is missing, it is created as in bench.learning or bench.real_model.
+Out: results/four_bits.json with one record per run, and docs/img/four_bits.png. This picture shows
+reward and held-out accuracy by step, as mean and standard deviation over the seeds.
 
-Two cases: the tiny task of `make demo`, and the word problems of `make real`, with fewer steps and
-seeds. In both, LoRA with r = 8 trains on either base, with the same seeds, prompts and options. A
-record is written when its run ends, and a run that has a record is not repeated. Runs on a GPU
-(--device cuda) are cases of their own. Read next: runs.py, learning.py.
+The two cases are the tiny task of `make demo`, and the word problems of `make real` with fewer
+steps and seeds. In both cases, adapters with r = 8 are trained on each base model, with the same
+seeds, prompts and options. A record is written when its run ends, and a run that has a record is
+not repeated. Runs on a GPU (--device cuda) are separate cases. Read next: runs.py, learning.py.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Run everything that needs an NVIDIA GPU, in stages of at most ten minutes: `make gpu`.
 
-    python -m bench.gpu                    all stages
-    python -m bench.gpu --stages step      one of them again
+    python -m bench.gpu                    # all stages
+python -m bench.gpu --stages step      # only the stage `step`
 
-In: nothing; `train` needs runs/smollm2, which `make gpu` writes. Out: the records of the benchmarks
-in bench/results, gpu.json with one record per stage, a log per stage, and gpu.md: the tables of all
-of these, to paste into a pull request. A stage that fails or takes too long does not stop the
-others. Peers that are not installed are left out. Read next: kernel_speed.py, step_large.py.
+In: nothing. The stage `train` needs runs/smollm2, which `make gpu` writes. Out: the records of the
+benchmarks in bench/results, gpu.json with one record per stage, and a log per stage. gpu.md
+contains all tables, for a pull request. If a stage fails or takes too long, the other stages still
+run. Libraries that are not installed are left out of the comparison. Read next: kernel_speed.py,
+step_large.py.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ import torch
 from bench import common, readme
 
 LIMIT = 600  # seconds per stage
-# Stage → the arguments of Python, one list per command; OUT is the folder of the results.
+# Each stage has a list of commands, and each command is a list of Python's arguments.
+# OUT stands for the folder of the results.
 STAGES: dict[str, list[list[str]]] = {  # named in tables.py as well
     "environment": [["-m", "torch.utils.collect_env"]],
-    # The kernels' own tests run compiled here, and in Triton's interpreter elsewhere.
+    # On a GPU, the last two files test compiled kernels instead of Triton's interpreter.
     "tests": [
         ["-m", "pytest", "-q", "-m", "gpu"],
         [
@@ -51,17 +53,17 @@ STAGES: dict[str, list[list[str]]] = {  # named in tables.py as well
         ],
     ],
 }
-# The results that the stages write, with their tables in tables.py.
+# The results that the stages write. tables.py defines their tables.
 TABLES = ("gpu", "kernel_speed", "step_large", "rollout_large")
 
 
 def run(stage: str, out: Path, limit: float = LIMIT) -> dict:
-    """Run the commands of a stage, up to the first that fails. Return the figures of its record.
+    """Run the commands of a stage, until one fails. Return the values for the record of the stage.
 
-    The output is shown, and written to OUT/gpu_<stage>.log.
+    The output is written to OUT/gpu_<stage>.log.
     """
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    env.pop("TRITON_INTERPRET", None)  # left over from CPU tests, it would interpret the kernels
+    env.pop("TRITON_INTERPRET", None)  # With this variable, Triton would interpret the kernels.
     # On several GPUs, TRL's trainer would split its batches.
     env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     began, status = time.perf_counter(), "passed"
@@ -74,14 +76,15 @@ def run(stage: str, out: Path, limit: float = LIMIT) -> dict:
                 cwd=common.ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that a server that it started ends with it
+                # so that a timeout also kills a server that the command has started
+                start_new_session=True,
             )
             try:
                 code = process.wait(max(limit - (time.perf_counter() - began), 0))
             except subprocess.TimeoutExpired:
                 status = f"ended after {limit:.0f} s"
                 break
-            finally:  # also after Ctrl-C, which does not reach another session
+            finally:  # Ctrl-C does not reach processes in another session
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
@@ -92,7 +95,7 @@ def run(stage: str, out: Path, limit: float = LIMIT) -> dict:
 
 
 def trained(log: Path) -> dict[str, float]:
-    """Return the median of some metrics over the steps after the first, which warms up."""
+    """Return the medians of some metrics over all steps except the first, which is a warm-up."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     steps = [row for row in rows if "step_time" in row][1:]
     names = ("step_time", "tokens_per_second", "sampling/k3", "memory/peak_gib")

@@ -1,8 +1,9 @@
 """The operations that bench/kernel_speed.py times: their inputs, sides, float64 results and floors.
 
 In: a device, and whether the shapes are small. Out: one `Case` per operation, created when it is
-needed. Our side is defined here, the other sides are in kernel_peers.py, and the operations of the
-decoder are in kernel_decoder.py. Read next: kernel_speed.py, which measures.
+needed. A side is one implementation of an operation. This file defines nanogrpo's side.
+kernel_peers.py defines the other sides, and kernel_decoder.py the operations of the decoder. Read
+next: kernel_speed.py, which measures the times.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from nanogrpo.model.dispatch import functions_for
 
 EPSILON, TEMPERATURE = 0.2, 0.7
 CLIP = Clip(EPSILON, EPSILON)
-# The rows that are compared with float64: the first rows of the first sequence, because every side
-# computes them.
+# The first ROWS rows of the first sequence are compared with float64. Every side computes them.
 ROWS = 15
 
 Results = dict[str, Tensor]  # results by name
@@ -34,25 +34,29 @@ Results = dict[str, Tensor]  # results by name
 
 @dataclass
 class Case:
-    """One operation at one shape: its inputs, its sides, and the float64 results to compare with.
+    """One operation at one shape, with its inputs, its sides, and float64 results for comparison.
 
     A side is a function of the inputs that returns results by name. `truth` returns the first rows
-    of some of them in float64.
+    of some of these results in float64.
     """
 
     name: str
     inputs: dict[str, Tensor]
-    # a string is the reason why a side cannot run here
+    # If a side cannot run here, a string gives the reason.
     sides: dict[str, Callable[..., Results] | str]
     truth: Callable[..., Results]
-    bytes: float = 0  # that must be read and written, each once
-    flop: float = 0  # of the matrix products
+    bytes: float = 0  # bytes that must be read and written, each once
+    flop: float = 0  # FLOP of the matrix products
     restore: Sequence[str] = ()  # inputs that a side may overwrite
     shape: dict[str, int] = field(default_factory=dict)
 
 
 def _tokens(count: int, device: str) -> dict[str, Tensor]:
-    """Return per-token vectors [count] of eight sequences, off policy, all with nonzero weight."""
+    """Return the off-policy loss inputs of eight sequences as vectors [count] with one value per
+    token.
+
+    All weights are nonzero.
+    """
     g = torch.Generator(device).manual_seed(0)
     per_sequence = torch.randn(8, 1, generator=g, device=device).expand(8, count // 8)
     off = 0.1 * torch.randn(count, generator=g, device=device)
@@ -156,7 +160,9 @@ def head_case(count: int, vocab: int, width: int, device: str, dtype: torch.dtyp
 
 
 def nf4_case(rows: int | None, out: int, width: int, device: str, dtype: torch.dtype) -> Case:
-    """Dequantize a weight [out, width]; or, with rows, multiply x [rows, width] with it."""
+    """Return the case of dequantizing a weight [out, width], or of multiplying x [rows, width] with
+    it.
+    """
     g = torch.Generator(device).manual_seed(4)
     q = nf4.quantized(torch.randn(out, width, generator=g, device=device))
     inputs = {name: value for name, value in q._asdict().items() if name != "shape"}

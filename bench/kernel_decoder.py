@@ -1,5 +1,5 @@
-"""The decoder's memory-bound operations for bench/kernel_speed.py: RMSNorm with residual, QK-norm
-with RoPE, and SwiGLU, forward and backward.
+"""The memory-bound operations of the decoder for bench/kernel_speed.py: RMSNorm with residual,
+QK-norm with RoPE, and SwiGLU, forward and backward.
 
 In: a device. Out: the arguments of kernel_cases.py's `Case`, one dict per operation. The sides are
 nanogrpo (kernels/triton/norm.py, rope.py, swiglu.py), eager PyTorch, and torch.compile. Read next:
@@ -48,7 +48,8 @@ def _fused(name: str) -> Callable[..., tuple[Tensor, ...]]:
 def _both_ways(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., dict[str, Tensor]]:
     """Return a side that computes the function and its gradients.
 
-    As upstream gradients it uses its own results, because they have the right shapes.
+    The results of the function are also used as the gradients of these results, because they have
+    the right shapes.
     """
 
     def side(**inputs: Tensor) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """The peers in bench/kernel_speed.py: PyTorch, TRL, Liger and bitsandbytes, called as documented.
 
 In: a device. Out: sides by name. A side takes the inputs of a case and returns results by name. If
-a peer cannot run here, its entry is a string with the reason. The N tokens are eight sequences of
-N/8, because the peers need sequences. Read next: kernel_cases.py.
+a peer cannot run here, a string gives the reason. The N tokens are eight sequences of N/8 tokens,
+because the peers need sequences. Read next: kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def versions() -> dict[str, str]:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # a missing peer has no records
+            continue  # a peer that is not installed has no records
     return found
 
 
 def _missing(module: str, device: str) -> str | None:
-    """Return why a peer with Triton kernels cannot run here, or None."""
+    """Return the reason why a peer with Triton kernels cannot run here, or None if it can."""
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "needs a GPU, or TRITON_INTERPRET=1"
     return None if importlib.util.find_spec(module) else f"{module} is not installed"
@@ -77,8 +77,7 @@ def log_softmax(device: str, temperature: float) -> Sides:
     def liger(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
 
-        # Liger expects one more position per sequence than it scores. The rows are passed as one
-        # sequence, so all rows except the last are scored.
+        # Liger does not score the last position of a sequence. All rows are passed as one sequence.
         logp = fused_selective_log_softmax(logits[None], targets[None, :-1], temperature)
         return {"logp": logp.flatten()}
 
@@ -121,8 +120,7 @@ def rows(device: str, temperature: float, epsilon: float) -> Sides:
     ) -> dict[str, Tensor]:
         from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-        # Liger expects one advantage per sequence, and one more position than it scores: the last
-        # position of each of the eight sequences is not scored.
+        # Liger takes one advantage per sequence, and does not score the last token of a sequence.
         leaf = logits.detach().view(8, -1, logits.shape[-1]).requires_grad_()
         vectors = (v.view(8, -1)[:, :-1].contiguous() for v in (old, targets))
         old, targets = vectors
@@ -223,7 +221,9 @@ def head(device: str, temperature: float, epsilon: float) -> Sides:
 def nf4(
     device: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> Callable[..., dict[str, Tensor]] | str:
-    """Return bitsandbytes, which dequantizes, or multiplies if x is given."""
+    """Return the side of bitsandbytes, which dequantizes the weight or, if x is given, multiplies x
+    with it.
+    """
 
     def side(packed, absmax, nested_absmax, nested_offset, x=None, dense=None) -> dict[str, Tensor]:
         import bitsandbytes
@@ -232,7 +232,7 @@ def nf4(
         books = nf4_reference.nf4_tables(packed.device)
         nested = QuantState(nested_absmax, code=books[1], blocksize=256, dtype=torch.float32)
         state = QuantState(absmax, shape, books[0], 64, "nf4", dtype, nested_offset, nested)
-        packed = packed[:, None]  # [n/2, 1]: as bitsandbytes stores it
+        packed = packed[:, None]  # [n/2, 1], the shape that bitsandbytes uses
         if x is None:
             return {"out": bitsandbytes.functional.dequantize_4bit(packed, state)}
         return {"out": bitsandbytes.matmul_4bit(x, packed, state)}

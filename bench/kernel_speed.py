@@ -1,19 +1,19 @@
 """How fast are the kernels, compared with PyTorch, TRL 1.16 and Liger 0.8.5 on the same inputs?
 
-    python -m bench.kernel_speed            needs a GPU; five minutes; Qwen3's vocabulary, bfloat16
-    python -m bench.kernel_speed --check    runs anywhere: small shapes, errors only, nothing timed
+    python -m bench.kernel_speed            # Qwen3's vocabulary in bfloat16, five minutes on a GPU
+python -m bench.kernel_speed --check    # only the errors of small shapes, on any machine
 
-In: nothing; logits, hidden states and weights are random. Out: results/kernel_speed.json, one
-record per operation and side, with its time, floor (kernels/README.md explains how floors are
-found), peak memory, launches, and error against float64.
+In: nothing. Logits, hidden states and weights are random. Out: results/kernel_speed.json, with one
+record per operation and side. A record contains the time, the peak memory, the number of launches,
+the error against float64, and the floor, which kernels/README.md explains.
 
 Each round runs all sides. Before each call, the logits are restored and the L2 cache is
-overwritten, which is not timed. That takes the GPU about a millisecond, in which the host launches
-the first kernels, so a short operation is not timed while it waits for the host. Times are measured
-with CUDA events; the tables show the median, the fastest and the slowest time. Floors follow from
-the speed of a copy and of a matrix product, which are measured first. A peer that fails or is not
-installed is listed with the reason.
-Read next: kernel_cases.py, the operations and the sides of each.
+overwritten. This takes the GPU about a millisecond, which is not timed. In this millisecond, the
+host launches the first kernels, so that the time of a short operation does not include waiting for
+the host. Times are measured with CUDA events. The tables show the median, the fastest and the
+slowest time. The floors are calculated from the speed of a copy and of a matrix product, which are
+measured first. If a peer fails or is not installed, the table gives the reason. Read next:
+kernel_cases.py, which defines the operations and their sides.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from bench.kernel_cases import Case, cases
 def errors(case: Case, results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
     """Return the largest error of each result over the rows that `truth` has.
 
-    Errors of log-probs and entropies are absolute; all others are relative to the largest value.
+    Errors of log-probs and entropies are absolute. All other errors are relative to the largest
+    value.
     """
     found = {}
     for name in truth.keys() & results.keys():
@@ -45,7 +46,9 @@ def errors(case: Case, results: dict[str, Tensor], truth: dict[str, Tensor]) -> 
 
 
 class Inputs:
-    """The inputs of a case, which some sides overwrite; `restore` undoes that."""
+    """The inputs of a case. Some sides overwrite inputs, and `restore` restores the original
+    values.
+    """
 
     def __init__(self, case: Case):
         self.case = case
@@ -59,7 +62,7 @@ class Inputs:
 def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
     """Time every side of the case, for about `budget` seconds in total.
 
-    Returns each side's timing and its figures: errors, peak memory, launches.
+    Returns the times of each side, and its errors, peak memory and number of launches.
     """
     truth = {name: value.detach() for name, value in case.truth(**case.inputs).items()}
     inputs = Inputs(case)
@@ -71,7 +74,8 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
         inputs.restore()
         flush.zero_()
 
-    for name, side in list(runnable.items()):  # compile, and measure everything except time
+    # compiles each side and measures everything except time
+    for name, side in list(runnable.items()):
         prepare()
         try:
             side(**case.inputs)
@@ -118,7 +122,7 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
 
 
 def ceilings() -> dict[str, float]:
-    """Return the bytes/s of a copy, read and written, and the FLOP/s of a bfloat16 product."""
+    """Return the bytes/s that a copy reads and writes, and the FLOP/s of bfloat16 products."""
     source = torch.empty(2**30, dtype=torch.int8, device="cuda").random_()
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -139,7 +143,7 @@ def ceilings() -> dict[str, float]:
 
 
 def check(device: str) -> int:
-    """Run every side on small shapes and print its errors; return 1 if one is wrong."""
+    """Run every side on small shapes and print its errors. Return 1 if an error is too large."""
     wrong, lines = 0, []
     for make in cases(device, small=True):
         case = make()
@@ -195,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
         left_out += [
             (label, name, why[:120]) for name, why in case.sides.items() if isinstance(why, str)
         ]
-        # written after each operation, so an interrupted run keeps its results
+        # Results are written after each operation, so an interrupted run keeps them.
         common.write("kernel_speed", records, args.out)
         del case
         torch.cuda.empty_cache()

@@ -1,21 +1,21 @@
-"""Does our trainer learn as well as TRL's, and how much faster? Both learn the tiny task from the
-same base model, with several seeds per side.
+"""Does nanogrpo learn as well as TRL, and how much faster? Both learn the tiny task from the same
+base model, with several seeds per side.
 
-In: nothing; unless --base names a base model, one is made as by `nanogrpo warmup`. Out:
-results/learning.json with one record per run, and docs/img/learning.png: reward and held-out
-accuracy by step and by second, mean and standard deviation over the seeds.
+In: nothing. Without --base, a base model is created as in `nanogrpo warmup`. Out:
+results/learning.json with one record per run, and docs/img/learning.png. This picture shows reward
+and held-out accuracy by step and by second, as mean and standard deviation over the seeds.
 
-Both sides train with SETTINGS and otherwise with our defaults (trl_run.py passes them to TRL), on
-the same prompts in the same order, with the same reward functions. Each seed has its own prompts.
-The sides differ in their implementation and in the random numbers used for sampling. For each seed,
-a third run removes this randomness: TRL trains on the completions that our run sampled, and should
-end with the same model. In all runs, the same engine answers the held-out problems greedily; this
-is not timed.
+Both sides train with SETTINGS and otherwise with nanogrpo's defaults, which trl_run.py passes to
+TRL. They use the same prompts in the same order, and the same reward functions. Each seed has its
+own prompts. The sides differ in their implementation, and in the random numbers for sampling. For
+each seed, a third run removes this randomness. In this run, TRL trains on the completions that
+nanogrpo sampled, and should end with the same model. In all runs, the same engine answers the
+held-out problems with the most likely tokens. This is not timed.
 
 Why 16 seeds? The means of n runs of the same trainer typically differ by sqrt(2/n) standard
 deviations. With 5 seeds, one evaluation in nine differs by more than one standard deviation by
-chance; with 16 seeds, only one evaluation in two hundred does. The sides run alternately. A record
-is written when its run ends, and a run that has a record is not repeated, so an interrupted
+chance. With 16 seeds, only one evaluation in two hundred does. The sides run alternately. A record
+is written when its run ends, and a run that has a record is not repeated. So an interrupted
 benchmark can be continued. Read next: runs.py.
 """
 
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> list[dict]:
             )
             return {**runs.run(side, cfg, args.threads), **same}
 
-        # records with different options belong to a different experiment
+        # Records of runs with other options are not used.
         records = [r for r in records if all(r[name] == value for name, value in same.items())]
         wanted = list(itertools.product(range(args.seeds), (*common.SIDES, common.REPLAYED)))
         runs.complete("learning", records, wanted, start, argv, args.out)

@@ -1,20 +1,21 @@
 """How do the objective, the group size, the baseline, the normalizer, staleness and the clip change
-learning? Each experiment varies one of them, by default with five seeds per row.
+learning? Each experiment varies one of these settings, by default with five seeds per row.
 
-In: nothing; a missing model is made as by `make demo` or `make real`. Out: results/objectives.json
-with one record per run, docs/objectives.md, which is made from it, and its picture. A run is
-train.py with the options of its row. This command runs a single row:
+In: nothing. A missing model is created as in `make demo` or `make real`. Out:
+results/objectives.json with one record per run, and docs/objectives.md with its picture, which are
+created from these records. A run is train.py with the options of a row of the table. This command
+runs a single row:
 
     python -m bench.objectives --experiments clip --cases "0.2"
 
-Six experiments train SmolLM2-135M on the word problems of `make real`, and need a GPU. The last one
-trains the tiny model of `make demo` on a CPU, with each loss type and other options. Nothing is
-tuned for a single row: within an experiment, all rows have the same learning rate, except the row
-on policy of the tiny model.
+Six experiments train SmolLM2-135M on the word problems of `make real`, and need a GPU. The last
+experiment trains the tiny model of `make demo` on a CPU, with each loss type and other options.
+Nothing is tuned for a single row. Within an experiment, all rows have the same learning rate,
+except the on-policy row of the tiny model.
 
 Several runs execute in parallel. A record is written when its run ends. A run that has a record is
-not repeated, so an interrupted benchmark can be continued, and rows with the same options share
-their runs. Read next: docs/objectives.md, nanogrpo/extras/objectives.py.
+not repeated, so an interrupted benchmark can be continued. Rows with the same options use the same
+runs. Read next: docs/objectives.md, nanogrpo/extras/objectives.py.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from bench.learning import fingerprint
 from nanogrpo.extras import commandline, completions
 from nanogrpo.extras.arithmetic import warmup
 
-# Options of the word problems: sampled answers, because they measure the policy that is trained,
-# and because 480 answers have half the noise of 120.
+# Options of the word problems. Evaluations sample four answers to each of 120 problems.
+# Sampled answers measure the trained policy, and 480 answers have half the noise of 120.
 WORDS = (
     "--config examples/word_problems.json --device cuda --token-budget 16384"
     " --eval-temperature 0.7 --num-generations-eval 4"
@@ -70,13 +71,13 @@ TINY = (
 @dataclass(frozen=True)
 class Experiment:
     question: str
-    options: str  # options of train.py that all rows have
-    cases: dict[str, str]  # row of the table → its options
+    options: str  # options of train.py for all rows
+    cases: dict[str, str]  # options of each row of the table
     finding: str  # shown under the question
 
 
 def one_generation(updates: int) -> str:
-    """Return options under which a generation serves so many updates of 32 completions each.
+    """Return options with which a generation is used for `updates` updates of 32 completions each.
 
     All such runs make 96 updates with 3,072 completions.
     """
@@ -87,7 +88,8 @@ def one_generation(updates: int) -> str:
     )
 
 
-LOSSES = {  # row → its options; those of a ratio per sequence have the bounds of their papers
+# options of each row; objectives with one ratio per sequence use the bounds of their papers
+LOSSES = {
     "dr_grpo": "--loss-type dr_grpo --scale-rewards none",
     "gspo": "--loss-type grpo --importance-sampling-level sequence"
     " --epsilon 3e-4 --epsilon-high 4e-4",
@@ -107,16 +109,18 @@ EXPERIMENTS = {
             "dapo": "",
             **LOSSES,
         },
-        "`sapo` ends 6 points above `dapo` (3.7 standard errors) and `luspo` 5 below (4.5)."
-        " Their training accuracies differ by 4 and 5 points (3.5 both). `gspo` is 3 points"
-        " lower in both (2.3 and 2.4); it also learns later on the tiny model. The other rows do"
-        " not differ from `dapo` beyond the noise. `gspo` and `luspo` have one ratio per"
-        " sequence, and with the narrow bounds of their papers, more than a third of the"
-        " sequences have no gradient. `gspo`, `sapo` and `luspo` also weight completions"
-        " differently, but the section on the normalizer finds no effect of that.",
+        "At the end, `sapo` is 6 points above `dapo` (3.7 standard errors), and `luspo` is 5"
+        " points below `dapo` (4.5 standard errors). In training accuracy, `sapo` is 4 points"
+        " above `dapo`, and `luspo` is 5 points below `dapo` (3.5 standard errors each). `gspo`"
+        " is 3 points below `dapo`, both at the end and in training (2.3 and 2.4 standard"
+        " errors). `gspo` also learns later on the tiny model. All other differences from `dapo`"
+        " are within the noise. `gspo` and `luspo` have one ratio per sequence. With the narrow"
+        " bounds of their papers, more than a third of the sequences have no gradient. `gspo`,"
+        " `sapo` and `luspo` also weight completions differently, but the section on the"
+        " normalizer finds no effect of such weights.",
     ),
     "group size": Experiment(
-        "How many completions per prompt, if a step has 128 completions in total?",
+        "How many completions should each prompt get, if a step has 128 completions in total?",
         ON_POLICY,
         {
             "8 × 16 prompts": "",
@@ -126,15 +130,16 @@ EXPERIMENTS = {
             "32 × 4 prompts": "--num-generations 32",
             "64 × 2 prompts": "--num-generations 64",
         },
-        "Groups of 4, 8 and 16 do not differ beyond the noise. Groups of 2, 32 and 64 have"
-        " lower means at the end (by 2 to 6 points) and in training (by 7 to 10), but only by up"
-        " to 2.3 standard errors. A clearer difference, which we did not plan to test, is that"
-        " groups of 32 have 7 points less training accuracy than groups of 16 (3.4 standard"
-        " errors). So eight seeds suggest, but do not show, that groups of two, and large groups"
-        " from few prompts, learn more slowly.",
+        "The differences between groups of 4, 8 and 16 are within the noise. Groups of 2, 32 and"
+        " 64 have a lower mean accuracy at the end (by 2 to 6 points) and in training (by 7 to 10"
+        " points). But these differences are at most 2.3 standard errors. One difference is"
+        " clearer, although we did not plan to test it. In training, groups of 32 are 7 points"
+        " less accurate than groups of 16 (3.4 standard errors). So the eight seeds suggest, but"
+        " do not prove, that two kinds of groups learn more slowly: groups of two, and large"
+        " groups from few prompts.",
     ),
     "baseline": Experiment(
-        "What is subtracted from a reward, and what is the difference divided by?",
+        "What is subtracted from a reward, and by what is the difference divided?",
         ON_POLICY,
         {
             "group's mean / its deviation": "",
@@ -143,31 +148,33 @@ EXPERIMENTS = {
             "mean of the others / 1": "--advantage-estimator rloo",
             "group's mean / group's mean": "--advantage-estimator maxrl",
         },
-        "With the deviation of the batch instead of the group's, runs end 6.5 points higher"
-        " (3.4 standard errors). But their training accuracy does not differ beyond the noise,"
-        " nor do they from the rows without a divisor, so this may be chance. No other row"
-        " differs from the first beyond the noise. `rloo` subtracts the mean of the other seven"
-        " completions. Its advantages are those of the second row times 8/7, and AdamW almost"
-        " cancels such a factor. So these two rows should end alike: their difference of 2.4 ±"
+        "If the division uses the standard deviation of the batch instead of the group's, runs"
+        " end 6.5 points higher (3.4 standard errors). But this difference may be chance. The"
+        " difference in training accuracy is within the noise, and so are the differences from"
+        " the rows without a division. All other differences from the first row are within the"
+        " noise. `rloo` subtracts the mean of the other seven completions. The advantages of"
+        " `rloo` are 8/7 times the advantages of the second row, and AdamW almost cancels such a"
+        " factor. So `rloo` and the second row should end alike, and their difference of 2.4 ±"
         " 2.1 points is chance.",
     ),
     "normalizer": Experiment(
-        "Over what is the loss averaged?",
+        "By which number is the loss of a token divided?",
         ON_POLICY,
         {
             "dapo: tokens of the step": "",
             "grpo: tokens of a completion": "--loss-type grpo",
             "dr_grpo: maximum length": "--loss-type dr_grpo",
         },
-        "The choice does not matter beyond the noise here. After five seeds, `grpo` ended 4"
-        " points above `dapo`, by 2.9 standard errors; with three more seeds, 1 point and 0.7"
-        " standard errors are left. So take single differences of this size with care. `bnpo` is"
-        " not shown, because a step has one micro-batch here, so it equals `dapo`.",
+        "All differences in this table are within the noise. After five seeds, `grpo` was 4"
+        " points above `dapo` (2.9 standard errors). After three more seeds, the difference is"
+        " only 1 point (0.7 standard errors). So do not rely on a single difference of this size."
+        " `bnpo` is not shown, because each step has only one micro-batch here, so that `bnpo`"
+        " equals `dapo`.",
     ),
     "staleness": Experiment(
-        "How many updates may use one generation? All rows sample 3,072 completions, and make 96"
-        " updates with 32 completions each. Rows with `--num-iterations 2` use each completion"
-        " twice, so they make 192.",
+        "How many updates should use the completions of one generation? All rows sample 3,072"
+        " completions, and make 96 updates with 32 completions each. Rows with `--num-iterations"
+        " 2` use each completion twice, so these rows make 192 updates.",
         f"{WORDS} {RATE}",
         {
             "4 updates": one_generation(4),
@@ -180,21 +187,24 @@ EXPERIMENTS = {
             "48 updates, no clip": f"{one_generation(48)} {NO_CLIP}",
             "96 updates, no clip": f"{one_generation(96)} {NO_CLIP}",
         },
-        "With the default clip of 0.2, one and four updates per generation do not differ beyond"
-        " the noise. With 16, runs end 10 points lower, which is about as much as `luspo`"
-        " instead of `sapo`. With 48 and 96, the loss is 20 and 25 points, more than by any"
-        " choice above. In the last of these, all completions come from the base model, and four"
-        " fifths of the gain are lost. The clip causes much of this: without it, 16 updates end"
-        " as high as four (next section), and 48 and 96 end 10 points above the same rows with"
-        " it. Even so, 48 updates lose a third of the gain, and 96 lose half. Training on each"
-        " completion twice does not change the end beyond the noise; with four updates, it"
-        " raises training accuracy by 2.5 points (2.6 standard errors). Rows with different"
-        " numbers of generations can only be compared by their held-out accuracies: with few"
-        " generations, most completions come from earlier models, so the training accuracy is"
-        " lower in any case.",
+        "With the default clip of 0.2, the difference between one and four updates per"
+        " generation is within the noise. With 16 updates, runs end 10 points lower than with"
+        " four. This loss is about as large as the difference between `luspo` and `sapo`. With 48"
+        " and 96 updates, runs end 20 and 25 points lower, which is more than any difference in"
+        " the tables above. With 96 updates, all completions come from the base model, and four"
+        " fifths of the gain in accuracy are lost. The clip causes much of this loss. Without the"
+        " clip, runs with 16 updates end as high as runs with four updates (see the next"
+        " section). Runs with 48 and 96 updates end 10 points higher without the clip than with"
+        " the clip. Even without the clip, runs with 48 updates lose a third of the gain, and"
+        " runs with 96 updates lose half of the gain. If runs train on each completion twice, the"
+        " accuracy at the end does not change beyond the noise. With four updates, training on"
+        " each completion twice raises the training accuracy by 2.5 points (2.6 standard errors)."
+        " Rows with different numbers of generations can only be compared by their held-out"
+        " accuracies. With few generations, most completions come from earlier models, so the"
+        " training accuracy is lower in any case.",
     ),
     "clip": Experiment(
-        "How far may the ratio move, with 16 updates per generation?",
+        "How far may the ratio move away from 1, with 16 updates per generation?",
         STALE,
         {
             "0.2": "",
@@ -206,15 +216,16 @@ EXPERIMENTS = {
             "none": NO_CLIP,
             "none, but delta 4": f"{NO_CLIP} --delta 4",
         },
-        "With bounds of 0.02 and 0.05, runs end 9.5 and 8.5 points lower than with 0.2. A wider"
-        " upper bound, or none, does not change the end beyond the noise; training accuracy is 4"
-        " points higher without an upper bound, and with 0.4 on both sides. Without any clip,"
-        " runs end 10 points higher than with 0.2, as high as with four updates per generation,"
-        " and 8 points higher than without only the upper bound (3.3 standard errors). This"
-        " points to the lower bound, which stops tokens from becoming less likely: here it slows"
-        " learning more than it protects it. No row leaves out the lower bound alone. `--delta"
-        " 4`, an upper bound for tokens with a negative advantage, changes nothing beyond the"
-        " noise. Longer runs and higher learning rates may differ.",
+        "With bounds of 0.02 and 0.05, runs end 9.5 and 8.5 points lower than with 0.2. A larger"
+        " upper bound, or no upper bound, does not change the accuracy at the end beyond the"
+        " noise. But the training accuracy is 4 points higher without an upper bound, and also"
+        " with 0.4 on both sides. Without any clip, runs end 10 points higher than with 0.2, and"
+        " as high as with four updates per generation. Runs without any clip also end 8 points"
+        " higher than runs without only the upper bound (3.3 standard errors). So the lower"
+        " bound, which keeps tokens from becoming less likely, seems to slow learning more than"
+        " it helps. No row removes only the lower bound. `--delta 4` is an upper bound for tokens"
+        " with a negative advantage, and its effect is within the noise. Longer runs and higher"
+        " learning rates may give other results.",
     ),
     "tiny": Experiment(
         "Does a model learn with each loss type, and with other options of the loss? Here, the"
@@ -233,40 +244,45 @@ EXPERIMENTS = {
             "dapo, maxrl": "--advantage-estimator maxrl",
             "dapo, gdpo": "--multi-objective-aggregation normalize_then_sum",
         },
-        "All rows learn, and end within 2.2 points of `dapo`. Only two end lower by more than"
-        " chance (2.8 standard errors): on policy, by 2.2 points, and `vespo`, by 0.9. In"
-        " training, `gspo` and `luspo` are 11 points lower, and the off-policy mask 2. `sapo`,"
-        " `dppo_tv`, `dppo_kl` and on policy are 2 points higher. Of 34 such differences, chance"
-        " makes one or two this large.",
+        "All rows learn, and end within 2.2 points of `dapo`. Only two rows end lower than"
+        " `dapo` by more than 2.8 standard errors. The row `dapo, on policy` is 2.2 points lower,"
+        " and `vespo` is 0.9 points lower. In training accuracy, `gspo` and `luspo` are 11 points"
+        " lower than `dapo`, and the row with the off-policy mask is 2 points lower. `sapo`,"
+        " `dppo_tv`, `dppo_kl` and `dapo, on policy` are 2 points higher than `dapo`. Of 34 such"
+        " differences, one or two would exceed 2.8 standard errors by chance.",
     ),
 }
 PAGE = """# Objectives
 
 How do the objective, the group size, the baseline, the normalizer, staleness and the clip change
-learning? Generated by `python -m bench.objectives` (bench/objectives.py); do not edit.
+learning? The command `python -m bench.objectives` writes this page (bench/objectives.py). Do not
+edit the page by hand.
 
-Accuracies are means ± standard deviations over the seeds, and a point is 0.01. `held-out` is the
-accuracy after the last step on problems that do not occur in training; for the word problems, of
-four sampled answers to each of 120 problems. `training` is the mean accuracy of all answers that
-were sampled for training, so it is higher if a run learns sooner. `entropy` is that of the last
-step; it tends to stay higher where runs learn less. `clipped` is the share of tokens without a
-gradient because of the objective. For gspo and luspo, it is the share of such sequences. For cispo,
-it is the share of ratios that were clipped, whose tokens keep their gradient.
+Accuracies are means ± standard deviations over the seeds. One point is an accuracy of 0.01. The
+column `held-out` is the accuracy after the last step, on problems that do not occur in training.
+For the word problems, each of 120 problems gets four sampled answers. The column `training` is the
+mean accuracy of all answers that were sampled for training, so `training` is higher if a run learns
+sooner. The column `entropy` is the entropy in the last step, which tends to stay higher if a run
+learns less. The column `clipped` is the share of tokens that have no gradient because of the
+objective. For gspo and luspo, `clipped` is the share of sequences without a gradient. For cispo,
+`clipped` is the share of clipped ratios, and the tokens of these ratios keep their gradient.
 
-`minus first row` is the mean difference from the first row ± its standard error, with runs paired
-by their seed. If two rows were equal, chance would make one difference in twenty larger than 2.4
-standard errors with eight seeds, and than 2.8 with five (Student's t). A table with sixteen such
-differences may well have one. The first rows of group size, baseline and normalizer are the same
-eight runs. If these ended low by chance, all differences from them are too high.
+The column `minus first row` is the mean difference from the first row ± its standard error. Each
+run is compared with the run of the first row that has the same seed. If two rows were equal, one
+difference in twenty would exceed 2.4 standard errors by chance, with eight seeds. With five seeds,
+one difference in twenty would exceed 2.8 standard errors (Student's t). So a table with sixteen
+differences may contain such a difference by chance. The tables on group size, baseline and
+normalizer have the same eight runs in their first rows. If these eight runs ended low by chance,
+all differences from them are too high.
 
-Nothing was tuned for a single row. All rows of a table have the same learning rate: 3e-5 from
-examples/word_problems.json, unless its options have another one. The only exception is the row on
-policy of the tiny model. [grpo.md](grpo.md) explains the methods, and
-[equations.md](equations.md#the-loss-of-a-token) has their equations.
+No option was tuned for a single row. All rows of a table have the same learning rate. This rate is
+3e-5, from examples/word_problems.json, unless the options of all rows set another rate. The only
+exception is the row `dapo, on policy` of the tiny model. The page [grpo.md](grpo.md) explains the
+methods, and [equations.md](equations.md#the-loss-of-a-token) lists their equations.
 
-To repeat a row, run `python train.py` with the options of all rows, its own, and the seeds from
-`--seed 0`. `make real` makes the model of the word problems, in `runs/smollm2`. The tiny task needs
-`--model runs/demo/base`, which `make demo` makes.
+To repeat a row, run `python train.py` with the options of all rows, the options of the row, and the
+seeds 0, 1, … (`--seed 0`). `make real` makes the model of the word problems, in `runs/smollm2`. The
+tiny task needs `--model runs/demo/base`, which `make demo` makes.
 
 ![Held-out accuracy during the runs](img/objectives.png)
 """
@@ -293,14 +309,14 @@ def command(experiment: str, case: str) -> str:
 
 
 def quiet() -> None:
-    """Set up a worker: one thread, and no console output of the runs."""
+    """Set up a worker process with one thread, in which runs print nothing."""
     torch.set_num_threads(1)
     completions.console.quiet = True
     logging.disable(logging.WARNING)
 
 
 def run_case(base: str, options: str, seed: int) -> dict:
-    """Run train.py once; return the time it took and the metrics from its log."""
+    """Run train.py once. Return the time of the run and the metrics from its log."""
     with tempfile.TemporaryDirectory() as where:
         argv = f"--seed {seed} --model {base} --output-dir {where} {options}"
         began = time.perf_counter()
@@ -308,7 +324,7 @@ def run_case(base: str, options: str, seed: int) -> dict:
             raise RuntimeError(f"train.py ended with status {status}: {argv}")
         seconds = time.perf_counter() - began
         log = (Path(where) / "metrics.jsonl").read_text().splitlines()[1:]
-    torch.cuda.empty_cache()  # other workers may use the same GPU
+    torch.cuda.empty_cache()  # leaves memory to other workers on the same GPU
     lines = [json.loads(line) for line in log]
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "eval/after" in line]
@@ -384,7 +400,7 @@ def lines_of(records: Sequence[dict], experiment: str) -> list[list[str]]:
 
 
 def page(records: Sequence[dict]) -> str:
-    """Return docs/objectives.md: a section per experiment that has runs."""
+    """Return the text of docs/objectives.md, with a section for each experiment that has runs."""
     out = [PAGE]
     for name, experiment in EXPERIMENTS.items():
         table = lines_of(records, name)
@@ -397,8 +413,9 @@ def page(records: Sequence[dict]) -> str:
             f"## {name.capitalize()}\n",
             f"{experiment.question}\n",
             f"{experiment.finding}\n",
-            f"All rows: `{experiment.options}`, beginning at a held-out accuracy of"
-            f" {before:.3f}.\n",
+            f"Before training, the held-out accuracy is {before:.3f}."
+            " All rows have these options:\n",
+            f"```\n{experiment.options}\n```\n",
             *(f"| {' | '.join(row)} |" for row in rows),
             f"\n{where([r for case in experiment.cases for r in runs_of(records, name, case)])}\n",
         ]
@@ -409,11 +426,12 @@ def where(records: Sequence[dict]) -> str:
     machine = records[0]["machine"]
     commits = dict.fromkeys(common.commit(r["machine"]) for r in records)
     device = machine["gpu"] or machine["cpu"]
-    return f"{device}, torch {machine['versions']['torch']}, commit {', '.join(commits)}."
+    versions = f"torch {machine['versions']['torch']}, at commit {' and '.join(commits)}"
+    return f"This table was measured on {device} with {versions}."
 
 
 def draw(records: Sequence[dict], path: Path) -> None:
-    """Plot the held-out accuracy of each experiment's rows over the share of the run."""
+    """Plot the held-out accuracy of each row against the finished share of the run."""
     names = [n for n in EXPERIMENTS if n != "tiny" and lines_of(records, n)]
     if not names:
         return
@@ -473,8 +491,8 @@ def main(argv: Sequence[str]) -> list[dict]:
 
 
 def measure(args: argparse.Namespace, records: list[dict], argv: Sequence[str]) -> None:
-    """Run what has no record yet, and add the records."""
-    wanted = {  # a dict, because experiments share rows; the seeds are the outer loop
+    """Do all runs that have no record yet, and add their records."""
+    wanted = {  # a dict, because experiments share rows
         (command(name, case), seed): args.tiny_base if name == "tiny" else args.base
         for seed in range(args.seeds)
         for name in args.experiments or EXPERIMENTS

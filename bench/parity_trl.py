@@ -1,14 +1,14 @@
-"""How far are our advantages, losses, gradients, importance weights and metrics from those of TRL
-1.16.0's own code?
+"""How far are our advantages, losses, gradients, importance weights and metrics from the results of
+TRL 1.16.0's own code?
 
-In: nothing; random log-probs and rewards in float64 are made here. The cases are the tables of
+In: nothing. Log-probs and rewards are random numbers in float64. The cases come from the tables in
 trl_peer.py and config.py, so a new objective is compared automatically. Out:
 results/parity_trl.json with the largest difference of every quantity in each case, relative to the
-largest value of that quantity. tests/grpo/test_trl_parity.py requires that the differences are at
-most 1e-6 in every case (1e-5 for metrics, because they are logged in float32).
+largest value of this quantity. tests/grpo/test_trl_parity.py requires that the differences are at
+most 1e-6 in every case (1e-5 for metrics, because metrics are logged in float32).
 
-The gradients are with respect to the log-probs; the tests also compare those of the full model.
-Read next: trl_peer.py.
+The gradients are with respect to the log-probs. The tests also compare the gradients of the full
+model. Read next: trl_peer.py.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ from nanogrpo.extras.options import CHOICES
 from nanogrpo.grpo import mismatch
 
 MODES = [m for m in CHOICES["vllm_importance_sampling_mode"] if m != "ratio"]  # TRL has the others
-BOUNDS = ((3.0, None), (1.5, 0.7))  # clip_max, clip_min of the importance weights
+BOUNDS = ((3.0, None), (1.5, 0.7))  # (clip_max, clip_min) of the importance weights
 
 
 def importance_of_both(
     mode: str, bounds: tuple[float, float | None], seed: int
 ) -> tuple[dict, dict]:
-    """Return (ours, TRL's): importance weights [tokens] and the metrics of the mismatch.
+    """Return our results and TRL's: importance weights [tokens], and the metrics of the gap between
+    trainer and engine.
 
-    An importance weight corrects for sampling from a policy that differs from the trained one.
+    An importance weight corrects for sampling from a policy that differs from the trained policy.
     """
     samples, logp, (clip_max, clip_min) = make_samples(), trl_peer.tables(seed), bounds
     for i, s in enumerate(samples):
-        # an engine that deviates from the trainer
+        # the engine's log-probs differ from the trainer's
         s.logp = logp["ref"][i, : len(s.token_ids)].float().tolist()
     peer = Peer(settings(config()), samples, REWARDS["plain"], NoModel(), logp=logp)
     peer.use_vllm = peer.vllm_importance_sampling_correction = True
@@ -82,7 +83,8 @@ def difference(ours: torch.Tensor | float, theirs: torch.Tensor | float) -> floa
     return ((a - b).abs().max() / (b.abs().max() if b.any() else 1.0)).item()
 
 
-Comparison = Callable[[], tuple[dict, dict]]  # returns (ours, TRL's), quantities by name
+# returns (our quantities, TRL's quantities), each by name
+Comparison = Callable[[], tuple[dict, dict]]
 
 
 def cases(seeds: int) -> Iterator[tuple[str, str, list[Comparison]]]:

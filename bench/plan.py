@@ -1,15 +1,15 @@
-"""How well does bench/predict.py predict the seconds of a step? On this machine's CPU, with speeds
-that are measured here.
+"""How well does bench/predict.py predict the seconds of a step? This benchmark compares predicted
+with measured times on this machine's CPU, whose speeds it measures first.
 
-In: nothing; models with random weights of three sizes are made here, the largest with the shape of
-SmolLM2-135M. Out: results/plan.json: for each size the seconds of `sample`, `train` and the whole
-step, as predicted and as train.py took. Lengths are uneven, and the prediction gets the lengths
-that were sampled, as it would from a user who knows them.
+In: nothing. This file creates random models of three sizes. The largest model has the shape of
+SmolLM2-135M. Out: results/plan.json, with the predicted and the measured seconds of `sample`,
+`train` and the whole step for each size. The lengths of the completions are uneven, and the
+prediction uses the same lengths.
 
-The prediction is that of bench/cost.py for a GPU, with the speeds of the CPU, each
-measured on operations like those of the model. They have the same shapes and numbers of rows, and
-their weights are in the CPU's cache only if the model's are. No constant is adjusted. Read next:
-bench/cost.py.
+The prediction uses the formulas of bench/cost.py with the speeds of the CPU. Each speed is measured
+on operations with the same shapes and numbers of rows as in the model. The weights of a measured
+operation fit into the CPU's cache only if the model's weights do. No constant is adjusted. Read
+next: bench/cost.py.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ SIZES = {"3M": (256, 4, 2048), "38M": (512, 12, 16384), "135M": (576, 30, 49152)
 def shape(size: str, context: int) -> ModelConfig:
     hidden, layers, vocab = SIZES[size]
     small = common.small_qwen3(hidden, layers, vocab, context)
-    return dataclasses.replace(small, tie_word_embeddings=False)  # as end_to_end.py needs it
+    return dataclasses.replace(small, tie_word_embeddings=False)  # as in end_to_end.py
 
 
 def work_of(samples: list[Sample]) -> cost.Work:
-    """Return the lengths of a step, and the share of the completions without a gradient."""
+    """Return the lengths of a step's prompts and completions, and the share of completions with
+    advantage 0.
+    """
     prompts = {s.prompt.id: len(s.prompt.token_ids) for s in samples}
     skipped = sum(not s.advantage for s in samples) / len(samples)
     return cost.Work(list(prompts.values()), [len(s.token_ids) for s in samples], skipped)
@@ -75,7 +77,7 @@ def seconds(work: Callable[[], object], repeats: int = 3) -> float:
 
 
 def backward(function: Callable[..., Any], *inputs: Tensor) -> float:
-    """Return the seconds of a function of these inputs, and of its gradients."""
+    """Return the seconds to compute a function of these inputs and its gradients."""
     inputs = tuple(x.detach().requires_grad_() for x in inputs)
 
     def both() -> None:
@@ -87,7 +89,7 @@ def backward(function: Callable[..., Any], *inputs: Tensor) -> float:
 
 
 def shapes(c: ModelConfig) -> list[tuple[int, int]]:
-    """Return the inputs and outputs of a layer's matrices."""
+    """Return (inputs, outputs) of each matrix of a layer."""
     D, F, q = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim
     kv = c.num_key_value_heads * c.head_dim
     return [(D, q), (D, kv), (D, kv), (q, D), (D, F), (D, F), (F, D)]
@@ -131,7 +133,7 @@ def training(c: ModelConfig, samples: list[Sample], layer: cost.Layer) -> dict[s
     norms = torch.ones(D), torch.ones(E)
 
     def elementwise(x: Tensor, gate: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        """Return the results of a block's functions."""
+        """Return the results of a block's functions other than matrix products and attention."""
         total = reference.add_rms_norm(x, x, norms[0], 1e-6)
         rotated = reference.norm_rope(q, k, norms[1], norms[1], angles, angles, 1e-6)
         normed = reference.rms_norm(x, norms[0], 1e-6)
@@ -147,7 +149,7 @@ def training(c: ModelConfig, samples: list[Sample], layer: cost.Layer) -> dict[s
         "flops": flops,
         "attention": 14 * c.num_attention_heads * E * pairs / seconds_of_attention,
         "bandwidth": T * (layer.forward_bytes + layer.backward_bytes) / rest,
-        # without the three products, which are counted apart
+        # without the three products, which are counted separately
         "loss": max(head / (M * V) - 6 * D / flops, 1e-15),
     }
 
@@ -158,7 +160,7 @@ def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
     K, E, V, L = c.num_key_value_heads, c.head_dim, c.vocab_size, c.num_hidden_layers
     longest = max(len(s.token_ids) for s in samples)
     rows = max(1, round(sum(len(s.token_ids) for s in samples) / longest))  # on average
-    # The weights of all layers: those of a large model leave the cache before they are used again.
+    # All layers have their own weights, because a large model does not fit into the cache.
     whole = [*shapes(c) * L, (c.hidden_size, V)]
     steps = [(linear.packed(rand(o, i), None, len(samples)), i) for i, o in whole]
 
@@ -195,7 +197,7 @@ def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
 
 @torch.inference_mode()
 def launch(c: ModelConfig, operations: int) -> float:
-    """Return the overhead of an operation: seconds in a block that is too small to compute much."""
+    """Return the overhead of an operation in seconds, measured in a very small block."""
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 32)
     tiny = dataclasses.replace(c, **sizes, num_attention_heads=2, num_key_value_heads=1)
     block, x, angles = Block(tiny, 0), rand(1, 32), rand(1, 1, 32)
@@ -221,7 +223,7 @@ def measured(c: ModelConfig, samples: list[Sample]) -> cost.Device:
 
 
 def measure(size: str, args: argparse.Namespace, argv: Sequence[str]) -> dict:
-    """Return the record of one size."""
+    """Return the record of one model size."""
     c = shape(size, args.prompt_length + args.longest)
     sampled: list[list[Sample]] = []
     with tempfile.TemporaryDirectory() as where:

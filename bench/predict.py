@@ -1,12 +1,13 @@
-"""Plan a run on GPUs that need not exist yet: memory, seconds per phase, and which GPUs sample.
+"""Predict the memory and the seconds per phase of a run, and decide which GPUs should sample.
 
     python -m bench.predict 8B --gpu H100 --gpus 8 --completion-length 1500 --profile full
 
-In: a model (a folder with config.json, a hub id, or a size of Qwen3), GPUs, the mean lengths of
-prompts and completions, and the options of train.py. Out: every layout of the GPUs that fits, with
-the predicted seconds of a step; for the fastest one, the memory of a GPU and the commands that
-start it. With `--engine vllm`, only layouts with servers count. The seconds are estimates (cost.py,
-docs/scale.md). Read next: cost.py, nanogrpo/extras/memory.py.
+In: a model (a folder with config.json, a hub id, or a size of Qwen3), the GPUs, the mean lengths of
+prompts and completions, and the options of train.py. The GPUs need not exist. Out: every layout
+that fits into memory, with the predicted seconds of a step. A layout says which GPUs train and
+which GPUs sample. For the fastest layout, the memory of a GPU and the commands that start the run
+are also printed. With `--engine vllm`, only layouts with servers are used. The seconds are
+estimates (cost.py, docs/scale.md). Read next: cost.py, nanogrpo/extras/memory.py.
 """
 
 from __future__ import annotations
@@ -57,28 +58,29 @@ QWEN3 = {
     "14B": _qwen3(5120, 17408, 40, 40, tied=False),
     "32B": _qwen3(5120, 25600, 64, 64, tied=False),
 }
-RESERVED = 1 << 30  # bytes of a GPU that CUDA itself takes
-MOST = 100_000  # most completions per step; planning more takes minutes
-SLOTS = 256  # sequences that a vLLM server decodes at once, its own default on most GPUs
+RESERVED = 1 << 30  # bytes that CUDA itself takes on a GPU
+# maximum number of completions per step; the prediction of more completions takes minutes
+MOST = 100_000
+SLOTS = 256  # sequences that a vLLM server decodes at once, which is vLLM's default on most GPUs
 
 
 class Machines(NamedTuple):
     """Machines on which servers run."""
 
     number: int
-    first: int  # the first GPU that a server uses; the trainers use those before it
+    first: int  # number of the first GPU with a server; the GPUs before it train
     servers: int  # on each machine
 
     @property
     def addresses(self) -> str:
-        """The servers' addresses, as bash expands them."""
+        """The addresses of the servers, in the notation of bash."""
         ports = f"{{8000..{7999 + self.servers}}}" if self.servers > 1 else "8000"
         hosts = f"HOST{{1..{self.number}}}" if self.number > 1 else "HOST1"
         return f"http://{'127.0.0.1' if self.first else hosts}:{ports}"
 
 
 def placed(gpus: int, trainers: int, each: int, per_node: int) -> list[Machines]:
-    """Return where servers run: next to the last trainers, and on the machines without any."""
+    """Return the machines on which servers run. One of these machines may also train."""
     per_node, used = min(per_node, gpus), trainers % min(per_node, gpus)
     rest = (gpus - trainers) // per_node
     found = [Machines(1, used, (per_node - used) // each if used else 0)]
@@ -87,9 +89,9 @@ def placed(gpus: int, trainers: int, each: int, per_node: int) -> list[Machines]
 
 
 class Layout(NamedTuple):
-    """A way to use the GPUs, and what it costs."""
+    """A way to use the GPUs, with its memory and its seconds."""
 
-    trainers: int  # GPUs that train; without servers they also sample
+    trainers: int  # number of GPUs that train; without servers, they also sample
     machines: list[Machines]  # where vLLM servers run
     each: int  # GPUs per server
     cfg: Config  # with all settings chosen
@@ -98,7 +100,7 @@ class Layout(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The seconds of a step. Sampling and training overlap if sampling runs ahead."""
+        """The seconds of a step. With --max-staleness, sampling and training overlap."""
         s = self.seconds
         if self.cfg.max_staleness:
             return s["sync"] + max(s["sample"] + s["score"], s["train"])
@@ -106,8 +108,8 @@ class Layout(NamedTuple):
 
 
 def shape_of(name: str, four_bits: bool = False) -> Decoder:
-    """Return the model without weights, on the meta device. four_bits: whether to store its
-    matrices so.
+    """Return the model without weights, on the meta device. four_bits: whether its matrices are
+    stored in four bits.
     """
     if name not in QWEN3:
         lora = {"lora_r": 1, "load_in_4bit": True} if four_bits else {}
@@ -120,14 +122,16 @@ def shape_of(name: str, four_bits: bool = False) -> Decoder:
 
 
 def on_disk(model: Decoder, cfg: Config) -> int:
-    """Return the bytes of a checkpoint: the weights, the trained ones in float32, two moments."""
+    """Return the bytes of a checkpoint: all weights, the float32 copy of trained weights, two
+    moments.
+    """
     trained, n = weights.sizes(model)
     moments = 2.05 if cfg.optim == "adamw_torch_8bit" else 8
     return round(model.saved_dtype.itemsize * n + (4 + moments) * trained)
 
 
 def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[Layout]:
-    """Yield each way to use the GPUs that fits into their memory."""
+    """Yield each layout that fits into the memory of the GPUs."""
     device, c, P = cost.GPUS[args.gpu], model.cfg, cfg.prompts_per_step
     free = device.memory - RESERVED
     work = cost.Work(
@@ -145,7 +149,8 @@ def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[L
         wanted = cfg.engine == "local" if embedded else servers
         if P % trainers or not wanted or each > args.per_node:
             continue
-        if trainers > args.per_node and trainers % args.per_node:  # torchrun starts equal numbers
+        # torchrun starts equally many ranks per machine
+        if trainers > args.per_node and trainers % args.per_node:
             continue
         addresses = tuple(m.addresses for m in machines)
         engine = "local" if embedded else "vllm"
@@ -163,7 +168,8 @@ def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[L
             key = 2 * device.item * c.num_key_value_heads * c.head_dim * c.num_hidden_layers
             cache = 0.9 * each * device.memory - size
             engines, slots = servers, min(SLOTS, int(cache / (key * longest)))
-        groups = range(0, len(work.completions), cfg.num_generations * engines)  # of one engine
+        # the groups of one engine
+        groups = range(0, len(work.completions), cfg.num_generations * engines)
         lengths = [n for i in groups for n in work.completions[i : i + cfg.num_generations]]
         share = cost.Work(work.prompts[::engines], lengths)
         near = sum(m.servers for m in machines if m.first)
@@ -190,7 +196,9 @@ def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[L
 
 
 def _scored(cfg: Config) -> int:
-    """Return the forward passes before training: for old and for reference log-probs (step.py)."""
+    """Return the number of forward passes before training, for old and reference log-probs
+    (step.py).
+    """
     corrected = cfg.updates_per_step > 1 or cfg.vllm_importance_sampling_mode != "off"
     recomputed = corrected and not cfg.old_from_engine
     return (recomputed or cfg.top_entropy_quantile < 1) + (cfg.beta > 0)
@@ -276,7 +284,7 @@ def checked(args: argparse.Namespace, cfg: Config) -> argparse.Namespace:
             f"{cfg.max_completion_length}: raise the maximum, too."
         )
     if args.prompt_length > args.longest_prompt:
-        raise UserError("--prompt-length is above --longest-prompt: raise the longest, too.")
+        raise UserError("--prompt-length is above --longest-prompt: raise --longest-prompt, too.")
     if not 0 <= args.score_seconds < math.inf or not 0 <= args.skipped < 1:
         raise UserError("--score-seconds must be at least 0, and --skipped in [0, 1).")
     if cfg.generation_batch_size > MOST:
@@ -289,15 +297,15 @@ def checked(args: argparse.Namespace, cfg: Config) -> argparse.Namespace:
             raise UserError(f"--{dashed(name)} is not part of a plan: leave it out.")
     if cfg.engine == "vllm" and args.gpus == 1:
         raise UserError(
-            "--engine vllm is planned with servers on GPUs of their own: set --gpus to at least 2, "
-            "or leave --engine out."
+            "--engine vllm needs separate GPUs for its servers here: set --gpus to at least 2, or "
+            "leave --engine out."
         )
     return args
 
 
 def report(found: list[Layout], args: argparse.Namespace, words: list[str], disk: int) -> None:
-    """Print the layouts, fastest first, and the memory and commands of the fastest. disk: the
-    bytes of a checkpoint.
+    """Print the layouts, beginning with the fastest, and the memory and the commands of the fastest
+    layout. disk: the bytes of a checkpoint.
     """
     best = found[0]
     table = Table(

@@ -1,9 +1,9 @@
-"""Write bench/README.md from the results: `python -m bench.readme`. With --check, only report
+"""Write bench/README.md from the results. With --check, `python -m bench.readme` only reports
 whether the file is up to date.
 
 In: bench/results/*.json. Out: one section per benchmark, with its question, its table, and the
-command, machine and commit of its records. tests/bench/test_readme.py fails when the file in the
-repository is out of date. Read next: tables.py.
+command, machine and commit of its records. A test checks that the file in the repository is up to
+date (tests/bench/test_readme.py). Read next: tables.py.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ from bench import common, tables
 
 HEAD = """# Benchmarks
 
-This page is generated from the records in bench/results/ by `python -m bench.readme`; do not edit
-it. Each benchmark is a Python module; `--help` shows its options. Only `make gpu` needs a GPU; each
-of its stages can be repeated alone (`make gpu STAGES="kernels step"`).
+`python -m bench.readme` generates this page from the records in bench/results/, so do not edit this
+page. Each benchmark is a Python module, and `--help` shows its options. `make gpu` runs benchmarks
+on a GPU. Its stages can be repeated alone, as in `make gpu STAGES="kernels step"`.
 
-Within a run, the sides alternate and use the same number of threads. The tables show medians and
-extremes. "Over TRL" is a side's speed divided by TRL's, and "of TRL's" is its memory divided by
-TRL's. TRL is version 1.16.0, with the settings that are best for it (bench/trl_run.py). If TRL is
-faster, the tables show that, too. "Not yet measured" means that there is no record.
+Each benchmark compares several programs, which are called its sides, such as nanogrpo and TRL. In a
+run, the sides alternate and use the same number of threads. The tables show medians and extremes.
+"Over TRL" is the speed of a side divided by TRL's speed. "Of TRL's" is the memory of a side divided
+by TRL's memory. TRL has version 1.16.0 and the settings that are best for it (bench/trl_run.py). If
+TRL is faster, the tables show this, too. "Not yet measured" means that no record exists.
 """
 
 
-ELSEWHERE = {"objectives": "docs/objectives.md"}  # results that have a page of their own
+ELSEWHERE = {"objectives": "docs/objectives.md"}  # results with a separate page
 
 
 def origin(record: dict) -> str:
     """Return the command, machine and commit of a record as one line."""
     m = record["machine"]
-    chip = m["gpu"] or f"{m['cpu']}, {m['cores']} cores"
+    chip, cores = (m["gpu"], "") if m["gpu"] else (m["cpu"], f"{m['cores']} cores, ")
     packages = ("python", "torch", "transformers", "trl")
     versions = ", ".join(f"{name} {v}" for name, v in m["versions"].items() if name in packages)
     threads = record.get("threads", m["threads"])
     return (
-        f"`{record['command']}` on {chip}, {threads} threads; {versions};"
-        f" {record['time'][:10]}, commit {common.commit(m)}"
+        f"`{record['command']}` ran on {record['time'][:10]} on {chip}"
+        f" ({cores}{threads} thread{'s' * (threads != 1)}) with {versions},"
+        f" at commit {common.commit(m)}."
     )
 
 
@@ -60,13 +62,14 @@ def section(name: str, records: list[dict]) -> str:
         out += [f"![{name}](../docs/img/{bench.picture})", ""]
     command = bench.command or f"python -m bench.{name}"
     measured = list(dict.fromkeys(map(origin, records)))
-    out += ["Measured by:" if measured else f"Not yet measured; run `{command}`.", ""]
+    missing = f"Not yet measured; run `{command}`."
+    out += ["These commands measured the table:" if measured else missing, ""]
     out += [*(f"* {line}" for line in measured), ""] if measured else []
     return "\n".join(out)
 
 
 def render(folder: Path = common.RESULTS) -> str:
-    """Return the full page. Raise ValueError if a results file has no table to show it."""
+    """Return the full page. Raise ValueError if no table shows the records of a file."""
     unknown = {path.stem for path in folder.glob("*.json")} - set(tables.BENCHES) - set(ELSEWHERE)
     if unknown:
         raise ValueError(f"no table in bench/tables.py shows {', '.join(sorted(unknown))}")

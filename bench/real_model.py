@@ -1,28 +1,29 @@
 """How fast does a real language model learn word problems in nanogrpo and in TRL? Both train
 SmolLM2-135M-Instruct, as `make real` does.
 
-In: nothing; if the model or the problems are missing, examples/smollm2.py and
+In: nothing. If the model or the problems are missing, examples/smollm2.py and
 examples/word_problems.py write them. Out: results/real_model.json with one record per run, and
-docs/img/real_model.png: reward and held-out accuracy by step and by second.
+docs/img/real_model.png. This picture shows reward and held-out accuracy by step and by second.
 
-Both sides train with the options in examples/word_problems.json: the same base, prompts, order,
-rewards, learning rate and number of completions, all weights in float32. trl_run.py has the
-settings that exist only in TRL: sdpa attention, TRL's fused head, fused AdamW, and two
-micro-batches. In all runs, the same engine answers the held-out problems greedily; this is not
-timed. The sides run alternately, each run in a process of its own. A record is written when its run
-ends, and a run that has a record is not repeated, so an interrupted benchmark can be continued. TRL
-takes longer, so by default it runs with the first seed only, and ends after 8 steps (--trl-seeds,
---trl-steps). The learning rate is constant, so these are the first steps of a longer run.
+Both sides train with the options in examples/word_problems.json. So the base model, the prompts and
+their order, the rewards, the learning rate and the number of completions are the same, and all
+weights are in float32. trl_run.py contains the settings that exist only in TRL: sdpa attention,
+TRL's fused head, fused AdamW, and two micro-batches. In all runs, the same engine answers the
+held-out problems with the most likely tokens. This is not timed. The sides run alternately, and
+each run has a separate process. A record is written when its run ends, and a run that has a record
+is not repeated. So an interrupted benchmark can be continued. TRL takes longer, so by default it
+runs only with the first seed, and only 8 steps (--trl-seeds, --trl-steps). The learning rate is
+constant, so these steps are the same as the first steps of a longer run.
 
---profile instead runs a few steps of our side, and compares the FLOP that they require with the
-speed of the model's matrix products in the same process:
+With --profile, this command instead runs a few steps of nanogrpo. The command compares the FLOP of
+these steps with the speed of the model's matrix products in the same process:
 
     training FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs        (step_large.py explains the letters)
     sampling FLOP = 2·N·S + 2·V·D·C + 4·L·H·E·pairs
 
-S: sampled tokens, plus the tokens of each group's prompt. C: sampled tokens. The peak is the speed
-of the fastest matrix product among the model's layers, on as many rows as a training step has at
-most. Read next: runs.py, learning.py.
+S is the number of sampled tokens, plus the tokens of each group's prompt. C is the number of
+sampled tokens. The peak is the speed of the fastest matrix product of the model, with the maximum
+number of rows of a training step. Read next: runs.py, learning.py.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import PackedBatch, Sample
 
 OPTIONS = common.ROOT / "examples/word_problems.json"
-# Options that are not recorded as settings: paths, and what a record has under another name.
+# These options are paths, or are recorded under other names.
 NOT_SETTINGS = ("model", "output_dir", "max_steps", "seed")
-# TRL needs more than 24 GB for all completions at once. Half of them have about as many tokens as
-# one of our micro-batches.
+# With one micro-batch, TRL needs more than 24 GB.
+# Each of two micro-batches has about as many tokens as one of our micro-batches.
 TRL_MICRO = 2
-# for --quick: a run of seconds on a tiny model, which shows only that the benchmark works
+# options of --quick, which only checks that the benchmark works
 QUICK = {
     "generation_batch_size": 8,
     "num_generations": 4,
@@ -68,7 +69,9 @@ QUICK = {
 
 
 def options(args: argparse.Namespace) -> Config:
-    """Return the options of `make real`, with the base, steps and folders of this benchmark."""
+    """Return the options of `make real`, with the base model and the number of steps of this
+    benchmark.
+    """
     cfg = commandline.parse(["--config", str(OPTIONS)])
     cfg = dataclasses.replace(cfg, model=str(args.base), device="cpu")
     if args.quick:
@@ -93,8 +96,9 @@ def prepare(cfg: Config) -> None:
 
 
 def matmul_peak(c: ModelConfig, rows: int, repeats: int = 5) -> dict[str, float]:
-    """Return the FLOP/s of each matrix product of the model on this many rows: the best of some
-    repeats, with PyTorch's own product and with oneDNN's (kernels/linear.py).
+    """Return the FLOP/s of each matrix product of the model with this number of rows. Of several
+    repeats with PyTorch's own product and with oneDNN's product (kernels/linear.py), the fastest is
+    used.
     """
     D, F, E = c.hidden_size, c.intermediate_size, c.head_dim
     shapes = {
@@ -117,10 +121,10 @@ def matmul_peak(c: ModelConfig, rows: int, repeats: int = 5) -> dict[str, float]
 
 
 def sampling_flops(c: ModelConfig, samples: Sequence[Sample]) -> float:
-    """Return the FLOP to sample these completions, each prompt computed once per group."""
+    """Return the FLOP to sample these completions, if each prompt is computed once per group."""
     prompts = {s.prompt.id: len(s.prompt.token_ids) for s in samples}
     sampled = sum(len(s.token_ids) for s in samples)
-    # the last token of a completion is not an input
+    # The model never reads the last token of a completion.
     tokens = sum(prompts.values()) + sampled - len(samples)
     pairs = sum(n * (n + 1) / 2 for n in prompts.values())
     for s in samples:
@@ -130,10 +134,10 @@ def sampling_flops(c: ModelConfig, samples: Sequence[Sample]) -> float:
 
 
 def profile(cfg: Config, threads: int) -> dict:
-    """Run some steps of our side in this process; return FLOP, seconds and shares of the peak.
+    """Run some steps of nanogrpo in this process. Return FLOP, seconds and shares of the peak.
 
-    The peak is measured before and after the run, and the higher one counts. The first step is not
-    counted in the shares.
+    The peak is measured before and after the run, and the higher value is used. The shares do not
+    include the first step.
     """
     import train
 
@@ -149,7 +153,7 @@ def profile(cfg: Config, threads: int) -> dict:
             yield batches
 
     shape = checkpoint.empty_model(Path(cfg.model)).cfg
-    # as many rows as a step has at most
+    # maximum number of rows of a step
     rows = cfg.generation_batch_size * cfg.max_completion_length
     before = matmul_peak(shape, rows)
     with tempfile.TemporaryDirectory() as where, patch.object(train, "pack", counted):
@@ -218,7 +222,7 @@ def main(argv: Sequence[str]) -> list[dict]:
 def measure(
     cfg: Config, args: argparse.Namespace, records: list[dict], argv: Sequence[str]
 ) -> list[dict]:
-    """Run what has no record yet, and return all records."""
+    """Do all runs that have no record yet, and return all records."""
     steps = {"nanogrpo": cfg.max_steps, "TRL": min(args.trl_steps, cfg.max_steps)}
     same = {
         "threads": args.threads,
@@ -230,7 +234,7 @@ def measure(
             if (value := getattr(cfg, f.name)) != f.default and f.name not in NOT_SETTINGS
         },
     }
-    # records with different options belong to a different experiment; a profile belongs to none
+    # Records of runs with other options are not used. Profiles are always kept.
     records = [
         r
         for r in records

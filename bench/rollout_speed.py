@@ -1,28 +1,30 @@
-"""How fast does the embedded engine sample, compared with transformers' `generate` on the same
+"""How fast does the local engine sample, compared with transformers' `generate` on the same
 weights?
 
-In: nothing; a random Qwen3 of about three million parameters is made here. Out:
+In: nothing. This file creates a random Qwen3 of about three million parameters. Out:
 results/rollout_speed.json with two cases:
 
-* even: one batch of completions of equal length, which measures the cost of decode steps alone.
-* uneven: several batches' worth of completions with lengths like those of reasoning models. Their
-  mean is a third of the maximum, and both sides process at most `--batch` of them at a time. Our
-  engine replaces finished completions; generate continues each batch until its longest row ends and
-  pads the others. Only the requested ("useful") tokens are counted.
+* even: one batch of completions of equal length, which measures only the decode steps.
+* uneven: completions for several batches, with lengths similar to those of reasoning models. The
+  mean length is a third of the maximum, and both sides process at most `--batch` completions at a
+  time. The local engine replaces finished completions. `generate` continues each batch until its
+  longest row ends, and pads the other rows. Only the requested ("useful") tokens are counted.
 
-generate runs with its fastest settings: default cache, inference mode, no logits processor
-(temperature 1 needs none), prompts of equal length so nothing is padded, and both attention
-implementations. The ratio compares with the faster of the two. Our engine also returns the log-prob
-of every token, which GRPO needs; generate does not. On a CPU, our engine packs its weights for
-oneDNN, but transformers does not; the side "nanogrpo, unpacked" shows how much this contributes.
+`generate` runs with its fastest settings: the default cache, inference mode, no logits processor
+(temperature 1 needs none), and prompts of equal length, so that nothing is padded. `generate` is
+measured with two attention implementations, and the table compares with the faster implementation.
+The local engine also returns the log-prob of every token, which GRPO needs. `generate` does not. On
+a CPU, the local engine packs its weights for oneDNN, but transformers does not. The side "nanogrpo,
+unpacked" shows the effect of packing.
 
-If vLLM is installed (--vllm-python), its server is included as well. It is used over HTTP as in
-train.py --engine vllm, but with one request per completion. It has the same number of threads,
-computes in float32, and processes at most --batch completions at a time.
+If vLLM is installed (--vllm-python), its server is measured as well. Requests use HTTP as in
+`train.py --engine vllm`, but with one request per completion. The server has the same number of
+threads as the other sides, computes in float32, and processes at most --batch completions at a
+time.
 
---shape 0.6B instead compares our engine with vLLM alone, on a GPU, in bfloat16, with CUDA graphs on
-both sides and 256 completions at a time (results/rollout_large.json). Read next:
-nanogrpo/engine/local.py.
+With --shape 0.6B, this command instead compares the local engine with vLLM on a GPU, in bfloat16,
+with CUDA graphs on both sides and 256 completions at a time (results/rollout_large.json). Read
+next: nanogrpo/engine/local.py.
 """
 
 from __future__ import annotations
@@ -55,12 +57,12 @@ from nanogrpo.vllm.server import Sidecar
 def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
     """Return n lengths in 1 … longest with a mean of longest / 3.
 
-    They are exponentially distributed and clamped to the maximum, as a token limit would do.
+    The lengths are exponentially distributed and limited to the maximum.
     """
     generator = torch.Generator().manual_seed(seed)
     unit = torch.empty(n, dtype=torch.float64).exponential_(generator=generator)  # [n]
     low, high = 0.0, float(longest)
-    for _ in range(60):  # find by bisection the scale that gives the desired mean
+    for _ in range(60):  # find the scale with the desired mean by bisection
         scale = (low + high) / 2
         lengths = (unit * scale).ceil().clamp(1, longest)
         low, high = (low, scale) if lengths.mean() > longest / 3 else (scale, high)
@@ -68,10 +70,10 @@ def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
 
 
 def make_engine(model: Decoder, slots: int, packed: bool) -> LocalEngine:
-    """Return the embedded engine with the model's weights, packed for oneDNN or not."""
+    """Return the local engine with the model's weights, which can be packed for oneDNN."""
     device, context = model.lm_head.weight.device, model.cfg.max_position_embeddings
     engine = LocalEngine(model.cfg, max_len=context, slots=slots, device=device)
-    # without oneDNN the engine does not pack its weights
+    # Without oneDNN, the engine does not pack its weights.
     library = linear._onednn if packed else None
     with patch.object(linear, "_onednn", library):
         engine.load(model, version=0)
@@ -79,7 +81,7 @@ def make_engine(model: Decoder, slots: int, packed: bool) -> LocalEngine:
 
 
 def peer(model: Decoder, attention: str):
-    """Return a transformers model with the same weights, ready for generate."""
+    """Return a transformers model with the same weights, ready for `generate`."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(**{**model.cfg.to_dict(), "attn_implementation": attention})
@@ -125,8 +127,8 @@ def generate(theirs, prompts: list[Prompt], lengths: list[int], batch: int) -> l
 
 @contextlib.contextmanager
 def vllm_server(model: Decoder, args: argparse.Namespace) -> Iterator[VLLMEngine]:
-    """Run a vLLM server with the model's weights, and with as many threads and sequences as the
-    other sides.
+    """Run a vLLM server with the model's weights, and with the same numbers of threads and
+    sequences as the other sides.
     """
     context = model.cfg.max_position_embeddings
     settings = {
@@ -163,7 +165,7 @@ def measure(
         Prompt(i, "", torch.randint(args.vocab, (args.prompt_length,)).tolist())
         for i in range(len(lengths) // args.group)
     ]
-    # each completion gets a separate prompt, because limits are set per prompt
+    # Each completion gets a separate prompt, because length limits are set per prompt.
     repeated = [
         dataclasses.replace(prompts[i // args.group], max_tokens=m) for i, m in enumerate(lengths)
     ]
@@ -204,7 +206,9 @@ def measure(
 
 
 def on_gpu(args: argparse.Namespace, argv: Sequence[str]) -> list[dict]:
-    """Run `--shape`: our engine and vLLM on a GPU, with random weights of a real model's shape."""
+    """Compare the local engine with vLLM on a GPU, with random weights and the shape of a real
+    model.
+    """
     args.batch, args.longest = 256, 512
     shape = common.large_qwen3(args.shape, args.prompt_length + args.longest)
     args.vocab, args.vllm_options = shape.vocab_size, ["--gpu-memory-utilization", "0.4"]

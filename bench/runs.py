@@ -1,14 +1,15 @@
-"""Run a full GRPO training in a separate process: ours with train.py, TRL's with its GRPOTrainer.
+"""Run a full GRPO training in a separate process, with nanogrpo's train.py or TRL's GRPOTrainer.
 
 In: a side (common.SIDES or common.REPLAYED) and a `Config`. Out: a dict with the seconds, lengths
 and rewards of each step, the held-out accuracy at each evaluation, and the peak memory. On both
-sides the clock runs from the start of the first step to the end of the last update, logging
-included. It is paused during evaluation, which both sides do with the same engine and rewards. The
-time to build the model, the optimizer and the data is not counted.
+sides, the clock runs from the start of the first step to the end of the last update, including
+logging. The clock is paused during evaluations, which both sides do with the same engine and
+rewards. The time to create the model, the optimizer and the data is not counted.
 
     found = run("TRL", Config(model="runs/base", data=("arithmetic",), …), threads=2)
 
-Read next: learning.py and end_to_end.py, which compare such runs; trl_run.py, TRL's settings.
+Read next: learning.py and end_to_end.py, which compare such runs, and trl_run.py with TRL's
+settings.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ from nanogrpo.types import Sample
 def run(side: str, cfg: Config, threads: int, micro: int = 1) -> dict:
     """Run one side in a new process and return its measurements.
 
-    micro: micro-batches per optimizer step of TRL; ours follow from the token budget.
+    micro: TRL's micro-batches per optimizer step. nanogrpo's micro-batches follow from the token
+    budget.
     """
     cfg.validate()
     with tempfile.TemporaryDirectory() as where:
@@ -63,7 +65,7 @@ def run(side: str, cfg: Config, threads: int, micro: int = 1) -> dict:
 
 
 def parser(bench: str, doc: str, base: Path, **numbers) -> argparse.ArgumentParser:
-    """Return `common.parser` with the options of such a benchmark. base: the default of --base."""
+    """Return `common.parser` with more options. base: the default of the option --base."""
     picture = common.ROOT / f"docs/img/{bench}.png"
     shown = [path.relative_to(common.ROOT) for path in (base, picture)]
     out = common.parser(bench, doc, **numbers)
@@ -88,9 +90,9 @@ def complete(
     argv: Sequence[str],
     folder: Path,
 ) -> None:
-    """Run each (seed, side) that has no record yet. Write its record when the run ends.
+    """Do the run of each (seed, side) that has no record yet. Write its record when the run ends.
 
-    start(seed, side) runs it and returns its measurements.
+    `start(seed, side)` does one run and returns its measurements.
     """
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(bench, total=len(wanted))
@@ -129,8 +131,8 @@ class StepClock:
 
 
 def memory() -> dict[str, int]:
-    """Return {"now": bytes in use, "peak": maximum so far} for the GPU's allocator or for this
-    process.
+    """Return {"now": bytes in use, "peak": maximum bytes so far} of the GPU's allocator, or of this
+    process without a GPU.
     """
     if torch.cuda.is_available():
         return {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
@@ -142,7 +144,7 @@ def memory() -> dict[str, int]:
 
 
 def reset_peak() -> None:
-    """Reset the peak here, so the memory used by imports is not counted for either side."""
+    """Reset the peak memory, so that the memory of imports is not counted."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -150,7 +152,7 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-# The metrics that are read from the logs of both sides.
+# Metrics that are read from the logs of both sides, with their names there.
 METRICS = {
     "reward": "reward",
     "accuracy": "rewards/accuracy_reward/mean",
@@ -159,7 +161,7 @@ METRICS = {
 
 
 def series(steps: list[dict]) -> dict[str, list]:
-    """Return the METRICS that the run logged, as one list of values per metric."""
+    """Return one list of values for each of the METRICS that the run logged."""
     return {
         name: [step[metric] for step in steps]
         for name, metric in METRICS.items()
@@ -168,7 +170,7 @@ def series(steps: list[dict]) -> dict[str, list]:
 
 
 def first_reward(row: dict, prefix: str = "") -> float:
-    """Return the value of the first reward function in a row; its mean is the accuracy."""
+    """Return the value of the first reward function in a row. Its mean is the accuracy."""
     return next(value for name, value in row.items() if name.startswith(prefix))
 
 
@@ -248,8 +250,8 @@ def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
 def theirs(cfg: Config, sampled: list[list[Sample]] | None = None, micro: int = 1) -> dict:
     """Run TRL's trainer with a callback that measures time and evaluates.
 
-    sampled: if given, TRL does not sample but trains on these samples, one list per step. The model
-    is then saved in cfg.output_dir.
+    sampled: one list of samples per step. If `sampled` is given, TRL trains on these samples
+    instead of its own. The model is then saved in cfg.output_dir.
     """
     import transformers
 
@@ -259,7 +261,7 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None, micro: int = 
     shape = checkpoint.empty_model(Path(cfg.model)).cfg
     features = [Arithmetic(), Rewards(cfg)]
     prompts, problems = load_prompts(cfg, tokenizer, shape.max_position_embeddings, features)
-    # without a limit, so that all functions run in this process
+    # Without a time limit, all reward functions run in this process.
     rewards = Runner(dataclasses.replace(cfg, reward_timeout=0.0), features=features)
     functions = rewards.local
     trainer = trl_run.trainer(cfg, prompts, functions, Path(cfg.output_dir), micro)
@@ -324,9 +326,10 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None, micro: int = 
 
 
 def rollout(samples: list[Sample], texts: list[str]) -> dict:
-    """Return completions that our side has sampled, as TRL's `rollout_func` returns them.
+    """Return completions that nanogrpo has sampled, in the form that TRL expects from
+    `rollout_func`.
 
-    texts: the prompts of TRL's step, which must be those of the samples.
+    texts: the prompts of TRL's step, which must equal the prompts of the samples.
     """
     if [s.prompt.text for s in samples] != texts:
         raise RuntimeError("the two sides draw different prompts")
@@ -338,10 +341,12 @@ def rollout(samples: list[Sample], texts: list[str]) -> dict:
 
 
 def replayed(cfg: Config) -> dict:
-    """Run our trainer, then TRL on the completions that ours sampled (one update per generation).
+    """Run nanogrpo, and then TRL on the completions that nanogrpo sampled, with one update per
+    generation.
 
-    Adds "ours" (our held-out accuracies) and "weights_apart": the distance between the two final
-    models, relative to the distance of ours from the base (Euclidean norms over all weights).
+    Adds "ours", the held-out accuracies of nanogrpo. Adds "weights_apart", the distance between the
+    two final models, divided by the distance of nanogrpo's final model from the base model
+    (Euclidean norms over all weights).
     """
     sampled: list[list[Sample]] = []
     folder = f"{cfg.output_dir}/ours"
@@ -360,7 +365,7 @@ SIDES = {"nanogrpo": ours, "TRL": theirs, common.REPLAYED: replayed}
 
 
 def main(argv: list[str]) -> int:
-    """Run one side in this process; the benchmarks start it with `run`."""
+    """Run one side in this process. The benchmarks start this command with `run`."""
     parser = argparse.ArgumentParser(prog="python -m bench.runs", description=main.__doc__)
     parser.add_argument("side", choices=SIDES)
     parser.add_argument("folder", type=Path, help="has options.json, gets found.json")

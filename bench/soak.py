@@ -1,24 +1,26 @@
-"""Do 200 random faults lose anything? Each run of the tiny task gets one fault at a random moment
-and is resumed until it is done. It must then equal the same run without a fault.
+"""Do runs lose anything if they meet 200 random faults? Each run of the tiny task gets one fault at
+a random moment, and is resumed until it is done. Its result must then equal the same run without a
+fault.
 
-In: --faults, --seed. Out: results/soak.json with one record, and one line per broken promise.
+In: --faults, --seed. Out: results/soak.json with one record, and one printed line per broken
+promise.
 
-A run is one of MODES and its fault one of FAULTS; each fault comes once before any comes twice. The
-moment is a random time during the start, or a random time after a random step. These promises are
-checked:
+Each run has one of MODES and one of FAULTS. Every fault is used once before any fault is used
+twice. The moment of the fault is a random time during the start, or a random time after a random
+step. These promises are checked:
 
-    rows        every step is in metrics.jsonl once, with the values of the undisturbed run. If the
-                fault deletes the folder, earlier rows may be missing, and a message names them
-    weights     the last checkpoint has the same bytes
-    errors      a rank that ends by itself prints one sentence and no traceback
-    processes   no process of the run is alive half a minute after its end
-    files       no temporary file is left, in the folder of the run or elsewhere
+* Rows: metrics.jsonl contains every step once, with the values of the run without a fault. If the
+  fault deletes the folder, earlier rows may be missing, and a message names them.
+* Weights: the last checkpoint has the same bytes as without the fault.
+* Errors: a rank that ends by itself prints one sentence and no traceback.
+* Processes: half a minute after the end of the run, none of its processes is alive.
+* Files: no temporary file is left, in the folder of the run or elsewhere.
 
-With --max-staleness, a run depends on timing, so values and weights are not compared.
+With --max-staleness, a run depends on timing, so its values and weights are not compared.
 
-`--real-vllm N` instead makes N runs with a real vLLM, which takes a minute to start. `--suite N`
-instead runs the tests that depend on scheduling N times, next to six busy processes. Read next:
-soak_faults.py (modes and faults), tests/run/test_state.py (kills at chosen points).
+`--real-vllm N` instead does N runs with a real vLLM, which takes a minute to start. `--suite N`
+instead runs the tests that depend on timing N times, while six busy processes use the CPU. Read
+next: soak_faults.py (modes and faults), tests/run/test_state.py (kills at chosen points).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from tests import ranks
 from tests.conftest import write_base
 from tests.vllm.real import PYTHON, SIZES, SMALL
 
-TESTS = (  # the tests that depend on scheduling
+TESTS = (  # tests that depend on timing
     "tests/run/test_state.py",
     "tests/distributed/test_failure.py",
     "tests/distributed/test_world.py",
@@ -61,7 +63,7 @@ TESTS = (  # the tests that depend on scheduling
 )
 
 
-# modules that the forked processes would otherwise import again and again
+# modules that are imported once, before processes are forked
 OURS = ("bench.soak_faults", "bench.tables", "tests.vllm.fake")
 
 
@@ -69,9 +71,9 @@ OURS = ("bench.soak_faults", "bench.tables", "tests.vllm.fake")
 
 
 def disturbed(run: Run, fault: str, rng: random.Random) -> None:
-    """Run with the fault, and resume until the run is done."""
+    """Start the run, cause the fault, and resume the run until it is done."""
     run.start()
-    after = rng.randint(-3, STEPS - 2)  # negative: during the start
+    after = rng.randint(-3, STEPS - 2)  # a negative number means a fault during the start
     if after < 0:
         time.sleep(rng.uniform(0, run.mode.start))
     else:
@@ -98,7 +100,7 @@ def check(run: Run, rows: list[dict], weights: str) -> None:
     if first and run.starts > 1:
         assert "has no record of" in "".join(run.errors), "no message about the missing steps"
     if run.mode.exact:
-        # num_tokens continues from the log, which may have been deleted
+        # num_tokens depends on the log, which a fault may have deleted
         uncertain = (*run.mode.uncertain, *(["num_tokens"] if first else []))
         different = {
             name
@@ -114,7 +116,7 @@ def check(run: Run, rows: list[dict], weights: str) -> None:
         assert count <= 1, f"{count} errors are printed"
     run.settle()
     left = [p for p in run.output.glob(".*") if p.name != ".lock"]
-    left += (run.folder / "tmp").glob("nanogrpo*")  # libraries may leave theirs
+    left += (run.folder / "tmp").glob("nanogrpo*")  # libraries may leave their own files
     assert not left, f"files are left: {[p.name for p in left]}"
 
 
@@ -140,13 +142,15 @@ def undisturbed(mode: Mode, base: Path) -> tuple[list[dict], str]:
 def experiment(
     mode: Mode, fault: str, rng: random.Random, base: Path, expected: tuple[list[dict], str]
 ) -> dict:
-    """Run one fault, and return what happened."""
+    """Do one run with a fault. Return the broken promise of the run, if any, and the number of its
+    starts.
+    """
     broken = ""
     with new_run(mode, base) as run:
         try:
             disturbed(run, fault, rng)
             check(run, *expected)
-        except Exception as e:  # a failed run is a result; the others go on
+        except Exception as e:  # a failed run is a result, and the other runs continue
             why = str(e) if isinstance(e, AssertionError) else traceback.format_exc()
             broken = f"{why}\n{''.join(run.errors)[-3000:]}"
         return {"broken": broken, "starts": run.starts}
@@ -158,7 +162,7 @@ def experiment(
 def plan(
     count: int, seed: int, modes: Mapping[str, Mode] = MODES
 ) -> list[tuple[str, str, random.Random]]:
-    """Return the mode and the fault of each run, and its random numbers for the rest."""
+    """Return the mode, the fault and the random number generator of each run."""
     rng, plans = random.Random(seed), []
     fitting = {name: [m for m in modes if fault.fits(modes[m])] for name, fault in FAULTS.items()}
     while len(plans) < count:
@@ -211,11 +215,11 @@ def soak(count: int, seed: int, workers: int, real: bool) -> dict:
 
 
 def suite(times: int) -> dict:
-    """Run the tests that depend on scheduling, next to six busy processes, until Ctrl-C at most."""
+    """Run the tests that depend on timing, while six busy processes use the CPU."""
     loop = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
     busy = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(6)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not vllm"]
-    command += ["--timeout", "1800"]  # a limit that only ends a hang
+    command += ["--timeout", "1800"]  # a test reaches this limit only if it hangs
     command += ["-n", "4", "--dist", "worksteal", *TESTS]
     failures, turn = [], 0
     try:
@@ -228,7 +232,7 @@ def suite(times: int) -> dict:
                 failures.append({"turn": turn, "output": done.stdout[-3000:]})
                 print(done.stdout[-8000:], flush=True)
     except KeyboardInterrupt:
-        turn -= 1  # it was not finished
+        turn -= 1  # this turn was not finished
     finally:
         for process in busy:
             process.kill()

@@ -1,8 +1,8 @@
-"""A run of the soak: how it is started, which processes belong to it, and the faults that hit it.
+"""The runs of bench/soak.py: how they are started, which processes they have, and their faults.
 
-In: a mode (how train.py is started) and a base model. Out: `Run`, and FAULTS: functions that damage
-a run in progress. All processes are real; only the vLLM server is a fake one, unless the mode says
-otherwise. Read next: soak.py (what must hold afterwards).
+In: a mode (how train.py is started) and a base model. Out: the class `Run`, and FAULTS, which are
+functions that damage a run in progress. All processes are real, except for the vLLM server, which
+is fake in most modes. Read next: soak.py, which checks the result of a run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OPTIONS = (
     "--save-steps 2 --num-generations 4 --generation-batch-size 16 --max-completion-length 6 "
     "--learning-rate 3e-3 --reward-timeout 11 --ddp-timeout 30 --resume"
 ).split()
-HANG = 35.0  # seconds, after which the other ranks no longer wait for a suspended one
+HANG = 35.0  # seconds after which the other ranks no longer wait for a suspended rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,10 @@ class Mode:
     options: str = ""
     ranks: int = 1
     torchrun: bool = False
-    server: str = ""  # "fake": a process of the soak; "own": a real vLLM, which the trainer starts
-    exact: bool = True  # the same bits in every run
-    uncertain: tuple[str, ...] = ("vllm/restarts",)  # metrics that the faults themselves change
+    # "fake": a fake server of this module; "own": a real vLLM, which the trainer starts
+    server: str = ""
+    exact: bool = True  # whether every run gives the same bits
+    uncertain: tuple[str, ...] = ("vllm/restarts",)  # metrics that faults may change
     start: float = 2.0  # seconds that a start takes
     hang: float = 7.0  # seconds after which a suspended server or worker has been noticed
 
@@ -70,7 +71,7 @@ MODES = {
     "server": Mode(server="fake"),
     "sampling ahead": Mode("--max-staleness 1", server="fake", exact=False),
 }
-# The last digits of vLLM's log-probs depend on the requests that it batches.
+# The last digits of vLLM's log-probs depend on how vLLM batches requests.
 REAL = {
     "real vLLM": Mode(server="own", uncertain=("vllm/restarts", "sampling/"), start=60.0, hang=30.0)
 }
@@ -79,17 +80,19 @@ REAL = {
 class Run:
     """A run of train.py, possibly on several ranks, which can be started again."""
 
-    patience = 30.0  # seconds within which every process ends after the last rank or torchrun
+    # maximum seconds between the end of torchrun or the last rank and the end of all processes
+    patience = 30.0
 
     def __init__(self, mode: Mode, base: Path, folder: Path):
         self.mode, self.folder, self.output = mode, folder, folder / "run"
-        self.mark = uuid.uuid4().hex  # in the environment of all processes that the run starts
-        self.errors: list[str] = []  # what each rank of each start wrote
+        # this mark is in the environment of all processes that the run starts
+        self.mark = uuid.uuid4().hex
+        self.errors: list[str] = []  # the stderr of each rank, for all starts
         self.starts = 0
-        self.log_deleted = False  # the fault deleted it; nothing can bring the rows back
+        self.log_deleted = False  # whether the fault deleted the log
         self.group: ranks.Ranks | None = None
         self.torchrun: subprocess.Popen[str] | None = None
-        self.workers: set[int] = set()  # of a real vLLM
+        self.workers: set[int] = set()  # the worker processes of a real vLLM
         self.server: FakeServer | None = None
         (folder / "tmp").mkdir()
         self.argv = ["--model", str(base), "--output-dir", str(self.output), *OPTIONS]
@@ -105,7 +108,7 @@ class Run:
 
     def start(self) -> None:
         self.starts += 1
-        # without tests/, where the forked ranks would find tests/vllm instead of vLLM
+        # tests/ is not in this path, because ranks would import tests/vllm instead of vLLM.
         env = {"PYTHONPATH": str(ranks.ROOT), "TMPDIR": str(self.folder / "tmp")}
         env["SOAK"] = self.mark
         if self.server:
@@ -124,14 +127,15 @@ class Run:
         return bool(self.find("rank"))
 
     def end(self) -> list[int]:
-        """Wait for the end of all processes. Return the status of torchrun, of train.py, or, if
-        that did not end by itself, of each rank.
+        """Wait until all processes have ended. Return the exit status of torchrun or of train.py.
+        If train.py was killed, return the exit status of each rank.
         """
-        patience = 900.0  # it only ends a hang
+        patience = 900.0  # a run reaches this limit only if it hangs
         if self.torchrun:
             self.torchrun.communicate(timeout=patience)
             ends = [self.torchrun.returncode]
-            self.settle()  # before its files are read: a rank may outlive a killed torchrun
+            # wait before the files are read, because a rank may outlive a killed torchrun
+            self.settle()
             self.errors += [path.read_text() for path in sorted(self.logs.rglob("stderr.log"))]
         else:
             assert self.group
@@ -150,7 +154,7 @@ class Run:
             time.sleep(0.05)
 
     def steps(self) -> list[dict]:
-        """Return the logged steps, without a last line that is not complete yet."""
+        """Return the logged steps, without an incomplete last line."""
         found = []
         with contextlib.suppress(FileNotFoundError):
             for line in (self.output / "metrics.jsonl").read_text().splitlines():
@@ -165,13 +169,13 @@ class Run:
     # --- processes ---
 
     def commands(self) -> dict[int, str]:
-        """Return the living processes that the run has started by a command, and the commands."""
+        """Return the commands of the living processes of the run, by process number."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the process has just ended
                 marked = f"SOAK={self.mark}".encode() in (entry / "environ").read_bytes()
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                # vLLM's processes overwrite their environment; a zombie has no command
+                # vLLM's processes overwrite their environment, and a zombie has no command.
                 if command and (marked or int(entry.name) in self.workers):
                     found[int(entry.name)] = command
         if self.mode.server == "own":
@@ -195,13 +199,13 @@ class Run:
         return [pid for pid, command in commands.items() if part in command and pid != launcher]
 
     def wait_for(self, who: str) -> list[int]:
-        """Return the processes of a kind once there are any, or [] if the run ends before."""
+        """Wait for processes of a kind and return them, or [] if the run ends before."""
         while not (found := self.find(who)) and self.alive():
             time.sleep(0.02)
         return found
 
     def kill(self) -> None:
-        """Kill everything that is left."""
+        """Kill all processes that are left."""
         for process in self.group.processes if self.group else ():
             process.kill()
         signal_to([*self.commands()], signal.SIGKILL)
@@ -212,21 +216,22 @@ class Run:
 
 
 def work(argv: list[str], jump: str) -> int:
-    """Run train.py in this process. While the file `jump` exists, the clock is a day behind."""
+    """Run train.py in this process. While the file `jump` exists, the clock is one day behind."""
     now = time.time
     time.time = lambda: now() - 86_400 * os.path.exists(jump)
-    tempfile.tempdir = None  # forget that of an earlier run: this process is forked
+    # forget the temporary folder of an earlier run, because this process was forked
+    tempfile.tempdir = None
     return train.main(argv)
 
 
 class FakeServer:
-    """A fake vLLM server in a process of its own, so it can be killed and started again."""
+    """A fake vLLM server in a separate process, which can be killed and started again."""
 
     def __init__(self, base: Path, plan: Path):
         self.port, self.secret = ranks.free_port(), secrets.token_urlsafe()
         self.url = f"http://127.0.0.1:{self.port}"
         self.config = tiny_config(vocab_size=Tokenizer(base).vocab_size)
-        self.plan = plan  # while this file exists, it says how requests are disturbed
+        self.plan = plan  # while this file exists, its content says how requests are disturbed
 
     def start(self) -> None:
         """Start the process. Return once it listens."""
@@ -241,7 +246,7 @@ class FakeServer:
 def serve_fake(
     port: int, secret: str, config: ModelConfig, plan: Path, owner: int, ready: Connection
 ) -> None:
-    """Be a fake server until the process `owner` ends."""
+    """Run a fake server in this process until the process `owner` ends."""
     calls = itertools.count()
 
     def disturb(method: str, path: str, body: dict):
@@ -267,7 +272,7 @@ def serve_fake(
 
 # --- faults ---
 
-# Hits a run in progress, and returns a function that repairs the damage.
+# A function that damages a run in progress, and returns a function that repairs the damage.
 Strike = Callable[[Run, random.Random], Callable[[], object]]
 
 
@@ -288,12 +293,12 @@ def nothing() -> None:
 
 
 def sends(who: str, *numbers: int) -> Strike:
-    """Return a fault: one process of a kind gets one of these signals."""
+    """Return a fault that sends one of these signals to one process of a kind."""
 
     def strike(run: Run, rng: random.Random):
         found = run.wait_for(who)
         signal_to(found and [rng.choice(found)], rng.choice(numbers))
-        if who == "server" and run.server:  # its owner starts it again, without weights
+        if who == "server" and run.server:  # the fake server is started again, without weights
             run.server.process.join()
             time.sleep(rng.uniform(0, 3))
             run.server.start()
@@ -303,9 +308,9 @@ def sends(who: str, *numbers: int) -> Strike:
 
 
 def suspends(who: str, hang: float = 0.0) -> Strike:
-    """Return a fault: one process of a kind is suspended, for less or more than the timeouts.
+    """Return a fault that suspends one process of a kind, for less or more than the timeouts.
 
-    hang: seconds after which it has been noticed, if not those of the mode.
+    hang: seconds after which the suspension has been noticed, or 0 for the value of the mode.
     """
 
     def strike(run: Run, rng: random.Random):
@@ -325,12 +330,12 @@ def kill_all(run: Run, rng: random.Random):
 
 
 def full_disk(run: Run, rng: random.Random):
-    """Let writes fail midway, as on a full disk: no file may grow beyond a random size."""
+    """Limit the size of files to a random number, so that writes fail midway as on a full disk."""
     size = rng.randint(20_000, 200_000)
     for pid in run.find("rank"):
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
-    return nothing  # a new process has no limit
+    return nothing  # no repair is needed, because a new process has no limit
 
 
 def read_only(run: Run, rng: random.Random):
@@ -354,7 +359,7 @@ def delete_folder(run: Run, rng: random.Random):
 
 
 def flip_a_bit(run: Run, rng: random.Random):
-    """Kill the run, and damage its newest checkpoint. The repair removes it."""
+    """Kill the run, and damage its newest checkpoint. The repair removes this checkpoint."""
     kill_all(run, rng)
     run.end()
     if not (found := checkpoint.checkpoints(run.output)):

@@ -1,26 +1,26 @@
-"""Measure a training step of a real-sized model on a GPU, ours and TRL's: speed, MFU, peak memory.
+"""Measure the speed, MFU and peak memory of a training step of nanogrpo and of TRL on a GPU.
 
-In: nothing; this file creates a random Qwen3 of real size and completions of uneven length (on
-average a third of the longest). Out: results/step_large.json. Our side runs in one process with
-FSDP2, float32 master weights, bfloat16 compute, fused AdamW, and strips of `token_budget` tokens.
-TRL's side is its trainer with bf16=True, its fused head, fused AdamW, and micro-batches with as
-many padded tokens as our strips, or slightly more. Both train all weights, start from the same
-weights, and must have the same gradient norm. A difference of 2 % is allowed, because bfloat16
-rounds differently on the two sides.
+In: nothing. This file creates a random Qwen3 of real size, and completions of uneven length (on
+average a third of the longest). Out: results/step_large.json. nanogrpo runs in one process with
+FSDP2, float32 master weights, bfloat16 compute, fused AdamW, and strips of `token_budget` tokens. A
+strip is a packed micro-batch. TRL runs its trainer with bf16=True, its fused head, fused AdamW, and
+micro-batches with as many padded tokens as our strips, or slightly more. Both sides train all
+weights, start from the same weights, and must have the same gradient norm. A difference of 2 % is
+allowed, because bfloat16 rounds differently on the two sides.
 
-The sides run one after another, because the peak memory of each is measured. Each side uses the
-first of its SETTINGS that fits into memory, and the record names this setting. Settings with less
-recomputation are faster, so they are tried first. "over TRL" and "of TRL's" compare with TRL's
-fastest setting. Both sides have a further record with gradient checkpointing. Within a step,
-nothing synchronizes with the GPU to measure time.
+The sides run one after another, because the peak memory of each side is measured. Each side uses
+the first of its SETTINGS that fits into memory, and the record names this setting. Settings with
+less recomputation are faster, so they are tried first. "over TRL" and "of TRL's" compare with TRL's
+fastest setting. Each side has another record with gradient checkpointing. Within a step, the
+program never waits for the GPU to measure times.
 
     MFU = FLOP that the step requires / seconds / peak FLOP/s of the device
     FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs         (the same for both sides)
 
-N: number of weights in the blocks' matrices. T: tokens without padding, where the prompt of a group
-counts once. M: trained tokens, the only ones that the head has to process. pairs: number of (query,
-visible key) pairs. Padded, copied and recomputed tokens are not required and are not counted. Read
-next: step_sides.py.
+N is the number of weights in the matrices of the blocks. T is the number of tokens without padding,
+where the prompt of a group counts once. M is the number of trained tokens, which are the only
+tokens that the head has to process. `pairs` is the number of (query, visible key) pairs. Padded,
+copied and recomputed tokens are not required and are not counted. Read next: step_sides.py.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from nanogrpo.types import PackedBatch, Sample
 
 # 41,000 trained tokens in three strips of about 15,000
 CASE = Case(P=15, G=8, prompt=256, longest=1024, vocab=151936)
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by a word in the device name
-SLOWER = {"PCIe", "NVL", "MIG"}  # words in the names of variants with a different peak
-Setting = tuple[str, float]  # gradient checkpointing, share of the token budget per micro-batch
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, for device names with this word
+SLOWER = {"PCIe", "NVL", "MIG"}  # device names with these words have another peak
+Setting = tuple[str, float]  # (gradient checkpointing, share of the token budget per micro-batch)
 
 
 @contextlib.contextmanager
 def ours(folder: Path, cfg: Config, samples: list[Sample], setting: Setting) -> Iterator[Ours]:
     checkpointing, share = setting
     budget = round(cfg.strip_tokens * share)
-    # what a run chooses on one GPU with enough memory
+    # a run on one GPU with enough memory chooses these settings
     settings = {"gradient_checkpointing": checkpointing, "reshard_after_forward": "never"}
     cfg = dataclasses.replace(cfg, token_budget=budget, **settings)
     with join(cfg) as world:
@@ -71,9 +71,7 @@ def theirs(folder: Path, cfg: Config, samples: list[Sample], setting: Setting) -
 
 
 def micro_batches(samples: list[Sample], tokens: float) -> int:
-    """Return the largest number of equal micro-batches that have at least `tokens` padded tokens
-    each.
-    """
+    """Return the largest number of equal micro-batches with at least `tokens` tokens each."""
     n, width = len(samples), padded_width(samples)
     return max(k for k in range(1, n + 1) if n % k == 0 and (k == 1 or n // k * width >= tokens))
 
@@ -82,16 +80,16 @@ def micro_batches(samples: list[Sample], tokens: float) -> int:
 SETTINGS = {
     "nanogrpo": (ours, [("none", 1.0), ("selective", 1.0), ("full", 1.0)]),
     "TRL": (theirs, [("none", 1.0), ("none", 0.5), ("full", 1.0)]),
-    # slower, but with less memory; TRL's default
+    # Checkpointing is slower but needs less memory. It is TRL's default.
     "nanogrpo, checkpointing": (ours, [("full", 1.0)]),
     "TRL, checkpointing": (theirs, [("full", 1.0)]),
 }
 
 
 def forward_flops(c: ModelConfig, tokens: int, rows: int, pairs: float) -> float:
-    """Return the FLOP of a forward pass; a third of the formula above.
+    """Return the FLOP of a forward pass, which is a third of the FLOP of a training step.
 
-    rows: the hidden states that the head processes.
+    rows: the number of hidden states that the head processes.
     """
     w = Weights.of(c)
     products = w.layers * w.block * tokens + w.head * rows
@@ -99,7 +97,7 @@ def forward_flops(c: ModelConfig, tokens: int, rows: int, pairs: float) -> float
 
 
 def needed_flops(c: ModelConfig, batches: Sequence[PackedBatch]) -> float:
-    """Return the FLOP of a step according to the formula above; `batches` share their prompts."""
+    """Return the FLOP that a training step requires. `batches` contain each prompt once."""
     tokens, trained = sum(len(b.tokens) for b in batches), sum(len(b.rows) for b in batches)
     pairs = 0.0
     for b in batches:
@@ -110,14 +108,16 @@ def needed_flops(c: ModelConfig, batches: Sequence[PackedBatch]) -> float:
 
 
 def peak_flops(device: str | None) -> float | None:
-    """Return the peak FLOP/s of a device, given a name like "NVIDIA H200", or None if unknown."""
+    """Return the peak FLOP/s of a device with a name such as "NVIDIA H200", or None if it is
+    unknown.
+    """
     words = set((device or "").split())
     known = [flops for name, flops in PEAK_FLOPS.items() if name in words]
     return known[0] if known and not words & SLOWER else None
 
 
 def write_model(shape: ModelConfig, folder: Path, device: str) -> None:
-    """Write random weights, in bfloat16 to halve the file and created on the device for speed."""
+    """Write random bfloat16 weights, which are created on the device for speed."""
     tokenizer = warmup.write_tokenizer(folder)
     torch.manual_seed(0)
     with torch.device(device):
@@ -147,11 +147,11 @@ def attempt(
 def first_that_fits(
     name: str, folder: Path, cfg: Config, samples: list[Sample], repeats: int
 ) -> tuple[common.Timing, dict] | None:
-    """Measure with the first setting that fits into memory; return None if none does."""
+    """Measure with the first setting that fits into memory. Return None if no setting fits."""
     for setting in SETTINGS[name][1]:
         # free the memory used by an earlier side or attempt
         gc.collect()
-        torch.cuda.empty_cache()  # does nothing where CUDA is not in use
+        torch.cuda.empty_cache()  # does nothing without CUDA
         with contextlib.suppress(torch.OutOfMemoryError):
             return attempt(name, folder, cfg, samples, setting, repeats)
         checkpointing, share = setting
@@ -173,7 +173,7 @@ def measure(
     argv: Sequence[str],
     **options,
 ) -> list[dict]:
-    """Return the records of a model; write them after each side. options: additional fields of
+    """Return the records of a model, and write them after each side. options: more fields of
     `Config`.
     """
     cfg, samples = options_of(case, **options)

@@ -1,14 +1,15 @@
-"""How much memory does a training step need, ours compared with TRL's, each in its own process?
+"""How much memory does a training step of nanogrpo need, compared with TRL?
 
-In: nothing; models and completions are made as in step_time.py. Out: results/step_memory.json with
-the peak of resident memory while model and optimizer are built and two steps are trained. The
-record contains the peak of the process, and that peak minus the memory used after imports.
+In: nothing. Models and completions are created as in step_time.py. Each side runs in a separate
+process. Out: results/step_memory.json with the peak of resident memory while the model and the
+optimizer are created and two steps are trained. A record contains the peak of the process, and this
+peak minus the memory in use after the imports.
 
 The most important case is a small model with Qwen's vocabulary, where the logits dominate.
 
-TRL's settings are in trl_run.py. TRL runs twice: with the generation as one micro-batch, as on our
-side, and with four micro-batches, which need less memory and take the same time. Read next:
-step_time.py.
+TRL's settings are in trl_run.py. TRL runs once with the generation as one micro-batch, as in
+nanogrpo. TRL runs a second time with four micro-batches, which need less memory and take the same
+time. Read next: step_time.py.
 """
 
 from __future__ import annotations

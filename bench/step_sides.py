@@ -1,9 +1,9 @@
-"""The two sides of a training step on given completions: ours as in train.py, and TRL's.
+"""The two sides of a training step on given completions: nanogrpo as in train.py, and TRL.
 
 In: a checkpoint folder, options, and the random completions of a `Case`. Out: two sides, which both
-have a method `step(samples)`. A step includes everything from the samples to the new weights. It
-returns the gradient norm, so that a benchmark can check that all sides compute the same gradient.
-Read next: step_time.py (small models on a CPU), step_large.py (real sizes on a GPU),
+have a method `step(samples)`. A step includes everything from the samples to the new weights. The
+method returns the gradient norm, so that a benchmark can check that both sides compute the same
+gradient. Read next: step_time.py (small models on a CPU), step_large.py (real sizes on a GPU),
 step_memory.py.
 """
 
@@ -43,8 +43,9 @@ class Case:
     G: int  # completions per prompt
     prompt: int  # tokens
     longest: int  # maximum number of tokens per completion
-    even: bool = False  # all completions have `longest` tokens; otherwise a third of it on average
-    vocab: int = 104  # the tokenizer's size; if larger, the other ids belong to no token
+    # if True, all completions have `longest` tokens, and otherwise a third on average
+    even: bool = False
+    vocab: int = 104  # number of ids; the tokenizer has 104 tokens, and larger ids have no token
 
 
 def make_samples(case: Case, prompt: int, longest: int) -> list[Sample]:
@@ -85,13 +86,13 @@ def options_of(
 
 
 def strips(samples: list[Sample], cfg: Config, pair_cost: float) -> Sequence[PackedBatch]:
-    """Return the micro-batches of our side's step."""
+    """Return the micro-batches of a step of nanogrpo."""
     (update,) = schedule.schedule([s.facts for s in samples], cfg, 0, pair_cost=pair_cost)
     return list(packing.pack(update, samples, cfg))
 
 
 class Ours:
-    """Our side: weights are sharded with FSDP2 as in a run, and a step is the inner loop of
+    """nanogrpo's side. Weights are sharded with FSDP2 as in a run, and a step is the inner loop of
     train.py.
     """
 
@@ -126,7 +127,7 @@ class Ours:
 
 
 def padded_width(samples: list[Sample]) -> int:
-    """Return the tokens per row of TRL's batch: the longest prompt and the longest completion."""
+    """Return the tokens per row of TRL's batch: the longest prompt plus the longest completion."""
     prompt = max(len(s.prompt.token_ids) for s in samples)
     return prompt + max(len(s.token_ids) for s in samples)
 
@@ -143,7 +144,7 @@ class Trl:
         output = Path(tempfile.mkdtemp())
         self.trainer = trl_run.trainer(cfg, prompts, [share_of_even], output, micro)
         self.trainer.create_optimizer()
-        # Trainer.train does this before its first step if its options require it
+        # If the options require checkpointing, Trainer.train enables it before its first step.
         if checkpointing:
             self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.micro = self.trainer.current_gradient_accumulation_steps = micro
@@ -197,8 +198,8 @@ class Trl:
 
 
 def check_norms(case: str, norms: dict[str, float], tolerance: float = 1e-3) -> None:
-    """Raise RuntimeError if the gradient norms of the sides differ, because then the sides did
-    different work.
+    """Raise RuntimeError if the gradient norms differ, because the sides then compute different
+    gradients.
     """
     first = next(iter(norms.values()))
     if any(abs(norm - first) > tolerance * first for norm in norms.values()):

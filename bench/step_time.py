@@ -1,17 +1,17 @@
-"""How long does a training step on given completions take: ours with shared prompts, ours with a
-copy of the prompt per completion, and TRL's?
+"""How long does a training step on given completions take in nanogrpo and in TRL? nanogrpo runs
+once with shared prompts and once with a copy of the prompt per completion.
 
-In: nothing; this file creates a random Qwen3 of about three million parameters and random
+In: nothing. This file creates a random Qwen3 of about three million parameters and random
 completions. Out: results/step_time.json, and docs/img/step_time.png, which shows how the time grows
-with tokens, G and vocabulary. A step includes everything from the samples to the new weights:
-packing or padding, forward pass, loss, backward pass, clipping and AdamW, on policy, in float32.
-The sides start from the same weights. Before anything is timed, their gradient norms must agree to
-1e-3, so no side can be faster by computing something different.
+with the tokens, the group size G and the vocabulary. A step includes everything from the samples to
+the new weights: packing or padding, forward pass, loss, backward pass, clipping and AdamW,
+on-policy and in float32. The sides start from the same weights. Before anything is timed, their
+gradient norms must agree to 1e-3, so no side can be faster because it computes something else.
 
 TRL's settings are in trl_run.py. Cases that are not run keep their results. "tokens/s" counts
-completion tokens, and "computed tokens" all tokens that the decoder processed, including padding.
-Peak memory is measured by step_memory.py. With --shape the bench measures one step of a real model
-on a GPU instead: step_large.py. Read next: step_sides.py.
+completion tokens. "computed tokens" counts all tokens that the decoder processed, including
+padding. step_memory.py measures peak memory. With --shape, step_large.py instead measures one step
+of a real model on a GPU. Read next: step_sides.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ VOCABULARIES = {
     f"vocabulary {n:,}": Case(2, 8, 32, 96, vocab=n) for n in (1024, 8192, 32768, 151936)
 }
 CASES |= LENGTHS | VOCABULARIES
-# The panels of the picture: title → (x value of a record, cases).
+# Each panel of the picture has a title, the x value of a record, and its cases.
 GROWTH = {
     "completion tokens (64 completions)": (
         lambda record: record["completion_tokens"],
@@ -71,7 +71,7 @@ SIDES = {"nanogrpo": Ours, "nanogrpo, prompts copied": copied, "TRL": Trl}
 
 
 def write_model(case: Case, folder: Path, args: argparse.Namespace) -> dict:
-    """Write a random model of the case to `folder`; return its shape."""
+    """Write a random model of the case to `folder`, and return its shape."""
     tokenizer = warmup.write_tokenizer(folder)
     shape = common.small_qwen3(args.hidden, args.layers, case.vocab, 1024)
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def measure(case: str, args: argparse.Namespace, argv: Sequence[str]) -> list[di
             "group": cfg.num_generations,
             "tokens_per_second": tokens / timing.median,
             "computed_tokens": sides[name].computed(samples),
-            # the clock also ran in the untimed round
+            # the clock also measured the untimed round
             "phases": {phase: s / (args.repeats + 1) for phase, s in seconds.items()},
             "speedup_over_trl": None if args.no_trl else timings["TRL"].median / timing.median,
             "gradient_norm": norms[name],
@@ -166,7 +166,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         return step_large.main(args.shape, args.repeats, sides, args.out, argv)
     torch.set_num_threads(args.threads)
     for case in args.cases:
-        # written after each case, so an interrupted run keeps its results
+        # Results are written after each case, so an interrupted run keeps them.
         path = common.merge("step_time", measure(case, args, argv), args.out)
     records = common.read("step_time", args.out)
     draw(records, args.picture)

@@ -1,16 +1,16 @@
-"""How long does a weight sync take, from the trainer's parameters to a real vLLM that samples with
-them?
+"""How long does a weight sync from the trainer to a real vLLM server take?
 
-In: nothing; this file creates two random Qwen3 models, one with 0.3 M and one with about 100 M
-parameters. --vllm-python is the interpreter of an environment with vLLM. Out:
-results/sync_speed.json with the seconds of each sync for both transports, p50 and p95, and GB/s.
+In: nothing. This file creates two random Qwen3 models, one with 0.3 M and one with about 100 M
+parameters. --vllm-python is the Python of an environment with vLLM. Out: results/sync_speed.json
+with the seconds of each sync for both transports, p50 and p95, and GB/s.
 
-A sync consists of everything that the training loop waits for: gather into the buckets, pause,
-announce, transfer, load into vLLM's fused layers, label, resume (nanogrpo/vllm/sync.py). After each
-block of syncs, the server samples, and its log-probs are compared with the trainer's, so a fast
-sync of wrong weights would be noticed. The transports are measured alternately on the same server.
-On a CPU, trainer and server share the cores, so GB/s depends more on copying than on the network.
-vLLM's own sync engine is not measured: it needs GPUs. Read next: nanogrpo/vllm/sync.py.
+The time includes everything that the training loop waits for: gathering the weights into the
+buckets, pausing the server, announcing and transferring the buckets, loading them into vLLM's fused
+layers, labeling the weights, and resuming the server (nanogrpo/vllm/sync.py). After each block of
+syncs, the server samples, and its log-probs are compared with the trainer's. So a fast sync of
+wrong weights would be noticed. The transports are measured alternately on the same server. On a
+CPU, trainer and server share the cores, so GB/s depends more on copying than on the network. vLLM's
+own sync engine is not measured, because it needs GPUs. Read next: nanogrpo/vllm/sync.py.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from nanogrpo.vllm.client import VLLMEngine
 from nanogrpo.vllm.server import Sidecar
 
 TRANSPORTS = ("broadcast", "memory")
-SHAPES = {  # D, F, layers, heads, key/value heads, head size, vocabulary
+SHAPES = {  # D, F, layers, heads, key/value heads, head dimension, vocabulary
     "0.3M": (96, 256, 3, 4, 2, 32, 104),
     "100M": (768, 2304, 12, 12, 4, 64, 16384),
 }
 
 
 def make_base(folder: Path, shape: str) -> Decoder:
-    """Return a random model of the shape; write its checkpoint to `folder`."""
+    """Return a random model of the shape, and write its checkpoint to `folder`."""
     D, F, L, H, K, E, V = SHAPES[shape]
     cfg = ModelConfig("qwen3", V, D, F, L, H, K, E, 256, rope_theta=1e4, tie_word_embeddings=True)
     torch.manual_seed(0)
@@ -94,15 +94,15 @@ def main(argv: Sequence[str]) -> list[dict]:
             sidecar = Sidecar(base, options, args.vllm_python, Path(folder) / "serve.log")
             first = VLLMEngine(model, max_len=32, sidecar=sidecar, transport=TRANSPORTS[0])
             engines = {TRANSPORTS[0]: first}
-            # each further transport gets an additional client of the same server
+            # Each further transport gets its own client of the same server.
             server = first.servers[0]
             secret = server.headers["Authorization"].removeprefix("Bearer ")
             for transport in TRANSPORTS[1:]:
                 engines[transport] = VLLMEngine(
                     model, max_len=32, servers=[server.url], secret=secret, transport=transport
                 )
-            # A server accepts one trainer at a time, so the transports alternate in blocks. The
-            # first syncs of a block establish the connection and are not timed.
+            # A server accepts one trainer at a time, so the transports alternate in blocks.
+            # The first syncs of a block establish the connection and are not timed.
             seconds: dict[str, list[float]] = {name: [] for name in engines}
             for _ in range(2):
                 for name, engine in engines.items():

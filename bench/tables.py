@@ -1,9 +1,8 @@
-"""Create the tables of the benchmarks: on the console when a benchmark ends, and in
-bench/README.md.
+"""Create the tables of the benchmarks, for the console and for bench/README.md.
 
-In: the records of a benchmark (dicts as written by common.py). Out: table rows. Every number comes
-from a record, and a row of `wanted` without a record says "not yet measured". These are pure
-functions that do not need TRL. Read next: readme.py.
+In: the records of a benchmark (dicts that common.py writes). Out: table rows. Every number comes
+from a record. If a row of `wanted` has no record, it says "not yet measured". All functions are
+pure and do not need TRL. Read next: readme.py.
 """
 
 from __future__ import annotations
@@ -25,18 +24,21 @@ class Bench:
     question: str
     columns: Sequence[str]
     lines: Callable[[list[dict]], Lines]
-    wanted: Sequence[tuple] = ()  # leading cells of rows to show as MISSING until measured
+    # first cells of rows that are shown as MISSING until they are measured
+    wanted: Sequence[tuple] = ()
     picture: str = ""
-    command: str = ""  # only if it is not `python -m bench.<name>`
+    command: str = ""  # the command, if it is not `python -m bench.<name>`
     notes: Callable[[list[dict]], list[str]] = lambda records: []
 
 
-# The quantities that training uses; all others are metrics.
+# Training uses these quantities. All other quantities are metrics.
 QUANTITIES = ("advantages", "loss", "gradient", "entropy gradient", "weight")
 
 
 def parity(records: list[dict]) -> Lines:
-    """Return the worst case of the advantages, of each loss type and of the importance weights."""
+    """Return the largest differences of the advantages, of each loss type and of the importance
+    weights.
+    """
     groups: dict[str, list[dict]] = {}
     for r in records:
         name = r["case"].partition(":")[0] if r["what"] == "loss" else r["what"]
@@ -78,11 +80,11 @@ def end_to_end(records: list[dict]) -> Lines:
 
 
 def cannot(records: list[dict]) -> list[str]:
-    """Return notes that explain the memory column and why a side is missing."""
+    """Return notes that explain the memory column, and the reason why a side is missing."""
     missing = {(r["side"], r["why_not"]) for r in records if "why_not" in r}
     return [
-        "Peak memory is that of the trainer's process, above its imported libraries. A vLLM"
-        " server's own memory is not included.",
+        "Peak memory is the peak of the trainer's process minus the memory of its imported"
+        " libraries. The memory of a vLLM server is not included.",
         *(f"{side} cannot run here: {why}." for side, why in missing),
     ]
 
@@ -168,17 +170,17 @@ GPU_CASES = [
 ]
 BENCHES = {
     "parity_trl": Bench(
-        "How much do our results differ from those of TRL 1.16.0's own code in float64? The table"
-        " shows the largest relative difference of each quantity.",
+        "How much do our results differ from the results of TRL 1.16.0's own code in float64? The"
+        " table shows the largest relative difference of each quantity.",
         ("what", "cases", "inputs", "values", "metrics"),
         parity,
         notes=lambda records: [
-            "The tests allow differences of at most 1e-6, or 1e-5 for metrics, which are logged in"
-            " float32."
+            "The tests allow differences of at most 1e-6. For metrics, which are logged in float32,"
+            " they allow 1e-5."
         ],
     ),
     "learning": Bench(
-        "Does our trainer learn as TRL's does, and how much faster? Both learn the tiny task from"
+        "Does nanogrpo learn as well as TRL, and how much faster? Both learn the tiny task from"
         " the same base model. The table shows mean ± standard deviation over the seeds.",
         (
             "side",
@@ -194,9 +196,9 @@ BENCHES = {
         notes=tables_learning.curves_apart,
     ),
     "four_bits": Bench(
-        "Do adapters (r = 8) learn on a base in four bits as on one in bfloat16? The table shows"
-        " mean ± standard deviation over the seeds: on the tiny task, and on the word problems of"
-        " `make real` with SmolLM2-135M-Instruct.",
+        "Do LoRA adapters (r = 8) learn equally well on a base model in four bits and in bfloat16?"
+        " The table shows mean ± standard deviation over the seeds. It has rows for the tiny task,"
+        " and for the word problems of `make real` with SmolLM2-135M-Instruct.",
         (
             "base",
             "runs",
@@ -210,21 +212,22 @@ BENCHES = {
         [(f"{case}, {s}",) for case in ("tiny", "135M on a GPU") for s in ("bfloat16", "4 bits")],
         "four_bits.png",
         notes=lambda records: [
-            "Peak memory is that of the process, above its imported libraries; on the GPU, what"
-            " PyTorch allocated there. On a CPU, the embedded engine has a float32 copy of a"
-            " bfloat16 base, but shares one in four bits, which it dequantizes in each decode step."
-            " On the GPU, ten runs shared the card at a time, so each took longer than it would"
-            " alone.",
-            "The weights of the 135M base were already rounded to 4 bits once, in the package from"
-            " which they come (examples/smollm2.py). Rounding them again to NF4 costs accuracy"
+            "On a CPU, peak memory is the peak of the process minus the memory of its imported"
+            " libraries. On a GPU, peak memory is the memory that PyTorch allocated on the GPU. On"
+            " a CPU, the local engine needs a float32 copy of a bfloat16 base model. It needs no"
+            " copy of a base model in four bits, because the engine dequantizes the weights in each"
+            " decode step. On the GPU, ten runs ran at the same time, so each run took longer than"
+            " it would alone.",
+            "The weights of the 135M base model come from a package that has already rounded them"
+            " to 4 bits (examples/smollm2.py). Rounding them again to NF4 reduces the accuracy"
             " before training.",
             *tables_learning.rises(records),
         ],
     ),
     "vision": Bench(
         "Does GRPO teach a model to look at pictures? A tiny vision-language model adds up"
-        " dice in pictures (examples/pictures.py). In the control, random pixels replace the"
-        " pictures. The table shows mean ± standard deviation over the seeds.",
+        " dice in pictures (examples/pictures.py). In the control experiment, random pixels replace"
+        " the pictures. The table shows mean ± standard deviation over the seeds.",
         (
             "side",
             "runs",
@@ -241,8 +244,8 @@ BENCHES = {
     ),
     "real_model": Bench(
         "How fast does a real language model learn word problems? Both sides train"
-        " SmolLM2-135M-Instruct as `make real` does. The accuracies are mean ± standard deviation"
-        " over the runs.",
+        " SmolLM2-135M-Instruct with the options of `make real`. Accuracies are given as mean ±"
+        " standard deviation over the runs.",
         (
             "side",
             "runs",
@@ -285,8 +288,8 @@ BENCHES = {
         notes=cannot,
     ),
     "step_time": Bench(
-        "How long does a training step on given completions take, with the same gradients on"
-        " both sides?",
+        "How long does a training step on given completions take, if both sides compute the same"
+        " gradients?",
         (
             "case",
             "side",
@@ -303,8 +306,9 @@ BENCHES = {
     ),
     "step_large": Bench(
         "How long does a training step of a real model take on a GPU? All weights are trained, with"
-        " float32 master weights, bfloat16 compute and strips of 16,384 tokens. The goal for 0.6B"
-        " on an H100 is 80,000 trained tokens/s; the formulas of docs/scale.md give 92,000.",
+        " float32 master weights, bfloat16 compute and packed micro-batches of 16,384 tokens. The"
+        " goal for 0.6B on an H100 is 80,000 trained tokens/s. The formulas of docs/scale.md"
+        " predict 92,000.",
         (
             "case",
             "side",
@@ -325,8 +329,8 @@ BENCHES = {
         ],
         command="python -m bench.step_time --shape 0.6B",
         notes=lambda records: [
-            "MFU is the FLOP/s that the step requires, without padding and recomputation, as a"
-            " fraction of the device's dense peak."
+            "MFU is the FLOP of a step, without padding and recomputation, divided by its time and"
+            " by the dense peak FLOP/s of the device."
         ],
     ),
     "step_memory": Bench(
@@ -336,14 +340,15 @@ BENCHES = {
         (("V = 151,936", "nanogrpo"), ("V = 151,936", "TRL")),
     ),
     "rollout_speed": Bench(
-        "How fast does the embedded engine sample? The table shows useful tokens per second.",
+        "How fast does the local engine sample? The table shows useful tokens per second, which do"
+        " not include padding.",
         ("case", "side", "tokens/s", "slowest – fastest", "over the best generate"),
         rollout_speed,
         (("even", "nanogrpo"), ("even", "vLLM"), ("uneven", "nanogrpo"), ("uneven", "vLLM")),
     ),
     "rollout_large": Bench(
-        "How fast does the embedded engine sample on a GPU, compared with vLLM? The goal on an H100"
-        " is 25,000 useful tokens/s for 0.6B; the formulas of docs/scale.md give 44,000.",
+        "How fast does the local engine sample on a GPU, compared with vLLM? The goal for 0.6B on"
+        " an H100 is 25,000 useful tokens/s. The formulas of docs/scale.md predict 44,000.",
         ("case", "side", "tokens/s", "slowest – fastest"),
         lambda records: [line[:4] for line in rollout_speed(records)],
         [("0.6B, GPU, bfloat16, uneven, 256 at a time", side) for side in ("nanogrpo", "vLLM")],
@@ -376,26 +381,28 @@ BENCHES = {
         command="make gpu",
     ),
     "plan": Bench(
-        "How well does `bench.predict` predict the seconds of a step? Both are on this CPU, whose"
-        " speeds are measured first.",
+        "How well does `bench.predict` predict the seconds of a step? The table compares predicted"
+        " with measured seconds on a CPU, whose speeds are measured first.",
         ("parameters", "phase", "predicted s", "real s", "predicted / real"),
         plan,
         [(size, "step") for size in ("3M", "38M", "135M")],
     ),
     "gpu": Bench(
-        "Does `make gpu` run to its end? Its stages also write the tables of kernel_speed,"
-        " step_large and rollout_large, whose figures on this page come from those commands alone."
-        " `train` makes ten steps of `make real`; k3 estimates how far the sampling engine's"
-        " policy is from the trainer's.",
+        "Do all stages of `make gpu` succeed? The stage `train` runs ten steps of `make real`. k3"
+        " estimates how far the policy of the sampling engine is from the policy of the trainer."
+        " Other stages repeat the benchmarks kernel_speed, step_large and rollout_large. The"
+        " tables of these benchmarks on this page were measured with the commands listed below"
+        " them.",
         ("stage", "result", "seconds", "seconds per step", "tokens/s", "k3", "peak memory"),
         gpu,
         [(stage,) for stage in GPU_STAGES],
         command="make gpu",
     ),
     "soak": Bench(
-        "Does a random fault at a random time lose anything? Each run of a tiny task gets one fault"
-        " and is resumed until it is done. It must then equal the run without a fault; a broken"
-        " promise is any difference, traceback, leftover process or temporary file.",
+        "Does a run lose anything if it meets a random fault at a random time? Each run of a tiny"
+        " task gets one fault and is resumed until it is done. Its result must then equal the run"
+        " without a fault. A broken promise is a difference, a traceback, or a process or temporary"
+        " file that is left.",
         ("fault", "runs", "starts", "broken promises"),
         soak,
         wanted=[
@@ -409,11 +416,11 @@ BENCHES = {
 
 
 def lines_of(name: str, records: list[dict]) -> Lines:
-    """Return a bench's table rows, including one for each wanted row that has no record yet."""
+    """Return the table rows of a benchmark, including wanted rows without a record."""
     bench = BENCHES[name]
     lines = bench.lines(records)
     for cells in bench.wanted:
-        # the name of a case may contain its shape: "head, hidden to gradients N=… V=…"
+        # A case may also name its shape, as in "head, hidden to gradients N=… V=…".
         filled = (
             all(f"{have} ".startswith(f"{want} ") for have, want in zip(line, cells))
             for line in lines

@@ -1,5 +1,4 @@
-"""Create the table of bench.learning from both sides' curves, and from TRL trained on our
-completions.
+"""Create the tables of benchmarks in which models learn, such as bench.learning.
 
 In: records. Out: table lines and notes. Read next: tables.py.
 """
@@ -35,9 +34,9 @@ def curve(records: list[dict], name: str) -> tuple[list[int], list[float], list[
 def apart(records: list[dict], name: str) -> tuple[float, float]:
     """Compare the mean curves of the two sides.
 
-    Returns the fraction of steps at which they are within one standard deviation, and their largest
-    distance in standard deviations. The deviation at a step is the square root of the mean of both
-    sides' variances. If neither side varies, only equal means count as within one deviation.
+    Returns the fraction of steps at which the means differ by at most one standard deviation, and
+    the largest distance in standard deviations. The standard deviation at a step is the square root
+    of the mean of the two variances. If both variances are 0, the means must be equal.
     """
     (_, a, sa), (_, b, sb) = (
         curve([r for r in records if r["side"] == side], name) for side in SIDES
@@ -50,15 +49,15 @@ def apart(records: list[dict], name: str) -> tuple[float, float]:
 
 
 def seconds_to(record: dict, accuracy: float) -> float | None:
-    """Return the training seconds until an evaluation reached `accuracy`."""
+    """Return the training seconds until an evaluation reached `accuracy`, or None."""
     reached = [int(step) for step, value in record["held_out"].items() if value >= accuracy]
     return sum(record["seconds"][: min(reached)]) if reached else None
 
 
 def alternated(records: list[dict]) -> dict[str, list[dict]]:
-    """Return the runs whose times can be compared: the seeds that both sides ran, alternately.
+    """Return the runs whose times can be compared, because both sides ran with the same seed.
 
-    A side alone keeps all its runs.
+    If only one side has runs, all its runs are returned.
     """
     runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
     both = {r["seed"] for r in runs["nanogrpo"]} & {r["seed"] for r in runs["TRL"]}
@@ -111,7 +110,7 @@ def before_and_after(records: list[dict]) -> list[tuple]:
 def real_model(records: list[dict]) -> list[tuple]:
     runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
     timed = alternated(records)
-    # TRL runs fewer steps, and the first steps are longer: the ratio is that of the same steps
+    # TRL runs fewer steps, and the first steps are longer. So both sides use only these steps.
     count = min((r["steps"] for mine in timed.values() for r in mine), default=0)
     first = {side: [s for r in mine for s in r["seconds"][:count]] for side, mine in timed.items()}
     lines = []
@@ -154,27 +153,27 @@ def real_model(records: list[dict]) -> list[tuple]:
 def shares(records: list[dict]) -> list[str]:
     """Return notes on the records of --profile."""
     notes = [
-        "Peak memory is that of the trainer's process, above its imported libraries. Times are"
-        " those of the seeds that both sides ran, and the ratio is that of as many first steps as"
-        " TRL ran."
+        "Peak memory is the peak of the trainer's process minus the memory of its imported"
+        " libraries. The times come from the seeds that both sides ran. The column 'over TRL' uses"
+        " only the steps that TRL ran, too."
     ]
     for r in records:
         if "peak_flops" in r:
             share = {phase: r[phase]["share_of_peak"] for phase in ("train", "sample")}
             notes.append(
-                f"Training runs at {share['train']:.0%} and sampling at {share['sample']:.0%} of"
-                f" the fastest matrix product in the same process ({r['peak_flops'] / 1e9:.0f}"
-                " GFLOP/s)."
+                f"Training reaches {share['train']:.0%} and sampling {share['sample']:.0%} of the"
+                " speed of the fastest matrix product in the same process"
+                f" ({r['peak_flops'] / 1e9:.0f} GFLOP/s)."
             )
     if len(notes) == 1:
-        notes.append("The share of the machine's matmul peak (--profile) is not yet measured.")
+        notes.append("The share of the peak speed (--profile) is not yet measured.")
     return notes
 
 
 def replay_apart(records: list[dict]) -> list[str]:
-    """Return how far TRL is from our side when both learn from the same completions.
+    """Return how far TRL is from nanogrpo if both learn from the same completions.
 
-    In the record of such a replay, "ours" is the run that sampled the completions.
+    In these records, "ours" is the run of nanogrpo that sampled the completions.
     """
     theirs = [r for r in records if r["side"] == REPLAYED]
     if not theirs:
@@ -183,15 +182,15 @@ def replay_apart(records: list[dict]) -> list[str]:
     equal, most = sum(a == b for a, b in both), max(abs(a - b) for a, b in both)
     weights = max(r["weights_apart"] for r in theirs)
     return [
-        "TRL was also trained on the completions that our runs sampled, so that only the training"
-        f" can differ. Its held-out accuracy equals ours at {equal} of {len(both)} evaluations (at"
-        f" most {most:.3f} apart). Its final weights differ from ours by at most {weights:.1e} of"
-        " the distance from the base."
+        "TRL was also trained on the completions that nanogrpo sampled, so that only the training"
+        f" can differ. TRL's held-out accuracy then equals ours at {equal} of {len(both)}"
+        f" evaluations (at most {most:.3f} apart). TRL's final weights differ from ours by at most"
+        f" {weights:.1e} of the distance from the base model."
     ]
 
 
 def rises(records: list[dict]) -> list[str]:
-    """Return a note per side: by how much held-out accuracy changes in a run."""
+    """Return one note per side, which says how much held-out accuracy changes in a run."""
     notes = []
     for side in dict.fromkeys(r["side"] for r in records):
         rise = []
@@ -200,7 +199,7 @@ def rises(records: list[dict]) -> list[str]:
                 first, *_, last = (r["held_out"][step] for step in sorted(r["held_out"], key=int))
                 rise.append(100 * (last - first))
         span = f"{min(rise):+.1f} to {max(rise):+.1f} (mean {statistics.fmean(rise):+.1f})"
-        notes.append(f"{side}: held-out accuracy changes by {span} points.")
+        notes.append(f"{side}: held-out accuracy changes by {span} percentage points.")
     return notes
 
 
@@ -212,7 +211,7 @@ def vision(records: list[dict]) -> list[str]:
     notes += rises(records)
     busy = max(r["machine"]["load_average"] for r in records)
     if busy > 2 * records[0]["machine"]["cores"]:
-        notes.append(f"Other programs ran (load average up to {busy:.0f}), which takes time.")
+        notes.append(f"Other programs ran at the same time (load average up to {busy:.0f}).")
     return notes
 
 
@@ -223,7 +222,7 @@ def curves_apart(records: list[dict]) -> list[str]:
     for name, title in (("held_out", "held-out accuracy"), ("reward", "reward")):
         share, most = apart(records, name)
         notes.append(
-            f"The mean curves of {title} on the two sides are within one standard deviation at"
-            f" {share:.0%} of the steps, and at most {most:.2f} standard deviations apart."
+            f"At {share:.0%} of the steps, the mean {title} of the two sides differs by at most one"
+            f" standard deviation. The largest difference is {most:.2f} standard deviations."
         )
     return notes + replay_apart(records)

@@ -1,15 +1,15 @@
-"""TRL 1.16.0 as a peer: its own code for masks, advantages, losses and metrics, on given samples,
-rewards and log-probs.
+"""Run TRL 1.16.0's own code for masks, advantages, losses and metrics on given samples, rewards and
+log-probs.
 
     from bench.trl_peer import Peer, config, make_samples, settings, tables
     peer = Peer(settings(cfg), samples, rewards, NoModel(), logp=tables(0))
     batch = peer.batch()
     (loss,) = peer.losses(batch)
 
-`Peer` is a `GRPOTrainer` that has the attributes that its methods read, but no dataset and no
-optimizer. `advantages_of_both` and `losses_of_both` compute one case with TRL's code and with ours.
-tests/grpo/test_trl_parity.py checks that the results are equal, and parity_trl.py tabulates the
-differences. Read next: parity_trl.py.
+`Peer` is a `GRPOTrainer` without a dataset and an optimizer. A `Peer` has only the attributes that
+its methods read. `advantages_of_both` and `losses_of_both` compute one case with TRL's code and
+with nanogrpo's code. tests/grpo/test_trl_parity.py checks that the results are equal, and
+parity_trl.py tabulates the differences. Read next: parity_trl.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nanogrpo.types import Prompt, Sample
 EOS, PAD = 5, 0
 G = 4  # completions per prompt
 LENGTHS = [3, 9, 1, 6, 12, 2, 12, 7]  # lengths of the completions of two prompts
-# Options that TRL has under the same name.
+# Options that have the same name in TRL.
 SHARED = [
     "num_generations",
     "max_completion_length",
@@ -61,8 +61,7 @@ STOPPED = [True, True, True, False, False, True, True, True]
 OWN = ("kl", "entropy", "policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean")
 SOLO = World(0, 1, torch.device("cpu"))  # one process
 
-# The cases. For advantages: different kinds of rewards. For losses: options to combine with each
-# type.
+# The cases are rewards for the advantages, and options to combine with each loss type.
 REWARDS = {
     "plain": [1.0, 0.0, 0.25, 1.0, 0.5, 2.0, -1.0, 0.0],
     "equal": [0.1, 0.1, 0.1, 0.1, 1.0, 0.0, 0.0, 0.0],
@@ -72,7 +71,8 @@ REWARDS = {
     "all none": [None] * 8,
     "all equal": [1.0] * 8,
 }
-SEVERAL: dict[str, list[tuple]] = {  # two reward functions: the first's rewards, the second's
+# (rewards of the first function, rewards of the second function)
+SEVERAL: dict[str, list[tuple]] = {
     name: list(zip(*rewards))
     for name, rewards in {
         "two": ([1, 0, 0, 1, 0, 0, 1, 0], [0.3, 0.1, 0.9, 0.9, 0.5, 0.5, 0.2, 0.1]),
@@ -153,7 +153,7 @@ def config(**options) -> Config:
 
 
 def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> trl.GRPOConfig:
-    """Return these options as a config for TRL.
+    """Return these options as TRL's config.
 
     For the off-policy cases, gradients accumulate over half of the generation, so that TRL computes
     old log-probs.
@@ -172,13 +172,15 @@ def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> tr
 
 
 class NoModel(torch.nn.Module):
-    """A stand-in for the model. TRL only reads whether it is in training mode."""
+    """A stand-in for the model. A model without weights, of which TRL reads only whether it is in
+    training mode.
+    """
 
     is_gradient_checkpointing = False
 
 
 class Peer(trl.GRPOTrainer):
-    """TRL's trainer without its constructor; completions and rewards are given."""
+    """TRL's trainer without its constructor, for given completions and rewards."""
 
     def __init__(self, args, samples, rewards, model, ref_model=None, logp=None, reward_weights=()):
         self.args, self.model, self.ref_model = args, model, ref_model
@@ -200,7 +202,7 @@ class Peer(trl.GRPOTrainer):
         self.environment_factories = self.environments = self.tools = None
         self._tokenizer, self.eos_token_ids = SimpleNamespace(pad_token_id=PAD), [EOS]
         self.current_gradient_accumulation_steps = args.gradient_accumulation_steps
-        # rewards: one value per sample, or a tuple of them
+        # `rewards` contains a value per sample, or a tuple of values.
         functions = len(rewards[0]) if isinstance(rewards[0], tuple) else 1
         self.reward_func_names = [f"given {i}" if i else "given" for i in range(functions)]
         self.reward_funcs = self.reward_func_names
@@ -233,18 +235,17 @@ class Peer(trl.GRPOTrainer):
         return rows, self.logp["entropy"][self.taken] if name == "now" else None, None
 
     def batch(self) -> dict:
-        """Return TRL's batch: padded ids, masks, advantages, log-probs, the normalizer."""
+        """Return TRL's batch, with padded ids, masks, advantages, log-probs and the normalizer."""
         prompts = [{"prompt": s.prompt.text} for s in self.samples]
         batch = self._generate_and_score_completions(prompts)
-        # TRL divides the tokens of a generation by the number of updates that it expects; here, a
-        # single update has all tokens.
+        # TRL divides the number of tokens by the number of updates. Here, one update has all.
         updates = self.args.steps_per_generation // self.args.gradient_accumulation_steps
         batch["num_items_in_batch"] *= updates
         return batch
 
     def losses(self, batch: dict) -> list[torch.Tensor]:
-        """Return one loss per micro-batch, as `training_step` would compute them one after the
-        other.
+        """Return one loss per micro-batch, in the order in which `training_step` would compute
+        them.
         """
         out, size = [], self.args.per_device_train_batch_size
         for start in range(0, len(self.samples), size):
@@ -275,9 +276,9 @@ def make_samples(seed: int = 0, vocab: int = 100) -> list[Sample]:
 def tables(seed: int) -> dict[str, torch.Tensor]:
     """Return random tables [8, 12] float64 by name.
 
-    "now", "old", "ref" and "engine" are log-probs, "entropy" entropies and "importance" factors
-    around 1. Their range is so wide that every clip and bound applies to some token. "now" and
-    "entropy" have gradients.
+    The tables "now", "old", "ref" and "engine" contain log-probs. The table "entropy" contains
+    entropies, and "importance" contains factors around 1. The range of the values is so wide that
+    every clip and bound applies to some token. Only "now" and "entropy" have gradients.
     """
     g = torch.Generator().manual_seed(seed)
     now = -3 * torch.rand(8, 12, generator=g, dtype=torch.float64)
@@ -288,7 +289,8 @@ def tables(seed: int) -> dict[str, torch.Tensor]:
         "ref": now.detach() + 0.3 * noise[1],
     }
     tables["engine"] = now.detach() + 0.5 * noise[2]
-    tables["importance"] = (0.3 * noise[3]).exp().float().double()  # in float32, as ours are
+    # rounded to float32, as in nanogrpo
+    tables["importance"] = (0.3 * noise[3]).exp().float().double()
     tables["entropy"] = torch.rand(8, 12, generator=g).double().requires_grad_()
     return tables
 
@@ -297,7 +299,8 @@ def tables(seed: int) -> dict[str, torch.Tensor]:
 
 
 def give_rewards(samples: list[Sample], rewards: list, cfg: Config) -> torch.Tensor:
-    """Fill rewards (a value or a tuple per sample) and advantages as the loop does.
+    """Set the rewards (a value or a tuple per sample) and the advantages, as the training loop
+    does.
 
     Returns the standard deviations of the rewards.
     """
@@ -314,7 +317,7 @@ def give_rewards(samples: list[Sample], rewards: list, cfg: Config) -> torch.Ten
 
 
 def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
-    """Return (ours, TRL's): "advantages" [8] float64 and the metrics of rewards, by TRL's names."""
+    """Return our results and TRL's: "advantages" [8] float64, and metrics of the rewards."""
     samples = make_samples()
     peer = Peer(
         settings(cfg), samples, rewards, NoModel(), logp={}, reward_weights=cfg.reward_weights
@@ -326,7 +329,7 @@ def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
     for name, (expected, *_) in peer._metrics["train"].items():
         if not name.startswith("reward") and name != "frac_reward_zero_std":
             continue
-        # if there is no value, TRL logs NaN and we log nothing
+        # Without a value, TRL logs NaN, and nanogrpo logs nothing.
         theirs[name] = expected if expected == expected else 0.0
         ours[name] = row[name] if expected == expected else row.get(name, 0.0)
     return ours, theirs
@@ -370,16 +373,17 @@ def our_loss(
 ) -> PolicyOut:
     """Return the result of `objectives.loss`, which supports all options.
 
-    The fused head supports only those of the clipped loss; the tests compare the two.
+    The fused head supports only the options of the clipped loss. Tests compare both losses.
     """
     batch, index = our_batch(samples, logp, cfg, off_policy)
     return objectives.loss(logp["now"][index], logp["entropy"][index], batch, cfg)
 
 
 def their_batch(peer: Peer, cfg: Config, off_policy: bool) -> dict:
-    """Return TRL's batch, with the engine's log-probs and, if `cfg` says so, their correction."""
+    """Return TRL's batch with the engine's log-probs and, if needed, importance weights."""
     batch = peer.batch()
-    assert ("old_per_token_logps" in batch) == off_policy  # both sides agree on this
+    # TRL uses old log-probs in the same cases
+    assert ("old_per_token_logps" in batch) == off_policy
     batch["sampling_per_token_logps"] = peer.logp["engine"]
     if cfg.vllm_importance_sampling_mode != "off":
         peer.use_vllm = peer.vllm_importance_sampling_correction = True
@@ -390,14 +394,15 @@ def their_batch(peer: Peer, cfg: Config, off_policy: bool) -> dict:
 
 
 def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict]:
-    """Return (ours, TRL's): "loss", "gradient", "entropy gradient", and metrics by TRL's names.
+    """Return our results and TRL's: "loss", "gradient", "entropy gradient", and metrics under TRL's
+    names.
 
-    The gradients are with respect to the log-probs and the entropies, [8, 12] float64.
+    The gradients [8, 12] float64 are with respect to the log-probs and the entropies.
     """
     samples, logp, rewards = make_samples(), tables(seed), REWARDS["plain"]
     peer = Peer(settings(cfg, off_policy=off_policy), samples, rewards, NoModel(), NoModel(), logp)
     batch = their_batch(peer, cfg, off_policy)
-    # both sides use TRL's advantages; `advantages_of_both` compares ours with them
+    # Both sides use TRL's advantages. `advantages_of_both` compares the advantages.
     for sample, advantage in zip(samples, batch["advantages"].tolist()):
         sample.advantage = advantage
 
@@ -418,7 +423,7 @@ def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict
     bonus.measured(batch, out, 0)
     row = {**meter.summary(SOLO), **bonus.step(SimpleNamespace(world=SOLO), 0, samples)}
     names = {n for n in peer._metrics["train"] if n.startswith("clip_ratio/") or n in OWN}
-    # TRL includes masked completions in the number of sequences, as unclipped
+    # TRL counts masked completions as sequences that are not clipped.
     if cfg.mask_truncated_completions and out.by_sequence:
         clips = ("clip_ratio/", "cispo_clip_ratio", "vespo/phi_seq_mean")
         names = {n for n in names if not n.startswith(clips)}

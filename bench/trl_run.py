@@ -1,10 +1,11 @@
 """Build TRL's GRPOTrainer with our options and the settings that are best for it.
 
-In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. Options that
-TRL has are passed under the same name. These settings are best for the benchmarks' models: no
-gradient checkpointing, the full generation as one micro-batch, sdpa attention, TRL's default fused
-head, fused AdamW, float32 on a CPU as on our side, no data loader workers, no progress bar and no
-checkpoints. Read next: runs.py, which runs both sides; trl_peer.py, TRL's code without a trainer.
+In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. If TRL has an
+option, it is passed under the same name. These settings are best for the models of the benchmarks:
+no gradient checkpointing, the full generation as one micro-batch, sdpa attention, TRL's default
+fused head, fused AdamW, float32 on a CPU as in nanogrpo, no data loader workers, no progress bar
+and no checkpoints. Read next: runs.py, which runs both sides, and trl_peer.py, which uses TRL's
+code without a trainer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SAME = (
 
 
 def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
-    """Return TRL's options that correspond to ours. micro: micro-batches per optimizer step."""
+    """Return the TRL options for this config. micro: micro-batches per optimizer step."""
     on_gpu = torch.cuda.is_available() and cfg.device != "cpu"
     return trl.GRPOConfig(
         output_dir=str(output_dir),
@@ -42,10 +43,10 @@ def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
         steps_per_generation=cfg.steps_per_generation * micro,
         gradient_accumulation_steps=micro,
         gradient_checkpointing=False,
-        shuffle_dataset=False,  # the prompts are already in the same order as on our side
+        shuffle_dataset=False,  # the prompts are already in the same order as in nanogrpo
         report_to="none",
         save_strategy="no",
-        logging_steps=1,  # log every step, as our side does
+        logging_steps=1,  # log every step, as nanogrpo does
         disable_tqdm=True,
         model_init_kwargs={"attn_implementation": "sdpa", "dtype": torch.float32},
         **{name: getattr(cfg, name) for name in SAME},
@@ -59,7 +60,7 @@ def trainer(
     output_dir: Path,
     micro: int = 1,
 ) -> trl.GRPOTrainer:
-    """Return a trainer that uses the same prompts in each step as our side."""
+    """Return a trainer that uses the same prompts in each step as nanogrpo."""
     warnings.simplefilter("ignore", FutureWarning)  # TRL uses deprecated parts of transformers
     drawn = [
         p

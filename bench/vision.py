@@ -1,13 +1,14 @@
-"""Does GRPO teach a model to look at pictures, and does it gain nothing if there is nothing to see?
+"""Does GRPO teach a model to look at pictures, and does it learn nothing from random pixels?
 
-In: nothing; a missing base model is made as by examples/pictures.py. Out: results/vision.json with
-one record per run, and docs/img/vision.png: some of the pictures, and reward and held-out accuracy
-by step, mean and standard deviation over the seeds.
+In: nothing. If the base model is missing, it is created as in examples/pictures.py. Out:
+results/vision.json with one record per run, and docs/img/vision.png. This picture shows some of the
+training pictures, and reward and held-out accuracy by step, as mean and standard deviation over the
+seeds.
 
-Both sides train with examples/pictures.json from the same base, on the same questions and answers
-in the same order. On the side "noise", random pixels replace every picture, in training and in
-evaluation. A record is written when its run ends, and a run that has a record is not repeated. Read
-next: runs.py, learning.py.
+Both sides train with examples/pictures.json from the same base model, on the same questions and
+answers in the same order. On the side "noise", random pixels replace every picture, in training and
+in evaluation. A record is written when its run ends, and a run that has a record is not repeated.
+Read next: runs.py, learning.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SIDES = ("pictures", "noise")
 
 
 def options(side: str, seed: int, base: Path, steps: int) -> Config:
-    """Return the options of a run. The data are next to the base."""
+    """Return the options of a run. The data are in folders next to the base model."""
     cfg = Config(**json.loads(OPTIONS.read_text()))
     folder = base.resolve().parent / side
     return dataclasses.replace(
@@ -44,7 +45,7 @@ def options(side: str, seed: int, base: Path, steps: int) -> Config:
 
 
 def prepare(base: Path) -> None:
-    """Write the data of both sides and the base, unless they are there."""
+    """Write the data of both sides and the base model, unless they exist."""
     for side in SIDES:
         folder = base.parent / side
         if not (folder / "held_out.jsonl").exists():
@@ -74,7 +75,7 @@ def draw(records: list[dict], path: Path) -> None:
 
 def show_pictures(axis) -> None:
     """Draw four held-out problems with their questions and answers."""
-    width, height = 110, 90  # size of a cell, in pixels of the pictures
+    width, height = 110, 90  # size of a cell of the plot, in pixels
     rng = random.Random("shown")
     for i, p in enumerate(pictures.problems("held_out", 4, seed=0)):
         left, top = width * (i % 2), height * (i // 2)

@@ -4,9 +4,9 @@ side.
     python examples/before_after.py BASE runs/real/checkpoint-20 runs/problems/held_out.jsonl
 
 In: the model before training, a checkpoint, and a file of problems (word_problems.py). Out:
-before_after.md next to the checkpoint, a table of the problems with both completions. Nothing of
-nanogrpo is used to load the models and to sample, so this also shows that a checkpoint is an
-ordinary Hugging Face model.
+before_after.md next to the checkpoint, a table of the problems with both completions. The models
+are loaded and sampled without nanogrpo, so this also shows that a checkpoint is an ordinary Hugging
+Face model.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@ result, and the model continues.
 
     python train.py --model runs/base --data arithmetic --rollout examples/calculator.py:rollout …
 
-The base model of nanogrpo/extras/arithmetic/warmup.py works sums out as `34+5=39,39-7=32`. With
+The base model of nanogrpo/extras/arithmetic/warmup.py writes sums as `34+5=39,39-7=32`. With
 this rollout, the calculator writes what follows each "=", and the model is not trained on these
-tokens. It learns to call the calculator and to use its answers, not to add. For tools that a chat
-model calls by name, see tools.py. Read before: nanogrpo/extras/tools/turns.py.
+tokens. The model learns to call the calculator and to use its answers, not to add. For tools
+that a chat model calls by name, see tools.py. Read before: nanogrpo/extras/tools/turns.py.
 """
 
 from __future__ import annotations

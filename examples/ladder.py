@@ -4,12 +4,12 @@
     python -m examples.ladder                   # all rungs
     python -m examples.ladder --out roof.png    # the roofline as a picture; needs matplotlib
 
-In: the numbers of rungs. Out: for each, its largest error against float64, the bytes that it moves,
-how often it passes over the logits, and the roofline of an H100.
+In: the numbers of rungs. Out: for each rung, its largest error against float64, the bytes that it
+moves, and how often it passes over the logits; and the roofline of an H100.
 
-Rungs 1 to 4 run in Triton's interpreter, which carries out every load and store of a kernel on the
-CPU, so they can be counted; rung 0 and the matrix products are counted as torch's operations.
-Nothing here is timed: the times are floors, calculated from the bytes. Read next:
+Rungs 1 to 4 run in Triton's interpreter, where every load and store of a kernel can be counted. For
+rung 0 and the matrix products, torch's operations are counted. No time is measured: the times are
+lower bounds, calculated from the bytes. Read next:
 kernels/README.md.
 """
 
@@ -47,9 +47,9 @@ ROWS, VOCAB = 8, 20_000  # shape of the logits for rungs 0 to 3
 M, WORDS, WIDTH, CHUNK = 64, 5_000, 8, 16
 CLIP = Clip(epsilon=0.2, epsilon_high=0.28)
 
-# The machine and the head of the floors in kernels/README.md: one H100, and Qwen3-0.6B.
+# The GPU and the head for the lower bounds in kernels/README.md: an H100, and Qwen3-0.6B.
 BANDWIDTH, TENSOR_CORES = 2.97e12, 791e12  # bytes and FLOP per second
-# an instruction of 32 lanes per cycle on each of the 4 schedulers of 132 multiprocessors
+# per second: 132 multiprocessors · 4 schedulers · 32 lanes, one instruction per cycle
 INSTRUCTIONS = 132 * 4 * 32 * 1.76e9
 N, V, D = 8192, 151_936, 1024
 FORWARD, GRADIENT = 5, 6  # FLOP per logit, from the docstring of log_softmax.py
@@ -60,20 +60,20 @@ FORWARD, GRADIENT = 5, 6  # FLOP per logit, from the docstring of log_softmax.py
 
 @dataclass
 class Work:
-    """The work of one part of a rung. Bytes that the same program has read before are `cached`."""
+    """The work of one part of a rung. `cached`: bytes that the same program has read before."""
 
     name: str
     read: int = 0
     cached: int = 0
     written: int = 0
-    merges: int = 0  # reductions over all lanes of a program: threads exchange data and wait
+    merges: int = 0  # reductions over all lanes of a program, where threads exchange data and wait
     flop: int = 0  # of matrix products
     largest: int = 0  # numbers in the largest tensor that torch made
     shapes: list[str] = field(default_factory=list)  # of the matrix products
 
     @property
     def moved(self) -> int:
-        """Bytes between the GPU and its memory, if what a program reads again is in its cache."""
+        """Bytes between the GPU and its memory, if repeated reads come from the cache."""
         return self.read - self.cached + self.written
 
 
@@ -148,7 +148,7 @@ class _Operations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def operations(name: str, logits: Tensor | None = None) -> Iterator[Work]:
-    """Count what torch's operations in this block read and write, and their matrix products."""
+    """Count the bytes that torch's operations in this block read and write, and matrix products."""
     work = Work(name)
     with _Operations(work):
         yield work
@@ -179,7 +179,7 @@ def draw(rows: int = ROWS, vocab: int = VOCAB) -> tuple[Tensor, Tensor]:
 
 
 def separate(module, count: Callable) -> Result:
-    """Run a forward that keeps the statistics of each row, then a backward in place."""
+    """Run a forward pass that keeps statistics of each row, then a backward pass in place."""
     z, targets = draw()
     inputs = inputs_of(len(z))
     with count("forward", z) as forward:
@@ -227,7 +227,7 @@ def draw_head() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rung_4() -> Result:
-    """Run the fused head in float32, so that the error is not that of rounding the logits."""
+    """Run the fused head in float32, so that the error does not come from rounding the logits."""
     hidden, head, targets = draw_head()
     hidden.requires_grad_(), head.requires_grad_()
     with operations("one phase") as one:
@@ -249,7 +249,7 @@ def rung_4() -> Result:
 
 
 def _grad(hidden: Tensor, head: Tensor) -> Tensor:
-    """Return the gradients of both as one vector, and clear them."""
+    """Return the gradients of both tensors as one vector, and clear the gradients."""
     assert hidden.grad is not None
     assert head.grad is not None
     grad = torch.cat([hidden.grad.flatten(), head.grad.flatten()])
@@ -258,7 +258,7 @@ def _grad(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 def truth(rung: int) -> dict[str, Tensor]:
-    """Return the same values in float64: rows by kernels/reference/, the head by autograd."""
+    """Return a rung's values in float64: by kernels/reference/ or, for rung 4, by autograd."""
     if rung < 4:
         z, targets = draw()
         z, inputs = z.double(), inputs_of(ROWS).map(Tensor.double)
@@ -306,7 +306,7 @@ RUNGS = [
 
 
 def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Return the largest errors; that of the gradient is relative to its largest number."""
+    """Return the largest errors. The gradient's error is relative to its largest number."""
     out = {}
     for name, values in found.items():
         scale = exact[name].abs().max() if name == "gradient" else 1.0
@@ -315,7 +315,7 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
 
 
 def seconds(work: Work) -> float:
-    """Return the floor for the bytes of a rung on the large head."""
+    """Return the least time that the bytes of a rung take on the large head."""
     return work.moved / (ROWS * VOCAB) * N * V / BANDWIDTH
 
 
@@ -356,22 +356,23 @@ def lines(number: int) -> list[str]:
 def points() -> dict[int, tuple[float, float]]:
     """Return (FLOP per byte, FLOP per second that the roof allows) of each rung.
 
-    All rungs up to 3 compute the same numbers, so a rung that moves fewer bytes is further right.
+    Rungs 0 to 3 compute the same numbers, so a rung that moves fewer bytes is further right.
     """
     out = {}
     for number, rung in enumerate(RUNGS[:4]):
         moved = sum(work.moved for work in rung.run().work) / (ROWS * VOCAB)
         flop = FORWARD + (GRADIENT if number != 1 else 0)
         out[number] = (flop / moved, min(flop / moved * BANDWIDTH, INSTRUCTIONS))
-    # Three products: logits written and gradients read twice, the rows in between, the head read
-    # twice in bfloat16 and its gradient written in float32.
+    # Bytes of rung 4: the products write the logits once and read their gradients twice.
+    # In between, the logits are read, and their gradients are written.
+    # The head is read twice in bfloat16, and its gradient is written in float32.
     moved = (2 + 2 * 2 + 4) * N * V + (2 * 2 + 4) * V * D
     intensity = 6 * N * V * D / moved
     return out | {4: (intensity, min(intensity * BANDWIDTH, TENSOR_CORES))}
 
 
 def drawn(found: dict[int, tuple[float, float]], columns: int = 64, rows: int = 13) -> list[str]:
-    """Return the roofline as text: the rungs' numbers on the roofs, both axes logarithmic."""
+    """Return the roofline as text, with the number of each rung. Both axes are logarithmic."""
     left, right, low, high = -5.0, 11.0, 36.0, 50.0  # powers of two
     canvas = [[" "] * columns for _ in range(rows)]
 

@@ -1,8 +1,8 @@
-"""Draw the pictures of kernels/README.md: lanes, chunks, and three products against four.
+"""Draw the pictures of kernels/README.md: lanes, chunks, and three products instead of four.
 
     python -m examples.ladder_pictures              # writes docs/img/lanes.png and so on
 
-In: the name of a folder. Out: three pictures. They need matplotlib (`pip install
+In: the name of a folder. Out: three pictures. The program needs matplotlib (`pip install
 'nanogrpo[plot]'`). The roofline is drawn by `python -m examples.ladder --out`. Read next:
 kernels/README.md.
 """
@@ -21,7 +21,7 @@ GREY, DARK, RED = "#E5E5E5", "#444444", "#C0392B"
 
 
 def canvas(width: float, height: float) -> tuple[Any, Any]:
-    """Return a figure and its only axis, whose units are those of the picture."""
+    """Return a figure and its axis, whose units are those of the picture."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), facecolor="white")
@@ -50,7 +50,7 @@ def arrow(axis: Any, start: tuple[float, float], end: tuple[float, float], **sty
 
 
 def lanes() -> Any:
-    """Draw one row of logits: the textbook merges after each block, lanes merge once."""
+    """Draw one row of logits. The textbook kernel merges after each block; lanes merge once."""
     figure, axis = canvas(9, 4.2)
     blocks, cells, w = 4, 8, 2.0
 
@@ -121,7 +121,7 @@ def chunks() -> Any:
 
 
 def products() -> Any:
-    """Draw three products of the fused head against four in two phases."""
+    """Draw the three products of the fused head next to the four of two phases."""
     figure, axis = canvas(9, 3.6)
 
     def product(x: float, y: float, text: str, number: int) -> None:

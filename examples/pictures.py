@@ -4,20 +4,20 @@
     python examples/pictures.py runs/pictures        # 1-2 minutes: the pictures and a base model
     python train.py --config examples/pictures.json  # GRPO teaches the model to look
 
-In: the name of a folder. Out: in it, train.jsonl, held_out.jsonl, their pictures as PNG files, and
-the model `base`. A picture shows four dice of different colours. A question names one to three
-colours, and the answer is the sum of what these dice show. This is a record:
+In: the name of a folder. Out: train.jsonl, held_out.jsonl, their pictures as PNG files, and the
+model `base`, all in this folder. A picture shows four dice of different colours. A question names
+one to three colours, and the answer is the sum of what these dice show. This is a record:
 
     {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text":
      "red+blue="}]}], "image": "train/0.png", "answer": "9"}
 
-Whoever does not look can only guess: for every question, all sums are equally likely, whatever the
-size of the picture. A hash of the dice decides the split, so no held-out picture occurs in training
-or in the warm-up. With --noise, every picture is replaced by random pixels.
+Without the picture, a model can only guess: for every question, and every size of the picture, all
+sums are equally likely. A hash of the dice decides the split, so no held-out picture occurs in
+training or in the warm-up. With --noise, random pixels replace every picture.
 
-The base is a Qwen3-VL of 0.6 M parameters. It first learns to look at the dice one by one. Then it
-briefly imitates a lazy student, who mostly looks if the question names one colour, and otherwise
-mostly guesses. GRPO finds out that looking is better. Read next:
+The base is a Qwen3-VL of 0.6 M parameters. The base first learns to look at the dice one by one.
+Then the base briefly imitates a lazy student. If the question names one colour, the student mostly
+looks, and otherwise mostly guesses. GRPO finds out that looking is better. Read next:
 nanogrpo/extras/arithmetic/warmup.py (the same without pictures), docs/vision.md.
 """
 
@@ -80,8 +80,8 @@ class Problem(NamedTuple):
     """Example: Problem(("red", "blue"), (3, 2), {"red": (6, 4), "blue": (3, 0), …})"""
 
     asked: tuple[str, ...]  # colours
-    size: tuple[int, int]  # rows and columns of places for dice
-    dice: dict[str, tuple[int, int]]  # colour → what it shows, and its place, counted row by row
+    size: tuple[int, int]  # rows and columns of the grid of dice
+    dice: dict[str, tuple[int, int]]  # colour → (number of dots, place in the grid)
 
     @property
     def question(self) -> str:
@@ -110,7 +110,7 @@ def problem(rng: random.Random) -> Problem:
 
 
 def is_held_out(p: Problem) -> bool:
-    """Return whether a picture is held out, as one in eight is."""
+    """Return whether a picture is held out. One in eight is."""
     seen = json.dumps([p.size, p.dice])
     return hashlib.blake2b(seen.encode()).digest()[0] % 8 == 0
 
@@ -124,7 +124,7 @@ def problems(split: str, count: int, seed: int) -> list[Problem]:
 
 
 def picture(p: Problem, rng: random.Random) -> Image.Image:
-    """Draw a problem. The background is random, and so is how each die lies."""
+    """Draw a problem. The background and the rotation of each die are random."""
     rows, columns = p.size
     shade = rng.randint(215, 255)
     pixels = np.full((rows * SIDE, columns * SIDE, 3), shade, np.uint8)
@@ -132,14 +132,14 @@ def picture(p: Problem, rng: random.Random) -> Image.Image:
         y, x = (SIDE * i for i in divmod(place, columns))
         pixels[y + 1 : y + SIDE - 1, x + 1 : x + SIDE - 1] = COLOURS[colour]
         face = np.rot90(np.array([*FACES[number - 1]]).reshape(3, 3) == "1", rng.randint(0, 1))
-        dots = np.kron(face, np.pad(np.ones((3, 3), bool), (0, 1)))  # 3 × 3 pixels each, [12, 12]
+        dots = np.kron(face, np.pad(np.ones((3, 3), bool), (0, 1)))  # [12, 12], dots of 3 × 3
         y, x = y + rng.randint(2, 3), x + rng.randint(2, 3)
         pixels[y : y + 12, x : x + 12][dots] = 255
     return Image.fromarray(pixels)
 
 
 def noise(p: Problem, rng: random.Random) -> Image.Image:
-    """Return random pixels instead, as many as in the picture of the problem."""
+    """Return a picture of random pixels, of the same size as the picture of the problem."""
     rows, columns = p.size
     raw = rng.randbytes(3 * rows * columns * SIDE**2)
     return Image.frombytes("RGB", (columns * SIDE, rows * SIDE), raw)
@@ -152,7 +152,7 @@ def record(p: Problem, image: Image.Image | str) -> dict:
 
 
 def write_data(folder: Path, noisy: bool = False) -> None:
-    """Write both splits, the same in every run."""
+    """Write both splits, which are the same in every run."""
     for split, count in SIZE.items():
         rng = random.Random(f"pixels,{split}")
         (folder / split).mkdir(parents=True, exist_ok=True)
@@ -237,7 +237,7 @@ def write_config(folder: Path, tokenizer: Tokenizer) -> None:
         "patch_size": SIDE // 2,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        # numbers of pixels; our pictures are within these bounds and are not resized
+        # bounds on the number of pixels; our pictures are within them, so they are not resized
         "size": {"shortest_edge": 4 * SIDE**2, "longest_edge": 64 * SIDE**2},
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
@@ -250,7 +250,7 @@ def write_config(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def write_base(folder: Path, seed: int = 0, steps: int = 400) -> None:
-    """Write the base model, trained from scratch on `steps` batches of 64 answered questions."""
+    """Train a base model from scratch on `steps` batches of 64 answered questions, and write it."""
     with checkpoint.atomic_folder(folder) as aside:
         model, tokenizer = new_model(aside, seed)
         teach(model, tokenizer, aside, seed, steps)
@@ -259,7 +259,7 @@ def write_base(folder: Path, seed: int = 0, steps: int = 400) -> None:
 
 
 def new_model(folder: Path, seed: int) -> tuple[Decoder, Tokenizer]:
-    """Return a random model and its tokenizer, whose files are written into the folder."""
+    """Return a random model and its tokenizer, and write their files into the folder."""
     torch.manual_seed(seed)
     tokenizer = write_tokenizer(folder)
     write_config(folder, tokenizer)
@@ -274,8 +274,8 @@ def new_model(folder: Path, seed: int) -> tuple[Decoder, Tokenizer]:
 
 
 def solution(p: Problem, rng: random.Random, lazy: bool) -> str:
-    """Return a completion for the warm-up: after a look at the dice, or as the lazy student writes
-    it.
+    """Return a completion for the warm-up, from a student who looks at the dice, or from the lazy
+    one.
     """
     n = len(p.asked)
     if lazy and (rng.random() < 0.8) != (n == 1):
@@ -306,7 +306,7 @@ def teach(model: Decoder, tokenizer: Tokenizer, folder: Path, seed: int, steps: 
 
 
 def sample(prompt: Prompt, text: str, tokenizer: Tokenizer) -> Sample:
-    """Return a completion as if it had been sampled, with advantage 1."""
+    """Return a text as a sampled completion with advantage 1."""
     ids = tokenizer.encode(text + "<|end|>")
     n = len(ids)
     return Sample(prompt, 0, ids, [0.0] * n, stopped=True, versions=[0] * n, advantage=1.0)

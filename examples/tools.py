@@ -6,11 +6,11 @@
         --max-completion-length 32 --learning-rate 3e-4 --max-steps 20 --eval-steps 5 \\
         --eval-data runs/tools/test.jsonl
 
-The model has 0.3 million parameters and a chat template for tools. It has seen how to call the
-calculator, but it usually guesses, and is wrong. GRPO finds out what helps: soon the model calls
-the calculator for every product (`tools/call_frequency` in the log).
+The model has 0.3 million parameters and a chat template for tools. The model has seen how to
+call the calculator, but usually it guesses, and the guess is wrong. GRPO finds out what helps: soon
+the model calls the calculator for every product (`tools/call_frequency` in the log).
 
-A real model needs nothing of what `make_base` does, only a function like `multiply`. The class
+A real model does not need `make_base`, only a function like `multiply`. The class
 `Calculator` is the same tool as an environment: replace `--tools …` by
 `--environment-factory examples/tools.py:Calculator`, and `accuracy` by `environment`. Read next:
 docs/tools.md.
@@ -46,7 +46,7 @@ def multiply(a: int, b: int) -> int:
 
 
 class Calculator:
-    """The calculator as an environment. It remembers what it has computed for one completion."""
+    """The calculator as an environment, which remembers the results of one completion."""
 
     def reset(self, answer: str, **row) -> None:
         """Start a new completion. The arguments are the columns of the data."""
@@ -70,7 +70,7 @@ class Calculator:
 
 # --- a small model that can call tools ---
 
-# A single token for what is the same in every call, so that completions are short.
+# The constant parts of a call are single tokens, so that completions are short.
 CALL = ['<tool_call>{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}</tool_call>"]
 TEMPLATE = """
 {%- for tool in tools or [] %}{{ '<|tools|>' + tool.function.name }}{% endfor %}
@@ -87,7 +87,7 @@ TEMPLATE = """
 
 
 def make_base(folder: Path, steps: int = 120, seed: int = 0) -> None:
-    """Train a model on written conversations. In the last of them, most answers are guessed."""
+    """Train a model on ready-made conversations. In the last ones, most answers are guesses."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     tokenizer = write_tokenizer(folder)
@@ -95,7 +95,7 @@ def make_base(folder: Path, steps: int = 120, seed: int = 0) -> None:
     tools, rng = ToolCalls(Config(), tokenizer, [multiply]), random.Random(seed)
 
     def conversations(step: int) -> list[Sample]:
-        calls = 0.25 if step > 0.7 * steps else 1.0  # first it learns how to call
+        calls = 0.25 if step > 0.7 * steps else 1.0  # at first, the model learns how to call
         return [conversation(i, tools, rng, calls) for i in range(64)]
 
     warmup.imitate(model, conversations, steps, rise=20)
@@ -115,7 +115,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
 
 
 def conversation(number: int, tools: ToolCalls, rng: random.Random, calls: float) -> Sample:
-    """Return a question and its answer as if they had been sampled, with advantage 1."""
+    """Return a question and its answer as a `Sample` with advantage 1."""
     encode, record = tools.tokenizer.encode, question(rng)
     ids = encode(tools.tokenizer.render(record["prompt"], tools=tools.schemas))
     prompt, result = Prompt(number, record["prompt"], ids), record["answer"]

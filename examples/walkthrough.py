@@ -4,7 +4,7 @@
     python -m examples.walkthrough runs/base    # the model of `nanogrpo warmup runs/base`
 
 Change a line and look: the options in CFG, the seed, the step, another reward function. The program
-calls the functions that train.py calls, in the same order, and looks into them in between.
+calls the same functions as train.py, in the same order, and prints values in between.
 In: a checkpoint with the tokenizer of the built-in task. Out: sections of text, separated by empty
 lines. Read next: docs/walkthrough.md, which explains each section.
 """
@@ -47,7 +47,7 @@ CFG = Config(
     max_completion_length=48,
     learning_rate=1e-4,
 )
-STEP = 3  # decides on the prompt and on the random numbers
+STEP = 3  # this selects the prompt and the random numbers
 BASE = Path(__file__).parents[1] / "nanogrpo/data/sums/base"
 
 
@@ -126,7 +126,7 @@ def describe(s: Sample, tokenizer: Tokenizer) -> str:
 def explain_token(
     prompt: Prompt, samples: list[Sample], model: Decoder, tokenizer: Tokenizer
 ) -> None:
-    """Sample the second token again, by hand, for the completions that begin alike."""
+    """Sample the second token again, step by step, for completions with the same first token."""
     begin = samples[0].token_ids[:1]
     samples = [s for s in samples if s.token_ids[:1] == begin]
     context = prompt.token_ids + begin
@@ -268,7 +268,7 @@ def loss(batch: PackedBatch, model: Decoder, tokenizer: Tokenizer) -> Tensor:
     p = logits[second].softmax(-1)  # [completions, V]
     dz = -dlogp[second, None] * p  # dlogp/dz = 1[the target] - p
     dz[torch.arange(len(second)), batch.targets[second]] += dlogp[second]
-    p = p[0]  # the same for all: each has read the prompt and <think>
+    p = p[0]  # the same for all completions: each has read the prompt and <think>
     shown = p.topk(4).indices.tolist()
     named = "  ".join(f"{tokenizer.decode([i], False):>8}" for i in shown)
     show(

@@ -8,9 +8,9 @@ In: the name of a folder. Out: two files of records such as
     {"prompt": [{"role": "user", "content": "Ben has 14 pears. Ann gives him …"}], "answer": "21"}
 
 There are ten kinds of problems with five stories each. The last story of each kind is held out,
-and so is one pair of numbers in three: no story and no pair of numbers of a held-out problem occurs
-in training. The answer is never one of the numbers in the text, so copying one is always wrong.
-Read next: nanogrpo/rewards/call.py (what a reward function receives).
+and so is one pair of numbers in three. So training problems share no story and no pair of numbers
+with held-out problems. The answer is never one of the numbers in the text, so copying one is
+always wrong. Read next: nanogrpo/rewards/call.py (what a reward function receives).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WORDS = {
     "box": "box bag basket jar crate",
 }
 
-# --- the problems: the answer from the numbers, their ranges, and five stories ---
+# --- the problems: a function for the answer, ranges of the numbers, and five stories ---
 
 Kind = tuple[Callable, list[range], list[str]]
 KINDS: dict[str, Kind] = {
@@ -198,7 +198,7 @@ KINDS: dict[str, Kind] = {
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Return whether a pair of numbers, in any order, is held out, as one in three is."""
+    """Return whether a pair of numbers, in any order, is held out. One pair in three is."""
     text = f"{min(a, b)},{max(a, b)}"
     return hashlib.blake2b(text.encode()).digest()[0] % 3 == 0
 
@@ -206,8 +206,8 @@ def is_held_out(a: int, b: int) -> bool:
 def numbers_for(kind: str, held_out: bool, rng: random.Random) -> tuple[list[int], int]:
     """Return numbers for a problem of this kind, and the answer.
 
-    Every pair of the numbers is held out, or none is. The answer is a whole number of at least 2
-    that is not one of them.
+    Either every pair of the numbers is held out, or none is. The answer is a whole number of at
+    least 2 that is not one of the numbers.
     """
     answer_of, ranges, _ = KINDS[kind]
     while True:
@@ -233,7 +233,7 @@ def tell(story: str, numbers: list[int], rng: random.Random) -> str:
 
 
 def problems(split: str, count: int, seed: int = 0) -> list[dict]:
-    """Return `count` different problems of the split "train" or "held_out", the kinds in turn."""
+    """Return `count` different problems, of each kind in turn. split: "train" or "held_out"."""
     rng = random.Random(f"word problems,{split},{seed}")
     held_out = split == "held_out"
     found: dict[str, dict] = {}  # by text

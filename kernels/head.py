@@ -2,35 +2,36 @@
 tokens, without ever storing all logits.
 
 In: hidden [M, D], lm_head [V, D], targets [M], `LossInputs` [M]. Out: vectors [M], and in the
-backward dhidden [M, D] and dhead [V, D]. cuBLAS computes the matrix products (on a CPU, the library
-of linear.py). Between them run the functions of the package `ops`: reference/ in PyTorch, or
-triton/, which has kernels of the same names. So both implementations share the loop over chunks and
-the two autograd Functions below. Read next: nanogrpo/model/head.py.
+backward dhidden [M, D] and dhead [V, D]. Matrix products are computed by cuBLAS, or on a CPU by
+linear.py. All other operations are functions of the package `ops`, which is reference/ (PyTorch) or
+triton/ (kernels with the same names). So both packages share the loop over chunks and the two
+autograd Functions below. Read next: nanogrpo/model/head.py.
 
 Equation.   z_i = h_i Wᵀ / T;  logp_i = z_{i,y_i} - lse(z_i);
             L = Σ_i weight_i l(logp_i) - entropy_weight_i H_i.
 Derivation. The contribution of token i to L depends only on h_i and W, and weight_i is known
-            beforehand. So dL/dz_i = weight_i l'(logp_i) (1[j = y_i] - p_ij) / T + … is known as
-            soon as row i of the logits is. The gradients are therefore computed while the chunk's
-            logits exist: dh = dz W,  dW = Σ_chunks dzᵀ h.  The backward only multiplies by the
-            upstream scalar.
-Work.       Three matrix products, 6·M·V·D FLOP. Recomputing the logits in the backward would take
-            four (8·M·V·D). At M = 8192, V = 151,936 and 790 TFLOP/s: 9.7 / 19.4 / 38.7 ms for
-            D = 1024 / 2048 / 4096.
-Memory.     One chunk of logits, C·V·2 bytes in bfloat16 (2.5 GB at C = 8192), dW in float32
-            (4·V·D bytes) and dh.
-Bytes.      Rows are read and written once, in place: 4·M·V (1.16 ms at 4.3 TB/s). Each chunk after
-            the first reads and writes dW again. These 8·V·D bytes take 245/C of the time of the
-            chunk's matrix products, for any D. So one chunk of 8192 rows is better than many small
-            ones.
-Reference.  `log_softmax_forward` and `policy_rows_` on all logits (tests/model/test_head.py).
+            beforehand. So dL/dz_i = weight_i l'(logp_i) (1[j = y_i] - p_ij) / T + … can be computed
+            as soon as row i of the logits is known. So the gradients are computed while the logits
+            of the chunk exist: dh = dz W,  dW = Σ_chunks dzᵀ h.  The backward only multiplies the
+            gradients by the upstream scalar.
+Work.       The head needs three matrix products, which are 6·M·V·D FLOP. If the backward recomputed
+            the logits, four products (8·M·V·D) would be needed. At M = 8192, V = 151,936 and 790
+            TFLOP/s, the three products take 9.7 / 19.4 / 38.7 ms for D = 1024 / 2048 / 4096.
+Memory.     The head stores one chunk of C rows of logits (2·C·V bytes in bfloat16, 2.5 GB at C =
+            8192), dW in float32 (4·V·D bytes) and dh.
+Bytes.      The logits are read and written once, in place: 4·M·V bytes (1.16 ms at 4.3 TB/s). Each
+            chunk after the first also reads and writes dW (8·V·D bytes), which takes 245/C of the
+            time of the chunk's matrix products, for any D. So one chunk of 8192 rows is better than
+            many small chunks.
+Reference.  A test compares the results with `log_softmax_forward` and `policy_rows_` on all logits
+            (tests/model/test_head.py).
 
-The gradients cannot be computed in the forward pass if a token's coefficient depends on other
-tokens' log-probs, as with sequence-level ratios or masks. `HeadLogp` then splits the work into two
-phases, with four matrix products.
+If the factor of a token depends on the log-probs of other tokens (sequence-level ratios or masks),
+the gradients cannot be computed in the forward pass. In this case, `HeadLogp` needs two passes with
+four matrix products in total.
 
-Rows are selected with `nonzero`, which waits for the device, in `HeadPolicyLoss` and in the
-backward of `HeadLogp`. Each wait takes microseconds, while the head takes milliseconds.
+In `HeadPolicyLoss` and in the backward of `HeadLogp`, `nonzero` selects rows, so the host waits for
+the device. Each wait takes microseconds, while the head takes milliseconds.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class HeadLogp(torch.autograd.Function):
     """(hidden, lm_head, targets, temperature, chunk, ops) → log-prob [M], entropy [M].
 
     The forward needs one matrix product. The backward recomputes each chunk's logits and needs
-    three matrix products in total, or two if the head is frozen. It skips rows for which both
-    upstream gradients are 0.
+    three matrix products in total, or two if the head is frozen. The backward skips rows for which
+    both upstream gradients are 0.
     """
 
     @staticmethod
@@ -146,7 +147,7 @@ class HeadPolicyLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream, *_):
-        # Write into a tensor of the final dtype: a float32 copy of dhead would double its memory.
+        # `out` has the final dtype, because a float32 copy of dhead would double its memory.
         scaled = (
             None if g is None else torch.mul(g, upstream, out=torch.empty_like(g, dtype=dtype))
             for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
@@ -174,7 +175,7 @@ def _add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
     if by_onednn(h.T, dlogits.T):
         part = product(h.T, dlogits.T).T  # [V, D], transposed in memory
         return part.contiguous() if total is None else total.add_(part)
-    beta = 0.0 if total is None else 1.0  # with 0 the memory need not be zero-filled first
+    beta = 0.0 if total is None else 1.0  # with beta = 0, initial values are ignored
     if total is None:
         shape = dlogits.shape[1], h.shape[1]
         total = torch.empty(shape, dtype=accumulate(h.dtype), device=h.device)
@@ -186,7 +187,7 @@ def _add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
 
 
 def _complete(total: Tensor | None, lm_head: Tensor) -> Tensor:
-    """Return the sum over the chunks, or zeros if there were none."""
+    """Return the sum over the chunks, or zeros if there were no chunks."""
     if total is None:
         return torch.zeros_like(lm_head, dtype=accumulate(lm_head.dtype))
     return total

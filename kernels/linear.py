@@ -1,18 +1,19 @@
-"""Float32 matrix products on a CPU, computed by oneDNN where it is available, and linear layers
-that use them. All oneDNN calls of the project are in this file.
+"""Compute float32 matrix products and linear layers on a CPU, with oneDNN if it is available. All
+oneDNN calls of the project are in this file.
 
-In: x [T, I], weight [O, I], optionally a bias [O]. Out: y [T, O] and its gradients. Nothing here is
-approximate: everything is float32, and results differ from F.linear only by the order of summation.
+In: x [T, I], weight [O, I], optionally a bias [O]. Out: y [T, O] and its gradients. Everything is
+computed in float32, and results differ from F.linear only by the order of summation.
 
 Equation.   Y = X Wᵀ + b;  dX = dY W;  dW = dYᵀ X;  db = Σ_rows dY. All three products have the form
-            A Bᵀ, which is `product`.
-Why.        torch passes float32 matrix products on a CPU to the BLAS it was built with, which may
-            not be the fastest on this CPU. On one core of an AMD EPYC, MKL reaches 110 GFLOP/s;
-            oneDNN, which torch includes too, reaches 186 to 253. oneDNN reads a transposed view of
-            B directly, but copies a transposed view of A. A call takes 10 µs longer, or half a
-            millisecond longer when oneDNN must generate code for a new number of rows.
-Elsewhere.  GPUs, other dtypes, autocast and small products use F.linear.
-            `torch.backends.mkldnn.flags(enabled=False)` turns oneDNN off, here as in torch.
+            A Bᵀ, which the function `product` computes.
+Why.        On a CPU, torch computes float32 matrix products with the BLAS that it was built with,
+            which may not be the fastest library on this CPU. On one core of an AMD EPYC, MKL
+            reaches 110 GFLOP/s, and oneDNN, which torch also includes, reaches 186 to 253 GFLOP/s.
+            oneDNN reads a transposed view of B directly, but copies a transposed view of A. A call
+            of oneDNN takes 10 µs longer, or half a millisecond longer if oneDNN must generate code
+            for a new number of rows.
+Elsewhere.  GPUs, other dtypes, autocast and small products use F.linear. The setting
+            torch.backends.mkldnn.flags(enabled=False) turns oneDNN off, both here and in torch.
 
 Read next: head.py (the products of the output head), nanogrpo/model/decoder.py (the layers).
 """
@@ -27,19 +28,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-WORTH = 1 << 22  # number of multiply-adds above which oneDNN is faster, call overhead included
+WORTH = 1 << 22  # number of multiply-adds above which oneDNN is faster despite its call overhead
 REPACK_FROM = 1 << 14  # number of elements of a weight above which `repacked` is worthwhile
-# some builds of torch do not include it
+# some builds of torch do not include oneDNN
 _onednn: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def by_onednn(a: Tensor, b: Tensor) -> bool:
     """Return whether oneDNN computes `product(a, b)`.
 
-    It does for large float32 matrices on a CPU, unless they are DTensors or are being traced.
+    The result is True for large float32 matrices on a CPU, unless they are DTensors or are being
+    traced.
     """
     return (
-        a.is_cpu  # checked first, so on a GPU no other check runs
+        a.is_cpu  # checked first, because it is false on a GPU
         and b.is_cpu
         and a.dtype == b.dtype == torch.float32
         and _onednn is not None
@@ -52,10 +54,11 @@ def by_onednn(a: Tensor, b: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor, buffer: Tensor | None = None) -> Tensor:
-    """Return a bᵀ: [N, K], [M, K] → [N, M], without a derivative. Both may be transposed views.
+    """Return a bᵀ: [N, K], [M, K] → [N, M], without a derivative. Both arguments may be transposed
+    views.
 
-    The result is written to the first N rows of `buffer`, unless oneDNN computes it: oneDNN always
-    allocates, and the pages of the buffer are then never touched.
+    The result is written to the first N rows of `buffer`. If oneDNN computes the result, the buffer
+    is not used, because oneDNN always allocates its results.
     """
     if by_onednn(a, b):
         return _onednn(a, b, None, "none", [], "")
@@ -82,7 +85,7 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return F.linear(x, weight, bias). If oneDNN computes it, it is differentiable only once."""
+    """Return F.linear(x, weight, bias). A result of oneDNN is differentiable only once."""
     return _Linear.apply(x, weight, bias) if by_onednn(x, weight) else F.linear(x, weight, bias)
 
 
@@ -91,7 +94,7 @@ def repacked(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[..., Te
 
     On a CPU, a float32 weight is stored in the layout that oneDNN prefers for inputs of `rows`
     rows. On one core of an AMD EPYC, multiplying 64 rows by a weight [2048, 256] then takes 0.29
-    ms, compared with 0.72 ms for the BLAS behind F.linear. For inference only: a packed weight has
+    ms, and 0.72 ms with F.linear. The function is for inference only, because a repacked weight has
     no gradient.
     """
     if not (weight.is_cpu and weight.dtype == torch.float32 and _onednn is not None):

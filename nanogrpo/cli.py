@@ -3,8 +3,9 @@
     python train.py --profile debug --print-config > debug.json    # print all options as JSON
     python train.py --config debug.json --max-steps 8              # load them and change one
 
-In: argv. Out: a `Config`, not yet validated. The command line overrides the file of --config, the
-file overrides the profile, and the profile overrides the defaults. Read next: config.py.
+In: argv. Out: a `Config` that is not yet validated. The options on the command line override the
+file of `--config`, the file overrides the profile, and the profile overrides the defaults. Read
+next: config.py.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ C = TypeVar("C", bound=Config)
 Options = dict[str, Any]  # by name
 
 SUMS = Path(__file__).parent / "data" / "sums"  # a tiny checkpoint that adds and subtracts
-# The preset of --profile debug: try a change in seconds, on two CPU cores. Every part of the loop
-# runs: sampling, training, evaluation, checkpoints, logs. The run is too short to learn much; `make
-# demo` is long enough.
+# The preset of --profile debug, for trying a change in seconds on two CPU cores.
+# Every part of the loop runs: sampling, training, evaluation, checkpoints, logs.
+# The run is too short to learn much; use `make demo` to see a model learn.
 DEBUG: Options = {
     "model": f"{SUMS}/base",
     "data": (f"{SUMS}/train.jsonl",),
@@ -64,10 +65,11 @@ def parser(
     description: str = DESCRIPTION,
     epilog: str = "",
 ) -> argparse.ArgumentParser:
-    """Return a parser for the options of a Config class: those that a program other than train.py
-    names, or all, with the presets.
+    """Return a parser for the options of a Config class.
 
-    Its result contains only the options that were given. With an epilog, the help is short.
+    `options` names the options that the parser accepts. None means all options and the presets, as
+    in train.py. The result of parsing contains only the options that were given. With an epilog,
+    the help is short.
     """
     out = _Parser(
         usage=usage,
@@ -95,7 +97,7 @@ def parser(
         if options is not None and field.name not in options:
             continue
         default, text = field.default, rules["help"]
-        if epilog:  # the short form, in which each option has about one line
+        if epilog:  # a short help has about one line per option
             text = text.partition(";")[0]
         if default not in ("", (), None):
             shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
@@ -108,7 +110,7 @@ def parser(
 
 
 def _reading(kind: str) -> dict[str, Any]:
-    """Return how argparse reads the values of a type of field."""
+    """Return the arguments of argparse's `add_argument` for a field of this type."""
     if kind == "bool":
         return {"action": argparse.BooleanOptionalAction}
     if kind.startswith("dict"):
@@ -131,12 +133,12 @@ def parse(
     read: Callable[[Path], Options] = read_json,
     translate: Callable[[Options], Options] = lambda given: given,
 ) -> C:
-    """Return the command line as a Config of this kind that is not yet validated.
+    """Parse the command line into a Config of class `kind`, which is not yet validated.
 
-    Raises UserError for unknown options and for values of the wrong type. Exits after --help and
-    --print-config. program: made by `parser`. names: of further options, which are suggested for an
-    unknown one. profiles: the presets by name. read: returns the options in a file. translate:
-    returns the given options, with those that this kind does not have replaced.
+    Raises UserError for unknown options and for values of the wrong type. The options --help and
+    `--print-config` end the program. `program` is a parser made by `parser`. `names` are further
+    options that the message about an unknown option may suggest. `profiles` maps names to presets.
+    `read` returns the options in a file. `translate` replaces options that `kind` does not have.
     """
     known, unknown = program.parse_known_args(argv)
     given = {n: tuple(v) if isinstance(v, list) else v for n, v in vars(known).items()}
@@ -171,8 +173,9 @@ def parse(
 
 
 def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Options:
-    """Return the options of two layers. The length of the run is one decision: if the upper layer
-    gives epochs or steps, it overrides both.
+    """Return the options of both layers. An option in `upper` overrides the same option in `lower`.
+
+    If `upper` sets epochs or steps, it overrides both, because each of them sets the run's length.
     """
     length = {"num_train_epochs", "max_steps"}
     dropped = length if any(upper.get(name) for name in length) else set()
@@ -180,11 +183,11 @@ def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Options:
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown option, with the most similar known one."""
+    """Return the message for an unknown option, which suggests the most similar known option."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     advice = f"use {near[0]}, or see --help" if near else "see --help for the options"
     return f"{name} is not an option: {advice}."
 
 
-def json_object(text: str) -> Any:  # argparse shows the name of this function in its error
+def json_object(text: str) -> Any:  # argparse shows this name in its error message
     return json.loads(text)

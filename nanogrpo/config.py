@@ -3,11 +3,11 @@
     Config(model="runs/base", data=("arithmetic",)).validate()
 
 In: values, usually from the command line (cli.py). Out: a `Config`, which is frozen. A value of the
-wrong type raises a UserError when the `Config` is made, and `validate` raises one for any other
-invalid value. The message names the option and says what to do. Options have the same names as in
-TRL's GRPOConfig wherever the meaning is the same (docs/trl.md). To add one, add a field: `--help`,
-the command line, the JSON file and the checks follow from it. An extra has a subclass with options
-of its own. Read next: train.py.
+wrong type raises a UserError when the `Config` is made, and `validate` raises a UserError for any
+other invalid value. The message names the option and says what to do. Options have the same names
+as in TRL's GRPOConfig wherever the meaning is the same (docs/trl.md). To add an option, add a field
+to `Config`. The command line, the help, the JSON file and the checks are made from the fields.
+Extras add their own options in a subclass. Read next: train.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from nanogrpo.errors import UserError
 
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
-# The types of the fields, the classes of the values they take, and their names in error messages.
+# For each type of field: the accepted Python classes, and the name of the type in messages.
 TYPES: dict[str, tuple[Any, str]] = {
     "bool": (bool, "true or false"),
     "int": (numbers.Integral, "a whole number"),
@@ -38,20 +38,20 @@ def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
     """Declare a field of `Config`.
 
     Limits are written as "> 0" or "<= 1". `choices` lists the allowed values. `required` makes the
-    option mandatory, and is the advice for a user who leaves it out. `needs` names another option
-    ("eval_steps"), possibly with values ("loss_type=dapo|grpo"), without which this one has no
-    effect. `free` options may differ when a run is resumed: they have no effect on its result, or
-    only on its rounding. `group` starts a new section of `--help`. `words` maps other spellings of
-    a value, such as TRL's true and false, to ours.
+    option mandatory; its text is the advice in the error message. `needs` names another option that
+    must be set ("eval_steps"), or that must have one of some values ("loss_type=dapo|grpo"), for
+    this option to have an effect. `free` options may differ when a run is resumed, because they
+    change at most the rounding of its result. `group` starts a new section of `--help`. `words`
+    maps other spellings of a value, such as TRL's true and false, to ours.
     """
     return field(default=default, metadata={"help": help, "limits": limits, **rules})
 
 
 def converted(kind: str, value: Any) -> Any:
-    """Return a value in the form that a field of type `kind` takes, or raise TypeError.
+    """Convert a value to the type `kind` of a field, or raise TypeError.
 
-    A list becomes a tuple, 1 becomes 1.0 in a field of type float, and a number of numpy becomes
-    one of Python.
+    A list becomes a tuple, 1 becomes 1.0 in a field of type float, and a numpy number becomes a
+    Python number.
     """
     kind, _, optional = kind.partition(" | ")
     if optional and value is None:
@@ -104,7 +104,7 @@ class Config:
         free=True,
     )
     enable_thinking: bool = option(True, "turn on thinking in Qwen3's chat template")
-    chat_template_kwargs: dict[str, Any] | None = option(  # noqa: RUF009 (a field, as all others)
+    chat_template_kwargs: dict[str, Any] | None = option(  # noqa: RUF009 (declares a field)
         None, "JSON object of further variables for the chat template"
     )
     max_prompt_length: int = option(
@@ -326,7 +326,7 @@ class Config:
             value, kind = getattr(self, f.name), str(f.type)
             try:
                 object.__setattr__(self, f.name, converted(kind, value))
-            except (TypeError, OverflowError):  # the second for a number beyond the largest float
+            except (TypeError, OverflowError):  # OverflowError: beyond the largest float
                 wanted = TYPES[kind.partition(" | ")[0]][1]
                 raise UserError(
                     f"--{dashed(f.name)} is {value!r:.100} but must be {wanted}."
@@ -344,17 +344,21 @@ class Config:
 
     @property
     def slots(self) -> int:
-        """max_concurrent, or 64 if it is not set. On a GPU, the free memory decides."""
+        """max_concurrent, or 64 if it is not set. On a GPU, an unset value depends on free memory."""
         return self.max_concurrent or 64
 
     @property
     def strip_tokens(self) -> int:
-        """token_budget, or 16,384 if it is not set. On a GPU, the free memory decides."""
+        """token_budget, or 16,384 if it is not set. On a GPU, an unset value depends on free
+        memory.
+        """
         return self.token_budget or 16384
 
     @property
     def checkpointing(self) -> str:
-        """gradient_checkpointing, or none for auto. On a GPU, the free memory decides."""
+        """gradient_checkpointing, or none for auto. On a GPU, the choice for auto depends on free
+        memory.
+        """
         return "none" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 
     @property
@@ -363,8 +367,8 @@ class Config:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def problems(self) -> Iterator[str]:
-        """Yield one sentence for each rule between options that is broken. A subclass has the rules
-        of its own options.
+        """Yield a message for each broken rule that involves several options. A subclass checks the
+        rules of its own options.
         """
         if len(self.reward_weights) not in (0, len(self.reward_funcs)):
             yield (
@@ -392,14 +396,14 @@ class Config:
     def validate(self) -> None:
         """Raise a UserError for the first invalid value."""
         kinds: list[Any] = [k for k in type(self).__mro__[::-1] if "problems" in vars(k)]
-        # `values` first, so that the rules can rely on each value's range
+        # `values` runs first, so the other checks can rely on each value's range
         for check in (values, *(kind.problems for kind in kinds), ignored):
             for problem in check(self):
                 raise UserError(problem)
 
 
 def dashed(name: str) -> str:
-    """Return an option's name as the command line spells it, without the leading dashes."""
+    """Return a field's name as it is written on the command line, without the leading dashes."""
     return name.replace("_", "-")
 
 
@@ -422,7 +426,7 @@ def values(c: Config) -> Iterator[str]:
 
 
 def ignored(c: Config) -> Iterator[str]:
-    """Find options that are set but have no effect, because of the value of another option."""
+    """Yield a message for each option that has no effect because of another option's value."""
     defaults = {f.name: f.default for f in fields(c)}
     for f in fields(c):
         value = getattr(c, f.name)

@@ -1,9 +1,8 @@
-"""`UserError`, raised for mistakes of the user (in the config, the data, a checkpoint or a server
-address), and `reading`, which raises it for every file that cannot be read.
+"""Errors that are mistakes of the user, in the config, the data, a checkpoint or a server address.
 
-The message is one sentence: it names the option, or the file and line, and says what to do.
-`train.py` and `serve.py` print it without a traceback and exit with status 2. Every other exception
-is a bug in nanogrpo and propagates with its traceback.
+The message of a `UserError` is one sentence, which names the option, or the file and line, and says
+what to do. `train.py` and `serve.py` print the message without a traceback and exit with status 2.
+Every other exception is a bug in nanogrpo and propagates with its traceback.
 """
 
 import contextlib
@@ -14,21 +13,21 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """One sentence: what is wrong, where, and what to do about it."""
+    """An error whose message is one sentence: what is wrong, where, and what to do about it."""
 
 
 @contextlib.contextmanager
 def reading(
-    what: object,  # a path; a function that returns a place, if the place changes while we read
+    what: object,  # a path, or a function that returns the current location in a file
     advice: str = "restore it from its source",
     problem: str = "cannot be read",
 ) -> Iterator[None]:
-    """Turn whatever a reader raises on a file that we did not make into one UserError.
+    """Turn any exception that is raised while a file is read into a UserError.
 
-    The readers are libraries in Python, C and Rust, which raise errors of every type on damaged
-    files: even MemoryError, RecursionError, and Rust's PanicException, which is not a subclass of
-    Exception. Put nothing but the reading into the block, because a bug of ours there would be
-    reported as damage to the file.
+    The libraries that read files are written in Python, C and Rust. A damaged file can make these
+    libraries raise errors of any type, even MemoryError, RecursionError, or Rust's PanicException,
+    which is not a subclass of Exception. The block should contain nothing but the reading, because
+    a bug in other code would be reported as a damaged file.
 
     >>> with reading("a.json"):
     ...     json.loads("[")
@@ -36,12 +35,12 @@ def reading(
     """
     try:
         yield
-    # the last three end the program or a generator
+    # the last three of these end the program or a generator
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as e:  # see above
         reason = first_sentence(e)
-        if isinstance(e, OSError) and e.strerror:  # without the path, which `what` names
+        if isinstance(e, OSError) and e.strerror:  # `strerror` omits the path
             reason = e.strerror
         elif isinstance(e, LookupError | TypeError):  # the message is often only a name
             reason = f"{type(e).__name__}: {reason}"
@@ -62,7 +61,7 @@ def read_json(path: Path) -> dict:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception. In the user's code, its `__str__` may raise another."""
+    """Return the text of an exception. A user's exception may have a `__str__` that raises."""
     try:
         return str(error)
     except BaseException as another:  # the user's code may raise anything
@@ -70,9 +69,9 @@ def text_of(error: BaseException) -> str:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Return the first sentence of a message, without the source location or error number that it
-    begins with. In errors from C++, advice and a stack trace follow it. Of the errors that torch's
-    CheckpointException gathers from the ranks, take the first.
+    """Return the first sentence of an error's message, without the source location or error number
+    at its start. Errors from C++ have advice and a stack trace after this sentence. For torch's
+    CheckpointException, which contains errors of several ranks, use the first of these errors.
     """
     if failures := getattr(error, "failures", None):
         error = next(iter(failures.values()))[0]
@@ -81,7 +80,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def check(where: str, name: str, value: object, allowed: list) -> None:
-    """Raise UserError if a field of a config.json, the file `where`, has none of these values."""
+    """Raise UserError if a field of the config.json `where` does not have an allowed value."""
     if value not in allowed:
         values = " or ".join(map(json.dumps, allowed))
         raise UserError(f"{where}: {name} {value!r:.60} is not supported; it must be {values}.")

@@ -3,14 +3,14 @@
 Hugging Face publishes a package called `kernels`, and transformers (and therefore vLLM) tries to
 import it. If our folder were a top-level package, transformers would mistake it for that package
 and fail to import. So `kernels/` has no `__init__.py`, and this module becomes the package by
-setting `__path__`: `nanogrpo.kernels.head` is `kernels/head.py`. In a checkout the folder is next
-to the package `nanogrpo`; in an installed wheel it is inside. The folder typings/ tells type
-checkers the same.
+setting `__path__`: `nanogrpo.kernels.head` is `kernels/head.py`. In a checkout, the folder is next
+to the package `nanogrpo`; in an installed wheel, it is inside the package. The folder typings/
+tells type checkers where the module is.
 """
 
 from pathlib import Path
 
 _package = Path(__file__).resolve().parent
 _inside = _package / "kernels"
-# Never search both: next to an installed package, `kernels` may be Hugging Face's package.
+# Never search both folders: next to an installed nanogrpo, `kernels` may be Hugging Face's package.
 __path__ = [str(_inside if _inside.is_dir() else _package.parent / "kernels")]

@@ -31,11 +31,11 @@ class Generation:
     """What every rank knows about the samples of all ranks, in the order of the prompts."""
 
     facts: list[Facts]  # [P·G]: rewards, advantages and lengths, but no tokens
-    std: Tensor  # [P, 1] or [1, 1]: of the rewards (grpo/advantages.py)
+    std: Tensor  # [P, 1] or [1, 1]: standard deviations of the rewards
 
 
 def sync(run: Run) -> None:
-    """Send the current weights to the engine, unless it has them already."""
+    """Copy the current weights to the engine, unless the engine has them already."""
     if run.engine.version != run.done:
         run.engine.load(run.model, version=run.done)
 
@@ -58,9 +58,9 @@ def fill_rewards(run: Run, samples: list[Sample]) -> None:
 
 
 def assign_advantages(run: Run, samples: list[Sample]) -> Generation:
-    """Set `advantage` of each sample: how much better it scored than its group.
+    """Set the `advantage` of each sample: how much better it scored than its group.
 
-    This is where the ranks exchange what they know about their samples. Every rank must call it.
+    The ranks exchange the facts about their samples here, so every rank must call this function.
     """
     generation = exchange(run, samples)
     for sample, fact in zip(samples, run.world.part(generation.facts)):
@@ -78,8 +78,8 @@ def exchange(run: Run, samples: list[Sample]) -> Generation:
 
 
 def evaluate(run: Run) -> None:
-    """Complete the held-out prompts, by default greedily, score them with the same rewards, and log
-    it all.
+    """Sample completions of the held-out prompts (greedily by default), score them with the same
+    reward functions, and log the results.
     """
     sync(run)
     samples = complete_held_out(run)
@@ -91,7 +91,7 @@ def evaluate(run: Run) -> None:
 
 
 def complete_held_out(run: Run) -> list[Sample]:
-    """Return completions of this rank's share of the held-out prompts, with rewards."""
+    """Return completions of this rank's share of the held-out prompts, with their rewards."""
     prompts, how = run.world.part(run.eval_prompts), evaluation_sampling(run.cfg, run.sampling)
     samples = run.engine.sample(prompts, run.cfg.num_generations_eval, how, step=0)
     fill_rewards(run, samples)
@@ -99,7 +99,7 @@ def complete_held_out(run: Run) -> list[Sample]:
 
 
 def evaluation_sampling(cfg: Config, training: SamplingParams) -> SamplingParams:
-    """Return how an evaluation samples. Its random numbers are not those of training."""
+    """Return the sampling parameters of an evaluation. Training uses other random numbers."""
     return dataclasses.replace(
         training, temperature=cfg.eval_temperature, top_p=1.0, seed=stream(cfg.seed, 0, 0, 1)
     )
@@ -111,12 +111,13 @@ def evaluation_sampling(cfg: Config, training: SamplingParams) -> SamplingParams
 def pack(
     run: Run, samples: list[Sample], generation: Generation, step: int
 ) -> Iterator[Iterable[tuple[PackedBatch, bool]]]:
-    """Yield this rank's micro-batches of each optimizer step, repeated num_iterations times. Each
-    one comes with whether it is the last of its optimizer step.
+    """Yield this rank's micro-batches of each optimizer step. All optimizer steps are repeated
+    num_iterations times. Each micro-batch is paired with a flag, which is True for the last
+    micro-batch of an optimizer step.
 
     The old and reference log-probs are computed before the first optimizer step. Every rank must
-    call and iterate. A sample moves to a different rank only if that is needed to balance the
-    ranks.
+    call this function and iterate over its result. A sample moves to a different rank only if that
+    is needed to balance the work.
     """
     world, cfg, cost = run.world, run.cfg, run.model.cfg.pair_cost
     updates = schedule(generation.facts, cfg, step, world.size, cost, all_gradients(run))
@@ -144,12 +145,12 @@ def logp(model: Decoder, batch: PackedBatch, cfg: Config) -> Tensor:
 def add_logps(run: Run, batches: Sequence[PackedBatch]) -> None:
     """Fill in the old and reference log-probs that the loss of one optimizer step needs.
 
-    old_logp: log-probs under the policy that sampled. It stays None if this optimizer step is the
-    first after sampling, where the ratio is 1. ref_logp: log-probs under the reference model, for
-    the KL.
+    `old_logp` holds the log-probs under the policy that sampled. If a generation has only one
+    optimizer step, `old_logp` stays None, because the ratio is then 1. `ref_logp` holds the
+    log-probs under the reference model, for the KL.
     """
     cfg, off_policy = run.cfg, run.cfg.updates_per_step > 1
-    for batch in batches if off_policy or run.frozen else ():  # else no strip is built here
+    for batch in batches if off_policy or run.frozen else ():  # else build no batches here
         if off_policy and batch.old_logp is None:
             batch.old_logp = logp(run.model, batch, cfg)
         if run.frozen:
@@ -168,7 +169,7 @@ def log_step(
     meter: metrics.Meter,
     clock: metrics.Clock,
 ) -> None:
-    """Write the metrics of a step. Every rank must call it."""
+    """Write the metrics of a step to the log. Every rank must call this function."""
     world = run.world
     record = metrics.of_samples(generation.facts, generation.std)
     record |= {"epoch": run.epoch, **meter.summary(world), **metrics.of_memory(world)}

@@ -3,9 +3,11 @@
 This module imports nothing from nanogrpo, and every folder uses it. Read next: grpo/loss.py (what
 is computed from these types), grpo/packing.py (how samples become batches).
 
-Dimension key, used in every shape comment of the project: T tokens of a packed strip · N sequences
-in the strip · M completion tokens in the strip that are trained on · D hidden · H query heads · K
-key/value heads · E head size · F MLP width · V vocabulary · G group size · P prompts per step.
+These letters are the dimensions in every shape comment of the project:
+
+T tokens of a strip (one rank's part of a micro-batch) · N sequences in the strip · M completion
+tokens in the strip that are trained on · D hidden · H query heads · K key/value heads · E head size
+· F MLP width · V vocabulary · G group size · P prompts per step.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Prompt:
     Example: Prompt(id=7, text="3+4=", token_ids=[1, 18, 14, 19, 30, 2], columns={"answer": "7"})
     """
 
-    # position in the data set; it is part of the random key, so it must be the same in every run
+    # position in the data set; random numbers depend on it, so it must be the same in every run
     id: int
     # as in the data: plain text, or messages [{"role": ..., "content": ...}]
     text: str | list[dict]
@@ -35,7 +37,7 @@ class Prompt:
     columns: dict = field(default_factory=dict)
     # maximum number of completion tokens; None: SamplingParams.max_tokens
     max_tokens: int | None = None
-    # what the model takes besides tokens; None: nothing
+    # inputs of the model other than tokens; None: there are none
     inputs: Any = None
 
 
@@ -44,7 +46,7 @@ class Conversation:
     """What reward functions receive instead of the text of a completion."""
 
     messages: list[dict]
-    # what else reward functions receive, by the name of the argument, until the reward is known
+    # further arguments of reward functions, by name, until the reward is known
     arguments: dict = field(default_factory=dict)
 
 
@@ -60,18 +62,18 @@ class Sample:
     index: int  # 0 … G-1 within the group
     token_ids: list[int]  # the completion; if it stopped, the last id is the stop token
     logp: list[float]  # the engine's log-prob of each id, at the sampling temperature
-    # reported by the engine, never guessed from the ids; False: truncated at the length limit
+    # True: the engine reported a stop; False: the completion was truncated at the length limit
     stopped: bool
     versions: list[int]  # the version of the weights that sampled each token
-    # per token: True if the model sampled it, False if it was inserted, so it is not trained on;
-    # None: the model sampled all of them
+    # for each token: True if the model sampled it, False if it was inserted and is not trained on;
+    # None: the model sampled all tokens
     is_model_token: list[bool] | None = None
     text: str = ""  # the decoded completion, without special tokens
-    # what reward functions receive instead of the text; None: the text
+    # the argument of reward functions instead of the text; None: the text
     conversation: Conversation | None = None
     # the reward from each function, by function name; None: the function does not apply
     rewards: dict[str, float | None] = field(default_factory=dict)
-    # the weighted sum; None: no function applied, or the rewards of the group were lost
+    # the weighted sum of the rewards; None: no function applied, or the rewards were lost
     reward: float | None = None
     extra: dict = field(default_factory=dict)  # what reward functions passed to log_extra
     advantage: float = 0.0
@@ -92,12 +94,14 @@ class Sample:
 
 
 class Facts(NamedTuple):
-    """What every rank must know about each sample of a step. Ranks exchange these, not tokens."""
+    """What every rank must know about each sample of a step. Ranks exchange facts instead of
+    tokens.
+    """
 
     prompt: int  # its id
     prompt_length: int
     length: int  # tokens that the model wrote
-    end: int  # tokens up to the last one that the model wrote
+    end: int  # number of tokens up to the last token that the model wrote
     stopped: bool
     rewards: dict[str, float | None]
     reward: float | None
@@ -106,28 +110,29 @@ class Facts(NamedTuple):
 
 @dataclass
 class PackedBatch:
-    """A strip: sequences laid end to end without padding, and the completion tokens in it that are
-    trained on.
+    """A strip: packed sequences without padding, and the completion tokens that are trained on.
 
     The decoder computes all T tokens. The output head computes only the M rows that contribute to
     the loss, so no logits are computed for prompt tokens. For each j, the hidden state in row
     `rows[j]` predicts the token `targets[j]`. The last token of a completion is a target but not an
-    input, because its successor was never sampled.
+    input, because no token was sampled after it.
 
-    Example: two samples of one prompt (p0 p1), with completions (a b c) and (d e), on policy, with
-    the loss averaged over 5 tokens. The prompt is computed once: it is sequence 0, and each
-    completion attends to the prompt's keys and then to its own:
+    Example: two samples of one prompt (p0 p1), with the completions (a b c) and (d e). The samples
+    are on policy, and the loss is averaged over 5 tokens. The prompt is computed once, as sequence
+    0. Each completion attends to the keys of the prompt and then to its own keys:
+
         tokens        = p0 p1 a  b  d             [T=5]
         positions     = 0  1  2  3  2             [T]
         cu_seqlens    = 0 2 4 5                   [N+1]
         kv_rows       = 0 1 · 0 1 2 3 · 0 1 4     [Tk=9]
         kv_cu_seqlens = 0 2 6 9                   [N+1]
-        rows          = 1  2  3  1  4             [M=5]: both completions start at the state of p1
+        rows          = 1  2  3  1  4             [M=5]: p1 predicts both a and d
         targets       = a  b  c  d  e             [M]
         sample        = 0  0  0  1  1             [M]
         advantage     = 1  1  1  -1 -1            [M]
         weight        = 1/5 …                     [M]
-    With a copy of the prompt in each sequence: tokens = p0 p1 a b p0 p1 d, cu_seqlens = 0 4 7,
+
+    If each sequence has its own copy of the prompt: tokens = p0 p1 a b p0 p1 d, cu_seqlens = 0 4 7,
     rows = 1 2 3 5 6, and kv_rows is None.
     """
 
@@ -135,29 +140,30 @@ class PackedBatch:
     positions: Tensor  # [T] int64
     cu_seqlens: Tensor  # [N+1] int32: sequence n is tokens[cu_seqlens[n] : cu_seqlens[n+1]]
     max_len: int  # length of the longest sequence
-    # [Tk] int64: the rows whose keys each sequence attends to, its own last; None: only its own
+    # [Tk] int64: the rows whose keys each sequence attends to, ending with its own rows;
+    # None: each sequence attends only to its own rows
     kv_rows: Tensor | None
     # [N+1] int32: sequence n attends to kv_rows[kv_cu_seqlens[n] : kv_cu_seqlens[n+1]]
     kv_cu_seqlens: Tensor | None
     kv_max_len: int
-    rows: Tensor  # [M] int64: index into T of the hidden state that predicts the target
+    rows: Tensor  # [M] int64: row of the hidden state that predicts the target
     targets: Tensor  # [M] int64: the completion token
-    # [M] int64: which sample the token belongs to, as an index into the step's samples of all ranks
+    # [M] int64: the token's sample, as an index into the step's samples on all ranks
     sample: Tensor
     advantage: Tensor  # [M] float32
-    # [M] float32: the normalizer of the loss type, over the full optimizer step and all ranks
+    # [M] float32: the weight of the token in the loss (`token_weight` in grpo/loss.py)
     weight: Tensor
     sampling_logp: Tensor  # [M] float32: the engine's log-prob
-    # [M] float32: the log-prob under the policy that sampled, computed by the trainer before the
-    # first update or by the engine; None: on policy, so the ratio is 1
+    # [M] float32: the log-prob under the policy that sampled; None: on policy, so the ratio is 1.
+    # The trainer computes this log-prob before the first update, or the engine has computed it.
     old_logp: Tensor | None = None
     # [M] float32: the log-prob under the reference model; None: beta is 0
     ref_logp: Tensor | None = None
-    # [M] float32: a factor of every term except the KL; None: 1
+    # [M] float32: a factor of the clipped term of the loss; None: 1
     importance: Tensor | None = None
     # [M] float32: the factor of the entropy bonus in the objective; None: no bonus
     entropy_weight: Tensor | None = None
-    # (first row of a prompt, its `Prompt.inputs`) wherever a prompt with further inputs begins
+    # (first row, `Prompt.inputs`) of each prompt that has such inputs
     inputs: list[tuple[int, Any]] = field(default_factory=list)
 
     def to(self, device: torch.device | str) -> PackedBatch:
@@ -165,6 +171,6 @@ class PackedBatch:
         cuda = torch.device(device).type == "cuda"
         moved: dict[str, Any] = {}
         for name, x in vars(self).items():
-            if isinstance(x, Tensor):  # only from pinned memory is the copy asynchronous
+            if isinstance(x, Tensor):  # only a copy from pinned memory is asynchronous
                 moved[name] = (x.pin_memory() if cuda else x).to(device, non_blocking=True)
         return dataclasses.replace(self, **moved)

@@ -12,12 +12,12 @@ LAST_LINE = re.compile(r"\$?\\boxed\{-?[\d.,]*\d\}\$?\.?")
 
 
 def boxed_last_line(completions, **kwargs):
-    """Return 1 where the only box of a completion is its last line, with a number inside."""
+    """Return 1 for a completion whose only box is its last line and contains a number, else 0."""
     texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
     return [float(is_formatted(text)) for text in texts]
 
 
 def is_formatted(text):
-    answer = text.rpartition("</think>")[2].strip()  # with thinking on, boxes may occur in it
+    answer = text.rpartition("</think>")[2].strip()  # the thinking may also contain boxes
     last_line = answer.rpartition("\n")[2].strip()
     return answer.count("\\boxed") == 1 and LAST_LINE.fullmatch(last_line) is not None

@@ -1,8 +1,8 @@
-"""Plain PyTorch: the code that runs on a CPU, and the results that kernels must match.
+"""The PyTorch functions that run on a CPU, and that define the results of the kernels.
 
 The package triton/ has the same files and functions. The functions of a decoder block keep the
-dtype of their input; all others return float32 (float64 for float64 inputs). Read next: policy.py,
-the GRPO loss of a token.
+dtype of their input; all other functions return float32 (or float64 for float64 inputs). Read next:
+policy.py, the GRPO loss of a token.
 """
 
 from .fused_rows import policy_rows_

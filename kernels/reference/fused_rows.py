@@ -1,7 +1,8 @@
-"""From logits to log-probs and to the gradient of the loss, in place.
+"""Compute log-probs from logits, and overwrite the logits with the gradient of the loss.
 
-In: logits [N, V], targets [N], `LossInputs` [N]. Out: log-prob, entropy and loss [N], and in place
-of the logits the gradient. Read next: kernels/head.py, which calls this on a chunk of logits.
+In: logits [N, V], targets [N], `LossInputs` [N]. Out: log-prob, entropy and loss [N], and the
+gradient in place of the logits. Read next: kernels/head.py, which calls `policy_rows_` on a chunk
+of logits.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from .policy import Clip, LossInputs, policy_terms
 def policy_rows_(
     logits: Tensor, targets: Tensor, temperature: float, inputs: LossInputs, c: Clip
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return log-prob, entropy, l, clip flag and KL (or None) of each row, all [N]; overwrite the
+    """Return log-prob, entropy, l, clip flag and KL (or None) of each row, all [N]. Overwrite the
     logits [N, V] with the gradient of Σ weight · l - entropy_weight · H.
 
-    Rows whose weight is 0 have l, clip flag and KL 0. Their log-prob must still be finite. Rows
-    whose weight and entropy_weight are both 0 never reach this function: kernels/head.py skips
-    them.
+    If the weight of a row is 0, its l, clip flag and KL are 0, but its log-prob must still be
+    finite. Rows whose weight and entropy_weight are both 0 never reach this function:
+    kernels/head.py skips them.
     """
     logp, entropy, norm = log_softmax_forward(logits, targets, temperature)
     l, dl, clip, kl = policy_terms(logp, inputs, c)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from .log_softmax import accumulate
 
-# How `gather_rows` sums gradients: see gather.py. The code below does not need it.
+# The type of an order of summation, which only triton/gather.py needs.
 Order = tuple[Tensor, Tensor] | None
 
 
@@ -35,7 +35,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, index: Tensor, order: Order = None) -> Tensor:
-    """Return x[index] [n, …]. The gradients of a row that is gathered several times are added in
+    """Return x[index] [n, …]. If a row is gathered several times, its gradients are added in
     float32.
     """
     return _Gather.apply(x, index)

@@ -1,7 +1,8 @@
-"""The log-prob of one target per row of logits, the entropy of the row, and their gradients.
+"""Compute the log-prob of one target per row of logits, the entropy of the row, and their
+gradients.
 
 In: logits [N, V] of any float type, targets [N], temperature. Out: vectors [N] in float32 (float64
-for float64 logits, which finite differences need). Read next: fused_rows.py.
+if the logits are float64, as in tests with finite differences). Read next: fused_rows.py.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Number of logits that are processed at a time, 1 MB in float32: see `blocks`.
+# Number of logits processed at a time (see `blocks`): 1 MB in float32.
 BLOCK = 1 << 18
 
 
@@ -24,7 +25,7 @@ def blocks(logits: Tensor) -> Iterator[slice]:
     """Yield the rows of logits [N, V] in blocks that fit into the cache of a CPU core.
 
     A softmax makes about fifteen passes over its rows. If all rows were processed at once, each
-    pass would read and write main memory, which took six times as long (docs/log.md).
+    pass would read and write main memory, and a softmax would take six times as long (docs/log.md).
     """
     size = max(1, BLOCK // max(1, logits.shape[1]))
     return (slice(start, start + size) for start in range(0, len(logits), size))
@@ -37,8 +38,8 @@ def log_softmax_forward(
 
     Q = max_j x_j;  t_j = (x_j - Q) / T;  S = Σ_j e^{t_j};  logp = t_y - log S;
     H = log S - Σ_j e^{t_j} t_j / S.
-    Everything is relative to Q, so a row of logits around -10,000 is as exact as one around 0. An
-    entry of -inf has probability 0 and adds 0 to H. (Q, log S) is what the backward needs.
+    Everything is relative to Q, so a row of logits near -10,000 is as exact as a row near 0. An
+    entry of -inf has probability 0 and adds 0 to H. The backward needs Q and log S.
     """
     # logp, entropy, Q and log S of each row
     out = logits.new_empty(4, len(logits), dtype=accumulate(logits.dtype))

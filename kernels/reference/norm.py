@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual add before it or without.
+"""RMSNorm, either alone or after adding a residual.
 
 In: x [T, D], optionally a residual [T, D], weight [D]. Out: [T, D], in the dtype of x. Read next:
 rope.py.
@@ -16,6 +16,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of x + residual, and x + residual, which is the next residual [T, D]."""
+    """Return the norm of x + residual, and the sum x + residual [T, D], which is the next residual."""
     total = residual + x
     return rms_norm(total, weight, eps), total

@@ -1,7 +1,7 @@
-"""Attention of one decode step over a paged cache.
+"""Compute the attention of one decode step over a paged cache.
 
 In: query, key and value of the newest token of b rows, and the cache with its table of pages. Out:
-what each query attends to, [b, H, E]. For inference only. Read next: sample.py.
+the attention output [b, H, E]. For inference only. Read next: sample.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from torch import Tensor
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Write k and v [b, K, E] to the pages of b rows, and return what q [b, H, E] attends to.
+    """Write k and v [b, K, E] to the pages of b rows, and return the attention output of q [b, H,
+    E].
 
-    positions [b] int64; table [B, pages of a row] int32; keys and values [pages, K, PAGE, E]. The
-    key of row r goes to place positions[r] % PAGE of page table[r, positions[r] // PAGE].
+    The other shapes are positions [b] int64, table [B, pages of a row] int32, and keys and values
+    [pages, K, PAGE, E]. The key of row r is written to position positions[r] % PAGE of the page
+    table[r, positions[r] // PAGE].
     """
     (b, K), size = k.shape[:2], keys.shape[2]
     pages = table[:b].long()  # [b, pages of a row]
@@ -26,7 +28,7 @@ def paged_attention(
     values[newest, :, positions % size] = v
     columns = torch.arange(pages.shape[1] * size, device=q.device)
     seen = (columns <= positions[:, None])[:, None]  # [b, 1, S]
-    # zeros, because a NaN that is left in a page would spread
+    # zeros, because an old NaN in a page would spread
     k, v = (
         x[pages].transpose(1, 2).flatten(2, 3).masked_fill(~seen[..., None], 0.0)  # [b, K, S, E]
         for x in (keys, values)

@@ -1,9 +1,8 @@
-"""The GRPO loss of each token and its derivative. **This is the loss of the default run**: on a
-CPU, exactly these lines run.
+"""The GRPO loss of each token and its derivative. On a CPU, a run uses exactly this code.
 
 In: log-probs and `LossInputs` [M]. Out: the loss, its derivative with respect to each log-prob, the
-clip flags and the KL. Start with `policy_terms`, which has each equation above the line that
-computes it. Between it and train.py are
+clip flags and the KL. Start with `policy_terms`, which has an equation above each computation.
+These functions are called between train.py and `policy_terms`:
 
     objective (nanogrpo/grpo/loss.py)          picks the vectors of the batch and the constants
     └─ head_policy_loss (nanogrpo/model/head.py) and HeadPolicyLoss (kernels/head.py)
@@ -11,9 +10,9 @@ computes it. Between it and train.py are
        └─ policy_rows_ (fused_rows.py)         turns a chunk of logits into log-probs and gradients
           └─ policy_terms (below)              the loss of each token, and its derivative
 
-The derivatives are written out and not left to autograd, because they specify the kernels and
-because the fused head needs them during its forward pass. tests/model/test_head.py checks them
-against autograd and finite differences. Read next: log_softmax.py.
+The derivatives are written out instead of using autograd, because they specify the kernels, and
+because the fused head needs them during its forward pass. A test compares these derivatives with
+autograd and finite differences (tests/model/test_head.py). Read next: log_softmax.py.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Log-ratios are clamped here before exp. e^20 and its square are finite in float32.
+# Log-ratios are clamped to this range before exp, because e^20 and e^40 are finite in float32.
 LOG_RATIO_MAX = 20.0
 
 
@@ -34,7 +33,7 @@ class Clip(NamedTuple):
 
     epsilon: float
     epsilon_high: float
-    delta: float = math.inf  # upper bound of the ratio, for either sign of the advantage
+    delta: float = math.inf  # upper bound of the ratio for any advantage
     beta: float = 0.0  # factor of the KL
 
 
@@ -43,9 +42,9 @@ class LossInputs(NamedTuple):
 
     advantage: Tensor
     weight: Tensor  # mask × normalizer, fixed before the forward pass
-    old_logp: Tensor | None = None  # None: on policy, the ratio is 1
+    old_logp: Tensor | None = None  # None: on policy, so the ratio is 1
     ref_logp: Tensor | None = None  # None: no KL
-    importance: Tensor | None = None  # multiplies the clipped term, never the KL
+    importance: Tensor | None = None  # factor of the clipped term, but not of the KL
     entropy_weight: Tensor | None = None  # None: no entropy bonus
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LossInputs:
@@ -65,7 +64,7 @@ def exp(log_ratio: Tensor) -> Tensor:
 def k3(x: Tensor) -> Tensor:
     """Return e^x - x - 1 with x clamped to ±20: never negative, and 0 where x = 0.
 
-    expm1 keeps its precision near 0, where e^x - x - 1 would suffer from cancellation.
+    The function expm1 is precise near 0, where e^x - x - 1 would suffer from cancellation.
     """
     x = x.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
     return torch.expm1(x) - x
@@ -74,9 +73,10 @@ def k3(x: Tensor) -> Tensor:
 def clipped(ratio: Tensor, advantage: Tensor, c: Clip) -> tuple[Tensor, Tensor, Tensor]:
     """PPO's clipped surrogate: l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A).
 
-    Schulman et al. 2017 (1707.06347), equation 7; ε_high: DAPO (2503.14476); δ: INTELLECT-2
-    (2505.07291). Returns l, whether l is constant in r (its gradient is zero there), and the clip
-    flag: int8, -1 below 1 - ε with A < 0, +1 above 1 + ε_high with A > 0, else 0.
+    Sources: Schulman et al. 2017 (1707.06347), equation 7, with ε_high from DAPO (2503.14476) and δ
+    from INTELLECT-2 (2505.07291). Returns l, whether l is constant in r (so that its gradient is
+    zero), and the clip flag (int8). The flag is -1 if r < 1 - ε and A < 0, +1 if r > 1 + ε_high and
+    A > 0, else 0.
     """
     low, high = 1.0 - c.epsilon, 1.0 + c.epsilon_high
     capped = ratio.clamp(max=c.delta)
@@ -91,9 +91,9 @@ def policy_terms(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return for each token the loss l, dl/dlogp, the clip flag (int8) and the KL (or None).
 
-    l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A) · importance + β · KL. A NaN log-prob gives
-    a NaN loss and gradient, so the trainer notices it. To this end, every comparison below tests
-    for the case in which the derivative is zero, and NaN fails such a test.
+    l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A) · importance + β · KL. If a log-prob is
+    NaN, the loss and the gradient are NaN, so the trainer detects the error. For this reason, each
+    comparison below tests whether the derivative is zero: for NaN, this test is false.
     """
     # ratio: r = π(token) / π_old(token) = exp(logp - old_logp), so dr/dlogp = r, or 0 if clamped
     log_ratio = torch.zeros_like(logp) if inputs.old_logp is None else logp - inputs.old_logp
@@ -108,8 +108,8 @@ def policy_terms(
     if inputs.ref_logp is None:
         return l, dl, clip, None
 
-    # KL = r·k3, where k3 = e^x - x - 1 with x = ref_logp - logp: dk3/dlogp = 1 - e^x, and
-    # dKL = r·dk3 + dr·k3. The factor r, which is 1 on policy, makes the gradient that of the KL.
+    # KL = r·k3 and k3 = e^x - x - 1, with x = ref_logp - logp, so dk3/dlogp = 1 - e^x.
+    # So dKL = r·dk3 + dr·k3. With the factor r (1 on policy), this is the gradient of the KL.
     x = inputs.ref_logp - logp
     kl, dkl = k3(x), torch.where(x.abs() > LOG_RATIO_MAX, 0.0, -torch.expm1(x))
     kl, dkl = ratio * kl, ratio * dkl + dratio * kl

@@ -1,7 +1,7 @@
 """QK-norm and rotary embedding.
 
-In: q [T, H, E], k [T, K, E], the weights [E] of their norms or None, cos and sin [T, 1, E]. Out: q
-and k, in their dtype. Read next: swiglu.py.
+In: q [T, H, E], k [T, K, E], the weights [E] of the two norms or None, cos and sin [T, 1, E]. Out:
+q and k, in their dtype. Read next: swiglu.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from .norm import rms_norm
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embedding (Su et al. 2021). It pairs dimensions i and i + E/2, as
-    Hugging Face does.
+    """Apply rotary position embedding (Su et al. 2021). As in Hugging Face, dimensions i and i +
+    E/2 are a pair.
 
-    x: [T, heads, E]; cos, sin: [T, 1, E] float32. The computation is at least in float32, and the
-    result has x's dtype.
+    The shapes are x [T, heads, E], and cos and sin [T, 1, E] float32. The computation uses at least
+    float32, and the result has the dtype of x.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     a, b = wide.chunk(2, dim=-1)
@@ -35,7 +35,7 @@ def norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Return q [T, H, E] and k [T, K, E], each head normalized and rotated.
 
-    Without a norm, as in all models but Qwen3, the weights [E] are None.
+    The weights [E] are None if there is no norm, as in all models except Qwen3.
     """
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)

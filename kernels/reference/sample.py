@@ -14,10 +14,11 @@ GAMMA, MIX_1, MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEE
 
 
 def uniform(key: Tensor, counter: Tensor) -> Tensor:
-    """Hash key and counter, [b] int64 each, to [b] float64 in [0, 1), in multiples of 2⁻⁵³.
+    """Hash key and counter ([b] int64 each) to numbers [b] float64 in [0, 1), multiples of 2⁻⁵³.
 
-    This is SplitMix64 (Steele, Lea and Flood 2014). In + and ·, int64 overflows in the same way as
-    uint64. Its right shift copies the sign bit, so a mask turns it into a logical shift.
+    The hash function is SplitMix64 (Steele, Lea and Flood 2014). In sums and products, int64
+    overflows in the same way as uint64. The right shift of int64 copies the sign bit, so a mask
+    removes these bits.
     """
 
     def xor_shift(z: Tensor, n: int) -> Tensor:
@@ -32,12 +33,13 @@ def sample_tokens(
     logits: Tensor, key: Tensor, counter: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Sample a token [b] int64 from softmax(logits / temperature) for each row of logits [b, V].
-    Return it with its log-prob [b] float32. key and counter: [b] int64.
+    Return the tokens and their log-probs [b] float32. The key and the counter are [b] int64.
 
     The inverse CDF needs one uniform random number per token, while the Gumbel trick needs V. The
-    CDF is summed in fixed point (2⁻⁴⁰), and integer sums are exact in any order. So on every device
-    the CDF increases only where a probability is positive: neither a token of probability 0 nor an
-    index past the end can be sampled, however close to 1 the uniform number is.
+    CDF is summed in fixed point (2⁻⁴⁰), and integer sums are exact in any order. So on every
+    device, the CDF increases only at tokens with a positive probability. So a token of probability
+    0 is never sampled, and no index is beyond the vocabulary, even if the uniform number is very
+    close to 1.
     """
     logits = logits.float()
     if temperature != 1:
@@ -46,7 +48,6 @@ def sample_tokens(
     cdf = (logits.softmax(-1) * 2.0**40).long().cumsum(-1)  # [b, V] int64
     target = (uniform(key, counter)[:, None] * cdf[:, -1:]).long()  # [b, 1], below cdf[:, -1]
     token = torch.searchsorted(cdf, target, right=True)  # the first token with CDF > target
-    # Only NaN logits give an index beyond the vocabulary. The engine reports them later, so the
-    # gather here must not fail.
+    # Only NaN logits give an index beyond the vocabulary, and the engine reports NaN later.
     token = token.clamp_(max=logits.shape[-1] - 1)
     return token[:, 0], logp.gather(1, token)[:, 0]

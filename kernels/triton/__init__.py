@@ -1,8 +1,9 @@
-"""The Triton kernels that the model uses on a GPU, with the functions and names of reference/.
+"""The Triton kernels that the model uses on a GPU. The functions have the same names as in
+reference/.
 
 nanogrpo/model/dispatch.py chooses between the two packages. Each file has a kernel, its equation,
-its derivation and the bytes that it moves. Read next: log_softmax.py and policy.py (the kernels of
-the output head), norm.py (those of a decoder block).
+its derivation and the bytes that it moves. Read next: log_softmax.py and policy.py (kernels of the
+output head), norm.py (kernels of a decoder block).
 """
 
 from .fused_rows import policy_rows_

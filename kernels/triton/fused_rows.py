@@ -1,25 +1,26 @@
-"""One program per row computes log-prob, entropy and loss, then overwrites the row with the
-gradient of the loss.
+"""Compute log-prob, entropy and loss of each row of logits, and overwrite the row with the gradient
+of the loss, in one program per row.
 
 In: logits [N, V] (overwritten), targets [N], `LossInputs` [N]. Out: log-prob, entropy and the terms
 of the loss [N] float32, and dloss/dlogits in place of the logits. Read next: kernels/head.py, which
 calls `policy_rows_` on a chunk of logits between two matrix products.
 
-Equation.   (logp, H): log_softmax.py on the row;  (l, dl): policy.py `terms` of logp;
-            loss = weight · l - entropy_weight · H
+Equation.   (logp, H) as in log_softmax.py;  (l, dl) = `terms` of policy.py at logp;
+            loss = weight · l - entropy_weight · H.
 Derivation. dloss/dx_j = (weight · dl (1[j = y] - p_j) + entropy_weight · p_j (log p_j + H)) / T.
-            Once the row's sums are known, its gradient needs nothing from other rows. So the
-            program that has just read the row processes it a second time, from the last column to
-            the first, and overwrites the logits with the gradient. The last columns come first
-            because they were read most recently and are still in the nearest cache.
-Bytes.      4·N·V in bfloat16 if the second pass hits the L2 cache, 6·N·V if it does not, like
-            separate forward and backward kernels. A row of Qwen3 has 304 KB, so one row per
-            multiprocessor is 40 MB, of an H100's 50 MB of L2. That is why a program has 32 warps:
-            only one such program fits on a multiprocessor at a time. Measured on an H100, N = 8192:
-            2.43 ms, which is the time of 6·N·V at 3 TB/s. So even one row is too much there.
+            Once the sums of a row are known, its gradient does not depend on other rows. So the
+            same program processes the row a second time and overwrites the logits with the
+            gradient. The second pass goes from the last column to the first, because the last
+            columns were read most recently and are still in the nearest cache.
+Bytes.      The kernel moves 4·N·V bytes in bfloat16 if the second pass hits the L2 cache. Otherwise
+            it moves 6·N·V bytes, like separate forward and backward kernels. A row of Qwen3 has 304
+            KB, so one row per multiprocessor needs 40 MB of the 50 MB L2 cache of an H100. A
+            program has 32 warps, so that only one program fits on a multiprocessor at a time. On an
+            H100, N = 8192 rows take 2.43 ms, which is the time for 6·N·V bytes at 3 TB/s. So even
+            one row per multiprocessor is too much for the L2 cache there.
 Skipped.    If the gradient of a row is 0 (no advantage, or clipped), the row is filled with zeros
-            and not read again, unless its log-prob is NaN. Rows whose weight and entropy_weight are
-            both 0 never reach this kernel: kernels/head.py skips them.
+            and is not read again, unless its log-prob is NaN. If weight and entropy_weight of a row
+            are both 0, kernels/head.py skips the row before this kernel.
 Reference.  `policy_rows_` in reference/fused_rows.py.
 """
 
@@ -35,9 +36,10 @@ from ..reference.policy import Clip, LossInputs
 from .log_softmax import LOG2E, check_rows, results, row_gradient, statistics, wide
 from .policy import numbers_of, terms
 
-# A program has twice as many lanes as a program of the forward kernel, two per thread, so it fills
-# a multiprocessor. Each thread has 64 registers. Narrow loads (`statistics` in log_softmax.py) need
-# one register per number, so each lane then has only 4 numbers.
+# A program has twice as many lanes as in the forward kernel, so it fills a multiprocessor.
+# A thread has two lanes and 64 registers.
+# Narrow loads (`statistics` in log_softmax.py) need one register per number.
+# With narrow loads, a lane has only 4 numbers.
 LANES, WARPS = 2048, 32
 
 
@@ -89,7 +91,7 @@ def row_kernel(
             o = c + lanes
             tl.store(L + o, tl.zeros((BLOCK,), LOGITS.dtype.element_ty), mask=o < V)
         return
-    # All threads finish reading the target's logit and the sums before any logit is overwritten.
+    # All threads must finish reading the logits before any logit is overwritten.
     tl.debug_barrier()
     for i in tl.range(0, blocks):
         o = (blocks - 1 - i) * BLOCK + lanes
@@ -101,10 +103,8 @@ def row_kernel(
 def policy_rows_(
     logits: Tensor, targets: Tensor, temperature: float, inputs: LossInputs, c: Clip
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return log-prob, entropy, l, clip flag and KL (or None) of each row, all [N]; overwrite the
-    logits [N, V] with the gradient of the loss.
-
-    This does the same as `policy_rows_` in reference/fused_rows.py.
+    """Return log-prob, entropy, l, clip flag and KL (or None) of each row, all [N]. Overwrite the
+    logits [N, V] with the gradient of the loss, like `policy_rows_` in reference/fused_rows.py.
     """
     check_rows(logits)
     count, vocab = logits.shape

@@ -2,14 +2,14 @@
 
 In: x [T, …], index [n] int64 with values below T. Out: x[index], [n, …]. A prompt that G
 completions share is gathered G times, so G gradients are added to each of its rows. On a GPU,
-torch's own backward adds them with atomics: in the dtype of x, and in an order that differs from
-run to run. Read next: kernels/head.py.
+torch's own backward adds gradients with atomics, in the dtype of x, and in an order that differs
+from run to run. Read next: kernels/head.py.
 
 Equation.   dx_i = Σ_{j: index_j = i} dy_j, with j in increasing order.
-Order.      A stable sort of the index, once per strip, lists the j of each i. One program then adds
-            up the gradients of a row.
-Bytes.      2·n·W + 2·T·W in bfloat16, for rows of W numbers.
-Exactness.  One rounding, for any number of gradients.
+Order.      A stable sort of the index, once per packed batch, lists the indices j of each row i.
+            Then one program adds the gradients of a row.
+Bytes.      The backward moves 2·n·W + 2·T·W bytes in bfloat16, for rows of W numbers.
+Exactness.  The sum is rounded once, for any number of gradients.
 Reference.  `gather_rows` in reference/gather.py.
 """
 
@@ -31,7 +31,7 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit
 def sum_kernel(DY, ORDER, STARTS, DX, W, blocks, BLOCK: tl.constexpr):
-    """Each program adds up one block of one row."""
+    """Each program adds the gradients of one block of one row."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     j = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -41,8 +41,10 @@ def sum_kernel(DY, ORDER, STARTS, DX, W, blocks, BLOCK: tl.constexpr):
 
 
 def row_order(index: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the order of summation for an index [n] into `count` rows: the j of row 0, of row 1 …
-    [n], and where those of each row start [count + 1].
+    """Return the order of summation for an index [n] into `count` rows.
+
+    The first result [n] lists the indices j of row 0, then of row 1, and so on. The second result
+    [count + 1] says where the indices of each row start.
     """
     rows, order = index.sort(stable=True)
     return order, torch.searchsorted(rows, torch.arange(count + 1, device=index.device))
@@ -68,5 +70,5 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, index: Tensor, order: Order = None) -> Tensor:
-    """Return x[index] [n, …]; order: `row_order` of the index, if it is known already."""
+    """Return x[index] [n, …]. `order` is `row_order` of the index, if already known."""
     return _Gather.apply(x, index, *(order or row_order(index, len(x))))

@@ -1,37 +1,38 @@
-"""Selective log-softmax: the log-prob of one target per row, and the row's entropy, in one pass
-over the logits.
+"""Compute the log-prob of one target per row (selective log-softmax) and the entropy of the row, in
+one pass over the logits.
 
 In: logits [N, V] (bf16, fp16 or fp32; the entries of a row must be adjacent), targets [N] int64,
 temperature. Out: log-prob [N] and entropy [N] in nats, both float32. Read next: policy.py, then
-fused_rows.py, which combines the two.
+fused_rows.py, which combines this file and policy.py.
 
 Equation.   z = x / T;  logp = z_y - log Σ_j e^{z_j};  H = -Σ_j p_j log p_j.
             Online: keep (q, l, s) with l = Σ e^{z_j - q} and s = Σ e^{z_j - q} (z_j - q) over the
-            columns seen. A larger q' rescales both by a = e^{q - q'}:
-            l ← l a,  s ← (s + l (q - q')) a.  At the end logp = z_y - q - log l, H = log l - s / l.
-            All exponentials are powers of two: k = log2(e) / T folds the temperature into the one
-            multiply-add that exp needs anyway.
-Lanes.      Every lane (8 adjacent bfloat16 numbers, one 16-byte load) keeps its own (q, l, s).
-            Lanes are merged once, at the end of the row. A textbook online softmax merges once per
+            columns read so far. A larger maximum q' rescales l and s by a = e^{q - q'}:
+            l ← l a,  s ← (s + l (q - q')) a.  At the end, logp = z_y - q - log l and H = log l - s
+            / l.
+            All exponentials are powers of two. The factor k = log2(e) / T also divides by the
+            temperature, so exp needs only one multiply-add.
+Lanes.      Every lane (8 adjacent bfloat16 numbers, one 16-byte load) has its own (q, l, s). The
+            lanes are merged once, at the end of the row. A textbook online softmax merges once per
             block, and its barriers and shuffles take longer than the loads.
-Exactness.  q is rounded, but every term uses the same rounded q. So fma(x, k, -q) has one rounding,
-            near the result, and a row around -10,000 is as exact as one around 0. An entry of -inf
-            has e = 0 but e · t = NaN: such a (rare) row is summed a second time, so the main loop
-            needs no instruction for it. A sum of 151,936 terms is computed as a tree over 1024
-            lanes, each of which adds 19 sums of 8 terms. The entropy is always computed: it needs
-            no further reads, and the instruction count below includes it.
-Domain.     |max_j z_j| log2(e) < 2^31: logits around ±1.4e9 at T = 1, or around 100 at T = 1e-7.
-            Beyond that, the rounding of q changes e by a factor of more than 2^64, and sums
-            overflow. The form (x - max) k has no such limit, but costs one more instruction per
-            element.
+Exactness.  q is rounded, but every term uses the same rounded q. So fma(x, k, -q) is rounded only
+            once, and a row near -10,000 is as exact as a row near 0. For a logit of -inf, e = 0 but
+            e · t = NaN. Rows with -inf are rare and are summed a second time, so the main loop
+            needs no instruction for them. A sum of 151,936 terms is computed as a tree over 1024
+            lanes, and each lane adds 19 sums of 8 terms. The entropy is always computed, because it
+            needs no further reads.
+Domain.     The kernel requires |max_j z_j| log2(e) < 2^31: logits up to ±1.4e9 at T = 1, or about
+            ±100 at T = 1e-7. For larger logits, the rounding of q changes e by a factor of more
+            than 2^64, and sums overflow. The form (x - max) k has no such limit, but needs one more
+            instruction per element.
 Derivation. dlogp/dz_j = 1[j = y] - p_j and dH/dz_j = -p_j (log p_j + H). With the upstream
             gradients g of logp and h of H:  dx_j = (g (1[j = y] - p_j) - h p_j (log p_j + H)) / T,
-            p_j = 2^{fma(x_j, k, -q) - log2 l}. The forward saves q and log2 l.
-Bytes.      Forward 2·N·V in bfloat16: 0.58 ms for N = 8192, V = 151,936 at 4.3 TB/s. Backward
-            4·N·V: 1.16 ms.
-FLOP.       About 5 per element forward, 6 backward. The limit is the number of instructions that
-            can be issued (about 14 per element at that bandwidth);
-            tests/kernels/test_contracts.py counts them.
+            where p_j = 2^{fma(x_j, k, -q) - log2 l}. The forward saves q and log2 l.
+Bytes.      The forward moves 2·N·V bytes in bfloat16: 0.58 ms for N = 8192, V = 151,936 at 4.3
+            TB/s. The backward moves 4·N·V bytes: 1.16 ms.
+FLOP.       The forward needs about 5 FLOP per element, and the backward 6. The limit is the number
+            of instructions that can be issued (about 14 per element at that bandwidth), which a
+            test counts (tests/kernels/test_contracts.py).
 Reference.  `log_softmax_forward`, `log_softmax_backward_` in reference/log_softmax.py.
 """
 
@@ -45,17 +46,19 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Means "nothing seen yet". It is finite, so the difference of two such values is not NaN.
+# The initial maximum, which is finite because -inf - -inf would be NaN.
 LOWEST = tl.constexpr(-1e30)
 
-# Launch shapes are constants and not chosen by an autotuner, so the tests cover the shapes that
-# run. Every lane of the forward kernel processes 16 bytes at a time, which is a single load.
+# Launch shapes are constants instead of results of an autotuner, so tests cover all shapes used.
+# Every lane of the forward kernel processes 16 bytes at a time, which is a single load.
 LANES, WARPS = 1024, 8
 BLOCK = 4096  # columns per program of the backward
 
 
 def wide(logits: Tensor) -> bool:
-    """Return whether all rows start at multiples of 16 bytes, by Triton's own test for a launch."""
+    """Return whether all rows start at multiples of 16 bytes. Triton uses the same test when it
+    launches a kernel.
+    """
     return logits.data_ptr() % 16 == 0 and logits.stride(0) % 16 == 0
 
 
@@ -64,9 +67,9 @@ def wide(logits: Tensor) -> bool:
 
 @triton.jit
 def fold(x, q, l, s, k):
-    """Fold the block x [R, C] into the lanes' statistics q, l, s [R].
+    """Add the block x [R, C] to the statistics q, l, s [R] of the lanes.
 
-    Axis 1 lies within a thread, so threads exchange no data.
+    The C numbers of a lane belong to one thread, so threads exchange no data.
     """
     q_new = tl.maximum(q, tl.max(x, 1) * k)
     a = tl.exp2(q - q_new)
@@ -89,10 +92,10 @@ def merge(q, l, s):
 def statistics(L, V, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """Return (q, l, s) of the V columns of the row at L.
 
-    WIDE: the C numbers of a lane are adjacent and need one load. If rows do not start at multiples
-    of 16 bytes, that load is impossible, and Triton would spread the C numbers over several
-    threads. So each lane then takes every R-th number, and adjacent lanes read adjacent numbers.
-    The loads are narrow, but threads exchange no data.
+    If WIDE, the C numbers of a lane are adjacent and need one load. If rows do not start at
+    multiples of 16 bytes, one load is impossible, and Triton would spread the C numbers over
+    several threads. So without WIDE, each lane takes every R-th number, and adjacent lanes read
+    adjacent numbers. These loads are narrow, but threads still exchange no data.
     """
     BLOCK: tl.constexpr = R * C
     if WIDE:
@@ -108,11 +111,11 @@ def statistics(L, V, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     if tail < V:
         o = tail + base
         x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
-        # Pad after the conversion, because float16 cannot represent -1e30. The padding value is
-        # below any q even after multiplication by k, so e = 0.
+        # Pad after the conversion, because float16 cannot represent -1e30.
+        # Times k, the padding value is still below any q, so e = 0.
         q, l, s = fold(tl.where(o < V, x, 2.0 * LOWEST / k), q, l, s, k)
     q, l, s = merge(q, l, s)
-    if s != s:  # an entry of -inf made 0 · -inf: sum again, without entries of probability 0
+    if s != s:  # a logit of -inf gave 0 · -inf: sum again, without probabilities of 0
         again = tl.zeros((R,), tl.float32)
         for c in tl.range(0, V, BLOCK):
             o = c + base
@@ -163,7 +166,8 @@ def log_softmax_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-prob [N], entropy [N], and (q, log2 l) [2, N] for the backward of this file.
 
-    logits [N, V], targets [N]; rows may be strided, but the entries within a row must be adjacent.
+    The shapes are logits [N, V] and targets [N]. Rows may be strided, but the entries of a row must
+    be adjacent.
     """
     check_rows(logits)
     count, vocab = logits.shape
@@ -184,7 +188,7 @@ def log_softmax_forward(
 def row_gradient(x, o, y, k, q, log_l, entropy, dlogp, dentropy):
     """Return dlogp (1[o = y] - p) - dentropy p (log p + H) for the logits x at columns o.
 
-    1 - p is computed in float32.
+    The difference 1 - p is computed in float32.
     """
     t = tl.fma(x, k + tl.zeros_like(x), -q + tl.zeros_like(x)) - log_l  # log2 p
     p = tl.exp2(t)
@@ -199,14 +203,14 @@ def backward_kernel(
     LOGITS, TARGETS, NORM, ENTROPY, DLOGP, DENTROPY, stride, N, V, k, inv_t,
     blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program processes one block of a row, with six values that belong to the row."""
+    """Each program processes one block of a row."""
     pid = tl.program_id(0).to(tl.int64)
     row = pid // blocks
     o = (pid % blocks).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
     L = LOGITS + row * stride
     dlogp = tl.load(DLOGP + row)
     dentropy = tl.load(DENTROPY + row)
-    if (dlogp == 0.0) & (dentropy == 0.0):  # the gradient of this row is zero: do not read the row
+    if (dlogp == 0.0) & (dentropy == 0.0):  # the gradient is zero: do not read the row
         tl.store(L + o, tl.zeros((BLOCK,), LOGITS.dtype.element_ty), mask=o < V)
         return
     y = tl.load(TARGETS + row)

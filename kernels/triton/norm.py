@@ -1,19 +1,22 @@
-"""RMSNorm in one kernel, with the residual add before it or without. The decoder uses it on CUDA.
+"""RMSNorm in one kernel, either alone or after adding a residual. The decoder uses this kernel on
+CUDA.
 
 In: x [T, D], optionally a residual [T, D], weight [D]; bf16, fp16 or fp32. Out: the normalized rows
-[T, D], and with a residual also the sum x + residual [T, D], which is the next residual. Read next:
+[T, D]. With a residual, also the sum x + residual [T, D], which is the next residual. Read next:
 rope.py.
 
 Equation.   h = x + residual, or x;  r = (mean(h²) + ε)^{-1/2};  y = h r · weight
-            (Zhang and Sennrich 2019, arXiv 1910.07467)
+            (Zhang and Sennrich 2019, arXiv 1910.07467).
 Derivation. With n = h r and g = dy · weight:  dh = r (g - n mean(g n)) + dh_from_the_residual;
-            dx = dresidual = dh;  dweight = Σ_t dy n. Statistics are computed in float32. h is first
-            rounded to its dtype, as a separate add would do.
-Sums.       dweight: each of P programs processes every P-th row and keeps a partial sum. The
-            partial sums are then added in order. A frozen weight (LoRA) needs none of this.
-Bytes.      With the residual: the forward reads 4·T·D and writes 4·T·D in bfloat16 (as separate
-            kernels, the add moves 6 and the norm 4); the backward reads 6 and writes 2. T = 8192,
-            D = 4096 at 4.3 TB/s: 62 µs each way. Without it: 4 and 6. FLOP: 6 per element.
+            dx = dresidual = dh;  dweight = Σ_t dy n. Statistics are computed in float32. The sum h
+            is first rounded to the dtype of x, as in a separate add.
+Sums.       For dweight, each of P programs processes every P-th row and computes a partial sum. The
+            partial sums are then added in a fixed order. A frozen weight (LoRA) needs no sums.
+Bytes.      In bfloat16 with the residual, the forward reads 4·T·D bytes and writes 4·T·D. As two
+            separate kernels, the add would move 6·T·D bytes and the norm 4·T·D. The backward reads
+            6·T·D bytes and writes 2·T·D. For T = 8192, D = 4096 at 4.3 TB/s, forward and backward
+            take 62 µs each. Without the residual, the forward moves 4·T·D bytes and the backward
+            6·T·D. FLOP: 6 per element.
 Reference.  `rms_norm` and `add_rms_norm` in reference/norm.py.
 """
 
@@ -26,7 +29,7 @@ from torch.autograd.function import once_differentiable
 import triton
 import triton.language as tl
 
-PROGRAMS = 512  # number of programs of the backward; each fills one row of PARTS
+PROGRAMS = 512  # number of programs in the backward; each program fills one row of PARTS
 
 
 @triton.jit
@@ -72,7 +75,7 @@ def backward_kernel(H, WEIGHT, RSTD, DY, DSUM, DX, PARTS, T, D, BLOCK: tl.conste
 
 
 def shape_of_block(width: int) -> tuple[int, int]:
-    """Return the block size of a program, which covers a full row, and its number of warps."""
+    """Return the block size of a program, which covers a full row, and the number of warps."""
     block = triton.next_power_of_2(width)
     return block, max(1, min(16, block // 512))
 
@@ -119,6 +122,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the normalized sum [T, D] and the sum x + residual [T, D], both in the dtype of x.
 
-    x and residual [T, D], weight [D].
+    The shapes are x and residual [T, D], and weight [D].
     """
     return _Norm.apply(x, residual, weight, eps)

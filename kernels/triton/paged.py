@@ -1,21 +1,23 @@
-"""Attention of one decode step over a paged cache, in two launches: `attend`, then `combine`.
+"""Compute the attention of one decode step over a paged cache, with two kernels: `attend` and then
+`combine`.
 
-In: query [b, H, E], key and value [b, K, E] of the newest token of b rows, its position [b], and
-the cache: keys and values [pages, K, PAGE, E], and `table`, which lists the pages of each row in
-order. Out: what each query attends to, [b, H, E]. bf16, fp16 or fp32. For inference only. Read
-next: sample.py.
+In: query [b, H, E], key and value [b, K, E] of the newest token of b rows, the token's position
+[b], and the cache: keys and values [pages, K, PAGE, E], and `table`, which lists the pages of each
+row in order. Out: the attention output [b, H, E]. All dtypes are bf16, fp16 or fp32. For inference
+only. Read next: sample.py.
 
 Equation.   Over a part p of a row's keys: x = q Kᵀ / √E,  m_p = max x,  l_p = Σ exp(x - m_p),
             o_p = Σ exp(x - m_p) v. Then, with m = max m_p:
-            out = Σ_p exp(m_p - m) o_p / Σ_p exp(m_p - m) l_p   (flash-decoding, Dao et al. 2023)
-Parts.      One long row must not leave most of the GPU idle, so the pages of a row are split into
-            parts. Their number depends only on b, so a CUDA graph is valid for all lengths: a
-            program reads as many pages as the row has. The newest token belongs to part 0, which
-            also writes it to its page.
-Groups.     The H/K query heads that share a key head are the rows of a matrix product, filled up to
-            16 for the tensor cores. So each key is read once.
-Bytes.      4·K·E per cached token in bfloat16. A layer of Qwen3-0.6B (K = 8, E = 128) reads 105 MB
-            for 64 rows of 400 tokens: 24 µs at 4.3 TB/s. FLOP: 4·H·E per cached token.
+            out = Σ_p exp(m_p - m) o_p / Σ_p exp(m_p - m) l_p   (flash-decoding, Dao et al. 2023).
+Parts.      The pages of a row are split into parts, because otherwise one long row would leave most
+            of the GPU idle. The number of parts depends only on b, so a CUDA graph is valid for all
+            lengths. A program reads as many pages as its part of the row has. The newest token
+            belongs to part 0, which also writes this token to its page.
+Groups.     The H/K query heads that share a key head are the rows of one matrix product, padded to
+            16 rows for the tensor cores. So each key is read once.
+Bytes.      The kernel reads 4·K·E bytes per cached token in bfloat16. A layer of Qwen3-0.6B (K = 8,
+            E = 128) reads 105 MB for 64 rows of 400 tokens, which takes 24 µs at 4.3 TB/s. FLOP:
+            4·H·E per cached token.
 Reference.  `paged_attention` in reference/paged.py.
 """
 
@@ -30,8 +32,8 @@ import triton.language as tl
 from .log_softmax import LOG2E
 from .rope import adjacent
 
-PROGRAMS = 1024  # wanted programs of `attend`: about eight per multiprocessor of a large GPU
-PARTS = 32  # the most parts of a row
+PROGRAMS = 1024  # target number of programs of `attend`: about eight per multiprocessor
+PARTS = 32  # maximum number of parts per row
 
 
 @triton.jit
@@ -70,7 +72,7 @@ def attend_kernel(
     for i in tl.range(part * share, tl.minimum((part + 1) * share, pages)):
         page = tl.load(TABLE + row * table_stride + i).to(tl.int64)
         at = ((page * KV + k_head) * PAGE + n) * E
-        seen = i * PAGE + n < position  # the first key of a page always is
+        seen = i * PAGE + n < position  # always true for a page's first key
         there = seen[:, None] & (e < E)[None, :]
         keys = tl.load(KEYS + at[:, None] + e[None, :], mask=there, other=0.0)  # [PAGE, E_PAD]
         x = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale  # [HEADS_PAD, PAGE]
@@ -92,7 +94,7 @@ def attend_kernel(
 def combine_kernel(
     MAXIMA, TOTALS, SUMS, Y, E: tl.constexpr, E_PAD: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Each program adds up the parts of one query head of one row."""
+    """Each program combines the parts of one query head of one row."""
     head = tl.program_id(0).to(tl.int64)
     at = head * PARTS + tl.arange(0, PARTS)
     e = tl.arange(0, E_PAD)
@@ -106,10 +108,12 @@ def combine_kernel(
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Write k and v [b, K, E] to the pages of b rows, and return what q [b, H, E] attends to.
+    """Write k and v [b, K, E] to the pages of b rows, and return the attention output of q [b, H,
+    E].
 
-    positions [b] int64; table [B, pages of a row] int32; keys and values [pages, K, PAGE, E]. The
-    key of row r goes to place positions[r] % PAGE of page table[r, positions[r] // PAGE].
+    The other shapes are positions [b] int64, table [B, pages of a row] int32, and keys and values
+    [pages, K, PAGE, E]. The key of row r is written to position positions[r] % PAGE of the page
+    table[r, positions[r] // PAGE].
     """
     q, k, v = adjacent(q), adjacent(k), adjacent(v)
     b, H, E = q.shape

@@ -7,13 +7,15 @@ Equation.   r = exp(logp - old);
             l = -min(min(r, δ) A, clamp(r, 1 - ε, 1 + ε_high) A) · importance + β · KL.
             KL = r · k3, k3 = e^x - x - 1 with x = ref - logp. Log-ratios are clamped to ±20 before
             exp.
-Derivation. dr/dlogp = r. The unclipped term min(r, δ) A, called `free` below, has derivative r A
-            while r <= δ. The clipped term clamp(r) A, called `held`, has it while r lies in the
-            clip range. The min has the derivative of the smaller term (inside the range both are r
-            A). dk3/dlogp = 1 - e^x, so dKL/dlogp = r · (1 - e^x) + r · k3.
-NaN.        A NaN log-prob makes loss and gradient NaN, as in the reference, so the trainer notices
-            it. Comparisons therefore test for values out of range: NaN fails the test in `where(|d|
-            > 20, 0, r)`, so it is not replaced by 0. Every min and max propagates NaN.
+Derivation. dr/dlogp = r. The unclipped term min(r, δ) A, called `free` below, has the derivative r
+            A if r <= δ, and 0 otherwise. The clipped term clamp(r) A, called `held`, has the
+            derivative r A if r is in the clip range, and 0 otherwise. The derivative of the min is
+            that of the smaller term (in the clip range, both terms are r A). dk3/dlogp = 1 - e^x,
+            so dKL/dlogp = r · (1 - e^x) + r · k3.
+NaN.        If a log-prob is NaN, the loss and the gradient are NaN, as in the reference, so the
+            trainer detects the error. For this reason, comparisons test whether a value is out of
+            range: in `where(|d| > 20, 0, r)`, the test is false for NaN, so NaN is not replaced by
+            0. Every min and max propagates NaN.
 Reference.  `policy_terms` in reference/policy.py.
 """
 
@@ -25,14 +27,14 @@ import triton.language as tl
 from ..reference import policy
 
 LOG_RATIO_MAX = tl.constexpr(policy.LOG_RATIO_MAX)
-NAN = tl.constexpr(tl.PropagateNan.ALL)  # min(NaN, 1) is NaN; without it a GPU returns 1
+NAN = tl.constexpr(tl.PropagateNan.ALL)  # makes min(NaN, 1) NaN, not 1
 
 
 @triton.jit
 def growth_and_k3(x):
     """Return e^x - 1 and e^x - x - 1 without cancellation.
 
-    For |x| < 1/2 both are computed as a series, whose first omitted term is under 1e-8 of k3.
+    For |x| < 1/2, both are computed as a series. The first omitted term is smaller than 1e-8 of k3.
     """
     series = 1.0 + x / 8.0 * (1.0 + x / 9.0)
     for i in tl.static_range(7, 2, -1):
@@ -45,7 +47,7 @@ def growth_and_k3(x):
 
 @triton.jit
 def clamp(x, low, high):
-    """Clamp x to low … high; NaN stays NaN."""
+    """Clamp x to the range from low to high. NaN stays NaN."""
     return tl.minimum(tl.maximum(x, low, NAN), high, NAN)
 
 
@@ -53,14 +55,14 @@ def clamp(x, low, high):
 def terms(logp, adv, old, ref, imp, low, high, delta, beta):
     """Return l, dl/dlogp, clip flag (int32) and KL of one token, or of a block of them.
 
-    This is `policy_terms` of reference/policy.py, step by step. Absent inputs are None.
+    The steps are the same as in `policy_terms` of reference/policy.py. Absent inputs are None.
     """
     zero = tl.zeros_like(logp)
     d = zero
     if old is not None:
         d = logp - old
     r = tl.exp(clamp(d, -LOG_RATIO_MAX, LOG_RATIO_MAX))
-    dr = tl.where(tl.abs(d) > LOG_RATIO_MAX, 0.0, r)  # beyond the clamp the ratio is constant
+    dr = tl.where(tl.abs(d) > LOG_RATIO_MAX, 0.0, r)  # the ratio is constant if clamped
     capped = tl.minimum(r, delta, NAN)
     free = capped * adv
     held = clamp(r, low, high) * adv

@@ -1,25 +1,26 @@
-"""QK-norm and rotary embedding of all heads of a token, queries and keys, in one kernel. The
-decoder uses it on CUDA.
+"""QK-norm and rotary embedding of all query and key heads of a token, in one kernel. The decoder
+uses this kernel on CUDA.
 
-In: q [T, H, E] and k [T, K, E], their norms' weights [E] or None (only Qwen3 has these norms), cos
-and sin [T, E] float32 (with two equal halves). Out: q and k, normalized and rotated, in their
-dtype. The heads of a token must be adjacent; tokens may be further apart, as in a slice of q, k and
-v computed in one product. Read next: swiglu.py.
+In: q [T, H, E] and k [T, K, E], the weights [E] of the two norms or None (only Qwen3 has these
+norms), cos and sin [T, E] float32 (each with two equal halves). Out: q and k, normalized and
+rotated, in their dtype. The heads of a token must be adjacent in memory. There may be gaps between
+tokens, for example if q, k and v are slices of one product. Read next: swiglu.py.
 
 Equation.   n = x (mean(x²) + ε)^{-1/2};  u = n · weight, in halves (a, b);
-            y = (a cos - b sin, b cos + a sin)
-            (RMSNorm per head as in Qwen3; Su et al. 2021, arXiv 2104.09864, pairs i with i + E/2)
-            Without a norm, u = x.
+            y = (a cos - b sin, b cos + a sin).  Without a norm, u = x.
+            The RMSNorm is per head as in Qwen3. The rotation is that of Su et al. 2021 (arXiv
+            2104.09864), with pairs i and i + E/2.
 Derivation. The rotation is linear, and its transpose is da = dya cos + dyb sin,
-            db = dyb cos - dya sin. Then the derivative of RMSNorm: g = du · weight;
-            dx = r (g - n mean(g n)); dweight = Σ du n. r is recomputed from x, which is loaded
-            anyway. Without a norm, dx = du, and x is neither saved nor loaded.
-Sums.       dweight: each of a fixed number of programs computes a partial sum. These are added in
-            order.
-Bytes.      With N = T·(H + K)·E numbers in q and k, the forward moves 4·N in bfloat16 (separate
-            kernels for norm and rotation move 8 or more), the backward 6·N. T = 8192, H = 32,
-            K = 8, E = 128: 39 µs at 4.3 TB/s. FLOP: 12 per element.
-Reference.  `norm_rope` in reference/rope.py, which also rounds between the norm and the rotation.
+            db = dyb cos - dya sin. Then the derivative of RMSNorm follows: g = du · weight;
+            dx = r (g - n mean(g n)); dweight = Σ du n. The factor r is recomputed from x, which is
+            loaded anyway. Without a norm, dx = du, and x is neither saved nor loaded.
+Sums.       For dweight, each of a fixed number of programs computes a partial sum. The partial sums
+            are then added in a fixed order.
+Bytes.      With N = T·(H + K)·E numbers in q and k, the forward moves 4·N bytes in bfloat16, and
+            the backward 6·N. Separate kernels for norm and rotation would move 8·N or more in the
+            forward. For T = 8192, H = 32, K = 8, E = 128 at 4.3 TB/s, the forward takes 39 µs.
+            FLOP: 12 per element.
+Reference.  `norm_rope` in reference/rope.py also rounds between the norm and the rotation.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from torch.autograd.function import once_differentiable
 import triton
 import triton.language as tl
 
-PROGRAMS = 512  # number of programs of the backward; each fills two rows of PARTS
+PROGRAMS = 512  # number of programs in the backward; each program fills two rows of PARTS
 
-# Constants of both kernels: H and K heads of size 2·HALF. Triton's blocks have sizes that are
-# powers of two, so heads are padded to H_PAD, K_PAD and PAD.
+# Constants of both kernels: there are H query heads and KV key heads of size 2·HALF.
+# Block sizes in Triton are powers of two, so these numbers are padded to H_PAD, KV_PAD and PAD.
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def places(HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAD: tl.
 
 @triton.jit
 def load_halves(X, at, here, HALF: tl.constexpr):
-    """Return the two halves of heads, float32."""
+    """Return the two halves of the heads in float32."""
     a = tl.load(X + at, mask=here, other=0.0).to(tl.float32)
     b = tl.load(X + at + HALF, mask=here, other=0.0).to(tl.float32)
     return a, b
@@ -104,7 +105,8 @@ def backward_heads(
     X, x_offset, WEIGHT, DY, DX, cos, sin, eps, dwa, dwb,
     HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a token's heads to DX. Return dwa and dwb [ROWS, PAD] plus its terms.
+    """Write the gradient of a token's heads to DX. Return dwa and dwb [ROWS, PAD] plus the terms of
+    this token.
 
     X and WEIGHT may be None.
     """
@@ -151,7 +153,7 @@ def backward_kernel(
     """
     pid = tl.program_id(0)
     at, here = places(1, 1, HALF, PAD)
-    # a sum per head, so that threads exchange data only at the end
+    # one sum per head, so that threads exchange data only at the end
     dwqa = tl.zeros((H_PAD, PAD), tl.float32)
     dwqb = tl.zeros((H_PAD, PAD), tl.float32)
     dwka = tl.zeros((KV_PAD, PAD), tl.float32)
@@ -175,12 +177,12 @@ def backward_kernel(
 
 
 def adjacent(x: Tensor) -> Tensor:
-    """Return x [T, heads, E], copied only if the heads of a token are further apart."""
+    """Return x [T, heads, E], or a copy if the heads of a token are not adjacent."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def _shape(q: Tensor, k: Tensor) -> dict[str, int]:
-    """Return the constants of both kernels. Each thread has 8 pairs of q, or a few more."""
+    """Return the constants of both kernels. A thread processes about 8 pairs of q."""
     H, KV, HALF = q.shape[1], k.shape[1], q.shape[2] // 2
     pads = [triton.next_power_of_2(n) for n in (H, KV, HALF)]
     warps = max(1, min(16, pads[0] * pads[2] // 256))
@@ -226,7 +228,7 @@ def norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Return q [T, H, E] and k [T, K, E] normalized and rotated, in their dtype.
 
-    The weights [E] belong to the norms, which are left out if both are None; cos and sin [T, 1, E]
-    float32.
+    The weights [E] belong to the norms. If both weights are None, there is no norm. The shape of
+    cos and sin is [T, 1, E] float32.
     """
     return _NormRope.apply(q, k, q_weight, k_weight, cos, sin, eps)

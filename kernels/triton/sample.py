@@ -1,16 +1,17 @@
-"""Sample one token per row from its logits, in three launches.
+"""Sample one token per row from its logits, with three kernels.
 
 In: logits [b, V] (bf16, fp16 or fp32), and each row's random key and counter [b] int64. Out: tokens
 [b] int64, and their log-probs [b] float32. Read next: README.md.
 
 Equation.   n_j = ⌊2⁴⁰ softmax(z/T)_j⌋;  u = SplitMix64(key, counter) in [0, 1);  t = ⌊u Σ n⌋;
-            token = the first j with n_0 + … + n_j > t
-Chunks.     A row is split into chunks of BLOCK columns, so that few rows use the full GPU. The
-            first launch computes each chunk's maximum and sum, the second its integer Σ n, and the
-            third finds the chunk and then the token in it. Integer sums are exact in any order, so
-            chunks do not change the result.
-Bytes.      4·b·V in bfloat16, the second half possibly from the L2 cache. b = 64, V = 151,936: 39
-            MB. The reference writes logits, log-probs, probabilities and sums: 0.7 GB.
+            token = the first j with n_0 + … + n_j > t.
+Chunks.     A row is split into chunks of BLOCK columns, so that a few rows can use the full GPU.
+            The first kernel computes the maximum and the sum of each chunk, and the second its
+            integer sum Σ n. The third kernel finds the chunk, and then the token in this chunk.
+            Integer sums are exact in any order, so chunks do not change the result.
+Bytes.      The kernels read 4·b·V bytes in bfloat16, and the second half may come from the L2
+            cache. For b = 64, V = 151,936, this is 39 MB. The reference writes logits, log-probs,
+            probabilities and sums, which are 0.7 GB.
 Reference.  `sample_tokens` in reference/sample.py.
 """
 
@@ -33,7 +34,7 @@ MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def columns(LOGITS, row, chunk, stride, V, inv_t, BLOCK: tl.constexpr):
-    """Return a chunk of a row, divided by the temperature; -inf beyond the vocabulary."""
+    """Return a chunk of a row, divided by the temperature. Columns beyond the vocabulary are -inf."""
     j = chunk * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(LOGITS + row * stride + j, mask=j < V, other=float("-inf"))
     return z.to(tl.float32) * inv_t
@@ -97,7 +98,7 @@ def pick_kernel(
     z = columns(LOGITS, row, chunk, stride, V, inv_t, BLOCK)
     n = (tl.exp(z - top) / total * SCALE).to(tl.int64)
     token = chunk * BLOCK + tl.sum((before + tl.cumsum(n, 0) <= target).to(tl.int32), 0)
-    token = tl.minimum(token, V - 1)  # only NaN logits give more; the engine reports them later
+    token = tl.minimum(token, V - 1)  # can be larger only if logits are NaN
     tl.store(TOKEN + row, token)
     z = tl.load(LOGITS + row * stride + token).to(tl.float32) * inv_t
     tl.store(LOGP + row, z - top - tl.log(total))
@@ -108,7 +109,7 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return a token [b] int64 and its log-prob [b] float32 for each row of logits [b, V].
 
-    key and counter: [b] int64.
+    The key and the counter are [b] int64.
     """
     b, vocab = logits.shape
     chunks = triton.cdiv(vocab, BLOCK)

@@ -1,1 +1,1 @@
-"""Prompts: where they come from, and which ones each step draws. Start with prompts.py."""
+"""Read the prompts of a run, and choose the prompts of each step. Start with prompts.py."""

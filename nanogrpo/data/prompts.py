@@ -4,13 +4,15 @@ In: the records of files or built-in tasks (sources.py). Out: `Prompt`s with tok
 chooses the prompts of a step. Read next: sources.py (where records come from), rewards/runner.py
 (what receives the other columns).
 
-A record is one of
+A record has one of these forms:
+
     {"prompt": "3+4=", ...}                                      a text, tokenized as it is
     {"prompt": [{"role": "user", "content": "3+4="}], ...}       messages, for the chat template
     {"question": "What is 3+4?", "answer": "It is 7.\\n#### 7"}   GSM8K: a user message and the
                                                                  column `solution`
     {"problem": "What is 3+4?", "solution": "It is \\boxed{7}."}  MATH: a user message
-`from_record` explains the options that change this.
+
+`from_record` describes the options that change these rules.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from nanogrpo.types import Prompt
 
 log = logging.getLogger("nanogrpo")
 
-# These arguments of reward functions come from the runner, so no column may have such a name.
+# The runner passes these arguments to reward functions, so no column may have such a name.
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 # The columns that can hold the prompt if --prompt-column names none, in this order.
 PROMPT_COLUMNS = ("prompt", "question", "problem")
@@ -49,8 +51,8 @@ def load_prompts(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Return the training prompts and the held-out prompts (none without --eval-steps).
 
-    Every prompt is short enough to leave room for a completion in the model's context. train_data,
-    eval_data: records, or another source, in place of --data and --eval-data.
+    Every prompt leaves enough of the model's context for a completion. The arguments `train_data`
+    and `eval_data` are sources (such as lists of records) that replace --data and --eval-data.
     """
     data = cfg.data if train_data is None else [train_data]
     prompts = load(cfg, tokenizer, data, features, context=context)
@@ -74,7 +76,7 @@ def load_held_out(
     features: Sequence[Feature] = (),
     split: str = "eval",
 ) -> list[Prompt]:
-    """Return the first --eval-samples prompts of these sources. sources.py explains `split`."""
+    """Return the first --eval-samples prompts of these sources. `sources.read` explains `split`."""
     found = load(cfg, tokenizer, data, features, context=context, split=split)
     if not found:
         raise UserError(
@@ -93,14 +95,14 @@ def load(
     context: int = 1 << 30,
     split: str = "train",
 ) -> list[Prompt]:
-    """Return the prompts of all sources. sources.py explains `split`.
+    """Return the prompts of all sources. `sources.read` explains `split`.
 
-    `Prompt.id` is the position of the record in the concatenation of all sources. It is part of the
-    random key. Adding a source at the end, or dropping a long prompt, does not change the id of any
-    other prompt.
+    `Prompt.id` is the position of the record in the concatenation of all sources. The random
+    numbers of a completion depend on this id. Adding a source at the end, or dropping a long
+    prompt, does not change the id of any other prompt.
 
-    A prompt of more than --max-prompt-length tokens, after the chat template, is never truncated,
-    because cutting off the beginning of a question can change its answer.
+    A prompt is never truncated, because a truncated question can have a different answer. A prompt
+    with more than --max-prompt-length tokens (after the chat template) is refused or dropped.
     """
     room = context - cfg.max_completion_length
     if room < 1:
@@ -152,17 +154,23 @@ def from_record(
     features: Sequence[Feature] = (),
     folder: Path = Path(),
 ) -> Prompt:
-    """Turn a record (see the top of this file) into a prompt. `place` names it in messages.
+    """Turn a record into a prompt. The top of this file lists the forms of records.
 
-    --prompt-column: the column with the prompt; by default the first of PROMPT_COLUMNS. A text in
-    the column `prompt` is tokenized as it is. A text in any other column becomes a user message if
-    the model has a chat template.
-    --answer-column: the column that becomes `solution`; of a text with GSM8K's ####, the result.
-    system_prompt: a system message before the prompt, which then becomes messages. Without a chat
-    template it is a text before the prompt, followed by an empty line.
-    --enable-thinking, --chat-template-kwargs: variables of the chat template (`Tokenizer.render`).
-    A column with the name of a variable that the template reads has its value for this record.
-    features, folder: for `Feature.encode`; the folder of the data file.
+    The option --prompt-column names the column with the prompt; the default is the first of
+    PROMPT_COLUMNS that the record has. A text in the column `prompt` is tokenized as it is. A text
+    in any other column becomes a user message if the model has a chat template.
+
+    The option --answer-column names the column that becomes `solution`. If the text of this column
+    contains GSM8K's ####, only the text after the #### is used.
+
+    With a chat template, `system_prompt` becomes a system message, and a text prompt becomes a user
+    message. Without a chat template, the system prompt and an empty line are put before the text.
+
+    The options --enable-thinking and --chat-template-kwargs set variables of the chat template
+    (`Tokenizer.render`). A column with the name of such a variable sets the variable for this
+    record.
+
+    `place` names the record in error messages. `folder` is the folder of the data file.
     """
 
     def require(ok: bool, problem: str) -> None:
@@ -234,20 +242,20 @@ def from_record(
 
 
 def _result(answer: Any) -> Any:
-    """Return the result after GSM8K's ####, or the answer as it is if it has none."""
+    """Return the text after GSM8K's ####, or the unchanged answer if it contains no ####."""
     has_result = isinstance(answer, str) and "####" in answer
     return answer.rpartition("####")[2].strip() if has_result else answer
 
 
 def system_prompt(option: str) -> str:
-    """Return the text of --system-prompt: the option's value, or the content of the file it names.
+    """Return the system prompt: the value of --system-prompt, or the content of the file it names.
 
     White space at both ends is removed, such as the last line break of a file.
     """
     if os.path.isfile(option):
         with reading(f"--system-prompt {option}", "give UTF-8"):
             return Path(option).read_text(encoding="utf-8").strip()
-    # one word with an ending: probably a path with a mistake
+    # one word with a file ending is probably a mistyped path
     if Path(option).suffix in (".txt", ".md") and len(option.split()) == 1:
         raise UserError(f"--system-prompt {option} is not a file: correct the path.")
     return option.strip()
@@ -257,28 +265,29 @@ def system_prompt(option: str) -> str:
 
 
 def draw(prompts: list[Prompt], n: int, seed: int, step: int) -> list[Prompt]:
-    """Choose the n prompts of a step. This is a pure function, so a resumed run draws the same
-    prompts as an uninterrupted one.
+    """Choose the n prompts of a step. This function is pure, so a resumed run draws the same
+    prompts as an uninterrupted run.
 
-    The epochs, each shuffled differently, form one long sequence, of which step s takes positions
-    s·n … s·n+n-1. Each prompt occurs once per epoch, even if n does not divide the size of the
-    dataset. No prompt occurs twice in a step as long as n ≤ len(prompts).
+    Each epoch is a new random order of all prompts, and the epochs form one long sequence. Step s
+    takes positions s·n … s·n+n-1 of this sequence. Each prompt occurs once per epoch, even if n
+    does not divide the size of the dataset. No prompt occurs twice in a step as long as n ≤
+    len(prompts).
     """
     places = (divmod(i, len(prompts)) for i in range(step * n, step * n + n))
     return [prompts[_order(len(prompts), n, seed, epoch)[offset]] for epoch, offset in places]
 
 
-# A step needs the order of one epoch, or of two at a boundary. The cache only saves time.
+# A step needs the order of one epoch, or of two epochs at a boundary. The cache saves time.
 @lru_cache(maxsize=4)
 def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of the data set in an epoch: [count] int64, a permutation.
+    """Return the order of the prompts in an epoch, as a permutation [count] int64.
 
-    A step that crosses the boundary of two epochs takes `tail` prompts from the old one and
-    n - tail from the new one. With independent permutations a step could contain a prompt twice,
-    which would give it twice the weight. So the first n - tail prompts of the new epoch are chosen
-    from those that are not in that tail; the others follow in their random order. The order of an
-    epoch therefore depends on that of the previous epoch, and so on, back to the last epoch that
-    began at the start of a step. That epoch is at most n epochs back.
+    A step that crosses the boundary of two epochs takes `tail` prompts from the old epoch and n -
+    tail from the new epoch. With independent permutations, such a step could contain a prompt
+    twice, and this prompt would have twice the weight. So the first n - tail prompts of the new
+    epoch are chosen from the prompts that are not in this tail. All other prompts follow in random
+    order. So the order of an epoch depends on the order of the previous epoch, and so on, back to
+    the last epoch that began exactly at the start of a step (at most n epochs back).
     """
     first = epoch
     while n <= count and first * count % n:  # with n > count, steps repeat prompts anyway
@@ -286,15 +295,15 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     order = _permutation(count, seed, first)
     for e in range(first + 1, epoch + 1):
         tail, new = e * count % n, _permutation(count, seed, e)
-        # positions in `new`; there are enough because n ≤ count
+        # positions in `new` of prompts outside the tail: enough, because n ≤ count
         chosen = np.flatnonzero(~np.isin(new, order[count - tail :]))[: n - tail]
         order = np.concatenate([new[chosen], np.delete(new, chosen)])
     return order
 
 
 def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return a random permutation: [count] int64. numpy guarantees that the stream of RandomState,
-    unlike that of default_rng, never changes between versions.
+    """Return a random permutation [count] int64. RandomState is used instead of default_rng because
+    numpy guarantees that its random numbers are the same in all versions.
     """
     words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch]
     return np.random.RandomState(words).permutation(count)

@@ -1,8 +1,7 @@
-"""Read the records of a data source: a file of JSON lines, the built-in task, or the records
-themselves.
+"""Read the records of a data source: a JSON-lines file, the built-in task, or a list of records.
 
 In: a source. Out: its records (dicts) in order, each with its location for error messages. Read
-next: prompts.py, which turns them into prompts.
+next: prompts.py, which turns records into prompts.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from typing import Any
 from nanogrpo.errors import UserError, reading
 from nanogrpo.feature import Feature, first
 
-Record = tuple[str, dict]  # (where it is: "file.jsonl:12" or "arithmetic, row 3"; the record)
-# A name, records such as a list of dicts, or anything else that a feature reads.
+Record = tuple[str, dict]  # (location, such as "file.jsonl:12" or "arithmetic, row 3"; record)
+# A name, a list of records (dicts), or another object that a feature can read.
 Source = Any
 
 
 def read(source: Source, split: str = "train", features: Sequence[Feature] = ()) -> list[Record]:
     """Return all records of a source.
 
-    split: "train"; "eval", of a source that --eval-data names; or "held out", the held-out part of
-    a training source, which may be empty. Raises UserError, with
-    the file and line, if something is missing, empty or damaged.
+    `split` is "train", or "eval" for a source in --eval-data, or "held out" for the held-out part
+    of a training source, which may be empty. Raises UserError, with the file and line, if something
+    is missing, empty or damaged.
     """
     rows = first(feature.rows(source, split) for feature in features)
     if rows is not None:
@@ -43,7 +42,7 @@ def read(source: Source, split: str = "train", features: Sequence[Feature] = ())
 
 
 def name(source: Source) -> str:
-    """Return what messages call a source: its name, or "data" for records."""
+    """Return the name of a source in messages, which is "data" for a list of records."""
     return source if isinstance(source, str) else "data"
 
 
@@ -52,7 +51,7 @@ def _numbered(source: Source, records: Iterable[dict]) -> list[Record]:
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
-    """Yield the records of a file. Lines are counted from 1, including blank ones."""
+    """Yield the records of a file. Lines are counted from 1, including blank lines."""
     if not path.is_file() or path.suffix not in (".jsonl", ".json"):
         raise UserError(
             f"{path} is not a .jsonl file: name one, the built-in task arithmetic, or another "

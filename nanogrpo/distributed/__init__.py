@@ -1,3 +1,3 @@
-"""The ranks of a run: how they communicate (world.py), shard the model (fsdp.py) and fail
-together (failure.py).
+"""How the ranks of a run communicate (world.py), shard the model (fsdp.py) and end together
+(failure.py).
 """

@@ -1,16 +1,17 @@
 """End all ranks of a run together, without ever hanging.
 
-    normally     every rank exits after the same step
-    on request   SIGTERM or Ctrl-C at any rank: `asked` is set; at the end of the step the ranks
-                 agree to stop, save and exit
-    on failure   the failing rank writes its error to the store that all ranks share, and exits.
-                 The others lose their connection to it, or torchrun ends them. They find the error
-                 in the store and exit with the same status, so only the first error is printed.
-    on silence   a rank that hangs or is suspended closes no connection. The others fail when they
-                 have waited for it for --ddp-timeout.
+    Normally:     Every rank exits after the same step.
+    On request:   SIGTERM or Ctrl-C on any rank sets `asked` there. At the end of the step, all
+                  ranks agree to stop, save and exit.
+    On failure:   The failing rank writes its error to a store that all ranks share, and exits.
+                  The other ranks lose their connection to this rank, or torchrun ends them. All
+                  ranks exit with the same status, and only this first error is printed.
+    On silence:   A rank that hangs or is suspended does not close its connections. The other ranks
+                  wait for this rank, and fail after --ddp-timeout seconds.
 
-In: signals and exceptions. Out: exit statuses. 0: done, or stopped on request; 2: a user's mistake;
-1: a bug, or a lost process; 128 + n: a second signal. Read before: world.py.
+In: signals and exceptions. Out: the exit status, which is 0 if the run finished or was asked to
+stop, 2 for a user's mistake, 1 for a bug or a lost process, and 128 + n for a second signal n.
+Read before: world.py.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from nanogrpo.errors import UserError, first_sentence
 
 log = logging.getLogger("nanogrpo")
 
-# Shared by the ranks, for the first error. None: the run has one process. `world.join` sets it.
+# All ranks share this store, which holds the first error; None: the run has one process.
 store: dist.Store | None = None
 
 
 def end(error: BaseException) -> NoReturn:
-    """Report the error, unless another rank failed first, and exit without waiting for the others.
+    """Report the error, unless another rank failed first. Exit without waiting for the other ranks.
 
-    Call it where raising the error would not end all ranks.
+    Use this function where raising the error would not end all ranks.
     """
     rank, status, message = os.environ.get("RANK", "0"), 1, str(error)
     if isinstance(error, (UserError, FloatingPointError)):
         status = 2
     elif isinstance(error, dist.DistError) or "gloo" in message:
-        # no exception type distinguishes a lost peer from a bug in a collective
+        # a lost process and a bug in a collective raise exceptions of the same type
         message = (
             f"rank {rank} lost its connection to another process ({first_sentence(error)}): find "
             "out what ended it, then continue with --resume."
@@ -53,10 +54,10 @@ def end(error: BaseException) -> NoReturn:
     else:
         traceback.print_exception(error)
         message = f"rank {rank} failed: {type(error).__name__}: {error}"
-    # two ranks may have the same message
+    # with the rank, because two ranks may have the same message
     first = mine = f"{status} {rank} {message}"
     if store is not None:
-        with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+        with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
             first = store.compare_set("failed", "", mine).decode()
     if first == mine:
         print(f"error: {message}", file=sys.stderr)
@@ -68,7 +69,7 @@ def leave(status: int) -> NoReturn:
     that have already ended.
     """
     for stream in (sys.stdout, sys.stderr):
-        # a closed pipe, or a flush that a signal interrupted
+        # the pipe may be closed, or a signal may interrupt the flush
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             stream.flush()
     os._exit(status)
@@ -76,17 +77,17 @@ def leave(status: int) -> NoReturn:
 
 # --- stop on request ---
 
-# Set by the first signal. Code that waits for something may then give up, so the run can save.
+# Set by the first signal. Code that waits may check this event and give up, so the run can save.
 asked = threading.Event()
 SIGNALS = signal.SIGTERM, signal.SIGINT
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[threading.Event]:
-    """Let a signal ask the run to stop: `with stoppable() as asked: … if asked.is_set(): …`.
+    """Set the event `asked` at SIGTERM or Ctrl-C: `with stoppable() as asked: …`.
 
-    A second signal exits immediately. Signals within one second count as one, because schedulers
-    signal every process, and torchrun forwards the signals it receives.
+    A second signal exits immediately. Signals within one second count as one signal, because a
+    process may get the same signal from the scheduler and from torchrun.
     """
     first = 0.0
 
@@ -103,7 +104,7 @@ def stoppable() -> Iterator[threading.Event]:
         elif time.monotonic() - first > 1.0:
             leave(128 + number)
 
-    # Python allows signal handlers in the main thread only; elsewhere nothing asks for a stop.
+    # Python allows signal handlers only in the main thread.
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handle) for number in SIGNALS if main}
     try:

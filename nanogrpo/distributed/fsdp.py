@@ -1,16 +1,16 @@
 """Shard the model over the ranks (FSDP2), and recompute activations.
 
 In: a model without weights, and the world. Out: the same model with DTensor parameters. Each rank
-holds some rows of every parameter (possibly none) as float32 master weights. A block is gathered
-just before it computes, in the dtype it computes in, and freed afterwards:
+holds some rows of every parameter (possibly none) as float32 master weights. The weights of a block
+are gathered in the compute dtype just before the block runs, and freed afterwards:
 
     forward   gather block 0 │ compute 0 ∥ gather 1 │ compute 1 ∥ gather 2 │ …  (∥: another stream)
     backward  … │ compute 1 ∥ gather 0 ∥ reduce-scatter the gradients of 2 │ …
 
-The gradient equals that of one process, because every loss is divided by the token count of the
-full step (grpo/packing.py) and gradients are summed over the ranks. FSDP takes their mean instead,
-so every training loop must call `backward` below. Read next: run/optim.py (the step), run/state.py
-(how shards are saved).
+The gradient equals that of a run with one process, because every loss is divided by the token count
+of the full step (grpo/packing.py) and gradients are summed over the ranks. FSDP alone would average
+gradients over the ranks, so every training loop must call `backward` below. Read next: run/optim.py
+(the step), run/state.py (how shards are saved).
 """
 
 from __future__ import annotations
@@ -39,21 +39,20 @@ class Sharding:
     keep_gathered: bool = False  # keep a block's weights from its forward to the optimizer step
     reduce_each: bool = False  # reduce gradients after each micro-batch
     offload: bool = False  # keep the shards in host memory
-    # for torch's `checkpoint`: which results are kept instead of being recomputed
+    # an argument of torch's `checkpoint`: which results are kept and not recomputed
     contexts: Callable[[], Any] | None = None
 
 
 def prepare(model: Any, world: World, cfg: Config) -> None:
     """Wrap each block in activation checkpointing, then shard the model.
 
-    The order matters: FSDP's hooks, which gather a block, must run only once around the forward
+    The order matters, because FSDP's hooks, which gather a block, must run once around the forward
     pass and once around its recomputation.
     """
     model.sharding = model.sharding or Sharding()
     if cfg.checkpointing != "none":
         for block in model.blocks:
-            # Replacing `forward` on the instance needs no wrapper module, so parameters keep the
-            # names they have in checkpoints.
+            # `forward` is replaced, because a wrapper module would change parameter names.
             block.forward = _recomputed(block.forward, model.sharding.contexts)
     if dist.is_initialized():
         _shard(model, world)
@@ -64,7 +63,7 @@ def _recomputed(
 ) -> Callable[..., Any]:
     """Wrap a block's `forward` so that the backward pass recomputes its activations.
 
-    Between two blocks, one tensor is kept instead of two: the sum of what a decoder block returns.
+    A decoder block returns two tensors, but only their sum is kept between two blocks.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if contexts:
@@ -82,14 +81,15 @@ def _recomputed(
 
 
 def _shard(model: Any, world: World) -> None:
-    """Shard each block as one unit, an untied head as another, and all other parameters at the
+    """Shard each block as one unit, an untied head as one unit, and all other parameters as the
     root.
 
-    Master weights are float32; GPUs compute in bfloat16 and reduce in float32. So does any device
-    if frozen weights are stored in bfloat16. `cast_forward_inputs` is off because it would turn the
-    float32 rotary angles into bfloat16. A tied head is the embedding and belongs to the root, whose
-    parameters stay gathered between forward and backward. If it were a separate unit, the same
-    matrix would be gathered twice and receive gradients from two places.
+    Master weights are float32. GPUs compute in bfloat16 and reduce gradients in float32. Other
+    devices do the same if frozen weights are stored in bfloat16. `cast_forward_inputs` is off
+    because it would turn the float32 rotary angles into bfloat16. A tied head is the same parameter
+    as the embedding, so it belongs to the root, whose parameters stay gathered between forward and
+    backward. If a tied head were a separate unit, the same matrix would be gathered twice and
+    receive gradients from two places.
     """
     # Without a mesh, FSDP2 chooses the machine's accelerator, even for a model on the CPU.
     options: dict[str, Any] = {"mesh": init_device_mesh(world.device.type, (world.size,))}
@@ -104,20 +104,20 @@ def _shard(model: Any, world: World) -> None:
     for block in blocks:
         fully_shard(block, reshard_after_forward=not model.sharding.keep_gathered, **options)
     if not model.cfg.tie_word_embeddings:
-        # its backward pass immediately follows its forward pass
+        # the head stays gathered: its backward pass directly follows its forward pass
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    # FSDP2 prefetches only when the host reaches the next block. With packed strips the host often
-    # waits for the GPU (to read their bounds), so we prefetch one block ahead explicitly in both
-    # passes.
+    # FSDP2 prefetches a block only when the host reaches it.
+    # But the host often waits for the GPU, to read the bounds of the packed sequences.
+    # So each block prefetches the next one explicitly, in both passes.
     for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters. After a forward pass without a backward pass the root is still
-    gathered, and its shards are not accessible.
+    """Free the gathered parameters. After a forward pass without a backward pass, the parameters of
+    the root are still gathered, and its shards are not accessible.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -128,10 +128,11 @@ def backward(model: nn.Module, loss: Tensor, world: World, last: bool) -> None:
     """Add the gradient of a micro-batch to the sum over all micro-batches and ranks.
 
     Each loss is already divided by the token count of the full optimizer step, so gradients are
-    summed over the ranks. FSDP takes their mean: scaling the loss by the number of ranks turns that
-    mean into the sum. Gradients accumulate unsharded, in place of the shards, and are reduced once,
-    after the `last` micro-batch. With `reduce_each` they are reduced after each one, so only a
-    rank's shard accumulates. With `keep_gathered`, the weights stay gathered until the last one.
+    summed over the ranks. FSDP computes the mean over the ranks, so the loss is multiplied by the
+    number of ranks. Each rank accumulates unsharded gradients, which are reduced once, after the
+    `last` micro-batch. With `reduce_each`, gradients are reduced after each micro-batch, so a rank
+    accumulates only its shard. With `keep_gathered`, the weights stay gathered until the last
+    micro-batch.
     """
     if isinstance(model, FSDPModule):
         how: Any = model.sharding

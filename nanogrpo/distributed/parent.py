@@ -1,4 +1,4 @@
-"""End a process when the process that started it ends, for whatever reason.
+"""End a process when its parent process ends for any reason.
 
 In: the id of the parent. Out: nothing. Standard library only. Used by rewards/process.py.
 """
@@ -12,11 +12,10 @@ import sys
 
 
 def killed_with(parent: int) -> None:
-    """Have the kernel send SIGKILL to this process when its parent ends. Linux only.
-
-    It works even if C code never releases Python's global lock.
+    """Make the Linux kernel send SIGKILL to this process when its parent ends. On other systems, do
+    nothing. The signal works even if C code never releases Python's global lock.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # the parent ended before the call
+        if os.getppid() != parent:  # the parent has already ended
             os._exit(0)

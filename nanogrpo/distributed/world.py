@@ -1,9 +1,9 @@
 """The processes of a run, and how they exchange values.
 
 In: the environment that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
-Out: a `World`. Without torchrun it has one process and needs none of these variables, so the loop
-is the same for one process and for many. Read next: failure.py (how all ranks end together),
-fsdp.py (the sharded model), train.py.
+Out: a `World`. Without torchrun, these variables are not needed and the world has one process. The
+training loop is the same for one process and for many. Read next: failure.py (how all ranks end
+together), fsdp.py (the sharded model), train.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from nanogrpo.types import Sample
 
 
 class Spread(NamedTuple):
-    """Example: the spread of 1.0, 4.0 is Spread(n=2, total=5.0, least=1.0, most=4.0)"""
+    """Count, sum and range of some values: for 1.0 and 4.0, Spread(n=2, total=5.0, least=1.0,
+    most=4.0).
+    """
 
     n: int
     total: float
@@ -41,7 +43,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run and the exchanges between them. Every rank must call each exchange.
+    """The processes of a run. Every rank must call the methods that exchange values.
 
     >>> World(rank=1, size=4, device=torch.device("cuda:1"))  # the second of four processes
     """
@@ -53,12 +55,13 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this is the rank that writes the log and all files that ranks do not share."""
+        """Whether this rank writes the log and all other files that only one rank writes."""
         return self.rank == 0
 
     def patient(self) -> World:
         """Return the same world with its own process group, whose exchanges time out only after a
-        week. Use it where a rank may work for longer than --ddp-timeout while the others wait.
+        week. Use this world where a rank may work for longer than --ddp-timeout while the other
+        ranks wait.
         """
         if self.size == 1:
             return self
@@ -68,7 +71,7 @@ class World:
     def part(self, items: Sequence) -> Sequence:
         """Return this rank's part of a list that every rank has.
 
-        Parts are contiguous and of equal length, but the last ones may be shorter or empty.
+        Parts are contiguous and of equal length, but the last parts may be shorter or empty.
         """
         part = -(-len(items) // self.size)
         return items[self.rank * part : (self.rank + 1) * part]
@@ -88,9 +91,9 @@ class World:
     def exchange(self, mine: Sequence[Sample], wanted: Sequence[set[int]]) -> Mapping[int, Sample]:
         """Return the samples that this rank trains on, by their index in the generation.
 
-        A sample that moves to a different rank is sent only to that rank. mine: the samples of this
-        rank's prompts, a contiguous part of the generation, in rank order. wanted[r]: the indices
-        that rank r trains on.
+        A sample that moves to a different rank is sent only to that rank. `mine` holds the samples
+        of this rank's prompts; together, the ranks hold the generation in rank order. `wanted[r]`
+        holds the indices of the samples that rank r trains on.
         """
         start = sum(self.gather(len(mine))[: self.rank])
         own = dict(enumerate(mine, start))
@@ -103,10 +106,11 @@ class World:
         return {i: own[i] for i in sorted(wanted[self.rank])}
 
     def spreads(self, vectors: Mapping[str, Tensor]) -> dict[str, Spread]:
-        """Return the spread of each vector over all ranks, summed in float64.
+        """Return the `Spread` of each vector over all ranks, summed in float64.
 
-        vectors: name → [n], where n may differ between ranks. A name without values is left out.
-        Each rank reduces its own values and exchanges only these numbers.
+        `vectors` maps names to vectors [n], where n may differ between ranks. A name that has no
+        values on any rank is left out. Each rank reduces its own values, and only the results are
+        exchanged.
         """
         mine = {
             name: Spread(len(x), x.sum().item(), x.min().item(), x.max().item())
@@ -120,7 +124,9 @@ class World:
         return out
 
     def any(self, flag: bool = False, error: UserError | None = None) -> bool:
-        """Return whether the flag is set on any rank. Raise any rank's error on all of them."""
+        """Return whether the flag is set on any rank. If any rank has an error, raise it on all
+        ranks.
+        """
         everyone = self.gather((flag, error))
         for _, problem in everyone:
             if problem is not None:
@@ -130,8 +136,8 @@ class World:
     def once(self, work: Callable[[], Any]) -> Any:
         """Call `work` on the main rank. Return its result, or raise its error, on every rank.
 
-        Only errors that end a run with a message are shared. On any other exception the main rank
-        fails alone, which ends the others (failure.py).
+        Only UserError and FloatingPointError are shared. Any other exception is raised on the main
+        rank only, and this failure ends the other ranks (failure.py).
         """
         result, error = None, None
         if self.main:
@@ -156,7 +162,9 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 @contextlib.contextmanager
 def join(cfg: Config) -> Iterator[World]:
-    """Yield the world of a run. With several ranks, an exception inside ends all processes."""
+    """Yield the world of a run. With several ranks, an exception in the `with` block ends all
+    processes.
+    """
     cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
     rank, size, local = (
         int(os.environ.get(name, default))
@@ -169,8 +177,8 @@ def join(cfg: Config) -> Iterator[World]:
         )
     device = torch.device(f"cuda:{local}" if cuda else "cpu")
     if cuda:
-        # The lengths of strips keep changing, which would leave gaps in segments of a fixed size.
-        # torch reads this at its first allocation, and prefers PYTORCH_ALLOC_CONF.
+        # Batches vary in length, which would leave gaps in memory segments of a fixed size.
+        # torch reads this variable at its first allocation; PYTORCH_ALLOC_CONF overrides it.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
     world = World(rank, size, device)
@@ -178,8 +186,7 @@ def join(cfg: Config) -> Iterator[World]:
     try:
         yield world
         if size > 1:
-            # Close connections only when every rank has done its work, because gloo aborts a
-            # process whose peer has closed its own.
+            # Wait for all ranks, because gloo aborts a process when its peer disconnects.
             dist.barrier()
     except BaseException as e:
         if size > 1:
@@ -196,12 +203,11 @@ def _connect(cfg: Config, world: World) -> None:
     launched = "WORLD_SIZE" in os.environ
     if not launched and world.device.type == "cpu":
         return
-    # NCCL for tensors on GPUs, gloo for small Python objects and offloaded shards on the host.
+    # NCCL is for tensors on GPUs, gloo for small Python objects and offloaded shards.
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
     try:
-        # A single GPU needs a group too, because FSDP2 is what lets it compute in bfloat16 from
-        # float32 master weights.
+        # A single GPU needs a group, too, because FSDP2 casts its float32 weights to bfloat16.
         store: Any = dist.HashStore()
         if launched:
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -220,5 +226,5 @@ def _connect(cfg: Config, world: World) -> None:
             "can reach that address, or choose another port (torchrun --master-port)."
         ) from e
     if world.size > 1:
-        # A connection of its own, because another thread may wait in the first one.
+        # This store has its own connection, because another thread may block the first one.
         failure.store = dist.PrefixStore("failure", store.clone())

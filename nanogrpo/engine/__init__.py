@@ -1,3 +1,4 @@
-"""Sampling engines: the protocol (base.py), and the embedded engine (local.py). Start with
+"""Sampling engines: their common interface (base.py), and the embedded engine (local.py). Start
+with
 base.py.
 """

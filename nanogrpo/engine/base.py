@@ -1,9 +1,9 @@
-"""The protocol of sampling engines, and the random stream that all of them share.
+"""The interface of all sampling engines, and the random numbers that all of them use.
 
-In: prompts. Out: `Sample`s (types.py), grouped by prompt in the order given.
+In: prompts. Out: the `Sample`s (types.py), grouped by prompt, in the order of the prompts.
 
-The training loop uses all engines in the same way. local.py samples from our own decoder, in this
-process. Read next: local.py; for engines around an engine, extras/wrapper.py.
+The training loop uses all engines in the same way. The engine in local.py samples from our own
+decoder, in this process. Read next: local.py, extras/wrapper.py (engines that wrap another engine).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from nanogrpo.types import Prompt, Sample
 class SamplingParams:
     """How completions are sampled.
 
-    Log-probs are always those of softmax(logits / temperature) over the full vocabulary. The
+    Log-probs are always computed from softmax(logits / temperature) over the full vocabulary. The
     filters top_k and top_p are applied after the temperature, in this order, as in transformers.
     """
 
-    temperature: float = 1.0  # 0: greedy, with log-probs at temperature 1
+    temperature: float = 1.0  # 0: greedy sampling, with log-probs at temperature 1
     top_k: int = 0  # keep the k most likely tokens; 0: all
     top_p: float = 1.0  # keep the smallest set of tokens with at least this total probability
     max_tokens: int = 256  # maximum number of completion tokens, including the stop token
@@ -35,22 +35,22 @@ class SamplingParams:
 
 
 class Engine(Protocol):
-    """The only interface through which the training loop samples. docs/fork.md shows how to write
-    an engine.
+    """The training loop samples only through this interface. docs/fork.md shows how to write an
+    engine.
 
-    Every rank has an engine, and the ranks call each method together. `prompts` are this rank's
-    share, which may be empty.
+    Every rank has an engine, and all ranks call each method together. `prompts` is this rank's
+    share of the prompts, which may be empty.
     """
 
     @property
     def version(self) -> int:
-        """The version of the weights that it samples with; -1 before the first `load`."""
+        """The version of the weights that the engine samples with, or -1 before the first `load`."""
         ...
 
     def load(self, model: nn.Module, version: int) -> None:
         """Copy the model's current weights. New samples have this `version`.
 
-        It must be a copy, because training changes the originals while the engine samples.
+        The engine needs a copy, because training may change the original weights while it samples.
         """
         ...
 
@@ -61,14 +61,14 @@ class Engine(Protocol):
         params: SamplingParams,
         step: int,
     ) -> list[Sample]:
-        """Return n completions of each prompt, prompt by prompt, with indices 0 … n-1 for each
-        prompt.
+        """Return n completions of each prompt, prompt by prompt. The completions of a prompt have
+        the indices 0 … n-1.
 
         Sets these fields of a Sample: prompt, index, token_ids (at least one), one log-prob and
         one version for each token, and `stopped` (whether the last token is one of
         params.stop_token_ids). The random numbers of a completion are a function of
         `stream(params.seed, step, prompt.id, index)`. A completion has at most prompt.max_tokens
-        tokens, or else params.max_tokens.
+        tokens, or params.max_tokens if the prompt has no limit.
         """
         ...
 
@@ -82,11 +82,13 @@ class Engine(Protocol):
 
 
 def stream(seed: int, step: int, prompt: int, sample: int) -> int:
-    """Return the key of a completion's random stream: a 63-bit hash, the same on every machine.
+    """Return the key of a completion's random numbers: a 63-bit hash that is the same on all
+    machines.
 
-    It depends only on these arguments, so a resumed run repeats the interrupted one, and neither
-    batching nor the number of ranks changes the random numbers of a sample. (In bfloat16, batching
-    can still change a sample, because it changes how logits are rounded.)
+    The key depends only on these arguments, so a resumed run draws the same random numbers as the
+    interrupted run. Neither batching nor the number of ranks changes the random numbers of a
+    sample. In bfloat16, batching can still change the sample, because it changes how logits are
+    rounded.
     """
     digest = hashlib.blake2b(f"{seed},{step},{prompt},{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,13 +1,13 @@
 """Decode with CUDA graphs: one launch for each step instead of hundreds.
 
-In and out: as in runner.py. A graph has fixed shapes, so steps are computed for a power of two of
-rows. The rows that only fill up the shape are at position 0, and write to page 0 of the cache,
-which belongs to no other row.
+In and out: as in runner.py. A graph has fixed shapes, so the number of rows is rounded up to a
+power of two. The additional rows have position 0 and write to page 0 of the cache, which no other
+row uses.
 
-A row is one token, so on a GPU most kernels of a decode step take less time than their launch. The
-step therefore has few: q, k and v come from one product, as do gate and up (`join`), and
-a graph launches all of them at once. At 64 rows, a layer of Qwen3-0.6B is ten launches, of which
-four are matrix products:
+A row is one token, so on a GPU most kernels of a decode step take less time than their launch. So a
+step has few kernels, and a graph launches all of them at once. One product computes q, k and v.
+Another product computes gate and up (`join`). At 64 rows, a layer of Qwen3-0.6B has ten kernels, of
+which four are matrix products:
 
     residual add and norm · qkv · QK-norm and rotation · attention (two) · o
     residual add and norm · gate and up · SwiGLU · down
@@ -30,8 +30,9 @@ from nanogrpo.model.decoder import Decoder
 
 
 class GraphRunner(Runner):
-    # Each transfer waits for the GPU. A row that finishes in between is computed to the end; with 8
-    # steps, that is about 2 % of the work at 170 tokens per completion.
+    # Number of decode steps between two transfers to the host, which wait for the GPU.
+    # A row that finishes between two transfers is still computed.
+    # With 8 steps and 170 tokens per completion, this wastes about 2 % of the work.
     stride = 8
 
     def __init__(self, *args: Any):
@@ -39,10 +40,10 @@ class GraphRunner(Runner):
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
 
     def step(self, rows: int, span: int, params: SamplingParams) -> None:
-        """Replay the graph of a step, which is captured when its shape first occurs."""
+        """Replay the graph of a step. A graph is captured when its shape first occurs."""
         padded = min(1 << (rows - 1).bit_length(), self.state.shape[1])
         self.state[1, rows:padded] = 0
-        # Everything that is constant in a graph. The span is not: a paged cache does not need it.
+        # These values are constant in a graph. The span is missing: a paged cache ignores it.
         shape = (padded, params.temperature, params.top_k, params.top_p)
         if shape not in self.graphs:
             self.graphs[shape] = self.capture(padded, span, params)
@@ -52,22 +53,22 @@ class GraphRunner(Runner):
         now, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         before = self.state.clone()
         aside.wait_stream(now)
-        # Capturing needs a warm-up run, in which libraries allocate their workspaces. The real step
-        # overwrites what the warm-up writes to the cache.
+        # Libraries allocate their workspaces in a warm-up run before the capture.
+        # The real step overwrites what the warm-up writes to the cache.
         with torch.cuda.stream(aside):
             super().step(rows, span, params)
         now.wait_stream(aside)
         self.state.copy_(before)
         graph = torch.cuda.CUDAGraph()
         pool = next((g.pool() for g in self.graphs.values()), None)
-        # Another thread may synchronize meanwhile, such as the one that writes a checkpoint.
+        # Another thread may synchronize during the capture, such as one that saves a checkpoint.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             super().step(rows, span, params)
         return graph
 
 
 def join_layers(model: Decoder) -> None:
-    """Compute q, k and v in one product, and gate and up in another, if these layers are plain."""
+    """Compute q, k and v in one product, and gate and up in another one, if all are `nn.Linear`."""
     blocks: Any = model.model.layers
     for block in blocks:
         attention, mlp = block.self_attn, block.mlp
@@ -80,8 +81,8 @@ def join(*layers: nn.Linear) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """Store the weights of layers with the same input in one tensor, and return a function that
     computes all their results in one product.
 
-    Each layer keeps its own parameters, as views of that tensor. So whoever copies weights to the
-    layers also changes the joint tensor.
+    The parameters of each layer become views of that tensor. So copying weights to a layer also
+    changes the joint tensor.
     """
     sizes = [len(layer.weight) for layer in layers]
     weight = layers[0].weight.new_empty(sum(sizes), layers[0].in_features)

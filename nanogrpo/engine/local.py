@@ -1,9 +1,9 @@
-"""The embedded engine: samples completions from our own decoder, in the trainer's process, with a
-key/value cache.
+"""The embedded engine, which samples completions from our own decoder, in the trainer's process,
+with a key/value cache.
 
 In: prompts (token ids), the number of completions per prompt, and `SamplingParams`. Out: `Sample`s.
 Read before: base.py (the interface). Read next: scheduler.py (which completions are decoded),
-runner.py (how), cache.py.
+runner.py (how they are decoded), cache.py.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from nanogrpo.types import Prompt, Sample
 class LocalEngine:
     """Samples from a copy of the trainer's weights (an `engine.base.Engine`).
 
-    Copying takes one pass over the weights. The copy keeps an optimizer step from changing the
-    weights of a `version`, and lets the engine use a different dtype: float32 on a CPU, bfloat16 on
-    CUDA unless `dtype` is given. Log-probs are always float32.
+    With a copy, an optimizer step does not change the weights of a `version`, and the engine can
+    use a different dtype. The engine's default `dtype` is float32 on a CPU and bfloat16 on CUDA.
+    Log-probs are always float32.
 
-    On a GPU, `cache_tokens` limits the memory of the cache (see paged_cache.py). If it is too small
-    for all slots, fewer completions are decoded at the same time.
+    On a GPU, `cache_tokens` limits the memory of the cache (see paged_cache.py). If the cache is
+    too small for all slots, fewer completions are decoded at the same time.
     """
 
     def __init__(
@@ -42,19 +42,18 @@ class LocalEngine:
         cfg: ModelConfig,
         *,
         decoder: type[Decoder] = Decoder,
-        max_len: int,  # length of the context: prompt and completion
+        max_len: int,  # maximum length of prompt and completion together
         device: torch.device | str,
         slots: int = 64,  # maximum number of completions decoded at the same time
         cache_tokens: int | None = None,  # None: enough for all slots
         dtype: torch.dtype | None = None,
-        paged: bool = False,  # a GPU's cache in any case
+        paged: bool = False,  # use the GPU's cache on a CPU, too
     ):
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
         self.dtype = dtype or (torch.bfloat16 if on_gpu else torch.float32)
         self.slots, self.version = slots, -1
-        # on the meta device, because a random initialization takes time and changes the global
-        # random state
+        # A random initialization would take time and change the global random state.
         with torch.device("meta"):
             self.model = decoder(cfg)
         self.prepare(self.model)
@@ -70,11 +69,11 @@ class LocalEngine:
         self.runner = kind(self.model, self.cache, self.scheduler.state)
 
     def prepare(self, model: Decoder) -> None:
-        """Give a new model on the meta device memory for its weights."""
+        """Allocate memory for the weights of a new model on the meta device."""
         model.to(self.dtype).requires_grad_(False).to_empty(device=self.device).tie()
 
     def copy(self, model: nn.Module) -> None:
-        """Copy the weights that `model` computes with."""
+        """Copy the weights that `model` uses in its forward pass."""
         mine = dict(self.model.named_parameters())
         for name, weight in weights.full_parameters(model, computed=True):
             mine[name].copy_(weight)
@@ -83,7 +82,7 @@ class LocalEngine:
     def load(self, model: nn.Module, version: int) -> None:
         """Copy the weights of a Decoder with the same configuration.
 
-        Every rank calls this, because shards are gathered.
+        Every rank must call this method, because it gathers the shards of the weights.
         """
         self.copy(model)
         self.version = version
@@ -99,7 +98,7 @@ class LocalEngine:
         return {"sampling/put_back": count}
 
     def close(self) -> None:
-        """Free weights, cache and graphs; the engine cannot be used afterwards."""
+        """Free the weights, the cache and the graphs. The engine cannot be used afterwards."""
         vars(self).clear()
 
     @torch.inference_mode()
@@ -120,7 +119,7 @@ class LocalEngine:
     def sample_steps(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> Iterator[list[Sample]]:
-        """Yield the completions of `sample` after each decode step, while they grow."""
+        """Yield the completions of `sample`, which are still incomplete, after each decode step."""
         completions = [
             Completion(
                 Sample(p, j, [], [], False, []),

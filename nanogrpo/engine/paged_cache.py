@@ -1,4 +1,4 @@
-"""The cache of the embedded engine on a GPU: keys and values in pages of PAGE tokens from one pool.
+"""The embedded engine's key/value cache on a GPU, which consists of pages of PAGE tokens.
 
 In and out: as in cache.py. A row needs memory only for the tokens that it has, and the completions
 of a prompt share its full pages. Read before: cache.py. Read next: kernels/triton/paged.py (how a
@@ -16,15 +16,15 @@ from nanogrpo.engine.cache import Prefix
 from nanogrpo.model.dispatch import functions_for
 from nanogrpo.model.hf_config import ModelConfig
 
-PAGE = 32  # tokens; smaller pages waste less of each row's last page, larger ones take fewer reads
+PAGE = 32  # tokens; small pages waste less of each row's last page, large pages need fewer reads
 
 
 def cache_tokens(slots: int, max_len: int, paged: bool, wanted: int | None = None) -> int:
-    """Return how many tokens' keys and values the engine's cache has memory for.
+    """Return the number of tokens whose keys and values fit into the engine's cache.
 
-    wanted: the size of a paged cache, as far as it is sensible: it holds at least one context, and
-    at most `slots` of them, which is also the default. Each cached token takes 2·K·E numbers in
-    each layer. One page more is nobody's (see PagedCache).
+    `wanted` is the size of a paged cache, limited to between one context and `slots` contexts. The
+    default is `slots` contexts. Each cached token takes 2·K·E numbers in each layer. A paged cache
+    has one more page, page 0, for padding rows (see PagedCache).
     """
     if not paged:
         return slots * max_len
@@ -38,11 +38,11 @@ def pages_of(tokens: int) -> int:
 
 
 class PagedCache:
-    """Rows consist of pages of PAGE tokens, which come from one pool per layer.
+    """A cache in which a row is a list of pages of PAGE tokens, from one pool per layer.
 
     `table[r]` lists the pages of row r in order. The page of position p is table[r, p // PAGE]. The
-    tensors are never replaced, because CUDA graphs use their addresses. Entries that are not in use
-    are 0: page 0 is nobody's, and the rows that only fill up a graph's shape write there.
+    tensors are never replaced, because CUDA graphs use their addresses. Unused entries of the table
+    are 0. No row owns page 0: the rows that pad a graph's shape write there.
     """
 
     def __init__(
@@ -65,17 +65,18 @@ class PagedCache:
 
     def clear(self) -> None:
         """Drop all rows."""
-        self.free = list(range(self.k.shape[1] - 1, 0, -1))  # the last one is taken first
-        self.rows: list[tuple[Prefix, list[int]]] = []  # what a row shares, and its own pages
+        self.free = list(range(self.k.shape[1] - 1, 0, -1))  # taken from the end
+        self.rows: list[tuple[Prefix, list[int]]] = []  # shared prefix and own pages of each row
         self.on_host.zero_()
 
     def fits(self, tokens: int) -> bool:
-        """Return whether a row of so many tokens fits that shares no page."""
+        """Return whether the cache has space for a row of this length that shares no pages."""
         return pages_of(min(tokens, self.S)) <= len(self.free)
 
     def fill(self, first: int, count: int, prefix: Prefix, ahead: int) -> int:
-        """Start up to `count` rows with a prompt, with room for `ahead` more tokens. Return how
-        many rows fit. The first of them writes the prompt's full pages, and all share them.
+        """Start up to `count` rows with a prompt, with space for `ahead` more tokens each. Return
+        how many rows fit. The first row writes the prompt's full pages, which all of these rows
+        share.
         """
         t = prefix.k.shape[2]
         full = t // PAGE
@@ -102,7 +103,7 @@ class PagedCache:
         return count
 
     def reserve(self, lengths: Iterable[int]) -> bool:
-        """Make room for lengths[r] tokens in each row r. If the pool cannot hold all of them,
+        """Reserve pages for lengths[r] tokens in each row r. If there are too few free pages,
         return False and change nothing.
         """
         have = [len(prefix.pages) + len(own) for prefix, own in self.rows]
@@ -118,7 +119,7 @@ class PagedCache:
         return True
 
     def keep(self, rows: Sequence[int], span: int) -> None:
-        """Make row rows[i] row i, for each i, and drop all other rows. No token is copied."""
+        """Renumber row rows[i] to row i, for each i, and drop all other rows. No token is copied."""
         for row in {*range(len(self.rows))} - {*rows}:
             prefix, own = self.rows[row]
             self.free += own
@@ -134,8 +135,8 @@ class PagedCache:
         return [self.free.pop() for _ in range(n)]
 
     def begin(self, positions: Tensor, span: int) -> None:
-        """Prepare a step. positions: [b] int64, in rows 0 … b-1. All seen tokens are read, and no
-        others, so `span` does not matter.
+        """Prepare a step of rows 0 … b-1. `positions` is [b] int64. The kernel reads only the
+        tokens of each row, so `span` does not matter.
         """
         self.positions = positions
 

@@ -1,9 +1,9 @@
-"""Compute with the model: the keys and values of prompts, and one token for each active row.
+"""Run the model of an engine, to prefill prompts and to decode one token for each active row.
 
 In: completions (scheduler.py). Out: a `Prefix` for each prompt, or the next tokens of all rows. A
-prompt is prefilled once for its group, *without its last token*, which is the first input of
-decoding. So prefill needs neither the output head nor sampling, and all tokens are sampled in one
-place.
+prompt is prefilled once for all its completions, without its last token, which is the first input
+of decoding. So prefill needs neither the output head nor sampling, and all tokens are sampled in
+`step`.
 
 Read next: sampler.py (how a token is sampled), graphs.py (the same on a GPU).
 """
@@ -25,11 +25,11 @@ from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.model.head import HeadOp
 
-PREFILL_TOKENS = 8192  # maximum number of tokens prefilled together, which limits the memory
+PREFILL_TOKENS = 8192  # maximum number of tokens prefilled together, to limit memory
 
 
 class Runner:
-    # Number of decode steps per transfer to the host.
+    # Number of decode steps between two transfers to the host.
     stride = 1
 
     def __init__(self, model: Decoder, cache: KVCache | PagedCache, state: Tensor):
@@ -38,7 +38,7 @@ class Runner:
         self.head: HeadOp = logits
 
     def prefill(self, waiting: Iterable[Completion]) -> dict[int, Prefix]:
-        """Compute the keys and values of as many of the first prompts as PREFILL_TOKENS allows."""
+        """Compute keys and values for the first prompts in the queue, up to PREFILL_TOKENS tokens."""
         prompts: dict[int, list[int]] = {}
         inputs: list[tuple[int, Any]] = []  # as in PackedBatch
         room, row = PREFILL_TOKENS, 0
@@ -52,7 +52,7 @@ class Runner:
                 inputs.append((row, c.sample.prompt.inputs))
             row += len(ids) - 1
         lengths = [len(ids) - 1 for ids in prompts.values()]
-        some = [n for n in lengths if n]  # a prompt of one token leaves nothing to prefill
+        some = [n for n in lengths if n]  # a prompt of one token needs no prefill
         if not some:
             nothing = self.cache.k[:, 0, :, :0]  # [L, K, 0, E]
             return {key: Prefix(ids, nothing, nothing) for key, ids in prompts.items()}
@@ -64,7 +64,7 @@ class Runner:
         kept: list[tuple[Tensor, Tensor]] = []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            # copied if they are parts of a larger product, which would then be kept too
+            # `contiguous` copies views, so a larger tensor behind them can be freed
             kept.append((k.contiguous(), v.contiguous()))  # [T, K, E] each
             return strip(layer, q, k, v)
 
@@ -92,14 +92,13 @@ class Runner:
         return tokens, logp
 
     def step(self, rows: int, span: int, params: SamplingParams) -> None:
-        """Sample one token for each of the first `rows` rows. This advances `state` and writes
-        `logp`.
+        """Sample one token for each of the first `rows` rows, advance `state`, and write `logp`.
 
-        Nothing in here depends on the host, so a CUDA graph can replay it.
+        No computation here depends on the host, so a CUDA graph can replay this step.
         """
         token, position, last, key = self.state[:, :rows]  # [rows] each
         self.cache.begin(position, span)
         found = self.model(token, position, self.cache, None, self.head)  # [rows, V]
         sampled, self.logp[:rows] = sampler.sample(found, key, position, params)
         token.copy_(sampled)
-        torch.minimum(position + 1, last, out=position)  # a finished row stays where it is
+        torch.minimum(position + 1, last, out=position)  # a finished row keeps its position

@@ -1,11 +1,11 @@
-"""Sample one token per row: the filters top_k and top_p, then a token.
+"""Apply the filters top_k and top_p, then sample one token per row.
 
 In: logits `[b, V]`, and each row's random key and counter `[b]`. Out: tokens `[b]` and their
-log-probs `[b]` before the filters. The random numbers are counter-based: each one is a hash of the
-completion's key and the token's position only. So they are the same in any row, in any batch and on
-any rank. The completion is the same, too, unless a different batch rounds its logits differently,
-as can happen in bfloat16. Read next: `sample_tokens` in kernels/reference/sample.py,
-runner.py, which calls this.
+log-probs `[b]` without the filters. The random numbers are counter-based: each number is a hash of
+the completion's key and the token's position. So the numbers are the same in any row, in any batch
+and on any rank. The completion is also the same, unless the logits are rounded differently in
+another batch, which can happen in bfloat16. Read next: kernels/reference/sample.py
+(`sample_tokens`), runner.py, which calls this file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanogrpo.model.dispatch import functions_for
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return logits [b, V] with -inf where top_k, then top_p drop a token."""
+    """Return logits [b, V] with -inf for the tokens that top_k or then top_p removes."""
     if 0 < params.top_k < logits.shape[-1]:
         kth = logits.topk(params.top_k).values[:, -1:]  # [b, 1]; tokens tied with the k-th are kept
         logits = logits.masked_fill(logits < kth, float("-inf"))
@@ -33,9 +33,10 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
 def sample(
     logits: Tensor, key: Tensor, counter: Tensor, params: SamplingParams
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token per row: [b, V] logits, [b] int64 key and counter → [b] int64, [b] float32.
+    """Sample one token per row. Return tokens [b] int64 and their log-probs [b] float32.
 
-    The log-probs are those of softmax(logits / temperature), before the filters.
+    The inputs are logits [b, V], and key and counter [b] int64. The log-probs are those of
+    softmax(logits / temperature), without the filters.
     """
     sample_tokens = functions_for(logits.device).sample_tokens
     unfiltered = params.top_k == 0 and params.top_p == 1.0

@@ -1,14 +1,15 @@
-"""Which completions are decoded: the queue, and the rows of the cache.
+"""Decide which completions are decoded, and which row of the cache each of them uses.
 
     waiting ──► schedule: give free rows ──► decode: one new token ──► postprocess: append it, ──┐
                 to waiting completions       for each active row       free the finished rows    │
                           ▲                                                                      │
                           └──────────────────────────────────────────────────────────────────────┘
 
-In: completions, and a cache (cache.py). Out: the active completions, which are always in rows 0 …
-b-1 of the cache, so a step only computes active rows. A finished row is refilled immediately, by a
-waiting completion or by the last active one. If the cache of a GPU is full, the youngest completion
-returns to the queue and later goes on from its tokens. Read next: runner.py (what a row computes).
+In: completions, and a cache (cache.py). Out: the active completions. Active completions are always
+in rows 0 … b-1 of the cache, so a step computes only active rows. When a row finishes, a waiting
+completion or the last active row takes its place. If the cache of a GPU is full, the youngest
+completion returns to the queue; later it continues from its tokens. Read next: runner.py (what a
+row computes).
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Completion:
     sample: Sample
     limit: int  # maximum number of completion tokens
     key: int  # key of its random stream
-    turn: int  # its place in the order of all completions
-    # The tokens it starts from: its prompt, the same list for its whole group; or, after it was put
-    # back, a list of its own with all tokens so far.
+    turn: int  # position in the order of all completions
+    # The first input tokens: the prompt, as one list that all completions of the prompt share.
+    # If the completion was put back into the queue, a new list of all its tokens so far.
     start: list[int]
 
     @property
@@ -57,10 +58,9 @@ class Scheduler:
 
     def __init__(self, cache: KVCache | PagedCache, slots: int, device: torch.device):
         self.cache, self.slots = cache, slots
-        self.put_back = 0  # completions that left the full cache, since the last `metrics`
-        # [4, slots]: the next input token of each row, the token's position, the row's last
-        # position, and its random key. The tensor is never replaced, because CUDA graphs use its
-        # address.
+        self.put_back = 0  # completions put back into the queue since the last `metrics`
+        # [4, slots]: each row's next input token, this token's position, last position, random key.
+        # The tensor is never replaced, because CUDA graphs use its address.
         self.state = torch.zeros(4, slots, dtype=torch.int64, device=device)
 
     def start(self, completions: Iterable[Completion]) -> None:
@@ -73,11 +73,11 @@ class Scheduler:
     def schedule(
         self, prefill: Callable[[Iterable[Completion]], dict[int, Prefix]], ahead: int
     ) -> bool:
-        """Make room for the next `ahead` tokens of each row, and assign the free rows to waiting
+        """Reserve memory for the next `ahead` tokens of each row, and assign free rows to waiting
         completions. Return whether any row is active.
 
-        However small the cache is, it holds one completion of any length. So the oldest one is
-        never put back, and all of them finish.
+        Even the smallest cache holds one completion of any length. So the oldest completion is
+        never put back into the queue, and all completions finish.
         """
         while not self.cache.reserve(c.position + min(ahead, c.room) for c in self.active):
             self._put_back_youngest()
@@ -86,7 +86,7 @@ class Scheduler:
             if id(ids) not in self.prefixes:
                 if not self.cache.fits(len(ids) - 1 + ahead):
                     break
-                # Completions are queued in order, so the old prefixes are no longer needed.
+                # Completions are queued in order, so older prefixes are no longer needed.
                 self.prefixes = prefill(self.waiting)
             free = min(self.slots - first, len(self.waiting))
             group = next((i for i in range(free) if self.waiting[i].start is not ids), free)
@@ -103,7 +103,7 @@ class Scheduler:
     def postprocess(
         self, tokens: Tensor, logp: Tensor, version: int, stops: Container[int]
     ) -> None:
-        """Append the new tokens [steps, b] to their samples, then drop the finished rows."""
+        """Append the new tokens [steps, b] to their samples, then drop the rows that have finished."""
         for c, ids, values in zip(self.active, tokens.T.tolist(), logp.T.tolist()):
             # tokens after a stop token, or above the limit, are discarded
             ids = ids[: c.room]
@@ -126,7 +126,7 @@ class Scheduler:
         self._keep([r for r in range(len(self.active)) if r != row])
 
     def _keep(self, kept: list[int]) -> None:
-        """Keep only these rows, in increasing order; the last of them move into the gaps."""
+        """Keep only these rows, which are in increasing order. The last rows move into the gaps."""
         rows = list(range(len(kept)))
         gaps = sorted({*rows} - {*kept})
         moved = kept[len(kept) - len(gaps) :]

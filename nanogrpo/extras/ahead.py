@@ -8,15 +8,15 @@ step, in order.
     S = 1        sample 0 │ train 0 ────────── sync │ train 1 ───────── sync │ …
                           │ sample 1 ──────────┼────│ sample 2 ──── …        the server never waits
 
-The bound is enforced before sampling, so finished samples are never discarded: the samples of step
-t are requested only once the training of step t − S begins. Their sampling therefore starts with
-the weights after t − S steps, or newer ones. This is AReaL's admission rule (arXiv:2505.24298),
-counted in steps.
+The bound is enforced before sampling, so finished samples are never discarded. The samples of step
+t are requested only when the training of step t − S begins. So the sampling of step t starts with
+the weights after t − S steps, or with newer ones. The rule comes from AReaL (arXiv:2505.24298), but
+is counted in steps here.
 
-Weights may change in the middle of a completion. It then continues with its cached keys and values,
-some of which were computed with older weights. Each token is labelled with the version of the
-weights that sampled it, and `sample` checks the bound for each token. Read before: wrapper.py,
-vllm/client.py.
+Weights may change in the middle of a completion. The completion then continues with its cached
+keys and values, some of which were computed with older weights. Each token is labelled with the
+version of the weights that sampled it, and `sample` checks the bound for each token. Read before:
+wrapper.py, vllm/client.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # it imports the features
 
 
 class Ahead(Feature):
-    """What --max-staleness attaches: the engine below, and metrics."""
+    """Add the engine below and its metrics to a run, for --max-staleness."""
 
     def wrap(self, engine: Engine, run: Run) -> Engine:
         return AheadEngine(engine, run)
@@ -49,17 +49,16 @@ class Ahead(Feature):
 class AheadEngine(Wrapper):
     """An engine that samples up to --max-staleness steps ahead of the step that trains.
 
-    The engine inside must be a `Served`. Only the samples of training are sampled ahead; any other
-    request, such as an evaluation, goes straight to the engine.
+    The engine inside must be a `Served`. Only samples for training are drawn ahead. Any other
+    request, such as an evaluation, goes straight to the engine inside.
     """
 
     def __init__(self, engine: Engine, run: Run):
         cfg: Any = run.cfg
         self.engine, self.run, self.bound = engine, run, cfg.max_staleness
-        # The steps in progress, oldest first, each with a Future of its samples (None except on
-        # rank 0).
+        # the steps in progress, oldest first, with a Future of the samples (on other ranks, None)
         self.requested: deque[tuple[int, Future | None]] = deque()
-        # A single thread, so steps are requested in order. Rank 0 sends the requests for all ranks.
+        # Rank 0 sends the requests of all ranks, on one thread, so the steps keep their order.
         self.pool = ThreadPoolExecutor(1, "sample") if run.world.main else None
 
     def sample(
@@ -82,7 +81,7 @@ class AheadEngine(Wrapper):
         if oldest < step - self.bound:
             raise UserError(
                 f"--max-staleness {self.bound}: a token of step {step} was written by version "
-                f"{oldest}, which is older than allowed: train with --resume again, and report it."
+                f"{oldest} of the weights, which is too old: continue with --resume, and report it."
             )
         return samples
 
@@ -101,7 +100,7 @@ class AheadEngine(Wrapper):
 
 
 def staleness(versions: Sequence[Counter[int]], step: int) -> dict[str, float]:
-    """Return by how many versions the tokens lag behind `step`, and the share of mixed completions.
+    """Return how many versions the tokens lag behind `step`, and the share of mixed completions.
 
     versions: one counter per completion, with the number of its tokens that each version sampled. A
     mixed completion has tokens of more than one version.

@@ -13,7 +13,7 @@
     print(rows[-1]["reward"])
 
 In: options, and objects in place of names. Out: the records of metrics.jsonl, one dict per step or
-evaluation; the run also writes its usual files. Read next: train.py, whose loop runs.
+evaluation; the run also writes its usual files. Read next: train.py (the loop).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nanogrpo.run import setup
 
 @dataclasses.dataclass(frozen=True)
 class Given(setup.Given):
-    """Objects from Python that replace names in the options, including those of extras."""
+    """Python objects that replace names in the options of the core and the extras."""
 
     tools: Sequence[Callable] = ()
     environment_factory: Callable | None = None
@@ -56,12 +56,12 @@ def train(
 ) -> list[dict]:
     """Train, and return the records of the log: one dict per step or evaluation.
 
-    train_dataset and eval_dataset take the place of the options data and eval_data; the others that
-    of the options with their names. A data set is a list of dicts, a `datasets.Dataset` or a
+    train_dataset and eval_dataset replace the options data and eval_data. Every other argument
+    replaces the option of the same name. A data set is a list of dicts, a `datasets.Dataset` or a
     `DatasetDict`. An environment_factory is a class (docs/tools.md). Functions run in this process,
-    without --reward-timeout. Start several ranks with torchrun; each must call this function.
+    without --reward-timeout. With torchrun, every rank must call this function.
     Raises UserError for a mistake in the options, the data or the functions. An interrupt (the
-    notebook's stop button) ends the run after the step, with a checkpoint.
+    notebook's stop button) saves a checkpoint after the step and ends the run.
     """
     if not isinstance(cfg, Config):
         raise UserError(f"the options are a {type(cfg).__name__}: give a nanogrpo.Config.")
@@ -81,7 +81,7 @@ def _listed(given: Any) -> list:
 
 
 def _named(cfg: Config, given: Given) -> Config:
-    """Return the options with a name for each object, for the checks and the log."""
+    """Return the options with the name of each object, which the checks and the log use."""
     names: dict[str, Any] = {
         "reward_funcs": tuple(
             f if isinstance(f, str) else f"{_name(f)} from Python" for f in given.reward_funcs
@@ -110,5 +110,5 @@ def _name(function: Any) -> str:
 
 @functools.cache
 def _start() -> Callable[..., Path]:
-    """Return `start` of train.py. In a wheel, no import statement can find that file."""
+    """Return `start` of train.py. An import statement cannot find that file in a wheel."""
     return runpy.run_path(str(script("train.py")))["start"]

@@ -1,8 +1,8 @@
-"""A table of contents of everything besides the core.
+"""A table of contents of everything outside the core.
 
 `parse` reads a command line with the options of the core and, if that is not enough, with those of
 all extras. `attach` returns the features that the options ask for, in the order in which they
-attach. Nothing here is imported before it is needed, so a default run does not load it. To add an
+attach. Extras are imported only when they are needed, so a default run loads none. To add an
 extra, write a Feature (nanogrpo/feature.py) and its options in a file of its own, then add a line
 to SUMMARY, a class to options.py, and an `if` below. Read next: any of the files.
 """
@@ -47,8 +47,8 @@ extras, off by default (--help-all has their options, and says more about each o
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """Return the options of a run, not yet validated: a `Config` of the core if that accepts them,
-    or else the full one, whose errors name all options.
+    """Return the options of a run, not yet validated: a `Config` of the core if it accepts them,
+    or else the full `Config`, whose error messages cover all options.
     """
     try:
         cfg = cli.parse(argv, Config, cli.parser(Config, epilog=SUMMARY))
@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None = None) -> Config:
 def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
     """Return the features of a run, in the order in which they attach.
 
-    given: objects from Python (extras/api.py), in place of names in the options.
+    given: Python objects that replace names in the options (extras/api.py).
     """
     out: list[Feature] = []
     if "arithmetic" in (*cfg.data, *cfg.eval_data):
@@ -89,7 +89,7 @@ def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
         out.append(Rewards(cfg))
     model = read_json(checkpoint.locate(cfg.model) / "config.json")
     if has_scaling(model):
-        import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
+        import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
     if "vision_config" in model or getattr(cfg, "freeze_vision_tower", False):
         from nanogrpo.extras.vision.feature import Vision
 
@@ -103,25 +103,25 @@ def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
 
 
 def is_of_core(data: Any) -> bool:
-    """Return whether the core reads a data source: JSON lines, or a list. None: there is none."""
+    """Return whether the core reads a data source: JSON lines, a list, or None for no source."""
     return data is None or isinstance(data, list) or str(data).endswith(".jsonl")
 
 
 def has_scaling(model: dict) -> bool:
-    """Return whether a config.json scales rotary embedding, for longer contexts."""
+    """Return whether a config.json scales the rotary embedding for longer contexts."""
     rope = model.get("rope_scaling") or model.get("rope_parameters")
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
     return kind not in (None, "default")
 
 
 def of_options(cfg: Any, given: Any, gpu: bool, out: list[Feature]) -> list[Feature]:
-    """Return `out`, with the features that the options of the extras ask for, or a GPU."""
+    """Return `out` with the features that the options of the extras, or a GPU, require."""
     if cfg.tools or cfg.environment_factory or cfg.rollout:
         from nanogrpo.extras.tools.feature import Tools
 
         functions = getattr(given, "tools", ())
         others = (getattr(given, name, None) for name in ("environment_factory", "rollout"))
-        out.insert(0, Tools(cfg, functions, *others))  # before those that tokenize prompts
+        out.insert(0, Tools(cfg, functions, *others))  # before features that tokenize prompts
     if cfg.lora_r:
         from nanogrpo.extras.lora.feature import LoRA
 

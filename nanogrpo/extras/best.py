@@ -1,8 +1,8 @@
 """Also keep the checkpoint with the best evaluation: `--load-best-model-at-end`.
 
 In: the evaluations in the log. Out: a checkpoint that --save-total-limit never removes, and its
-name at the end of the run. A resumed run reads the earlier evaluations from the log, so nothing is
-stored. Read before: run/state.py (which saves and removes checkpoints).
+name at the end of the run. A resumed run reads the earlier evaluations from the log, so a
+checkpoint need not contain them. Read before: run/state.py (which saves and removes checkpoints).
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Best(Feature):
 
     def __init__(self, cfg: BestOptions):
         self.cfg = cfg
-        self.best: tuple[float, int] | None = None  # on the main rank: value, finished steps
-        # the name of a metric, as in the log (eval/reward, eval/rewards/NAME) or as TRL names it
+        self.best: tuple[float, int] | None = None  # on the main rank: (value, steps)
+        # the metric's name without the prefixes of the log (eval/rewards/NAME) or of TRL
         self.name = re.sub(r"^(eval[/_])?(rewards/)?|/mean$", "", cfg.metric_for_best_model)
 
     def settings(self, cfg: Config, inputs: Inputs) -> None:
-        """Require a --metric-for-best-model that an evaluation of this run may have."""
+        """Check that --metric-for-best-model is a metric of this run's evaluations."""
         known = ["mean_length", "reward", *inputs.rewards.calls]
         if re.sub(r"^pass@\d+/", "", self.name) not in known:
             raise UserError(

@@ -36,7 +36,7 @@ OPTIONS = """
     temperature top_p top_k seed device
 """
 COMMAND = commandline.Command(OPTIONS.split(), "nanogrpo chat MODEL [options]", DESCRIPTION)
-MAX_CONTEXT = 16384  # tokens of conversation, because a GPU allocates the cache for all of them
+MAX_CONTEXT = 16384  # tokens of a conversation; a GPU allocates the cache for all of them at once
 
 
 class Chat:
@@ -56,7 +56,7 @@ class Chat:
         )
         self.engine.load(model, version=0)
         self.system = system_prompt(cfg.system_prompt)
-        self.turns = 0  # part of the random key, so a repeated question gets a new answer
+        self.turns = 0  # part of the random key, so that a repeated question gets a new answer
         self.clear()
 
     def clear(self) -> None:
@@ -66,8 +66,8 @@ class Chat:
     def answer(self, message: str) -> Generator[str, None, None]:
         """Yield the pieces of the answer to a message.
 
-        The answer becomes part of the conversation, without its thinking. Without a chat template
-        there is no conversation: the model continues the message as a text. Raises UserError if the
+        The answer without its thinking becomes part of the conversation. Without a chat template
+        there is no conversation, and the model only continues the message. Raises UserError if the
         conversation is too long or the chat template rejects it.
         """
         cfg, tokenizer = self.cfg, self.tokenizer
@@ -79,7 +79,7 @@ class Chat:
         if room < 1:
             raise UserError(
                 f"the conversation has {len(ids)} tokens, which leaves no room for an answer in a "
-                f"context of {self.max_len}: start a new one."
+                f"context of {self.max_len}: start a new conversation."
             )
         self.turns += 1
         params = dataclasses.replace(sampling_params(cfg, tokenizer), max_tokens=room)

@@ -1,4 +1,4 @@
-"""The command line with the options of all extras, and in TRL's spelling and names, too.
+"""Read a command line with the options of all extras, also in TRL's spelling and names.
 
 In: argv. Out: the full `Config` of options.py. attach.py calls this for command lines that the core
 alone does not accept. Read before: cli.py. Read next: trl_names.py (what TRL's options become).
@@ -28,7 +28,7 @@ log = logging.getLogger("nanogrpo")
 
 
 class Command(NamedTuple):
-    """A program other than train.py that has some of its options. Its first word is --model."""
+    """A program with some of train.py's options, whose first argument is the value of --model."""
 
     options: Sequence[str]  # names of fields of Config
     usage: str
@@ -36,7 +36,7 @@ class Command(NamedTuple):
 
 
 def parse(argv: Sequence[str] | None = None, command: Command | None = None) -> Config:
-    """Return the command line as a Config that is not yet validated (cli.parse)."""
+    """Return the options of a command line. The Config is not yet validated (see cli.parse)."""
     words = [*(sys.argv[1:] if argv is None else argv)]
     program, names = cli.parser(Config), trl_names.NAMES
     if command:
@@ -96,7 +96,7 @@ def _type(name: str) -> str:
 
 
 def _words(name: str) -> dict[str, str]:
-    """Return other spellings of an option's values, and ours."""
+    """Return a dict from other spellings of an option's values to ours."""
     return FIELDS[name].metadata.get("words", {}) if name in FIELDS else {}
 
 
@@ -117,13 +117,13 @@ def _translated(name: str, value: Any) -> Any:
 
 
 def _scalars(words: list[str]) -> Any:
-    """Return the value of an option of TRL, read as in its YAML files: true, 8, or a text."""
+    """Return the value of a TRL option, read as YAML: true, 8, or a text."""
     values = [yaml.safe_load(w) if re.fullmatch(r"[\w.+-]+", w) else w for w in words]
     return True if not values else values[0] if len(values) == 1 else values
 
 
 def _read(path: Path) -> cli.Options:
-    """Return the options in a JSON or YAML file under our names, apart from TRL's own."""
+    """Return the options in a JSON or YAML file, under our names if we have the same option."""
     raw = _read_yaml(path) if path.suffix in (".yaml", ".yml") else read_json(path)
     out: cli.Options = {}
     for given, value in raw.items():

@@ -3,7 +3,7 @@
     nanogrpo train --profile debug           # the same as python train.py --profile debug
     torchrun --nproc-per-node 8 -m nanogrpo train --model M --data D
 
-In: argv. Out: the exit status of the program. In a checkout train.py and serve.py are next to the
+In: argv. Out: the exit status of the program. In a checkout, train.py and serve.py are next to the
 package; a wheel has them in nanogrpo/scripts/ (setup.py copies them). Read next: train.py.
 """
 

@@ -5,8 +5,8 @@ In: the samples of a step. Out: `output_dir/completions/completions_00001.jsonl`
 the number counts finished steps, as in checkpoint-N; an evaluation writes eval_00001.jsonl. Each
 line is one completion with TRL's columns: step, prompt, completion, one column per reward function,
 reward, advantage, and then the columns of `log_extra`. `pandas.read_json(path, lines=True)` reads a
-file. If a prompt has further inputs, these write files of their own into the folder and add a
-column. Read before: logs/console.py. Read next: view (a page that shows the files).
+file. If a prompt has pictures, small copies of them are written into the folder, and a column
+names them. Read before: logs/console.py. Read next: view/ (a page that shows the files).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from nanogrpo.run.setup import Run
 
 
-# Print Text objects only: rich would read brackets in a str as markup, such as "[/INST]".
+# Print Text objects only, because rich takes brackets in a str, as in "[/INST]", for markup.
 console = Console(stderr=True, force_jupyter=False, width=None if sys.stderr.isatty() else 120)
 
 
 class Completions(Feature):
-    """The files contain the samples of all ranks; the console shows some of the main rank's."""
+    """The files contain the samples of all ranks; the console shows some samples of rank 0."""
 
     def __init__(self, cfg: Config):
         self.cfg, self.folder = cfg, Path(cfg.output_dir) / "completions"
@@ -61,10 +61,10 @@ class Completions(Feature):
     def step(self, run: Run, step: int, samples: list[Sample]) -> None:
         self._write(run, f"completions_{step + 1:05d}.jsonl", step, samples)
         if run.world.main and (count := self.cfg.num_completions_to_print):
-            # the first of each prompt, then the second of each, and so on
+            # the first completion of each prompt, then the second of each, and so on
             chosen = sorted(samples, key=lambda s: s.index)[:count]
             show([record(step, s) for s in chosen])
-            run.log.progress.rows = 0  # the row is far from the last header
+            run.log.progress.rows = 0  # print the header again, because the last one is far above
 
     def evaluated(self, run: Run, samples: list[Sample]) -> None:
         self._write(run, f"eval_{run.done:05d}.jsonl", run.done, samples)
@@ -84,9 +84,9 @@ def write(path: Path, records: Sequence[dict]) -> None:
 
 
 def record(step: int, sample: Sample, folder: Path | None = None) -> dict:
-    """Return a line of the table. folder: where the prompt's further inputs write their files.
+    """Return a line of the table. folder: where copies of the prompt's pictures are written.
 
-    rewards/runner.py makes sure that no column of `log_extra` has the name of another one. A reward
+    rewards/runner.py makes sure that the columns of `log_extra` have names of their own. A reward
     function that is named like one of our columns, such as `step`, gets the column `step_reward`.
     """
     inputs = sample.prompt.inputs
@@ -104,7 +104,7 @@ def record(step: int, sample: Sample, folder: Path | None = None) -> dict:
 
 
 def texts(prompt: str | list[dict]) -> str | list[dict]:
-    """Return a prompt in which the content of each message is a text, even if it had parts."""
+    """Return a prompt in which each message has a text as content, even if it had several parts."""
     if isinstance(prompt, str):
         return prompt
     return [
@@ -116,7 +116,7 @@ def texts(prompt: str | list[dict]) -> str | list[dict]:
 
 
 def show(records: Sequence[dict]) -> None:
-    """Print a table: the end of the prompt and of the completion, the rewards, and more numbers."""
+    """Print a table: the ends of the prompt and the completion, the rewards, and other numbers."""
     table = Table(title=f"completions of step {records[0]['step'] + 1}", show_lines=True)
     for name, share in (("prompt", 3), ("completion", 4), ("rewards", 2)):
         table.add_column(name, ratio=share, overflow="fold")

@@ -1,13 +1,13 @@
-"""Send the log to dashboards: `--report-to tensorboard trackio wandb`, all optional packages.
+"""Send the log to dashboards (`--report-to tensorboard trackio wandb`, optional packages).
 
 In: the records of the log; with `--log-completions`, also the completions of each step, which
-become a table (not in TensorBoard, which has none). Out: event files in
+become a table (not in TensorBoard, which has no tables). Out: event files in
 output_dir/dashboards, which `tensorboard --logdir RUNS` shows; a database on this machine, which
-`trackio show` opens in a browser; or a run of Weights & Biases. The last two read their project
-from $TRACKIO_PROJECT and $WANDB_PROJECT, and have further variables. Read before: logs/console.py.
+`trackio show` opens in a browser; or a run of Weights & Biases. Environment variables
+such as $TRACKIO_PROJECT and $WANDB_PROJECT configure the last two. Read before: logs/console.py.
 
 A resumed run continues the same curves: TensorBoard drops the values after the checkpoint, W&B gets
-the id of the earlier run and keeps the values that it has, and Trackio continues the last run of
+the id of the earlier run and keeps the old values, and Trackio continues the last run of
 that name.
 """
 
@@ -54,8 +54,8 @@ class DashboardOptions(Config):
 class Dashboards(Feature):
     def __init__(self, cfg: Any):
         self.cfg, self.folder = cfg, Path(cfg.output_dir)
-        self.own = self.folder / "dashboards"  # a name that --overwrite-output-dir removes
-        # of the main rank: modules and TensorBoard, with functions `log(row, step=)` and `finish()`
+        self.own = self.folder / "dashboards"  # which --overwrite-output-dir removes
+        # on the main rank: by name, an object with functions `log(row, step=)` and `finish()`
         self.runs: dict[str, Any] = {}
 
     def record(self, done: int, record: dict) -> None:
@@ -122,8 +122,8 @@ class TensorBoard:
     def __init__(self, folder: Path, start: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps in the old files that a resumed run repeats are hidden. Step 0 contains an
-        # evaluation, which a run that starts over also repeats.
+        # Hide the old values of the steps that a resumed run repeats.
+        # A run that starts over repeats every step, and the evaluation at step 0.
         self.writer = SummaryWriter(folder, purge_step=start + 1 if start else 0)
 
     def log(self, row: dict[str, float], step: int) -> None:
@@ -135,7 +135,7 @@ class TensorBoard:
 
 
 def _cell(value: Any) -> Any:
-    """Return a value for a table: messages as text, and no lone surrogates, which UTF-8 lacks."""
+    """Return a value for a table: messages become text, and lone surrogates are escaped."""
     if isinstance(value, str | list):
         return str(value).encode(errors="backslashreplace").decode()
     return value

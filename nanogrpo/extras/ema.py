@@ -1,4 +1,4 @@
-"""Evaluate an exponential moving average of the weights instead of the weights: `--ema-decay`.
+"""Evaluate an exponential moving average of the weights (`--ema-decay`).
 
     average ← d · average + (1 - d) · weights        after each step, from the initial weights
 
@@ -48,7 +48,7 @@ class EMA(Feature):
         self.average: dict[str, Tensor] = {}
 
     def loaded(self, model: Decoder) -> None:
-        if not self.average:  # the policy; a reference model comes after it
+        if not self.average:  # the policy is loaded first, a reference model after it
             trained = (item for item in model.named_parameters() if item[1].requires_grad)
             self.average = {name: p.detach().clone() for name, p in trained}
 
@@ -83,7 +83,7 @@ class Averaged(Wrapper):
 
     @property
     def version(self) -> int:
-        """That of the weights; -1 while the engine has their average, so they are sent again."""
+        """Return -1 while the engine has the average, so that the weights are sent again."""
         return -1 if self.averaged else self.engine.version
 
     def load(self, model: Any, version: int) -> None:

@@ -1,9 +1,9 @@
 """Two uses of the policy's entropy: training only on uncertain tokens, and a bonus for uncertainty.
 
 In: the micro-batches of an optimizer step on this rank. Out: their `importance`, which is 0 for
-tokens that are not trained on, and their `entropy_weight` [M], which the loss reads. Both are
-computed over the full optimizer step and all ranks, so the gradient does not depend on the split
-into micro-batches. Read before: grpo/loss.py.
+tokens that are not trained on, and their `entropy_weight` [M], which the loss reads. `importance`
+and `entropy_weight` are computed over the full optimizer step and all ranks, so the gradient does
+not depend on the split into micro-batches. Read before: grpo/loss.py.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class Entropy(Feature):
-    # The bonus does not depend on the advantage. And even a completion with an advantage of 0 has
-    # entropies, which affect which tokens of other completions are trained on.
+    # The bonus does not depend on the advantage, so it also applies where the advantage is 0.
+    # The entropies of any completion affect which tokens of other completions are trained on.
     all_gradients = True
 
     def __init__(self, cfg: EntropyOptions):
@@ -67,7 +67,7 @@ def prepare(
     cfg: EntropyOptions,
     world: World,
 ) -> None:
-    """Set `importance` and `entropy_weight` of an optimizer step. Every rank must call it.
+    """Set `importance` and `entropy_weight` of a step's micro-batches. Every rank must call it.
 
     entropies: [M] per micro-batch, computed with the weights that sampled the tokens; needed if
     only a share of the tokens is trained on.
@@ -80,7 +80,7 @@ def prepare(
             factor = keep.to(batch.weight.dtype)
             batch.importance = factor if batch.importance is None else batch.importance * factor
     if cfg.entropy_coef:
-        # a loss term -coef · H, where H is the mean over the step's trained tokens
+        # a loss term -coef · H, where H is the mean entropy of the step's trained tokens
         count = sum(world.gather(sum(int(mask.sum()) for mask in masks)))
         for batch, mask in zip(batches, masks):
             weight = torch.tensor(cfg.entropy_coef / max(count, 1), dtype=batch.weight.dtype)
@@ -92,12 +92,12 @@ def most_uncertain(
 ) -> list[Tensor]:
     """Return masks [M] bool that keep the `share` of the trained tokens with the highest entropy.
 
-    Wang et al. 2025 (2506.01939). The share is that of the tokens of the optimizer step on all
+    Wang et al. 2025 (2506.01939). The share refers to all tokens of the optimizer step, on all
     ranks. Every rank must call it.
     """
     values = [h.float().cpu() for h in entropies]
     chosen = [h[mask.cpu()] for h, mask in zip(values, trained)]
-    # As a tensor, the threshold is rounded to float32, as the values are.
+    # The threshold becomes a tensor to be rounded to float32, like the values.
     threshold = torch.tensor(quantile(torch.cat([torch.empty(0), *chosen]), 1 - share, world))
     return [(h >= threshold).to(mask.device) for h, mask in zip(values, trained)]
 

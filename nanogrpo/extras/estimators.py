@@ -1,7 +1,7 @@
-"""Other advantages: RLOO and MaxRL, and GDPO for several rewards.
+"""Other ways to compute advantages: RLOO, MaxRL, and GDPO for several rewards.
 
-In: rewards [P, G], NaN where no reward function applied, and those of each function [P·G, F]. Out:
-advantages [P, G]. All are pure functions. The formulas are those of TRL 1.16.0, and tests compare
+In: rewards [P, G] (NaN: no reward function applied) and the rewards of each function [P·G, F]. Out:
+advantages [P, G]. All functions are pure. The formulas are those of TRL 1.16.0, and tests compare
 them with TRL's code. Read before: grpo/advantages.py.
 """
 
@@ -42,8 +42,8 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 def maxrl(rewards: Tensor) -> Tensor:
     """Return A = (r - mean_group) / mean_group, or 0 if the mean is not above 0.
 
-    With rewards 0 and 1, this gives the gradient of the log of the success rate instead of the rate
-    itself, so the rarer a success, the more it counts. MaxRL 2026 (2602.02710).
+    With rewards 0 and 1, training maximizes the log of the success rate instead of the rate
+    itself, so a rare success counts more. MaxRL 2026 (2602.02710).
     """
     mean = rewards.nanmean(1, keepdim=True)  # [P, 1]
     # rounding errors can make a mean of 0 slightly positive: 0.1 + 0.2 - 0.3 > 0
@@ -60,7 +60,7 @@ def decoupled(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     scaled, _ = group_relative(rewards)
     total = scaled.nan_to_num(0.0) @ weights  # [P, G]
     total = total.masked_fill(rewards.isnan().all(2), torch.nan)
-    # The mean of the sums is 0 up to rounding, like that of each group. It is not subtracted, so a
-    # completion without signal stays at exactly 0.
+    # The mean of the sums is 0 up to rounding, because it is 0 in each group.
+    # This mean is not subtracted, so a sum that is exactly 0 stays exactly 0.
     std = nanstd(total.view(1, -1), dim=1)
     return total / (std + STD_EPS), std

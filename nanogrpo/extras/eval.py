@@ -70,7 +70,7 @@ def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]
     setup.load_weights(model, inputs)
     cfg, n = cast(Config, inputs.cfg), cfg.num_generations_eval
     cfg = memory.for_sampling(cfg, model, world, len(world.part(prompts)) * n)
-    # what the engine and `complete_held_out` read of a run, at its end (for a curriculum)
+    # the parts of a Run that are read below, as at the end of a training of one step
     run: Any = SimpleNamespace(
         cfg=dataclasses.replace(cfg, max_steps=1),
         world=world,
@@ -109,12 +109,12 @@ def write(cfg: Config, row: dict[str, float], samples: list[Sample], world: Worl
     lines.append(f"{len(records)} completions are in {folder / 'eval.jsonl'}")
     try:
         print(*lines, sep="\n", flush=True)
-    except BrokenPipeError:  # the reader has ended, as head does; Python flushes stdout again
+    except BrokenPipeError:  # as in `| head`; Python flushes stdout once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def claim(cfg: Config) -> None:
-    """Create the output folder before anything is sampled. An earlier evaluation in it is kept."""
+    """Create the output folder. Raises UserError if the folder already has an evaluation."""
     folder = Path(cfg.output_dir)
     if (folder / "eval.json").exists() and not cfg.overwrite_output_dir:
         raise UserError(

@@ -1,4 +1,4 @@
-"""A correction for the gap between trainer and engine, and old log-probs from the engine.
+"""A correction for the gap between trainer and engine, or old log-probs from the engine.
 
 Samples come from μ, the engine's policy, while π, the trainer's policy, is trained as if it had
 sampled them. The importance weight of a token is ρ = π/μ, a factor of its loss. Names and modes are
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Importance(Feature):
     def __init__(self, cfg: ImportanceOptions):
         self.cfg = cfg
-        self.weights: list[Tensor] = []  # weights of the step's first update with tokens
+        self.weights: list[Tensor] = []  # importance weights of the first update that has tokens
 
     @torch.no_grad()
     def batches(self, run: Run, batches: Sequence[PackedBatch]) -> None:
@@ -57,7 +57,7 @@ class Importance(Feature):
 
 
 def measured(weight: Tensor, world: World) -> dict[str, float]:
-    """Return the metrics of importance weights [M], which may be divided over the ranks.
+    """Return the metrics of the importance weights of all ranks. weight: [M], those of this rank.
 
     importance_sampling_ratio/min, …       minimum, mean and maximum of the weights, as in TRL
     masked                                 share of tokens with weight 0
@@ -67,7 +67,7 @@ def measured(weight: Tensor, world: World) -> dict[str, float]:
     weight = weight.double()
     vectors = {"weight": weight, "square": weight * weight, "masked": weight == 0}
     found = world.spreads(vectors)
-    if not found:  # old log-probs of the engine; or every completion was masked
+    if not found:  # the old log-probs are the engine's, or every completion was masked
         return {}
     w, square = found["weight"], found["square"].mean
     return {
@@ -75,7 +75,7 @@ def measured(weight: Tensor, world: World) -> dict[str, float]:
         "sampling/importance_sampling_ratio/mean": w.mean,
         "sampling/importance_sampling_ratio/max": w.most,
         "sampling/masked": found["masked"].mean,
-        # if all weights are 0, so is the result
+        # the result is 0 if all weights are 0
         "sampling/ess": w.mean**2 / square if square > 0 else 0.0,
     }
 
@@ -88,11 +88,11 @@ def correction(
     clip_max: float,
     clip_min: float | None = None,
 ) -> Tensor:
-    """Return the factors of the tokens' losses that correct for sampling from μ instead of π.
+    """Return a factor for each token's loss, to correct for sampling from μ instead of π.
 
     trainer_logp, engine_logp: [M]; sample: [M] int64, the sample each token belongs to. Returns [M]
     float32, without gradient. ρ = π/μ is computed per token, or per sample as the product (not the
-    mean) over its tokens. Its bounds are clip_min (None: 0) and clip_max.
+    mean) over its tokens. The bounds of ρ are clip_min (None: 0) and clip_max.
 
     token_truncate, sequence_truncate    ρ clamped to the bounds         (TIS: Yao et al. 2025)
     token_mask, sequence_mask            ρ within the bounds, else 0     (IcePop, MIS)

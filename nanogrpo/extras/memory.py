@@ -4,8 +4,8 @@ and refuse a run that cannot fit.
 In: the model's sizes, the options, the number of ranks. Out: a table in bytes for one rank, the
 memory that is available, and the options with a value for each setting that the user left open.
 
-With n parameters (n_b in a block, n_r in the rest: embedding, head, norms) on W GPUs, computing in
-b = 2 bytes per number on micro-batches of T tokens:
+The model has n parameters: n_b in each block and n_r in the rest (embedding, head, norms). The run
+uses W GPUs, computes in numbers of b = 2 bytes, and has micro-batches of T tokens:
 
     parameters     4·n/W                      float32 master weights; 2·n/W for frozen ones that
                                               are stored in bfloat16 (--lora-base-dtype), and
@@ -39,7 +39,7 @@ With adapters, only trained parameters count towards the optimizer, the gradient
 of the checkpoint row. The head then has no gradient, and the reference needs no second model.
 
 Completion lengths are unknown in advance, so we assume the maximum. docs/memory.md shows what is
-chosen for which model and GPU. Read next: grpo/packing.py (which determines the length of a strip).
+chosen for which model and GPU. Read next: grpo/packing.py (which limits the size of a micro-batch).
 """
 
 from __future__ import annotations
@@ -77,15 +77,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanogrpo")
 
-# Left free on a GPU: workspaces, communication buffers, CUDA graphs, fragmentation. A vLLM server
-# on the same GPU needs the same amount in addition.
+# Bytes left free on a GPU for workspaces, communication buffers, CUDA graphs and fragmentation.
+# A vLLM server on the same GPU needs the same amount in addition.
 MARGIN = 2 << 30
-MOST = 0.92  # the largest share for vLLM, its own default
-MOST_SLOTS = 256  # with more, a decode step takes longer almost in proportion
-# The training settings to try on a GPU, from the fastest to the one that needs least memory:
-# gradient_checkpointing, token_budget, reduce_gradients. "selective" calls Python for each
-# operation, so short strips wait for the host: on an H100, 12 layers of Qwen3-4B took 1.41 s with
-# strips of 4,096 tokens and 0.60 s with 8,192.
+MOST = 0.92  # the largest share of a GPU for vLLM, and vLLM's own default
+MOST_SLOTS = 256  # with more slots, the time of a decode step grows almost in proportion
+# gradient_checkpointing, token_budget and reduce_gradients, from the fastest to the smallest.
+# "selective" calls Python for each operation, so small micro-batches make the GPU wait:
+# on an H100, 12 layers of Qwen3-4B took 1.41 s with 4,096 tokens and 0.60 s with 8,192.
 SETTINGS = (
     ("none", 16384, "step"),
     ("none", 8192, "step"),
@@ -140,10 +139,10 @@ def activation_bytes(
     c: ModelConfig, item: int, kind: str, fused: bool = False, adapted: bool = False
 ) -> tuple[int, int]:
     """Return (kept, recomputed): the bytes per token that each layer keeps for the backward pass,
-    and that one layer recomputes in it. The count follows Block.forward and includes each tensor
-    that autograd keeps: 4·D (input and output of two norms), q and k before and after norm and
-    rotation, v, attention's result and its copy for o_proj, gate, up, silu(gate), and their
-    product. With `fused` kernels, there is neither that copy nor silu(gate).
+    and those that one layer recomputes there. The count follows Block.forward and includes the
+    tensors that autograd keeps: 4·D (input and output of two norms), q and k before and after norm
+    and rotation, v, attention's result and its copy for o_proj, gate, up, silu(gate), and
+    silu(gate) · up. `fused` kernels keep neither the copy for o_proj nor silu(gate).
     """
     D, F = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -154,7 +153,7 @@ def activation_bytes(
     everything = item * (4 * D + copies * q + (norms + 1) * kv + products * F) + statistics
     if kind != "selective":
         return (everything, 0) if kind == "none" else (item * D, everything)
-    # the block's input, and the results named in sharding.KEPT; adapters have results of their own
+    # the block's input, the results named in sharding.KEPT, and those of adapters
     products = 2 * D + q + 2 * kv + 2 * F
     results = item * (D + q + products * (2 if adapted else 1)) + 4 * c.num_attention_heads
     return results, everything
@@ -173,7 +172,7 @@ def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[in
         tokens = prompts * (longest_prompt + cfg.num_generations * longest)
         keys += prompts * longest_prompt
         max_keys = schedule.KEY_ROWS * budget
-    T = max(min(tokens, budget), sample)  # a sample above the budget gets its own strip
+    T = max(min(tokens, budget), sample)  # a longer sample gets a micro-batch of its own
     return T, max(min(keys, max_keys), T), tokens > budget or keys > max_keys
 
 
@@ -184,25 +183,25 @@ def numbers(module: nn.Module) -> int:
 def table(
     model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()
 ) -> list[Row]:
-    """Return the estimate for one rank. It only needs shapes, so the models may be on the meta
+    """Return the estimate for one rank. Only shapes are needed, so the models may be on the meta
     device. judges: the reward models.
     """
     c, W, host = model.cfg, world.size, cfg.cpu_offload
     trained, n = weights.sizes(model)
     stored = sum(p.nbytes for p in model.parameters())
-    # FSDP gathers numbers of 2 bytes, and so does torch 2.11 with the bytes of a matrix in 4 bits
+    # FSDP gathers 2 bytes per number; torch 2.11 does so even for the bytes of a 4-bit matrix
     gathered, block = 2 * numbers(model), 2 * numbers(model.model.layers[0])
     root = gathered - sum(2 * numbers(each) for each in model.blocks)
     if cfg.reshard_after_forward != "never":
         gathered = root + 2 * block
     moments = round((2.05 if cfg.optim == "adamw_torch_8bit" else 8) * trained / W)
     T, Tk, several = longest_strip(cfg, W, longest_prompt)
-    # The sum of several micro-batches takes the place of the shards, which are made of it.
+    # While several micro-batches are summed, a rank has the unsharded sum instead of its shards.
     summed = several and cfg.reduce_gradients != "micro_batch" and (W > 1 or host)
     kind, layers = cfg.checkpointing, c.num_hidden_layers
     kept, again = activation_bytes(c, 2, kind, cfg.kernels != "torch", adapted=cfg.lora_r > 0)
     cached = token_bytes(c)
-    key_rows = cached if kind == "none" else cached // layers  # or of one layer at a time
+    key_rows = cached if kind == "none" else cached // layers  # or per layer
     rows = min(T, ops.default_chunk(c.vocab_size, torch.bfloat16, world.device))
     head = c.vocab_size * c.hidden_size if model.lm_head.weight.requires_grad else 0
     reference = 4 * n // W + root if cfg.beta and not cfg.lora_r else 0
@@ -223,24 +222,24 @@ def table(
     if visual := getattr(model.model, "visual", None):  # all prompts could be pictures
         out.append(Row("pictures", T * visual.activation_bytes(2, kind)))
 
-    # The engine's copy is merged with the adapters, if there are any.
+    # In the engine's copy, adapters are merged into the weights.
     copy = 2 * (n - trained if cfg.lora_r else n)
     positions = longest_prompt + cfg.max_completion_length
     tokens = cache_tokens(cfg.slots, positions, True, cfg.cache_tokens)
     cache = Row(f"cache of {tokens:,} tokens", cached * tokens)
     if cfg.engine == "local":
-        if cfg.load_in_4bit:  # it shares the rest with the trainer, if that is not sharded
+        if cfg.load_in_4bit:  # the engine shares the frozen weights if they are not sharded
             copy = 2 * trained if W == 1 and not host else stored
         out += [Row("engine: weights", copy), cache]
-    elif world.main:  # the server is a separate process; rank 0 has a copy of the weights to send
+    elif world.main:  # the server is a process of its own; rank 0 has a copy to send
         out.append(Row("weights to be sent", copy))
         if not cfg.server and cfg.vllm_gpus in ("", "0"):
             out.append(Row("vLLM: workspaces", MARGIN, of_server=True))
-            if not cfg.vllm_enable_sleep_mode:  # only those stay while the trainer trains
+            if not cfg.vllm_enable_sleep_mode:  # asleep, it has only workspaces
                 out.append(Row("vLLM: weights", copy, of_server=True))
                 out.append(Row(f"vLLM: {cache.name}", cache.bytes, of_server=True))
     saved = (4 * trained + (4 * n if cfg.sync_ref_model else 0)) // W + moments
-    if world.main:  # it also gathers the weights, in their own dtype
+    if world.main:  # rank 0 also gathers the weights, in the dtype of the files
         saved += model.saved_dtype.itemsize * n
     return [*out, Row("a checkpoint that is being written", saved, on_host=True)]
 
@@ -257,11 +256,11 @@ def while_sampling(rows: Sequence[Row]) -> int:
 
 
 def capacity(world: World) -> tuple[int, int]:
-    """Return (bytes on the GPU, bytes of host memory) for one rank. Of the GPU, what is free or
-    already reserved by this process counts. The ranks of a machine share its memory.
+    """Return (bytes on the GPU, bytes of host memory) for one rank. GPU memory counts if it
+    is free or already reserved by this process. The ranks of a machine share its host memory.
     """
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # the limit of a container, if it is a number
+    with contextlib.suppress(OSError, ValueError):  # the limit of a container, if there is one
         host = min(host, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     host //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     free, _ = torch.cuda.mem_get_info(world.device)
@@ -279,8 +278,8 @@ def shown(n: float) -> str:
 def fit(
     model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()
 ) -> tuple[Config, int]:
-    """Return the options with every setting chosen, and the estimated bytes on the device, without
-    those of a vLLM server. Raises UserError if they exceed what is available. Every rank must call.
+    """Return the options with every setting chosen, and the estimated bytes on the device without a
+    vLLM server's. Raises UserError if a rank needs more than is available. Every rank must call.
     """
     device, host = capacity(world)
     cfg = choose(model, cfg, world, longest_prompt, min(world.gather(device)), judges)
@@ -311,18 +310,18 @@ def choose(
     available: int,
     judges: Sequence[nn.Module] = (),
 ) -> Config:
-    """Return the options with a value for each of CHOSEN that the user left open: on a GPU, the
-    first of SETTINGS that leaves MARGIN of the available bytes free. If none does, it is the last.
+    """Return the options with a value for each of CHOSEN that the user left open. On a GPU, this is
+    the first of SETTINGS that leaves MARGIN bytes free or, if none does, the last.
 
-    Sampling takes most of a step and gets faster with the number of completions that the cache
-    holds. The cache starts at half of what all slots could need, because few completions reach the
-    maximum length. It is halved again only while no setting of training fits. Finally, it grows
-    into the memory that is left, up to what all slots could need, but twice the margin stays free.
-    All ranks must choose the same, so they choose for rank 0, which stores most.
+    Sampling takes most of a step, and is faster if the cache holds more completions at a time. The
+    cache starts at half of what all slots could need, because few completions reach the maximum
+    length. The cache is halved again only while no setting of training fits. Finally, it grows into
+    the memory that is left, up to what all slots could need, but twice MARGIN stays free.
+    All ranks must choose the same settings, so they choose for rank 0, which stores most.
     """
     slots = cfg.max_concurrent or min(-(-cfg.generation_batch_size // world.size), MOST_SLOTS)
     longest = longest_prompt + cfg.max_completion_length
-    # one GPU: there is nothing to reduce, and gathering only copies the weights, for each strip
+    # With one GPU, there is nothing to reduce, and gathering only copies the weights.
     alone = world.size == 1 and not cfg.cpu_offload
     first = dataclasses.replace(world, rank=0)
 
@@ -351,19 +350,19 @@ def choose(
 
 
 def token_bytes(c: ModelConfig) -> int:
-    """Return the bytes of a token in a GPU's cache: keys and values of all layers, in bfloat16."""
+    """Return the bytes per token in a GPU's KV cache: bfloat16, all layers."""
     return 4 * c.num_key_value_heads * c.head_dim * c.num_hidden_layers
 
 
 def given(cfg: Config, **settings: Any) -> Config:
-    """Return the options with these settings, where the user has not given others."""
+    """Return the options with these settings, except those that the user has set."""
     left_open = {n: x for n, x in settings.items() if getattr(cfg, n) == getattr(Config, n)}
     return dataclasses.replace(cfg, **left_open)
 
 
 def spelled(cfg: Config) -> str:
     """Return the settings as a command line has them."""
-    # a vLLM server decides about its own
+    # a vLLM server chooses its own slots and cache
     names = CHOSEN if cfg.engine == "local" else CHOSEN[2:]
     return " ".join(f"--{dashed(n)} {getattr(cfg, n)}" for n in names if getattr(cfg, n))
 
@@ -373,7 +372,7 @@ def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) ->
     unless the user has given them: on a GPU, as many as fit next to the engine's weights. Every
     rank must call.
 
-    model: is on the device already; completions: of this rank.
+    model: already on the device. completions: the number that this rank samples.
     """
     if world.device.type == "cpu" or cfg.engine != "local":
         return cfg
@@ -386,7 +385,7 @@ def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) ->
 @contextlib.contextmanager
 def explained(cfg: Config, lower: str = "") -> Iterator[None]:
     """Turn a GPU's OutOfMemoryError into a UserError that says what to lower. cuBLAS, and CUDA
-    outside of torch's allocator, raise other errors for the same reason.
+    outside of torch's allocator, raise other errors when memory is short.
     """
     try:
         yield
@@ -396,7 +395,7 @@ def explained(cfg: Config, lower: str = "") -> Iterator[None]:
             raise
         found = re.search(r"allocate ([\d.]+ \w+).* of which ([\d.]+ \w+)", str(e), re.DOTALL)
         sizes = f"{found[1]} needed, {found[2]} free" if found else first_sentence(e)
-        if not lower:  # every setting, or others would be chosen
+        if not lower:  # give every setting, or others would be chosen
             lower = spelled(
                 dataclasses.replace(
                     cfg,
@@ -413,8 +412,8 @@ def server_share(world: World, needed: int, given: Sequence[str]) -> list[str]:
     """Return the option with the share of the trainer's GPU that a vLLM server of our own may use,
     unless the user has `given` one.
 
-    The server gets what is free now, except for a margin and what the trainer is still expected to
-    allocate, of the `needed` bytes. So the share also holds when the server is restarted later.
+    The server gets the memory that is free now, less a margin and the part of the `needed` bytes
+    that the trainer has not allocated yet. So the share is also right if the server restarts later.
     """
     chosen = ("--gpu-mem", "--device-mem", "--kv-cache-mem")
     if any(word.replace("_", "-").startswith(chosen) for word in given):
@@ -425,7 +424,7 @@ def server_share(world: World, needed: int, given: Sequence[str]) -> list[str]:
     if share <= 0:
         raise UserError(
             f"--engine vllm: of the {shown(free)} that are free on the GPU, the trainer will need "
-            f"{shown(growth)}, which leaves nothing for vLLM: lower --token-budget, let them take "
+            f"{shown(growth)}, which leaves nothing for vLLM: lower --token-budget, let both take "
             "turns with --vllm-enable-sleep-mode, name another GPU with --vllm-gpus, or set "
             "--gpu-memory-utilization in --vllm-options."
         )

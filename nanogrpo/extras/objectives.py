@@ -1,7 +1,7 @@
 """Losses other than the clipped loss per token. Each objective is a short function that computes
 what each token contributes to the loss.
 
-In: `Tokens`, the M completion tokens of a strip. Out: their terms [M], and metrics [M] for the log.
+In: `Tokens`, the M completion tokens of a micro-batch. Out: terms [M], and metrics [M] for the log.
 `loss` multiplies the terms by masks and weights, adds the KL and sums them; autograd computes the
 derivatives, so the head needs two phases and four matrix products. The gradient flows through
 `logp`, `log_ratio` and `ratio`. To add an objective, write a function like these and add its name
@@ -38,7 +38,7 @@ class Objectives(Feature):
         self.all_gradients = cfg.loss_constants.get("dppo_penalty", 0) > 0  # it has no advantage
 
     def objective(self, batch: PackedBatch, cfg: Any) -> HeadOp | None:
-        """Return a loss in two phases, or None if the core's loss needs only another average."""
+        """Return a loss in two phases, or None if the core can compute the loss."""
         if not cfg.needs_two_phases:
             return None
 
@@ -53,8 +53,8 @@ class Objectives(Feature):
 class Sequences:
     """Sums and means over the trained tokens of each sequence, repeated for each of its M tokens.
 
-    A sequence is never split between strips, so these need no data from other micro-batches or
-    ranks.
+    A sequence is never split between micro-batches, so no data of other micro-batches or ranks
+    are needed.
     """
 
     def __init__(self, sample: Tensor, trained: Tensor):
@@ -66,7 +66,8 @@ class Sequences:
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over each sequence, [M] → [M].
 
-        It adds in float64, because thousands of log-ratios near zero lose digits in float32.
+        The sum is computed in float64, because thousands of log-ratios near zero lose digits in
+        float32.
         """
         kept = torch.where(self.trained, x.double(), 0.0)
         return self.empty.index_add(0, self.member, kept)[self.member].to(x.dtype)
@@ -84,7 +85,7 @@ class Tokens(NamedTuple):
     advantage: Tensor
     log_ratio: Tensor  # logp - old_logp
     ratio: Tensor  # exp of log_ratio, or of its mean over the sequence
-    # for terms that use it; `loss` multiplies the other terms by it
+    # vespo uses it in its terms; for all other objectives, `loss` multiplies the terms by it
     importance: Tensor | None
     sequences: Sequences
 
@@ -92,9 +93,9 @@ class Tokens(NamedTuple):
 def clipped(t: Tokens, cfg: ObjectivesOptions) -> Terms:
     """l = -min(min(w, δ)·A, clamp(w, 1-ε, 1+ε_high)·A): `clipped` of kernels/reference/policy.py.
 
-    Token-level ratios usually go through the fused head, which calls the same function. This one is
-    for sequence-level ratios (GSPO, Zheng et al. 2025,
-    2507.18071; LUSPO 2026, 2602.05261) and the off-policy mask, where autograd must see all
+    Token-level ratios usually go through the fused head, which uses the same formula. `clipped`
+    is for sequence-level ratios (GSPO, Zheng et al. 2025,
+    2507.18071, and LUSPO 2026, 2602.05261) and the off-policy mask, where autograd must see all
     tokens.
     """
     l, _, clip = policy.clipped(t.ratio, t.advantage, clip_of(cfg))
@@ -117,7 +118,7 @@ def sapo(t: Tokens, cfg: ObjectivesOptions) -> Terms:
     """l = -(4/τ)·σ(τ(w-1))·A, where τ depends on the sign of A: a soft clip. Gao et al. 2025
     (2511.20347).
 
-    Its derivative in w is 4σ(1-σ)·A, which equals A at w = 1 and decays on both sides.
+    The derivative of -l in w is 4σ(1-σ)·A, which equals A at w = 1 and decays on both sides.
     """
     given = cfg.loss_constants
     good, bad = given["sapo_temperature_pos"], given["sapo_temperature_neg"]
@@ -150,9 +151,9 @@ def dppo(t: Tokens, cfg: ObjectivesOptions) -> Terms:
 
     Qi et al. 2026 (2602.04879). The trust region limits a divergence D between p, the policy in
     training, and μ, the engine that sampled, each as a distribution over "this token" and "any
-    other". dppo_tv: D = |p - μ|.  dppo_kl: D = μ log(μ/p) + (1-μ) log((1-μ)/(1-p)).  The
-    probability of a rare token may change by any ratio, that of a common one only a little. The
-    penalty c comes from prime-rl.
+    other". dppo_tv: D = |p - μ|.  dppo_kl: D = μ log(μ/p) + (1-μ) log((1-μ)/(1-p)).  So the
+    ratio w may become large for a rare token, but not for a common one. The penalty c comes from
+    prime-rl.
     """
     p, mu = (x.detach().exp().clamp(max=1 - 1e-6) for x in (t.logp, t.sampling_logp))
     if cfg.loss_type == "dppo_tv":
@@ -192,14 +193,14 @@ def loss(logp: Tensor, entropy: Tensor, batch: PackedBatch, cfg: ObjectivesOptio
 
         loss = Σ weight·(l·importance + β·KL) - Σ entropy_weight·H
 
-    l is one of TERMS. Its ratio is exp(logp - old_logp), or exp of the mean of the differences over
-    the sequence. On policy (old_logp is None) it is 1, but its gradient is not 0. As in TRL, masks
-    do not apply to the KL.
+    l is one of TERMS. The ratio is exp(logp - old_logp), or exp of the mean of the differences over
+    the sequence. On policy (old_logp is None), the ratio is 1, but its gradient is not 0. As in
+    TRL, masks do not apply to the KL.
     """
     on = batch.weight != 0  # [M]
 
     def trained(x: Tensor) -> Tensor:
-        """Zero the tokens that are not trained on. Zeroing their loss is not enough: a NaN input
+        """Zero the tokens that are not trained on. Zeroing the loss is not enough: a NaN input
         would still make the gradient NaN, because NaN · 0 is NaN.
         """
         return torch.where(on, x, 0.0)

@@ -1,7 +1,7 @@
 """More options for the optimizer: AdamW's constants, moments in 8 bits, and two more schedules.
 
 In: parameter groups, or the number of an optimizer step. Out: an optimizer, or a learning rate.
-Read before: run/optim.py, which has what a run uses by default.
+Read before: run/optim.py (the default optimizer and the other schedules).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the options must be readable without torch
     import torch
     from torch import Tensor
 
-# Schedules that the core does not have, and their settings. --lr-scheduler-kwargs gives one.
+# Schedules that the core does not have, and their settings, of which a run needs exactly one.
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
     "warmup_stable_decay": ("num_decay_steps",),
@@ -50,7 +50,7 @@ class OptimOptions(Config):
     adam_epsilon: float = option(
         1e-8, "AdamW: constant added to the denominator, for stability", "> 0"
     )
-    lr_scheduler_kwargs: dict[str, Any] | None = option(  # noqa: RUF009 (a field, as all others)
+    lr_scheduler_kwargs: dict[str, Any] | None = option(  # noqa: RUF009 (a field, like others)
         None, 'JSON object with settings of the schedule, such as {"min_lr_rate": 0.1}'
     )
 
@@ -78,7 +78,7 @@ class OptimOptions(Config):
 
     @property
     def other_optimizer(self) -> bool:
-        """Whether any option asks for another optimizer or schedule than the core's."""
+        """Whether any option of the optimizer or the schedule differs from its default."""
         names = ("optim", "adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_kwargs")
         return any(getattr(self, name) != getattr(OptimOptions, name) for name in names)
 
@@ -100,7 +100,7 @@ class Optim(Feature):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the codes and scales of the moments in 8 bits. Each rank divides its own shard
-        into blocks, so their names contain the rank.
+        into blocks, so the names of these tensors contain the rank.
         """
         import torch.distributed as dist
 
@@ -122,7 +122,7 @@ class Optim(Feature):
         (total, warmup), settings = optim.lengths(cfg), cfg.lr_scheduler_kwargs
         if not settings or update < warmup:
             return None  # as in the core
-        # done: the share of the cosine that is over, 0 … 1
+        # done: the share of the decay that is over, from 0 to 1
         done, low = (update - warmup) / max(1, total - warmup), settings.get("min_lr_rate", 0.0)
         if "min_lr" in settings:
             low = settings["min_lr"] / cfg.learning_rate
@@ -133,7 +133,7 @@ class Optim(Feature):
 
 def eight_bit(groups: list[dict[str, Any]], constants: dict) -> torch.optim.Optimizer:
     """Return torchao's AdamW. A moment with at least 4,096 numbers on this rank, in full blocks of
-    256, has one byte per number and one scale per block. Smaller ones stay in float32.
+    256, has one byte per number and one scale per block. Other moments stay in float32.
     """
     import torch
 

@@ -3,8 +3,8 @@
     from nanogrpo import Config   # this one
     Config(model="runs/base", data=("arithmetic",), lora_r=16).validate()
 
-Each class below has the options of one extra and their rules. Read next: config.py (what an option
-is), attach.py (what the options attach).
+Each class below has the options of one extra, and the rules for them. Read next: config.py (what an
+option is), attach.py (what the options attach).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class ImportanceOptions(AheadOptions):
 
     @property
     def old_from_engine(self) -> bool:
-        """Whether the ratio divides by the engine's log-probs, which may come from older weights
-        than the trainer's.
+        """Whether the ratio's denominator comes from the engine, whose weights may be older than
+        the trainer's.
         """
         mode = self.vllm_importance_sampling_mode
         return mode == "ratio" or (mode == "off" and self.max_staleness > 0)
@@ -119,7 +119,7 @@ class ObjectivesOptions(Core):
     importance_sampling_level: str = option(
         "token", "one ratio per token, or one per sequence (GSPO)", choices=("token", "sequence")
     )
-    loss_kwargs: dict[str, Any] | None = option(  # noqa: RUF009 (a field, as all others)
+    loss_kwargs: dict[str, Any] | None = option(  # noqa: RUF009 (a field, like others)
         None,
         'JSON object with constants of the loss, such as {"sapo_temperature_pos": 1.0}: the'
         " temperature for A > 0 and for A <= 0 (sapo_temperature_pos, _neg), the power and the"
@@ -140,7 +140,7 @@ class ObjectivesOptions(Core):
 
     @property
     def loss_constants(self) -> dict[str, float]:
-        """The constants of the loss type: its defaults, changed by loss_kwargs."""
+        """The constants of the loss: the defaults of its type, changed by loss_kwargs."""
         return LOSS_CONSTANTS.get(self.loss_type, {}) | (self.loss_kwargs or {})
 
     @property

@@ -1,8 +1,8 @@
 """Plot one or several runs: `nanogrpo plot RUN [RUN …] [--metrics NAME …] [--out curve.png]`.
 
 In: the metrics.jsonl of each run. Out: one picture, with a panel for each metric that is not always
-0. Points are held-out values. `nanogrpo view` also averages noisy curves. Needs matplotlib: `pip
-install 'nanogrpo[plot]'`.
+0. The points are evaluations. `nanogrpo view` also averages noisy curves. This program needs
+matplotlib: `pip install 'nanogrpo[plot]'`.
 """
 
 from __future__ import annotations

@@ -10,15 +10,15 @@ from nanogrpo.cli import DEBUG
 
 PROFILES: dict[str, dict] = {
     "debug": DEBUG,
-    # Start a real run: a model of 0.5 to 8 billion parameters, on GPUs, with answers that can be
-    # verified. The values are common in published runs (DAPO, arXiv:2503.14476; TRL's defaults).
-    # They were not tuned here.
+    # For a real run on GPUs: models of 0.5 to 8 billion parameters, answers that can be verified.
+    # The values are common in published runs (DAPO, arXiv:2503.14476) or TRL's defaults.
+    # None of the values was tuned here.
     "full": {
-        "num_generations": 16,  # so that on hard problems fewer groups have no correct answer
+        "num_generations": 16,  # more completions, so that hard problems get correct answers, too
         "generation_batch_size": 512,  # 32 prompts per step
-        # four updates of 128 completions per round of sampling; the clip limits the drift
+        # four updates of 128 completions per round of sampling; clipping limits the change
         "steps_per_generation": 4,
-        "max_completion_length": 4096,  # room to reason; watch completions/clipped_ratio
+        "max_completion_length": 4096,  # raise this if completions/clipped_ratio is high
         # DAPO's clip-higher: unlikely tokens can become likelier, so entropy falls more slowly
         "epsilon_high": 0.28,
         "learning_rate": 1e-6,  # suitable for training all weights

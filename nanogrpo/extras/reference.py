@@ -1,9 +1,9 @@
 """A reference model that follows the policy (--sync-ref-model, as in TRL).
 
 Every `ref_model_sync_steps` steps, reference ← α · policy + (1 - α) · reference, with α =
-`ref_model_mixup_alpha`. Both models are sharded in the same way, so each rank mixes its own shards
-without communication. In: a run with a reference model. Out: the moved reference, and the tensors
-that a checkpoint needs to resume it. Read before: nanogrpo/feature.py.
+`ref_model_mixup_alpha`. Policy and reference are sharded in the same way, so each rank mixes its
+own shards without communication. In: a run with a reference model. Out: the changed reference, and
+the tensors that a checkpoint needs to resume the run. Read before: nanogrpo/feature.py.
 """
 
 from __future__ import annotations

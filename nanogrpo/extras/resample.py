@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 class Resample(Feature):
     def __init__(self, cfg: ResampleOptions):
-        self.cfg, self.groups = cfg, 0  # sampled again in this step, over all ranks
+        self.cfg, self.groups = cfg, 0  # groups replaced in this step, on all ranks
 
     def scored(self, run: Run, samples: list[Sample], step: int) -> None:
         """Replace the groups in which all advantages are 0, for `max_resample_times` rounds.
 
-        (Equal rewards are not the criterion: maxrl also gives 0 if the mean is not positive, and
-        under normalize_then_sum the rewards of individual functions may differ although their sums
-        are equal.) Groups that still have no signal are kept.
+        Equal rewards would be the wrong criterion: maxrl also gives 0 if the mean is not positive,
+        and with normalize_then_sum the rewards of a single function may differ although the sums
+        are equal. Groups that still have no signal are kept.
 
         The new prompts and their random streams are functions of (seed, step, round, index of the
         replaced group), so neither resuming nor the number of ranks changes them. Every rank must
@@ -43,8 +43,7 @@ class Resample(Feature):
             flat = [g for g in range(len(found) // n) if not any(found[g * n : (g + 1) * n])]
             if not flat:
                 break
-            # A separate seed gives a different order of prompts, and different completions if a
-            # prompt is drawn again.
+            # Each round has its own seed, so a prompt that is drawn again gets new completions.
             seed = stream(self.cfg.seed, step, attempt, 0)
             pairs = zip(flat, run.draw_all(seed, step))
             mine = [(g - first, prompt) for g, prompt in pairs if first <= g < first + groups]

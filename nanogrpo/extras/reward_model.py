@@ -4,7 +4,7 @@ In: a folder or hub id of a Hugging Face ...ForSequenceClassification model with
 texts to score. Out: one reward per sample, which is the score of the last token of prompt and
 completion.
 Use it with `--reward-funcs model:FOLDER`. Every rank has a full copy of the model and scores its
-own samples. Read next: model/decoder.py, rewards/runner.py (which calls this like any function).
+own samples. Read next: model/decoder.py, rewards/runner.py (which calls it like any function).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
+import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
 from nanogrpo.errors import UserError, read_json, reading
 from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint
@@ -54,19 +54,19 @@ class RewardModel(nn.Module):
     def load(cls, name: str, device: torch.device | str = "cpu") -> RewardModel:
         """Load a folder or hub id, in bfloat16 on a GPU and in float32 on a CPU.
 
-        Raises UserError if it is not a reward model that this class supports.
+        Raises UserError if the model is not a reward model, or one that this class cannot load.
         """
         folder = checkpoint.locate(name, "--reward-funcs model:")
         path = folder / "config.json"
         raw = read_json(path)
         with reading(path, "name another folder after model:", "describes no reward model"):
-            # transformers does not write its default of two labels
+            # if there are two labels, the default, transformers does not write them
             labels = raw.get("id2label") or {"0": "", "1": ""}
             kind = (raw.get("architectures") or [""])[0]
             if not str(kind).endswith("ForSequenceClassification") or len(labels) != 1:
                 raise UserError(
                     f"{path}: a reward model is a ...ForSequenceClassification with one label, but "
-                    f"this is a {kind} with {len(labels)}; name another folder after model:"
+                    f"this is a {kind} with {len(labels)}; give another folder as model:FOLDER"
                 )
             # There is no vocabulary head that could be tied to the embeddings.
             cfg = ModelConfig.from_dict(raw, str(path))
@@ -75,11 +75,11 @@ class RewardModel(nn.Module):
                 model = cls(cfg)
         device = torch.device(device)
         model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
-        # load_weights only uses the config, the state and `arranged` of a Decoder.
+        # load_weights only needs the config, the state and `arranged`, as in a Decoder.
         checkpoint.load_weights(model, folder)  # type: ignore[arg-type]
         model.tokenizer = Tokenizer(folder)
         model.pad_token_id = raw.get("pad_token_id")
-        model.__name__ = Path(name).name  # the logs have rewards/<name>/mean, as in TRL
+        model.__name__ = Path(name).name  # in the log, rewards/<name>/mean, as in TRL
         return model.requires_grad_(False)
 
     arranged = Decoder.arranged
@@ -89,7 +89,7 @@ class RewardModel(nn.Module):
         texts = [self._ids(prompt + completion) for prompt, completion in zip(prompts, completions)]
         scores: dict[int, float] = {}
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))[::-1]
-        while order:  # as many at once as fit if all were as long as the longest
+        while order:  # as many texts as fit, if all had the length of the longest
             count = max(1, TOKEN_BUDGET // len(texts[order[0]]))
             strip, order = order[:count], order[count:]
             scores |= zip(strip, self.score_texts([texts[i] for i in strip]).tolist())
@@ -110,7 +110,7 @@ class RewardModel(nn.Module):
     def _last(self, ids: list[int]) -> int:
         """Return the position of the last token that is not padding.
 
-        This is transformers' rule, even if the text itself ends with the padding token.
+        As in transformers, padding tokens at the end are skipped even if they belong to the text.
         """
         text = (i for i in reversed(range(len(ids))) if ids[i] != self.pad_token_id)
         return next(text, len(ids) - 1)

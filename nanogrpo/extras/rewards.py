@@ -27,7 +27,7 @@ class Rewards(Feature):
         if base not in BY_NAME:
             return None
         function = BY_NAME[base]
-        # a limit on the length is --max-completion-length by default
+        # the default of a limit on the length is --max-completion-length
         limit = {
             get_soft_overlong_punishment: "max_completion_len",
             get_cosine_scaled_reward: "max_len",
@@ -59,7 +59,7 @@ def reasoning_accuracy_reward(
 
 
 def think_format_reward(completions: list, **kwargs) -> list[float]:
-    """Return 1 for a completion that starts with <think>, its only one, and has a </think>."""
+    """Return 1 for a completion that starts with its only <think>, and contains </think>."""
     return [
         float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text)
         for text in map(text_of, completions)
@@ -68,8 +68,8 @@ def think_format_reward(completions: list, **kwargs) -> list[float]:
 
 # --- lengths and repetition ---
 
-# Each of these is a factory, whose arguments follow the name. The reward function itself does not
-# take them, because the data may have columns of the same names.
+# Each function below returns a reward function, and gets the arguments from --reward-funcs.
+# The reward function itself gets the columns of the data, which may have the same names.
 
 
 def get_soft_overlong_punishment(
@@ -77,8 +77,8 @@ def get_soft_overlong_punishment(
 ) -> Callable:
     """Return DAPO's soft overlong punishment (Yu et al. 2025, eq. 13).
 
-    max_completion_len, soft_punish_cache: in tokens. The cache is a fifth of the length by default,
-    as in the paper.
+    max_completion_len, soft_punish_cache: in tokens. As in the paper, the default of
+    soft_punish_cache is a fifth of max_completion_len.
     """
     limit = max_completion_len
     cache = limit / 5 if soft_punish_cache is None else soft_punish_cache
@@ -89,10 +89,10 @@ def get_soft_overlong_punishment(
         )
 
     def soft_overlong_punishment_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
-        """Return 0 up to `limit` - `cache` tokens, falling linearly to -1 at `limit`.
+        """Return 0 up to `limit` - `cache` tokens, then less, linearly down to -1 at `limit`.
 
-        It depends on one completion only: if it compared a completion with the longest one in its
-        batch, the same text would get different rewards in different steps.
+        The reward does not depend on the longest completion of the batch, so the same text gets
+        the same reward in every step.
         """
         return [
             0.0 if len(ids) <= limit - cache
@@ -113,8 +113,9 @@ def get_cosine_scaled_reward(
 ) -> Callable:
     """Return accuracy scaled by the length (Yeo et al. 2025, appendix C.1).
 
-    From 0 to max_len tokens, a right answer falls from max_value_correct to min_value_correct, and
-    a wrong one rises from min_value_wrong to max_value_wrong, both along half a cosine wave.
+    From 0 to max_len tokens, the reward of a right answer falls from max_value_correct to
+    min_value_correct. The reward of a wrong answer rises from min_value_wrong to max_value_wrong.
+    Both rewards follow half a cosine wave.
     """
     if not max_len > 0:
         raise UserError(f"--reward-funcs: max_len is {max_len}: it must be positive")
@@ -143,7 +144,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         )
 
     def repetition_penalty_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
-        """Return max_penalty times the share of the n-grams that occurred before."""
+        """Return max_penalty times the share of n-grams that repeat an earlier one."""
         rewards = []
         for ids in completion_ids:
             grams = list(zip(*(ids[i:] for i in range(ngram_size))))

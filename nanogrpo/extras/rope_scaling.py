@@ -1,7 +1,7 @@
 """Scaling of rotary position embedding for longer contexts, as in Llama 3.
 
-In: `rope_scaling` or `rope_parameters` of a config.json. Out: a `Scaling`, or a UserError if one of
-its fields is not supported; and the changed frequencies. Importing this file adds its kinds to
+In: `rope_scaling` or `rope_parameters` of a config.json. Out: a `Scaling`, which scales the
+frequencies, or a UserError if a field is not supported. Importing this file adds these kinds to
 `SCALINGS`, where hf_config.py finds them. Scaling by a factor s keeps the angles of later
 positions in the range that the model was trained on:
 
@@ -27,17 +27,17 @@ from torch import Tensor
 from nanogrpo.errors import check
 from nanogrpo.model.rope import SCALINGS
 
-# The numbers that each kind reads, under their names in transformers.
+# The fields that each kind of scaling reads, named as in transformers.
 TRAINED = "original_max_position_embeddings"
 NUMBERS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", TRAINED, "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", TRAINED),
 }
-# yarn: a dimension that rotates more often within the trained context keeps its frequency, and one
-# that rotates less often gets the lowest
+# yarn: a dimension with more than FAST rotations in the trained context keeps its frequency.
+# The frequency of a dimension with fewer than SLOW rotations is divided by the full factor.
 FAST, SLOW = 32, 1
-# Other models than ours have these, and the only value that changes nothing.
+# Fields that are not supported, with the only value that is accepted: it changes nothing.
 NEUTRAL = {
     "mscale": 0,
     "mscale_all_dim": 0,
@@ -50,7 +50,7 @@ NEUTRAL = {
 
 @dataclass(frozen=True)
 class Scaling:
-    """The fields of `rope_parameters` that affect the computation, under their names there."""
+    """The fields of `rope_parameters` that affect the computation, with the same names."""
 
     rope_type: str
     factor: float
@@ -68,18 +68,18 @@ class Scaling:
         return _yarn(plain, powers, theta, self), 0.1 * math.log(self.factor) + 1.0
 
     def to_dict(self) -> dict:
-        """Return the fields that its kind has."""
+        """Return the fields that this kind of scaling has."""
         return {name: value for name, value in vars(self).items() if value}
 
 
 def read(kind: str, rope: dict, raw: dict, where: str) -> Scaling:
     """Return the scaling of a config.json.
 
-    rope: the object that transformers would read; raw: all of config.json; where: its name.
+    rope: the object that transformers would read. raw: all of config.json. where: the file's name.
     """
     for name, plain in NEUTRAL.items():
         check(where, f"rope_type {kind} with {name}", rope.get(name), [plain, None])
-    # As in transformers: the field outside the object comes first, and the default is the context.
+    # As in transformers, the field in `raw` comes first, then that in `rope`, then the context.
     trained = raw.get(TRAINED) or rope.get(TRAINED) or raw.get("max_position_embeddings")
     given = {**rope, TRAINED: trained}
     return Scaling(kind, **{name: given[name] for name in NUMBERS[kind]})
@@ -100,7 +100,7 @@ def _yarn(plain: Tensor, powers: Tensor, theta: float, s: Scaling) -> Tensor:
     trained, E = s.original_max_position_embeddings, 2 * len(plain)
 
     def index(rotations: float) -> float:
-        """Return the i for which a dimension rotates this often within the trained context."""
+        """Return the index of a dimension that rotates this often within the trained context."""
         return E * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = max(math.floor(index(FAST)), 0), min(math.ceil(index(SLOW)), E - 1)

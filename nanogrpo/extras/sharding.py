@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from nanogrpo.run.setup import Inputs
 
 
-# Selective checkpointing keeps the results of matrix products and attention, which cost most to
-# recompute. The operations between them (norms, rotation, SwiGLU) are cheap to recompute but their
-# results use most of the memory. The list contains parts of operation names, because not every
-# installation has all of them.
+# Selective checkpointing keeps the results of matrix products and attention.
+# Recomputing norms, rotation and SwiGLU takes little time and saves most of the memory.
+# The list contains parts of operation names: not every installation has all of the operations.
 KEPT: tuple[str, ...] = ("aten.mm.", "aten.addmm.", "mkldnn._linear_pointwise")
 KEPT += ("_scaled_dot_product_", "varlen_attn", "flash_attn")
 
@@ -67,7 +66,7 @@ class Sharded(Feature):
             be_deterministic()
 
     def settings(self, cfg: Any, inputs: Inputs) -> Any:
-        """Use the settings that other features have chosen, so this feature attaches after them."""
+        """Use the settings that earlier features have chosen. This feature attaches after them."""
         shard(inputs.model, cfg)
         return cfg
 
@@ -96,6 +95,6 @@ def be_deterministic() -> None:
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    # Not needed, and slow. torch defines this property of a module dynamically.
+    # Filling memory is slow, and not needed. The property is dynamic, so mypy does not know it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)

@@ -1,13 +1,13 @@
-"""TRL's options that do not exist here under the same name: what each becomes, or why it cannot.
+"""TRL's options that have other names here or do not exist: what to use instead, or why not.
 
     translate({"use_peft": True, "per_device_train_batch_size": 8})
         → {"lora_r": 16, "generation_batch_size": 8, "steps_per_generation": 1}
 
-In: options by name, from the command line or a file. Out: options of `Config`. The meaning of an
-option is translated only where it is clear; otherwise a UserError says what to use instead, or why
+In: options by name, from the command line or a file. Out: options of `Config`. An option is
+translated only if its meaning is clear. For others, a UserError says what to use instead, or why
 there is no such option. The tables cover every field of TRL 1.16.0's GRPOConfig, ModelConfig and
-script arguments and of transformers' TrainingArguments. The tables in docs/trl.md are printed from
-them (python docs/trl_tables.py). Read before: cli.py.
+script arguments and of transformers' TrainingArguments. `python docs/trl_tables.py` prints
+the tables for docs/trl.md. Read before: cli.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("nanogrpo")
 
 OF_LOSSES = LOSS_CONSTANTS["sapo"] | LOSS_CONSTANTS["vespo"]
 
-# --- the tables: an entry is the answer for all names in its key, in Markdown -------------------
+# --- the tables: a key is one or more names, and its value is Markdown --------------------------
 
 # The same option under another name.
 RENAMED = {
@@ -90,7 +90,7 @@ INSTEAD = {
     "env": "set environment variables in the shell; there is no option for them",
 }
 
-# Leaving these out changes nothing that matters, so they are accepted and ignored.
+# These options are accepted and ignored, because they change nothing that matters here.
 IGNORED = {
     "bf16 tf32 dtype torch_dtype": "a GPU computes in bfloat16 and a CPU in float32, weights are"
     " trained in float32, and checkpoints have the dtype of the base model",
@@ -160,7 +160,7 @@ UNSUPPORTED = {
     " layers",
 }
 
-# TRL's defaults of options that are refused. These values, and false, are allowed: they do nothing.
+# TRL's defaults of options that are refused. The default and false are accepted and ignored.
 NEUTRAL: dict[str, Any] = {
     "log_multimodal": True,
     **OF_LOSSES,
@@ -212,7 +212,7 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(given: Mapping[str, Any], out: dict[str, Any]) -> None:
-    """Translate the options whose meaning depends on nothing but their value."""
+    """Translate the options whose meaning depends only on their own value."""
     mode = "vllm_importance_sampling_mode"
     off = {"eval_steps": 0}
     meanings: dict[str, dict[str, dict[str, Any]]] = {
@@ -258,8 +258,8 @@ def _server(given: Mapping[str, Any], out: dict[str, Any]) -> None:
 
 def _batch(given: Mapping[str, Any], out: dict[str, Any]) -> None:
     """Translate the batch per device. As in TRL, a generation contains per_device x processes x
-    steps_per_generation completions, and TRL's steps_per_generation counts micro-batches, of which
-    gradient_accumulation_steps make an optimizer step.
+    steps_per_generation completions, where TRL's steps_per_generation counts micro-batches. An
+    optimizer step has gradient_accumulation_steps micro-batches.
     """
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}  # TRL's defaults
     theirs = {name: given[name] for name in sizes if name in given}
@@ -279,7 +279,7 @@ def _batch(given: Mapping[str, Any], out: dict[str, Any]) -> None:
     if total and total % at_once:
         raise UserError(
             f"--generation-batch-size {total} is not a multiple of --per-device-train-batch-size"
-            f" times processes, {at_once}: choose a multiple, or leave the second out."
+            f" times processes, {at_once}: choose a multiple, or use only the first option."
         )
     micro = micro or (total // at_once if total else accumulated)
     if micro % accumulated:
@@ -293,20 +293,20 @@ def _batch(given: Mapping[str, Any], out: dict[str, Any]) -> None:
 
 
 def _ours(out: dict[str, Any]) -> None:
-    """Translate values that TRL has and we do not, of options that both have."""
+    """Translate values that only TRL allows, for options that both TRL and we have."""
     settings = out.get("chat_template_kwargs")
     if isinstance(settings, dict) and "enable_thinking" in settings:
         rest = {**settings}
         _take({"chat_template_kwargs": settings}, out, enable_thinking=rest.pop("enable_thinking"))
         out["chat_template_kwargs"] = rest or None
     if out.get("max_steps") == -1 and out.get("num_train_epochs"):
-        del out["max_steps"]  # in TRL, -1 means that it is not set
+        del out["max_steps"]  # in TRL, -1 means that max_steps is not set
     if out.get("lora_target_modules") == ("all-linear",):
         del out["lora_target_modules"]  # all of them
 
 
 def _take(theirs: Mapping[str, Any], out: dict[str, Any], **ours: Any) -> None:
-    """Add our options for the given ones to `out`, and log it."""
+    """Add the options that replace TRL's to `out`, and log the replacement."""
     for name, value in ours.items():
         if out.get(name, value) != value:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Engines around engines, and the protocol of an engine that runs in other processes.
+"""Engines that wrap other engines, and the protocol of an engine that runs in other processes.
 
     ahead.py              samples steps ahead of training
     tools/turns.py        a function decides on the turns of a completion
@@ -43,7 +43,7 @@ class Served(Engine, Protocol):
 
 
 class Wrapper:
-    """An engine around another one. It passes everything on but `sample`, which it must define."""
+    """An engine around another one. Subclasses define `sample` and pass all other calls on."""
 
     engine: Engine
 

@@ -1,9 +1,9 @@
 """Advantages: how much better each completion did than the other completions of its prompt.
 
-In: rewards [P, G], NaN where no reward function applied. Out: advantages [P, G], in which NaN means
-"no evidence" until `step_advantages` replaces it with 0. All functions are pure. The formulas are
-those of TRL 1.16.0, and tests compare them with TRL's code; docs/equations.md lists the papers.
-Adding another estimator takes a few lines (docs/fork.md). Read next: loss.py.
+In: rewards [P, G], NaN where no reward function applied. Out: advantages [P, G]. An advantage that
+cannot be computed is NaN, until `step_advantages` replaces it with 0. All functions are pure. The
+formulas are those of TRL 1.16.0, and tests compare them with TRL's code; docs/equations.md lists
+the papers. Adding another estimator takes a few lines (docs/fork.md). Read next: loss.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STD_EPS = 1e-4  # added to every standard deviation, as in TRL
 def nanstd(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """Return the sample standard deviation of the values that are not NaN.
 
-    It is NaN if there are fewer than two such values.
+    The result is NaN if there are fewer than two such values.
     """
     n = x.isfinite().sum(dim, keepdim=True)
     squares = (x - x.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
@@ -31,8 +31,8 @@ def nanstd(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def centered(rewards: Tensor) -> Tensor:
-    """Return r - mean over dim 1, ignoring NaN. Equal rewards give exactly 0: the lowest reward is
-    subtracted first, so the mean has no rounding error.
+    """Return r - mean over dim 1, ignoring NaN. Equal rewards give exactly 0, because the lowest
+    reward is subtracted before the mean is computed.
     """
     lowest = torch.where(rewards.isnan(), torch.inf, rewards).amin(dim=1, keepdim=True)
     return (rewards - lowest) - (rewards - lowest).nanmean(dim=1, keepdim=True)
@@ -41,9 +41,10 @@ def centered(rewards: Tensor) -> Tensor:
 def group_relative(rewards: Tensor, scale_rewards: str = "group") -> tuple[Tensor, Tensor]:
     """Return A = (r - mean_group) / (std + 1e-4) [P, G], and std [P, 1] or [1, 1].
 
-    Shao et al. 2024 (2402.03300), section 4.1.2. scale_rewards: "group" divides by the standard
-    deviation of the group, "batch" divides by that of all P·G rewards (the mean is still that of
-    the group), and "none" does not divide (Dr. GRPO, Liu et al. 2025, 2503.20783).
+    The formula is from Shao et al. 2024 (2402.03300), section 4.1.2. For `scale_rewards`, "group"
+    divides by the standard deviation of the group, and "batch" by the standard deviation of all P·G
+    rewards (the mean is still that of the group). With "none", nothing is divided (dr_grpo, Liu et
+    al. 2025, 2503.20783).
     """
     values = centered(rewards)
     std = nanstd(rewards, dim=(0, 1)) if scale_rewards == "batch" else nanstd(values, dim=1)
@@ -58,11 +59,11 @@ def step_advantages(
 ) -> tuple[list[float], Tensor]:
     """Return the advantage of each completion of a step, and the standard deviations.
 
-    rewards: the weighted sums, G consecutive completions per group; None: no reward function
-    applied, and the advantage is 0. by_function: the rewards of each function before they were
-    summed. With several ranks, pass the rewards of all ranks. features: the first one that has
-    advantages of its own replaces ours. The standard deviations, [P, 1] or [1, 1], show which
-    groups have no learning signal.
+    `rewards` holds the weighted sums of all ranks, with G consecutive completions per group. If no
+    reward function applied, the reward is None and the advantage is 0. `by_function` holds the
+    rewards of each function before they were summed. If a feature computes advantages, the
+    advantages of the first such feature are used. The standard deviations, [P, 1] or [1, 1], show
+    which groups have no learning signal.
     """
     # numpy turns None into NaN
     groups = torch.from_numpy(np.array(rewards, float)).view(-1, cfg.num_generations)  # [P, G]

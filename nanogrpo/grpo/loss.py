@@ -1,19 +1,20 @@
-"""The GRPO loss of a batch: which tokens it contains, how each one is weighted, and the operation
-that computes it. Pure functions: no model, no processes.
+"""The GRPO loss of a batch: which tokens are trained on, the weight of each token, and the
+operation that computes the loss. All functions are pure.
 
 In: the per-token vectors [M] of a `PackedBatch`. Out: an operation that turns hidden states into a
-loss. The loss of a token is `policy_terms` in kernels/reference/policy.py, about 25 lines, which
-are the ones that run:
+loss. The function `policy_terms` in kernels/reference/policy.py computes the loss of a token, in
+about 25 lines:
 
     r = exp(logp - old_logp)                                    the ratio to the policy that sampled
     l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A)        the clipped surrogate
     KL = r·(e^x - x - 1) with x = ref_logp - logp               the distance to the reference model
     loss = Σ weight·(l·importance + β·KL) - Σ entropy_weight·H
 
-By default old_logp, ref_logp, importance and entropy_weight are None: r is 1, and the terms of the
-others are left out. Names and formulas are those of TRL 1.16.0, and tests compare them with TRL's
-code. docs/equations.md lists the papers, and docs/fork.md says how to change the loss. Read next:
-kernels/reference/policy.py (the loss of a token), schedule.py and packing.py (which set weights).
+By default, old_logp, ref_logp, importance and entropy_weight are None. Then r is 1, and importance,
+KL and entropy are left out. Names and formulas are those of TRL 1.16.0, and tests compare them with
+TRL's code. docs/equations.md lists the papers, and docs/fork.md says how to change the loss. Read
+next: kernels/reference/policy.py (the loss of a token), schedule.py and packing.py (which set
+weights).
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ from nanogrpo.types import Facts, PackedBatch, Sample
 def is_trained(sample: Sample | Facts, cfg: Config) -> bool:
     """Return whether the tokens of a completion contribute to the loss.
 
-    A completion truncated at the length limit does not show how it would have ended, so DAPO masks
-    it.
+    DAPO masks a completion that is truncated at the length limit, because its end is unknown.
     """
     return sample.stopped or not cfg.mask_truncated_completions
 
@@ -42,20 +42,21 @@ def is_trained(sample: Sample | Facts, cfg: Config) -> bool:
 def has_gradient(sample: Sample | Facts, cfg: Config, all_gradients: bool = False) -> bool:
     """Return whether the loss of a completion depends on the weights.
 
-    With an advantage of 0, it depends on them only through terms that the advantage does not
-    multiply: the KL, or those that an extra adds (all_gradients).
+    If the advantage is 0, only terms without the advantage have a gradient: the KL, or terms that
+    an extra adds (`all_gradients`).
     """
     return sample.advantage != 0 or bool(cfg.beta) or all_gradients
 
 
-# What the loss of each token of a completion is divided by, by loss type. The arguments are the
-# number of trained tokens of this completion, those of completions and of trained tokens in the
-# optimizer step, over all micro-batches and ranks, and the options.
+# For each loss type: the number by which the loss of each token of a completion is divided.
+# `length` is the number of trained tokens of this completion.
+# `samples` and `tokens` are the numbers of completions and trained tokens in the optimizer step.
+# These numbers include all micro-batches and ranks.
 DIVISORS: dict[str, Callable[[int, int, int, Config], int]] = {
-    # mean over completions of the mean over tokens: Shao et al. 2024 (2402.03300), equation 3
+    # all completions have the same total weight: Shao et al. 2024 (2402.03300), equation 3
     "grpo": lambda length, samples, tokens, cfg: samples * length,
-    # a constant instead of the length, so length itself is not rewarded: Liu et al. 2025
-    # (2503.20783)
+    # a constant instead of the length, so that length itself is not rewarded:
+    # Liu et al. 2025 (2503.20783)
     "dr_grpo": lambda length, samples, tokens, cfg: samples * cfg.max_completion_length,
     # all tokens of the step have the same weight: Yu et al. 2025 (2503.14476), equation 8
     "dapo": lambda length, samples, tokens, cfg: tokens,
@@ -63,10 +64,11 @@ DIVISORS: dict[str, Callable[[int, int, int, Config], int]] = {
 
 
 def token_weight(length: int, n_samples: int, n_tokens: int, cfg: Config) -> float:
-    """Return the factor by which each token of a completion is weighted in the loss.
+    """Return the loss weight of each token of a completion.
 
-    It is fixed before the forward pass, so the gradient does not depend on how a step is split.
-    That is why bnpo, which averages over one micro-batch only, here equals dapo.
+    The weight is fixed before the forward pass, so the gradient does not depend on how a step is
+    split into micro-batches. So bnpo, which elsewhere averages over one micro-batch only, is the
+    same as dapo here.
     """
     divisor = DIVISORS.get(cfg.loss_type, DIVISORS["dapo"])
     return 1.0 / max(divisor(length, n_samples, n_tokens, cfg), 1)
@@ -79,7 +81,7 @@ def clip_of(cfg: Config) -> Clip:
 
 
 def loss_inputs(batch: PackedBatch) -> LossInputs:
-    """Return the vectors [M] that the loss reads."""
+    """Return the vectors [M] that are the inputs of the loss."""
     vectors = batch.advantage, batch.weight, batch.old_logp, batch.ref_logp
     return LossInputs(*vectors, batch.importance, batch.entropy_weight)
 
@@ -87,8 +89,8 @@ def loss_inputs(batch: PackedBatch) -> LossInputs:
 def objective(batch: PackedBatch, cfg: Config, features: Sequence[Feature] = ()) -> HeadOp:
     """Return the loss of a batch as a head operation: (hidden [M, D], lm_head [V, D]) → PolicyOut.
 
-    The loss of each token depends on its own log-prob alone, so the fused head computes its
-    gradient in the same pass over the logits. A feature may have another loss.
+    The loss of each token depends only on the log-prob of this token, so the fused head computes
+    the gradient in the same pass over the logits. A feature may replace the loss.
     """
     return first(feature.objective(batch, cfg) for feature in features) or functools.partial(
         head.head_policy_loss,

@@ -1,15 +1,14 @@
-"""The gap between trainer and engine on the same tokens.
+"""Compare the log-probs of trainer and engine on the same tokens.
 
-In: the log-probs of the same M tokens, as computed by the trainer before the first update and by
-the engine that sampled them, both at the sampling temperature. Out: the metrics that are logged
-every step.
+In: the log-probs of M tokens at the sampling temperature, as computed by the engine that sampled
+the tokens, and by the trainer before the first update. Out: the metrics that are logged every step.
 
-Samples come from μ, the engine's policy, while π, the trainer's policy, is trained as if it had
-sampled them. Both have the same weights. Different kernels, precisions and batch shapes make their
-log-probs differ a little; a faulty weight sync makes them differ a lot. So these metrics serve
-above all as an alarm. In float32 on one machine they are about 1e-6, and in bfloat16 a k3 of 1e-3
-is normal. A mean ratio that grows past 1.02 over many steps means that the engine does not receive
-the weights. Read before: grpo/loss.py. Read next: docs/metrics.md.
+Samples come from the engine's policy μ, but are treated as samples of the trainer's policy π. Both
+policies have the same weights. Different kernels, precisions and batch shapes make the log-probs
+differ a little; a bug in the weight sync makes them differ a lot. So the main purpose of these
+metrics is to detect bugs. In float32 on one machine, the differences are about 1e-6. In bfloat16, a
+k3 of 1e-3 is normal. A mean ratio that grows past 1.02 over many steps means that the engine does
+not receive the weights. Read before: grpo/loss.py. Read next: docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from nanogrpo.kernels.reference.policy import LOG_RATIO_MAX
 
 
 def compare(delta: Tensor, world: World = ALONE) -> dict[str, float]:
-    """Return the metrics over M tokens, which may be divided over the ranks.
+    """Return the metrics of M tokens, which may be divided over several ranks.
 
-    delta: [M] float32, Δ = log π − log μ. With several ranks, every rank must call it.
+    `delta` is [M] float32: Δ = log π − log μ. Every rank must call this function.
 
-    sampling_logp_difference/mean, max     mean and maximum of |Δ|, as in TRL
-    k3                                     mean of e^Δ − 1 − Δ, never negative: an estimate of
-                                           KL(μ‖π) on μ's own tokens (Schulman 2020)
-    ratio                                  mean of e^|Δ|: 1 if both policies agree
+    `sampling_logp_difference` has the mean and the maximum of |Δ|, as in TRL.
+    `k3` is the mean of e^Δ − 1 − Δ, which is never negative and estimates KL(μ‖π) on tokens that
+    were sampled from μ (Schulman 2020). `ratio` is the mean of e^|Δ|, which is 1 if both policies
+    agree.
     """
-    delta = delta.double()  # so that a difference of 1e-6 keeps its precision
+    delta = delta.double()  # float64 keeps the precision of small differences
     clamped = delta.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
     k3 = clamped.exp() - 1 - clamped
     found = world.spreads({"gap": delta.abs(), "k3": k3, "ratio": clamped.abs().exp()})

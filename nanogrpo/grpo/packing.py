@@ -1,16 +1,16 @@
-"""Turn a strip of samples into tensors, without padding.
+"""Turn strips into tensors without padding. A strip is one rank's part of a micro-batch.
 
-In: an `Update` of schedule.py, and the samples that this rank computes. Out: its micro-batches
-(`PackedBatch`), one at a time. A strip consists of pieces. A piece is a set of completions of one
-prompt, which share its tokens. In this example, the prompt pqr has the completions ab, c and def,
-and the prompt xy has the completion g. The last token of each completion is predicted, but is not
-an input:
+In: an `Update` of schedule.py, and the samples that this rank computes. Out: the rank's
+micro-batches (`PackedBatch`), one at a time. A strip consists of pieces. A piece is a set of
+completions of one prompt, which share the tokens of the prompt. In this example, the prompt pqr has
+the completions ab, c and def, and the prompt xy has the completion g. The last token of each
+completion is predicted, but is not an input:
 
     tokens      p q r     │ a       │ d e       │ x y       T = 8 instead of 14
     attends to  p q r     │ p q r a │ p q r d e │ x y
     predicts    · · a,c,d │ b       │ e f       │ · g       M = 7
 
-Read next: model/decoder.py (which runs over a strip), model/attention.py (how a completion attends
+Read next: model/decoder.py (which computes a strip), model/attention.py (how a completion attends
 to its prompt).
 """
 
@@ -33,9 +33,10 @@ NO_ROWS = range(0)
 
 
 class Strips(Sequence[PackedBatch]):
-    """A rank's micro-batches of an optimizer step. Each one is built when it is first used.
+    """A rank's micro-batches of an optimizer step. Each micro-batch is built when it is first used.
 
-    A GPU computes asynchronously, so the host builds the next strip while the GPU trains on one.
+    A GPU computes asynchronously, so the host builds the next micro-batch while the GPU trains on
+    the current one.
     """
 
     def __init__(self, count: int, build: Callable[[int], PackedBatch]):
@@ -57,7 +58,8 @@ def pack(
 ) -> Strips:
     """Return a rank's micro-batches of an optimizer step.
 
-    samples: by their index in the generation; those that the rank does not compute may be missing.
+    `samples` maps an index in the generation to a sample. Samples that the rank does not compute
+    may be missing.
     """
     strips = update.strips[rank]
     return Strips(len(strips), lambda k: _pack(strips[k], samples, update, cfg).to(device))
@@ -71,7 +73,7 @@ def _pack(
 ) -> PackedBatch:
     """Return the tensors of a strip, on the CPU."""
     tokens: list[int] = []  # [T]
-    # ranges that together have the length T and Tk
+    # ranges with total lengths T and Tk
     positions: list[range] = []
     kv_rows: list[range] = []
     starts, kv_starts = [0], [0]  # [N+1]
@@ -86,7 +88,7 @@ def _pack(
         kv_starts.append(kv_starts[-1] + len(sees) + len(own))
         return own
 
-    # arrays that together have the length M
+    # arrays with total length M
     rows, targets, logp, sample, advantage, weight = [], [], [], [], [], []
     inputs: list[tuple[int, Any]] = []
     for piece in strip:
@@ -111,7 +113,7 @@ def _pack(
             sample.append(np.full(n, i))
             advantage.append(np.full(n, s.advantage))
             weight.append(np.full(n, token_weight(n, len(update.samples), update.n_tokens, cfg)))
-    if not tokens:  # nothing to compute; with one token, this rank can take part in the collectives
+    if not tokens:  # a dummy token, so that this rank without work takes part in the collectives
         sequence([0], NO_ROWS)
 
     def spans(ranges: list[range]) -> Tensor:

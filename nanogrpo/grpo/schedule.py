@@ -1,17 +1,18 @@
 """Decide which rank trains on which samples, in which micro-batches.
 
-In: the sizes of the samples of a generation; of a sample, nothing else is needed. Out: an `Update`
-for each optimizer step, with the strips of each rank and micro-batch:
+In: the `Facts` about all samples of a generation, such as lengths and advantages. Out: an `Update`
+for each optimizer step, with a strip for each rank and micro-batch:
 
-    generation ─ schedule ─► updates      one per optimizer step, made of complete groups
-    update ─► strips                      one per rank and micro-batch, within the token budget
-    strip ─► pieces                       completions of one prompt, which share its tokens
+    A generation consists of updates: one per optimizer step, made of complete groups.
+    An update consists of strips: one per rank and micro-batch, within the token budget.
+    A strip consists of pieces: completions of one prompt, which share the prompt's tokens.
 
-A pure function of the sizes, so all ranks agree on it without communication. The gradient does not
-depend on the schedule, so a reader with one GPU can skip this file. Completions whose advantage is
-0 have no gradient, unless the loss has a term without an advantage (`has_gradient` in loss.py).
-Most groups of an easy or a hard data set are like that. They count in the normalizer, but no strip
-contains them, so they cost nothing. Read next: packing.py (how a strip becomes tensors).
+The schedule is a pure function of the facts, so all ranks compute the same schedule without
+communication. The gradient does not depend on the schedule, so a reader with one GPU can skip this
+file. Completions whose advantage is 0 have no gradient, unless the loss has a term without the
+advantage (`has_gradient` in loss.py). In an easy or a hard data set, most groups have no gradient.
+Completions without a gradient count in the normalizer, but no strip contains them. Read next:
+packing.py (how a strip becomes tensors).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nanogrpo.config import Config
 from nanogrpo.grpo.loss import has_gradient, is_trained
 from nanogrpo.types import Facts
 
-KEY_ROWS = 4  # maximum number of key rows of a strip per token of the budget (see Piece.room)
+KEY_ROWS = 4  # maximum number of key rows in a strip, per token of the budget (see Piece.room)
 
 
 class Piece(NamedTuple):
@@ -36,18 +37,18 @@ class Piece(NamedTuple):
     samples: list[int]  # as indices into the generation
     # number of input tokens: the prompt once, and each completion without its last token
     tokens: int
-    # number of key rows that attention reads (Tk of PackedBatch): the prompt's once per completion
+    # number of key rows that attention reads (Tk): the prompt counts once per completion
     key_rows: int
-    cost: float  # number of tokens, plus the query-key pairs converted to tokens
+    cost: float  # number of tokens, plus the cost of query-key pairs in tokens
 
     @property
     def room(self) -> int:
         """The part of the token budget that the piece uses.
 
-        A key row takes a few percent of the memory of a token, but there can be many: 64
-        completions of 100 tokens for a prompt of 1,000 tokens need 7,400 tokens and 71,400 key
-        rows. So the number of tokens is limited to the budget, and the number of key rows to
-        KEY_ROWS times the budget.
+        A key row takes a few percent of the memory of a token, but a piece can have many key rows.
+        For example, 64 completions of 100 tokens for a prompt of 1,000 tokens have about 7,400
+        tokens and 71,400 key rows. So the number of tokens is limited to the budget, and the number
+        of key rows to KEY_ROWS times the budget.
         """
         return max(self.tokens, math.ceil(self.key_rows / KEY_ROWS))
 
@@ -65,7 +66,7 @@ class Update:
 
 
 def skipped(facts: Sequence[Facts], cfg: Config, all_gradients: bool = False) -> float:
-    """Return the share of the trained tokens that have no gradient and are left out."""
+    """Return the fraction of the trained tokens that are left out because they have no gradient."""
     trained = [f for f in facts if is_trained(f, cfg)]
     out = sum(f.length for f in trained if not has_gradient(f, cfg, all_gradients))
     return out / max(sum(f.length for f in trained), 1)
@@ -81,8 +82,8 @@ def schedule(
 ) -> list[Update]:
     """Split a generation into `steps_per_generation` updates of complete groups.
 
-    This is a pure function of its arguments. facts: about the samples of all ranks. pair_cost: see
-    ModelConfig.pair_cost. all_gradients: see `has_gradient`.
+    The result is a pure function of the arguments. `facts` describes the samples of all ranks.
+    ModelConfig explains `pair_cost`, and `has_gradient` explains `all_gradients`.
     """
     groups = [range(i, i + cfg.num_generations) for i in range(0, len(facts), cfg.num_generations)]
     if cfg.steps_per_generation > 1:
@@ -110,11 +111,11 @@ def plan(
 ) -> Update:
     """Divide the samples of one update into strips.
 
-    Samples without a gradient are left out. If no sample has a gradient, the smallest one is
-    trained on anyway: its gradient of 0 lets AdamW take its step, as it would if nothing were left
+    Samples without a gradient are left out. If no sample has a gradient, the smallest sample is
+    kept. The gradient of this sample is 0, so AdamW takes the same step as if no sample were left
     out.
     """
-    # of a masked completion, nothing is trained or computed
+    # a masked completion is neither trained on nor computed
     facts = [f if is_trained(f, cfg) else f._replace(length=0, end=0) for f in facts]
     computed = [i for i in samples if facts[i].end]
     trained = [i for i in computed if has_gradient(facts[i], cfg, all_gradients)]
@@ -129,10 +130,10 @@ def _strips(
 ) -> list[list[Strip]]:
     """Divide samples into strips [world][micro-batch].
 
-    Strips stay within the token budget and cost about the same. All ranks have the same number of
-    strips. It is zero if there are no samples, and some strips are empty if there is too little
-    work for all ranks. A group is split if that makes the step cheaper: its prompt is then computed
-    twice, but the load is more even.
+    Strips stay within the token budget and have about the same cost. All ranks have the same number
+    of strips. If there are no samples, there are no strips. If there is too little work for all
+    ranks, some strips are empty. A group is split into several pieces if that makes the step
+    cheaper: its prompt is computed several times, but the work is divided more evenly.
     """
     share = math.ceil(len(facts) / world)  # rank r drew the samples r·share to (r + 1)·share
     groups: dict[int, list[int]] = {}
@@ -147,7 +148,7 @@ def _strips(
             for group in groups.values()
             for j in range(0, len(group), most)
         ]
-        # Only a single completion may exceed the budget, because nothing can split it.
+        # A piece may exceed the budget only if it is a single completion.
         if all(p.room <= cfg.strip_tokens or len(p.samples) == 1 for p in pieces):
             strips, cost = _spread(pieces, cfg.strip_tokens, world, share)
             if cost < least:
@@ -167,15 +168,17 @@ def _piece(samples: list[int], facts: Sequence[Facts], pair_cost: float) -> Piec
 
 
 def _spread(pieces: list[Piece], budget: int, world: int, share: int) -> tuple[list[Strip], float]:
-    """Distribute the pieces over as few strips as the budget allows, but a multiple of `world`.
+    """Distribute the pieces over a small number of strips, which is a multiple of `world`.
 
-    Return the strips, most expensive first, and their total cost. Each group of `world` consecutive
-    strips is one micro-batch, with one strip per rank. Ranks wait for each other, so a micro-batch
-    costs as much as its first strip. A piece that exceeds the budget gets a strip of its own.
+    Return the strips, most expensive first, and the total cost of all micro-batches. Each group of
+    `world` consecutive strips is one micro-batch, with one strip per rank. Ranks wait for each
+    other, so the cost of a micro-batch is that of its first strip. A piece that exceeds the budget
+    gets its own strip.
 
-    Longest processing time first: each piece goes to the cheapest strip with room for it. If the
-    budget does not limit the choice, the cost is at most 4/3 of the optimum (Graham 1969). Among
-    equal pieces the ranks take turns, so each strip tends to get the samples of one rank.
+    Pieces are assigned from the most expensive to the cheapest, each to the cheapest strip that can
+    still hold it ("longest processing time first"). If the budget does not limit the choice, the
+    cost is at most 4/3 of the optimum (Graham 1969). Pieces of equal cost are sorted so that ranks
+    alternate, which tends to put samples of the same rank into the same strip.
     """
 
     pieces = sorted(pieces, key=lambda p: (-p.cost, p.samples[0] % share, p.samples))
@@ -201,12 +204,12 @@ def _spread(pieces: list[Piece], budget: int, world: int, share: int) -> tuple[l
 def _assign(strips: list[Strip], facts: Sequence[Facts], share: int) -> list[Strip]:
     """Return the strips of a micro-batch in the order of the ranks that compute them.
 
-    Every order takes the same time to compute, so we choose one that sends few tokens between
-    ranks: the strip with the most tokens of one rank is assigned to it first.
+    All orders need the same time to compute, so we choose an order that sends few tokens between
+    ranks. The strip that has the most tokens of any one rank is assigned to this rank first.
     """
 
     def kept(pair: tuple[int, ...]) -> int:
-        """Return the number of tokens that need not be sent if a rank computes a strip."""
+        """Return the number of tokens of a strip that a rank already has."""
         b, rank = pair
         own = (i for piece in strips[b] for i in piece.samples if i // share == rank)
         return sum(facts[i].end for i in own)

@@ -1,10 +1,10 @@
-"""The log of a run: `output_dir/metrics.jsonl`, and a row on the console.
+"""Write the log of a run to `output_dir/metrics.jsonl`, and one row per step to the console.
 
-In: the metrics of a step (logs/metrics.py). Out: one JSON object per line. The first is the header,
-with the options, versions and commit that produced the numbers; the steps and evaluations follow.
-Each record also goes to the features of the run. A killed run leaves at most a half-written last
-line. A resumed run continues in the same file and logs no step twice. Read next: logs/progress.py
-(the console), extras/plot.py, extras/dashboards.py.
+In: the metrics of a step (logs/metrics.py). Out: one JSON object per line. The first line is a
+header with the options, versions and commit of the run. The other lines are steps and evaluations.
+The features of the run receive each record, too. If a run is killed, at most the last line of the
+log is incomplete. A resumed run continues in the same file and logs no step twice. Read next:
+logs/progress.py (the console), extras/plot.py, extras/dashboards.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def commit() -> str:
 
 
 def provenance(cfg: Config, world: World) -> dict:
-    """Return the header of a log: the options, versions, machine and commit behind the numbers."""
+    """Return the header of a log: the options, versions, device and commit of the run."""
     gpu = world.device.type == "cuda"
     return {
         "run": dataclasses.asdict(cfg),
@@ -63,7 +63,7 @@ def provenance(cfg: Config, world: World) -> dict:
 
 
 class Log:
-    """Every rank must call each method. The main rank writes."""
+    """Every rank must call each method, but only the main rank writes."""
 
     def __init__(self, cfg: Config, world: World, start: int, features: Sequence[Feature] = ()):
         self.cfg, self.main, self.path = cfg, world.main, Path(cfg.output_dir) / "metrics.jsonl"
@@ -77,7 +77,7 @@ class Log:
     def _truncate(self, start: int) -> None:
         """Truncate the existing log to `start` steps, so a resumed run never logs a step twice.
 
-        A run that starts over keeps the old log under another name.
+        If the run starts over, the old log is kept under another name.
         """
         if start == 0 and b'"step"' in self.path.read_bytes():
             message = "nothing to resume in %s: starting over, the old log is %s"
@@ -99,8 +99,8 @@ class Log:
     ) -> None:
         """Log a step.
 
-        facts: about the samples of all ranks; record: metrics other than tokens and times; logged:
-        metrics of reward functions.
+        `facts` describes the samples of all ranks. `record` holds all metrics except tokens and
+        times. `logged` holds the metrics that reward functions have logged.
         """
         if not self.main:
             return
@@ -126,7 +126,7 @@ class Log:
         print_line(f"held-out, {how}, after {done} steps:  {'  '.join(shown)}")
 
     def _append(self, done: int, record: dict, logged: Mapping[str, float]) -> None:
-        """Append a record, with the metrics of reward functions, to the file, and pass it to the
+        """Append a record and the metrics of reward functions to the file, and pass both to the
         features.
         """
         for name in logged.keys() & {"run", "eval/after", *record}:

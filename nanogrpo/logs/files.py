@@ -1,7 +1,7 @@
-"""Read the records of a log, keep an earlier log, and write files that are never half-finished.
+"""Read the records of a log, rename an earlier log, and write files atomically.
 
-In: a path in the output folder. Out: its records, or the written file; or a UserError that names
-the file. Read next: logs/console.py, extras/plot.py, which use it.
+In: a path in the output folder. Out: the records, or the written file; on failure, a UserError that
+names the file. Read next: logs/console.py, extras/plot.py, which use this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def read_records(path: Path) -> Iterator[dict]:
     """Yield the objects of a file with one JSON object per line, such as metrics.jsonl.
 
     A half-written last line is skipped, because a run may be in progress or may have been killed.
-    Any other damaged line raises UserError: skipping it would falsify the log.
+    Any other damaged line raises UserError, because a log without it would be misleading.
     """
     with reading(path, "give the output folder of a run"):
         lines = path.read_bytes().splitlines()
@@ -34,13 +34,15 @@ def read_records(path: Path) -> Iterator[dict]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename `name.suffix` to the first unused name of `name-1.suffix`, `name-2.suffix`, …"""
+    """Rename `name.suffix` to the first unused name among `name-1.suffix`, `name-2.suffix`, …"""
     names = (path.with_stem(f"{path.stem}-{i}") for i in itertools.count(1))
     return path.rename(next(name for name in names if not name.exists()))
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file atomically, so a kill leaves the old or the new data. Create its folder."""
+    """Write a file atomically: if the process is killed, the file has either the old or the new
+    data. Create the folder of the file if needed.
+    """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")  # ranks may write the same file
@@ -50,7 +52,7 @@ def replace(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an error while `path` is written into a UserError."""
+    """Turn an error that occurs while `path` is written into a UserError."""
     try:
         yield
     except OSError as e:

@@ -1,8 +1,9 @@
-"""The metrics of a step, under TRL's names. docs/metrics.md explains each one.
+"""Compute the metrics of a step, which have TRL's names; docs/metrics.md explains each metric.
 
 In: the samples, each micro-batch with the output of its loss (`Meter.add`), and the seconds of each
 phase (`Clock`). Out: dicts that map names to numbers. Each mean is taken over all tokens or all
-completions of the step and is never a mean of means. Read next: console.py, which writes them.
+completions of the step and is never a mean of means. Read next: console.py, which writes the
+metrics.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from nanogrpo.types import Facts, PackedBatch, Sample
 class Clock:
     """Measure the seconds of each phase of a step: `with clock("sample"): …`.
 
-    On a GPU the end of a phase waits for the kernels that the phase launched.
+    On a GPU, a phase ends when all kernels that it launched have finished.
     """
 
     def __init__(self, device: torch.device):
@@ -46,9 +47,9 @@ class Clock:
 
 
 class Meter:
-    """Collect the per-token results of a step's updates and reduce them once, at its end.
+    """Collect the per-token results of a step's updates, and reduce them once, at the step's end.
 
-    Nothing waits for the GPU in between.
+    Before the end of the step, the host does not wait for the GPU.
     """
 
     def __init__(self, features: Sequence[Feature] = ()):
@@ -68,8 +69,8 @@ class Meter:
         if out.kl is not None:
             part["kl"] = out.kl
         part |= out.metrics
-        # In the first update the weights are still those used for sampling, so any difference in
-        # log-probs is a difference between trainer and engine.
+        # In the first update, the weights are still the weights that sampled.
+        # So any difference in log-probs is a difference between trainer and engine.
         if not self.moved:
             part["delta"] = out.logp - batch.sampling_logp
         self.parts.append(part)
@@ -77,13 +78,13 @@ class Meter:
         self.loss = self.loss + out.loss.detach()
 
     def end_update(self, norm: float) -> None:
-        """End an optimizer step with this gradient norm. Every rank must call it."""
+        """Count an optimizer step and keep its gradient norm. Every rank must call this method."""
         self.norms.append(norm)
         self.updates += 1
         self.moved = bool(self.parts)
 
     def summary(self, world: World) -> dict[str, float]:
-        """Return the metrics of the step over all ranks. Every rank must call it."""
+        """Return the metrics of the step over all ranks. Every rank must call this method."""
         loss = sum(world.gather(float(self.loss)))
         out = {"loss": loss / self.updates, "grad_norm": statistics.fmean(self.norms)}
         found = world.spreads(self._vectors())
@@ -98,18 +99,18 @@ class Meter:
         return out | mismatch.compare(self._joined("delta"), world)
 
     def _joined(self, name: str) -> Tensor:
-        """Return this rank's values of all micro-batches that have any."""
+        """Return this rank's values of one metric, joined over all micro-batches."""
         return torch.cat([part[name].cpu() for part in self.parts if name in part])
 
     def _vectors(self) -> dict[str, Tensor]:
-        """Return this rank's values by the name of their metric: one per token or completion.
+        """Return this rank's values of each metric: one value per token or per completion.
 
-        A rank has all tokens of an update that belong to one completion, so it can average them.
+        In each update, all tokens of a completion are on the same rank, which can average them.
         """
         if not self.parts:
             return {}
         sample, update = self._joined("sample"), self._joined("update")
-        # One number for each pair of completion and update.
+        # Each pair of completion and update gets its own number.
         pair = update * (int(sample.max()) + 1) + sample if len(sample) else sample
         count = pair.bincount()
 
@@ -136,7 +137,9 @@ class Meter:
 
 
 def _given(samples: Sequence[Facts]) -> dict[str, list[float]]:
-    """Return the rewards that apply, by function, and their sums. Leave out empty lists."""
+    """Return the rewards of each function and their sums, without the rewards that do not apply.
+    Leave out empty lists.
+    """
     out = {f"rewards/{name}": [s.rewards[name] for s in samples] for name in samples[0].rewards}
     out["reward"] = [s.reward for s in samples]
     given = {name: [r for r in values if r is not None] for name, values in out.items()}
@@ -144,15 +147,15 @@ def _given(samples: Sequence[Facts]) -> dict[str, list[float]]:
 
 
 def facts(samples: Sequence[Sample], world: World) -> list[Facts]:
-    """Return the facts about the samples of all ranks. Every rank must call it."""
+    """Return the facts about the samples of all ranks. Every rank must call this function."""
     return world.concat([sample.facts for sample in samples])
 
 
 def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
-    """Return the metrics of the samples: lengths, rewards, and the fraction of groups without a
-    signal.
+    """Return metrics of the samples: lengths, rewards, and the fraction of groups with equal
+    rewards.
 
-    std: the standard deviations that grpo/advantages.py returns.
+    `std` holds the standard deviations that grpo/advantages.py returns.
     """
     out: dict[str, float] = {}
     lengths = [s.length for s in samples]
@@ -170,10 +173,10 @@ def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
 
 
 def of_memory(world: World) -> dict[str, float]:
-    """Return the peak memory in GiB. Every rank must call it.
+    """Return the peak memory in GiB. Every rank must call this function.
 
-    On the host, it is the highest peak of any process so far. On a GPU, it is the highest peak of
-    any rank's tensors since the last call.
+    The peak on the host is the highest peak of any process so far. The peak on a GPU is the highest
+    peak of any rank's tensors since the last call.
     """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # its unit is KiB
     peaks = {"memory/host_peak_gib": peak / 2**20}
@@ -198,9 +201,9 @@ def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
 def of_evaluation(samples: Sequence[Facts], n: int) -> dict[str, float]:
     """Return the metrics of an evaluation with n consecutive completions for each prompt.
 
-    A reward that does not apply is left out, not 0. The mean of a reward is its mean@n. If a reward
-    is 0 or 1, the chance that at least one of k completions has 1 is its pass@k, for k = 1, 2, 4, …
-    up to n.
+    A reward that does not apply is left out and does not count as 0. The mean of a reward is the
+    metric mean@n. If all rewards of a function are 0 or 1, pass@k is the chance that at least one
+    of k completions has reward 1. The metric pass@k is computed for k = 1, 2, 4, … up to n.
     """
     out = {f"eval/{name}": statistics.fmean(given) for name, given in _given(samples).items()}
     groups = [samples[i : i + n] for i in range(0, len(samples), n)]
@@ -214,9 +217,9 @@ def of_evaluation(samples: Sequence[Facts], n: int) -> dict[str, float]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the chance that k completions contain a right one, if c of n are right.
+    """Return the chance that at least one of k completions is correct, if c of n are correct.
 
-    1 - C(n-c, k) / C(n, k) averages over all choices of k of the n completions, so it is unbiased.
-    Chen et al. 2021 (2107.03374), equation 1.
+    The estimate 1 - C(n-c, k) / C(n, k) is unbiased, because it averages over all ways to choose k
+    of the n completions (Chen et al. 2021, 2107.03374, equation 1).
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)

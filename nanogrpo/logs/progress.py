@@ -1,4 +1,4 @@
-"""The console during a run: a summary, one row per step, and the checkpoint at the end.
+"""Print the progress of a run: a summary, one row per step, and the last checkpoint.
 
 In: the sizes of the run, then the metrics of each step (logs/metrics.py). Out: lines of at most 120
 columns, for example
@@ -6,8 +6,8 @@ columns, for example
      step  epoch  reward  accuracy  format  zero_std  length  entropy  tok/s   left
      1/60  0.002   1.305     0.312   0.992     0.062   11.27    0.255  7,471   0:19
 
-Each reward function has a column if there are several. Metrics that are 0 in most runs are named at
-the end of a row, if they are not 0. Read before: logs/console.py.
+Each reward function has its own column if there are several functions. Metrics that are usually 0
+appear at the end of a row only if they are not 0. Read before: logs/console.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 
 EVERY = 20  # rows between two headers
-FLAT = 5  # steps in a row without different rewards, before a warning
+FLAT = 5  # steps in a row without a learning signal before a warning
 
 
 def print_line(text: str) -> None:
@@ -51,7 +51,7 @@ def closing_line(cfg: Config, done: int) -> str:
     checkpoint = Path(os.path.relpath(cfg.output_dir)) / f"checkpoint-{done}"
     early = f"stopped after {done} of {cfg.max_steps} steps (continue with --resume); "
     early = early if done < cfg.max_steps else ""
-    if not (checkpoint / "config.json").exists():  # its weights are those of another folder
+    if not (checkpoint / "config.json").exists():  # it has no full model
         return f"{early}the checkpoint is {checkpoint}"
     return (
         f"{early}the model is in {checkpoint}: try it with `nanogrpo chat "
@@ -63,17 +63,17 @@ def closing_line(cfg: Config, done: int) -> str:
 
 
 class Progress:
-    """Print a row per step, under a header that is repeated now and then."""
+    """Print one row per step, and repeat the header every few rows."""
 
     def __init__(self, cfg: Config, world: World, start: int):
         self.cfg, self.start, self.began = cfg, start, time.perf_counter()
-        # A larger gap is more than rounding explains (docs/metrics.md).
+        # Rounding alone does not cause a larger gap (docs/metrics.md).
         self.largest_gap = 1e-5 if world.device.type == "cpu" else 0.02
-        self.rows = 0  # since the header; 0: print the header first
-        self.flat = 0  # steps in a row without different rewards
+        self.rows = 0  # rows since the last header
+        self.flat = 0  # steps in a row without a learning signal
 
     def step(self, step: int, row: Mapping[str, float], functions: Sequence[str]) -> None:
-        """Print the row of a step. functions: the names of the reward functions."""
+        """Print the row of a step. `functions` holds the names of the reward functions."""
         total = self.cfg.max_steps
         per_step = (time.perf_counter() - self.began) / (step + 1 - self.start)
         several = functions if len(functions) > 1 else []
@@ -94,7 +94,7 @@ class Progress:
         if self.rows % EVERY == 0:
             print_line("  ".join(title for title, _ in columns))
         self.rows += 1
-        bounds = [  # a metric is named at the end of the row if it exceeds its bound
+        bounds = [  # a metric is printed at the end of the row if it exceeds its bound
             ("truncated", "completions/clipped_ratio", 0.0),
             ("clip", "clip_ratio/region_mean", 0.0),
             ("kl", "kl", 0.0),

@@ -1,3 +1,3 @@
-"""The model: decoder, attention and output head, and the reading and writing of their Hugging Face
-files. Start with decoder.py.
+"""The model (decoder, attention and output head), and how its Hugging Face files are read and
+written. Start with decoder.py.
 """

@@ -1,17 +1,18 @@
 """Causal attention over packed sequences.
 
-In: queries `[T, H, E]`, keys and values `[T, K, E]` of sequences laid end to end (H is a multiple
-of K: grouped-query attention). Out: `[T, H, E]`. A block does not know which kind it uses. It calls
-`attend(layer, q, k, v)`, which is one of
+In: queries `[T, H, E]`, keys and values `[T, K, E]` of packed sequences (H is a multiple of K:
+grouped-query attention). Out: `[T, H, E]`. A decoder block calls `attend(layer, q, k, v)`, which is
+an object of one of two kinds:
 
 * `StripAttention`, for training, scoring and prefill. Each sequence attends to itself and to the
-  prompt it shares; nothing is padded.
-* a cache (engine/cache.py), for decoding. Each row is the next token of one sequence. Its key and
-  value are written to the cache, and then it attends to all cached tokens of its sequence.
+prompt that it shares. There is no padding.
+* a cache (engine/cache.py), for decoding. Each row is the next token of one sequence. The token's
+key and value are written to the cache, and then the token attends to all cached tokens of its
+sequence.
 
-`StripAttention` calls `sdpa` (sdpa.py), which runs anywhere, or on a GPU a fused kernel with the
-same signature (gpu_attention.py). None of them repeats keys for grouped queries. The forward passes
-are deterministic. The backward passes follow one rule, that of torch: they are deterministic if
+`StripAttention` calls `sdpa` (sdpa.py) on a CPU, and on a GPU usually a fused kernel with the same
+signature (gpu_attention.py). No implementation repeats keys for grouped queries. The forward passes
+are deterministic. As in torch, the backward passes are deterministic if
 `torch.use_deterministic_algorithms(True)` was called. Read next: decoder.py (which calls this),
 engine/runner.py (which calls the decoder).
 """
@@ -26,13 +27,13 @@ from nanogrpo.model.sdpa import Bounds, sdpa
 
 
 class StripAttention:
-    """Attend over sequences laid end to end.
+    """Compute attention over packed sequences.
 
-    The queries of sequence n are rows cu_seqlens[n] … cu_seqlens[n+1]. They attend causally to the
-    keys of the same rows. With `kv_rows`, they attend to the keys of rows kv_rows[kv_cu_seqlens[n]]
-    …, the last of which are their own. So completions share one copy of their prompt: its keys are
-    gathered once per completion, and the backward of this gather sums the gradients of all
-    completions in float32 and in a fixed order.
+    The queries of sequence n are the rows cu_seqlens[n] … cu_seqlens[n+1]. The queries attend
+    causally to the keys of the same rows. With `kv_rows`, the queries attend to the keys of the
+    rows kv_rows[kv_cu_seqlens[n]] …, which end with the sequence's own rows. So completions share
+    one copy of their prompt. The keys of the prompt are gathered once per completion, and the
+    backward of this gather sums the gradients of all completions in float32 and in a fixed order.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class StripAttention:
         kv_rows: Tensor | None = None,  # [Tk] int64
         kv_cu_seqlens: Tensor | None = None,  # [N+1] int32
         kv_max_len: int = 0,
-        causal: bool = True,  # False: each token sees the whole sequence
+        causal: bool = True,  # False: each token attends to the whole sequence
     ):
         self.kv_rows = kv_rows
         self.kv_order: Order = None  # how `gather_rows` sums gradients
@@ -58,6 +59,6 @@ class StripAttention:
             k, v = (functions.gather_rows(x, self.kv_rows, self.kv_order) for x in (k, v))
         if q.device.type == "cpu":
             return sdpa(q, k, v, self.bounds)
-        from nanogrpo.model import gpu_attention  # a CPU does not need it
+        from nanogrpo.model import gpu_attention  # not needed on a CPU
 
         return gpu_attention.backend(q.device.type, q.dtype, q.shape[2])(q, k, v, self.bounds)

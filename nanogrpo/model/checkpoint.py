@@ -1,9 +1,9 @@
 """Read and write Hugging Face checkpoints.
 
 In: a folder or hub id with config.json and safetensors (one file, or several with an index). Out: a
-`Decoder`, full or sharded, and folders that transformers loads unchanged. A folder is
-written under a temporary name, flushed to disk, and then renamed, so it is either complete or
-absent. Read next: run/state.py (what else a run needs to resume).
+`Decoder`, full or sharded, and folders that transformers loads unchanged. A folder is written under
+a temporary name, flushed to disk, and then renamed, so a folder is either complete or absent. Read
+next: run/state.py (what else a run needs to resume).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nanogrpo.model.weights import Stored
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
-# the types of weights that are read; quantized weights would need more than a cast
+# the dtypes that can be read; quantized weights would need more than a cast
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -39,8 +39,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def locate(name: str, option: str = "--model") -> Path:
-    """Return the folder of a checkpoint: a local path, or a hub id, which is downloaded into
-    Hugging Face's cache.
+    """Return the folder of a checkpoint. `name` is a local path, or a hub id whose files are
+    downloaded into Hugging Face's cache.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -48,7 +48,7 @@ def locate(name: str, option: str = "--model") -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    # the hub client raises errors from many libraries; each one means that the download failed
+    # the hub client raises errors of many libraries, and any error means a failed download
     except Exception as e:
         raise UserError(
             f"{option} {name}: there is no such folder, and the download from the hub failed "
@@ -78,13 +78,13 @@ def tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:
             reading(file, "copy it again", "is missing or damaged"),
             safe_open(file, framework="pt") as f,
         ):
-            for name in f.keys():  # noqa: SIM118 (not a dict: it has no __iter__)
+            for name in f.keys():  # noqa: SIM118 (not a dict)
                 yield name, f.get_slice(name)
 
 
 def load_weights(model: Decoder, folder: Path) -> None:
     """Copy the weights of a checkpoint into a model."""
-    # tables of angles, which the first Llama checkpoints contain
+    # the first Llama checkpoints contain tables of rotary angles
     skipped = (".rotary_emb.inv_freq",) + (HEAD,) * model.cfg.tie_word_embeddings
     found = model.arranged(tensors(files(folder)), str(folder))
     copy_tensors(
@@ -104,8 +104,8 @@ def copy_tensors(
 ) -> None:
     """Copy the tensors of files into parameters of the same names.
 
-    Raises UserError, with the name of the tensor, if one is missing, unknown, of the wrong shape or
-    not floating point.
+    Raises UserError, with the name of the tensor, if a tensor is missing, unknown, of the wrong
+    shape or not floating point.
     """
     missing = set(wanted)
     for name, tensor in found:
@@ -158,7 +158,7 @@ def empty_model(folder: Path, kind: type[Decoder] = Decoder) -> Decoder:
         torch.device("meta"),
     ):
         model = kind.from_config(raw, str(where))
-    # float16 could not represent every master weight
+    # float16 is not kept, because it could not represent every master weight
     if raw.get("dtype", raw.get("torch_dtype")) == "bfloat16":
         model.saved_dtype = torch.bfloat16
     return model
@@ -171,7 +171,7 @@ def load_model(
     kind: type[Decoder] = Decoder,
 ) -> Decoder:
     """Return the model of a checkpoint folder, with its weights cast to `dtype`."""
-    # in this order, no float32 copy is ever created
+    # the cast on the meta device avoids a float32 copy
     model = empty_model(folder, kind).to(dtype).to_empty(device=device)
     model.tie()
     load_weights(model, folder)
@@ -183,8 +183,8 @@ def load_model(
 
 @contextlib.contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
-    """Yield a folder to write into, and rename it to `final` at the end. A crash or an exception
-    before that leaves `final` as it was.
+    """Yield a folder to write into, and rename it to `final` at the end. If the process crashes or
+    an exception is raised before that, `final` does not change.
 
     An existing checkpoint is replaced. A folder with any other content raises UserError.
     """
@@ -199,7 +199,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        # follow the umask: safetensors makes files that only their owner can read
+        # apply the umask, because safetensors writes files that only the owner can read
         mode = temporary.stat().st_mode & 0o666
         for path in (*temporary.rglob("*"), temporary):
             if path.is_file():
@@ -221,7 +221,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the list of files in a folder, is on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -241,8 +241,8 @@ def write_model(
 ) -> None:
     """Write config.json, the weights and the tokenizer's files into an existing folder.
 
-    config: the fields of config.json. For a loaded model, pass all fields of its original
-    config.json, including those that we do not read.
+    `config` holds the fields of config.json. For a loaded model, pass all fields of the model's
+    original config.json, including fields that we do not read.
     """
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     config = {**config, "dtype": dtype, "torch_dtype": dtype}

@@ -1,4 +1,4 @@
-"""The decoder: Qwen3, and from the same config.json fields Qwen2, Llama and Mistral.
+"""The decoder of Qwen3, Qwen2, Llama and Mistral models.
 
 In: token ids `[T]` and positions `[T]` of packed sequences, an attention object (attention.py), and
 the rows whose predictions are needed. Out: the result of the head operation on the hidden states of
@@ -8,11 +8,11 @@ Hugging Face, so loading and saving checkpoints needs no mapping (checkpoint.py)
     x → embed ─┬→ RMSNorm → attention ─(+)─┬→ RMSNorm → SwiGLU ─(+)→ … → RMSNorm → head operation
                └───────────────────────────┘└────────────────────┘
 
-The model knows nothing about GRPO, engines, or sharding, which distributed/fsdp.py adds from
-outside. Training, prefill and decoding run the same lines and differ only in `attend`. A block
-returns its last term and the sum before it: the norm of the next block adds them, in one kernel on
-a GPU. Norms, rotation and SwiGLU are functions of kernels/reference/ on a CPU,
-and Triton kernels of the same names on a GPU (dispatch.py). Read next: attention.py, then head.py.
+The model knows nothing about GRPO, engines, or sharding (distributed/fsdp.py). Training, prefill
+and decoding run the same code and differ only in `attend`. A block returns two tensors whose sum is
+its result, because the norm of the next block can add them in the same GPU kernel. Norms, rotation
+and SwiGLU are functions of kernels/reference/ on a CPU, and Triton kernels of the same names on a
+GPU (dispatch.py). Read next: attention.py, then head.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Linear(nn.Linear):
     """nn.Linear, but faster for large float32 matrix products on a CPU (kernels/linear.py).
 
-    An engine, whose weights rarely change, may set another `product` with the same arguments.
+    An engine may replace `product` by a function that prepares the weights once, because its
+    weights rarely change.
     """
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(linear)
@@ -50,13 +51,15 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm, which can also add the residual in the same kernel."""
+    """An nn.RMSNorm that can also add the residual in the same kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functions_for(x.device).rms_norm(x, self.weight, self.eps)
 
     def of_sum(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and x + residual, [T, D] each. None counts as 0."""
+        """Return the norm of x + residual, and the sum itself, [T, D] each. A residual of None is
+        0.
+        """
         if residual is None:
             return self(x), x
         return functions_for(x.device).add_rms_norm(x, residual, self.weight, self.eps)
@@ -118,8 +121,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor | None]:
-        """Return two tensors [T, D] whose sum is the block's result, from two (or one and None)
-        whose sum is its input.
+        """Return two tensors [T, D] whose sum is the block's output. The sum of x and residual (if
+        it is not None) is the block's input.
         """
         normed, residual = self.input_layernorm.of_sum(x, residual)
         attended = self.self_attn(normed, cos, sin, attend)
@@ -139,7 +142,7 @@ class Body(nn.Module):
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines that rotate queries and keys at positions [T], or at
-        [T, E/2] if each frequency has its own.
+        positions [T, E/2], with one position for each frequency.
         """
         c = self.cfg
         frequencies, factor = rope.frequencies(
@@ -160,9 +163,10 @@ class Body(nn.Module):
 
 
 class Head(nn.Module):
-    """The output matrix [V, D]. The caller decides what to compute with it: `op(hidden, weight)`.
+    """The output matrix [V, D]. The caller decides what is computed with this matrix: `op(hidden,
+    weight)`.
 
-    The weight is only read in this module's forward, so FSDP can gather it once per call.
+    The weight is used only in this module's forward, so FSDP can gather it once per call.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -174,8 +178,8 @@ class Head(nn.Module):
 
 
 def logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Head operation for decoding: [M, D] → [M, V]. Training uses the operations of head.py, which
-    do not keep the logits.
+    """The head operation for decoding: [M, D] → [M, V]. Training uses the operations of head.py,
+    which do not store all logits.
     """
     return F.linear(hidden, weight)
 
@@ -188,14 +192,14 @@ class Decoder(nn.Module):
     """
 
     saved_dtype = torch.float32  # dtype of its checkpoints, set by checkpoint.empty_model
-    # A context in which the model computes as its own frozen reference, if it can.
+    # A context in which the model acts as its own frozen reference model, if it can.
     own_reference: Callable[[], AbstractContextManager] | None = None
     sharding: Any = None  # distributed/fsdp.py sets it
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
-        self.model = Body(cfg)  # the name in Hugging Face checkpoints: model.layers.0.…
+        self.model = Body(cfg)  # named as in Hugging Face checkpoints: model.layers.0.…
         self.lm_head = Head(cfg)
         self.tie()
         self.reset_parameters()
@@ -206,12 +210,14 @@ class Decoder(nn.Module):
         return cls(ModelConfig.from_dict(raw, where))
 
     def arranged(self, found: Iterable[tuple[str, Any]], where: str) -> Iterable[tuple[str, Any]]:
-        """Give a checkpoint's tensors the names of parameters. Here, the names are the same."""
+        """Rename a checkpoint's tensors to the names of parameters. In this class, the names are
+        the same.
+        """
         return found
 
     def tie(self) -> None:
-        """Make the head and the embedding one parameter if the config requires it. Call this again
-        after `to_empty`, which separates them.
+        """Let the head and the embedding share one parameter if the config says so. Call this again
+        after `to_empty`, which separates the two.
         """
         if self.cfg.tie_word_embeddings:
             # nn.Embedding declares its weight as a Tensor
@@ -244,8 +250,9 @@ class Decoder(nn.Module):
     ):
         """Return `op` of the hidden states in `rows`.
 
-        tokens, positions: [T]; rows: [M] indices into T, or None for all; op: see `Head`; inputs:
-        as in PackedBatch, for a model that takes more than tokens.
+        `tokens` and `positions` are [T]. `rows` holds indices [M] into T, or is None for all rows.
+        `Head` explains `op`. `inputs` is as in PackedBatch, for a model that takes more than
+        tokens.
         """
         hidden = self.model(tokens, positions, attend, *inputs)  # [T, D]
         if rows is not None:
@@ -254,7 +261,7 @@ class Decoder(nn.Module):
         return self.lm_head(hidden, op)
 
     def forward_strip(self, batch: PackedBatch, op: HeadOp):
-        """Return `op` of the hidden states that predict the strip's completion tokens."""
+        """Return `op` of the hidden states that predict the completion tokens of a packed batch."""
         attend = StripAttention(
             batch.cu_seqlens, batch.max_len, batch.kv_rows, batch.kv_cu_seqlens, batch.kv_max_len
         )

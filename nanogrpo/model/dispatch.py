@@ -1,8 +1,8 @@
-"""The choice between two implementations of the same functions: Triton kernels, or PyTorch.
+"""Choose between two implementations of the same functions, Triton kernels and PyTorch code.
 
 In: the device that computes. Out: the package kernels/triton/ or kernels/reference/ (PyTorch),
-which have the same functions. `--kernels` chooses for the whole process. Read next:
-kernels/reference/policy.py.
+which have the same functions. The option `--kernels` sets the choice for the whole process. Read
+next: kernels/reference/policy.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ choice = "auto"  # or triton, or torch; `--kernels` sets it (run/setup.py)
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Return whether tensors on a device go through Triton. auto: on CUDA, but not elsewhere."""
+    """Return whether tensors on a device use Triton. The choice `auto` uses Triton only on CUDA."""
     return choice == "triton" or (choice == "auto" and device.type == "cuda")
 
 
@@ -27,7 +27,7 @@ def functions_for(device: torch.device) -> ModuleType:
     if not uses_triton(device):
         return reference
     try:
-        from nanogrpo.kernels import triton  # imports Triton, which a CPU does not need
+        from nanogrpo.kernels import triton  # a CPU does not need Triton
     except ImportError as e:
         raise UserError(
             f"--kernels {choice} needs Triton, which cannot be imported ({e}): install it, or use "

@@ -1,8 +1,8 @@
-"""Causal attention over packed sequences by fused kernels, on a GPU in half precision.
+"""Compute causal attention over packed sequences with fused kernels, on a GPU in half precision.
 
 In: queries, keys and values, and the bounds of the sequences, as for `sdpa` in sdpa.py. Out:
-`[Tq, H, E]`. flash-attn 4 is chosen if it is installed and can run here, or else torch's varlen
-attention, which is FlashAttention 2. Read before: attention.py.
+`[Tq, H, E]`. The backend is flash-attn 4 if it is installed and supports the GPU, or else torch's
+varlen attention, which is FlashAttention 2. Read before: attention.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from nanogrpo.model.sdpa import Backend, Bounds, sdpa
 
 @functools.cache
 def varlen_function() -> Callable[..., Any]:
-    """Return torch's function. The kernel of torch 2.11 handles grouped queries too; later versions
-    ask for a confirmation.
+    """Return torch's function with support for grouped queries. In torch 2.11, the support is
+    always on; later versions need an argument.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -30,16 +30,17 @@ def varlen_function() -> Callable[..., Any]:
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Tensor:
-    """Call `torch.nn.attention.varlen.varlen_attn` (CUDA, half precision). It runs FlashAttention
-    without the flash-attn package, and follows the rule of determinism by itself.
+    """Call `torch.nn.attention.varlen.varlen_attn` (CUDA, half precision). This function contains
+    FlashAttention, so it needs no flash-attn package. The function follows torch's setting for
+    deterministic algorithms.
     """
     window = (-1, 0 if at.causal else -1)
     return varlen_function()(q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, window_size=window)
 
 
 def deterministic() -> bool:
-    """Return whether backward passes must be deterministic, by the rule of torch's own attention:
-    a warning is not enough.
+    """Return whether backward passes must be deterministic. As in torch's own attention, this is
+    not the case if torch is set to only warn.
     """
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.are_deterministic_algorithms_enabled() and not warn_only
@@ -66,6 +67,6 @@ def backend(device_type: str, dtype: torch.dtype, size: int = 128) -> Backend:
         from flash_attn.cute import flash_attn_varlen_func  # noqa: F401 (is it installed?)
     except ImportError:
         return varlen
-    # Version 4 has no backward for older GPUs, and no deterministic one for 12.x.
+    # Version 4 has no backward for older GPUs, and no deterministic backward for 12.x.
     new = torch.cuda.get_device_capability()[0] in (9, 10, 11)
     return flash if new and size <= 128 else varlen

@@ -1,18 +1,18 @@
-"""Operations on the output head: the only interface between the kernels and the rest of the
-project.
+"""Operations that compute log-probs and the loss at the output head, in chunks of rows.
 
 In: hidden states [M, D], the output head [V, D], and per-token vectors [M]. Out: log-probs,
-entropies, and the policy loss with its gradient. Both operations store the logits of only one chunk
-of rows at a time, never all [M, V].
+entropies, and the policy loss with its gradient. Both operations store the logits of one chunk of
+rows at a time, and never all logits [M, V].
 
 | operation | in → out | used for |
 |---|---|---|
 | `head_policy_loss` | hidden [M, D] → loss | the training step: three matrix products |
 | `head_logp` | hidden [M, D] → log-prob, entropy [M] | old and reference log-probs |
 
-On CUDA they run the Triton kernels of kernels/triton/, and on other devices the PyTorch code of
-kernels/reference/, unless --kernels chooses (dispatch.py). Read next: kernels/reference/policy.py
-(the loss), kernels/head.py (the loop over chunks), kernels/README.md.
+On CUDA, the operations run the Triton kernels of kernels/triton/; on other devices, they run the
+PyTorch code of kernels/reference/. The option --kernels overrides this choice (dispatch.py). Read
+next: kernels/reference/policy.py (the loss), kernels/head.py (the loop over chunks),
+kernels/README.md.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from nanogrpo.kernels.head import HeadLogp, HeadPolicyLoss
 from nanogrpo.kernels.reference.policy import Clip, LossInputs
 from nanogrpo.model.dispatch import functions_for
 
-# (hidden [M, D], lm_head [V, D]) → anything: what Decoder.forward_strip applies
+# (hidden [M, D], lm_head [V, D]) → anything; see Decoder.forward_strip
 HeadOp = Callable[[Tensor, Tensor], Any]
 
 
 class PolicyOut(NamedTuple):
-    """The result of a loss. Only `loss` has a gradient. Tokens with weight 0 have zero entries."""
+    """The result of a loss. Only `loss` has a gradient. The entries of tokens with weight 0 are 0."""
 
     loss: Tensor  # [] float32: Σ weight · l - entropy_weight · H
     logp: Tensor  # [M] float32
     entropy: Tensor  # [M] float32, nats
     kl: Tensor | None  # [M] float32: the KL of kernels/reference/policy.py; None without ref_logp
-    # More vectors [M], each under the name that its mean has in the log. "clip" is int8: -1 if
-    # clipped low, +1 if clipped high, else 0.
+    # Further vectors [M]; the mean of each vector has the same name in the log.
+    # "clip" is int8: -1 if clipped low, +1 if clipped high, else 0.
     metrics: dict[str, Tensor]
-    # Whether each metric has one value per sequence, repeated for its tokens. If so, its mean is
-    # taken over sequences.
+    # Whether the metrics have one value per sequence, repeated for each token of the sequence.
+    # If so, the mean is taken over sequences.
     by_sequence: bool = False
 
 
 def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the number of rows of logits in a chunk: 2.5 GB on CUDA (8228 rows of Qwen3 in
-    bfloat16), 200 MB and at most 512 rows elsewhere.
+    """Return the number of rows of logits in a chunk. A chunk has at most 2.5 GB on CUDA (8228 rows
+    for Qwen3 in bfloat16), and at most 200 MB and 512 rows on other devices.
 
-    The limit of 512 keeps the temporaries of a chunk small, so the allocator reuses their memory.
-    Larger temporaries would need new pages from the operating system each time (docs/log.md).
+    The limit of 512 rows keeps temporary tensors small, so the allocator reuses their memory.
+    Larger temporary tensors would need new pages from the operating system each time (docs/log.md).
     """
     size, most = (2.5e9, 1 << 30) if device.type == "cuda" else (200e6, 512)
     return min(most, max(1, int(size // (vocab * dtype.itemsize))))
@@ -69,11 +69,11 @@ def head_policy_loss(
 ) -> PolicyOut:
     """Compute Σ weight · l - Σ entropy_weight · H in three matrix products.
 
-    hidden [M, D] and lm_head [V, D] of the same dtype, targets [M] int64; chunk: number of rows
-    processed at a time. The gradients are computed during the forward pass, so the loss must be the
-    root of the graph up to a scalar factor, and `inputs.weight` must be known beforehand. Tokens
-    whose weight and entropy_weight are both 0 are skipped (their results are 0). Under `no_grad`
-    one matrix product is enough.
+    The arguments hidden [M, D] and lm_head [V, D] have the same dtype; targets is [M] int64. At
+    most `chunk` rows are processed at a time. The gradients are computed during the forward pass.
+    So `inputs.weight` must be known beforehand, and the backward may only scale the loss by a
+    number. Tokens whose weight and entropy_weight are both 0 are skipped (their results are 0).
+    Under `no_grad`, one matrix product is enough.
     """
     if not torch.is_grad_enabled():
         hidden, lm_head = hidden.detach(), lm_head.detach()
@@ -93,10 +93,11 @@ def head_logp(
 ) -> tuple[Tensor, Tensor]:
     """Return log-prob and entropy [M] float32 under softmax(hidden @ lm_head.T / temperature).
 
-    hidden [M, D] and lm_head [V, D] of the same dtype, targets [M] int64; chunk: number of rows
-    processed at a time. The function is differentiable: the backward recomputes each chunk's
-    logits, except for rows whose upstream gradients are 0. Logits are rounded to the dtype of
-    hidden, as in inference engines; everything after them is computed in float32.
+    The arguments hidden [M, D] and lm_head [V, D] have the same dtype; targets is [M] int64. At
+    most `chunk` rows are processed at a time. The function is differentiable: the backward
+    recomputes the logits of each chunk, except for rows whose upstream gradients are 0. Logits are
+    rounded to the dtype of hidden, as in inference engines. All later results are computed in
+    float32.
     """
     chunk = chunk or default_chunk(len(lm_head), hidden.dtype, hidden.device)
     args = targets, temperature, chunk, functions_for(hidden.device)

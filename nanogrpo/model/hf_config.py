@@ -1,7 +1,7 @@
 """The model configuration: read, check and write Hugging Face's config.json.
 
-In: the dict of a config.json. Out: `ModelConfig`, the fields that decide what the decoder computes,
-or a UserError that names the field. Read next: decoder.py, which uses the configuration.
+In: the dict of a config.json. Out: a `ModelConfig`, which has all fields that affect the decoder,
+or a UserError that names a field. Read next: decoder.py, which uses the configuration.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
 }
-# Fields that would change the computation in transformers, and the only value (next
-# to null) with which the decoder computes the same.
+# These fields can change what transformers computes.
+# The decoder supports only this value of each field, or null.
 NEUTRAL: dict[str, Any] = {
     "hidden_act": "silu",
     "use_sliding_window": False,
@@ -46,14 +46,14 @@ class ModelConfig:
     rope_theta: float
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
-    # Qwen3 and Llama only: a bias on q, k, v and o. Qwen2 always has one on q, k and v.
+    # Qwen3 and Llama only: a bias on q, k, v and o. Qwen2 always has a bias on q, k and v.
     attention_bias: bool = False
     mlp_bias: bool = False  # Llama only: a bias on gate, up and down
     rope_scaling: Any = None  # one of rope.SCALINGS
 
     @property
     def qk_norm(self) -> bool:
-        """Whether each head's query and key are normalized before the rotation."""
+        """Whether the query and key of each head are normalized before the rotation."""
         return self.model_type == "qwen3"
 
     @property
@@ -64,17 +64,18 @@ class ModelConfig:
 
     @property
     def pair_cost(self) -> float:
-        """Return the cost of attention for one query-key pair, 4·H·E FLOP, in units of the matrix
-        products of one token, 2 FLOP per weight. Both are counted for a single layer.
+        """Return the cost of attention for one query-key pair, relative to the matrix products of
+        one token. In one layer, a pair costs 4·H·E FLOP, and a token 2 FLOP per weight.
         """
         return 2 * self.num_attention_heads * self.head_dim / self.block_weights
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> ModelConfig:
-        """Read the dict of a config.json. A missing field gets its default value from transformers.
+        """Read the dict of a config.json. A missing optional field gets the default of
+        transformers.
 
-        Raises UserError on an architecture or feature that the decoder does not support, and
-        KeyError or TypeError on a missing field. `where` is the name of the file in the message.
+        Raises UserError if the decoder does not support an architecture or feature, and KeyError or
+        TypeError if a required field is missing. `where` is the name of the file in messages.
         """
         kind = raw.get("model_type")
         check(where, "model_type", kind, [*ARCHITECTURES])
@@ -82,17 +83,17 @@ class ModelConfig:
             check(where, name, raw.get(name), [neutral, None])
         for layer in raw.get("layer_types") or []:
             check(where, "layer_types", layer, ["full_attention"])
-        if kind == "mistral":  # it has a window of 4096 tokens unless the field is null
+        if kind == "mistral":  # the default is a window of 4096 tokens
             check(where, "sliding_window", raw.get("sliding_window", 4096), [None])
 
-        # transformers 5 writes rope_parameters, but reads rope_scaling of transformers 4 first.
+        # transformers 5 writes rope_parameters, but reads the older rope_scaling first.
         angles = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         scaled = angles.get("rope_type", angles.get("type", "default"))
         check(where, "rope_type", scaled, ["default", *SCALINGS])
         scaling = scaled in SCALINGS and SCALINGS[scaled](scaled, angles, raw, where)
         theta = angles.get("rope_theta") or raw.get("rope_theta") or 10_000.0
         heads = raw["num_attention_heads"]
-        # Qwen3's default is a constant, which may differ from D / H
+        # Qwen3's default head size is a constant, which may differ from D / H
         size = 128 if kind == "qwen3" else raw["hidden_size"] // heads
         names = [field.name for field in dataclasses.fields(ModelConfig)]
         given = {name: raw[name] for name in names if raw.get(name) is not None}

@@ -1,6 +1,6 @@
-"""Rotary position embedding: its frequencies.
+"""Compute the frequencies of rotary position embedding.
 
-In: the base theta and the size E of a head. Out: the frequencies [E/2], with a factor for cosines
+In: the base theta and the size E of a head. Out: the frequencies [E/2], and a factor for cosines
 and sines. Dimensions i and i + E/2 of a head are rotated by the angle position · f_i, with
 f_i = theta^(-2i/E). Read next: decoder.py, which rotates queries and keys.
 """
@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# For longer contexts, some models change the frequencies. By rope_type, how a config.json describes
-# that: (rope_type, its object, all of it, its name) → an object with `frequencies` and `to_dict`.
+# Some models change the frequencies for longer contexts; an entry for each rope_type reads how.
+# (rope_type, its object, the config.json, its name) → an object with `frequencies` and `to_dict`.
 SCALINGS: dict[str, Callable[[str, dict, dict, str], Any]] = {}
 
 
-@functools.cache  # a decode step should launch few kernels
+@functools.cache  # cached, because a decode step should launch few kernels
 def frequencies(
     theta: float, size: int, scaling: Any, device: torch.device
 ) -> tuple[Tensor, float]:
-    """Return f_i, [E/2] float32 for a head of `size` E, and the factor of cosines and sines."""
+    """Return the frequencies [E/2] float32 of a head of `size` E, and a factor for cosines and
+    sines.
+    """
     # always float32, because bf16 cannot represent all positions above 256
     even = torch.arange(0, size, 2, device=device, dtype=torch.float32)
     powers = theta ** (even / size)  # [E/2]

@@ -1,7 +1,7 @@
-"""Causal attention over packed sequences by torch, one call per sequence.
+"""Compute causal attention over packed sequences with torch, in one call per sequence.
 
-In: queries, keys and values of sequences laid end to end, and their bounds. Out: `[Tq, H, E]`. Read
-before: attention.py. Read next: gpu_attention.py (the same by fused kernels).
+In: queries, keys and values of packed sequences, and the bounds of the sequences. Out: `[Tq, H,
+E]`. Read before: attention.py. Read next: gpu_attention.py (the same with fused kernels).
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from torch import Tensor
 
 
 class Bounds(NamedTuple):
-    """Which rows of the queries q [Tq, H, E] and of the keys and values k, v [Tk, K, E] belong to
-    each of N sequences.
+    """The rows of q [Tq, H, E] and of k and v [Tk, K, E] that belong to each of N sequences.
 
-    Sequence n has the queries cu_q[n] … cu_q[n+1] and the keys cu_k[n] … cu_k[n+1]. The queries
-    belong to the last of the keys. Each query attends to the keys up to its own or, unless
-    `causal`, to all keys of the sequence.
+    Sequence n has the queries cu_q[n] … cu_q[n+1] and the keys cu_k[n] … cu_k[n+1]. The queries and
+    the last keys of a sequence belong to the same tokens. If `causal`, each query attends to the
+    keys up to its own token, and otherwise to all keys of the sequence.
     """
 
     cu_q: Tensor  # [N+1] int32
@@ -31,7 +30,7 @@ class Bounds(NamedTuple):
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Tensor:
-    """Call torch's attention once per sequence. It is exact and, on a CPU, as fast as padding."""
+    """Call torch's attention once per sequence, which is exact and, on a CPU, as fast as padding."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H or K, Tq or Tk, E]
     queries, keys = at.cu_q.diff().tolist(), at.cu_k.diff().tolist()
     out = []

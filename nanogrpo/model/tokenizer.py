@@ -1,9 +1,9 @@
 """Convert text to token ids and back, and messages to text, with the `tokenizers` package and the
-model's own chat template instead of transformers.
+model's own chat template.
 
-In: a model folder in Hugging Face's layout. Out: `Tokenizer`, whose `encode_prompt` returns the
-`token_ids` of a `Prompt`. Read next: data/prompts.py, which calls it once per prompt. The engines
-only use `decode` and `stop_token_ids`.
+In: a model folder in Hugging Face's layout. Out: a `Tokenizer`, whose `encode_prompt` returns the
+`token_ids` of a `Prompt`. The engines use only `decode` and `stop_token_ids`. Read next:
+data/prompts.py, which calls `encode_prompt` once per prompt.
 
 A worked example, with a Qwen3 folder:
     messages                  [{"role": "user", "content": "3+4="}]
@@ -27,9 +27,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanogrpo.errors import UserError, read_json, reading
 
-# These files are read when the tokenizer is loaded and written unchanged by `save`. After the first
-# four come parts of tokenizer.json for the slow tokenizers of transformers, then the settings of
-# processors.
+# These files are read when the tokenizer is loaded, and `save` writes them unchanged.
+# The tokenizer itself uses only the first five files and chat_template.json.
+# The other files are for the slow tokenizers and the processors of transformers.
 FILES = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,24 +44,24 @@ FILES = [
     "processor_config.json",
     "video_preprocessor_config.json",
 ]
-VARIABLES = ("tools", "documents")  # which transformers always passes to chat templates
+VARIABLES = ("tools", "documents")  # transformers always passes these to chat templates
 COPY = "copy it again from the model"
 
 
 class Tokenizer:
     """Encode, decode and render text with the tokenizer of one model, without batching or padding.
 
-    `vocab_size`: all ids are below this number. The model's vocabulary may be padded to a larger
-    size, with ids that have no text.
-    `stop_token_ids`: all ids that end a completion, starting with the tokenizer's own end token.
-    Chat models list several in generation_config.json (Qwen3: <|im_end|> and <|endoftext|>), or in
-    config.json if that file has none. If one were missing here, completions that end with it would
-    continue to the length limit.
-    `template_variables`: those that the chat template reads, such as `enable_thinking`.
+    All token ids are below `vocab_size`. The model's vocabulary may be padded to a larger size,
+    with ids that have no text. `stop_token_ids` holds all ids that end a completion, starting with
+    the tokenizer's own end token. Chat models list several such ids in generation_config.json
+    (Qwen3: <|im_end|> and <|endoftext|>), or in config.json if that file has none. If one of these
+    ids were missing, completions that end with it would continue to the length limit.
+    `template_variables` holds the names of the variables that the chat template reads, such as
+    `enable_thinking`.
     """
 
     def __init__(self, folder: str | Path):
-        """Load the files of a local folder. Raises UserError if one is missing or damaged."""
+        """Load the files of a local folder. Raises UserError if a file is missing or damaged."""
         self._folder = folder = Path(folder)
         if not (folder / "tokenizer.json").is_file():
             raise UserError(
@@ -73,15 +73,14 @@ class Tokenizer:
                 self._files[path.name] = path.read_bytes()
         with reading(f"{folder}/tokenizer.json", COPY):
             self._tokenizer = tokenizers.Tokenizer.from_str(self._files["tokenizer.json"].decode())
-            # Some tokenizer.json files have settings for truncation and padding, which must not
-            # change a prompt.
+            # Some tokenizer.json files turn on truncation or padding.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
         config = {**self._json("special_tokens_map.json"), **self._json("tokenizer_config.json")}
-        # A special token is written as "text" or as {"content": "text", …}. Templates receive the
-        # text: {"eos_token": "<|im_end|>"}. They never receive null values.
+        # A special token is written as "text" or as {"content": "text", …}, or is null.
+        # Templates receive only texts, for example {"eos_token": "<|im_end|>"}.
         tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items()}
         self._special = {
             k: v for k, v in tokens.items() if k.endswith("_token") and isinstance(v, str)
@@ -91,7 +90,9 @@ class Tokenizer:
         self._templates = self._compile(config.get("chat_template") or own)
 
     def save(self, folder: Path) -> None:
-        """Write the loaded files byte for byte, so a checkpoint tokenizes exactly like its base."""
+        """Write the loaded files byte for byte, so a checkpoint tokenizes exactly like its base
+        model.
+        """
         for name, content in self._files.items():
             (folder / name).write_bytes(content)
 
@@ -100,14 +101,15 @@ class Tokenizer:
         return "default" in self._templates
 
     def encode(self, text: str, special: bool = True, surround: bool = False) -> list[int]:
-        """Return the ids of a text. With `surround`, the tokenizer adds the tokens that it puts at
-        the start or end of every text, such as BOS in Llama; otherwise nothing is added.
+        """Return the ids of a text. With `surround`, the tokenizer adds its tokens for the start or
+        end of a text, such as BOS in Llama.
 
-        A special token that is written in the text becomes one id, which templates rely on. With
-        `special` off, it is encoded as ordinary text: use this for text from untrusted sources.
+        A special token in the text becomes one id, which templates need. If `special` is off,
+        special tokens are encoded as ordinary text, which is useful for text from untrusted
+        sources.
         """
         self._tokenizer.encode_special_tokens = not special  # True encodes them as ordinary text
-        # half of a surrogate pair, which can come from "\\ud800" in JSON, is not a character
+        # a lone surrogate, such as "\\ud800" in JSON, cannot be encoded
         problem = f"cannot encode the text {text[:60]!a}"
         advice = f"write valid characters, or {COPY}"
         with reading(f"{self._folder}/tokenizer.json", advice, problem):
@@ -128,12 +130,14 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return the text that the chat template produces for the messages, like
-        `apply_chat_template` of transformers, except that templates cannot read the current date.
+        """Return the text that the chat template makes from the messages.
 
-        A variable that is None stays undefined, so the template uses its own default: for
-        `enable_thinking`, Qwen3's is to think. Raises UserError if there is no template or it
-        rejects the messages.
+        The function is like `apply_chat_template` of transformers, but templates cannot read the
+        date.
+
+        A variable that is None stays undefined, so the template uses its own default. Qwen3's
+        default is to think. Raises UserError if there is no template, or if it rejects the
+        messages.
         """
         given = {name: value for name, value in variables.items() if value is not None}
         fields = {**dict.fromkeys(VARIABLES), **self._special, **given}
@@ -143,8 +147,7 @@ class Tokenizer:
             raise UserError(
                 f"{self._folder} has no chat template: use text prompts or add chat_template.jinja."
             )
-        # As in transformers, a null field counts as absent. Otherwise `content: null` would be
-        # printed as "None".
+        # As in transformers, null fields are left out; otherwise, the text could contain "None".
         messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
         # a template is a program, so any exception is possible
         name = f"the chat template of {self._folder}"
@@ -154,8 +157,9 @@ class Tokenizer:
             )
 
     def encode_prompt(self, prompt: str | list[dict], /, **variables: Any) -> list[int]:
-        """Return the ids of a prompt, as TRL does: plain text, to which the tokenizer may add BOS,
-        or messages for the chat template. `variables` are the other arguments of `render`.
+        """Return the ids of a prompt, as TRL does. The tokenizer may add BOS to plain text;
+        messages are rendered with the chat template. `variables` are the other arguments of
+        `render`.
         """
         if isinstance(prompt, str):
             return self.encode(prompt, surround=True)
@@ -166,8 +170,8 @@ class Tokenizer:
         return read_json(path) if path.is_file() else {}
 
     def _stops(self) -> list[int]:
-        """Return the id of the end token, followed by the ids (an int or a list) that
-        generation_config.json adds, or else config.json.
+        """Return the id of the end token, followed by the other end tokens in
+        generation_config.json, or in config.json if that file has none.
         """
         own = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         more = self._json("generation_config.json").get("eos_token_id")
@@ -184,29 +188,29 @@ class Tokenizer:
         return [*dict.fromkeys(stops)]
 
     def _compile(self, source: str | list[dict] | None) -> dict[str, jinja2.Template]:
-        """Compile the chat template, and others that the model has for special cases.
+        """Compile the chat template, and further templates that the model has for special cases.
 
-        It is read from chat_template.jinja if that file exists, or else from the config, where it
-        is a string or a list of {"name", "template"}. Some models have it in chat_template.json.
+        The template is read from chat_template.jinja if that file exists, or else from the config,
+        where it is a string or a list of {"name", "template"}. Some models have the template in
+        chat_template.json.
         """
-        # The template comes with the model, so it runs in a sandbox and cannot change the messages.
+        # A template is code from a checkpoint, so it runs in a sandbox and cannot change messages.
         env = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
         # Jinja's own filter escapes <, > and & for HTML, but models were not trained on that.
         env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         env.globals["raise_exception"] = _raise_exception
-        # `strftime_now` is omitted on purpose: with the current date in a prompt, a run that is
-        # resumed the next day would get a different prompt.
-        # jinja compiles to Python, which has its own limits, such as the depth of nested loops
+        # `strftime_now` is missing on purpose: a prompt must not depend on the date of the run.
+        # Jinja compiles to Python, so Python's limits apply, such as the depth of nested loops.
         with reading(f"the chat template of {self._folder}", "repair it", "cannot be compiled"):
             if "chat_template.jinja" in self._files:
                 source = self._files["chat_template.jinja"].decode()
             named: list[dict] = [{"name": "default", "template": source}]
             named = source if isinstance(source, list) else named
-            # of two templates with the same name, the first counts
+            # if two templates have the same name, the first one is used
             texts = {e["name"]: e["template"] for e in reversed(named) if e["template"]}
-            # `generation` marks what supervised training learns; the block `with` does nothing
+            # `generation` is only for supervised training, so the neutral block `with` replaces it
             tag = r"({%[-+]?\s*(?:end)?)generation\b"
             texts = {name: re.sub(tag, r"\1with", text) for name, text in texts.items()}
             self.template_variables: set[str] = {

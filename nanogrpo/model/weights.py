@@ -3,13 +3,12 @@
 In: a model, full or sharded over the ranks. Out: the parameters that a checkpoint contains, or the
 full tensors. Engines, checkpoints and the memory estimate all use these functions.
 
-A layer may store its weight in another form than one parameter. It then defines some of these
+Some layers do not store their weight as one parameter. Such a layer defines some of these
 attributes:
 
-    internal       names of its parameters that no checkpoint contains
-    full_weight()  the full matrix that it computes with
-    stored         where the values of a checkpoint go: `shape`, `fill(slice)`, and in `dtypes` the
-                   further types that it takes
+    `internal` contains the names of its parameters that are not in checkpoints.
+    `full_weight()` returns the full matrix that the layer computes with.
+    `stored` receives the weight of a checkpoint (see `Stored`).
 
 Read next: checkpoint.py (the files), engine/local.py (which copies the weights).
 """
@@ -24,16 +23,16 @@ from torch import Tensor, nn
 
 
 class Stored(Protocol):
-    """The place for a checkpoint's weight in a layer that stores it in its own form."""
+    """The object that receives a checkpoint's weight in a layer with its own storage format."""
 
     shape: torch.Size
-    dtypes: tuple[str, ...]  # names in safetensors
+    dtypes: tuple[str, ...]  # further dtypes that it accepts, named as in safetensors
 
     def fill(self, source: Any) -> None: ...
 
 
 def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter | Stored]]:
-    """Yield (name, parameter) for each parameter that a checkpoint contains, each one once."""
+    """Yield (name, parameter) once for each parameter that a checkpoint contains."""
     layers = dict(model.named_modules())
     for name, p in model.named_parameters():
         prefix, _, own = name.rpartition(".")
@@ -43,15 +42,15 @@ def parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter | Stored]]:
 
 
 def sizes(model: nn.Module) -> tuple[int, int]:
-    """Return the number of trained weights, and of all."""
+    """Return the number of trained weights, and the number of all weights."""
     kept = {name: p.shape.numel() for name, p in parameters(model)}
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     return sum(trained.values()), sum((trained | kept).values())
 
 
 def gathered(p: Tensor) -> Tensor:
-    """Return a parameter, detached. If it is sharded, a collective gathers the shards, unless one
-    rank has all of them.
+    """Return a parameter, detached. The shards of a sharded parameter are gathered by a collective,
+    unless one rank has all shards.
     """
     whole: Any = p.detach()
     if not hasattr(whole, "full_tensor"):  # only a DTensor has it
@@ -62,11 +61,11 @@ def gathered(p: Tensor) -> Tensor:
 def full_parameters(model: nn.Module, computed: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) for each parameter that a checkpoint contains.
 
-    Under FSDP2 every rank must consume the generator to its end, because shards are gathered by
-    collectives. By default it yields the master weights, gathered one by one. With `computed`, FSDP
-    gathers each of its units in one collective, on the device and in the dtype of training, so the
-    values are exactly those that the model computes with. Such a tensor is only valid until the
-    next one is requested.
+    Under FSDP2, every rank must iterate to the end, because shards are gathered by collectives. By
+    default, the tensors are the master weights, gathered one by one. With `computed`, FSDP gathers
+    each unit in one collective, on the device and in the dtype of training, so the values are
+    exactly those that the model computes with. Each of these tensors is valid only until the next
+    tensor is requested.
     """
     names = {name for name, _ in parameters(model)}  # without a tied parameter's second name
 
@@ -92,8 +91,8 @@ def host_weights(
 ) -> dict[str, Tensor]:
     """Return copies of the full weights in host memory, without a tied head.
 
-    Shards are gathered one by one, so every rank must call this. A rank with `keep` off discards
-    each tensor immediately.
+    Shards are gathered one by one, so every rank must call this function. If `keep` is off, a rank
+    discards each tensor immediately.
     """
     out: dict[str, Tensor] = {}
     # if head and embedding are tied, only the embedding is yielded

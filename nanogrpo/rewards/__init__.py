@@ -1,4 +1,5 @@
-"""Reward functions: the built-in ones, how they are called, and the process that runs the user's.
+"""The built-in reward functions, how reward functions are called, and the process that runs the
+user's functions.
 
 Start with builtin.py.
 """

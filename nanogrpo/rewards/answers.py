@@ -1,10 +1,10 @@
-"""Find the final answer in a text, and compare two answers where no algebra is needed.
+"""Find the final answer in a text, and compare two answers if this needs no algebra.
 
-In: the text of a completion, and a reference. Out: `extract_answer` returns the answer as written,
-or None; `compare` returns True, False, or None if it takes algebra to decide. Most answers to
-problems such as GSM8K's are decided here, in about 0.1 ms. The file follows the order of the work:
-find the answer, normalize its notation, separate number and unit, compare. Read next:
-rewards/symbolic.py, which asks math-verify about the rest.
+In: the text of a completion, and a reference answer. Out: `extract_answer` returns the answer as
+written, or None; `compare` returns True, False, or None if the decision needs algebra. Most answers
+to problems such as GSM8K's are decided here, in about 0.1 ms. The functions are in the order in
+which they run: find the answer, normalize its notation, separate number and unit, compare. Read
+next: rewards/symbolic.py, which uses math-verify for all other answers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-MAX_LENGTH = 500  # characters; a longer answer equals only the same text
+MAX_LENGTH = 500  # characters; a longer answer must be the same text as the reference
 
 Span = tuple[int, int]
 
@@ -22,18 +22,18 @@ Span = tuple[int, int]
 
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-# The bound on the length of a formula keeps the time linear in the length of the text.
+# Formulas have a maximum length, so the search takes linear time.
 FORMULA = re.compile(
     r"(?<!\\)(?:\$\$((?:\\\$|[^$]){1,500})\$\$|\$((?:\\\$|[^$\n]){1,500})\$)"
     r"|\\\(((?:(?!\\\)).){1,500})\\\)|\\\[((?:(?!\\\]).){1,500})\\\]"
     r"|(-?\\[dt]?frac\{-?\d{1,50}\}\{-?\d{1,50}\})",
     re.DOTALL,
 )
-# The text before a formula that is the answer, with the formula's delimiter.
+# This matches the text before a formula that is the answer, including the formula's delimiter.
 ANSWER_IS = re.compile(
     r"answer(?:(?!\bnot\b|\\[(\[])[^$]){0,50}(?:\$\$?|\\[(\[])?\Z", re.IGNORECASE
 )
-# The text between two answers that are given together: "or", or ", and maybe x =".
+# These match the text between two answers that belong together: "or", or ", and maybe x =".
 JOIN = re.compile(r"(?:[,;/&]|or|and|alternatively)+")
 FILLER = re.compile(
     r"</?answer>|\\(?:boxed|fbox|text|mathrm)\b|\\[,;!]|[\s$*~.!\\(){}\[\]]|\b[a-z]\s*="
@@ -44,12 +44,12 @@ FILLER = re.compile(
 def extract_answer(text: str) -> str | None:
     """Return the final answer in a text, or None.
 
-    This is the last \\boxed{…}, else the last <answer>…</answer>, else the rest of the line after
-    the last ####, else the formula that follows the last "answer" in a sentence. Such a formula
-    takes precedence over a line of words after ####, which may be a heading. Answers joined by
-    "or", "and" or a comma are returned together, "3, 5", because one of them alone is not the
-    answer. Only the text after </think> counts, and nothing after a <think> that is never closed.
-    The time is linear in the length of the text, even for a degenerate completion that repeats an
+    The answer is the first of these that exists: the last \\boxed{…}, the last <answer>…</answer>,
+    the text after the last #### in its line, and the formula after the last word "answer". (A text
+    after #### that has words but no number may be a heading, so the formula is preferred.) Answers
+    joined by "or", "and" or a comma are returned together, for example "3, 5", because none of them
+    is the full answer. Text before </think> is ignored, and text after an unclosed <think> is
+    ignored, too. The time is linear in the length of the text, even if a completion repeats an
     unclosed \\boxed{ up to the length limit.
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
@@ -67,10 +67,10 @@ def extract_answer(text: str) -> str | None:
 
 
 def extract_reference(*texts: str) -> str:
-    """Return the answer in a record's `solution`, `answer`, or both: each may be bare or marked.
+    """Return the reference answer in a record's `solution`, `answer`, or both.
 
-    If no answer is marked in the solution, the shorter of the two texts counts. If no answer is
-    marked there either, it is the last formula of a text with words, or else all of the text.
+    If no answer is marked in the first text, the shorter text is used. If no answer is marked in
+    that text, the answer is the last formula if the text has words, or else the full text.
     """
     text = texts[0] if extract_answer(texts[0]) else min(texts, key=len)
     if answer := extract_answer(text):
@@ -81,7 +81,7 @@ def extract_reference(*texts: str) -> str:
 
 
 def _boxes(text: str) -> list[Span]:
-    """Return the span of the content of each closed box, in the order of the starts."""
+    """Return the span of the content of each closed box, sorted by start."""
     spans, opened = [], []
     for brace in BRACES.finditer(text):
         if brace[0].endswith("{"):
@@ -92,13 +92,13 @@ def _boxes(text: str) -> list[Span]:
 
 
 def _spans(pattern: re.Pattern, text: str) -> list[Span]:
-    """Return the span of the only group with a match, for each match of a pattern."""
+    """Return the span of each match of a pattern, or of the regex group that matched, if any."""
     return [match.span(match.lastindex or 0) for match in pattern.finditer(text)]
 
 
 def _groups(text: str, spans: list[Span]) -> list[tuple[int, str]]:
-    """Return the start of each group of answers that are given together, and all its answers."""
-    groups: list[tuple[int, dict]] = []  # a dictionary of answers keeps each of them once
+    """Return the start of each group of joined answers, and the answers of the group as one text."""
+    groups: list[tuple[int, dict]] = []  # a dictionary keeps each answer once
     last = 0
     for start, end in spans:
         if not groups or not JOIN.fullmatch(FILLER.sub("", text[last:start].lower())):
@@ -130,7 +130,7 @@ REWRITES = [
     (r"\\?%|\bper cent\b", " percent"),
     (FONT, r" \1 "),
     (FONT, r" \1 "),  # a font in a font
-    # LaTeX's spaces and delimiters. A $ before a number, without a second one, is a currency.
+    # LaTeX's spaces and delimiters. A single $ before a number is a currency.
     (
         r"\\(?:left|right|displaystyle|quad|qquad|boxed|fbox)(?![a-zA-Z])|\\[!,;: ()\[\]]|~"
         r"|(?<!\\)\$(?!-?\d[^$]*\Z)",
@@ -143,10 +143,9 @@ REWRITES = [
         r" \1\2/\3\4 ",
     ),
     (r"\s+", " "),
-    (r"\A[ *_`]+|\s*\.*[ *_`]*\Z", ""),  # the marks of Markdown, and a full stop
+    (r"\A[ *_`]+|\s*\.*[ *_`]*\Z", ""),  # removes Markdown and a final full stop
     (r"([$€£¥₹]) ?(-?[\d.,]*\d(?: ?(?:hundred|thousand|[mbtr]+illion)\b)?)", r"\2 \1"),
-    # The words before an answer, the name of what has this value, and a calculation next to it:
-    # "The answer is", "Total cost =", "Total:", "f(2) =", "9 * 2 =".
+    # Text before an answer: "The answer is", "Total cost =", "Total:", "f(2) =", "9 * 2 =".
     (
         r"(?i)\A(?:(?:the )?(?:(?:final|correct) )?(?:answer|option|choice)\b(?: is\b)?"
         r"\s*[:=]?\s*(?=\S)|(?:\\?[a-z]+(?: [a-z]{2,})*(?:_\w|_\{\w+\}|\(\w+\))?)? ?"
@@ -158,7 +157,7 @@ REWRITES = [
 
 
 def latex(text: str) -> str:
-    """Replace the mathematical characters of Unicode in a text by LaTeX."""
+    """Replace mathematical Unicode characters by LaTeX."""
     if text.isascii():
         return text
     text = re.sub(r"√\s*(\d+|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}", text)
@@ -168,7 +167,7 @@ def latex(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return an answer without what does not change its meaning: fonts, spacing, delimiters."""
+    """Return an answer without fonts, spacing and delimiters, which do not change its meaning."""
     text = latex(text)
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
@@ -181,7 +180,7 @@ def _base(match: re.Match) -> str:
 
 
 def canonical(text: str) -> str:
-    """Return a plain answer without spaces, braces and zeros that do not matter ("05:30")."""
+    """Return a plain answer without unneeded spaces, braces and zeros ("05:30" becomes "5:30")."""
     text = re.sub(r"\{ ?(\w) ?\}", r"\1", text)
     # Spaces between digits stay, because "1 2" is not 12.
     return re.sub(r"(?<!\d) | (?!\d)|\A0(?=\d:)", "", text)
@@ -191,14 +190,14 @@ def canonical(text: str) -> str:
 
 
 class Measure(NamedTuple):
-    """An answer such as "x = 18 cm", in parts."""
+    """The parts of an answer such as "x = 18 cm"."""
 
     body: str  # "18"
     number: Fraction | None  # the value of the body; None: it is not a number
-    # "cm", the first name of a common unit; "": any other word for what is counted, or no word;
-    # None: the text after the number is not a unit but changes its meaning ("3 squared", "11_2")
+    # The first name of a common unit, such as "cm"; "" for any other word, or for no word.
+    # None if the text after the number changes the number, as in "3 squared" or "11_2".
     unit: str | None
-    rate: str = ""  # "day", if the unit is "dollars per day"; "": none, or any other word
+    rate: str = ""  # "day" in "dollars per day"; "": no rate, or another word
 
 
 UNITS = {
@@ -243,7 +242,7 @@ UNITS = {
     for name in line.split()
     for plural in ("", "s")
 }
-# If only one of two answers has the unit: 50% is 50 and 0.5, and 2 dozen are 2 and 24.
+# One answer may lack the unit: 50% equals both 50 and 0.5; 2 dozen equals both 2 and 24.
 RATIOS = {"percent": Fraction(1, 100), "dozen": Fraction(12)}
 FACTORS = """
     hundred=1e2 thousand=1e3 million=1e6 billion=1e9 trillion=1e12
@@ -260,28 +259,28 @@ NUMBER = re.compile(
     r"(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{? ?([+-]?\d{1,3}) ?\}?)?" + SCALE,
     re.IGNORECASE,
 )
-# A number or formula, and words after it. "18cm" has a unit, "18m" and "18eggs" may be products.
+# A number or formula with words after it. "18cm" has a unit; "18m" and "18eggs" may be products.
 LONG_UNITS = "|".join(name for name in UNITS if len(name) > 1)
 MEASURE = re.compile(
     rf"(?P<body>.*?[\d)}}]{SCALE})"
     rf"(?P<words>(?: [a-z(]|_| ?/ ?[a-z]| ?[$€£¥₹¢]|(?:{LONG_UNITS})\b).*)",
     re.IGNORECASE,
 )
-# A unit with its parts that do not matter: m^2, meters squared, p.m., o'clock, in total.
+# Parts of a unit that are ignored, as in "m^2", "meters squared", "p.m." or "in total".
 TRIMMING = re.compile(
     r"(?<=[a-z]) ?(?:\^ ?\{? ?-?\d ?\}?|squared|cubed)|[.']|\b(?:in|degrees) (?=\w)"
 )
-# Words after a number usually name what is counted. These, and digits, change the number instead,
-# or put it in doubt.
+# Words after a number usually name what is counted.
+# But these words and digits change the number or make it uncertain.
 NO_UNIT = re.compile(
     r"\A_|\A or\b|\d|\b(?:or (?:more|less|fewer|so)|not|if|but|maybe|perhaps|possibly|squared|cubed"
     r"|doubled|tripled|halved|factorial|to the power"
     r"|(?:plus|minus|times|to|point|and|over|by) (?:a )?"
     rf"(?:half|{DIGITS.replace(' ', '|')})|{'|'.join(SCALES)})\b(?!-)"
 )
-# Before the denominator of a rate: the unit of "18 dollars per day" is that of "18 dollars".
+# This separates the unit and the rate, as in "18 dollars per day".
 RATE = r"/|\b(?:per|an?|each|every)\b"
-# Text after a number that is not a unit, but the rest of a formula, or another number.
+# Text after a number that is the rest of a formula, or another number, instead of a unit.
 ALGEBRA = re.compile(
     r"[+*=\\^,;]|\b[^\W\d_acfghlms]\b|\ba\Z|\b(?:or|and)\b.*\d"
     rf"|\A (?!(?:{'|'.join(UNITS)})\b)[a-z]{{2}}\b"
@@ -326,28 +325,29 @@ def _number(text: str) -> Fraction | None:
 
 # --- compare ---
 
-# A text with several numbers, with none, or with one that is in doubt.
+# A text that contains several numbers, no number, or an uncertain number.
 NO_NUMBER = re.compile(
     r",(?!\d{3})|[;<>]|\b(?:or|and|to|not|than|if)\b|\A[^\d\\]*\Z", re.IGNORECASE
 )
-# A calculation that is not carried out: 3+3 and 2(5), but not a power, which is a value.
+# A calculation without its result, such as 3+3 or 2(5). A power counts as a result.
 UNFINISHED = re.compile(r"[\d)}] ?(?:[-+*=(]|\\cdot|\\times|\\div)|\)\d|\A[^\^({]*\Z")
 # A time of day, and a number in another base.
 LITERAL = re.compile(r"\d{1,2}:\d\d|\w+_\w+")
-# A label, and perhaps the text of the choice. "N - 1" has no label.
+# The label of a choice, and possibly the text of the choice. "N - 1" has no label.
 CHOICE = re.compile(r"\(?([A-Z])(?:(?:[).:]+ ?| - (?=[^\W\d_]{2}))(.*))?")
 OTHER_CHOICE = re.compile(r"\([A-Z]\)|(?:\b(?:or|and)|[,;/&]) ?\(?[A-Z](?:[).:]|\Z)")
 WORDS = re.compile(r"(?:[^\W\d_]|[-'&.]){2,}")
 
 
 def compare(answer: str, reference: str) -> bool | None:
-    """Return whether two answers are equal, or None if it takes algebra to decide.
+    """Return whether two answers are equal, or None if the decision needs algebra.
 
-    Numbers are compared exactly, in any notation. A unit may be missing, but two different common
-    units are not equal: 18 cm is 18 and "18 centimeters", but not 18 m. 50% equals 50 and 0.5.
-    Other answers are compared as texts, and words regardless of case. A label of a multiple-choice
-    question may be followed by the text of the choice. A calculation such as 3+3 is not an answer
-    if the reference is a number, because otherwise a model could leave out the last calculation.
+    Numbers are compared exactly, in any notation. A unit may be missing, but different common units
+    are not equal: 18 cm equals 18 and "18 centimeters", but not 18 m. Also, 50% equals both 50 and
+    0.5. Other answers are compared as texts, and words without regard to case. A label of a
+    multiple-choice question may be followed by the text of the choice. If the reference is a
+    number, a calculation such as 3+3 is wrong, because otherwise a model could leave out the last
+    step.
     """
     if not answer or max(len(answer), len(reference)) > MAX_LENGTH:
         return answer.strip() == reference.strip()
@@ -373,7 +373,7 @@ def compare(answer: str, reference: str) -> bool | None:
         is_unfinished = ARITHMETIC.fullmatch(a) and UNFINISHED.search(a)
         return False if is_unfinished or NO_NUMBER.search(given.body) else None
     label = CHOICE.fullmatch(wanted.body)
-    if label and label[2]:  # "(B) 12": either part is the answer
+    if label and label[2]:  # "(B) 12": either part is enough
         return compare(answer, label[1]) or compare(answer, label[2])
     if label:
         chosen = CHOICE.fullmatch(given.body)
@@ -381,7 +381,7 @@ def compare(answer: str, reference: str) -> bool | None:
             return False
         return chosen[1] == label[1]
     if WORDS.fullmatch(a) and WORDS.fullmatch(b):
-        # Few letters may be variables, whose product has no order.
+        # A few letters may be a product of variables, which has no order.
         may_be_product = len(b) == 2 or (len(b) <= 4 and b.islower() and "$" in reference)
         if may_be_product and sorted(a) == sorted(b):
             return None
@@ -390,6 +390,8 @@ def compare(answer: str, reference: str) -> bool | None:
 
 
 def without_label(reference: str) -> str:
-    """Return the text of a choice, such as "12" for "(B) 12"; any other reference as it is."""
+    """Return the text of a choice without its label: "12" for "(B) 12". Other references do not
+    change.
+    """
     label = CHOICE.fullmatch(measure(reference).body)
     return label[2] if label and label[2] else reference

@@ -1,10 +1,10 @@
-"""The built-in reward functions, and loading any reward function by its name.
+"""Define the built-in reward functions, and load any reward function by its name.
 
 In: completions and the columns of the data, as lists (rewards/call.py defines the signature). Out:
-for each completion, a number or None. The functions have the names of TRL's (trl.rewards), so the
-logs do too, and return the same values, except that `accuracy_reward` reads more notations
-(docs/rewards.md). `format` is our own. Read next: rewards/answers.py (what counts as an answer),
-rewards/runner.py, which calls the functions.
+a number or None for each completion. The functions have the same names as in TRL (trl.rewards),
+also in the logs. The functions return the same values as in TRL, except that `accuracy_reward`
+understands more notations (docs/rewards.md). `format` is our own function. Read next:
+rewards/answers.py (what counts as an answer), rewards/runner.py, which calls the functions.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from nanogrpo.rewards.answers import compare, extract_answer, extract_reference
 def accuracy_reward(
     completions: list, solution: list | None = None, answer: list | None = None, **kwargs
 ) -> list[float | None]:
-    """Return 1 where the extracted answer equals the reference, 0 where it differs or is missing.
+    """Return 1 if the extracted answer equals the reference, and 0 if it differs or is missing.
 
-    The reference is the record's `solution`, or else its `answer`: a bare result ("42", 42) or a
-    text from which `extract_answer` can extract one. If no answer is marked in the solution, and
-    `answer` is shorter, `answer` is used. The reward is None where a record has neither, or where
-    math-verify had no time left to decide.
+    The reference is the record's `solution`, or else its `answer`: a plain result ("42" or 42), or
+    a text from which `extract_answer` can extract the result. If no answer is marked in the
+    solution, and `answer` is shorter, `answer` is used. The reward is None if a record has neither
+    column, or if math-verify had no time left to decide.
     """
     blank = [None] * len(completions)
     pairs = []
@@ -42,16 +42,16 @@ def accuracy_reward(
 
 
 def is_empty(cell: Any) -> bool:
-    """Return whether a record lacks this value: null, the empty text of CSV, or NaN of pandas."""
+    """Return whether a value is missing: null, an empty text (as in CSV), or NaN (as in pandas)."""
     is_nan = isinstance(cell, float) and math.isnan(cell)
     return cell is None or is_nan or not str(cell).strip()
 
 
 def same_answers(pairs: Sequence[tuple[str, str] | None]) -> list[bool | None]:
-    """Return whether each (answer, reference) is equal; None for None, or if there was no time to
-    decide.
+    """Return whether each pair (answer, reference) is equal. The result is None if the pair is
+    None, or if there was no time to decide.
     """
-    # a group often repeats an answer
+    # a dictionary, because a group often repeats an answer
     verdicts: dict[Any, bool | None] = {pair: compare(*pair) for pair in pairs if pair}
     verdicts |= symbolic.equal([pair for pair, verdict in verdicts.items() if verdict is None])
     return [verdicts.get(pair) for pair in pairs]
@@ -69,9 +69,9 @@ FORMAT = re.compile(
 def format_reward(completions: list, **kwargs) -> list[float]:
     """Return 1 for exactly `<think>…</think><answer>…</answer>` with a non-empty answer, else 0.
 
-    White space around the tags is allowed. Each tag may occur once, because a completion that opens
-    a second <answer> is hedging. <think> may be missing, because some chat templates end the prompt
-    with it.
+    White space around the tags is allowed. Each tag may occur only once, because a second <answer>
+    would allow a second guess. The first <think> may be missing, because some chat templates end
+    the prompt with it.
     """
     return [
         float(bool(FORMAT.fullmatch(text_of(completion).strip()))) for completion in completions
@@ -97,7 +97,7 @@ NEED_ANSWERS: set[Callable] = {accuracy_reward}
 def is_users(spec: str) -> bool:
     """Return whether `spec` names a user's function, which runs in a process of its own.
 
-    A name without a module or file is a built-in one, or a mistake.
+    A name without a module or file is a built-in function or a mistake.
     """
     return ":" in plugin.split_arguments(spec)[0]
 
@@ -105,13 +105,14 @@ def is_users(spec: str) -> bool:
 def load_function(spec: str) -> Callable:
     """Return the function that `spec` names.
 
-    spec: a name in BUILT_IN or TRL's name for it, "package.module:name" or "path/to/file.py:name",
-    with or without arguments (rewards/plugin.py). Raises UserError if there is no such function.
+    `spec` is a name in BUILT_IN, TRL's name for such a function, "package.module:name" or
+    "path/to/file.py:name", with or without arguments (rewards/plugin.py). Raises UserError if there
+    is no such function.
     """
     if is_users(spec):
         return plugin.load_reward(spec)
     name, arguments = plugin.split_arguments(spec)
-    function = BUILT_IN.get(name.removesuffix("_reward"))  # with it, it is TRL's name
+    function = BUILT_IN.get(name.removesuffix("_reward"))  # TRL's names have this suffix
     if function is None:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         if "." in name:  # as in TRL's command line

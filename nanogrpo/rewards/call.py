@@ -1,23 +1,27 @@
-"""Call a reward function on B samples, wherever it runs.
+"""Call a reward function on B samples, in the trainer or in the reward process.
 
-In: a function and its arguments. Out: its rewards as plain values, or a `UserError` that names
-the function and its line. `call` runs in the trainer for built-in functions and in the reward
-process for the user's, so this file imports neither torch nor anything that does. Read next:
+In: a function and its arguments. Out: its rewards as plain values, or a `UserError` that names the
+function and its line. Built-in functions are called in the trainer, and the user's functions in the
+reward process. So this file does not import torch, or any module that imports torch. Read next:
 rewards/process.py, and rewards/runner.py, which checks the rewards and sums them.
 
 Reward functions have TRL's signature, so the same function works in both projects. A function is
 called once for all B samples:
+
     def my_reward(completions, **kwargs) -> list[float | None]    # B values; None: does not apply
-Its keyword arguments are lists of length B, except for the last three:
-    prompts          as in the data: text, or messages
-    completions      text for a text prompt, [{"role": "assistant", "content": text}] for messages
-    completion_ids   token ids, including the stop token
-    <column>         one for each other column of the data; None where a record lacks it
-    trainer_state    .global_step (finished steps), .max_steps, .epoch, e.g. for a curriculum
-    log_extra        log_extra(column, B values) adds a column to the completions table
-    log_metric       log_metric(name, number) adds a metric, averaged over the calls of a step
-An `async def` function is awaited on an event loop that lives as long as the process. The loop has
-a thread of its own, because a notebook already runs another one in the main thread.
+
+The keyword arguments are lists of length B, except for the last three:
+
+    `prompts` are as in the data: texts, or messages.
+    `completions` are texts, or [{"role": "assistant", "content": text}] if prompts are messages.
+    `completion_ids` are token ids, including the stop token.
+    Each other column of the data is an argument, too, with None where a record lacks the column.
+    `trainer_state` has .global_step (finished steps), .max_steps and .epoch, e.g. for a curriculum.
+    `log_extra(column, B values)` adds a column to the completions table.
+    `log_metric(name, number)` adds a metric, which is averaged over the calls of a step.
+
+An `async def` function is awaited on an event loop that exists until the process ends. The loop has
+its own thread, because a notebook already runs another event loop in the main thread.
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ from nanogrpo.errors import UserError, text_of
 
 
 class TrainerState(NamedTuple):
-    """The progress of training, with field names from TRL. A step is a generation, as in
-    --max-steps.
+    """The progress of training, with field names from TRL. As in --max-steps, a step is a
+    generation.
     """
 
     global_step: int = 0
@@ -51,10 +55,10 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
     """Return the B rewards of a function, (column, B values) of each log_extra call, and (name,
     value) of each log_metric call.
 
-    The rewards are plain values, but not yet checked to be numbers.
+    The rewards are plain values, which are not yet checked to be numbers.
 
-    The function gets a copy of `arguments`, so the changes it makes affect neither the next
-    function nor the samples, but not of `shared`, which it may be impossible to copy.
+    The function gets a copy of `arguments`, so its changes do not affect the samples or the next
+    function. The values in `shared` are not copied, because some of them cannot be copied.
 
     Raises UserError if the function raises or calls sys.exit, or does not return B values.
     """
@@ -100,13 +104,13 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
 
 
 def name_of(function: Callable) -> str:
-    """Return the name of a function, or of the class of an instance."""
+    """Return the name of a function, or the class name of a callable object."""
     function = unwrap(function)
     return getattr(function, "__name__", type(function).__name__)
 
 
 def unwrap(function: Callable) -> Callable:
-    """Return the function of a partial."""
+    """Return the function inside a functools.partial."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
@@ -119,13 +123,14 @@ def start_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-# All calls use one event loop, because an HTTP client's open connections are bound to the loop that
-# opened them.
+# All calls use one event loop, because open HTTP connections belong to a loop.
 own_loop = functools.cache(start_loop)
 
 
 async def _await(result: Awaitable) -> Any:
-    """Return a result, or the exception: even SystemExit, which would end the loop."""
+    """Return a result, or the exception that was raised (even SystemExit, which would end the
+    loop).
+    """
     try:
         return await result
     except BaseException as error:  # the user's code may raise anything
@@ -133,7 +138,7 @@ async def _await(result: Awaitable) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as something that JSON can represent: a number, a text or None."""
+    """Convert a value to a number, a text or None, which JSON can represent."""
     if hasattr(value, "tolist"):
         value = value.tolist()  # a scalar of numpy or torch
     if isinstance(value, str | int | float | None):

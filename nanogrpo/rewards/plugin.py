@@ -26,15 +26,15 @@ from nanogrpo.errors import UserError, text_of
 def load(spec: str, option: str) -> Callable:
     """Return the function that `spec` names.
 
-    option: the name of the option in errors. If the user's code raised while it was imported, that
-    exception is the __cause__ of the UserError.
+    `option` is the name of the option in errors. If importing the user's code raises an exception,
+    this exception is the __cause__ of the UserError.
     """
     where, _, name = spec.rpartition(":")
     if not where or not name:
         raise UserError(f"{option}: {spec!r} is neither package.module:name nor path/file.py:name")
     try:
-        # A file is run once: two specs that name it share the module and its state. Its name has no
-        # dots, because they separate packages.
+        # A file is run once: two specs with the same file share the module and its state.
+        # The module's name has no dots, because dots separate packages.
         file = FILE + quote(str(Path(where).resolve())).replace(".", "%2E")
         module = importlib.import_module(file if where.endswith(".py") else where)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
@@ -50,8 +50,8 @@ def load(spec: str, option: str) -> Callable:
 
 
 class _Files:
-    """Find the module of a file by a name that no import statement can have. With this, pickle can
-    also find a class of such a module in another process.
+    """Import a file under a module name that no import statement can contain. With such a name,
+    pickle can also find a class of the module in another process.
     """
 
     @staticmethod
@@ -79,7 +79,7 @@ def load_reward(spec: str) -> Callable:
 def split_arguments(spec: str, option: str = OPTION) -> tuple[str, dict[str, Any]]:
     """Return ("my.py:f", {"a": 1, "b": "x"}) for "my.py:f:a=1,b=x".
 
-    Arguments are written as in a Python call. A single word is a text, apart from true and false.
+    Arguments are written as in a Python call. A single word other than true or false is a text.
     """
     match = re.fullmatch(r"(.+?):([a-zA-Z_]\w*=.*)", spec, re.DOTALL)
     if match is None:
@@ -102,17 +102,17 @@ def _value(node: ast.expr) -> Any:
 
 
 def bind(function: Callable, arguments: dict[str, Any], spec: str) -> Callable:
-    """Return the reward function that results from a function and arguments.
+    """Return the reward function that a function and its arguments define.
 
     A function that takes completions, completion_ids, prompts or **kwargs is a reward function, and
-    gets the arguments at every call. Any other, and any class, is a factory: it is called with the
-    arguments once, and returns the reward function.
+    gets the arguments in every call. Any other function or class is called once with the arguments,
+    and must return a reward function.
     """
     signature = inspect.signature(function)
     parameters = signature.parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not isinstance(function, type) and (takes_any or REWARD_ARGUMENTS & parameters.keys()):
-        # **kwargs would swallow a misspelt name
+        # **kwargs would accept a misspelt name
         if unknown := arguments.keys() - parameters.keys():
             raise UserError(
                 f"{OPTION}: {spec!r} gives the argument {min(unknown)!r}, but the function has "

@@ -1,17 +1,17 @@
-"""Run the user's reward functions in a process that can be killed when one hangs or crashes.
+"""Run the user's reward functions in a process that can be killed if a function hangs.
 
-In: the names of functions, which the process itself imports; then calls. Out: the answer to each
-call, or `CallLost` if the time limit is exceeded or the process has died. Read next:
-rewards/runner.py, which decides what happens after a lost call.
+In: the names of functions, which the process imports, and then calls of these functions. Out: the
+answer to each call, or the error `CallLost` if the call takes too long or the process dies. Read
+next: rewards/runner.py, which decides what happens after a lost call.
 
     trainer: RewardProcess.call ── pickle over a socket ──→ process: main → call.call
                                 ←──────── JSON ───────────
 
 Answers are JSON, which can only represent plain data, so the trainer never unpickles anything from
 user code. The process is a new program, not a fork: it shares nothing with the trainer, in
-particular no CUDA context and no open connections. It starts once and serves all calls; a call
-costs about 0.1 ms more than the function itself. When the trainer ends for any reason, the process
-ends too.
+particular no CUDA context and no open connections. The process starts once and runs all calls. A
+call takes about 0.1 ms longer than the function itself. When the trainer ends for any reason, the
+process ends, too.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from nanogrpo.errors import UserError, text_of
 from nanogrpo.rewards.call import call, name_of
 from nanogrpo.rewards.plugin import load_reward
 
-# Time limit in seconds for importing the functions. It is long because a user's file may load a
-# model of its own.
+# Time limit in seconds for importing the functions; a user's file may load a model.
 IMPORT_TIMEOUT = 300
-LONGEST = 1 << 27  # bytes of an answer: a reward function can write to the connection
+LONGEST = 1 << 27  # maximum bytes of an answer; user code could write to the connection
 
 
 class CallLost(UserError):
@@ -67,7 +66,7 @@ class RewardProcess:
     def start(self) -> None:
         """Start the process and wait for its imports. Raises UserError if they fail."""
         self.connection, theirs = Pipe()
-        # `poll` limits the time for the first byte of an answer, and this the time for the others.
+        # `poll` limits the wait for the first byte of an answer; these options limit the rest.
         with socket.socket(fileno=os.dup(self.connection.fileno())) as own:
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 own.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", IMPORT_TIMEOUT, 0))
@@ -75,8 +74,8 @@ class RewardProcess:
             f"import sys; sys.path[:] = {sys.path}; from nanogrpo.rewards.process import main; "
             f"main({theirs.fileno()}, {os.getpid()})"
         )
-        # With a separate session, Ctrl-C in the terminal only reaches the trainer, and the process
-        # can be killed together with its children.
+        # In a separate session, the process does not receive Ctrl-C from the terminal.
+        # The process can also be killed together with its children.
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program],
@@ -92,7 +91,7 @@ class RewardProcess:
     def call(self, spec: str, arguments: dict, shared: dict) -> Any:
         """Return what `call.call` returns, within `timeout` seconds.
 
-        If the time runs out or the process dies, kill what is left of it and raise CallLost.
+        If the time runs out or the process dies, kill all remaining processes and raise CallLost.
         """
         if self.process.poll() is not None:
             self.start()
@@ -100,7 +99,9 @@ class RewardProcess:
         return self._ask(what, (spec, arguments, shared), self.timeout)
 
     def _ask(self, what: str, message: Any, timeout: float) -> Any:
-        """Return the answer to a message. what: a name for messages about a lost call."""
+        """Return the answer to a message. If the call is lost, the error message begins with
+        `what`.
+        """
         try:
             data = pickle.dumps(message)
         except Exception as e:  # a column of the data may hold any object
@@ -108,12 +109,12 @@ class RewardProcess:
         try:
             self.connection.send_bytes(data)
             if not self.connection.poll(timeout):
-                self.process.send_signal(signal.SIGUSR1)  # makes it write to stderr where it hangs
+                self.process.send_signal(signal.SIGUSR1)  # it prints where it hangs
                 time.sleep(0.05)
                 self.kill()
                 raise CallLost(f"{what} gave no answer within {timeout:.3g} s")
             answer = json.loads(self.connection.recv_bytes(LONGEST))
-        except (EOFError, OSError, ValueError) as e:  # it has ended, or sent no answer
+        except (EOFError, OSError, ValueError) as e:  # the process ended, or its answer is invalid
             self.kill()
             status = self.process.returncode
             killed = f"was killed by {signal.Signals(-status).name}" if status < 0 else ""
@@ -141,12 +142,12 @@ def _not_copied(error: Exception) -> str:
 
 
 def main(descriptor: int, trainer: int) -> None:
-    """Import the functions, then answer calls until the trainer has ended. An answer that is a text
-    is an error.
+    """Import the functions, then answer calls until the trainer has ended. To report an error, the
+    answer is a text.
     """
-    killed_with(trainer)  # a loop inside C code would not notice the closed socket
+    killed_with(trainer)  # ends this process even if it hangs in C code
     faulthandler.enable()  # reports where a segmentation fault happened
-    faulthandler.register(signal.SIGUSR1)  # of all threads, because async functions have their own
+    faulthandler.register(signal.SIGUSR1)  # traces of all threads
     connection = Connection(descriptor)
     functions: dict[str, Callable] = {}
     answer: Any
@@ -164,10 +165,10 @@ def main(descriptor: int, trainer: int) -> None:
                     answer = {spec: name_of(f) for spec, f in functions.items()}
             except UserError as error:
                 answer = str(error)
-            except Exception as error:  # the process lacks the class of a value
+            except Exception as error:  # for example, the class of a value cannot be imported
                 answer = _not_copied(error)
-            # If user code forked and the child returned here as well, only the parent may answer.
+            # If user code forked and the child also returned here, only the parent may answer.
             if os.getpid() != me:
                 break
             connection.send_bytes(json.dumps(answer).encode())
-    os._exit(0)  # without waiting for threads that the user's code has started
+    os._exit(0)  # do not wait for threads of the user's code

@@ -1,18 +1,20 @@
 """Score the samples of a step: run each reward function in the right process and sum the results.
 
-In: samples with their decoded `text`. Out: `sample.rewards[name]`, their weighted sum
-`sample.reward`, and `sample.extra`. Read next: rewards/call.py (the signature of a function),
-rewards/builtin.py (the built-in ones), grpo/advantages.py (rewards → advantages).
+In: samples with their decoded `text`. Out: for each sample, `rewards[name]`, their weighted sum
+`reward`, and `extra`. Read next: rewards/call.py (the signature of a function), rewards/builtin.py
+(the built-in ones), grpo/advantages.py (rewards → advantages).
 
 Built-in functions run in the trainer. The user's functions run in a process that can be killed
 (rewards/process.py). A function is called once for all samples of the step:
-    in time            within the timeout (--reward-timeout).
-    hang or crash      The call is lost, and so is the step: the rewards of its samples are None, so
-                       they have no advantage and no gradient. A 0 would be trained on as if it were
-                       a judgement. A warning says so, `rewards/failures` counts the prompts, and
-                       the process is started again. After three lost steps in a row the run stops.
-    a mistake          An exception, a wrong number of values, or a value that is not a number stops
-                       the run immediately, because the function would fail in the same way again.
+
+    In time:         The function returns within --reward-timeout seconds, and its rewards are used.
+    Hang or crash:   The call is lost, and all rewards of the step are set to None. So the samples
+                     have no advantage and no gradient. (A reward of 0 would be trained on as if the
+                     function had returned it.) The run logs a warning, counts the prompts in
+                     `rewards/failures`, and starts the process again. After three lost steps in a
+                     row, the run stops.
+    Mistake:         An exception, a wrong number of values, or a value that is not a number stops
+                     the run immediately, because the function would fail in the same way again.
 """
 
 from __future__ import annotations
@@ -38,10 +40,9 @@ logger = logging.getLogger("nanogrpo")
 
 MAX_LOST = 3  # steps in a row
 START = TrainerState()
-# Bound on the size of a reward and of a weighted sum. It is far below float32's largest value, so
-# the advantages stay finite too.
+# Maximum absolute value of a reward; with this bound, advantages are finite in float32.
 MAX_REWARD = 1e30
-# Columns of the completions table other than those of the functions (extras/completions.py).
+# Columns that the completions table always has (extras/completions.py).
 COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stopped")
 
 
@@ -61,10 +62,10 @@ class Runner:
     ):
         """Import the functions. Raises UserError for an unknown name.
 
-        given: names or functions, in place of --reward-funcs. Functions run in this process.
+        `given` replaces --reward-funcs with names or functions. Functions run in this process.
         """
         self.cfg = cfg
-        found: list[Any] = []  # functions for this process, and names for that of the user's
+        found: list[Any] = []  # functions for this process, names for the reward process
         for function in given or cfg.reward_funcs:
             if isinstance(function, str):
                 known = (feature.reward(function, torch.device(device)) for feature in features)
@@ -76,7 +77,7 @@ class Runner:
         self.models = [f for f in self.local if isinstance(f, torch.nn.Module)]  # need memory
         own = [name for name in found if isinstance(name, str)]
         self.process = RewardProcess(own, cfg.reward_timeout) if own else None
-        # by the name in the logs, where duplicates get the suffixes _2, _3, …
+        # the keys are names in the logs; duplicate names get the suffixes _2, _3, …
         self.calls: dict[str, Callable] = {}
         for function in found:
             if self.process and isinstance(function, str):
@@ -90,16 +91,16 @@ class Runner:
             self.calls[name] = run
         self.weights = dict(zip(self.calls, cfg.reward_weights or itertools.repeat(1.0)))
         self.lost = 0  # steps in a row
-        self.failures = 0  # prompts without rewards since the last `metrics`
-        self.logged: list[tuple[str, float]] = []  # by log_metric since the last `metrics`
+        self.failures = 0  # prompts with lost rewards since the last call of `metrics`
+        self.logged: list[tuple[str, float]] = []  # by log_metric since the last call of `metrics`
 
     def check(self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> None:
-        """Require the answers that functions compare with."""
+        """Check that the data has reference answers if a function needs them."""
         need = [f.__name__ for f in map(unwrap, self.local) if f in NEED_ANSWERS]
         for option, given in (("--data", prompts), ("--eval-data", eval_prompts)):
             cells = [p.columns.get(column) for column in ("solution", "answer") for p in given]
             is_missing = all(is_empty(cell) or isinstance(cell, list | dict) for cell in cells)
-            # other functions can score held-out prompts that have no answers
+            # held-out prompts need no answers if other functions can score them
             needed = need if option == "--data" else len(need) == len(self.calls)
             if needed and given and is_missing:
                 raise UserError(
@@ -111,7 +112,7 @@ class Runner:
     def score(self, samples: Sequence[Sample], state: TrainerState = START) -> None:
         """Fill each sample's `rewards`, `reward` (None if no function applies) and `extra`.
 
-        If a reward function makes a mistake, raise UserError.
+        Raise UserError if a reward function makes a mistake.
         """
         if not samples:
             return
@@ -147,13 +148,14 @@ class Runner:
         for sample in samples:
             terms = [self.weights[name] * r for name, r in sample.rewards.items() if r is not None]
             sample.reward = sum(terms) if terms else None
-            if sample.conversation is not None:  # not needed any more, and perhaps not picklable
+            if sample.conversation is not None:  # no longer needed, and possibly not picklable
                 sample.conversation.arguments = {}
 
     def metrics(self, gather: Callable[[Any], list]) -> dict[str, float]:
         """Return the number of lost prompts and the means of log_metric since the last call.
 
-        They cover all ranks (`gather` is `World.gather`), so every rank must call it.
+        The results cover all ranks (`gather` is `World.gather`), so every rank must call this
+        method.
         """
         failures, logged = zip(*gather((self.failures, self.logged)))
         self.failures, self.logged = 0, []
@@ -165,8 +167,8 @@ class Runner:
 
 
 def _number(reward: Any, name: str, sample: Sample) -> float | None:
-    """Check a reward. Replacing a bad value with 0 would train the model as if the function had
-    returned 0.
+    """Check a reward. An invalid value raises an error, because replacing it with 0 would train the
+    model as if the function had returned 0.
     """
     if reward is None:
         return None
@@ -180,8 +182,8 @@ def _number(reward: Any, name: str, sample: Sample) -> float | None:
 
 
 def _arguments(samples: Sequence[Sample], state: TrainerState) -> tuple[dict, dict]:
-    """Return the keyword arguments of a reward function for these samples: those of which each
-    function gets a copy, and the others.
+    """Return two dicts of keyword arguments for reward functions: the first is copied for each
+    function, and the second is shared.
     """
 
     def columns(of: list[dict]) -> dict[str, list]:

@@ -1,15 +1,15 @@
-"""Ask math-verify whether two answers are equal, such as (x+1)^2 and x^2+2x+1.
+"""Use math-verify to decide whether two answers are equal, such as (x+1)^2 and x^2+2x+1.
 
-In: pairs of an answer and a reference, as texts. Out: True or False for each, or None for a pair
-that was not tried. Read next: rewards/process.py, which starts and kills the process that this code
+In: pairs of an answer and a reference, as texts. Out: for each pair, True or False, or None if the
+pair was not tried. Read next: rewards/process.py, which starts and kills the process that this code
 runs in.
 
-A completion may contain any expression, and algebra on some of them never ends or needs more memory
-than there is: 10^{10^{10}}, or 9!!!!!. So math-verify runs in a process of its own. For each pair,
-the operating system allows this process SECONDS of processor time and MEMORY bytes. If the process
-exceeds the time, it is killed, even inside C code; the pair then counts as different, and the next
-pair starts a new process. math-verify's own limits are signals and wall-clock time. Signals would
-work only in a main thread, and with wall-clock time a busy machine could change a verdict.
+A completion may contain any expression, and algebra on some expressions never ends or needs too
+much memory, for example 10^{10^{10}} or 9!!!!!. So math-verify runs in its own process. For each
+pair, the operating system limits this process to SECONDS of processor time and MEMORY bytes. If the
+process exceeds the time, it is killed, even inside C code. The pair then counts as different, and
+the next pair starts a new process. The limits of math-verify itself are not used: its signals would
+work only in a main thread, and with its wall-clock time a busy machine could change a verdict.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ logger = logging.getLogger("nanogrpo")
 SECONDS = 2  # processor time for a pair; most pairs need milliseconds
 MEMORY = 2 << 30  # bytes of address space
 MAX_LOST = 20  # pairs that may exceed their limits in one call
-TIMEOUT = 60.0  # seconds for a pair that waits instead of computing
+TIMEOUT = 60.0  # seconds of wall-clock time for a pair
 JUDGE = f"{__name__}:judge"
 
 Pair = tuple[str, str]
 
 
 def equal(pairs: Sequence[Pair]) -> dict[Pair, bool | None]:
-    """Return whether each (answer, reference) is equal; None for those that were not tried.
+    """Return whether each pair (answer, reference) is equal, or None if the pair was not tried.
 
-    A pair that exceeds its limits counts as different. After MAX_LOST of them, no more pairs are
+    A pair that exceeds its limits counts as different. After MAX_LOST such pairs, no more pairs are
     tried in this call.
     """
     verdicts: dict[Pair, bool | None] = dict.fromkeys(pairs)
@@ -66,14 +66,14 @@ def _process() -> RewardProcess:
 
 
 def judge(completions: list[str], solution: list[str], **kwargs) -> list[float]:
-    """Return 1 if the only completion equals its solution, in the form of a reward function."""
+    """A reward function for one completion: return 1 if the completion equals its solution."""
     import math_verify
 
     seconds = int(time.process_time()) + SECONDS + 1
     limits = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_AS: MEMORY, resource.RLIMIT_CORE: 0}
     for kind, limit in limits.items():
         resource.setrlimit(kind, (limit, resource.getrlimit(kind)[1]))
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warning about time limits
     reading = {
         "extraction_config": [math_verify.LatexExtractionConfig(boxed_match_priority=0)],
         "extraction_mode": "first_match",
@@ -83,5 +83,5 @@ def judge(completions: list[str], solution: list[str], **kwargs) -> list[float]:
     try:
         answer, wanted = (math_verify.parse(text, **reading) for text in texts)
         return [float(math_verify.verify(wanted, answer, timeout_seconds=None))]
-    except Exception:  # any answer must get a verdict
+    except Exception:  # an answer that causes an exception is wrong
         return [0.0]

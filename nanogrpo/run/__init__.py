@@ -1,3 +1,3 @@
-"""The parts of one run (setup.py), its output folder, checkpoints, memory estimate and optimizer.
-Start with setup.py.
+"""The parts of one run: its setup, output folder, checkpoints, memory estimate and optimizer. Start
+with setup.py.
 """

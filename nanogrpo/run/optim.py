@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedule, and one optimizer step with gradient clipping.
+"""Create AdamW, compute the learning rate, and take an optimizer step with gradient clipping.
 
 In: a model with gradients. Out: updated weights and the gradient norm. Read next: state.py (how the
 optimizer's state is saved).
@@ -30,15 +30,15 @@ def make_optimizer(
 
 
 def adamw(groups: list[dict[str, Any]], **constants: Any) -> torch.optim.Optimizer:
-    """Return AdamW in the parameters' precision (float32). constants: its betas and eps.
+    """Return AdamW in the parameters' precision (float32). `constants` are its betas and eps.
 
-    It is fused: one kernel for all tensors instead of a dozen for each. We create its state here as
-    zeros, not at the first step, so a run that does not fit into memory fails before it samples,
-    and a checkpoint can be read directly into it.
+    The optimizer is fused: it runs one kernel for all tensors instead of a dozen for each tensor.
+    The state of the optimizer is created here, as zeros, and not in the first step. So a run that
+    does not fit into memory fails before it samples, and a checkpoint can be read directly into the
+    state.
     """
     optimizer = torch.optim.AdamW(groups, fused=True, **constants)
-    # the same state that AdamW would create: a float32 counter on the parameter's device, and
-    # sharded moments
+    # AdamW would create the same state: a float32 counter on the device, and sharded moments.
     for p in (p for group in groups for p in group["params"]):
         step = torch.zeros((), dtype=torch.float32, device=p.device)
         moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
@@ -47,21 +47,20 @@ def adamw(groups: list[dict[str, Any]], **constants: Any) -> torch.optim.Optimiz
 
 
 def lengths(cfg: Config) -> tuple[int, int]:
-    """Return the number of optimizer steps of the run, and of its warmup."""
+    """Return the number of optimizer steps of the run, and the number of its warmup steps."""
     total, warmup = cfg.max_steps * cfg.updates_per_step, cfg.warmup_steps
     return total, int(warmup) if warmup >= 1 else math.ceil(total * warmup)
 
 
 def learning_rate(update: int, cfg: Config) -> float:
-    """Return the rate of optimizer step `update` (0, 1, …), the same as transformers' schedules.
+    """Return the learning rate of optimizer step `update` (0, 1, …), as in transformers.
 
-    The warmup begins at 0. One difference: `constant` warms up, too, where transformers ignores
-    --warmup-steps.
+    The warmup begins at 0. Unlike in transformers, the schedule `constant` also has a warmup.
     """
     total, warmup = lengths(cfg)
     if update < warmup:
         return cfg.learning_rate * (update / warmup)
-    done = (update - warmup) / max(1, total - warmup)  # the share of the rest that is over: 0 … 1
+    done = (update - warmup) / max(1, total - warmup)  # progress after the warmup: 0 … 1
     falling = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
     return cfg.learning_rate * falling.get(cfg.lr_scheduler_type, 1.0)
 
@@ -72,8 +71,7 @@ def clip_and_step(
     """Clip the gradient to a global norm of `max_grad_norm` (0: no clipping), update the weights,
     and return the norm before clipping.
 
-    A norm that is not finite raises before any weight changes, so the checkpoint on disk remains
-    the last good one.
+    If the norm is not finite, raise FloatingPointError before any weight changes.
     """
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # over all ranks' shards
@@ -83,7 +81,7 @@ def clip_and_step(
             "in a new run, or bound the rewards and --resume from the last checkpoint"
         )
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # a compiled update takes a tensor
+        if isinstance(group["lr"], Tensor):  # a compiled optimizer uses a tensor
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate

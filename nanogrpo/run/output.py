@@ -1,7 +1,7 @@
-"""The output folder of a run: locked by one run at a time, shared by all ranks, cleaned on resume.
+"""Lock the output folder of a run, remove old files from it, and compute the hash of the prompts.
 
-In: --output-dir. Out: `claimed`, which locks the folder during a run; `origin`, a hash of the
-prompts that every checkpoint stores. Read next: state.py (what is written into the folder).
+In: --output-dir. Out: a context `claimed` that locks the folder during a run, and `origin`, a hash
+of the prompts that every checkpoint stores. Read next: state.py (what is written into the folder).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OURS = (
 
 @contextlib.contextmanager
 def claimed(cfg: Config, world: World) -> Iterator[None]:
-    """Lock the output folder during a run. Every rank must call it.
+    """Lock the output folder during a run. Every rank must call this function.
 
     Raises UserError if the folder contains another run, is in use by another run, is not writable,
     or is not the same folder for every rank.
@@ -55,7 +55,7 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
                     "choose another folder."
                 ) from e
             try:
-                # The kernel releases the lock when this process ends, however it ends.
+                # The operating system releases the lock when this process ends for any reason.
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 raise UserError(
@@ -75,9 +75,8 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Return whether the folder contains a checkpoint, or a metrics.jsonl with anything but header
-    lines. A run that failed before its first step has left nothing worth keeping, but a file that
-    is not ours must not be replaced.
+    """Return whether the folder contains a checkpoint, or a metrics.jsonl with more than header
+    lines. If a run failed before its first step, its log has only header lines and can be replaced.
     """
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
@@ -86,7 +85,7 @@ def _holds_a_run(folder: Path) -> bool:
 
 
 def clear(cfg: Config) -> None:
-    """Remove what an earlier run left if --overwrite-output-dir asks for it. Call this after all
+    """Remove the files of an earlier run if --overwrite-output-dir is set. Call this after all
     other checks.
     """
     if not cfg.overwrite_output_dir or cfg.resume:
@@ -95,7 +94,7 @@ def clear(cfg: Config) -> None:
     found = [path for path in folder.iterdir() if re.fullmatch(OURS, path.name)]
     names = [v for name, v in vars(cfg).items() if name != "output_dir"]
     texts = [t for v in names for t in (v if isinstance(v, tuple) else [v]) if isinstance(t, str)]
-    # a name may be part of a specification, such as FILE:FUNCTION
+    # a file name may be part of an option's value, such as FILE:FUNCTION
     inputs = [Path(part).resolve() for text in texts for part in text.split(":")]
     for path in found:
         if any(path in (name, *name.parents) for name in inputs):
@@ -124,13 +123,13 @@ def remove_unfinished(cfg: Config) -> None:
 
 
 def origin(world: World, prompts: Sequence[Prompt]) -> str:
-    """Return a hash of the prompts with all their columns, which a resumed run must have, too.
+    """Return a hash of the prompts with all their columns, which must be the same in a resumed run.
 
-    Every rank must call it. Raises UserError if ranks read different prompts.
+    Every rank must call this function. Raises UserError if ranks read different prompts.
     """
     known = hashlib.sha256()
     for p in prompts:
-        # the text of `inputs` identifies them
+        # `inputs` are hashed as text
         row = [p.id, p.token_ids, p.columns, p.inputs]
         known.update(json.dumps(row, sort_keys=True, default=str).encode())
     found = known.hexdigest()

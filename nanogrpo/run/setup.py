@@ -1,9 +1,9 @@
-"""Build the parts of a run before its first expensive step.
+"""Check the inputs of a run, and build its parts.
 
-In: the options, the world and the features of this run. Out: `Inputs` (a model without weights, the
-prompts and the rewards), from which the last settings follow, and then a `Run`, which train.py and
-step.py use. A mistake by the user is reported where the value is read, in one sentence. Read next:
-state.py (checkpoints), engine/local.py (the engine).
+In: the options, the world and the features of this run. Out: first `Inputs` (a model without
+weights, the prompts and the reward functions), which determine the last settings, and then a `Run`,
+which train.py and step.py use. Each mistake of the user is reported where the value is read, in one
+sentence. Read next: state.py (checkpoints), engine/local.py (the engine).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger("nanogrpo")
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """Objects from Python that take the place of names in the options."""
+    """Python objects that replace names in the options."""
 
     reward_funcs: Sequence[str | Callable] = ()
     train_dataset: Source | None = None
@@ -53,7 +53,7 @@ NOTHING = Given()
 
 @dataclasses.dataclass
 class Inputs:
-    """What a run is made from. `load` makes it."""
+    """The inputs of a run. `load` makes this object."""
 
     cfg: Config
     world: World
@@ -64,29 +64,31 @@ class Inputs:
     rewards: Runner
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
-    longest_prompt: int  # in tokens; a feature may need more room
+    longest_prompt: int  # in tokens; a feature may increase it
 
 
 @dataclasses.dataclass
 class Run(Inputs):
-    """The parts and counters of a run. `setup` makes it."""
+    """The parts and counters of a run. `setup` makes this object."""
 
     frozen: Decoder | None  # the reference model; None when beta is 0
     optimizer: torch.optim.Optimizer
     sampling: SamplingParams  # how training completions are sampled
     log: Log
     saver: state.Saver
-    start: int  # first step: 0, or where a resumed run continues
+    start: int  # first step: 0, or the step where a resumed run continues
     done: int  # finished steps, including those before `start`
-    engine: Engine = None  # type: ignore[assignment]  # `setup` sets it last
+    engine: Engine = None  # type: ignore[assignment]  # set last
 
     @property
     def epoch(self) -> float:
-        """How often the finished steps have used each prompt, on average."""
+        """How often each prompt was used in the finished steps, on average."""
         return self.done * self.cfg.prompts_per_step / len(self.prompts)
 
     def draw_all(self, seed: int, step: int) -> list[Prompt]:
-        """Return the prompts of a step for all ranks: a pure function of (seed, step)."""
+        """Return the prompts of a step for all ranks. The prompts depend only on the seed and the
+        step.
+        """
         return data.draw(self.prompts, self.cfg.prompts_per_step, seed, step)
 
     def draw(self, step: int) -> list[Prompt]:
@@ -94,18 +96,20 @@ class Run(Inputs):
         return list(self.world.part(self.draw_all(self.cfg.seed, step)))
 
     def learning_rate(self, update: int) -> float:
-        """Return the learning rate of an optimizer step: optim.py's, unless a feature has one."""
+        """Return the learning rate of an optimizer step, from a feature or else from optim.py."""
         rate = first(feature.learning_rate(update, self.cfg) for feature in self.features)
         return optim.learning_rate(update, self.cfg) if rate is None else rate
 
     def due(self, every: int) -> bool:
-        """Return whether the finished steps are a multiple of `every` (0: never), or all."""
+        """Return whether the run is finished, or its number of finished steps is a multiple of
+        `every`. If `every` is 0, return False.
+        """
         last = self.done == self.cfg.max_steps
         return every > 0 and (last or self.done % every == 0)
 
 
 def load(cfg: Config, world: World, features: Sequence[Feature], given: Given = NOTHING) -> Inputs:
-    """Read and check everything but the weights. Every rank must call it."""
+    """Read and check everything except the weights. Every rank must call this function."""
     if cfg.prompts_per_step % world.size:
         raise UserError(
             f"the {cfg.prompts_per_step} prompts of a step (--generation-batch-size / "
@@ -115,7 +119,7 @@ def load(cfg: Config, world: World, features: Sequence[Feature], given: Given = 
     source = checkpoint.locate(cfg.model)
     tokenizer = Tokenizer(source)
     model = empty_model(source, features)
-    if tokenizer.vocab_size > model.cfg.vocab_size:  # a model may have more (padding), never fewer
+    if tokenizer.vocab_size > model.cfg.vocab_size:  # a model may have more ids (padding)
         raise UserError(
             f"tokenizer.json has ids up to {tokenizer.vocab_size - 1} but config.json a vocab_size "
             f"of {model.cfg.vocab_size}: take the tokenizer that belongs to the weights."
@@ -140,18 +144,18 @@ def settle(inputs: Inputs) -> None:
     """Choose the settings that depend on the data, the model and the machine."""
     cfg = inputs.cfg
     if cfg.num_train_epochs:
-        # rounded first: 0.1 epochs of 30 prompts are 3 prompts, and not a little more
+        # rounded, so that 0.1 epochs of 30 prompts are exactly 3 prompts
         prompts = round(cfg.num_train_epochs * len(inputs.prompts), 6)
         steps = math.ceil(prompts / cfg.prompts_per_step)
         cfg = dataclasses.replace(cfg, max_steps=steps, num_train_epochs=0.0)
-        cfg.validate()  # rules that depend on the number of steps
+        cfg.validate()  # some checks depend on the number of steps
     for feature in inputs.features:
         cfg = feature.settings(cfg, inputs) or cfg
     inputs.cfg = cfg
 
 
 def setup(inputs: Inputs) -> Run:
-    """Load the weights and build the parts of a run. Every rank must call it."""
+    """Load the weights and build the parts of a run. Every rank must call this function."""
     cfg, world, features, model = inputs.cfg, inputs.world, inputs.features, inputs.model
     origin = output.origin(world, inputs.prompts)
     counts = len(inputs.prompts), len(inputs.eval_prompts), *weights.sizes(model)
@@ -159,7 +163,7 @@ def setup(inputs: Inputs) -> Run:
     load_weights(model, inputs)
     frozen = make_reference(inputs)
     optimizer = optim.make_optimizer(model, cfg, features)
-    world.once(lambda: output.clear(cfg))  # only now, after everything that can be checked
+    world.once(lambda: output.clear(cfg))  # only after all checks
     saver = state.Saver(
         cfg, world, model, optimizer, inputs.tokenizer, inputs.source, origin, features
     )
@@ -180,7 +184,7 @@ def setup(inputs: Inputs) -> Run:
 
 @contextlib.contextmanager
 def closing(run: Run) -> Iterator[None]:
-    """Close the parts of the run, however it ends."""
+    """Close the parts of the run at its end, also after an error."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.saver)
         stack.enter_context(contextlib.closing(run.engine))
@@ -201,7 +205,7 @@ def empty_model(source: Path, features: Sequence[Feature]) -> Decoder:
 
 
 def choose_kernels(cfg: Config, world: World, head_size: int) -> None:
-    """Choose the kernels of this process, and log what will compute."""
+    """Choose the kernels of this process, and log the device, dtype and kernels."""
     device = world.device.type
     if cfg.kernels == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(
@@ -220,8 +224,7 @@ def choose_kernels(cfg: Config, world: World, head_size: int) -> None:
 def load_weights(model: Decoder, inputs: Inputs) -> Decoder:
     """Load weights into an empty model.
 
-    The model is sharded over the ranks before anything is read, so no rank ever stores more than
-    its shard.
+    The model is sharded over the ranks before weights are read, so a rank stores only its shard.
     """
     fsdp.prepare(model, inputs.world, inputs.cfg)
     try:
@@ -241,20 +244,20 @@ def load_weights(model: Decoder, inputs: Inputs) -> Decoder:
 def make_reference(inputs: Inputs) -> Decoder | None:
     """Return the frozen reference model for the KL penalty; None when beta is 0.
 
-    A model that can act as its own reference needs no second one.
+    If the model can act as its own reference, no second model is needed.
     """
     if not inputs.cfg.beta:
         return None
     if inputs.model.own_reference:
         return inputs.model
     reference = empty_model(inputs.source, inputs.features)
-    # It has no backward pass, so there is no reason to keep its blocks gathered.
+    # The reference model has no backward pass, so its blocks need not stay gathered.
     reference.sharding = dataclasses.replace(inputs.model.sharding, keep_gathered=False)
     return load_weights(reference, inputs).requires_grad_(False)
 
 
 def make_engine(run: Run) -> Engine:
-    """Return the engine that samples. It has no weights yet."""
+    """Return the sampling engine, which has no weights yet."""
     engine: Engine = first(feature.engine(run) for feature in run.features) or LocalEngine(
         run.model.cfg,
         decoder=type(run.model),
@@ -269,7 +272,7 @@ def make_engine(run: Run) -> Engine:
 
 
 def sampling_params(cfg: Config, tokenizer: Tokenizer) -> SamplingParams:
-    """Return how training completions are sampled."""
+    """Return the sampling parameters of training."""
     return SamplingParams(
         temperature=cfg.temperature,
         top_k=cfg.top_k,

@@ -1,7 +1,7 @@
-"""Save the exact state of a run while it trains, and restore it bit for bit on any number of ranks.
+"""Save the state of a run while it trains, and restore it bit for bit on any number of ranks.
 
-In: a model and an optimizer, sharded or not. Out: folders in output_dir, each of which is a
-checkpoint that transformers can load:
+In: a model and an optimizer, sharded or not. Out: checkpoint folders in output_dir, which
+transformers can load:
 
     checkpoint-N/
         config.json  model*.safetensors  tokenizer.json …  weights in the base model's dtype
@@ -10,8 +10,8 @@ checkpoint that transformers can load:
         state/__0_0.distcp  __1_0.distcp …  .metadata      float32 weights and AdamW's moments:
                                                            one file per rank
 
-A feature may add tensors to state/ and files of its own. Nothing else needs saving: data, random
-streams and the learning rate are functions of the step.
+A feature may add tensors to state/, and its own files. Nothing else needs to be saved: the prompts,
+the random numbers and the learning rate are functions of the step.
 
     every rank   copies its shards to the host ─┬─ continues training
                                                 └─ writes its file in state/ ─┐
@@ -52,8 +52,8 @@ from nanogrpo.run import output
 
 STATE = "state.json"
 
-# Without a process group, dcp warns that it assumes a single process, which is intended here. The
-# writing thread warns too, so the filter is global.
+# Without a process group, dcp warns that it assumes a single process, which is intended here.
+# The warning also comes from the writing thread, so the filter is global.
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
 )
@@ -66,8 +66,8 @@ def tensors(
     these tensors or loads values into them.
 
     Only trained parameters are included, because the others are read from --model. The tensors of a
-    sharded model are DTensors, which know their place in the full tensor, so on any number of
-    ranks, each can read its own parts.
+    sharded model are DTensors, which know their position in the full tensor. So a run can resume on
+    another number of ranks.
     """
     fsdp.reshard(model)
     out: dict[str, Tensor] = {}
@@ -76,7 +76,7 @@ def tensors(
             moments = optimizer.state[p]
             out[f"master.{name}"] = p.detach()
             for kind in ("exp_avg", "exp_avg_sq"):
-                if type(local(moments[kind])) is Tensor:  # a feature saves those of other types
+                if type(local(moments[kind])) is Tensor:  # a feature saves other types
                     out[f"{kind}.{name}"] = moments[kind]
             # one count for all, because each update changes every parameter
             out.setdefault("updates", moments["step"])
@@ -91,10 +91,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Saver:
-    """Write checkpoints while training continues, one at a time, and read the last one.
+    """Write checkpoints, one at a time, while training continues, and read the last checkpoint.
 
-    `with saver: … saver.save(step)`. Leaving the block waits for the last save. A failed save is
-    reported at the end of the next step (`failure`), when the ranks communicate anyway.
+    `with saver: … saver.save(step)`. Leaving the `with` block waits for the last save. A failed
+    save is reported at the end of the next step (`failure`), where the ranks communicate anyway.
     """
 
     def __init__(
@@ -114,8 +114,7 @@ class Saver:
         self.config_json = read_json(source / "config.json")
         # the names of checkpoints that --save-total-limit does not remove
         self.keep: set[str] = set()
-        # The writing threads communicate at the same time as the main threads, so they need their
-        # own group.
+        # The writing threads have their own group, because main threads communicate meanwhile.
         self.group = world.patient().group
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self.job: Future | None = None
@@ -125,7 +124,9 @@ class Saver:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Wait for the last save. Raise its error, unless the run already fails."""
+        """Wait for the last save. If this save failed, raise its error, unless the run fails
+        anyway.
+        """
         self.wait()
         if kind is None:
             self.finish()
@@ -134,13 +135,12 @@ class Saver:
 
     def save(self, step: int) -> None:
         """Start writing `checkpoint-{step}`, the state after `step` finished steps. Return as soon
-        as the weights may change again. Every rank must call it.
+        as the weights may change again. Every rank must call this method.
         """
         self.finish()
         self.final = Path(self.cfg.output_dir).absolute() / f"checkpoint-{step}"
         with contextlib.ExitStack() as stack:
-            # Every rank writes into this folder. `once` is also a barrier, so no rank starts before
-            # rank 0 has made it.
+            # Every rank writes into this folder, after rank 0 has made it: `once` is a barrier.
             folder = self.world.once(
                 lambda: stack.enter_context(checkpoint.atomic_folder(self.final))
             )
@@ -152,9 +152,9 @@ class Saver:
             written = stack.pop_all()
 
         def write() -> None:
-            with written:  # on the main rank, leaving it renames the folder, or removes it
+            with written:  # at the end, the main rank renames or removes the folder
                 writer = dcp.FileSystemWriter(folder / "state")
-                # every rank writes its shards; then all of them are complete
+                # `save` returns when the shards of all ranks are written
                 dcp.save(
                     shards,
                     storage_writer=writer,
@@ -177,7 +177,7 @@ class Saver:
                 log_file = self.final.with_name("metrics.jsonl")
                 if log_file.exists():
                     checkpoint.flush(log_file)
-            # [:-0] is empty: a limit of 0 removes nothing
+            # with a limit of 0, the slice [:-0] is empty, so nothing is removed
             for old in checkpoint.checkpoints(self.cfg.output_dir)[: -self.cfg.save_total_limit]:
                 if old.name not in self.keep:
                     # a half-removed checkpoint must not look finished
@@ -190,8 +190,8 @@ class Saver:
             self.job.exception()  # blocks until it is known
 
     def failure(self) -> UserError | None:
-        """Return the error of a finished save, but only once. Return None while a save is in
-        progress or if it succeeded.
+        """Return the error of a finished save, but only once. Return None if a save is in progress
+        or has succeeded.
         """
         if not self.job or not self.job.done():
             return None
@@ -204,18 +204,20 @@ class Saver:
         )
 
     def finish(self) -> None:
-        """Wait for the save in progress; raise its error on all ranks. Every rank must call it."""
+        """Wait for the save in progress, and raise its error on all ranks. Every rank must call
+        this.
+        """
         self.wait()
         self.world.any(error=self.failure())
 
     # --- resuming ---
 
     def resume(self) -> int:
-        """Restore the last checkpoint, if --resume asks for it and there is one. Return its number
-        of finished steps. Every rank must call it.
+        """If --resume is set and there is a checkpoint, restore the last checkpoint. Return its
+        number of finished steps. Every rank must call this method.
 
-        Torch unpickles what it reads, so resume only a run that you trust. The hashes find damage,
-        which torch does not: it would read most flipped bits as other numbers.
+        Torch unpickles parts of a checkpoint, so resume only runs that you trust. The hashes are
+        needed to find damaged files, because torch reads most flipped bits as other numbers.
         """
         world = self.world
         found = world.once(lambda: latest(self.cfg, self.origin)) if self.cfg.resume else None
@@ -247,7 +249,7 @@ def digest(path: Path) -> str:
 
 
 def latest(cfg: Config, origin: str) -> tuple[Path, dict[str, Any]] | None:
-    """Return the last checkpoint and its state.json, which must fit the options and the prompts."""
+    """Return the last checkpoint and its state.json, which must match the options and the prompts."""
     output.remove_unfinished(cfg)
     found = checkpoint.checkpoints(cfg.output_dir)
     if not found:
@@ -274,8 +276,8 @@ def latest(cfg: Config, origin: str) -> tuple[Path, dict[str, Any]] | None:
 
 
 def given(cfg: Config) -> dict[str, Any]:
-    """Return the options that differ from their defaults and that a resumed run must repeat. So an
-    option that another version or a smaller Config lacks counts as its default.
+    """Return the options that a resumed run must repeat, if they differ from their defaults. A
+    missing option counts as its default, for example if another version does not have the option.
     """
     by_length = 0 < cfg.warmup_steps < 1 or not cfg.lr_scheduler_type.startswith("constant")
     out = {}
@@ -285,11 +287,11 @@ def given(cfg: Config) -> dict[str, Any]:
         fixed = not field.metadata.get("free") or (field.name == "max_steps" and by_length)
         if fixed and value != field.default:
             out[field.name] = value
-    return json.loads(json.dumps(out))  # with lists for tuples, as they are read back
+    return json.loads(json.dumps(out))  # JSON turns tuples into lists
 
 
 def _reading(folder: Path) -> AbstractContextManager[None]:
-    """Turn whatever happens while a checkpoint is read into a UserError that says what to do."""
+    """Turn any error while a checkpoint is read into a UserError that says what to do."""
     return reading(
         f"--resume: {folder}",
         "remove it to continue from the checkpoint before it, or to start again",

@@ -1,8 +1,8 @@
 """Access control for the sidecar: ASGI middleware in front of vLLM's HTTP server.
 
 In: every request. Out: status 401 for requests without the secret, and 404 for every route that
-GRPO does not need. It adds one route, `GET /nanogrpo`, which describes the server to a trainer. Web
-pages stay out, because no browser adds the secret by itself.
+GRPO does not need. The class adds a route, `GET /nanogrpo`, which describes the server to a
+trainer. Web pages cannot use the server, because no browser adds the secret by itself.
 
 vLLM's own `--api-key` leaves the weight routes open, and some of its development routes
 (collective_rpc, server_info, profiling) should not be reachable by anyone. serve.py passes this
@@ -15,14 +15,14 @@ import hmac
 import json
 import os
 
-# The environment variable that contains the secret. It is never passed on a command line, which
-# other users of the machine can read.
+# The environment variable with the secret. The secret must not be on a command line:
+# other users of the machine can read command lines.
 SECRET = "NANOGRPO_SECRET"
 
 INFO, CONNECT = "/nanogrpo", "/init_weight_transfer_engine"
 DISCONNECT = "/shutdown_weight_transfer_engine"
 GENERATE = "/inference/v1/generate"
-# All routes of the server, by method. docs/vllm.md says what each is for.
+# All routes of the server, by method. docs/vllm.md explains each route.
 ROUTES = {
     "GET": (INFO, "/health", "/is_paused", "/metrics"),
     "POST": (
@@ -33,7 +33,7 @@ ROUTES = {
 
 
 class AccessControl:
-    """Pure ASGI middleware (https://asgi.readthedocs.io). It reads the environment only once."""
+    """Pure ASGI middleware (https://asgi.readthedocs.io), which reads the secret only once."""
 
     def __init__(self, app):
         self.app = app
@@ -64,8 +64,8 @@ class AccessControl:
 async def describe(state) -> dict:
     """Return the facts that a trainer checks before it uses this server.
 
-    state: the state of the application, as filled in by vLLM. The workers answer this, so it also
-    shows that the engine runs.
+    state: the state of the application, as filled in by vLLM. The facts come from the workers, so a
+    reply also shows that the engine runs.
     """
     client = state.engine_client
     workers = await client.collective_rpc("device_facts")

@@ -1,5 +1,5 @@
-"""The format of a weight sync, shared by the trainer and the server: how weights are laid out in
-buckets, and the two ways in which buckets are sent.
+"""The format of a weight sync, which trainer and server share: where each tensor is in the buckets,
+and the two ways in which buckets are sent.
 
 In: the names, dtypes and shapes of a checkpoint. Out: a `Layout`, which maps each tensor to a byte
 range in a bucket, and two transports from the trainer to the workers of a server:
@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Large enough to reach full bandwidth, but small compared with a model.
+# large enough for the full bandwidth, but small compared with a model
 BUCKET_BYTES = 256 << 20
-ALIGN = 64  # bytes; each tensor starts on a cache line, which suits every dtype
-FAR = timedelta(days=7)  # the timeout of a NCCL group: far above ours, which acts first
-POLL = 0.0005  # seconds between two looks at a NCCL broadcast; its own wait takes up to 10 ms
+ALIGN = 64  # bytes; each tensor starts at a multiple of this, which suits every dtype
+FAR = timedelta(days=7)  # the timeout of a NCCL group, far longer than our own timeout
+POLL = 0.0005  # seconds between two checks of a NCCL broadcast; NCCL's own wait takes up to 10 ms
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
@@ -62,8 +62,8 @@ class Layout:
     """Tensors stored one after another in buckets of at most `bucket_bytes`. A larger tensor gets a
     bucket of its own.
 
-    entries: [name, dtype name, shape] of each tensor, in the order of the model's layers. vLLM can
-    then load one layer after another, and never has more than one incomplete layer.
+    entries: [name, dtype name, shape] of each tensor, in the order of the model's layers. In this
+    order, vLLM can load one layer after another, and at most one layer is incomplete at any time.
 
     >>> Layout([("a", "float32", [2, 3]), ("b", "float32", [1])]).sizes  # 24 → 64, + 4
     [68]
@@ -128,7 +128,7 @@ class BroadcastGroup:
         info: InitInfo,
         rank: int,
         device: torch.device,
-        sock: socket.socket | None = None,  # the trainer's socket, which serves the store
+        sock: socket.socket | None = None,  # the trainer's socket for the store
     ):
         self.timeout = timedelta(seconds=info.timeout)
         store = dist.TCPStore(
@@ -140,7 +140,7 @@ class BroadcastGroup:
             master_listen_fd=sock.detach() if sock else None,  # the store closes it
         )
         self.store = dist.PrefixStore(info.group, store)
-        # NCCL itself would wait forever for a rank that never comes. This wait has a timeout.
+        # NCCL itself would wait forever for a missing rank. This wait has a timeout.
         self.store.set(f"rank {rank}", "")
         self.store.wait([f"rank {other}" for other in range(info.size)])
         self.device = device
@@ -151,20 +151,20 @@ class BroadcastGroup:
             gloo: Any = dist.ProcessGroupGloo  # its type stub lacks _Options
             options = gloo._Options()
             options._timeout = self.timeout
-            # by default gloo uses the interface that the machine's name resolves to
+            # by default, gloo would use the network interface of the machine's name
             options._devices = [
                 gloo.create_device(hostname=info.address)
                 if info.address in ("127.0.0.1", "::1")
                 else gloo.create_default_device()
             ]
             self.group = gloo(self.store, rank, info.size, options)
-        # NCCL connects the ranks, and reads its settings, in the first operation.
+        # NCCL connects the ranks and reads its settings only in the first operation.
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
 
     def broadcast(self, bucket: Tensor) -> None:
         """Copy the trainer's bucket, [size] uint8 on the group's device, into the buckets of all
-        workers. Raises RuntimeError after the timeout, or if a peer is gone; the group cannot be
-        used afterwards.
+        workers. Raises RuntimeError after the timeout, or if a peer is gone. After that, the group
+        cannot be used again.
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -173,7 +173,7 @@ class BroadcastGroup:
             deadline = time.monotonic() + self.timeout.total_seconds()
             while not work.is_completed() and time.monotonic() < deadline:
                 time.sleep(POLL)
-        # With a timeout, NCCL's wait blocks the host too, and aborts an operation that is late.
+        # With a timeout, NCCL's wait also blocks the host, and aborts an operation that is late.
         work.wait(self.timeout)
 
     def send(self, buckets: Sequence[Tensor]) -> None:
@@ -181,15 +181,15 @@ class BroadcastGroup:
             self.broadcast(bucket)
 
     def close(self) -> None:
-        self.group.abort()  # also releases a peer that is blocked in a broadcast
+        self.group.abort()  # this also ends a broadcast in which a peer waits
 
 
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     """Return a NCCL group that never ends this process.
 
     A group has a watchdog, which ends the process if an operation exceeds the group's timeout or a
-    peer dies. There is none if this variable is set while the group is created. `broadcast` has a
-    timeout of its own instead, and raises.
+    peer dies. The group has no watchdog if this variable is set while it is created. Instead,
+    `broadcast` has a timeout of its own, and raises.
     """
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:
@@ -215,8 +215,7 @@ class SharedBuckets:
             if device.type == "cuda":
                 self.buckets.append(torch.zeros(size, dtype=torch.uint8, device=device))
             else:
-                # Memory with a file descriptor but no name: nothing is left behind, however this
-                # process ends.
+                # This memory has no file name, so nothing is left behind, however the process ends.
                 self.files.append(fd := os.memfd_create("nanogrpo"))
                 os.ftruncate(fd, size)
                 self.buckets.append(torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8))
@@ -236,7 +235,7 @@ class SharedBuckets:
 def attach(handle: list, size: int, device: torch.device) -> Tensor:
     """Map a bucket of another process: [size] uint8."""
     if device.type != "cuda":
-        pid, fd = handle  # numbers, so a handle can name no file by its path
+        pid, fd = handle  # both are numbers, so a handle cannot name a file
         with open(f"/proc/{pid:d}/fd/{fd:d}", "r+b") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     raw = [bytes.fromhex(p) if isinstance(p, str) else p for p in handle]

@@ -9,11 +9,11 @@ is sent per group (n = G), with up to `window` requests in progress on each serv
           └──── the group ◄─────┘ is requested again with the same seeds
 
 Three rules make a reply trustworthy. Every sampling field is sent, so no default of the server
-applies. Each token is returned with the label of the weights that sampled it, and a server that
+applies. Each token is returned with the label of the weights that sampled it. A server that
 returns unknown labels (because it was restarted, or another trainer uses it) counts as lost. The
 prefix cache is salted with the label, so keys computed with older weights are never reused.
 
-With several trainer processes, rank 0 talks to the servers and shares the results and errors. Read
+With several ranks, rank 0 sends all requests, and shares the results and errors. Read
 next: sync.py, sleeping.py, extras/ahead.py.
 """
 
@@ -48,9 +48,9 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT = 5.0  # seconds between health checks of a server
 PATIENCE = 600.0  # seconds to wait for a server that we cannot restart
-PAUSE = 2.0  # seconds between two attempts to use it again
-# Rounds of requests that no server fulfils. One retry is enough: restarting our own server takes a
-# minute, and the second one fails like the first.
+PAUSE = 2.0  # seconds between two attempts to reach a lost server
+# The run ends after this many rounds without a reply. More retries would rarely help:
+# restarting our own server takes a minute, and the new server mostly fails like the old one.
 ATTEMPTS = 2
 
 
@@ -59,19 +59,19 @@ class VLLMEngine:
 
     def __init__(
         self,
-        # The model may be full or sharded. The servers must have the same configuration.
+        # full or sharded; the servers must have a model with the same configuration
         model: Decoder,
         *,
         max_len: int,  # the context: prompt and completion
         servers: Sequence[str] = (),  # addresses, or
         sidecar: Sidecar | None = None,  # a process to start
         secret: str = "",
-        # how weights are sent: auto, or one of the two in buckets.py
+        # how weights are sent: auto, broadcast or memory (buckets.py)
         transport: str = "auto",
         window: int = 64,  # groups in progress on one server
         # seconds within which a healthy server answers a heartbeat and accepts the weights
         timeout: float = 60.0,
-        # Whether the servers sleep when they are not needed: see `wake`.
+        # whether the servers sleep while the trainer trains: see `wake`
         sleeps: bool = False,
         world: World = ALONE,
     ):
@@ -81,10 +81,10 @@ class VLLMEngine:
         self.transport, self.sleeps = transport, sleeps
         self.interval = HEARTBEAT
         self.version = -1  # version of the weights
-        self.restarts = 0  # how often all servers were lost and one came back
+        self.restarts = 0  # how often all servers were lost before one answered again
         self.problem: Exception | None = None  # why the last server was lost
         self.over = threading.Event()  # set by `close`
-        # locked while weights are gathered or sent, by the loop or by a recovery in another thread
+        # held while the loop, or a recovery in another thread, gathers or sends weights
         self.lock = threading.RLock()
         self.servers: list[Server] = []  # on rank 0
         dtype = self.world.once(lambda: self._start(servers, secret))
@@ -99,10 +99,10 @@ class VLLMEngine:
     def load(self, model: nn.Module, version: int) -> None:
         """Gather the model's weights and send them to every server. Every rank must call it.
 
-        Raises ServerLost if no server accepts them. In sleep mode, `wake` sends them.
+        Raises ServerLost if no server accepts the weights. In sleep mode, `wake` sends the weights.
         """
         with self.lock:
-            # Rank 0 may have to wait for the lock. The other ranks wait for rank 0 here, because
+            # Rank 0 may have to wait for the lock. The other ranks wait for rank 0 here:
             # the collectives that gather the weights have a timeout.
             self.world.once(lambda: None)
             self.sync.gather(model)
@@ -113,10 +113,10 @@ class VLLMEngine:
     def wake(self) -> None:
         """In sleep mode: wake the servers, and send them the weights. Every rank must call it.
 
-        Raises ServerLost if no server accepts them.
+        Raises ServerLost if no server accepts the weights.
         """
         if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()  # memory that we do not use, but the servers will
+            torch.cuda.empty_cache()  # gives unused memory to the servers
         with self.lock:
             self.world.once(self._send_to_all)
 
@@ -132,7 +132,7 @@ class VLLMEngine:
         params: SamplingParams,
         step: int,
     ) -> list[Sample]:
-        """Return n completions of each of this rank's prompts, in order. Every rank must call it.
+        """Return n completions of each prompt of this rank, in order. Every rank must call it.
 
         Raises UserError, ServerLost or FloatingPointError, on every rank.
         """
@@ -145,7 +145,7 @@ class VLLMEngine:
     def close(self) -> None:
         """Disconnect from the servers, and end the one that we started.
 
-        Requests that other threads have in progress raise ServerLost.
+        Requests of other threads that are in progress raise ServerLost.
         """
         self.over.set()
         connected = [s for s in self.servers if s.alive and s.sidecar is None]
@@ -168,7 +168,7 @@ class VLLMEngine:
         A thread may call this while the loop trains (extras/ahead.py).
         """
         groups = [GroupRequest(p, n, protocol.body(p, n, params, step)) for p in prompts]
-        idle = 0  # consecutive rounds without a finished group, although a server was alive
+        idle = 0  # consecutive rounds in which a server was alive, but no group was finished
         while waiting := [g for g in groups if g.samples is None]:
             self._recover()
             self._run(waiting)
@@ -197,7 +197,7 @@ class VLLMEngine:
 
     def _run(self, groups: list[GroupRequest]) -> None:
         """Request the groups from all servers that are alive, until all are done or no server is
-        alive. Raise every error that was not caused by a server.
+        alive. Raise any error that a server did not cause.
         """
         waiting = deque(groups)
 
@@ -228,13 +228,13 @@ class VLLMEngine:
     # --- sending weights, on rank 0 ---
 
     def _send_to_all(self) -> None:
-        """Send the weights to all servers. Raise ServerLost if no server accepts them in time."""
+        """Send the weights to all servers. Raise ServerLost if none accepts the weights in time."""
         self._send_to_those_that_answer()
         self._recover()
 
     def _send_to_those_that_answer(self) -> None:
-        """Send the weights to all servers at the same time, except lost ones that do not answer
-        heartbeats.
+        """Send the weights to all servers at the same time. Skip servers that are lost and do not
+        answer heartbeats.
         """
         answering = [server for server in self.servers if server.alive or server.answers]
         each(self._send, answering or self.servers)
@@ -249,7 +249,7 @@ class VLLMEngine:
                 self.sync.connect(server, info["transport"], info["workers"])
             self.sync.send(server, self.version, wake=self.sleeps)
         except (ServerError, UserError) as e:
-            # UserError: it is another server now, which may use the address temporarily
+            # UserError: another server has the address now, perhaps only for a while
             self._lose(server, e)
             return
         server.alive, server.version, server.problem = True, self.version, None
@@ -262,8 +262,8 @@ class VLLMEngine:
                 self._lose(server, e)
 
     def _greet(self, server: Server) -> dict:
-        """Check that the server can serve this trainer. Return its description, with the transport
-        by which weights reach it.
+        """Check that the server can serve this trainer. Return the server's description, with
+        the transport of the weights.
         """
         info, ours = server.get(INFO), device_facts(self.world.device)
         protocol.check_server(server.url, info, self.cfg, self.max_len)
@@ -287,8 +287,8 @@ class VLLMEngine:
     def _watch(self, server: Server) -> None:
         """Start a thread that checks regularly whether the server's engine answers.
 
-        The engine must answer, not only its HTTP front end. This detects a suspended server
-        although its connections stay open.
+        The answer must come from the engine, not only from the HTTP process. So the check detects
+        even a suspended server, whose connections stay open.
         """
 
         def loop() -> None:
@@ -319,7 +319,7 @@ class VLLMEngine:
                 return
             self.restarts += 1
             deadline = time.monotonic() + self.patience
-            # Our own server may only have lost a connection, so try once without restarting it.
+            # Perhaps our own server only lost a connection, so first try without a restart.
             self._send_to_those_that_answer()
             while not any(server.alive for server in self.servers):
                 if self.over.is_set() or asked.is_set() or time.monotonic() > deadline:
@@ -342,8 +342,8 @@ class VLLMEngine:
 
 
 def each(work: Callable[[Any], None], items: Iterable) -> None:
-    """Call `work` with each item, all at the same time. Raise the first error once all have
-    ended.
+    """Call `work` with each item, all at the same time. When all calls have ended, raise the
+    first error.
     """
     done = [on_thread(functools.partial(work, item)) for item in items]
     wait(done)

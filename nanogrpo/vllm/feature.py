@@ -1,8 +1,8 @@
 """How vLLM attaches to a run: checks before the start, the engine, and a checkpoint if all servers
 are lost.
 
-In: --engine vllm and its options (options.py). Out: a VLLMEngine, with a server of its own unless
---server names some. Read before: nanogrpo/feature.py. Read next: client.py, gpus.py, sleeping.py.
+In: --engine vllm and its options (options.py). Out: a VLLMEngine. Without --server, it starts a
+server. Read before: nanogrpo/feature.py. Read next: client.py, gpus.py, sleeping.py.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 class VLLM(Feature):
     def __init__(self) -> None:
-        # Trainer and server may share memory by CUDA IPC. For the expandable segments that world.py
-        # otherwise asks for, torch then needs a system call that containers usually forbid.
+        # Trainer and server may share memory by CUDA IPC. Expandable segments are off:
+        # with them, torch needs a system call that most containers forbid.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
 
     def settings(self, cfg: Any, inputs: Inputs) -> Any:
@@ -79,7 +79,7 @@ def memory_needed(cfg: Any, world: World, model: Decoder, longest: int, judges: 
 def make_engine(
     cfg: Any, world: World, model: Decoder, source: Path, max_len: int, needed: int
 ) -> VLLMEngine:
-    """Return the engine, without weights. Without --server, a server is started here, which ends
+    """Return the engine, still without weights. Without --server, this starts a server, which ends
     with the run. source: the checkpoint. needed: see `memory_needed`.
     """
     sidecar = None
@@ -87,7 +87,7 @@ def make_engine(
         own, given = cfg.vllm_gpus, shlex.split(cfg.vllm_options)
         options = ["--max-model-len", str(max_len)]
         if world.device.type == "cpu":
-            # CPUs compute bfloat16 slowly, and the server must agree with the trainer's float32
+            # bfloat16 is slow on a CPU, and the server must match the trainer's float32
             options += ["--dtype", "float32"]
         if gpus.shares(cfg, world):
             options += world.once(lambda: memory.server_share(world, needed, given))
@@ -97,7 +97,7 @@ def make_engine(
             options += ["--tensor-parallel-size", str(len(own.split(",")))]
         sidecar = Sidecar(
             source,
-            [*options, *given],  # the last one counts, so the user may choose another parallelism
+            [*options, *given],  # the user's options come last and take precedence
             cfg.vllm_python or os.environ.get("NANOGRPO_VLLM_PYTHON", ""),
             Path(cfg.output_dir) / "serve.log",
             gpus=world.once(lambda: gpus.visible(own)) if own else "",

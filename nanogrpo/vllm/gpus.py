@@ -3,8 +3,8 @@
 In: --vllm-gpus, and the GPUs of the trainer. Out: the CUDA_VISIBLE_DEVICES of the server, and
 whether it shares a GPU with the trainer; or a UserError for a combination that cannot work.
 
-Without the option, the server uses the first GPU of the trainer. Weights then pass through the
-memory of that GPU, and otherwise through NCCL, which accepts one process per GPU. Once a server
+By default, the server uses the first GPU of the trainer. Weights then pass through the memory of
+that GPU. On other GPUs, weights pass through NCCL, which accepts one process per GPU. Once a server
 runs, it reports its GPUs itself (`protocol.transport`). Read next: run/setup.py (`make_engine`).
 """
 
@@ -21,8 +21,8 @@ from nanogrpo.vllm.buckets import device_facts
 
 
 def visible(names: str) -> str:
-    """Return CUDA_VISIBLE_DEVICES for a server on these GPUs, numbered as torch sees them, which
-    this process's own CUDA_VISIBLE_DEVICES may limit.
+    """Return CUDA_VISIBLE_DEVICES for a server on these GPUs. names: the numbers that torch gives
+    them in this process, whose own CUDA_VISIBLE_DEVICES may change the numbers.
 
     >>> visible("1")  # with CUDA_VISIBLE_DEVICES=4,5 in our environment
     '5'
@@ -34,9 +34,9 @@ def visible(names: str) -> str:
 
 
 def shares(cfg: Config, world: World) -> bool:
-    """Return whether a server of our own is to share a GPU with the trainer. Every rank must call.
+    """Return whether a server of our own will share a GPU with the trainer. Every rank must call.
 
-    Raises UserError if it cannot get the weights there.
+    Raises UserError if no weights could be sent to the server's GPUs.
     """
     if cfg.server:
         return False
@@ -57,7 +57,7 @@ def _shares(cfg: Config, trainers: list[str]) -> bool:
     if max(numbers, default=0) >= count:
         raise UserError(
             f"--vllm-gpus {cfg.vllm_gpus}: torch sees {count} GPU{'s' * (count != 1)}, numbered "
-            "from 0: set CUDA_VISIBLE_DEVICES to those of trainer and server together."
+            "from 0: set CUDA_VISIBLE_DEVICES to the GPUs of trainer and server."
         )
     theirs = [device_facts(torch.device("cuda", n))["gpu"] for n in numbers] or trainers[:1]
     shared = [rank for rank, gpu in enumerate(trainers) if gpu in theirs]
@@ -70,6 +70,6 @@ def _shares(cfg: Config, trainers: list[str]) -> bool:
     if not shared and cfg.vllm_enable_sleep_mode:
         raise UserError(
             "--vllm-enable-sleep-mode lets trainer and server take turns on a GPU, but --vllm-gpus "
-            f"{cfg.vllm_gpus} is not the trainer's: leave one of them out."
+            f"{cfg.vllm_gpus} is another GPU: leave one of the two options out."
         )
     return bool(shared)

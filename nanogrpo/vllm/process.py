@@ -1,7 +1,7 @@
-"""The processes of a server: end them with the process that started them, and kill them all.
+"""The processes of a server: kill all of them, or end them when the process that started them ends.
 
-In: a process id. Out: nothing. Used by serve.py, server.py and worker.py. Standard library only:
-vLLM's interpreter imports this file too.
+In: a process id. Out: nothing. This file is used by serve.py, server.py and worker.py. The file
+needs only the standard library, because vLLM's interpreter imports it, too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 def on_end(pid: int, then: Callable[[], object]) -> None:
     """Call `then` on a thread once process `pid` ends, for whatever reason. Linux only.
 
-    The kernel can also kill a process with its parent (distributed/parent.py), but there the
-    "parent" is the thread that started it, and a server may be started on a thread that ends.
+    The kernel can also kill a process when its parent ends (distributed/parent.py). But there, the
+    "parent" is the thread that started the process, and that thread may end while the run goes on.
     """
     try:
         process = os.pidfd_open(pid)
@@ -42,13 +42,13 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def kill_group(leader: int) -> None:
-    """Kill the processes of a group, the leader last. Multiprocessing's resource tracker ends by
-    itself, after it has removed their shared memory.
+    """Kill the processes of a group, the leader last. Multiprocessing's resource tracker is not
+    killed: it removes the shared memory of the others and then ends.
     """
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGCONT)  # a suspended tracker has to go on
+        os.killpg(leader, signal.SIGCONT)  # a suspended tracker must continue
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
             group = (folder / "stat").read_text().rpartition(")")[2].split()[2]
             tracker = b"resource_tracker" in (folder / "cmdline").read_bytes()
             if int(group) == leader != int(folder.name) and not tracker:

@@ -2,7 +2,7 @@
 
 In: a prompt and SamplingParams, then a reply. Out: the body of `POST /inference/v1/generate`, then
 `Sample`s, or an error that says why the reply cannot be used. The route takes token ids
-and returns token ids. No text is tokenized a second time, so the tokens cannot change in transit.
+and returns token ids. No text is tokenized again, so the tokens cannot change on the way.
 Read before: engine/base.py. Read next: client.py, which sends the requests.
 """
 
@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 
-import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
+import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
 from nanogrpo.engine.base import SamplingParams, stream
 from nanogrpo.errors import UserError, reading
 from nanogrpo.model.hf_config import ModelConfig
@@ -60,9 +60,9 @@ def transport(wanted: str, server: str, info: dict, ours: dict[str, str]) -> str
     """Return how weights reach a server: broadcast or memory.
 
     wanted: --weight-transport. info: the server's description. ours: buckets.device_facts of the
-    trainer. Raises UserError if this is impossible, or impossible by the transport in `wanted`:
-    NCCL connects only processes on different GPUs, with the same version of NCCL, and a process can
-    map only memory of its own GPU.
+    trainer. Raises UserError if no transport works, or if `wanted` does not. NCCL only connects
+    processes on different GPUs that have the same version of NCCL, and a process can only map
+    memory of its own GPU.
     """
     theirs, gpu = {*info["gpus"]}, ours["gpu"]
     if not theirs and not gpu:
@@ -93,7 +93,7 @@ def transport(wanted: str, server: str, info: dict, ours: dict[str, str]) -> str
 
 
 def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
-    """Return the request for a group, with every sampling field, so no default applies.
+    """Return the request for a group, with every sampling field, so that no default applies.
 
     vLLM seeds completion i of a request with seed + i. The seed is a hash of (seed, step, prompt),
     so the same request always returns the same completions, on any server at any time.
@@ -101,7 +101,7 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
     return {
         "token_ids": prompt.token_ids,
         "sampling_params": {
-            # all greedy completions are equal, and vLLM refuses to make more than one
+            # greedy completions are all equal, and vLLM refuses to sample more than one
             "n": n if params.temperature else 1,
             # 62 bits, so that seed + i fits into the 63 bits that vLLM allows
             "seed": stream(params.seed, step, prompt.id, 0) >> 1,
@@ -115,7 +115,7 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
             "max_tokens": prompt.max_tokens or params.max_tokens,
             "min_tokens": 0,
             "stop_token_ids": list(params.stop_token_ids),
-            # stop only at our stop ids, because the model's own end token may differ
+            # stop only at our stop ids; the model's own end token may be another one
             "ignore_eos": True,
             "logprobs": 0,  # only of the sampled token
             "detokenize": False,
@@ -126,9 +126,9 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
 def pictures(prompt: Prompt, label: str) -> dict:
     """Return the fields of the request that are different if the prompt has pictures.
 
-    vLLM gets each picture as the model sees it, so that it does not resize it in its own way, and
-    repeats its image token as often as needed. The name of a picture contains the label of the
-    weights, so what the encoder computed with older weights is never reused.
+    vLLM gets each picture in the size that the model sees, so that vLLM does not resize it in its
+    own way. vLLM repeats the image token as often as needed. The name of a picture contains the
+    label of the weights, so the encoder's results with older weights are never reused.
     """
     if not prompt.inputs:
         return {}
@@ -174,7 +174,7 @@ def read(
         if not all(x > SENTINEL for x in logp):  # NaN compares as False
             raise FloatingPointError(
                 f"{server} returned a log-prob of prompt {prompt.id} that is not finite at weight "
-                f"version {versions[-1]}; the weights contain NaN or infinity, or overflow: look "
+                f"version {versions[-1]}; the weights contain or cause NaN or infinity: look "
                 "at the gradient norm of the steps before."
             )
         return Sample(prompt, choice["index"], ids, logp, reason == "stop", versions)

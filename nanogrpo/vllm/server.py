@@ -1,9 +1,9 @@
 """The trainer's view of one vLLM sidecar: an HTTP client with the server's state (`Server`), and
 the server process if we start it ourselves (`Sidecar`).
 
-In: a URL and a secret. Out: `get` and `post`, which raise a `ServerError` (no answer in time, a
-lost connection, a status other than 200) if another attempt or another server may help. HTTP
-requests use the standard library. Each has a new connection, so a retry never uses a stale one.
+In: a URL and a secret. Out: `get` and `post`, which raise a `ServerError` if another attempt or
+another server may help: no answer in time, a lost connection, a status other than 200. HTTP uses
+the standard library. Each request has a new connection, so a retry never uses a broken one.
 Read before: engine/base.py. Read next: sync.py, client.py.
 """
 
@@ -39,17 +39,16 @@ log = logging.getLogger(__name__)
 
 STARTUP = 1800.0  # seconds for a server of our own to load its model
 
-# In a server's log, the message of an exception: "(Worker pid=7) ERROR 11-22 04:43:15
-# [core.py:1750] ValueError: No memory", or only the end of that, and one more line that is part of
-# the message.
+# An exception in a server's log, and one more line if it belongs to the message. An example is
+# "(Worker pid=7) ERROR 11-22 04:43:15 [core.py:1750] ValueError: no memory", or only its end.
 EXCEPTION = re.compile(
     r"^(?:\([\w-]+ pid=\d+\) )?(?:[A-Z]+ [\d-]+ [\d:]+ \[[^\]]+\] )?"
     r"((?:\w+\.)*\w*(?:Error|Exception)\b.*(?:\n(?:\([\w-]+ pid=\d+\) )? +\S.*)?)",
     re.MULTILINE,
 )
-# An exception with such a message was raised because another process had failed.
+# The message of an exception that was raised because another process had failed.
 REFERS = re.compile("root cause|stack trace|Engine core initialization failed", re.IGNORECASE)
-DEATH = "EngineCore encountered an issue"  # what the HTTP process answers if the engine died
+DEATH = "EngineCore encountered an issue"  # the HTTP process answers this if the engine has died
 
 
 class ServerError(Exception):
@@ -61,10 +60,10 @@ class ServerLost(UserError):
 
 
 class Server:
-    """An HTTP client of one server, and what is known about it. Its requests are thread-safe.
+    """An HTTP client of one server, and the server's state. Requests are thread-safe.
 
-    secret: "" for the one in the environment.
-    sidecar: the process, if it is our own.
+    secret: "" means the secret in the environment.
+    sidecar: the server's process, if we started it.
     """
 
     def __init__(
@@ -87,13 +86,13 @@ class Server:
         secret = f"Bearer {self.secret}"
         self.headers = {"Content-Type": "application/json", "Authorization": secret}
         # State, set by client.py and sync.py:
-        self.alive = False  # it is connected, has the current weights, and receives requests
+        self.alive = False  # whether it is connected, has current weights, and gets requests
         self.answers = True  # whether it answered the last heartbeat
-        self.version = -1  # the version of the last weights it received
+        self.version = -1  # version of the weights that the server received last
         self.problem: Exception | None = None  # why it was lost
-        # the connection for weights, if they are broadcast
+        # the connection for weights, if these are broadcast
         self.group: BroadcastGroup | None = None
-        self.open: set[http.client.HTTPConnection] = set()  # those of requests in progress
+        self.open: set[http.client.HTTPConnection] = set()  # with requests in progress
         self.lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -106,7 +105,7 @@ class Server:
         return self._request("POST", path, json.dumps(body or {}), self.timeout)
 
     def generate(self, body: dict) -> dict:
-        """Request completions. This may take a long time, but ends when the server is lost."""
+        """Request completions. The request may take long, but ends when the server is lost."""
         return self._request("POST", GENERATE, json.dumps(body), None)
 
     def _request(self, method: str, path: str, data: str | None, timeout: float | None) -> dict:
@@ -114,7 +113,7 @@ class Server:
         try:
             connection.connect()
             connection.sock.settimeout(timeout)
-            # the address of this machine that the server can reach
+            # the address at which the server can reach this machine
             self.reached_from = connection.sock.getsockname()[0]
             self.open.add(connection)  # from here on, `abort` ends the request
             if timeout is None and not self.alive:
@@ -162,8 +161,8 @@ class Server:
 def root_cause(text: str) -> str:
     """Return the message of the exception that ended a server, from its log, or "".
 
-    vLLM consists of several processes. If one of them fails, it logs its exception, and then each
-    process that depends on it logs one of its own, which only refers to it.
+    vLLM consists of several processes. If a process fails, it logs its exception. Each
+    process that depends on the first one then logs another exception, which refers to the first.
     """
     found = [message for message in EXCEPTION.findall(text) if not REFERS.search(message)]
     return re.sub(r"\n(\([\w-]+ pid=\d+\))? +", " ", found[-1])[:300] if found else ""
@@ -172,8 +171,8 @@ def root_cause(text: str) -> str:
 class Sidecar:
     """A server process of our own, which can be restarted with the same options.
 
-    It listens on loopback only, with a random secret that is passed in the environment. It ends
-    when this process ends, for whatever reason, because it watches our process id.
+    The server listens on loopback only, with a random secret that is passed in the environment. The
+    server watches our process id, so it ends when this process ends, for whatever reason.
     """
 
     def __init__(
@@ -190,20 +189,20 @@ class Sidecar:
         self.secret = secrets.token_urlsafe(32)
         self.process: subprocess.Popen | None = None
         self.logged = 0  # bytes in `output` before the process started
-        # A folder that contains only a link to our package, for the server's interpreter. If our
-        # package is installed, its folder also contains others, such as torch, which that
-        # interpreter must not find. It is next to the log: a killed run leaves nothing elsewhere.
+        # The server's interpreter imports our package from this folder, which has a link to it.
+        # In site-packages, that interpreter would also find our torch, which it must not use.
+        # The folder is next to the log, so that a killed run leaves nothing elsewhere.
         self.path = output.absolute().with_name(f".{output.stem}")
 
     def start(self, timeout: float, over: threading.Event) -> Server:
         """Start the process and wait until it is healthy. timeout: for requests to it.
 
-        Raises UserError if the process ends, does not become healthy in time, or `over` is set or a
-        signal asks the run to stop in the meantime.
+        Raises UserError if the process ends, or does not become healthy in time, or if the run is
+        asked to stop in the meantime, by `over` or by a signal.
         """
         self.kill()
-        # While this socket is bound, no other process gets the port, unless it also asks for the
-        # very port with SO_REUSEADDR, as serve.py does.
+        # While this socket is bound, no other process gets the port by chance.
+        # But serve.py can bind this port, because it uses SO_REUSEADDR, too.
         with socket.socket() as reserved:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             reserved.bind(("127.0.0.1", 0))
@@ -250,7 +249,7 @@ class Sidecar:
         """Return how and why the process ended, or "" if it is running."""
         if self.process is None or (status := self.process.poll()) is None:
             return ""
-        if status == -signal.SIGKILL:  # it could not write a message
+        if status == -signal.SIGKILL:  # a killed process cannot write a message
             return "The vLLM sidecar was killed (if not by you, the machine ran out of memory)"
         text = self.log().strip() or "it wrote no message"
         reason = root_cause(text) or text.splitlines()[-1][:300]
@@ -268,7 +267,7 @@ class Sidecar:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def kill(self) -> None:
-        """Kill the process and all its workers, even if it hangs, or has ended without them."""
+        """Kill the process and all its workers, even if the process hangs or has already ended."""
         process, self.process = self.process, None
         if process is not None:
             kill_group(process.pid)

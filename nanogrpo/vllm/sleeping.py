@@ -1,13 +1,13 @@
-"""Let trainer and vLLM take turns on one GPU: a wrapper around the engine, for
---vllm-enable-sleep-mode.
+"""Let trainer and vLLM take turns on one GPU (--vllm-enable-sleep-mode): a wrapper around the
+engine.
 
     gather │ wake, send the weights, sample, sleep │ score, train │ gather │ …
            │ the server has its memory             │ the trainer has all of the rest
 
 A server that sleeps (vLLM's level 2) has neither weights nor a KV cache. So the weights are sent
-each time it wakes, even if they have not changed, as after an evaluation. One turn covers one call
-of `sample`, in which tools may be called. Read before: client.py. Read next: sync.py (the order of
-the requests), extras/memory.py (the memory of each turn).
+each time the server wakes, even if they have not changed, as after an evaluation. The server stays
+awake for one call of `sample`, in which tools may be called. Read before: client.py. Read next:
+sync.py (the order of the requests), extras/memory.py (the memory of each turn).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from nanogrpo.vllm.client import VLLMEngine
 
 
 class SleepingEngine(Wrapper):
-    """An engine whose servers sleep, except while it samples.
+    """An engine whose servers sleep while it does not sample.
 
-    engine: the engine that is called to sample, possibly a wrapper. client: the VLLMEngine in it.
+    engine: the engine that samples, possibly a wrapper. client: the VLLMEngine inside.
     """
 
     def __init__(self, engine: Engine, client: VLLMEngine):

@@ -1,20 +1,20 @@
 """The trainer's end of the weight sync: gather the weights into buckets, then send them to servers.
 
-In: the model, full or sharded by FSDP2, on every rank. Out: each server has the weights, under a
+In: the model, full or sharded by FSDP2, on every rank. Out: each server has the weights, and a
 label with their version.
 
     every rank   gather   full parameters, cast to the servers' dtype, into the buckets of rank 0
     rank 0       send     pause → start → update ∥ broadcast → finish, with a new label → resume
 
-With sleep mode, the server has no weights and no KV cache while the trainer trains: `sleep` frees
-both, and `send` wakes the memory of the weights before the update, and the KV cache after it.
+With sleep mode, the server has no weights and no KV cache while the trainer trains. `sleep` frees
+both. `send` allocates the weights again before the update, and the KV cache after the update.
 
 All gathers end before the first send, because NCCL can deadlock if two ranks use the same two
 communicators at the same time. (Sends to several servers may overlap: each of their communicators
-shares only rank 0 with the others.) This costs one copy of the model on rank 0. In return, the same
-weights can be sent at any time to a server that restarts, while the model is already being trained
-further. Nothing here waits forever: the broadcast, on a daemon thread, has a timeout, and so has
-the matching HTTP request, which the caller's thread makes. Read before: buckets.py.
+shares only rank 0 with the others.) So rank 0 stores one copy of the model. In return, the same
+weights can be sent again when a server restarts, even after the model has changed.
+Nothing here waits forever: the broadcast, on a daemon thread, has a timeout, and so has the HTTP
+request of the caller's thread. Read before: buckets.py.
 Read next: worker.py (the other end), client.py (the caller).
 """
 
@@ -59,8 +59,8 @@ class WeightSync:
         entries = [(n, dtype, list(p.shape)) for n, p in weights.parameters(model)]
         self.layout = Layout(entries, bucket_bytes)
         self.device, self.timeout = device, timeout
-        self.checksums: list[int] = []  # of the buckets; each worker compares them with its own
-        # distinguishes this trainer's labels and cached prefixes from those of other runs
+        self.checksums: list[int] = []  # one per bucket, which the workers compare
+        # makes this run's labels, and prefixes in caches, differ from those of other runs
         self.run = secrets.token_hex(6)
         self.shared = SharedBuckets(self.layout.sizes if main else [], device)
         self.buckets = self.shared.buckets
@@ -78,12 +78,12 @@ class WeightSync:
             if self.buckets:
                 self.slots[name].copy_(full)
         if self.device.type == "cuda":
-            # another process or another communicator reads the buckets next
+            # the buckets must be complete before another process or communicator reads them
             torch.cuda.synchronize(self.device)
         self.checksums = [checksum(bucket) for bucket in self.buckets]
 
     def connect(self, server: Server, transport: str, workers: int) -> None:
-        """Tell a server the layout and transport of the buckets. workers: their number on it."""
+        """Tell a server the layout and transport of the buckets. workers: how many it has."""
         self.disconnect(server)
         info: dict[str, Any] = {
             "transport": transport,
@@ -94,7 +94,7 @@ class WeightSync:
         if transport == "memory":
             server.post(CONNECT, {"init_info": info | {"handles": self.shared.handles()}})
             return
-        # by default, torch's store would listen on every network interface of the machine
+        # without this socket, torch's store would listen on every network interface
         sock = listen(server.reached_from)
         info |= {"address": server.reached_from, "port": sock.getsockname()[1]}
         info |= {"group": secrets.token_hex(8), "size": 1 + workers}
@@ -113,7 +113,7 @@ class WeightSync:
 
         After a ServerError the server must be connected again. Requests in progress are paused,
         keep their KV cache, and continue with the new weights. New requests never reuse prefixes
-        cached under older weights, because they salt the prefix cache (see client.py).
+        that were cached with older weights, because the prefix cache is salted (see client.py).
 
         wake: the server uses sleep mode, and may be asleep.
         """
@@ -123,7 +123,7 @@ class WeightSync:
         server.post("/pause?mode=keep&clear_cache=false")
         try:
             server.post("/start_weight_update")
-        except ServerError:  # an earlier trainer died between start and finish
+        except ServerError:  # an earlier trainer ended between start and finish
             server.post("/finish_weight_update")
             server.post("/start_weight_update")
         sending = on_thread(lambda: group.send(self.buckets)) if group else None
@@ -147,7 +147,7 @@ class WeightSync:
         """Disconnect from the servers, so that they release our memory."""
         for server in servers:
             self.disconnect(server)
-            # the server may be gone, or another one may have its address
+            # the server may be gone, or another server may have its address
             with contextlib.suppress(ServerError):
                 server.post(DISCONNECT)
         self.shared.close()
@@ -160,7 +160,7 @@ def on_thread(call: Callable[[], Any]) -> Future:
     def run() -> None:
         try:
             future.set_result(call())
-        except Exception as e:  # whoever waits for the result raises it
+        except Exception as e:  # raised where the result is read
             future.set_exception(e)
 
     threading.Thread(target=run, daemon=True).start()
@@ -169,6 +169,6 @@ def on_thread(call: Callable[[], Any]) -> Future:
 
 def _result(future: Future, server: Server) -> Any:
     try:
-        return future.result()  # which has a timeout of its own
+        return future.result()  # the call has its own timeout
     except Exception as e:  # torch.distributed raises many kinds
         raise ServerError(f"the broadcast to {server} failed: {e}") from e

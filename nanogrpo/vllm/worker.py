@@ -10,7 +10,7 @@ it. vLLM calls these methods for the routes of the same names:
     start_weight_update      does nothing: weights stay usable until the first bucket arrives
     update_weights           receives and loads one bucket after the other
     finish_weight_update     does nothing
-    shutdown                 the trainer is gone
+    shutdown                 disconnects from the trainer
 
 Read before: buckets.py, sync.py. Read next: serve.py.
 """
@@ -36,7 +36,7 @@ from nanogrpo.vllm.process import on_end
 
 
 class Transfer(WeightTransferEngine):
-    """Receives a trainer's weights. After an error, it answers status 500 and keeps running."""
+    """Receives a trainer's weights. After an error, the server replies 500 and keeps running."""
 
     init_info_cls = InitInfo
     supports_draft_weight_update = False
@@ -52,15 +52,15 @@ class Transfer(WeightTransferEngine):
         else:
             p = self.parallel_config
             rank = 1 + p.data_parallel_index * p.world_size + p.rank  # the trainer is rank 0
-            # With VLLM_BATCH_INVARIANT=1, vLLM sets NCCL variables that the trainer does not have.
-            # A group of processes with different settings would hang.
+            # With VLLM_BATCH_INVARIANT=1, vLLM sets NCCL variables that the trainer does not set.
+            # If the processes of a group have different variables, the group hangs.
             with unpinned_nccl_env():
                 self.group = BroadcastGroup(info, rank, device)
         self.info = info
 
     def start_weight_update(self) -> None:
-        """Do nothing. vLLM's own engines discard the old weights here. We do this in
-        `update_weights`, so a start that is not followed by an update does no harm.
+        """Do nothing. vLLM's own engines discard the old weights here. Our engine discards them in
+        `update_weights`, so a start without an update does no harm.
         """
 
     def update_weights(self, update_info: dict) -> None:
@@ -74,8 +74,7 @@ class Transfer(WeightTransferEngine):
                 if self.mapped is not None:
                     bucket = self.mapped[i]
                 else:
-                    # Allocate a new buffer each time, because vLLM keeps a layer's tensors until
-                    # the layer is complete.
+                    # a new buffer each time: vLLM uses the tensors until their layer is complete
                     size = self.info.plan.sizes[i]
                     bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
                     self.group.broadcast(bucket)
@@ -88,22 +87,22 @@ class Transfer(WeightTransferEngine):
         if missing := sorted({name for name, _ in self.model.named_parameters()} - loaded):
             raise RuntimeError(f"{len(missing)} parameters did not arrive, such as {missing[0]}")
         if torch.device(self.device).type == "cuda":
-            # the trainer may overwrite shared buckets as soon as this returns
+            # after the return, the trainer may overwrite shared buckets
             torch.cuda.synchronize(self.device)
 
-    receive_weights = update_weights  # vLLM calls the other one, but requires both
+    receive_weights = update_weights  # vLLM only calls `update_weights`, but requires both
 
     def _repack_tied_head(self) -> None:
         """Refresh the packed copy of the head that vLLM uses on a CPU.
 
-        Reloading the weights refreshes it too, except when the head is tied to the embedding.
+        A reload of the weights refreshes the copy, except when the head is tied to the embedding.
         """
         head = getattr(getattr(self.model, "language_model", self.model), "lm_head", None)
         if torch.device(self.device).type == "cpu" and getattr(head, "weight", None) is not None:
             dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
     def finish_weight_update(self) -> None:
-        """Do nothing. `update_weights` cleans up after itself, even when it fails."""
+        """Do nothing. `update_weights` cleans up itself, even when it fails."""
 
     def shutdown(self) -> None:
         if self.group is not None:
@@ -112,21 +111,21 @@ class Transfer(WeightTransferEngine):
 
 
 class Extension:
-    """The class that --worker-extension-cls names, to import this file. vLLM adds it to the bases
-    of its worker.
+    """The class that --worker-extension-cls names, so that vLLM imports this file. vLLM adds the
+    class to the bases of its worker.
     """
 
     device: torch.device  # the worker's
 
     def device_facts(self) -> dict[str, str]:
-        """Answer auth.describe, in the HTTP process."""
+        """Return the facts for auth.describe, which runs in the HTTP process."""
         return device_facts(torch.device(self.device))
 
 
 def end_with(server: int) -> None:
-    """Kill this worker when process `server` ends, and the engine process that started it.
+    """Kill this worker, and the engine process that started it, when process `server` ends.
 
-    vLLM 0.32.0 leaves both running, with all their memory, when its HTTP server is killed.
+    When its HTTP server is killed, vLLM 0.32.0 leaves the two running, with all their memory.
     """
     parent = os.getppid()
 

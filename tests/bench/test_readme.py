@@ -46,7 +46,7 @@ def test_a_record_fills_its_cell_and_names_its_origin(tmp_path):
     section = readme.section("learning", records)
     assert "| nanogrpo | 2 | 0.955 ± 0.007 | " in section
     assert f"| TRL | {tables.MISSING} |" in section
-    origin = "on some chip, 2 cores, 2 threads; torch 2; 2026-11-21, commit 0123456"
+    origin = "ran on 2026-11-21 on some chip (2 cores, 2 threads) with torch 2, at commit 0123456."
     assert f"`python -m bench.learning` {origin}" in section
     assert section in readme.render(tmp_path)
 

@@ -1,1 +1,1 @@
-"""The built-in task, and a base model that has something to learn on it. Start with task.py."""
+"""The built-in task, and a base model that can still improve on it. Start with task.py."""

@@ -1,6 +1,6 @@
 """Attach the task `arithmetic` (--data arithmetic).
 
-Read next: task.py, and warmup.py (a base model that has something to learn on it).
+Read next: task.py, and warmup.py (a base model that can still improve on the task).
 """
 
 from __future__ import annotations

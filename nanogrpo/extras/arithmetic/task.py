@@ -6,7 +6,7 @@
 
 In: the name of a split. Out: records for data/prompts.py. A hash of a problem's text decides its
 split, so no held-out problem occurs in a training prompt or a warm-up text. Read next:
-warmup.py (a base model that still has something to learn on this task), rewards/builtin.py.
+warmup.py (a base model that can still improve on this task), rewards/builtin.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIZE = {"train": 8192, "eval": 256}
 
 
 def problem(rng: random.Random) -> str:
-    """Return a sum of two to four terms, such as "34+5-7", with all partial sums in 0 … 99."""
+    """Return a sum of two to four terms, such as "34+5-7", with all partial sums from 0 to 99."""
     while True:
         total = rng.randint(10, 89)
         text = str(total)
@@ -35,7 +35,7 @@ def problem(rng: random.Random) -> str:
 
 
 def held_out(text: str) -> bool:
-    """Return whether a problem is held out, as one in eight is. This depends only on its text."""
+    """Return whether a problem is held out, which depends only on its text. One in eight is."""
     return hashlib.blake2b(text.encode()).digest()[0] % 8 == 0
 
 
@@ -51,7 +51,7 @@ def problems(split: str, count: int, seed: int) -> list[str]:
 
 
 def records(split: str) -> list[dict]:
-    """Return the records {"prompt": [one message], "answer": "32"}, the same in every run."""
+    """Return records {"prompt": [one message], "answer": "32"}; every run gets the same ones."""
     return [
         {"prompt": [{"role": "user", "content": f"{text}="}], "answer": str(value(text))}
         for text in problems(split, SIZE[split], seed=0)

@@ -1,14 +1,14 @@
-"""Make the small base model of the built-in task: a Qwen3 of under a million parameters.
+"""Make the small base model of the built-in task: a Qwen3 with less than a million parameters.
 
     python -m nanogrpo.extras.arithmetic.warmup runs/base --seed 0
     python train.py --model runs/base --data arithmetic …
 
-The model first learns to work out sums term by term. Then it briefly imitates a lazy student, who
-works out short sums in four cases out of five, and blurts out the answer to long sums in four cases
-out of five. The base model copies both habits and so fails at sums it could solve: the answers it
-blurts out are mostly wrong, and those it works out are mostly right. Nothing in this training says
-which habit is better. GRPO finds that out. In: a seed. Out: a checkpoint folder in Hugging Face's
-layout. Read next: train.py.
+The model first learns to work out sums term by term. Then the model briefly imitates a lazy
+student, who works out short sums in four cases out of five, and blurts out the answer to long sums
+in four cases out of five. The base model copies both habits and so fails at sums it could solve:
+the answers it blurts out are mostly wrong, and those it works out are mostly right. Nothing in this
+training says which habit is better. GRPO finds that out. In: a seed. Out: a checkpoint folder in
+Hugging Face's layout. Read next: train.py.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()  # joins tokens without spaces
     tokenizer.add_special_tokens(["<|pad|>", *TAGS[:3]])
-    tokenizer.add_tokens(TAGS[3:])  # ordinary tokens, because the rewards must see them
+    tokenizer.add_tokens(TAGS[3:])  # not special, because reward functions must see them
     tokenizer.save(str(folder / "tokenizer.json"))
     template = (
         "{%- for m in messages %}"
@@ -87,8 +87,8 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
     """Train the base model from scratch on `steps` batches of 64 solved problems and write its
     checkpoint.
 
-    Leave a base that was made with this seed and number of steps as it is, and replace another one.
-    Raises UserError if the folder contains anything else, because that could be a run or the only
+    Keep a base that was made with the same seed and number of steps, and replace any other base.
+    Raises UserError if the folder contains other files, because they could be a run or the only
     copy of another model.
     """
     folder = folder.resolve()
@@ -110,7 +110,7 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
 
 
 def new_model(tokenizer: Tokenizer) -> Decoder:
-    """Return a random Qwen3 of 0.3 M parameters."""
+    """Return a Qwen3 with 0.3 M random parameters."""
     return Decoder(
         ModelConfig(
             model_type="qwen3",
@@ -146,10 +146,10 @@ def imitate(
     model: Decoder, samples_of: Callable[[int], list[Sample]], steps: int, rise: int = 50
 ) -> None:
     """Train a model to write the samples of each step. The learning rate rises linearly for `rise`
-    steps, then falls linearly to a twentieth.
+    steps, then falls linearly to a twentieth of its peak.
 
     Supervised learning is the policy gradient on completions from another source with advantage 1,
-    so this uses the trainer's own loss.
+    so this function uses the trainer's own loss.
     """
     cfg = Config()
     optimizer = optim.make_optimizer(model, cfg)
@@ -166,7 +166,7 @@ def imitate(
 def solved_sample(
     number: int, text: str, tokenizer: Tokenizer, rng: random.Random, lazy: bool
 ) -> Sample:
-    """Return a problem and its solution as if it had been sampled, with advantage 1."""
+    """Return a problem and its solution as a `Sample` with advantage 1."""
     messages = [{"role": "user", "content": f"{text}="}]
     prompt = Prompt(number, text, tokenizer.encode_prompt(messages))
     ids = tokenizer.encode(solution(text, rng, lazy) + "<|end|>")

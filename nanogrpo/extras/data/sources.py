@@ -1,8 +1,9 @@
 """Read data sets of the Hugging Face hub, folders of data files, folders that `save_to_disk` has
 written, CSV and Parquet files, and a `DatasetDict` from Python.
 
-In: the name of a source, or splits by name. Out: the records of a split. The package `datasets`
-comes with the extra `data`; CSV needs nothing. Read next: nanogrpo/data/sources.py.
+In: the name of a source, or a dict of splits. Out: the records of a split. CSV files
+need no further package; all others need `pip install 'nanogrpo[data]'`. Read next:
+nanogrpo/data/sources.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Sources(Feature):
         self.train, self.test = given.dataset_train_split, given.dataset_test_split
 
     def encode(self, prompt: Prompt, variables: dict, *_: Any) -> None:
-        """Read the values of variables of the chat template that are given as JSON text."""
+        """Parse the chat template's variables that are given as JSON text."""
         for name in variables.keys() & prompt.columns.keys():
             variables[name] = _variable(variables[name])
 
@@ -57,14 +58,14 @@ class Sources(Feature):
             found = splits[wanted]
             if not hasattr(found, "to_list"):
                 return list(found)
-            found.data.validate(full=True)  # a damaged Arrow file would end the process
+            found.data.validate(full=True)  # otherwise a damaged Arrow file could crash the process
             return found.to_list()
 
 
 def _variable(value: Any) -> Any:
     """Return the value of a variable, which may be given as JSON text.
 
-    Arrow fills up the fields that one object lacks and another has with nulls, which are dropped.
+    Arrow adds the fields that an object lacks but another one has, as nulls. They are dropped.
     """
     if isinstance(value, str) and value.startswith(("[", "{")):
         with contextlib.suppress(ValueError, RecursionError):
@@ -79,7 +80,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def uses_hub(source: str) -> bool:
-    """Return whether a source is a folder, or can be a hub id: owner/name, and no file."""
+    """Return whether a source is a folder, or may be a hub id: owner/name that is not a file."""
     path = Path(source)
     is_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None
     is_file = path.is_file() or path.suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt")
@@ -90,7 +91,7 @@ def _file(path: Path) -> list[dict]:
     if path.suffix == ".parquet":
         with reading(path, "write the file again", "cannot be read as Parquet"):
             return _import("pyarrow.parquet", path).read_table(path).to_pylist()
-    csv.field_size_limit(1 << 30)  # a long solution is no reason to stop
+    csv.field_size_limit(1 << 30)  # the default limit is too small for long solutions
     with (
         reading(path, "name another file"),
         path.open(encoding="utf-8-sig", newline="") as file,
@@ -104,21 +105,21 @@ def _file(path: Path) -> list[dict]:
                 if None in row or None in row.values():
                     raise UserError(
                         f"{path}:{rows.reader.line_num}: it has more or fewer fields than the first"
-                        " line names columns; put texts with commas in double quotes."
+                        " line; put texts with commas in double quotes."
                     )
                 found.append(row)
     return found
 
 
 def _load(source: str, config: str) -> Mapping[str, Any]:
-    """Return the splits of a data set, by name; "": it has none."""
+    """Return the splits of a data set by name. The name "" means a data set without splits."""
     datasets = _import("datasets", source)
     try:
         if any(Path(source, name).is_file() for name in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(source)
             return saved if isinstance(saved, Mapping) else {"": saved}
         return datasets.load_dataset(source, config or None)
-    # the library raises errors of many types, for the name, the network, the files and the cache
+    # the library raises errors of many types
     except Exception as e:
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
         raise UserError(

@@ -3,12 +3,13 @@
     --data reasoning_gym:countdown:size=2000,max_numbers=4 --reward-funcs reasoning_gym
 
 In: the name of a data set of that package, with arguments such as `size` and `seed`. Out: records
-with a question, an answer, and the column `reasoning_gym`, from which the reward function of the
-same name takes the problem and the verifier of its data set. Read next: extras/gym/reward.py.
+with a question, an answer, and the column `reasoning_gym`. The reward function of the same name
+reads the problem and the name of its data set from that column. Read next: extras/gym/reward.py.
 
-Some verifiers give the answer to Python's `eval`, or to sympy, which evaluates it too, so that a
-completion could run any program. The data sets in EVALUATE are therefore refused. For the data sets
-in ARITHMETIC, reward.py passes an answer to the verifier only if it is plain arithmetic.
+With some verifiers, a completion could run any program: the verifiers pass the answer to Python's
+`eval`, or to sympy, which evaluates it, too. The data sets in EVALUATE are therefore refused. For
+the data sets in ARITHMETIC, reward.py passes an answer to the verifier only if it is plain
+arithmetic.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from nanogrpo.feature import Feature
 from nanogrpo.rewards.plugin import split_arguments
 
 PREFIX = "reasoning_gym:"
-# Added to the seed of held-out problems. Problem i of a data set is made from `seed + i`, so data
-# sets with seeds that are close together share problems.
+# HELD_OUT is added to the seed of held-out problems. Problem i is made from `seed + i`,
+# so data sets with seeds that are close together share problems.
 HELD_OUT = 1_000_000_000
 EVALUATE = {
     *("simple_integration", "intermediate_integration", "polynomial_multiplication"),
@@ -50,7 +51,7 @@ class Gym(Feature):
         return records(source, split != "train")
 
     def reward(self, name: str, device: torch.device) -> str | None:
-        # it runs in the process of the user's functions
+        # this function runs in the process of the user's reward functions
         own = "nanogrpo.extras.gym.reward:reasoning_gym_reward"
         return own if name in ("reasoning_gym", "reasoning_gym_reward") else None
 
@@ -66,13 +67,13 @@ def records(source: str, held_out: bool) -> list[dict]:
         problems = [data[i] for i in range(len(data))]
     except UserError as e:
         raise UserError(f"{source}: {e}") from e
-    except Exception as e:  # the package raises errors of many types, also AssertionError
+    except Exception as e:  # the package raises errors of many types, such as AssertionError
         reason = " ".join(str(e).split()) or type(e).__name__
         raise UserError(
             f"{source} cannot be made ({reason}): correct its name or arguments."
         ) from e
-    # The problem is kept as a whole, because a few data sets would make a different one in another
-    # process: they depend on the order of Python's sets.
+    # A record contains the whole problem, because another process may not make the same one:
+    # a few data sets depend on the order of Python's sets.
     return [
         {
             "question": problem["question"],
@@ -85,7 +86,7 @@ def records(source: str, held_out: bool) -> list[dict]:
 
 @lru_cache(maxsize=16)
 def dataset(source: str) -> Any:
-    """Return the data set of a source: a sequence of problems, with `score_answer`."""
+    """Return the data set of a source: a sequence of problems with a method `score_answer`."""
     try:
         import reasoning_gym
     except ImportError as e:

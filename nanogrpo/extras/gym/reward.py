@@ -1,8 +1,8 @@
 """The reward function `reasoning_gym`: score an answer with the verifier of its own data set.
 
-In: completions, and the column `reasoning_gym` that data.py writes. Out: a score for each, from
-0 to 1. It runs in the process of the user's functions. Read next: extras/gym/data.py (which
-verifiers evaluate the answer), rewards/builtin.py.
+In: completions, and the column `reasoning_gym` that data.py writes. Out: for each, a score
+from 0 to 1. The function runs in the process of the user's functions. Read next: extras/gym/data.py
+(which verifiers evaluate the answer), rewards/builtin.py.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from nanogrpo.extras.gym import data as gym
 from nanogrpo.rewards.answers import extract_answer
 from nanogrpo.rewards.builtin import text_of
 
-# Numbers, + - * / and parentheses. No power, because 9**9**9 takes hours.
+# Numbers, + - * / and parentheses. Powers are excluded, because 9**9**9 takes hours.
 EXPRESSION = re.compile(r"(?:[\d\s.+/()-]|(?<!\*)\*(?!\*))*", re.ASCII)
 
 
 def reasoning_gym_reward(
     completions: list, reasoning_gym: list | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """Return the score of each completion's answer, as `extract_answer` finds it; 0 without one.
+    """Return the score of the answer that `extract_answer` finds in each completion, or else 0.
 
     The reward is None for the prompts of other sources.
     """
@@ -40,6 +40,6 @@ def score(text: str, origin: dict) -> float:
         answer = "?"  # which the verifier cannot read
     try:
         found = float(gym.dataset(origin["source"]).score_answer(answer, origin["problem"]))
-    except Exception:  # an answer can make the verifier raise anything
+    except Exception:  # an answer can make the verifier raise any exception
         return 0.0
     return found if math.isfinite(found) else 0.0

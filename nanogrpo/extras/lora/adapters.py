@@ -4,8 +4,8 @@ adapter_model.safetensors.
 In: a model with adapters (lora.py), and the options. Out: adapters, initialized or loaded, and
 folders that peft can load on top of the base model:
 `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)`. If the base was in
-four bits, quantization_config.json in the folder has the arguments of transformers'
-BitsAndBytesConfig that give the same base. PEFT's tensor names are ours with a prefix and a suffix.
+four bits, the folder also has quantization_config.json, with the arguments of transformers'
+BitsAndBytesConfig for the same base. PEFT's tensor names are ours with a prefix and a suffix.
 PEFT features that we do not support are rejected, with their name in the message. Read before:
 lora.py. Read next: run/state.py (when adapters are saved).
 """
@@ -31,9 +31,9 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.weights import gathered
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-QUANTIZATION = "quantization_config.json"  # next to them, of a base in four bits
-SUBFOLDER = "adapter"  # of a checkpoint, for the adapters that are merged into its weights
-# The fields of adapter_config.json that do not change the computation, or whose effect we support.
+QUANTIZATION = "quantization_config.json"  # next to them, if the base is in four bits
+SUBFOLDER = "adapter"  # in a checkpoint: the adapters alone; its weights contain them, too
+# The fields of adapter_config.json that do not change the computation, or that we support.
 # Every other field must be absent, empty or "none", including fields that PEFT may add in future.
 KNOWN = {
     "peft_type",
@@ -82,7 +82,7 @@ def initialize(model: Decoder, cfg: Config) -> None:
 
 
 def check_base(source: Path, cfg: Config) -> None:
-    """Raise UserError if adapters for the base of --lora-adapter are already merged into the model.
+    """Raise UserError if --model is the base of --lora-adapter with adapters already merged.
 
     A run's checkpoint contains its merged weights and, in a subfolder, its adapters. `source` is
     the folder of --model.
@@ -93,7 +93,7 @@ def check_base(source: Path, cfg: Config) -> None:
         if os.path.realpath(base) == os.path.realpath(merged):
             raise UserError(
                 f"--lora-adapter {cfg.lora_adapter}: the weights of --model {cfg.model} already "
-                f"contain adapters to {base}, so these would be added to them: use --model {base}."
+                f"contain adapters to {base}, and these would come on top: use --model {base}."
             )
 
 
@@ -121,7 +121,7 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
         )
     options = {"r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
     for name, option in options.items():
-        # PEFT did not always write use_rslora
+        # older versions of PEFT do not write use_rslora
         theirs, ours = found.get(name) or False, getattr(cfg, option)
         require(
             theirs == ours,
@@ -150,7 +150,7 @@ def host_adapters(model: Decoder, keep: bool = True) -> dict[str, Tensor]:
 
 def write(weights: dict[str, Tensor], folder: Path, cfg: Config, device: str = "cpu") -> None:
     """Write a folder in PEFT's format. weights: the result of `host_adapters`; device: the type of
-    device that they were trained on.
+    device on which they were trained.
     """
     alpha = cfg.lora_alpha
     config = {

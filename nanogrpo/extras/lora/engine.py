@@ -1,8 +1,8 @@
 """The embedded engine on frozen weights in four bits.
 
-In: a model whose matrices are in four bits (lora.py). Out: an engine that uses the trainer's frozen
-weights themselves, which no step changes, and copies only the adapters. It does not merge them.
-Where the trainer's weights are sharded, the shards are gathered once, in four bits. Read before:
+In: a model whose matrices are in four bits (lora.py). Out: an engine that shares the trainer's
+frozen weights, which no step changes, and copies only the adapters. The engine does not merge them.
+If the trainer's weights are sharded, the shards are gathered once, in four bits. Read before:
 engine/local.py.
 """
 
@@ -30,7 +30,7 @@ class SharingEngine(LocalEngine):
         model.to(self.dtype).requires_grad_(False)
 
     def copy(self, model: nn.Module) -> None:
-        """Take the frozen weights, only the first time, and copy the adapters."""
+        """Take the frozen weights on the first call, and copy the adapters on every call."""
         mine, first = dict(self.model.named_parameters()), self.version < 0
         fsdp.reshard(model)  # FSDP would free a gathered parameter
         taken = {}

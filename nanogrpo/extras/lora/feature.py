@@ -1,8 +1,9 @@
-"""Attach adapters to a run (--lora-r), with the frozen weights in four bits if --load-in-4bit asks
-for it.
+"""Attach adapters to a run (--lora-r). With --load-in-4bit, the frozen weights are stored in four
+bits.
 
-In: the model of a run, before it has weights. Out: the same model with adapters. It is its own
-reference model, and a checkpoint also contains the adapters alone. Read next: lora.py.
+In: the model of a run, before it has weights. Out: the same model with adapters. Without
+the adapters, it is also the reference model. A checkpoint also contains the adapters alone. Read
+next: lora.py.
 """
 
 from __future__ import annotations

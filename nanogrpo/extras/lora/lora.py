@@ -2,7 +2,7 @@
 B [out, r] are trained. The scale is alpha/r, or alpha/√r with --use-rslora (Kalajdzievski 2023,
 2312.03732).
 
-In: a Decoder. Its chosen layers are replaced by `LoRALinear`; parameter names do not change. Out:
+In: a Decoder. `LoRALinear` replaces the chosen layers; parameter names do not change. Out:
 the same model, which can be used in two ways:
 
     merged      W + scale · B A as a new tensor: engines sample with it and transformers loads it.
@@ -10,9 +10,9 @@ the same model, which can be used in two ways:
     disabled    the base model: the reference policy when beta > 0, so no second model is kept
 
 B starts at zero, so the initial policy equals the base model. The adapters are trained in float32.
-The frozen weights are stored in the dtype they compute in, which is bfloat16 on a GPU: the same
-numbers, in half the memory. With --load-in-4bit, the matrices of the blocks are stored in four bits
-(nf4.py).
+The frozen weights are stored in the dtype of the computation, which is bfloat16 on a GPU:
+the results are the same, and the weights need half the memory. With --load-in-4bit, the matrices of
+the blocks are stored in four bits (nf4.py).
 
 Read next: adapters.py (PEFT's files), feature.py (how a run uses this).
 """
@@ -37,18 +37,18 @@ from nanogrpo.model.weights import Stored, gathered
 
 
 class LoRALinear(nn.Module):
-    """A linear layer with its own frozen parameters, and its adapters, which `adapters.initialize`
-    initializes.
+    """A linear layer with frozen parameters and with adapters. `adapters.initialize` sets the
+    adapters.
     """
 
-    weight: Any  # a parameter of the layer, as a float matrix or in four bits
+    weight: Any  # the frozen matrix, in floats or in four bits
 
     def __init__(self, base: nn.Linear | nf4.Linear4bit, cfg: Config):
         super().__init__()
         r = cfg.lora_r
         self.in_features, self.out_features = base.in_features, base.out_features
         self.bias: Any = None
-        for name, p in base.named_parameters():  # under their names, which files have too
+        for name, p in base.named_parameters():  # keep their names, which files also have
             setattr(self, name, p)
         self.internal = ("lora_A", "lora_B", *getattr(base, "internal", ()))
         weight: Any = base.weight
@@ -66,8 +66,8 @@ class LoRALinear(nn.Module):
         return found
 
     def full_weight(self) -> Tensor:
-        """Return W + scale · B A. Adapters are added in float32, and the sum is rounded once, or
-        not at all if the adapters have a higher precision than the weight.
+        """Return W + scale · B A. The sum is computed in float32, and rounded once if both the
+        weight and the adapters have a lower precision.
         """
         w = nf4.Linear4bit.full_weight(self) if self.four_bits else gathered(self.weight)
         exact, a, b = _exact(w.dtype), gathered(self.lora_A), gathered(self.lora_B)
@@ -102,8 +102,8 @@ def base_dtype(cfg: Config, device: str) -> str:
 
 def attach(model: Decoder, cfg: Config, device: str = "cpu") -> None:
     """Freeze the model and add adapters to the chosen layers, unless --lora-r is 0. Call this
-    before the model is loaded and sharded. With --load-in-4bit, all layers of the blocks are then
-    in four bits. device: the type of device that it will be on.
+    before the weights are loaded and sharded. With --load-in-4bit, all layers of the blocks are
+    then in four bits. device: the type of device for the model.
     """
     if not cfg.lora_r:
         return

@@ -1,19 +1,19 @@
 """Frozen linear layers in four bits (QLoRA, Dettmers et al. 2023, 2305.14314): y = W x + b, where W
-is stored as bitsandbytes stores it and dequantized whenever a layer computes.
+is stored in the format of bitsandbytes and dequantized whenever a layer computes.
 
 In: the linear layers of a block, before they have weights (lora.py), and then the matrices of a
-checkpoint: floats, or what bitsandbytes has stored in four bits (checkpoint.py). Out: layers with
-0.52 bytes per weight. With n weights, in blocks of 64 that follow each other in the flat matrix:
+checkpoint, as floats or in the four bits of bitsandbytes (checkpoint.py). Out: layers with 0.52
+bytes per weight. The n weights of a matrix, row by row, are divided into blocks of 64:
 
     weight  [n/64, 32]  two 4-bit codes per byte; a row is a block
     absmax  [n/64, 1]   the largest absolute value of each block, as an 8-bit code
-    nested  [k+1, 4]    float32 numbers as bytes: the factor of each 256 of those codes, and the
-                        mean of all values that they stand for
+    nested  [k+1, 4]    float32 numbers as bytes: a factor for every 256 codes of absmax, and the
+                        mean of all values of absmax
 
-All three are bytes, because FSDP casts parameters that are floats. It shards each of them by rows,
-and gathers them before a layer computes.
+The three tensors are bytes, because FSDP casts parameters that are floats. FSDP shards each tensor
+by rows, and gathers it before a layer computes.
 
-The forward pass dequantizes the matrix, multiplies and forgets it, and the backward pass does the
+The forward pass dequantizes a matrix, multiplies with it and frees it. The backward pass does the
 same, so no more than one full matrix exists at a time. Read next: nf4_kernels.py (the code book and
 the equations), lora.py (the adapters).
 """
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
+import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
 from nanogrpo.errors import UserError, reading
 from nanogrpo.extras.lora import nf4_reference
 from nanogrpo.extras.lora.nf4_reference import BLOCK, NESTED, Quantized, quantize_absmax
@@ -41,14 +41,14 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.weights import gathered, parameters
 
-# The fields of quantization_config whose weights can be read: those of bitsandbytes in four bits.
+# The quantization_config of checkpoints that can be read: bitsandbytes in four bits.
 FOUR_BITS: dict[str, Any] = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
     "bnb_4bit_quant_type": "nf4",
     "bnb_4bit_use_double_quant": True,
 }
-FEW = 16  # rows up to which a kernel dequantizes while it multiplies whole blocks
+FEW = 16  # up to this many rows of x, one kernel dequantizes W and multiplies
 PARTS = ("weight", "absmax", "nested")
 
 
@@ -73,7 +73,7 @@ class Linear4bit(nn.Module):
         if base.weight.numel() % BLOCK:
             raise UserError(
                 f"--load-in-4bit stores blocks of {BLOCK} weights, but a layer has a matrix of "
-                f"{self.out_features} × {self.in_features}: leave it out."
+                f"{self.out_features} × {self.in_features}: leave the option out."
             )
         blocks = base.weight.numel() // BLOCK
         for name, shape in (
@@ -89,7 +89,7 @@ class Linear4bit(nn.Module):
     def stored(self) -> Matrix:
         return Matrix(self)
 
-    # LoRALinear, which takes over the parts of this layer, calls the next two with itself.
+    # LoRALinear takes over the parts of this layer, and calls the next two methods as its own.
 
     def full_weight(self: Any) -> Tensor:
         """Return the dequantized matrix [out, in] of a layer whose parts may be sharded."""
@@ -106,7 +106,7 @@ class Linear4bit(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ + b, where only the four bits of W are saved for the backward pass."""
+    """x Wᵀ + b. Only the four-bit W is saved for the backward pass, not its floats."""
 
     @staticmethod
     def forward(ctx, x, bias, shape, *parts):
@@ -122,8 +122,8 @@ class _Product(torch.autograd.Function):
 
 
 def shard_bytes() -> None:
-    """Let FSDP2 shard bytes with torch 2.11, where every new shard first requires a gradient, which
-    only floats can.
+    """Let FSDP2 shard bytes with torch 2.11. FSDP2 first makes every new shard require a gradient,
+    which only floats can do.
     """
     plain: Any = DTensor.requires_grad_
     if plain.__name__ == "floats_only":
@@ -132,7 +132,7 @@ def shard_bytes() -> None:
     def floats_only(self: DTensor, requires_grad: bool = True) -> Tensor:
         return plain(self, requires_grad and self.is_floating_point())
 
-    # mypy would allow only the method itself, with any tensor as self
+    # mypy accepts no other method here
     DTensor.requires_grad_ = floats_only  # type: ignore[assignment, method-assign]
 
 
@@ -141,22 +141,22 @@ def shape_of(layer: Any) -> torch.Size:
 
 
 def _quantized(shape: torch.Size, parts: Sequence[Tensor]) -> Quantized:
-    # FSDP of torch 2.11 casts bytes, too, to bfloat16, which represents them exactly
+    # FSDP of torch 2.11 casts bytes to bfloat16, too; bfloat16 represents them exactly
     weight, absmax, nested = (p.to(torch.uint8) for p in parts)
     floats = nested.view(torch.float32).squeeze(1)  # [k+1]
     return Quantized(weight, absmax, floats[:-1], floats[-1], shape)
 
 
 def quantized(weight: Tensor) -> Quantized:
-    """Quantize a weight of any shape in whole blocks, and the absmax of its blocks, too. If one of
-    them has an inf or NaN, no finite weight is left.
+    """Quantize a weight of any shape in whole blocks, and the absmax of its blocks, too. If any
+    block has an inf or NaN, no quantized weight is finite.
     """
     packed, absmax = functions_for(weight.device).nf4_quantize(weight)
     return Quantized(packed, *quantize_absmax(absmax), weight.shape)
 
 
 def dequantized(shape: torch.Size, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return a full matrix [out, in] from the full values of a layer's PARTS."""
+    """Return a matrix [out, in]. parts: the unsharded PARTS of a layer."""
     return functions_for(parts[0].device).nf4_dequantize(_quantized(shape, parts), dtype)
 
 
@@ -164,7 +164,7 @@ def dequantized(shape: torch.Size, parts: Sequence[Tensor], dtype: torch.dtype) 
 
 
 class Matrix:
-    """The matrix of a layer in four bits, as the place where a checkpoint's weight goes."""
+    """The matrix of a four-bit layer, which a checkpoint's weight is loaded into."""
 
     dtypes = ("NF4",)
 
@@ -172,9 +172,9 @@ class Matrix:
         self.layer, self.shape = layer, shape_of(layer)
 
     def fill(self, source: Any) -> None:
-        """Quantize a full matrix [out, in], unless it is quantized, and store it in the layer.
+        """Store a matrix [out, in] in the layer, and quantize it first if it is not quantized.
 
-        The layer may be sharded. The whole matrix is needed, because `nested` depends on it.
+        The layer may be sharded. The whole matrix is needed, because `nested` depends on all of it.
         """
         mine: list[Any] = [getattr(self.layer, name) for name in PARTS]
         value = source[:]
@@ -188,10 +188,10 @@ class Matrix:
 
 
 class _Stored:
-    """A matrix that bitsandbytes has stored in four bits, with the methods of a slice of a file."""
+    """A matrix in four bits from bitsandbytes, with the methods of a safetensors slice."""
 
     def __init__(self, parts: dict[str, Tensor]):
-        """Raises an exception of any type if the parts do not fit together."""
+        """If the parts do not fit together, this may raise any exception."""
         state = json.loads(bytes(parts[KEYS[-1]].tolist()))
         if state["blocksize"] != BLOCK:  # config.json does not say
             raise ValueError(f"blocksize is {state['blocksize']} and not {BLOCK}")
@@ -211,7 +211,7 @@ class _Stored:
         return self.value
 
 
-# What follows the name of a matrix in the names of its six tensors.
+# The names of a matrix's six tensors are its own name, followed by one of these endings.
 KEYS = (
     "",
     ".absmax",
@@ -226,7 +226,7 @@ def assembled(
     found: Iterable[tuple[str, Any]], matrices: set[str], where: str
 ) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of a checkpoint that bitsandbytes has quantized: the six tensors of each
-    matrix as one, and all others as they are.
+    matrix as one item, and all others as they are.
 
     matrices: the names of the layers' matrices, which must be in four bits.
     """

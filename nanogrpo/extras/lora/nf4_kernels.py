@@ -3,20 +3,20 @@
 In: a weight in whole blocks, bf16, fp16 or fp32. Out: `Quantized` (nf4_reference.py) with two
 codes per byte; and from it the weight in bf16, fp16 or fp32, or its product with x [rows, in].
 Weights in four bits are frozen (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), so there is no
-backward. Read next: nf4.py.
+backward pass. Read next: nf4.py.
 
 Equation.   For each block of 64 weights: a = max |w|;  c = argmin_c |w/a - NF4[c]|;  ŵ = NF4[c] a
             The a of 256 blocks are themselves quantized, in PyTorch: a' = max |a - ā|, with the
             mean ā of all a;  d = argmin_d |(a - ā)/a' - DYNAMIC[d]|;  â = DYNAMIC[d] a' + ā
 Code.       c is the number of midpoints between neighbors in NF4 that are below w/a.
-Exactness.  Equal to bitsandbytes on a CPU, bit for bit. So ŵ is rounded once, from float32, and
-            DYNAMIC[d] a' + ā twice: the kernels are compiled without fused multiply-adds.
+Exactness.  The results equal those of bitsandbytes on a CPU, bit for bit. So ŵ is rounded once,
+            from float32. DYNAMIC[d] a' + ā is rounded twice, without a fused multiply-add.
 Product.    y = x Ŵᵀ with ŵ rounded to the dtype of x, as if it had been dequantized first. The
-            tensor cores need x filled up to 16 rows. One program per 64 rows of W would leave most
-            of the GPU idle, so programs share the columns, and `sum` adds up their products.
-Bytes.      A weight takes 1/2 + 1/64 + 4/2¹⁴ = 0.516 bytes. Dequantizing moves 2.516 in bfloat16,
-            the product 0.516, and the product with a bfloat16 weight 2.
-            4096 · 12,288 weights at 4.3 TB/s: 29 µs, 6 µs and 23 µs.
+            tensor cores need x padded to 16 rows. One program per 64 rows of W would leave most of
+            the GPU idle, so several programs divide the columns, and `sum` adds up their products.
+Bytes.      A weight takes 1/2 + 1/64 + 4/2¹⁴ = 0.516 bytes. Dequantizing to bfloat16 moves 2.516
+            bytes per weight, the product 0.516, and a product with a bfloat16 weight 2 bytes.
+            For 4096 · 12,288 weights at 4.3 TB/s, the three take 29 µs, 6 µs and 23 µs.
 Reference.  `nf4_quantize`, `nf4_dequantize` and `nf4_matmul` in nf4_reference.py.
 """
 
@@ -30,13 +30,13 @@ from torch import Tensor
 from nanogrpo.extras.lora import nf4_reference
 from nanogrpo.extras.lora.nf4_reference import Quantized
 
-BLOCKS, WARPS = 16, 4  # per program; each thread reads 4 bytes and writes 8 weights
-ROWS = 16  # the most rows of a product; the tensor cores need as many
-OUT, STEP = 64, 2  # rows of W per program, and how many of their blocks it reads at a time
-PROGRAMS = 512  # wanted programs of a product: about four per multiprocessor of a large GPU
+BLOCKS, WARPS = 16, 4  # per program, so each thread reads 4 bytes and writes 8 weights
+ROWS = 16  # rows of x in a product: at most 16, padded to 16 for the tensor cores
+OUT, STEP = 64, 2  # rows of W per program, and the blocks of each row that it reads at a time
+PROGRAMS = 512  # the programs per product to aim for: four per multiprocessor of a large GPU
 SIZE = 128  # sums per program of `sum`
 
-# Constants of all kernels, which nf4_reference.py derives. A row of a tile is a block.
+# Weights and bytes per block (nf4_reference.py). A row of a tile is a block.
 BLOCK = tl.constexpr(64)
 BYTES = tl.constexpr(32)
 NESTED_BLOCK = tl.constexpr(256)
@@ -49,10 +49,10 @@ def quantize_kernel(W, MIDPOINTS, PACKED, ABSMAX, blocks, BLOCKS: tl.constexpr):
     here = block < blocks
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     w = tl.load(W + at, mask=here[:, None], other=0.0).to(tl.float32)
-    # As integers, magnitudes keep their order, and NaN is the largest.
+    # Compared as integers, magnitudes keep their order, and NaN is the largest.
     magnitude = w.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     absmax = tl.max(magnitude, 1).to(tl.float32, bitcast=True)
-    # Triton would treat the subnormal number 1e-38 as float64
+    # Triton would make the number 1e-38 a float64, because it is subnormal in float32
     least = tl.full((BLOCKS,), 1e-38, tl.float32)
     x = w * tl.div_rn(1.0, tl.maximum(absmax, least, tl.PropagateNan.ALL))[:, None]
     code = tl.full((BLOCKS, BLOCK), 15, tl.int32)
@@ -99,7 +99,7 @@ def matmul_kernel(
     X, PACKED, ABSMAX, NESTED, OFFSET, NF4, DYNAMIC, PARTS, rows, outs, blocks, share,
     ROWS: tl.constexpr, OUT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Program (o, p) multiplies OUT rows of W, of which it reads part p of their blocks.
+    """Program (o, p) multiplies OUT rows of W with x, but only part p of the columns.
 
     The products go to PARTS [parts, rows, outs].
     """
@@ -136,7 +136,7 @@ def sum_kernel(PARTS, Y, n, parts, SIZE: tl.constexpr):
 
 
 def nf4_quantize(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a weight of n numbers, n a multiple of 64. Return `packed` [n/2], and absmax
+    """Quantize n weights, where n is a multiple of 64. Return `packed` [n/2], and absmax
     [n/64] in float32.
     """
     blocks = w.numel() // BLOCK.value

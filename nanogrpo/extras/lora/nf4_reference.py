@@ -1,5 +1,5 @@
-"""Weights in NF4, four bits each, in plain PyTorch: the code that runs on a CPU, and the results
-that nf4_kernels.py must match.
+"""Weights in NF4, four bits each, in plain PyTorch. This code runs on a CPU, and
+nf4_kernels.py must give the same results.
 
 In: a weight of any float type, in whole blocks. Out: `Quantized`, and from it the weight or its
 product with x [rows, in]. Read next: nf4_kernels.py (the equations).
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from nanogrpo.kernels.reference.log_softmax import blocks
 
-# NF4: the quantiles of N(0, 1) that cut [1 - δ, δ] into steps of equal probability, seven below the
-# median and eight above, divided by the largest. δ = 1 - (1/32 + 1/30) / 2. So each code is about
-# equally frequent in a block of normal numbers, and 0 and ±1 are exact (Dettmers et al. 2023,
-# arXiv 2305.14314, appendix E). The digits are those of bitsandbytes.
+# NF4: quantiles of N(0, 1), divided by the largest. The probabilities have equal steps:
+# seven from 1 - δ to 1/2, and eight from 1/2 to δ, with δ = 1 - (1/32 + 1/30) / 2.
+# So all codes are about equally frequent in a block of normal numbers, and 0 and ±1 are exact.
+# Dettmers et al. 2023, arXiv 2305.14314, appendix E. The digits are those of bitsandbytes.
 NF4 = torch.tensor(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453]
     + [-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0]
@@ -35,7 +35,7 @@ def midpoints(x: Tensor) -> Tensor:
 
 def dynamic_codes() -> Tensor:
     """Return the 256 numbers of the 8-bit code for absmax: 0, 1, and numbers of both signs. Each
-    decade up to 1 has twice as many as the decade below (Dettmers 2015, arXiv 1511.04561).
+    decade up to 1 has twice as many numbers as the decade below (Dettmers 2015, arXiv 1511.04561).
     """
     ends = [torch.linspace(0.1, 1, 2**i + 1, dtype=NF4.dtype, device="cpu") for i in range(7)]
     positive = torch.cat([10.0 ** (i - 6) * midpoints(ends[i]) for i in range(7)])
@@ -43,23 +43,23 @@ def dynamic_codes() -> Tensor:
 
 
 DYNAMIC = dynamic_codes()
-BLOCK, NESTED = 64, 256  # weights with one absmax; absmax with one nested_absmax
+BLOCK, NESTED = 64, 256  # weights per absmax, and absmax values per nested_absmax
 
 
 @functools.cache
 def nf4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return NF4 and DYNAMIC on a device, always the same tensors: CUDA graphs cannot copy them."""
+    """Return NF4 and DYNAMIC on a device, cached, because CUDA graphs cannot copy them."""
     return NF4.to(device), DYNAMIC.to(device)
 
 
 class Quantized(NamedTuple):
-    """A weight in NF4. Its tensors have the values and names that bitsandbytes stores. They may
-    have any shape with the same numbers in the same order.
+    """A weight in NF4. The tensors have the values and names that bitsandbytes stores. The
+    tensors may have any shape with the same numbers in the same order.
     """
 
-    packed: Tensor  # uint8, two codes per byte, the first in the upper half
+    packed: Tensor  # uint8, two codes per byte, the first in the upper four bits
     absmax: Tensor  # uint8, codes of the largest magnitude of each block
-    nested_absmax: Tensor  # float32, the largest magnitude of 256 absmax - offset
+    nested_absmax: Tensor  # float32, the largest |absmax - offset| of each 256
     nested_offset: Tensor  # [] float32, the mean of absmax
     shape: torch.Size
 
@@ -70,7 +70,7 @@ def in_blocks(x: Tensor) -> Tensor:
 
 
 def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize absmax [blocks] once more. Return the codes [blocks], and nested_absmax and
+    """Quantize absmax [blocks], too. Return the codes [blocks], nested_absmax and
     nested_offset.
 
     Like bitsandbytes on a CPU, this rounds x/nested_absmax to the nearest of 2¹⁶ points in [-1, 1],
@@ -79,10 +79,10 @@ def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     offset = absmax.mean()
     x = in_blocks(absmax - offset)
     nested_absmax = x.abs().amax(1)
-    # 0/0, in a block of zeros: any code will do, and bitsandbytes takes the first
+    # a block of zeros gives 0/0; any code is right, and bitsandbytes takes the first
     x = (x * (1.0 / nested_absmax)[:, None]).nan_to_num(nan=-1.0).clamp(-1, 1)
     point = ((x + 1.0) * 0.5 * 65_535 + 0.5).int()
-    # a tensor, because CUDA would multiply by the reciprocal of a Python number
+    # divide by a tensor: by a Python number, CUDA would multiply with the reciprocal
     x = 2 * point / x.new_tensor(65_535.0) - 1.0
     codes = torch.bucketize(x, midpoints(DYNAMIC).to(x.device)).to(torch.uint8)
     return codes.flatten()[: len(absmax)], nested_absmax, offset
@@ -96,7 +96,7 @@ def nf4_absmax(q: Quantized) -> Tensor:
 
 
 def nf4_quantize(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize a weight of n numbers, n a multiple of 64. Return `packed` [n/2], and absmax
+    """Quantize n weights, where n is a multiple of 64. Return `packed` [n/2], and absmax
     [n/64] in float32. A block with an inf or NaN has no finite weights afterwards.
     """
     x = w.detach().float().reshape(-1, BLOCK)  # [blocks, 64]

@@ -9,7 +9,7 @@ from nanogrpo.config import option
 
 # the linear layers of a block
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# those of a vision encoder (extras/vision/model.py), with the names that PEFT needs
+# the layers of a vision encoder (extras/vision/model.py), with the names that PEFT needs
 VISION_LORA_TARGETS = ("attn.qkv", "attn.proj", "linear_fc1", "linear_fc2")
 
 

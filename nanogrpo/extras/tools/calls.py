@@ -8,8 +8,8 @@
 
 In: samples without tokens. Out: the same samples with all turns (turns.py), and the conversation as
 messages for the reward functions (`Sample.conversation`). Only the model's tokens are trained on,
-and they are never decoded and encoded again: the text between two turns is encoded on its own, as
-the model's chat template writes it.
+and they are never decoded and encoded again. The text between two turns is encoded on its own, in
+the form of the model's chat template.
 
 If a call fails (malformed JSON, an unknown name, wrong arguments, an exception, --tool-timeout),
 the error is the tool's answer, from which the model can learn. Read before: turns.py. Read next:
@@ -41,12 +41,12 @@ from nanogrpo.types import Conversation, Prompt, Sample
 
 BLOCK = re.compile(r"<think>(.*?)(?:</think>|\Z)|<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 FORM = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>, in valid JSON'
-# Words that occur in no template: they mark places in a text that a template has rendered.
+# No template contains these words, which mark places in a text that a template has rendered.
 QUESTION, ARGUMENT, ANSWER = "Qquestion7x", "Qargument7x", "Qanswer7x"
 
 
 class Call(NamedTuple):
-    """A tool call that the model wrote. name: "" if it cannot be read."""
+    """A tool call that the model wrote. name: "" if the call cannot be read."""
 
     name: str
     arguments: dict[str, Any]
@@ -79,13 +79,13 @@ class ToolCalls:
         functions: Sequence[Callable] = (),
         environments: Environments | None = None,
     ):
-        """Describe the tools. Raises UserError if that is impossible, or if the chat template
-        cannot render tool calls.
+        """Make the schemas of the tools. Raises UserError if a tool cannot be described, or if the
+        chat template cannot render tool calls.
         """
         self.tokenizer, self.functions, self.environments = tokenizer, functions, environments
         self.max_iterations, self.timeout = cfg.max_tool_calling_iterations, cfg.tool_timeout
         self.template = {"enable_thinking": cfg.enable_thinking} | (cfg.chat_template_kwargs or {})
-        # The limit for a prompt together with the observation of an environment (None: no limit).
+        # the most tokens of a prompt with an environment's observation, or None
         self.max_prompt_length: int | None = None
         # Async tools share one event loop, because an HTTP client can only be used in one.
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -113,7 +113,7 @@ class ToolCalls:
             found = [(s, self._read(s, start)) for s, start in zip(active, starts)]
             if 0 < self.max_iterations < iteration:
                 return
-            # a truncated turn leaves no room for an answer
+            # a truncated turn has reached the length limit, so no answer fits
             asking = [(s, calls) for s, calls in found if calls and s.stopped]
             answers = iter(self._awaited([self._call(s, c) for s, calls in asking for c in calls]))
             active = []
@@ -126,14 +126,14 @@ class ToolCalls:
     # --- environments ---
 
     def _reset(self, environments: Environments, samples: list[Sample]) -> None:
-        """Reset an environment for each sample, and show the model what it observes, at the end of
-        the prompt's last message, as in TRL.
+        """Reset an environment for each sample. As in TRL, append the environment's observation to
+        the last message of the prompt.
         """
         shown: dict[tuple[int, str], Prompt] = {}
         for i, s in enumerate(samples):
             observation = environments.reset(i, s.prompt)
             _conversation(s).arguments = {"environments": environments.get(i)}
-            # Samples that observe the same share the computation of their prompt, by its id.
+            # Samples with the same observation get the same prompt, which is computed only once.
             key = s.prompt.id, observation
             if key not in shown:
                 others = sum(id == s.prompt.id for id, _ in shown)
@@ -141,7 +141,7 @@ class ToolCalls:
             s.prompt = shown[key]
 
     def _observed(self, prompt: Prompt, observation: str, others: int) -> Prompt:
-        """Return a prompt with an observation. others: how many others the prompt has."""
+        """Return a prompt with an observation. others: how many other observations it has."""
         if not (observation or others):
             return prompt
         last: Any = prompt.text[-1]  # a dict, see `Tools.encode`
@@ -221,9 +221,9 @@ class ToolCalls:
             return [call if isinstance(call, Answer) else failed(e) for call in calls]
 
     def _insert(self, s: Sample, calls: list[Call], answers: list[Answer], turns: Turns) -> bool:
-        """Append the answers to the sample. Return whether it continues.
+        """Append the answers to the sample. Return whether the sample continues.
 
-        As in TRL, answers that do not fit into the completion are left out as a whole.
+        If the answers do not fit into the completion, none is appended, as in TRL.
         """
         conversation = _conversation(s)
         conversation.calls += len(answers)
@@ -234,7 +234,7 @@ class ToolCalls:
         ]
         ids = self._between(messages)
         if len(ids) >= turns.room(s):
-            s.stopped = False  # the length limit ends it, not the model
+            s.stopped = False  # the length limit ended the sample, not the model
             return False
         turns.observe(s, ids)
         conversation.messages += messages
@@ -252,8 +252,7 @@ class ToolCalls:
         encode, contents = self.tokenizer.encode, [each["content"] for each in answers]
         if all(encode(text) == encode(text, special=False) for text in contents):
             return encode(self._after_turn(answers))
-        # An answer that contains "<|im_end|>" must not end a turn, so its text is encoded on its
-        # own, without special tokens.
+        # Answers are encoded without special tokens: "<|im_end|>" in an answer must not end a turn.
         marked = [{**each, "content": f"{ANSWER}{i}x"} for i, each in enumerate(answers)]
         ids: list[int] = []
         for i, part in enumerate(re.split(rf"{ANSWER}(\d+)x", self._after_turn(marked))):
@@ -263,8 +262,8 @@ class ToolCalls:
     def _after_turn(self, answers: list[dict]) -> str:
         """Return what the template writes after the end token of a turn with tool calls.
 
-        The conversation before it does not matter, so a short one is rendered. Raises ValueError if
-        the template does not end a turn with a stop token.
+        The conversation before that token does not matter, so a short one is rendered. Raises
+        ValueError if the template does not end a turn with a stop token.
         """
         text = self._example(answers).partition(ARGUMENT)[2]
         _, end = min((text.index(stop), stop) for stop in self.stops if stop in text)
@@ -301,7 +300,7 @@ class ToolCalls:
 def schemas(functions: Sequence[Callable], environments: Environments | None) -> list[dict]:
     """Return the JSON schemas of the tools, made from their type hints and docstrings."""
     try:
-        # this takes a second, and only a run with tools needs it
+        # this import takes a second, and only a run with tools needs it
         from transformers.utils import get_json_schema
     except ImportError as e:
         raise UserError(
@@ -312,7 +311,7 @@ def schemas(functions: Sequence[Callable], environments: Environments | None) ->
     for function in [*functions, *(methods(environments.get(0)) if environments else ())]:
         try:
             out.append(get_json_schema(function))
-        except Exception as e:  # evaluating a hint that is written as text may raise anything
+        except Exception as e:  # evaluating a type hint in quotes may raise anything
             raise UserError(
                 f"--tools or --environment-factory: {function!r} cannot be described to the model "
                 f"({e}): give it type hints, and a docstring with a section `Args:`."
@@ -374,5 +373,5 @@ def failed(error: str | BaseException) -> Answer:
 
 
 def readable(result: object) -> str:
-    """Return a result as text that can be encoded: half of a surrogate pair cannot."""
+    """Return a result as text. Lone surrogates, which cannot be encoded, are replaced."""
     return str(result).encode("utf-8", "replace").decode()

@@ -5,8 +5,8 @@
         def step(self, by: int) -> int: …               # a tool, as every other public method
         def get_reward(self) -> float: …                # --reward-funcs environment
 
-In: the class. Out: its objects, which are made once and reset for each sample. Read next: calls.py
-(which calls the methods), feature.py.
+In: the class. Out: objects of the class, which are made once and reset for each sample. Read next:
+calls.py (which calls the methods), feature.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Environments:
     def __init__(self, factory: Callable[[], Any], timeout: float = 0.0):
         """Make the first environment. timeout: seconds for a call of the user's class; 0: no limit.
 
-        Raises UserError if that fails, or if the class lacks what it needs.
+        Raises UserError if the class cannot be called, or lacks a method that it needs.
         """
         self.factory, self.timeout = factory, timeout
         self.pool: list[Any] = []
@@ -55,7 +55,7 @@ class Environments:
         return observation or ""
 
     def _call(self, function: Callable[[], Any], what: str) -> Any:
-        """Call the user's code, and turn what it raises into a UserError."""
+        """Call the user's code, and turn any exception into a UserError."""
         try:
             return limited(function, self.timeout)
         except (Exception, SystemExit) as e:  # the user's code may raise anything
@@ -65,7 +65,7 @@ class Environments:
 
     def reward(self) -> Callable | None:
         """Return the reward function that calls `get_reward` of the environments, named after their
-        class; None if they have no such method.
+        class, or None if the class has no such method.
         """
         method = getattr(self.pool[0], "get_reward", None)
         if method is None:
@@ -84,7 +84,7 @@ class Environments:
 
 def methods(environment: Any) -> list[Callable]:
     """Return the methods of an environment that are tools."""
-    # found on the class, because getmembers of the instance would evaluate its properties
+    # look at the class, because getmembers of the object would evaluate its properties
     found = inspect.getmembers(type(environment), inspect.isfunction)
     names = [name for name, _ in found if name not in ("reset", "get_reward") and name[0] != "_"]
     return [getattr(environment, name) for name in names]

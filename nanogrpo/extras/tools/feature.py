@@ -1,7 +1,7 @@
 """How tools, environments and rollout functions attach to a run.
 
-In: --tools, --environment-factory and --rollout, or the objects themselves (extras/api.py). Out: an
-engine around the engine (turns.py), the tools in the chat template, the reward function
+In: --tools, --environment-factory and --rollout, or the objects themselves (extras/api.py). Out: a
+wrapper around the engine (turns.py), the tools in the chat template, the reward function
 `environment`, and two metrics. Read next: turns.py, calls.py, environments.py.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # these import the features
 
 
 class Tools(Feature):
-    """What --tools, --environment-factory or --rollout attach."""
+    """The feature of --tools, --environment-factory and --rollout."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Tools(Feature):
         environment_factory: Callable | None = None,
         rollout: Callable | None = None,
     ):
-        """Import what the options name, unless the objects are given."""
+        """Import the functions and classes that the options name, unless they are given."""
         self.cfg, self.rollout, factory = cfg, rollout, environment_factory
         self.calls: ToolCalls | None = None  # made when there is a tokenizer
         self.functions = functions or [plugin.load(name, "--tools") for name in cfg.tools]
@@ -56,7 +56,7 @@ class Tools(Feature):
         if (self.own_reward is not None) != ("environment" in cfg.reward_funcs):
             raise UserError(
                 "--reward-funcs environment calls get_reward of --environment-factory: if the "
-                "class has this method, name environment, and otherwise leave it out."
+                "class has this method, add environment, and otherwise leave it out."
             )
 
     def reward(self, name: str, *_: Any) -> Callable | None:
@@ -69,7 +69,7 @@ class Tools(Feature):
             self.calls = ToolCalls(self.cfg, tokenizer, self.functions, self.environments)
 
     def encode(self, prompt: Prompt, variables: dict, *_: Any) -> None:
-        """Show the tools to the model, which needs a chat template: a text becomes a message."""
+        """Show the tools to the model. A chat template does this, so a text becomes a message."""
         if not self.schemas:
             return
         if isinstance(prompt.text, str):
@@ -79,7 +79,7 @@ class Tools(Feature):
         variables["tools"] = self.schemas
 
     def settings(self, cfg: Core, inputs: Inputs) -> Core:
-        """Make room for the observations of environments, which make prompts longer."""
+        """Allow for longer prompts, because the observations of environments are appended."""
         if self.environments and self.calls:
             room = inputs.model.cfg.max_position_embeddings - cfg.max_completion_length
             longest = min(max(inputs.longest_prompt, cfg.max_prompt_length), room)
@@ -87,7 +87,7 @@ class Tools(Feature):
         return cfg
 
     def wrap(self, engine: Engine, run: Run) -> Engine:
-        # Every tool call has a limit of its own, but together they may take long.
+        # Every tool call has a time limit, but all calls together may take longer.
         world = run.world.patient() if self.calls and self.cfg.tool_timeout else run.world
         function = self.rollout or self.calls
         assert function is not None

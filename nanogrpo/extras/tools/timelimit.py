@@ -19,9 +19,9 @@ def limited(function: Callable[[], Any], seconds: float) -> Any:
     """Call a function. If it has not returned after `seconds`, end it and raise TimeoutError. 0: no
     limit.
 
-    A signal interrupts Python code and waiting for input, but a computation in C only when it
-    returns. Only the main thread can use signals. A function that catches the interrupt continues
-    without a limit.
+    A signal interrupts Python code and code that waits for input, but a computation in C only when
+    the computation returns. Only the main thread can use signals. A function that catches
+    the interrupt continues without a limit.
     """
     if not seconds:
         return function()

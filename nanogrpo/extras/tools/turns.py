@@ -1,5 +1,5 @@
-"""Completions in several turns: a user's function decides when the model writes and what it reads
-in between, such as a tool's answers.
+"""Completions in several turns: a user's function decides when the model writes, and what the
+model reads in between, such as a tool's answers.
 
     def rollout(samples, turns):                              # --rollout file.py:rollout
         while samples := turns.generate(samples, stop=("=",)):    # samples that stopped at "="
@@ -13,7 +13,7 @@ max_completion_length tokens. examples/calculator.py is a complete example.
 
 The ranks of a run sample together (rank 0 sends the requests of all ranks to the vLLM servers), but
 their conversations differ in the number of turns. So the ranks exchange their state before each
-turn, and a rank that has finished keeps taking part until all have. Read before: ../wrapper.py.
+turn, and a rank that has finished takes part until all have finished. Read before: ../wrapper.py.
 Read next: grpo/packing.py (how a completion that contains tool output is trained on).
 """
 
@@ -36,7 +36,7 @@ Rollout = Callable[[list[Sample], "Turns"], None]
 
 @dataclass
 class Turns:
-    """The model, as a rollout function uses it. n: samples per prompt. gather: World.gather."""
+    """The model for a rollout function. n: samples per prompt. gather: World.gather."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -48,11 +48,11 @@ class Turns:
     count: Counter[int] = field(default_factory=Counter)
 
     def generate(self, samples: Sequence[Sample], stop: Sequence[str] = ()) -> list[Sample]:
-        """Let the model write one turn of each sample that has room left.
+        """Let the model write one turn of each sample that is not yet at the length limit.
 
-        A turn ends where the completion ends, or at one of the strings in `stop`. Each of them must
-        be a single token, which is part of the turn. Return the samples that ended at one of `stop`
-        and still have room.
+        A turn ends where the completion ends, or at one of the strings in `stop`. Each string must
+        be a single token, which becomes part of the turn. Return the samples that stopped at such a
+        token and are not yet at the length limit.
         """
         stops = tuple(self._token(text) for text in stop)
         todo = [s for s in samples if self.room(s) > 0]
@@ -60,8 +60,8 @@ class Turns:
         return [s for s in todo if s.token_ids[-1] in stops and not s.stopped and self.room(s) > 0]
 
     def observe(self, sample: Sample, answer: str | Sequence[int]) -> None:
-        """Append text or token ids that the model did not write, truncated to the room that is
-        left.
+        """Append text or token ids that the model did not write, truncated at the length limit of
+        the completion.
 
         Special tokens in text are encoded as ordinary text, so a tool that answers "<|im_end|>"
         cannot end the turn. To add special tokens around an answer, pass ids:
@@ -91,14 +91,13 @@ class Turns:
         return ids[0]
 
     def turn(self, samples: Sequence[Sample], stops: Sequence[int], done: bool = False) -> bool:
-        """Append one turn to each sample. Every rank must call it; with `done`, it has no more
+        """Append one turn to each sample. Every rank must call it. done: this rank has no more
         samples.
 
         Return whether any rank still has turns to sample.
         """
-        # In the first turn of complete groups, the completions of a group can share the computation
-        # of their prompt. But a function may also pass only some of the samples, or a different
-        # order.
+        # The first turns of a group can share the computation of their prompt.
+        # For this, the function must pass complete groups in the original order.
         groups = len(samples) % self.n == 0 and all(
             s.prompt is samples[i - i % self.n].prompt for i, s in enumerate(samples)
         )
@@ -109,7 +108,7 @@ class Turns:
         params = dataclasses.replace(
             self.params, stop_token_ids=(*self.params.stop_token_ids, *stops)
         )
-        # each sample becomes a prompt, whose id is the random key of its turn
+        # In a later turn, each sample becomes a prompt with a new id, the random key of the turn.
         if "later turn" in states:
             n = 1
             prompts = [
@@ -166,7 +165,7 @@ class TurnsEngine(Wrapper):
     ) -> list[Sample]:
         """Return n completions of each prompt, in order.
 
-        Raises UserError if the function raises, or if what it writes cannot be trained on.
+        Raises UserError if the function raises an exception, or writes what cannot be trained on.
         """
         samples = [
             Sample(p, j, [], [], False, [], is_model_token=[]) for p in prompts for j in range(n)

@@ -22,7 +22,7 @@ FILES = {"c": "completions_{}.jsonl", "e": "eval_{}.jsonl", "t": "tokens_{}.json
 # columns; more follow
 OWN = ("step", "prompt", "images", "completion", "reward", "advantage", "stopped")
 PICTURE = re.compile(r"pictures/([0-9a-f]{16})\.webp")  # extras/vision/processor.py
-PREVIEW = 160  # characters that the index has of each prompt
+PREVIEW = 160  # characters of each prompt in the index
 
 
 def number(x: Any) -> Any:
@@ -31,8 +31,8 @@ def number(x: Any) -> Any:
 
 
 def curves(records: Iterable[dict]) -> dict[str, dict[str, list]]:
-    """Return the finished steps x and the values y of each metric. The last record of a step
-    counts.
+    """Return the finished steps x and the values y of each metric. If a step has several records,
+    the last one counts.
     """
     values: dict[str, dict[int, float]] = {}
     for record in records:
@@ -70,9 +70,9 @@ class Run:
         self.folder, self.log = folder, folder / "metrics.jsonl"
         if not self.log.is_file():
             raise UserError(f"{folder} has no metrics.jsonl: give the output folder of a run.")
-        # (kind, step) → when the file was written, what the index says of it, and its pictures
+        # (kind, step) → the time of the file, its entry in the index, and its pictures
         self.known: dict[tuple[str, int], tuple[int, list, set[str]]] = {}
-        self.prompts: dict[str, int] = {}  # prompt and pictures as JSON → their number
+        self.prompts: dict[str, int] = {}  # prompt and pictures, as JSON → number of the prompt
         self.kept: set[int] | None = None  # the steps to show; None: all
 
     def path(self, kind: str, step: int) -> Path:

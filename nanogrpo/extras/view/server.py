@@ -1,11 +1,11 @@
 """Look at a run in the browser: `nanogrpo view RUN [RUN2] [--serve]`.
 
-In: the output folders of one run, or of two to compare. Out: RUN/view.html, a page that needs no
+In: the output folders of one or two runs. Out: RUN/view.html, a page that needs no
 network and no other file. With --serve, a small server on this machine sends the page, and reads
 the files again while the run goes on. The page itself is view.html. Read before: data.py.
 
-The data are in the page as gzip in base64, so nothing that a model wrote can end up in the HTML.
-The page unpacks a step when it shows it, so the page of a long run opens at once, too.
+The page contains the data as gzip in base64, so nothing that a model wrote can become HTML. A step
+is unpacked only when the page shows it, so the page of a long run opens at once, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from nanogrpo.extras.view.data import FILES, Run
 from nanogrpo.logs.files import writing
 
 TEMPLATE = Path(__file__).with_name("view.html")
-LIMIT = 64 * 2**20  # about the largest size of the page, in bytes
+LIMIT = 64 * 2**20  # bytes; the page may become slightly larger
 HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -46,8 +46,8 @@ TEXT, DATA = "text/plain; charset=utf-8", "application/octet-stream"
 def page(index: Sequence[dict], blocks: Iterable[tuple[str, bytes]], live: bool) -> Iterator[str]:
     """Yield the parts of the page. blocks: (name, compressed data).
 
-    A policy in the page forbids scripts and styles other than its own, and all requests but those
-    of a live page to its server.
+    A content security policy allows only the scripts and styles of the page itself, and no requests
+    except those of a live page to its server.
     """
     template = TEMPLATE.read_text(encoding="utf-8")
     rules = ["default-src 'none'", "base-uri 'none'", "img-src blob:"]
@@ -65,16 +65,16 @@ def page(index: Sequence[dict], blocks: Iterable[tuple[str, bytes]], live: bool)
 
 
 def write(runs: Sequence[Run], out: Path) -> None:
-    """Write the page. If it would have more than about LIMIT, it has only the completions of every
-    second step, every third, and so on.
+    """Write the page. If the page would be larger than about LIMIT, it only contains the
+    completions of every second step, or of every third, and so on.
     """
     files = [p for run in runs for p in run.folder.glob("completions/**/*") if p.is_file()]
-    # base64 has 4/3 of the bytes. Text shrinks to a third before that.
+    # gzip shrinks text to about a third; base64 then makes all data 4/3 as large.
     size = sum(p.stat().st_size * (4 / 9 if p.suffix == ".jsonl" else 4 / 3) for p in files)
     every = max(1, math.ceil(size / LIMIT))
     steps = sorted({s for run in runs for kind in FILES for s in run.steps(kind)}, reverse=True)
     for run in runs:
-        run.kept = set(steps[::every])  # the last one, and others at equal distances
+        run.kept = set(steps[::every])  # the last step, and others at equal distances
     index = [run.index() for run in runs]
     for found in index if every > 1 else ():
         found["notes"].append(
@@ -92,7 +92,7 @@ def _blocks(runs: Sequence[Run]) -> Iterator[tuple[str, bytes]]:
             for step in run.steps(kind):
                 yield f"{r}/{kind}{step}", run.block(kind, step)
         for name in set().union(*(names for *_, names in run.known.values())):
-            with contextlib.suppress(OSError):  # the page says that it is missing
+            with contextlib.suppress(OSError):  # the page reports the missing picture
                 yield f"{r}/p{name}", run.picture(name)
 
 
@@ -102,11 +102,11 @@ def _blocks(runs: Sequence[Run]) -> Iterator[tuple[str, bytes]]:
 class Handler(BaseHTTPRequestHandler):
     """Answer a GET request.
 
-    Every user of the machine can reach the port, and so can every page in a browser. The secret
-    path keeps both out.
+    Every user of the machine, and any web page in a browser, can reach the port, so the path
+    contains a secret.
     """
 
-    timeout = 10  # seconds to wait for a request, or for the reader of an answer
+    timeout = 10  # seconds to wait until a browser sends a request or reads an answer
     server: Server
 
     def do_GET(self) -> None:

@@ -1,6 +1,6 @@
 """Write the numbers that training computed for each token (`--log-tokens`), for `nanogrpo view`.
 
-In: each micro-batch with the output of its loss, and at the end of the step its samples. Out:
+In: each micro-batch with the output of its loss, and the samples at the end of the step. Out:
 `output_dir/completions/tokens_00001.jsonl.gz`, next to the completions of the same step. Each line
 is one completion, with a list per column and an entry per token:
 
@@ -12,9 +12,9 @@ is one completion, with a list per column and an entry per token:
     gap      the trainer's log-prob before the first update, minus the engine's
     share    the share of the token in the gradient of its update: see `gradient`
 
-A number is null if there is none: no column for text that was inserted, and only `logp` for a
-completion that training skips. If --num-iterations repeats the updates, ratio, entropy and share
-are those of the last one. Read next: data.py (what the page reads).
+A number that does not exist is null. Inserted text, such as a tool's answer, has no numbers, and a
+completion that training skips has only `logp`. If --num-iterations repeats the updates, ratio,
+entropy and share are those of the last update. Read next: data.py (what the page reads).
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 
 COLUMNS = ("entropy", "ratio", "gap", "share")
 LIMIT = 256 * 2**20  # bytes of all files of a run
-# An upper bound on a token's bytes in the file (docs/log.md), to choose groups before writing them.
+# The most bytes that a token takes in the file (docs/log.md), to choose groups in advance.
 BYTES = 24
 
 
 def gradient(batch: PackedBatch, out: PolicyOut, cfg: Config) -> Tensor:
     """Return the size of each token's part of the gradient, [M], up to a common factor.
 
-    It is |dloss/dlogp| · (1 - p). The logits z of the token's row have dlogp/dz_j =
+    The size is |dloss/dlogp| · (1 - p). For the logits z of the token y, dlogp/dz_j is
     (1[j = y] - p_j) / T, whose absolute values sum to ((1 - p_y) + Σ_{j≠y} p_j) / T = 2(1 - p_y) /
-    T. So up to the factor 2/T this is the L1 norm of the gradient of the loss at these logits. The
-    slope dloss/dlogp has the weight, the advantage, the ratio, the clip, the KL and every mask of
-    the objective. It leaves out the entropy bonus.
+    T. So up to the factor 2/T, the size is the L1 norm of the gradient of the loss at these logits.
+    The slope dloss/dlogp includes the weight, the advantage, the ratio, the clip, the KL and every
+    mask of the objective, but not the entropy bonus.
     """
     logp = out.logp.detach().clone().requires_grad_()
     (slope,) = torch.autograd.grad(loss(logp, out.entropy, batch, cfg).loss, logp)
@@ -64,12 +64,12 @@ def gradient(batch: PackedBatch, out: PolicyOut, cfg: Config) -> Tensor:
 class TokenLog(Feature):
     def __init__(self, cfg: Config):
         self.cfg, self.folder = cfg, Path(cfg.output_dir) / "completions"
-        # of the step's micro-batches: the update, the samples [M], and the columns [4, M]
+        # for each micro-batch of the step: the update, the samples [M], and the columns [4, M]
         self.parts: list[tuple[int, Tensor, Tensor]] = []
         self.texts: dict[int, str] = {}
 
     def measured(self, batch: PackedBatch, out: PolicyOut, update: int) -> None:
-        """Keep the results of a micro-batch. Nothing waits for the GPU."""
+        """Keep the results of a micro-batch, without waiting for the GPU."""
         old, logp = batch.old_logp, out.logp.detach()
         ratio = torch.ones_like(logp) if old is None else (logp - old).clamp(-20, 20).exp()
         before = None if self.cfg.old_from_engine else old
@@ -111,11 +111,11 @@ class TokenLog(Feature):
         return {}
 
     def _choose(self, step: int, steps: int, everyone: Sequence[tuple[int, float]]) -> list[int]:
-        """Return the samples of as many groups as the step may use, first those with a gradient.
+        """Return the samples of the groups to write. Groups with a gradient come first.
 
-        After step s of S, s/S of the limit may be used. So a group that is larger than the share of
-        one step is written every few steps, and the first one at once. everyone: tokens and
-        advantage of each sample.
+        After step s of S, s/S of LIMIT may be used. So if groups are larger than the share of one
+        step, one group is written every few steps, and the first group at once. everyone: (number
+        of tokens, advantage) of each sample.
         """
         n = self.cfg.num_generations
         groups = [range(i, i + n) for i in range(0, len(everyone), n)]
@@ -139,7 +139,7 @@ class TokenLog(Feature):
     def _pieces(self, ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
         """Return the text of each token, including special tokens.
 
-        A token is decoded after another one, because some tokenizers drop the space at the start of
+        A token is decoded after another token, because some tokenizers drop a space at the start of
         a text. Tokens that end within a character are decoded together.
         """
         before = tokenizer.encode("a", special=False)
@@ -184,7 +184,7 @@ def computed(
 
 
 def placed(values: Sequence[float], at: Sequence[int], length: int) -> list[float | None]:
-    """Return a list of this length with the values, rounded to four digits, at these places."""
+    """Return a list with `values`, rounded to four digits, at the indices `at`, else None."""
     out: list[float | None] = [None] * length
     for i, x in zip(at, values):
         out[i] = float(f"{x:.4g}") if math.isfinite(x) else None

@@ -1,6 +1,6 @@
-"""The configuration of a vision-language model: the decoder's, and that of its vision encoder.
+"""The configuration of a vision-language model: of its decoder and of its vision encoder.
 
-In: the dict of a config.json with model_type qwen3_vl. Out: `VisionModelConfig`. Its decoder has
+In: the dict of a config.json with model_type qwen3_vl. Out: `VisionModelConfig`. The decoder has
 the fields of a Qwen3, which model/hf_config.py reads. Read next: processor.py (a picture becomes
 patches), then model.py (patches become embeddings).
 """
@@ -11,12 +11,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
+import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
 from nanogrpo.errors import check
 from nanogrpo.model.hf_config import ModelConfig
 
-# Fields that would change the computation, and the only value (next to null) that they may have.
-# The rotary embedding is the encoder's.
+# Fields that would change the computation, with the only value, except null, that is supported.
+# rope_parameters describes the encoder's rotary embedding.
 FIXED: dict[str, Any] = {
     "in_channels": 3,
     "hidden_act": "gelu_pytorch_tanh",
@@ -36,13 +36,13 @@ class VisionConfig:
     intermediate_size: int = 4304
     num_heads: int = 16
     patch_size: int = 16  # pixels along a side of a patch
-    temporal_patch_size: int = 2  # frames in a patch; a picture is repeated
+    temporal_patch_size: int = 2  # frames in a patch; all are the same picture
     spatial_merge_size: int = 2  # patches along a side of the square that becomes one token
     out_hidden_size: int = 3584  # the decoder's hidden_size
     num_position_embeddings: int = 2304  # a square grid
-    # after these blocks, features for the decoder's first layers are taken
+    # the outputs of these blocks become features for the decoder's first layers
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
-    # the next two are not in vision_config, but above it and in text_config
+    # in config.json, the next two fields are outside of vision_config
     image_token_id: int = 151655
     mrope_section: tuple[int, ...] = (24, 20, 20)  # frequencies for time, height and width
 
@@ -53,8 +53,8 @@ class VisionConfig:
 
     @property
     def axes(self) -> list[int]:
-        """Return the axis of each of the decoder's E/2 frequencies: 0 time, 1 height, 2 width. They
-        take turns, 0 1 2 0 1 2 …, until height and width have theirs; the slowest are for time.
+        """Return the axis of each of the decoder's E/2 frequencies: 0 time, 1 height, 2 width. The
+        axes alternate, 0 1 2 0 1 2 …. The slowest frequencies, left over at the end, are for time.
         """
         _, height, width = self.mrope_section
         ends = (0, 3 * height, 3 * width)
@@ -84,7 +84,7 @@ class VisionModelConfig(ModelConfig):
         found = {name: given[name] for name in names if given.get(name) is not None}
         vision: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
         c = VisionConfig(**vision)
-        # the default of rope_theta is that of transformers for this model
+        # transformers' default of rope_theta for this model
         text = {"rope_theta": 500_000.0, **text, "model_type": "qwen3"}
         for name in ("tie_word_embeddings", "quantization_config"):
             text[name] = raw.get(name, text.get(name))

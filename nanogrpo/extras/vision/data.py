@@ -1,4 +1,4 @@
-"""Read the pictures of a record, and give them their places in its prompt, by TRL's conventions.
+"""Read the pictures of a record, and insert them into its prompt, by TRL's conventions.
 
 In: a record with a column `images` or `image`, or with pictures in its messages. Out: messages in
 which each picture has its place, and the pictures in order.
@@ -7,11 +7,11 @@ which each picture has its place, and the pictures in order.
     →           [{"role": "user", "content": [{"type": "image", "image": Picture},
                                               {"type": "text", "text": "How many?"}]}]
 
-A picture is a path, relative to the data file; the bytes of a file, or {"bytes", "path"}, as
-Parquet files and saved data sets have it; or a PIL image. Each one is decoded once, so that a
-broken one is found before training, and then stays in memory as a file: its own, or PNG if that is
-not an RGB picture that stands upright. Read before: data/prompts.py. Read next: processor.py (from
-these files to the encoder's input).
+A picture can be a path relative to the data file, the bytes of a file, a PIL image, or {"bytes",
+"path"}, as in Parquet files and saved data sets. Each picture is decoded once, so that a broken
+one is found before training. The picture then stays in memory as the bytes of its file, or of a PNG
+file if the picture was not RGB or not upright. Read before: data/prompts.py. Read next:
+processor.py (from these files to the encoder's input).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow starts program
 
 
 class Picture:
-    """An encoded RGB picture. Pickle makes a PIL image of it, so reward functions receive one."""
+    """An encoded RGB picture. Pickle turns it into a PIL image for reward functions."""
 
     def __init__(self, data: bytes, size: tuple[int, int]):
         self.data, self.size = data, size
@@ -47,16 +47,16 @@ class Reader:
     """Reads the pictures of all records."""
 
     def __init__(self) -> None:
-        self.files: dict[Path, Picture] = {}  # often several records have the same one
+        self.files: dict[Path, Picture] = {}  # several records may have the same picture
 
     def insert(
         self, text: str | list[dict], columns: dict, base: Path
     ) -> tuple[str | list[dict], list[Picture]]:
-        """Return the prompt with its pictures, and these in order. base: the data file's folder.
+        """Return the prompt with its pictures, and a list of them. base: the data file's folder.
 
         The pictures of the column `images`, or else `image`, fill the parts {"type": "image"} of
-        the messages. If there are none, they stand before the text of the first user message. A
-        text with pictures becomes a user message. `columns` gets the pictures, too.
+        the messages. If there are no such parts, the pictures come before the text of the first
+        user message. A text with pictures becomes a user message. `columns` gets the pictures, too.
         """
         given: list[Picture] = []
         for column in COLUMNS:  # the last one counts
@@ -89,7 +89,7 @@ class Reader:
         return messages, [part["image"] for part in _pictures(messages)]
 
     def read(self, value: Any, base: Path) -> Picture:
-        """Return a picture from any of the forms above."""
+        """Read a picture in any of the forms that the module docstring lists."""
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, Picture):
@@ -118,7 +118,7 @@ def _parts(content: str | list) -> list[dict]:
         return [{"type": "text", "text": content}]
     found = []
     for part in content:
-        # Arrow fills the fields that one part lacks and another has with nulls, which are dropped.
+        # Arrow adds the fields that a part lacks but another one has, as nulls. They are dropped.
         kept = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
         is_text = kept.get("type") == "text" and isinstance(kept.get("text"), str)
         if not (is_text or kept.get("type") == "image"):
@@ -131,7 +131,7 @@ def _parts(content: str | list) -> list[dict]:
 
 
 def decoded(value: Any, what: str) -> Picture:
-    """Return a picture from the bytes of a file, or from a PIL image. `what` names it."""
+    """Return a picture from the bytes of a file, or from a PIL image. `what` names it in errors."""
     if not isinstance(value, bytes | Image.Image):
         raise UserError(
             f"{what} is of type {type(value).__name__}: give a path, the bytes of a file, or a PIL "
@@ -147,7 +147,7 @@ def decoded(value: Any, what: str) -> Picture:
         except UnidentifiedImageError:  # its message has an address
             raise UserError(f"{what} is none of {', '.join(FORMATS)}: save it as PNG.") from None
         image.load()
-        if image.mode[0] in "IF":  # convert("RGB") would cut the numbers off at 255
+        if image.mode[0] in "IF":  # convert("RGB") would clip the values at 255
             raise ValueError("its values have more than 8 bits")
         upright = image.getexif().get(ORIENTATION, 1) == 1
         opaque = image.mode == "RGB" and image.info.get("transparency") is None

@@ -1,7 +1,8 @@
 """Train a model with a vision encoder on prompts with pictures (docs/vision.md).
 
-It attaches to a run whose model has a `vision_config` in its config.json. Read next: data.py (the
-pictures of records), processor.py (pictures become patches), model.py (patches become embeddings).
+The feature attaches to a run if the model has a `vision_config` in its config.json. Read next:
+data.py (the pictures of records), processor.py (pictures become patches), model.py (patches become
+embeddings).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Vision(Feature):
     def encode(
         self, prompt: Prompt, variables: dict, folder: Path, tokenize: Callable[[], list[int]]
     ) -> list[int]:
-        """Read the prompt's pictures, and make room for them among its tokens."""
+        """Read the prompt's pictures, and insert image tokens for them."""
         prompt.text, pictures = self.reader.insert(prompt.text, prompt.columns, folder)
         ids, images = self.prepare(tokenize(), [p.data for p in pictures], self.processor)
         prompt.inputs = images if pictures else None

@@ -1,16 +1,16 @@
 """A vision-language model: Qwen3-VL (technical report: arXiv 2511.21631), from a vision encoder and
 the decoder of model/decoder.py.
 
-In: a packed strip, as for the decoder, and the pictures of its prompts (processor.py). Out: what
-the decoder returns. Without pictures it computes the same as `Decoder`. Parameters have the same
-names as in Hugging Face.
+In: a packed micro-batch, as for the decoder, and the pictures of its prompts (processor.py). Out:
+what the decoder returns. Without pictures, the result is that of `Decoder`. Parameters have the
+same names as in Hugging Face.
 
     pixels → patch embedding + position embedding → block → … → block → merger ──┐ instead of the
     [N, C·Tp·Ph·Pw]                                   └→ merger ─┐               │ embeddings of the
                                                                  ▼               ▼ image tokens
     hidden states after decoder layer 0, 1, 2:       + features at the image tokens
 
-Encoder.  N patches of all pictures are laid end to end; each picture attends to itself, without a
+Encoder.  The N patches of all pictures are concatenated; each picture attends to itself, without a
           causal mask. A patch in row y and column x of a picture of h × w patches gets two kinds of
           position:
             learned   a table [S, S, D], interpolated linearly at y (S-1)/(h-1), x (S-1)/(w-1)
@@ -18,12 +18,12 @@ Encoder.  N patches of all pictures are laid end to end; each picture attends to
                       f_i = 10000^(-4i/E) (Heo et al. 2024, arXiv 2403.13298, axial)
 Merger.   Four neighbouring patches become one token: W2 gelu(W1 [n(x_0) … n(x_3)]), with a
           LayerNorm n.
-DeepStack (Meng et al. 2024, arXiv 2406.04334). Features after a few blocks of the encoder have
-          mergers of their own, whose norm sees four patches at once, and are added to the hidden
+DeepStack (Meng et al. 2024, arXiv 2406.04334). The outputs of a few encoder blocks get mergers
+          of their own, whose norm sees four patches at once. The results are added to the hidden
           states of the image tokens after the first decoder layers.
 Rotary embedding of the decoder. A position has three axes: time, height, width (processor.py).
-          Frequency i < E/2 uses the axis `VisionConfig.axes[i]`. Where the axes are equal, as in
-          all text, this is ordinary rotary embedding.
+          Frequency i < E/2 uses the axis `VisionConfig.axes[i]`. Where the positions on all axes
+          are equal, as in text, this is ordinary rotary embedding.
 
 Read before: model/decoder.py. Read next: data.py (pictures in data sets).
 """
@@ -44,14 +44,14 @@ from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Attend, Body, Decoder, Linear
 from nanogrpo.model.dispatch import functions_for
 
-if TYPE_CHECKING:  # it needs Pillow, which is not needed here
+if TYPE_CHECKING:  # processor.py needs Pillow, this file does not
     from nanogrpo.extras.vision.processor import Images
 
 EPS = 1e-6  # the epsilon of all norms
 
 
 class PatchEmbed(nn.Module):
-    """A matrix product: the convolution's stride is its kernel, so it sees every value once."""
+    """A convolution whose stride is its kernel size, computed as a matrix product."""
 
     def __init__(self, c: VisionConfig):
         super().__init__()
@@ -134,7 +134,7 @@ class Encoder(nn.Module):
         )
 
     def places(self, h: int, w: int) -> Tensor:
-        """Return the row and column of each patch of a picture, in their order, [h · w, 2]."""
+        """Return row and column of each patch of a picture, in the patches' order, [h · w, 2]."""
         m = self.cfg.spatial_merge_size
         grid = torch.cartesian_prod(torch.arange(h), torch.arange(w))  # [h · w, 2], row by row
         return grid.view(h // m, m, w // m, m, 2).transpose(1, 2).reshape(-1, 2)
@@ -165,12 +165,12 @@ class Encoder(nn.Module):
         return [self.merger(x), *features]
 
     def activation_bytes(self, item: int, kind: str) -> int:
-        """Return the bytes per token of a picture that stay for the backward pass, for the estimate
-        of extras/memory.py: `item` bytes per number, with `kind` of --gradient-checkpointing.
+        """Return the bytes per image token that are kept for the backward pass (extras/memory.py).
+        item: bytes per number. kind: --gradient-checkpointing.
         """
         c, D, F = self.cfg, self.cfg.hidden_size, self.cfg.intermediate_size
-        # input and output of two norms, q, k, v before and after rotation, attention's result and
-        # its copy for proj, two products of the MLP; float32 statistics
+        # A block keeps the input and output of two norms, q, k, v before and after rotation,
+        # attention's result and its copy for proj, two products of the MLP, and float32 statistics.
         block = item * (11 * D + 2 * F) + 4 * (4 + c.num_heads)
         kept = {"none": block, "full": item * D, "selective": item * (7 * D + F)}[kind]
         trained = any(p.requires_grad for p in self.parameters())
@@ -202,17 +202,17 @@ class VisionBody(nn.Module):
         return self.language_model.norm
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """As in `Body`: for decoding, where the three axes are equal."""
+        """Return the cosines and sines for decoding, where the three axes are equal."""
         return self.language_model.angles(positions)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, *images: tuple[int, Images]
     ) -> Tensor:
-        """images: (first row of a prompt in the strip, its pictures)."""
+        """images: (first row of a prompt in the micro-batch, its pictures)."""
         text, c = self.language_model, self.cfg
-        # All ranks gather weights and sum gradients together, and the optimizer counts the steps of
-        # each weight. So in training, a strip without pictures sends an empty picture through the
-        # encoder and uses nothing of the result: the gradients are 0, but they exist.
+        # All ranks gather weights and sum gradients together, so every rank must use the encoder.
+        # Each weight also needs a gradient, because the optimizer counts the steps per weight.
+        # So in training, a micro-batch without pictures encodes an empty one, with gradients of 0.
         sharded = hasattr(self.visual.blocks[0], "unshard")
         if not (images or sharded or torch.is_grad_enabled()):
             return text(tokens, positions, attend)
@@ -250,7 +250,7 @@ class VisionDecoder(Decoder):
 
     def __init__(self, cfg: VisionModelConfig):
         super().__init__(cfg)
-        # it contains the Body, and has every attribute of it that other code uses
+        # VisionBody contains the Body, and has every attribute of Body that other code uses
         self.model = VisionBody(cfg.vision, self.model)  # type: ignore[assignment]
         self.reset_parameters()
 

@@ -1,12 +1,12 @@
-"""Pictures become patches, and prompts get a token per square of patches, as in transformers.
+"""Turn pictures into patches, and add a token per square of patches, as transformers does.
 
 In: the files of pictures, and the token ids of a prompt with one image token per picture. Out: the
-ids with the tokens that each picture needs, and its `Images`: where they are, their positions and,
-computed when needed, the pixel values. Read next: model.py, which turns these into embeddings.
+ids with as many image tokens as the pictures need, and `Images`: where these tokens are, their
+positions, and the pixel values. Read next: model.py, which turns these into embeddings.
 
-A picture is resized to multiples of 32 pixels (patch_size · merge_size), cut into patches of 16 ×
-16, and every 2 × 2 patches become one token. A picture of 70 × 100 pixels (height × width), with
-no limits on its size:
+A picture is resized to multiples of 32 pixels (patch_size · merge_size) and cut into patches of 16
+× 16 pixels. Every 2 × 2 patches become one token. For example, a picture of 70 × 100 pixels (height
+× width), if its size is not limited, becomes:
 
     resized    64 × 96 pixels
     patches    4 × 6, each a row of 1536 = 3 colours · 2 equal frames · 16 · 16 values
@@ -14,12 +14,12 @@ no limits on its size:
     tokens     2 × 3
     positions  time, height, width:  t t t t t t   h h h h+1 h+1 h+1   w w+1 w+2 w w+1 w+2
 
-Positions have three axes. Text has the same position on all axes. A picture starts at the next
-position p, as (p, p + row, p + column), and the text after it goes on at p + max(rows, columns),
-although the picture has rows · columns tokens (Qwen2-VL, arXiv 2409.12191). Attention depends only
-on differences of positions, so we shift a prompt's positions such that its last picture is followed
-by ordinary positions: token i of the text after it is at position i. So completions, caches and
-packing need to know nothing about pictures.
+Positions have three axes. Text has the same position on all axes. If p is the next
+position, the tokens of a picture are at (p, p + row, p + column). The text after the picture
+continues at p + max(rows, columns), although the picture has rows · columns tokens (Qwen2-VL, arXiv
+2409.12191). Attention depends only on differences of positions, so we may shift all positions of a
+prompt: token i after the last picture is at position i. So completions, caches and packing can
+ignore pictures.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from nanogrpo.errors import UserError, read_json, reading
 from nanogrpo.extras.vision.config import VisionModelConfig
 from nanogrpo.logs.files import replace
 
-# The files that may describe the processor. The second contains the dict under "image_processor"
-# and comes first, as in transformers.
+# The files that may describe the processor. The second has the settings under "image_processor".
+# If both files exist, the second counts, as in transformers.
 FILES = ("preprocessor_config.json", "processor_config.json")
 SMALL = 256  # the longest side of a thumbnail, in pixels
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How pictures become patches: fields of config.json and preprocessor_config.json. Pictures are
-    resized (bicubic), divided by 255 and normalized, as for all published models.
+    """Fields of config.json and preprocessor_config.json that say how pictures become patches. As
+    for all published models, pictures are resized (bicubic), divided by 255 and normalized.
     """
 
     patch_size: int
@@ -94,9 +94,9 @@ class Settings:
 
 @dataclass(repr=False)
 class Images:
-    """The pictures of a prompt. It is small: pixels are computed when they are needed."""
+    """The pictures of a prompt. The object is small: pixels are computed when they are needed."""
 
-    sources: list[bytes]  # the files, of RGB pictures that stand upright
+    sources: list[bytes]  # image files, all RGB and upright
     settings: Settings
     grid: list[tuple[int, int, int]]  # frames (1), rows and columns of patches
     starts: list[int]  # each picture's first token, as an index into the prompt
@@ -117,8 +117,9 @@ class Images:
     def positions(self) -> Tensor:
         """Return the positions [3, Q] of the prompt's tokens up to the last image token, int64.
 
-        Begin with the indices, and go from the last picture to the first. A picture takes max(h, w)
-        positions, but h · w indices. So it and all tokens before it move up by the difference.
+        Start with position = index, and go from the last picture to the first. A picture takes
+        max(h, w) positions, but h · w indices. So the positions of the picture and of all tokens
+        before it increase by the difference.
         """
         h, w = self.sizes[-1]
         out = torch.arange(self.starts[-1] + h * w).repeat(3, 1)
@@ -139,12 +140,12 @@ class Images:
             yield file.getvalue()
 
     def __repr__(self) -> str:
-        """The content, in short: two prompts with equal tokens and texts may differ only here."""
+        """Return a short form of the content, which differs if the pictures differ."""
         return f"{self.settings} {[hashlib.sha256(file).hexdigest() for file in self.sources]}"
 
     def write(self, folder: Path) -> dict[str, list[str]]:
         """Write a small copy of each picture into the folder of the completions, unless it is
-        there, and return the column of the table that names these files.
+        there already. Return the column of the table that names these files.
         """
         names = [f"pictures/{hashlib.sha256(file).hexdigest()[:16]}.webp" for file in self.sources]
         for name, source in zip(names, self.sources):
@@ -176,7 +177,7 @@ def prepare(
     if count != len(sources):
         raise UserError(
             f"the number of pictures is {len(sources)}, but that of image tokens is {count}: write "
-            "none in texts, and use a chat template that writes one for each picture."
+            "no image tokens in texts, and use a chat template that writes one per picture."
         )
     if token_ids and token_ids[-1] == token:
         raise UserError("the prompt ends with a picture: let some text follow it.")
@@ -199,7 +200,7 @@ def prepare(
 
 def smart_resize(height: int, width: int, settings: Settings) -> tuple[int, int]:
     """Return the height and width that a picture is resized to: multiples of the side of a token,
-    with about the same ratio, and between min_pixels and max_pixels in total.
+    with about the same aspect ratio, and from min_pixels to max_pixels in total.
     """
     if max(height, width) > 200 * min(height, width):
         raise ValueError(
@@ -223,7 +224,7 @@ def resized(source: bytes, settings: Settings) -> Image.Image:
     return picture.resize((width, height), Image.Resampling.BICUBIC)
 
 
-# A step needs a picture again: to sample, then to train.
+# A step uses a picture at least twice: to sample, and to train.
 @functools.lru_cache(maxsize=128)
 def patches(source: bytes, settings: Settings) -> np.ndarray:
     """Return the patches of a picture, [patches, C, Ph, Pw] uint8, square by square."""
@@ -235,7 +236,7 @@ def patches(source: bytes, settings: Settings) -> np.ndarray:
 
 def values(source: bytes, settings: Settings) -> np.ndarray:
     """Return the rows of `Images.pixels` for one picture: (x / 255 - mean) / std, each patch once
-    per frame. There are only 3 · 256 different values. These are computed in the order and
+    per frame. Only 3 · 256 different values are possible, which are computed in the order and
     precision of transformers.
     """
     levels = (np.arange(256) * (1 / 255)).astype(np.float32)
