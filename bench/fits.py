@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -48,6 +49,11 @@ def gpus(size: int) -> World:
     return World(0, size, torch.device("cuda", 0))
 
 
+def inputs(shape: Decoder, world: World, longest: int = PROMPT) -> Any:
+    """Return what the estimate reads of a run."""
+    return predict.inputs(shape, world, longest)
+
+
 def free(card: int) -> int:
     """Return the bytes that are free on a card with `card` GB."""
     return (card - 1) << 30
@@ -55,9 +61,9 @@ def free(card: int) -> int:
 
 def cell(shape: Decoder, cfg: Config, size: int, card: int) -> str:
     """Return the chosen settings and the estimate, or how much is missing."""
-    world = gpus(size)
-    chosen = memory.choose(shape, cfg, world, PROMPT, free(card))
-    needed = memory.on_device(memory.table(shape, chosen, world, PROMPT))
+    run = inputs(shape, gpus(size))
+    chosen = memory.choose(run, cfg, free(card))
+    needed = memory.on_device(memory.table(run, chosen))
     if needed > free(card):
         return f"{(needed - free(card)) / 2**30:.1f} GiB missing"
     each = ", reduced each" if size > 1 and chosen.reduce_gradients == "micro_batch" else ""

@@ -5,7 +5,7 @@ whether it shares a GPU with the trainer; or a UserError for a combination that 
 
 Without the option, the server uses the first GPU of the trainer. Weights then pass through the
 memory of that GPU, and otherwise through NCCL, which accepts one process per GPU. Once a server
-runs, it reports its GPUs itself (`protocol.transport`). Read next: run/setup.py (`make_engine`).
+runs, it reports its GPUs itself (`protocol.transport`). Read next: feature.py (`own_server`).
 """
 
 from __future__ import annotations
