@@ -70,20 +70,10 @@ def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]
     setup.load_weights(model, inputs)
     cfg, n = cast(Config, inputs.cfg), cfg.num_generations_eval
     cfg = memory.for_sampling(cfg, model, world, len(world.part(prompts)) * n)
+    inputs.cfg = dataclasses.replace(cfg, max_steps=1)
     # what the engine and `complete_held_out` read of a run, at its end (for a curriculum)
-    run: Any = SimpleNamespace(
-        cfg=dataclasses.replace(cfg, max_steps=1),
-        world=world,
-        features=features,
-        tokenizer=tokenizer,
-        model=model,
-        eval_prompts=prompts,
-        rewards=rewards,
-        sampling=setup.sampling_params(cfg, tokenizer),
-        longest_prompt=longest,
-        done=1,
-        epoch=1.0,
-    )
+    sampling = setup.sampling_params(cfg, tokenizer)
+    run: Any = SimpleNamespace(**vars(inputs), sampling=sampling, done=1, epoch=1.0)
     run.engine = engine = setup.make_engine(run)
     with contextlib.closing(engine):
         engine.load(model, version=0)
