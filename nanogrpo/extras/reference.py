@@ -47,9 +47,8 @@ class SyncReferenceOptions(Core):
     def problems(self) -> Iterator[str]:
         if self.sync_ref_model and getattr(self, "lora_r", False):
             yield (
-                "--sync-ref-model cannot be used with --lora-r, because the reference is then"
-                " the base"
-                " without adapters: leave one of them out."
+                "--sync-ref-model cannot be used with --lora-r, because the reference is then the"
+                " base without adapters: leave one of them out."
             )
 
 
