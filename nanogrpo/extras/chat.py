@@ -95,30 +95,18 @@ class Chat:
             self.messages = [*asked, {"role": "assistant", "content": reply}]
 
 
-def main(argv: list[str] | None = None) -> int:
-    try:
-        cfg = commandline.parse(argv, COMMAND)
-        # here, unlike in training, the temperature may be 0 (greedy)
-        dataclasses.replace(cfg, data=("none",), temperature=cfg.temperature or 1.0).validate()
-        with join(cfg) as world, contextlib.suppress(EOFError):
-            chat = Chat(cfg, world.device)
-            while (message := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
-                if message == "/clear":
-                    chat.clear()
-                elif message:
-                    # Ctrl-C stops the answer
-                    with contextlib.suppress(KeyboardInterrupt):
-                        for piece in chat.answer(message):
-                            print(completions.plain(piece), end="", flush=True)
-                    print()
-    # FloatingPointError: the logits are not finite; UnicodeDecodeError: the input is not UTF-8
-    except (UserError, FloatingPointError, UnicodeDecodeError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def main(argv: list[str]) -> None:
+    cfg = commandline.parse(argv, COMMAND)
+    # here, unlike in training, the temperature may be 0 (greedy)
+    dataclasses.replace(cfg, data=("none",), temperature=cfg.temperature or 1.0).validate()
+    with join(cfg) as world, contextlib.suppress(EOFError):
+        chat = Chat(cfg, world.device)
+        while (message := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
+            if message == "/clear":
+                chat.clear()
+            elif message:
+                # Ctrl-C stops the answer
+                with contextlib.suppress(KeyboardInterrupt):
+                    for piece in chat.answer(message):
+                        print(completions.plain(piece), end="", flush=True)
+                print()

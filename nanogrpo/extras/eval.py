@@ -114,24 +114,13 @@ def claim(cfg: Config) -> None:
     replace(folder / "eval.jsonl", b"")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        cfg = commandline.parse(argv, COMMAND)
-        folder = cfg.output_dir if cfg.output_dir != Config.output_dir else "runs/eval"
-        cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(folder), eval_steps=1)
-        cfg.validate()
-        lower = "a lower --max-concurrent or --cache-tokens"
-        with join(cfg) as world, memory.explained(cfg, lower):
-            world.once(lambda: claim(cfg))
-            write(cfg, *evaluate(cfg, world), world)
-    except (UserError, FloatingPointError) as e:  # FloatingPointError: the logits are not finite
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    cfg = commandline.parse(argv, COMMAND)
+    folder = cfg.output_dir if cfg.output_dir != Config.output_dir else "runs/eval"
+    cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(folder), eval_steps=1)
+    cfg.validate()
+    lower = "a lower --max-concurrent or --cache-tokens"
+    with join(cfg) as world, memory.explained(cfg, lower):
+        world.once(lambda: claim(cfg))
+        write(cfg, *evaluate(cfg, world), world)
