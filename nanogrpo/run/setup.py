@@ -160,9 +160,7 @@ def setup(inputs: Inputs) -> Run:
     frozen = make_reference(inputs)
     optimizer = optim.make_optimizer(model, cfg, features)
     world.once(lambda: output.clear(cfg))  # only now, after everything that can be checked
-    saver = state.Saver(
-        cfg, world, model, optimizer, inputs.tokenizer, inputs.source, origin, features
-    )
+    saver = state.Saver(inputs, optimizer, origin)
     start = saver.resume()
     run = Run(
         **vars(inputs),
