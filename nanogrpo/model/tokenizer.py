@@ -57,7 +57,8 @@ class Tokenizer:
     Chat models list several in generation_config.json (Qwen3: <|im_end|> and <|endoftext|>), or in
     config.json if that file has none. If one were missing here, completions that end with it would
     continue to the length limit.
-    `template_variables`: those that the chat template reads, such as `enable_thinking`.
+    `template_variables`: those that the chat template reads besides the messages, such as
+    `enable_thinking`.
     """
 
     def __init__(self, folder: str | Path):
@@ -213,7 +214,7 @@ class Tokenizer:
                 name
                 for text in texts.values()
                 for name in find_undeclared_variables(env.parse(text))
-                if name not in env.globals
+                if name not in ("messages", "add_generation_prompt", *env.globals)
             }
             return {name: env.from_string(text) for name, text in texts.items()}
 
