@@ -66,16 +66,14 @@ def _variable(value: Any) -> Any:
 
     Arrow fills up the fields that one object lacks and another has with nulls, which are dropped.
     """
-    if isinstance(value, str) and value.startswith(("[", "{")):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    return _without_nulls(value)
+    with contextlib.suppress(ValueError, RecursionError, TypeError):  # not JSON
+        is_json = isinstance(value, str) and value.startswith(("[", "{"))
+        return json.loads(value if is_json else json.dumps(value), object_hook=_without_nulls)
+    return value
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+def _without_nulls(fields: dict) -> dict:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def uses_hub(source: str) -> bool:
