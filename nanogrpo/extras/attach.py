@@ -104,13 +104,14 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.rewards import Rewards
 
         yield Rewards(cfg)
-    model = read_json(checkpoint.locate(cfg.model) / "config.json")
+    source = checkpoint.locate(cfg.model)
+    model, frozen = read_json(source / "config.json"), getattr(cfg, "freeze_vision_tower", False)
     if has_scaling(model):
         import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
-    if "vision_config" in model or getattr(cfg, "freeze_vision_tower", False):
+    if "vision_config" in model or frozen:
         from nanogrpo.extras.vision.feature import Vision
 
-        yield Vision(checkpoint.locate(cfg.model), getattr(cfg, "freeze_vision_tower", False))
+        yield Vision(source, frozen)
     if not full:
         return
     if cfg.lora_r:

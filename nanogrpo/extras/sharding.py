@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from nanogrpo.config import Config as Core
-from nanogrpo.config import free_option, option
+from nanogrpo.config import Config, free_option, option
 from nanogrpo.distributed.fsdp import Sharding
 from nanogrpo.feature import Feature
 
@@ -31,7 +30,7 @@ KEPT += ("_scaled_dot_product_", "varlen_attn", "flash_attn")
 
 
 @dataclass(frozen=True)
-class ShardingOptions(Core):
+class ShardingOptions(Config):
     """Sharding and determinism."""
 
     cpu_offload: bool = free_option(
@@ -63,10 +62,9 @@ class Sharded(Feature):
         if cfg.full_determinism:
             be_deterministic()
 
-    def settings(self, cfg: Any, inputs: Inputs) -> Any:
+    def settings(self, cfg: Any, inputs: Inputs) -> None:
         """Use the settings that other features have chosen, so this feature attaches after them."""
         shard(inputs.model, cfg)
-        return cfg
 
 
 def shard(model: Any, cfg: Any) -> None:

@@ -33,7 +33,7 @@ class VLLM(Feature):
         # otherwise asks for, torch then needs a system call that containers usually forbid.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
 
-    def settings(self, cfg: Any, inputs: Inputs) -> Any:
+    def settings(self, cfg: Any, inputs: Inputs) -> None:
         """Refuse GPUs or a checkpoint that a server cannot use."""
         gpus.shares(cfg, inputs.world)
         if read_json(inputs.source / "config.json").get("quantization_config"):
@@ -41,7 +41,6 @@ class VLLM(Feature):
                 f"--engine vllm would load {inputs.source} in 4 bits, into which no merged weights "
                 "can be sent: use the original model with --load-in-4bit, or --engine local."
             )
-        return cfg
 
     def engine(self, run: Run) -> VLLMEngine:
         """Return the engine, without weights. Without --server, a server is started here, which

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanogrpo.config import Config as Core
-from nanogrpo.config import free_option, option
+from nanogrpo.config import Config, free_option, option
 
 # the linear layers of a block
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -14,7 +13,7 @@ VISION_LORA_TARGETS = ("attn.qkv", "attn.proj", "linear_fc1", "linear_fc2")
 
 
 @dataclass(frozen=True)
-class LoRAOptions(Core):
+class LoRAOptions(Config):
     """Low-rank adapters, and frozen weights in four bits."""
 
     lora_r: int = option(
