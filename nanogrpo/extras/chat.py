@@ -17,6 +17,7 @@ from collections.abc import Generator
 
 import torch
 
+from nanogrpo import cli
 from nanogrpo.data.prompts import system_prompt
 from nanogrpo.distributed.world import join
 from nanogrpo.engine.local import LocalEngine
@@ -35,7 +36,7 @@ OPTIONS = """
     model system_prompt enable_thinking chat_template_kwargs max_completion_length
     temperature top_p top_k seed device
 """
-COMMAND = commandline.Command(OPTIONS.split(), "nanogrpo chat MODEL [options]", DESCRIPTION)
+PROGRAM = cli.parser(Config, OPTIONS.split(), "nanogrpo chat MODEL [options]", DESCRIPTION)
 MAX_CONTEXT = 16384  # tokens of conversation, because a GPU allocates the cache for all of them
 
 
@@ -96,7 +97,7 @@ class Chat:
 
 
 def main(argv: list[str]) -> None:
-    cfg = commandline.parse(argv, COMMAND)
+    cfg = commandline.parse(argv, PROGRAM)
     # here, unlike in training, the temperature may be 0 (greedy)
     dataclasses.replace(cfg, data=("none",), temperature=cfg.temperature or 1.0).validate()
     with join(cfg) as world, contextlib.suppress(EOFError):
