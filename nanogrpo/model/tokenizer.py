@@ -30,20 +30,12 @@ from nanogrpo.errors import UserError, read_json, reading
 # These files are read when the tokenizer is loaded and written unchanged by `save`. After the first
 # four come parts of tokenizer.json for the slow tokenizers of transformers, then the settings of
 # processors.
-FILES = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-]
+FILES = """
+    tokenizer.json tokenizer_config.json chat_template.jinja generation_config.json
+    special_tokens_map.json added_tokens.json vocab.json merges.txt
+    chat_template.json preprocessor_config.json processor_config.json
+    video_preprocessor_config.json
+"""
 VARIABLES = ("tools", "documents")  # which transformers always passes to chat templates
 COPY = "copy it again from the model"
 
@@ -69,7 +61,7 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json: name a folder written by save_pretrained."
             )
         self._files: dict[str, bytes] = {}
-        for path in (folder / name for name in FILES if (folder / name).is_file()):
+        for path in (folder / name for name in FILES.split() if (folder / name).is_file()):
             with reading(path):
                 self._files[path.name] = path.read_bytes()
         with reading(f"{folder}/tokenizer.json", COPY):
