@@ -10,9 +10,9 @@ BIN := .venv/bin
 
 demo: .venv/plot.done
 	rm -rf runs/demo
-	$(BIN)/python -m nanogrpo.extras.arithmetic.warmup runs/demo/base
+	$(BIN)/python -m nanogrpo warmup runs/demo/base
 	$(BIN)/python train.py --model runs/demo/base --data arithmetic --output-dir runs/demo $(DEMO)
-	$(BIN)/python -m nanogrpo.extras.plot runs/demo
+	$(BIN)/python -m nanogrpo plot runs/demo
 
 # The settings of the demo that differ from the defaults in nanogrpo/config.py.
 DEMO := --max-steps 60 --generation-batch-size 128 --max-concurrent 128 --max-completion-length 48 \
@@ -23,7 +23,7 @@ real: .venv/real.done runs/smollm2
 	rm -rf runs/real
 	$(BIN)/python examples/word_problems.py runs/problems
 	$(BIN)/python train.py --config examples/word_problems.json
-	$(BIN)/python -m nanogrpo.extras.plot runs/real
+	$(BIN)/python -m nanogrpo plot runs/real
 	$(BIN)/python examples/before_after.py runs/smollm2 runs/real/checkpoint-* runs/problems/held_out.jsonl
 
 runs/smollm2: | .venv/real.done

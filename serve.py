@@ -117,10 +117,6 @@ def check_port(host: str, port: int) -> None:
         ) from e
 
 
-def report(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-
-
 def main(argv: list[str] | None = None) -> int:
     try:
         ours, words = options(sys.argv[1:] if argv is None else argv)

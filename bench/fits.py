@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -51,16 +52,21 @@ def gpus(size: int) -> World:
     return World(0, size, torch.device("cuda", 0))
 
 
+def inputs(shape: Decoder, world: World, longest: int = PROMPT) -> Any:
+    """Return what the estimate reads of a run."""
+    return predict.inputs(shape, world, longest)
+
+
 def free(card: int) -> int:
     """Return the free bytes of a GPU with `card` GB."""
     return (card - 1) << 30
 
 
 def cell(shape: Decoder, cfg: Config, size: int, card: int) -> str:
-    """Return the chosen settings and the predicted memory, or how much memory is missing."""
-    world = gpus(size)
-    chosen = memory.choose(shape, cfg, world, PROMPT, free(card))
-    needed = memory.on_device(memory.table(shape, chosen, world, PROMPT))
+    """Return the chosen settings and the estimate, or how much is missing."""
+    run = inputs(shape, gpus(size))
+    chosen = memory.choose(run, cfg, free(card))
+    needed = memory.on_device(memory.table(run, chosen))
     if needed > free(card):
         return f"{(needed - free(card)) / 2**30:.1f} GiB missing"
     each = ", reduced each" if size > 1 and chosen.reduce_gradients == "micro_batch" else ""

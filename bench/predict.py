@@ -19,7 +19,8 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -107,6 +108,12 @@ class Layout(NamedTuple):
         return sum(s.values())
 
 
+def inputs(model: Decoder, world: World, longest_prompt: int) -> Any:
+    """Return what the estimate of the memory reads of a run's inputs."""
+    rewards = SimpleNamespace(models=[])
+    return SimpleNamespace(model=model, world=world, longest_prompt=longest_prompt, rewards=rewards)
+
+
 def shape_of(name: str, four_bits: bool = False) -> Decoder:
     """Return the model without weights, on the meta device. four_bits: whether its matrices are
     stored in four bits.
@@ -156,8 +163,9 @@ def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[L
         engine = "local" if embedded else "vllm"
         given = dataclasses.replace(cfg, engine=engine, server=addresses)
         world = World(0, trainers, torch.device("cuda", 0))
-        chosen = memory.choose(model, given, world, args.longest_prompt, free)
-        rows = memory.table(model, chosen, world, args.longest_prompt)
+        place = inputs(model, world, args.longest_prompt)
+        chosen = memory.choose(place, given, free)
+        rows = memory.table(place, chosen)
         if memory.on_device(rows) > free:
             continue
         if embedded:

@@ -12,6 +12,7 @@ Extras add their own options in a subclass. Read next: train.py.
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import operator
@@ -38,13 +39,17 @@ def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
     """Declare a field of `Config`.
 
     Limits are written as "> 0" or "<= 1". `choices` lists the allowed values. `required` makes the
-    option mandatory; its text is the advice in the error message. `needs` names another option that
-    must be set ("eval_steps"), or that must have one of some values ("loss_type=dapo|grpo"), for
-    this option to have an effect. `free` options may differ when a run is resumed, because they
-    change at most the rounding of its result. `group` starts a new section of `--help`. `words`
-    maps other spellings of a value, such as TRL's true and false, to ours.
+    option mandatory, and is the advice for a user who leaves it out. `needs` names another option
+    ("eval_steps"), possibly with values ("loss_type=dapo|grpo"), without which this one has no
+    effect. `group` starts a new section of `--help`. `words` maps other spellings of a value, such
+    as TRL's true and false, to ours.
     """
     return field(default=default, metadata={"help": help, "limits": limits, **rules})
+
+
+# An option that may differ when a run is resumed: it has no effect on the result of the run, or
+# only on its rounding.
+free_option = functools.partial(option, free=True)
 
 
 def converted(kind: str, value: Any) -> Any:
@@ -78,11 +83,10 @@ class Config:
         required="give a .jsonl file of prompts, another data set (docs/data.md), or the built-in"
         " task arithmetic",
     )
-    eval_data: tuple[str, ...] = option(
+    eval_data: tuple[str, ...] = free_option(
         (),
         "held-out prompts for evaluation; empty: use the test split of the training data, if any",
         needs="eval_steps",
-        free=True,
     )
     prompt_column: str = option(
         "", "column with the prompt; empty: the first of prompt, question and problem"
@@ -97,11 +101,10 @@ class Config:
         "system message before each prompt, as text or as the name of a file; without a chat"
         " template, it is plain text before the prompt",
     )
-    output_dir: str = option(
+    output_dir: str = free_option(
         "runs/grpo",
         "folder for metrics.jsonl and checkpoints",
         required="name the folder to write the run to",
-        free=True,
     )
     enable_thinking: bool = option(True, "turn on thinking in Qwen3's chat template")
     chat_template_kwargs: dict[str, Any] | None = option(  # noqa: RUF009 (declares a field)
@@ -129,13 +132,12 @@ class Config:
     reward_weights: tuple[float, ...] = option(
         (), "weight of each reward function; empty: 1 for all"
     )
-    reward_timeout: float = option(
+    reward_timeout: float = free_option(
         60.0,
         "seconds allowed for one call of a reward function from a module or file; 0: no limit, and"
         " the call runs in the trainer's own process",
         ">= 0",
         "<= 1e7",
-        free=True,
     )
     num_generations: int = option(
         8,
@@ -161,19 +163,17 @@ class Config:
         "<= 1",
     )
     top_k: int = option(0, "sample from the k most likely tokens; 0: from all", ">= 0")
-    max_concurrent: int | None = option(
+    max_concurrent: int | None = free_option(
         None,
         "sequences that are decoded at once; default: 64, or on a GPU as many as a step samples, at"
         " most 256",
         "> 0",
-        free=True,
     )
-    cache_tokens: int | None = option(
+    cache_tokens: int | None = free_option(
         None,
         "tokens in the cache of keys and values on a GPU, at least one sequence; default: as"
         " many as fit, at most the longest sequence in each slot",
         "> 0",
-        free=True,
     )
     loss_type: str = option(
         "dapo",
@@ -211,12 +211,11 @@ class Config:
         choices=("group", "batch", "none"),
         words={"true": "group", "false": "none"},
     )
-    max_steps: int = option(
+    max_steps: int = free_option(
         100,
         "steps of the run; each one samples, scores and trains once",
         "> 0",
         group="Optimizer",
-        free=True,
     )
     num_train_epochs: float = option(
         0.0, "passes over the prompts, in place of max_steps; 0: train for max_steps", ">= 0"
@@ -225,17 +224,15 @@ class Config:
     steps_per_generation: int = option(
         1, "minibatches (optimizer steps) that a generation is split into", "> 0"
     )
-    share_prompts: bool = option(
+    share_prompts: bool = free_option(
         True,
         "pack a prompt once for all its completions; same gradient, fewer tokens",
-        free=True,
     )
-    token_budget: int | None = option(
+    token_budget: int | None = free_option(
         None,
         "tokens per micro-batch; gradients accumulate over as many as a minibatch needs; default:"
         " 16384, or fewer if a GPU has too little free memory",
         "> 0",
-        free=True,
     )
     learning_rate: float = option(1e-6, "peak learning rate, after the warmup", "> 0")
     lr_scheduler_type: str = option(
@@ -250,53 +247,45 @@ class Config:
         0.0, "AdamW: decoupled weight decay, applied to matrices only", ">= 0"
     )
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: do not clip", ">= 0")
-    eval_steps: int = option(
+    eval_steps: int = free_option(
         0,
         "steps between evaluations on the held-out prompts; they also run before the first step"
         " and after the last, 0: never",
         ">= 0",
         group="Evaluation, checkpoints and logging",
-        free=True,
     )
-    num_generations_eval: int = option(
+    num_generations_eval: int = free_option(
         1,
         "completions per held-out prompt, for mean@k and pass@k",
         "> 0",
         needs="eval_steps",
-        free=True,
     )
-    eval_temperature: float = option(
+    eval_temperature: float = free_option(
         0.0,
         "sampling temperature in an evaluation; 0: always the most likely token (greedy)",
         ">= 0",
         needs="eval_steps",
-        free=True,
     )
-    eval_samples: int = option(
-        256, "evaluate the first N held-out prompts; 0: all", ">= 0", free=True
-    )
-    save_steps: int = option(
+    eval_samples: int = free_option(256, "evaluate the first N held-out prompts; 0: all", ">= 0")
+    save_steps: int = free_option(
         50,
         "steps between checkpoints; they are written in the background, 0: only the last",
         ">= 0",
-        free=True,
     )
-    save_total_limit: int = option(
-        2, "keep this many of the newest checkpoints; 0: all", ">= 0", free=True
+    save_total_limit: int = free_option(
+        2, "keep this many of the newest checkpoints; 0: all", ">= 0"
     )
-    overwrite_output_dir: bool = option(
+    overwrite_output_dir: bool = free_option(
         False,
         "delete what an earlier run left in output_dir, unless --resume continues it",
-        free=True,
     )
-    gradient_checkpointing: str = option(
+    gradient_checkpointing: str = free_option(
         "auto",
         "recompute activations in the backward pass: none, all, or only the cheap ones; auto: none,"
         " or as many as a GPU's free memory requires",
         group="Hardware",
         choices=("auto", "none", "full", "selective"),
         words={"true": "full", "false": "none"},
-        free=True,
     )
     kernels: str = option(
         "auto",
@@ -304,12 +293,11 @@ class Config:
         " GPU, torch on a CPU",
         choices=("auto", "triton", "torch"),
     )
-    ddp_timeout: int = option(
+    ddp_timeout: int = free_option(
         600,
         "seconds that ranks wait for each other, at the start and in each collective",
         "> 0",
         "<= 1e7",
-        free=True,
     )
     seed: int = option(
         0,
@@ -317,8 +305,8 @@ class Config:
         ">= 0",
         "< 9223372036854775808",
     )
-    device: str = option("auto", "device to train on", choices=("auto", "cpu", "cuda"), free=True)
-    resume: bool = option(False, "continue from the last checkpoint in output_dir", free=True)
+    device: str = free_option("auto", "device to train on", choices=("auto", "cpu", "cuda"))
+    resume: bool = free_option(False, "continue from the last checkpoint in output_dir")
 
     def __post_init__(self) -> None:
         """Convert each value, or raise a UserError that names the type of the option."""

@@ -10,7 +10,7 @@ import pytest
 from nanogrpo import Config
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
-from nanogrpo.extras import chat
+from nanogrpo.extras import chat, commands
 from nanogrpo.extras.chat import Chat
 from nanogrpo.model import checkpoint
 from nanogrpo.types import Prompt
@@ -45,7 +45,7 @@ def test_the_thinking_is_shown_but_does_not_stay_in_the_conversation(tiny_base):
 def test_a_conversation_ends_with_the_input(tiny_base, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("3+4=\n\n/clear\n5+6=\n/exit\nignored\n"))
     argv = [str(tiny_base), "--temperature", "0", "--max-completion-length", "6"]
-    assert chat.main([*argv, "--device", "cpu"]) == 0
+    assert commands.main(["chat", *argv, "--device", "cpu"]) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -62,5 +62,5 @@ def test_a_mistake_is_one_sentence(tiny_base, monkeypatch, capsys, argv, message
     monkeypatch.setattr(chat, "MAX_CONTEXT", 20)
     monkeypatch.setattr("sys.stdin", io.StringIO("1+" * 40))
     argv = [str(tiny_base) if word == "x" else word for word in argv]
-    assert chat.main([*argv, "--device", "cpu"]) == 2
+    assert commands.main(["chat", *argv, "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err

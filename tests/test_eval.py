@@ -11,7 +11,7 @@ import os
 import pytest
 
 import train
-from nanogrpo.extras import eval as evaluation
+from nanogrpo.extras import commands
 from nanogrpo.logs import metrics
 from nanogrpo.logs.metrics import Facts
 from tests.conftest import arguments, lines
@@ -58,7 +58,7 @@ def test_it_writes_every_completion_and_the_same_numbers_as_training(
     sampled = ["--num-generations-eval", "4", "--eval-temperature", "1.5"]
     rewards = ["--reward-funcs", f"{files / 'reward.py'}:even", "format"]
     argv = options(tiny_base, data, tmp_path / "eval", *sampled, *rewards)
-    assert evaluation.main(argv) == 0
+    assert commands.main(["eval", *argv]) == 0
     assert "rewards/even" in capsys.readouterr().out
     result = json.loads((tmp_path / "eval/eval.json").read_text())
     records = [json.loads(line) for line in (tmp_path / "eval/eval.jsonl").read_text().splitlines()]
@@ -88,7 +88,7 @@ def test_it_writes_every_completion_and_the_same_numbers_as_training(
     ],
 )
 def test_a_mistake_is_one_sentence(tiny_base, data, tmp_path, capsys, more, message):
-    assert evaluation.main(options(tiny_base, data, tmp_path / "eval", *more)) == 2
+    assert commands.main(["eval", *options(tiny_base, data, tmp_path / "eval", *more)]) == 2
     error = capsys.readouterr().err
     assert message in error
 
@@ -107,9 +107,9 @@ def test_an_earlier_evaluation_is_kept(tiny_base, data, tmp_path, capsys, monkey
     os.close(reader)
     with os.fdopen(writer, "w") as stdout, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", stdout)
-        assert evaluation.main(argv) == 0
+        assert commands.main(["eval", *argv]) == 0
     result = json.loads((tmp_path / "eval/eval.json").read_text())
     assert result["metrics"]["eval/rewards/share"] == 1.0
-    assert evaluation.main(argv) == 2
+    assert commands.main(["eval", *argv]) == 2
     assert "already holds an evaluation" in capsys.readouterr().err
-    assert evaluation.main([*argv, "--overwrite-output-dir"]) == 0
+    assert commands.main(["eval", *argv, "--overwrite-output-dir"]) == 0

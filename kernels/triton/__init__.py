@@ -14,17 +14,3 @@ from .paged import paged_attention
 from .rope import norm_rope
 from .sample import sample_tokens
 from .swiglu import swiglu
-
-__all__ = [
-    "add_rms_norm",
-    "gather_rows",
-    "log_softmax_backward_",
-    "log_softmax_forward",
-    "norm_rope",
-    "paged_attention",
-    "policy_rows_",
-    "rms_norm",
-    "row_order",
-    "sample_tokens",
-    "swiglu",
-]

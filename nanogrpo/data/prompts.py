@@ -111,7 +111,7 @@ def load(
             f"context of {context}: lower it."
         )
     longest = min(cfg.max_prompt_length or room, room)
-    read = tokenizer.template_variables - {"messages", "add_generation_prompt"}
+    read = tokenizer.template_variables
     if ignored := (cfg.chat_template_kwargs or {}).keys() - read:
         raise UserError(
             f"--chat-template-kwargs sets {min(ignored)}, but the model's chat template reads only "
@@ -147,12 +147,12 @@ def load(
 def from_record(
     record: dict,
     tokenizer: Tokenizer,
-    id: int = 0,
-    place: str = "record",
-    cfg: Config = Config(),  # noqa: B008 (it is frozen)
-    system_prompt: str = "",
-    features: Sequence[Feature] = (),
-    folder: Path = Path(),
+    id: int,
+    place: str,
+    cfg: Config,
+    system_prompt: str,
+    features: Sequence[Feature],
+    folder: Path,
 ) -> Prompt:
     """Turn a record into a prompt. The top of this file lists the forms of records.
 
@@ -199,8 +199,8 @@ def from_record(
         columns["solution"] = _result(record[cfg.answer_column])
     elif column == "question" and _result(answer) != answer:
         columns.setdefault("solution", _result(answer))
-    read = tokenizer.template_variables - {"messages", "add_generation_prompt"}
-    own = {name: columns[name] for name in sorted(read & columns.keys()) if columns[name]}
+    read = tokenizer.template_variables & columns.keys()
+    own = {name: columns[name] for name in sorted(read) if columns[name]}
     is_question = bool(column != "prompt" or system_prompt or own)
     if isinstance(text, str) and tokenizer.has_chat_template and is_question:
         text = [{"role": "user", "content": text}]

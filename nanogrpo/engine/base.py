@@ -55,11 +55,7 @@ class Engine(Protocol):
         ...
 
     def sample(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        params: SamplingParams,
-        step: int,
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> list[Sample]:
         """Return n completions of each prompt, prompt by prompt. The completions of a prompt have
         the indices 0 … n-1.

@@ -103,11 +103,7 @@ class LocalEngine:
 
     @torch.inference_mode()
     def sample(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        params: SamplingParams,
-        step: int,
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> list[Sample]:
         """Return n completions of each prompt, in order (see Engine.sample)."""
         samples: list[Sample] = []

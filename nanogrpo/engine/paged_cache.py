@@ -19,15 +19,13 @@ from nanogrpo.model.hf_config import ModelConfig
 PAGE = 32  # tokens; small pages waste less of each row's last page, large pages need fewer reads
 
 
-def cache_tokens(slots: int, max_len: int, paged: bool, wanted: int | None = None) -> int:
-    """Return the number of tokens whose keys and values fit into the engine's cache.
+def cache_tokens(slots: int, max_len: int, wanted: int | None = None) -> int:
+    """Return how many tokens' keys and values the cache has memory for.
 
-    `wanted` is the size of a paged cache, limited to between one context and `slots` contexts. The
-    default is `slots` contexts. Each cached token takes 2·K·E numbers in each layer. A paged cache
-    has one more page, page 0, for padding rows (see PagedCache).
+    wanted: its size, as far as it is sensible: it holds at least one context, and at most `slots`
+    of them, which is also the default. Each cached token takes 2·K·E numbers in each layer. One
+    page more is nobody's (see PagedCache).
     """
-    if not paged:
-        return slots * max_len
     context = pages_of(max_len)
     most = slots * context
     return PAGE * (1 + (most if wanted is None else max(context, min(wanted // PAGE, most))))
@@ -54,7 +52,7 @@ class PagedCache:
         device: torch.device,
         tokens: int | None = None,
     ):
-        pages = cache_tokens(B, S, paged=True, wanted=tokens) // PAGE
+        pages = cache_tokens(B, S, tokens) // PAGE
         self.S = S
         heads = cfg.num_key_value_heads, PAGE, cfg.head_dim
         self.k = torch.zeros(cfg.num_hidden_layers, pages, *heads, dtype=dtype, device=device)

@@ -24,22 +24,23 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from nanogrpo.engine.base import Engine, SamplingParams
 from nanogrpo.errors import UserError
-from nanogrpo.extras.wrapper import Served, Wrapper
+from nanogrpo.extras.wrapper import Wrapper
 from nanogrpo.feature import Feature
 from nanogrpo.types import Prompt, Sample
 
 if TYPE_CHECKING:  # it imports the features
     from nanogrpo.run.setup import Run
+    from nanogrpo.vllm.client import VLLMEngine
 
 
 class Ahead(Feature):
     """Add the engine below and its metrics to a run, for --max-staleness."""
 
-    def wrap(self, engine: Engine, run: Run) -> Engine:
+    def wrap(self, engine: Any, run: Run) -> Engine:
         return AheadEngine(engine, run)
 
     def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
@@ -49,11 +50,14 @@ class Ahead(Feature):
 class AheadEngine(Wrapper):
     """An engine that samples up to --max-staleness steps ahead of the step that trains.
 
-    The engine inside must be a `Served`. Only samples for training are drawn ahead. Any other
-    request, such as an evaluation, goes straight to the engine inside.
+    A thread uses the engine inside while the loop trains, so its completions must come from other
+    processes. Only the samples of training are sampled ahead; any other request, such as an
+    evaluation, goes straight to the engine.
     """
 
-    def __init__(self, engine: Engine, run: Run):
+    engine: VLLMEngine
+
+    def __init__(self, engine: VLLMEngine, run: Run):
         cfg: Any = run.cfg
         self.engine, self.run, self.bound = engine, run, cfg.max_staleness
         # the steps in progress, oldest first, with a Future of the samples (on other ranks, None)
@@ -62,14 +66,10 @@ class AheadEngine(Wrapper):
         self.pool = ThreadPoolExecutor(1, "sample") if run.world.main else None
 
     def sample(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        params: SamplingParams,
-        step: int,
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> list[Sample]:
         """Return the samples of `step`. Steps must come in order. Raises sampling errors."""
-        run, engine = self.run, cast(Served, self.engine)
+        run, engine = self.run, self.engine
         if (n, params) != (run.cfg.num_generations, run.sampling):
             return engine.sample(prompts, n, params, step)
         following = self.requested[-1][0] + 1 if self.requested else step
@@ -88,7 +88,7 @@ class AheadEngine(Wrapper):
     def _request(self, step: int) -> Future | None:
         if self.pool is None:
             return None
-        run, request = self.run, cast(Served, self.engine).request
+        run, request = self.run, self.engine.request
         prompts = run.draw_all(run.cfg.seed, step)
         return self.pool.submit(request, prompts, run.cfg.num_generations, run.sampling, step)
 
@@ -105,7 +105,7 @@ def staleness(versions: Sequence[Counter[int]], step: int) -> dict[str, float]:
     versions: one counter per completion, with the number of its tokens that each version sampled. A
     mixed completion has tokens of more than one version.
     """
-    tokens = sum((Counter(v) for v in versions), Counter())
+    tokens = sum(versions, Counter())
     mean = sum((step - v) * n for v, n in tokens.items()) / tokens.total()
     mixed = sum(len(v) > 1 for v in versions) / len(versions)
     return {"staleness/mean": mean, "staleness/max": step - min(tokens), "staleness/mixed": mixed}

@@ -9,7 +9,7 @@ to SUMMARY, a class to options.py, and an `if` below. Read next: any of the file
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,41 +65,124 @@ def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
 
     given: Python objects that replace names in the options (extras/api.py).
     """
-    out: list[Feature] = []
+    return [*wanted(cfg, given)]
+
+
+def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
+    """Yield the features that the options ask for, or the data, the model or a GPU."""
+    gpu = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
+    selective = cfg.checkpointing == "selective"
+    full = gpu or selective or type(cfg) is not Config
+    if full:
+        from nanogrpo.extras.options import Config as Full
+
+        cfg = cfg if isinstance(cfg, Full) else Full(**vars(cfg))
+    if full and (cfg.tools or cfg.environment_factory or cfg.rollout):
+        from nanogrpo.extras.tools.feature import Tools
+
+        functions = getattr(given, "tools", ())
+        others = (getattr(given, name, None) for name in ("environment_factory", "rollout"))
+        yield Tools(cfg, functions, *others)  # before those that tokenize prompts
     if "arithmetic" in (*cfg.data, *cfg.eval_data):
         from nanogrpo.extras.arithmetic.feature import Arithmetic
 
-        out.append(Arithmetic())
+        yield Arithmetic()
     data = (*cfg.data, *cfg.eval_data, given.train_dataset, given.eval_dataset)
     if not all(map(is_of_core, data)):
         from nanogrpo.extras.data.sources import Sources
 
-        out.append(Sources(cfg))
+        yield Sources(cfg)
     if "reasoning_gym" in " ".join((*cfg.data, *cfg.eval_data, *cfg.reward_funcs)):
         from nanogrpo.extras.gym.data import Gym
 
-        out.append(Gym(cfg))
+        yield Gym(cfg)
     if any(name.startswith("model:") for name in cfg.reward_funcs):
         from nanogrpo.extras.reward_model import RewardModels
 
-        out.append(RewardModels())
+        yield RewardModels()
     if not {name.partition(":")[0] for name in cfg.reward_funcs} <= builtin.BUILT_IN.keys():
         from nanogrpo.extras.rewards import Rewards
 
-        out.append(Rewards(cfg))
-    model = read_json(checkpoint.locate(cfg.model) / "config.json")
+        yield Rewards(cfg)
+    source = checkpoint.locate(cfg.model)
+    model, frozen = read_json(source / "config.json"), getattr(cfg, "freeze_vision_tower", False)
     if has_scaling(model):
-        import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
-    if "vision_config" in model or getattr(cfg, "freeze_vision_tower", False):
+        import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
+    if "vision_config" in model or frozen:
         from nanogrpo.extras.vision.feature import Vision
 
-        out.append(Vision(checkpoint.locate(cfg.model), getattr(cfg, "freeze_vision_tower", False)))
-    gpu = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
-    if gpu or type(cfg) is not Config or cfg.checkpointing == "selective":
-        from nanogrpo.extras.options import Config as Full
+        yield Vision(source, frozen)
+    if not full:
+        return
+    if cfg.lora_r:
+        from nanogrpo.extras.lora.feature import LoRA
 
-        out = of_options(cfg if isinstance(cfg, Full) else Full(**vars(cfg)), given, gpu, out)
-    return out
+        yield LoRA(cfg)
+    if gpu:
+        from nanogrpo.extras.memory import Memory
+
+        yield Memory()
+    sharding = (cfg.reshard_after_forward, cfg.reduce_gradients)
+    if gpu or cfg.cpu_offload or cfg.full_determinism or selective or sharding != ("auto", "auto"):
+        from nanogrpo.extras.sharding import Sharded
+
+        yield Sharded(cfg)
+    if cfg.other_optimizer:
+        from nanogrpo.extras.optim import Optim
+
+        yield Optim(cfg)
+    if cfg.sync_ref_model:
+        from nanogrpo.extras.reference import SyncReference
+
+        yield SyncReference(cfg)
+    if cfg.max_staleness:
+        from nanogrpo.extras.ahead import Ahead
+
+        yield Ahead()
+    if cfg.old_from_engine or cfg.vllm_importance_sampling_mode != "off":
+        from nanogrpo.extras.importance import Importance
+
+        yield Importance(cfg)
+    if cfg.loss_type == "luspo" or cfg.needs_two_phases:
+        from nanogrpo.extras.objectives import Objectives
+
+        yield Objectives(cfg)
+    if cfg.entropy_coef or cfg.top_entropy_quantile < 1:
+        from nanogrpo.extras.entropy import Entropy
+
+        yield Entropy(cfg)
+    if (cfg.advantage_estimator, cfg.multi_objective_aggregation) != ("grpo", "sum_then_normalize"):
+        from nanogrpo.extras.estimators import Estimators
+
+        yield Estimators(cfg)
+    if cfg.max_resample_times:
+        from nanogrpo.extras.resample import Resample
+
+        yield Resample(cfg)
+    if cfg.load_best_model_at_end:
+        from nanogrpo.extras.best import Best
+
+        yield Best(cfg)
+    if cfg.ema_decay:
+        from nanogrpo.extras.ema import EMA
+
+        yield EMA(cfg)
+    if cfg.report_to != ("none",):
+        from nanogrpo.extras.dashboards import Dashboards
+
+        yield Dashboards(cfg)
+    if cfg.log_completions or cfg.num_completions_to_print:
+        from nanogrpo.extras.completions import Completions
+
+        yield Completions(cfg)
+    if cfg.log_tokens:
+        from nanogrpo.extras.view.tokens import TokenLog
+
+        yield TokenLog(cfg)
+    if cfg.engine == "vllm":
+        from nanogrpo.vllm.feature import VLLM
+
+        yield VLLM()
 
 
 def is_of_core(data: Any) -> bool:
@@ -112,84 +195,3 @@ def has_scaling(model: dict) -> bool:
     rope = model.get("rope_scaling") or model.get("rope_parameters")
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
     return kind not in (None, "default")
-
-
-def of_options(cfg: Any, given: Any, gpu: bool, out: list[Feature]) -> list[Feature]:
-    """Return `out` with the features that the options of the extras, or a GPU, require."""
-    if cfg.tools or cfg.environment_factory or cfg.rollout:
-        from nanogrpo.extras.tools.feature import Tools
-
-        functions = getattr(given, "tools", ())
-        others = (getattr(given, name, None) for name in ("environment_factory", "rollout"))
-        out.insert(0, Tools(cfg, functions, *others))  # before features that tokenize prompts
-    if cfg.lora_r:
-        from nanogrpo.extras.lora.feature import LoRA
-
-        out.append(LoRA(cfg))
-    if gpu:
-        from nanogrpo.extras.memory import Memory
-
-        out.append(Memory())
-    sharding = (cfg.reshard_after_forward, cfg.reduce_gradients)
-    selective = cfg.checkpointing == "selective"
-    if gpu or cfg.cpu_offload or cfg.full_determinism or selective or sharding != ("auto", "auto"):
-        from nanogrpo.extras.sharding import Sharded
-
-        out.append(Sharded(cfg))
-    if cfg.other_optimizer:
-        from nanogrpo.extras.optim import Optim
-
-        out.append(Optim(cfg))
-    if cfg.sync_ref_model:
-        from nanogrpo.extras.reference import SyncReference
-
-        out.append(SyncReference(cfg))
-    if cfg.max_staleness:
-        from nanogrpo.extras.ahead import Ahead
-
-        out.append(Ahead())
-    if cfg.old_from_engine or cfg.vllm_importance_sampling_mode != "off":
-        from nanogrpo.extras.importance import Importance
-
-        out.append(Importance(cfg))
-    if cfg.loss_type == "luspo" or cfg.needs_two_phases:
-        from nanogrpo.extras.objectives import Objectives
-
-        out.append(Objectives(cfg))
-    if cfg.entropy_coef or cfg.top_entropy_quantile < 1:
-        from nanogrpo.extras.entropy import Entropy
-
-        out.append(Entropy(cfg))
-    if (cfg.advantage_estimator, cfg.multi_objective_aggregation) != ("grpo", "sum_then_normalize"):
-        from nanogrpo.extras.estimators import Estimators
-
-        out.append(Estimators(cfg))
-    if cfg.max_resample_times:
-        from nanogrpo.extras.resample import Resample
-
-        out.append(Resample(cfg))
-    if cfg.load_best_model_at_end:
-        from nanogrpo.extras.best import Best
-
-        out.append(Best(cfg))
-    if cfg.ema_decay:
-        from nanogrpo.extras.ema import EMA
-
-        out.append(EMA(cfg))
-    if cfg.report_to != ("none",):
-        from nanogrpo.extras.dashboards import Dashboards
-
-        out.append(Dashboards(cfg))
-    if cfg.log_completions or cfg.num_completions_to_print:
-        from nanogrpo.extras.completions import Completions
-
-        out.append(Completions(cfg))
-    if cfg.log_tokens:
-        from nanogrpo.extras.view.tokens import TokenLog
-
-        out.append(TokenLog(cfg))
-    if cfg.engine == "vllm":
-        from nanogrpo.vllm.feature import VLLM
-
-        out.append(VLLM())
-    return out

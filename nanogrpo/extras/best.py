@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanogrpo.config import Config, option
+from nanogrpo.config import Config, free_option
 from nanogrpo.errors import UserError
 from nanogrpo.feature import Feature
 from nanogrpo.logs.files import read_records
@@ -30,17 +30,15 @@ log = logging.getLogger("nanogrpo")
 class BestOptions(Config):
     """The best checkpoint."""
 
-    load_best_model_at_end: bool = option(
+    load_best_model_at_end: bool = free_option(
         False,
         "also keep the best checkpoint by evaluation, and name it at the end",
         needs="eval_steps",
-        free=True,
     )
-    metric_for_best_model: str = option(
+    metric_for_best_model: str = free_option(
         "reward",
         "name of the evaluation metric that should be highest, such as accuracy_reward",
         needs="load_best_model_at_end",
-        free=True,
     )
 
     def problems(self) -> Iterator[str]:

@@ -17,6 +17,7 @@ from collections.abc import Generator
 
 import torch
 
+from nanogrpo import cli
 from nanogrpo.data.prompts import system_prompt
 from nanogrpo.distributed.world import join
 from nanogrpo.engine.local import LocalEngine
@@ -35,8 +36,8 @@ OPTIONS = """
     model system_prompt enable_thinking chat_template_kwargs max_completion_length
     temperature top_p top_k seed device
 """
-COMMAND = commandline.Command(OPTIONS.split(), "nanogrpo chat MODEL [options]", DESCRIPTION)
-MAX_CONTEXT = 16384  # tokens of a conversation; a GPU allocates the cache for all of them at once
+PROGRAM = cli.parser(Config, OPTIONS.split(), "nanogrpo chat MODEL [options]", DESCRIPTION)
+MAX_CONTEXT = 16384  # tokens of conversation, because a GPU allocates the cache for all of them
 
 
 class Chat:
@@ -95,30 +96,18 @@ class Chat:
             self.messages = [*asked, {"role": "assistant", "content": reply}]
 
 
-def main(argv: list[str] | None = None) -> int:
-    try:
-        cfg = commandline.parse(argv, COMMAND)
-        # here, unlike in training, the temperature may be 0 (greedy)
-        dataclasses.replace(cfg, data=("none",), temperature=cfg.temperature or 1.0).validate()
-        with join(cfg) as world, contextlib.suppress(EOFError):
-            chat = Chat(cfg, world.device)
-            while (message := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
-                if message == "/clear":
-                    chat.clear()
-                elif message:
-                    # Ctrl-C stops the answer
-                    with contextlib.suppress(KeyboardInterrupt):
-                        for piece in chat.answer(message):
-                            print(completions.plain(piece), end="", flush=True)
-                    print()
-    # FloatingPointError: the logits are not finite; UnicodeDecodeError: the input is not UTF-8
-    except (UserError, FloatingPointError, UnicodeDecodeError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def main(argv: list[str]) -> None:
+    cfg = commandline.parse(argv, PROGRAM)
+    # here, unlike in training, the temperature may be 0 (greedy)
+    dataclasses.replace(cfg, data=("none",), temperature=cfg.temperature or 1.0).validate()
+    with join(cfg) as world, contextlib.suppress(EOFError):
+        chat = Chat(cfg, world.device)
+        while (message := input("> " if sys.stdin.isatty() else "").strip()) != "/exit":
+            if message == "/clear":
+                chat.clear()
+            elif message:
+                # Ctrl-C stops the answer
+                with contextlib.suppress(KeyboardInterrupt):
+                    for piece in chat.answer(message):
+                        print(completions.plain(piece), end="", flush=True)
+                print()

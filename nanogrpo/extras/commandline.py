@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -27,22 +27,18 @@ from nanogrpo.extras.profiles import PROFILES
 log = logging.getLogger("nanogrpo")
 
 
-class Command(NamedTuple):
-    """A program with some of train.py's options, whose first argument is the value of --model."""
+def parse(
+    argv: Sequence[str] | None = None, program: argparse.ArgumentParser | None = None
+) -> Config:
+    """Return the command line as a Config that is not yet validated (cli.parse).
 
-    options: Sequence[str]  # names of fields of Config
-    usage: str
-    description: str
-
-
-def parse(argv: Sequence[str] | None = None, command: Command | None = None) -> Config:
-    """Return the options of a command line. The Config is not yet validated (see cli.parse)."""
+    program: the parser of another program than train.py, whose first word is the model.
+    """
     words = [*(sys.argv[1:] if argv is None else argv)]
-    program, names = cli.parser(Config), trl_names.NAMES
-    if command:
-        program, names = cli.parser(Config, *command), set()
-        if words and not words[0].startswith("-"):
-            words = ["--model", *words]
+    names = set() if program else trl_names.NAMES
+    if program and words and not words[0].startswith("-"):
+        words = ["--model", *words]
+    program = program or cli.parser(Config)
     words = _respelled(words)
     if "--help-all" in words:
         program.print_help()

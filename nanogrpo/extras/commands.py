@@ -9,9 +9,12 @@ package; a wheel has them in nanogrpo/scripts/ (setup.py copies them). Read next
 
 from __future__ import annotations
 
+import importlib
 import runpy
 import sys
 from pathlib import Path
+
+from nanogrpo.errors import UserError
 
 HELP = """usage: nanogrpo COMMAND [options]
 
@@ -41,16 +44,24 @@ def script(name: str) -> Path:
     return installed if installed.exists() else package.parent / name
 
 
-def main() -> int:
-    command, *options = sys.argv[1:] or ["--help"]
-    sys.argv[1:] = options
-    if command in ("train", "serve"):
-        runpy.run_path(str(script(f"{command}.py")), run_name="__main__")
-    elif command in MODULES:
-        runpy.run_module(MODULES[command], run_name="__main__", alter_sys=True)
-    elif command in ("-h", "--help"):
+def main(argv: list[str] | None = None) -> int:
+    """Run a command, and return its exit status. train.py and serve.py report errors themselves."""
+    command, *options = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("-h", "--help"):
         print(HELP)
-    else:
-        print(f"error: nanogrpo has no command {command}: see --help.", file=sys.stderr)
+        return 0
+    if command in ("train", "serve"):
+        sys.argv[1:] = options
+        runpy.run_path(str(script(f"{command}.py")), run_name="__main__")
+        return 0
+    try:
+        if command not in MODULES:
+            raise UserError(f"nanogrpo has no command {command}: see --help.")
+        importlib.import_module(MODULES[command]).main(options)
+    # FloatingPointError: the logits are not finite; UnicodeDecodeError: the input is not UTF-8
+    except (UserError, FloatingPointError, UnicodeDecodeError) as e:
+        print(f"error: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 0

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanogrpo.config import Config, option
+from nanogrpo.config import Config, free_option
 from nanogrpo.errors import UserError, first_sentence
 from nanogrpo.feature import Feature
 from nanogrpo.logs.files import read_records
@@ -32,18 +32,16 @@ from nanogrpo.logs.files import read_records
 class DashboardOptions(Config):
     """Dashboards."""
 
-    report_to: tuple[str, ...] = option(
+    report_to: tuple[str, ...] = free_option(
         ("none",),
         "log to TensorBoard (files in output_dir), Trackio (on this machine) or Weights & Biases,"
         " as well as to metrics.jsonl",
         choices=("none", "tensorboard", "trackio", "wandb"),
-        free=True,
     )
-    run_name: str = option(
+    run_name: str = free_option(
         "",
         "name of the run in trackio and wandb; empty: that of output_dir",
         needs="report_to",
-        free=True,
     )
 
     def problems(self) -> Iterator[str]:

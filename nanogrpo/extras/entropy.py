@@ -62,10 +62,7 @@ class Entropy(Feature):
 
 
 def prepare(
-    batches: Sequence[PackedBatch],
-    entropies: Sequence[Tensor],
-    cfg: EntropyOptions,
-    world: World,
+    batches: Sequence[PackedBatch], entropies: Sequence[Tensor], cfg: EntropyOptions, world: World
 ) -> None:
     """Set `importance` and `entropy_weight` of a step's micro-batches. Every rank must call it.
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from nanogrpo import step
+from nanogrpo import cli, step
+from nanogrpo.config import Config as Core
 from nanogrpo.data.prompts import load_held_out
 from nanogrpo.distributed.world import World, join
 from nanogrpo.errors import UserError
@@ -32,11 +33,8 @@ from nanogrpo.extras.memory import Memory
 from nanogrpo.extras.options import Config
 from nanogrpo.logs import metrics
 from nanogrpo.logs.files import replace
-from nanogrpo.model import checkpoint
-from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.rewards.runner import Runner
 from nanogrpo.run import setup
-from nanogrpo.types import Sample
+from nanogrpo.types import Prompt, Sample
 
 DESCRIPTION = """Sample completions of held-out prompts with a checkpoint, and score them.
 
@@ -49,47 +47,34 @@ OPTIONS = """
     engine max_concurrent cache_tokens server vllm_python vllm_options vllm_gpus weight_transport
     server_timeout seed device ddp_timeout
 """
-COMMAND = commandline.Command(OPTIONS.split(), "nanogrpo eval MODEL [options]", DESCRIPTION)
+PROGRAM = cli.parser(Config, OPTIONS.split(), "nanogrpo eval MODEL [options]", DESCRIPTION)
+
+
+def held_out(cfg: Core, *parts: Any) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts of --data, in place of those of a run: see `load_prompts`."""
+    tokenizer, context, features, *_ = parts
+    return load_held_out(cfg, tokenizer, context, cfg.data, features), []
 
 
 def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]:
     """Return the metrics over all ranks, and the samples of this rank. Every rank must call it."""
     features = [feature for feature in attach(cfg) if not isinstance(feature, Memory)]
-    source = checkpoint.locate(cfg.model)
-    tokenizer, model = Tokenizer(source), setup.empty_model(source, features)
-    rewards = Runner(cfg, world.device, features)
-    context = model.cfg.max_position_embeddings
-    prompts = load_held_out(cfg, tokenizer, context, cfg.data, features)
-    rewards.check(prompts, ())
-    longest = max(len(p.token_ids) for p in prompts)
-    parts = tokenizer, model, rewards
-    inputs = setup.Inputs(cfg, world, features, source, *parts, [], prompts, longest)
-    for feature in features:
-        feature.model(model, inputs)
+    inputs = setup.load(cfg, world, features, read=held_out)
+    inputs.prompts, inputs.eval_prompts = [], inputs.prompts
     setup.settle(inputs)
-    setup.load_weights(model, inputs)
+    setup.load_weights(inputs.model, inputs)
     cfg, n = cast(Config, inputs.cfg), cfg.num_generations_eval
-    cfg = memory.for_sampling(cfg, model, world, len(world.part(prompts)) * n)
-    # the parts of a Run that are read below, as at the end of a training of one step
-    run: Any = SimpleNamespace(
-        cfg=dataclasses.replace(cfg, max_steps=1),
-        world=world,
-        features=features,
-        tokenizer=tokenizer,
-        model=model,
-        eval_prompts=prompts,
-        rewards=rewards,
-        sampling=setup.sampling_params(cfg, tokenizer),
-        longest_prompt=longest,
-        done=1,
-        epoch=1.0,
-    )
+    cfg = memory.for_sampling(cfg, inputs.model, world, len(world.part(inputs.eval_prompts)) * n)
+    inputs.cfg = dataclasses.replace(cfg, max_steps=1)
+    # what the engine and `complete_held_out` read of a run, at its end (for a curriculum)
+    sampling = setup.sampling_params(cfg, inputs.tokenizer)
+    run: Any = SimpleNamespace(**vars(inputs), sampling=sampling, done=1, epoch=1.0)
     run.engine = engine = setup.make_engine(run)
     with contextlib.closing(engine):
-        engine.load(model, version=0)
+        engine.load(inputs.model, version=0)
         samples = step.complete_held_out(run)
     row = metrics.of_evaluation(metrics.facts(samples, world), n)
-    logged = rewards.metrics(world.gather)
+    logged = inputs.rewards.metrics(world.gather)
     return {**row, **{f"eval/{name}": value for name, value in logged.items()}}, samples
 
 
@@ -102,7 +87,7 @@ def write(cfg: Config, row: dict[str, float], samples: list[Sample], world: Worl
         del record["step"], record["advantage"]  # they belong to training
     folder = Path(cfg.output_dir)
     completions.write(folder / "eval.jsonl", records)
-    given = {name: getattr(cfg, name) for name in COMMAND.options}
+    given = {name: getattr(cfg, name) for name in OPTIONS.split()}
     text = json.dumps({"options": given, "metrics": row}, indent=2)
     replace(folder / "eval.json", f"{text}\n".encode())
     lines = [f"{name.removeprefix('eval/'):40} {value:.4g}" for name, value in row.items()]
@@ -124,24 +109,13 @@ def claim(cfg: Config) -> None:
     replace(folder / "eval.jsonl", b"")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        cfg = commandline.parse(argv, COMMAND)
-        folder = cfg.output_dir if cfg.output_dir != Config.output_dir else "runs/eval"
-        cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(folder), eval_steps=1)
-        cfg.validate()
-        lower = "a lower --max-concurrent or --cache-tokens"
-        with join(cfg) as world, memory.explained(cfg, lower):
-            world.once(lambda: claim(cfg))
-            write(cfg, *evaluate(cfg, world), world)
-    except (UserError, FloatingPointError) as e:  # FloatingPointError: the logits are not finite
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    cfg = commandline.parse(argv, PROGRAM)
+    folder = cfg.output_dir if cfg.output_dir != Config.output_dir else "runs/eval"
+    cfg = dataclasses.replace(cfg, output_dir=os.path.abspath(folder), eval_steps=1)
+    cfg.validate()
+    lower = "a lower --max-concurrent or --cache-tokens"
+    with join(cfg) as world, memory.explained(cfg, lower):
+        world.once(lambda: claim(cfg))
+        write(cfg, *evaluate(cfg, world), world)

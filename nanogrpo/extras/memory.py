@@ -110,9 +110,8 @@ class Memory(Feature):
     estimate = 0  # bytes on the device
 
     def settings(self, cfg: Core, inputs: Inputs) -> Core:
-        longest, judges = inputs.longest_prompt, inputs.rewards.models
         full = Config(**vars(cfg))  # the full Config has options that the core lacks
-        full, self.estimate = fit(inputs.model, full, inputs.world, longest, judges)
+        full, self.estimate = fit(inputs, full)
         return full
 
     def running(self, run: Run) -> AbstractContextManager:
@@ -180,12 +179,11 @@ def numbers(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def table(
-    model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()
-) -> list[Row]:
-    """Return the estimate for one rank. Only shapes are needed, so the models may be on the meta
-    device. judges: the reward models.
+def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
+    """Return the estimate for one rank. It only needs shapes, so the models may be on the meta
+    device. main: whether it is rank 0, which stores most.
     """
+    model, world, longest_prompt = inputs.model, inputs.world, inputs.longest_prompt
     c, W, host = model.cfg, world.size, cfg.cpu_offload
     trained, n = weights.sizes(model)
     stored = sum(p.nbytes for p in model.parameters())
@@ -217,21 +215,22 @@ def table(
         Row(f"activations of {T:,} tokens", T * (layers * kept + again + 6 * c.hidden_size)),
         Row(f"keys and values gathered for {Tk:,} rows", key_rows * (Tk - T)),
         Row(f"logits of {rows:,} tokens", 2 * rows * c.vocab_size + 4 * head),
-        *(Row(f"reward model {j.__name__}", sum(p.nbytes for p in j.parameters())) for j in judges),
     ]
+    for judge in inputs.rewards.models:
+        out.append(Row(f"reward model {judge.__name__}", sum(p.nbytes for p in judge.parameters())))
     if visual := getattr(model.model, "visual", None):  # all prompts could be pictures
         out.append(Row("pictures", T * visual.activation_bytes(2, kind)))
 
     # In the engine's copy, adapters are merged into the weights.
     copy = 2 * (n - trained if cfg.lora_r else n)
     positions = longest_prompt + cfg.max_completion_length
-    tokens = cache_tokens(cfg.slots, positions, True, cfg.cache_tokens)
+    tokens = cache_tokens(cfg.slots, positions, cfg.cache_tokens)
     cache = Row(f"cache of {tokens:,} tokens", cached * tokens)
     if cfg.engine == "local":
         if cfg.load_in_4bit:  # the engine shares the frozen weights if they are not sharded
             copy = 2 * trained if W == 1 and not host else stored
         out += [Row("engine: weights", copy), cache]
-    elif world.main:  # the server is a process of its own; rank 0 has a copy to send
+    elif main:  # the server is a separate process; rank 0 has a copy of the weights to send
         out.append(Row("weights to be sent", copy))
         if not cfg.server and cfg.vllm_gpus in ("", "0"):
             out.append(Row("vLLM: workspaces", MARGIN, of_server=True))
@@ -239,7 +238,7 @@ def table(
                 out.append(Row("vLLM: weights", copy, of_server=True))
                 out.append(Row(f"vLLM: {cache.name}", cache.bytes, of_server=True))
     saved = (4 * trained + (4 * n if cfg.sync_ref_model else 0)) // W + moments
-    if world.main:  # rank 0 also gathers the weights, in the dtype of the files
+    if main:  # it also gathers the weights, in their own dtype
         saved += model.saved_dtype.itemsize * n
     return [*out, Row("a checkpoint that is being written", saved, on_host=True)]
 
@@ -275,16 +274,15 @@ def shown(n: float) -> str:
 # --- the settings ---------------------------------------------------------------------------------
 
 
-def fit(
-    model: Decoder, cfg: Config, world: World, longest_prompt: int, judges: Sequence[nn.Module] = ()
-) -> tuple[Config, int]:
-    """Return the options with every setting chosen, and the estimated bytes on the device without a
-    vLLM server's. Raises UserError if a rank needs more than is available. Every rank must call.
+def fit(inputs: Inputs, cfg: Config) -> tuple[Config, int]:
+    """Return the options with every setting chosen, and the estimated bytes on the device, without
+    those of a vLLM server. Raises UserError if they exceed what is available. Every rank must call.
     """
+    world = inputs.world
     device, host = capacity(world)
-    cfg = choose(model, cfg, world, longest_prompt, min(world.gather(device)), judges)
+    cfg = choose(inputs, cfg, min(world.gather(device)))
     log.info("settings for the free GPU memory: %s", spelled(cfg))
-    rows = table(model, cfg, world, longest_prompt, judges)
+    rows = table(inputs, cfg, world.main)
     for on_host, place, there in (False, "the GPU", device), (True, "this machine", host):
         part = [row for row in rows if row.on_host == on_host and row.bytes]
         needed = sum(row.bytes for row in part)
@@ -302,16 +300,9 @@ def fit(
     return cfg, on_device([row for row in rows if not row.of_server])
 
 
-def choose(
-    model: Decoder,
-    cfg: Config,
-    world: World,
-    longest_prompt: int,
-    available: int,
-    judges: Sequence[nn.Module] = (),
-) -> Config:
-    """Return the options with a value for each of CHOSEN that the user left open. On a GPU, this is
-    the first of SETTINGS that leaves MARGIN bytes free or, if none does, the last.
+def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
+    """Return the options with a value for each of CHOSEN that the user left open: on a GPU, the
+    first of SETTINGS that leaves MARGIN of the available bytes free. If none does, it is the last.
 
     Sampling takes most of a step, and is faster if the cache holds more completions at a time. The
     cache starts at half of what all slots could need, because few completions reach the maximum
@@ -319,12 +310,11 @@ def choose(
     the memory that is left, up to what all slots could need, but twice MARGIN stays free.
     All ranks must choose the same settings, so they choose for rank 0, which stores most.
     """
-    slots = cfg.max_concurrent or min(-(-cfg.generation_batch_size // world.size), MOST_SLOTS)
-    longest = longest_prompt + cfg.max_completion_length
-    # With one GPU, there is nothing to reduce, and gathering only copies the weights.
-    alone = world.size == 1 and not cfg.cpu_offload
-    first = dataclasses.replace(world, rank=0)
-
+    size = inputs.world.size
+    slots = cfg.max_concurrent or min(-(-cfg.generation_batch_size // size), MOST_SLOTS)
+    longest = inputs.longest_prompt + cfg.max_completion_length
+    # one GPU: there is nothing to reduce, and gathering only copies the weights, for each strip
+    alone = size == 1 and not cfg.cpu_offload
     halvings = range(1, slots.bit_length() + 1)
     reshards = ("never", "always") if alone else ("always",)
     for halving, (kind, budget, reduces), reshard in itertools.product(
@@ -341,9 +331,9 @@ def choose(
             reduce_gradients=reduces,
             reshard_after_forward=reshard,
         )
-        rest = available - MARGIN - on_device(table(model, best, first, longest_prompt, judges))
+        rest = available - MARGIN - on_device(table(inputs, best))
         if rest >= 0:
-            cache += max(rest - MARGIN, 0) // token_bytes(model.cfg)
+            cache += max(rest - MARGIN, 0) // token_bytes(inputs.model.cfg)
             most = min(slots * longest, cache)
             return dataclasses.replace(best, cache_tokens=cfg.cache_tokens or most)
     return best

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from nanogrpo.config import Config, option
 from nanogrpo.errors import UserError
 from nanogrpo.feature import Feature
-
-if TYPE_CHECKING:  # the options must be readable without torch
-    import torch
-    from torch import Tensor
+from nanogrpo.run import optim
 
 # Schedules that the core does not have, and their settings, of which a run needs exactly one.
 SCHEDULES: dict[str, tuple[str, ...]] = {
@@ -89,8 +90,6 @@ class Optim(Feature):
         self.made: torch.optim.Optimizer | None = None
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        from nanogrpo.run import optim
-
         cfg = self.cfg
         constants = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
         if cfg.optim == "adamw_torch_8bit":
@@ -102,8 +101,6 @@ class Optim(Feature):
         """Return the codes and scales of the moments in 8 bits. Each rank divides its own shard
         into blocks, so the names of these tensors contain the rank.
         """
-        import torch.distributed as dist
-
         from nanogrpo.run.state import local
 
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -117,8 +114,6 @@ class Optim(Feature):
 
     def learning_rate(self, update: int, cfg: Any) -> float | None:
         """Return the rate of optimizer step `update` (0, 1, …) in one of SCHEDULES."""
-        from nanogrpo.run import optim
-
         (total, warmup), settings = optim.lengths(cfg), cfg.lr_scheduler_kwargs
         if not settings or update < warmup:
             return None  # as in the core
@@ -135,8 +130,6 @@ def eight_bit(groups: list[dict[str, Any]], constants: dict) -> torch.optim.Opti
     """Return torchao's AdamW. A moment with at least 4,096 numbers on this rank, in full blocks of
     256, has one byte per number and one scale per block. Other moments stay in float32.
     """
-    import torch
-
     try:
         from torchao.optim import AdamW8bit
     except ImportError as e:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nanogrpo.config import Config as Core
-from nanogrpo.config import dashed, option
+from nanogrpo.config import dashed, free_option, option
 from nanogrpo.extras.best import BestOptions
 from nanogrpo.extras.dashboards import DashboardOptions
 from nanogrpo.extras.ema import EMAOptions
@@ -260,12 +260,11 @@ class ToolsOptions(Core):
     max_tool_calling_iterations: int = option(
         0, "how often a completion may continue after tool calls; 0: while there is room", ">= 0"
     )
-    tool_timeout: float = option(
+    tool_timeout: float = free_option(
         30.0,
         "seconds allowed for one tool call, after which the model reads an error; 0: no limit",
         ">= 0",
         "<= 1e7",
-        free=True,
     )
     rollout: str = option(
         "",
@@ -304,23 +303,21 @@ class DataOptions(Core):
     dataset_train_split: str = option(
         "train", "split to train on, of a data set of the hub or a saved DatasetDict"
     )
-    dataset_test_split: str = option("test", "split of such a data set to evaluate on", free=True)
+    dataset_test_split: str = free_option("test", "split of such a data set to evaluate on")
 
 
 @dataclass(frozen=True)
 class CompletionsOptions(Core):
     """The completions of each step."""
 
-    log_completions: bool = option(
+    log_completions: bool = free_option(
         False,
         "write every completion and its rewards to output_dir/completions, one file per step",
-        free=True,
     )
-    num_completions_to_print: int = option(
+    num_completions_to_print: int = free_option(
         0,
         "print this many completions after each step, of different prompts if possible; 0: none",
         ">= 0",
-        free=True,
     )
 
 
@@ -328,12 +325,11 @@ class CompletionsOptions(Core):
 class TokenLogOptions(Core):
     """Tokens for nanogrpo view."""
 
-    log_tokens: bool = option(
+    log_tokens: bool = free_option(
         False,
         "also write each token of the completions, with its probability, entropy, ratio, gap"
         " between trainer and engine, and share of the gradient, for nanogrpo view",
         needs="log_completions",
-        free=True,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,8 +52,10 @@ def draw(runs: Sequence[Path], out: Path, wanted: Sequence[str]) -> None:
         raise UserError(f"--out {out} cannot be written: {e}; choose another file.") from e
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Plot the metrics of one or several runs.")
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="nanogrpo plot", description="Plot the metrics of one or several runs."
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="output folders")
     text = "metrics of the log, such as grad_norm 'rewards/*'"
     parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME", help=text)
@@ -62,14 +63,5 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help=text)
     args = parser.parse_args(argv)
     out = args.out or args.runs[0] / "curve.png"
-    try:
-        draw(args.runs, out, args.metrics)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    draw(args.runs, out, args.metrics)
     print(out)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

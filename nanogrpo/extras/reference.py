@@ -12,20 +12,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanogrpo.config import Config as Core
-from nanogrpo.config import option
+import torch
+from torch import Tensor
+
+from nanogrpo.config import Config, option
+from nanogrpo.distributed import fsdp
 from nanogrpo.feature import Feature
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from nanogrpo.model.decoder import Decoder
     from nanogrpo.run.setup import Run
     from nanogrpo.types import Sample
 
 
 @dataclass(frozen=True)
-class SyncReferenceOptions(Core):
+class SyncReferenceOptions(Config):
     """A reference model that follows the policy."""
 
     sync_ref_model: bool = option(
@@ -47,9 +48,8 @@ class SyncReferenceOptions(Core):
     def problems(self) -> Iterator[str]:
         if self.sync_ref_model and getattr(self, "lora_r", False):
             yield (
-                "--sync-ref-model cannot be used with --lora-r, because the reference is then"
-                " the base"
-                " without adapters: leave one of them out."
+                "--sync-ref-model cannot be used with --lora-r, because the reference is then the"
+                " base without adapters: leave one of them out."
             )
 
 
@@ -62,24 +62,17 @@ class SyncReference(Feature):
         self.reference = model  # the reference is loaded last
 
     def tensors(self) -> dict[str, Tensor]:
-        from nanogrpo.distributed import fsdp
-
         assert self.reference is not None
         fsdp.reshard(self.reference)
         return {f"reference.{n}": p.detach() for n, p in self.reference.named_parameters()}
 
-    def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
+    def step(self, run: Run, step: int, samples: list[Sample]) -> None:
         if (step + 1) % self.cfg.ref_model_sync_steps == 0:
             update(self.reference, run.model, self.cfg.ref_model_mixup_alpha)
-        return {}
 
 
 def update(reference: Any, model: Any, alpha: float) -> None:
     """Move a reference model towards the policy."""
-    import torch
-
-    from nanogrpo.distributed import fsdp
-
     fsdp.reshard(reference)
     fsdp.reshard(model)
     with torch.no_grad():

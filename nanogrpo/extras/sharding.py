@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from nanogrpo.config import Config as Core
-from nanogrpo.config import option
+from nanogrpo.config import Config, free_option, option
 from nanogrpo.distributed.fsdp import Sharding
 from nanogrpo.feature import Feature
 
@@ -30,29 +29,26 @@ KEPT += ("_scaled_dot_product_", "varlen_attn", "flash_attn")
 
 
 @dataclass(frozen=True)
-class ShardingOptions(Core):
+class ShardingOptions(Config):
     """Sharding and determinism."""
 
-    cpu_offload: bool = option(
+    cpu_offload: bool = free_option(
         False,
         "keep weights, gradients and optimizer state in host memory; copy each block to the GPU"
         " when it runs",
-        free=True,
     )
-    reshard_after_forward: str = option(
+    reshard_after_forward: str = free_option(
         "auto",
         "free the gathered weights of a block after its forward pass (ZeRO-3), or keep them until"
         " the optimizer step (ZeRO-2); auto: keep them on one GPU if its free memory allows it",
         choices=("auto", "always", "never"),
         words={"true": "always", "false": "never"},
-        free=True,
     )
-    reduce_gradients: str = option(
+    reduce_gradients: str = free_option(
         "auto",
         "reduce gradients over the GPUs once per optimizer step, or after each micro-batch, which"
         " needs almost 4 bytes less per weight but communicates more; auto: by free memory",
         choices=("auto", "step", "micro_batch"),
-        free=True,
     )
     full_determinism: bool = option(
         False,
@@ -65,10 +61,9 @@ class Sharded(Feature):
         if cfg.full_determinism:
             be_deterministic()
 
-    def settings(self, cfg: Any, inputs: Inputs) -> Any:
-        """Use the settings that earlier features have chosen. This feature attaches after them."""
+    def settings(self, cfg: Any, inputs: Inputs) -> None:
+        """Use the settings that other features have chosen, so this feature attaches after them."""
         shard(inputs.model, cfg)
-        return cfg
 
 
 def shard(model: Any, cfg: Any) -> None:

@@ -51,8 +51,6 @@ def closing_line(cfg: Config, done: int) -> str:
     checkpoint = Path(os.path.relpath(cfg.output_dir)) / f"checkpoint-{done}"
     early = f"stopped after {done} of {cfg.max_steps} steps (continue with --resume); "
     early = early if done < cfg.max_steps else ""
-    if not (checkpoint / "config.json").exists():  # it has no full model
-        return f"{early}the checkpoint is {checkpoint}"
     return (
         f"{early}the model is in {checkpoint}: try it with `nanogrpo chat "
         f"{shlex.quote(str(checkpoint))}`, or measure it with `nanogrpo eval`"

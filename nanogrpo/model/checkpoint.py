@@ -191,7 +191,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     final = final.absolute()  # "." has no name
     temporary = final.with_name(f".{final.name}.tmp")
     try:
-        ours = any((final / name).exists() for name in ("config.json", "state.json"))
+        ours = (final / "config.json").exists()
         if final.exists() and any(final.iterdir()) and not ours:
             raise UserError(
                 f"{final} holds other files, which would be lost: choose another folder."

@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -108,14 +109,16 @@ class Run(Inputs):
         return every > 0 and (last or self.done % every == 0)
 
 
-def load(cfg: Config, world: World, features: Sequence[Feature], given: Given = NOTHING) -> Inputs:
-    """Read and check everything except the weights. Every rank must call this function."""
-    if cfg.prompts_per_step % world.size:
-        raise UserError(
-            f"the {cfg.prompts_per_step} prompts of a step (--generation-batch-size / "
-            f"--num-generations) cannot be shared evenly by {world.size} processes: choose a "
-            "multiple."
-        )
+def load(
+    cfg: Config,
+    world: World,
+    features: Sequence[Feature],
+    given: Given = NOTHING,
+    read: Callable = data.load_prompts,
+) -> Inputs:
+    """Read and check everything but the weights. Every rank must call it. read: returns the prompts
+    and the held-out prompts.
+    """
     source = checkpoint.locate(cfg.model)
     tokenizer = Tokenizer(source)
     model = empty_model(source, features)
@@ -127,7 +130,7 @@ def load(cfg: Config, world: World, features: Sequence[Feature], given: Given = 
     choose_kernels(cfg, world, model.cfg.head_dim)
     rewards = Runner(cfg, world.device, features, given.reward_funcs)
     context = model.cfg.max_position_embeddings
-    prompts, eval_prompts = data.load_prompts(
+    prompts, eval_prompts = read(
         cfg, tokenizer, context, features, given.train_dataset, given.eval_dataset
     )
     rewards.check(prompts, eval_prompts)
@@ -157,16 +160,20 @@ def settle(inputs: Inputs) -> None:
 def setup(inputs: Inputs) -> Run:
     """Load the weights and build the parts of a run. Every rank must call this function."""
     cfg, world, features, model = inputs.cfg, inputs.world, inputs.features, inputs.model
+    if cfg.prompts_per_step % world.size:
+        raise UserError(
+            f"the {cfg.prompts_per_step} prompts of a step (--generation-batch-size / "
+            f"--num-generations) cannot be shared evenly by {world.size} processes: choose a "
+            "multiple."
+        )
     origin = output.origin(world, inputs.prompts)
     counts = len(inputs.prompts), len(inputs.eval_prompts), *weights.sizes(model)
     log.info("%s", progress.summary(cfg, *counts))
     load_weights(model, inputs)
     frozen = make_reference(inputs)
     optimizer = optim.make_optimizer(model, cfg, features)
-    world.once(lambda: output.clear(cfg))  # only after all checks
-    saver = state.Saver(
-        cfg, world, model, optimizer, inputs.tokenizer, inputs.source, origin, features
-    )
+    world.once(lambda: output.clear(cfg))  # only now, after everything that can be checked
+    saver = state.Saver(inputs, optimizer, origin)
     start = saver.resume()
     run = Run(
         **vars(inputs),
@@ -257,18 +264,24 @@ def make_reference(inputs: Inputs) -> Decoder | None:
 
 
 def make_engine(run: Run) -> Engine:
-    """Return the sampling engine, which has no weights yet."""
-    engine: Engine = first(feature.engine(run) for feature in run.features) or LocalEngine(
-        run.model.cfg,
-        decoder=type(run.model),
-        max_len=run.longest_prompt + run.cfg.max_completion_length,
-        slots=run.cfg.slots,
-        cache_tokens=run.cfg.cache_tokens,
-        device=run.world.device,
-    )
+    """Return the engine that samples. It has no weights yet."""
+    made: Engine | None = first(feature.engine(run) for feature in run.features)
+    engine = made or LocalEngine(**of_engine(run))
     for feature in run.features:
         engine = feature.wrap(engine, run) or engine
     return engine
+
+
+def of_engine(run: Run) -> dict[str, Any]:
+    """Return the arguments of the embedded engine."""
+    return {
+        "cfg": run.model.cfg,
+        "decoder": type(run.model),
+        "max_len": run.longest_prompt + run.cfg.max_completion_length,
+        "slots": run.cfg.slots,
+        "cache_tokens": run.cfg.cache_tokens,
+        "device": run.world.device,
+    }
 
 
 def sampling_params(cfg: Config, tokenizer: Tokenizer) -> SamplingParams:

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -42,13 +42,13 @@ from torch.optim import Optimizer
 
 from nanogrpo.config import Config
 from nanogrpo.distributed import fsdp
-from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError, first_sentence, read_json, reading
 from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint, weights
-from nanogrpo.model.decoder import Decoder
-from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import output
+
+if TYPE_CHECKING:  # setup.py imports this file
+    from nanogrpo.run.setup import Inputs
 
 STATE = "state.json"
 
@@ -97,25 +97,18 @@ class Saver:
     save is reported at the end of the next step (`failure`), where the ranks communicate anyway.
     """
 
-    def __init__(
-        self,
-        cfg: Config,
-        world: World,
-        model: Decoder,
-        optimizer: Optimizer,
-        tokenizer: Tokenizer,
-        source: Path,  # the folder of the base model
-        origin: str,  # hash of the prompts, from output.origin
-        features: Sequence[Feature] = (),
-    ):
-        self.cfg, self.world, self.model, self.optimizer = cfg, world, model, optimizer
-        self.tokenizer, self.origin, self.features = tokenizer, origin, features
+    def __init__(self, inputs: Inputs, optimizer: Optimizer, origin: str):
+        """origin: hash of the prompts, from output.origin."""
+        self.cfg, self.world, self.model = inputs.cfg, inputs.world, inputs.model
+        self.tokenizer, self.features = inputs.tokenizer, inputs.features
+        self.optimizer, self.origin = optimizer, origin
         # read now, because the folder may be deleted before we save
-        self.config_json = read_json(source / "config.json")
+        self.config_json = read_json(inputs.source / "config.json")
         # the names of checkpoints that --save-total-limit does not remove
         self.keep: set[str] = set()
-        # The writing threads have their own group, because main threads communicate meanwhile.
-        self.group = world.patient().group
+        # The writing threads communicate at the same time as the main threads, so they need their
+        # own group.
+        self.group = self.world.patient().group
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self.job: Future | None = None
         self.final = Path()  # the folder of the last checkpoint that was started

@@ -55,7 +55,7 @@ ATTEMPTS = 2
 
 
 class VLLMEngine:
-    """An engine (extras/wrapper.py) that samples from vLLM servers and sends them the weights."""
+    """An engine (engine/base.py) that samples from vLLM servers and sends them the weights."""
 
     def __init__(
         self,
@@ -126,11 +126,7 @@ class VLLMEngine:
             self.world.once(self._put_to_sleep)
 
     def sample(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        params: SamplingParams,
-        step: int,
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> list[Sample]:
         """Return n completions of each prompt of this rank, in order. Every rank must call it.
 
@@ -157,11 +153,7 @@ class VLLMEngine:
             self.sidecar.stop()
 
     def request(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        params: SamplingParams,
-        step: int,
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> list[Sample]:
         """Sample for the prompts of all ranks, on rank 0 alone.
 

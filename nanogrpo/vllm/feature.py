@@ -23,9 +23,7 @@ from nanogrpo.vllm.server import ServerLost, Sidecar
 from nanogrpo.vllm.sleeping import SleepingEngine
 
 if TYPE_CHECKING:
-    from nanogrpo.distributed.world import World
     from nanogrpo.engine.base import Engine
-    from nanogrpo.model.decoder import Decoder
     from nanogrpo.run.setup import Inputs, Run
 
 
@@ -35,7 +33,7 @@ class VLLM(Feature):
         # with them, torch needs a system call that most containers forbid.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
 
-    def settings(self, cfg: Any, inputs: Inputs) -> Any:
+    def settings(self, cfg: Any, inputs: Inputs) -> None:
         """Refuse GPUs or a checkpoint that a server cannot use."""
         gpus.shares(cfg, inputs.world)
         if read_json(inputs.source / "config.json").get("quantization_config"):
@@ -43,14 +41,23 @@ class VLLM(Feature):
                 f"--engine vllm would load {inputs.source} in 4 bits, into which no merged weights "
                 "can be sent: use the original model with --load-in-4bit, or --engine local."
             )
-        self.inputs = inputs
-        return cfg
 
     def engine(self, run: Run) -> VLLMEngine:
-        cfg, world, longest = run.cfg, run.world, self.inputs.longest_prompt
-        needed = memory_needed(cfg, world, run.model, longest, run.rewards.models)
-        max_len = longest + cfg.max_completion_length
-        self.client = make_engine(cfg, world, run.model, self.inputs.source, max_len, needed)
+        """Return the engine, without weights. Without --server, a server is started here, which
+        ends with the run.
+        """
+        cfg: Any = run.cfg
+        max_len = run.longest_prompt + cfg.max_completion_length
+        self.client = VLLMEngine(
+            run.model,
+            max_len=max_len,
+            servers=cfg.server,
+            sidecar=None if cfg.server else own_server(run, max_len),
+            transport=cfg.weight_transport,
+            timeout=cfg.server_timeout,
+            sleeps=cfg.vllm_enable_sleep_mode,
+            world=run.world,
+        )
         return self.client
 
     def wrap(self, engine: Engine, run: Run) -> Engine:
@@ -68,47 +75,33 @@ class VLLM(Feature):
             raise
 
 
-def memory_needed(cfg: Any, world: World, model: Decoder, longest: int, judges: Any) -> int:
+def memory_needed(run: Run) -> int:
     """Return the bytes of device memory that the trainer needs while a server has its memory."""
-    rows = memory.table(model, cfg, world, longest, judges)
+    cfg: Any = run.cfg
+    rows = memory.table(run, cfg)
     if cfg.vllm_enable_sleep_mode:
         return memory.while_sampling(rows)
     return memory.on_device([row for row in rows if not row.of_server])
 
 
-def make_engine(
-    cfg: Any, world: World, model: Decoder, source: Path, max_len: int, needed: int
-) -> VLLMEngine:
-    """Return the engine, still without weights. Without --server, this starts a server, which ends
-    with the run. source: the checkpoint. needed: see `memory_needed`.
-    """
-    sidecar = None
-    if not cfg.server:
-        own, given = cfg.vllm_gpus, shlex.split(cfg.vllm_options)
-        options = ["--max-model-len", str(max_len)]
-        if world.device.type == "cpu":
-            # bfloat16 is slow on a CPU, and the server must match the trainer's float32
-            options += ["--dtype", "float32"]
-        if gpus.shares(cfg, world):
-            options += world.once(lambda: memory.server_share(world, needed, given))
-        if cfg.vllm_enable_sleep_mode:
-            options.append("--enable-sleep-mode")
-        if "," in own:
-            options += ["--tensor-parallel-size", str(len(own.split(",")))]
-        sidecar = Sidecar(
-            source,
-            [*options, *given],  # the user's options come last and take precedence
-            cfg.vllm_python or os.environ.get("NANOGRPO_VLLM_PYTHON", ""),
-            Path(cfg.output_dir) / "serve.log",
-            gpus=world.once(lambda: gpus.visible(own)) if own else "",
-        )
-    return VLLMEngine(
-        model,
-        max_len=max_len,
-        servers=cfg.server,
-        sidecar=sidecar,
-        transport=cfg.weight_transport,
-        timeout=cfg.server_timeout,
-        sleeps=cfg.vllm_enable_sleep_mode,
-        world=world,
+def own_server(run: Run, max_len: int) -> Sidecar:
+    """Return a server of our own, which is not started yet. Every rank must call it."""
+    cfg: Any = run.cfg
+    world, own, given = run.world, cfg.vllm_gpus, shlex.split(cfg.vllm_options)
+    options = ["--max-model-len", str(max_len)]
+    if world.device.type == "cpu":
+        # CPUs compute bfloat16 slowly, and the server must agree with the trainer's float32
+        options += ["--dtype", "float32"]
+    if gpus.shares(cfg, world):
+        options += world.once(lambda: memory.server_share(world, memory_needed(run), given))
+    if cfg.vllm_enable_sleep_mode:
+        options.append("--enable-sleep-mode")
+    if "," in own:
+        options += ["--tensor-parallel-size", str(len(own.split(",")))]
+    return Sidecar(
+        run.source,
+        [*options, *given],  # the last one counts, so the user may choose another parallelism
+        cfg.vllm_python or os.environ.get("NANOGRPO_VLLM_PYTHON", ""),
+        Path(cfg.output_dir) / "serve.log",
+        gpus=world.once(lambda: gpus.visible(own)) if own else "",
     )

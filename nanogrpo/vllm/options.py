@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nanogrpo.config import Config, dashed, option
+from nanogrpo.config import Config, dashed, free_option, option
+
+of_vllm = functools.partial(free_option, needs="engine=vllm")
 
 
 @dataclass(frozen=True)
@@ -18,55 +21,41 @@ class VLLMOptions(Config):
         "what generates the completions: our own decoder in the training process, or vLLM servers",
         choices=("local", "vllm"),
     )
-    server: tuple[str, ...] = option(
+    server: tuple[str, ...] = of_vllm(
         (),
         "addresses of running serve.py processes, such as http://127.0.0.1:8000; empty: start one"
         " for this run",
         group="vLLM",
-        needs="engine=vllm",
-        free=True,
     )
-    vllm_python: str = option(
+    vllm_python: str = of_vllm(
         "",
         "Python interpreter with vLLM, to start a server with; empty: $NANOGRPO_VLLM_PYTHON, or"
         " the trainer's own",
-        needs="engine=vllm",
-        free=True,
     )
-    vllm_options: str = option(
+    vllm_options: str = of_vllm(
         "",
         'serve.py options for that server, as one string: --vllm-options="--dtype half"',
-        needs="engine=vllm",
-        free=True,
     )
-    vllm_gpus: str = option(
+    vllm_gpus: str = of_vllm(
         "",
         "numbers of that server's GPUs, such as 1 or 2,3 (tensor parallel); empty: share the"
         " trainer's first GPU",
-        needs="engine=vllm",
-        free=True,
     )
-    vllm_enable_sleep_mode: bool = option(
+    vllm_enable_sleep_mode: bool = of_vllm(
         False,
         "on a shared GPU, free the server's memory while the trainer trains, and wake it to sample",
-        needs="engine=vllm",
-        free=True,
     )
-    weight_transport: str = option(
+    weight_transport: str = of_vllm(
         "auto",
         "how weights reach the servers: by torch.distributed between GPUs and machines, through the"
         " memory of the same GPU or machine, or whichever fits (auto)",
         choices=("auto", "broadcast", "memory"),
-        needs="engine=vllm",
-        free=True,
     )
-    server_timeout: float = option(
+    server_timeout: float = of_vllm(
         60.0,
         "seconds within which a healthy server answers a request, or accepts the weights",
         "> 0",
         "<= 1e7",
-        needs="engine=vllm",
-        free=True,
     )
 
     def problems(self) -> Iterator[str]:

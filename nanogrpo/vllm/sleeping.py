@@ -30,11 +30,7 @@ class SleepingEngine(Wrapper):
         self.engine, self.client = engine, client
 
     def sample(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        params: SamplingParams,
-        step: int,
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> list[Sample]:
         self.client.wake()
         samples = self.engine.sample(prompts, n, params, step)

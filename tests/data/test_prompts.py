@@ -39,7 +39,7 @@ def load(source, tokenizer, split="train", **options):
 def one(record, tokenizer, system="", **options):
     cfg = Config(**options)
     features = [Sources(cfg)]
-    return prompts.from_record(record, tokenizer, cfg=cfg, system_prompt=system, features=features)
+    return prompts.from_record(record, tokenizer, 0, "record", cfg, system, features, Path())
 
 
 def fields(found):

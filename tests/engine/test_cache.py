@@ -174,13 +174,10 @@ def test_no_tensor_moves_between_steps():
 @pytest.mark.parametrize("wanted", [None, 1, 400, 10**9])
 def test_the_cache_has_as_many_tokens_as_announced(wanted):
     cache = make_engine(slots=3, cache_tokens=wanted).cache
-    announced = cache_tokens(3, MAX_LEN, True, wanted)
+    announced = cache_tokens(3, MAX_LEN, wanted)
     assert announced == cache.k.shape[1] * PAGE == (len(cache.free) + 1) * PAGE
     assert MAX_LEN + PAGE <= announced <= 3 * (MAX_LEN + PAGE) + PAGE
     assert wanted != 400 or announced == 400 // PAGE * PAGE + PAGE
-    plain = make_engine(slots=3, paged=False)
-    plain.cache.widen(MAX_LEN)
-    assert cache_tokens(3, MAX_LEN, False, wanted) == plain.cache.k[0, :, 0, :, 0].numel()
 
 
 def test_the_kernels_give_the_same_completions(monkeypatch):

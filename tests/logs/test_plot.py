@@ -8,7 +8,7 @@ import json
 import pytest
 
 import train
-from nanogrpo.extras import plot
+from nanogrpo.extras import commands
 from tests.conftest import arguments
 
 image = pytest.importorskip("matplotlib.image")  # in an extra: the package itself runs without it
@@ -37,15 +37,18 @@ def test_runs_become_one_picture_with_their_curves_and_held_out_values(
     options += " --eval-steps 1 --eval-samples 2"
     assert train.main(arguments(tiny_base, files, real, *options.split())) == 0
     capsys.readouterr()
-    assert plot.main([str(small)]) == 0
-    assert plot.main([str(small), str(real), "--out", str(out)]) == 0
+    assert commands.main(["plot", str(small)]) == 0
+    assert commands.main(["plot", str(small), str(real), "--out", str(out)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(small / "curve.png"), str(out)]
     drawn = image.imread(small / "curve.png")
     assert (drawn[..., :3].min(axis=2) < 0.9).mean() > 0.005
     shown = titles(out)
     assert {"reward", "entropy", "completions/mean_length", str(small), str(real)} <= shown
     assert "clip_ratio/region_mean" not in shown
-    assert plot.main([str(real), "--metrics", "gr*d_norm", "eval/*", "--out", str(out)]) == 0
+    assert (
+        commands.main(["plot", str(real), "--metrics", "gr*d_norm", "eval/*", "--out", str(out)])
+        == 0
+    )
     assert {"grad_norm", "eval/mean_length"} <= titles(out)
     assert "entropy" not in titles(out)
 
@@ -63,7 +66,7 @@ def test_runs_become_one_picture_with_their_curves_and_held_out_values(
 def test_what_cannot_be_plotted_is_one_sentence(tmp_path, capsys, content, more, message):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_bytes(content)
-    assert plot.main([str(tmp_path), *more]) == 2
+    assert commands.main(["plot", str(tmp_path), *more]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert message in line

@@ -14,9 +14,10 @@ import threading
 
 import pytest
 
+from nanogrpo.extras import commands
 from nanogrpo.extras.view import server as server_module
 from nanogrpo.extras.view.data import Run
-from nanogrpo.extras.view.server import TEMPLATE, Server, main
+from nanogrpo.extras.view.server import TEMPLATE, Server
 from tests.logs.conftest import write_run
 
 
@@ -28,7 +29,7 @@ def blocks(page: str) -> dict[str, list]:
 
 
 def written(folder, *options: str) -> dict[str, list]:
-    assert main([str(folder), *options]) == 0
+    assert commands.main(["view", str(folder), *options]) == 0
     return blocks((folder / "view.html").read_text())
 
 
@@ -66,7 +67,7 @@ def test_prompts_that_differ_only_in_their_pictures_are_apart(tmp_path):
     text = path.read_text().replace('[{"role": "user", "content": "second?"}]', '"second?"')
     path.write_text(text)
     (tmp_path / f"completions/pictures/{7:016x}.webp").write_bytes(b"not shown")
-    assert main([str(tmp_path)]) == 0
+    assert commands.main(["view", str(tmp_path)]) == 0
     page = (tmp_path / "view.html").read_text()
     found = dict(re.findall(r'<script type="text/plain" id="([^"]+)">([\w+/=]*)</script>', page))
     (run,) = json.loads(gzip.decompress(base64.b64decode(found["index"])))
@@ -75,7 +76,7 @@ def test_prompts_that_differ_only_in_their_pictures_are_apart(tmp_path):
     shown = {name: base64.b64decode(x) for name, x in found.items() if "/p" in name}
     assert shown == {f"0/p{i:016x}": data for i, data in enumerate(PICTURES)}
     (tmp_path / f"completions/pictures/{0:016x}.webp").unlink()  # the page says that it is missing
-    assert main([str(tmp_path)]) == 0
+    assert commands.main(["view", str(tmp_path)]) == 0
 
 
 def test_a_long_run_has_steps_at_equal_distances_and_the_last_one(tmp_path, monkeypatch):
@@ -111,7 +112,7 @@ def test_numbers_that_a_browser_cannot_read_are_left_out(tmp_path):
 
 def test_the_page_allows_no_script_but_its_own_and_makes_no_html_of_text(tmp_path):
     write_run(tmp_path, steps=1)
-    assert main([str(tmp_path)]) == 0
+    assert commands.main(["view", str(tmp_path)]) == 0
     page, template = (tmp_path / "view.html").read_text(), TEMPLATE.read_text()
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     rules = "default-src 'none'; base-uri 'none'; img-src blob:; style-src 'sha256-"
@@ -138,7 +139,7 @@ def test_a_page_that_cannot_be_made_is_a_user_error(tmp_path, capsys):
             ([run, "--out", f"{run}/no/view.html"], f"{run}/no/view.html could not be written"),
             ([str(tmp_path / "bad")], f"{damaged}:1 is not a record of a run"),
         ]:
-            assert main(argv) == 2
+            assert commands.main(["view", *argv]) == 2
             assert capsys.readouterr().err.startswith(f"error: {sentence}")
 
 

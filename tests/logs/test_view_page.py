@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from nanogrpo.extras import commands
 from nanogrpo.extras.view.data import Run
-from nanogrpo.extras.view.server import Server, main
+from nanogrpo.extras.view.server import Server
 from tests.logs.browser import Browser, open_browser
 from tests.logs.conftest import write_run
 
@@ -32,7 +33,7 @@ def browser():
 
 def opened(browser: Browser, *folders: Path, view: str = "") -> None:
     """Write the page of these runs and open it."""
-    assert main([*map(str, folders)]) == 0
+    assert commands.main(["view", *map(str, folders)]) == 0
     browser.messages()
     browser.open(f"file://{folders[0]}/view.html#{view}")
 
@@ -157,7 +158,7 @@ def test_text_of_a_model_is_never_html_or_script(browser, tmp_path):
     folder, text = tmp_path / "<img src=x onerror='window.hacked = 1'>", " ".join(HOSTILE)
     write_run(folder, steps=1, words=HOSTILE, prompt=text, name=text, more=text)
     page = tmp_path / "view.html"
-    assert main([str(folder), "--out", str(page)]) == 0
+    assert commands.main(["view", str(folder), "--out", str(page)]) == 0
     assert "hacked" not in page.read_text()  # of the run, the HTML has only base64
     browser.messages()
     for tab in ("curves", "prompts", "about", "completions"):

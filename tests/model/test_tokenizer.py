@@ -263,14 +263,9 @@ def test_the_template_for_tools_is_chosen_as_in_transformers(tmp_path):
         for tools in ([{"type": "function", "function": {"name": "f"}}], None):
             want = theirs.apply_chat_template(CHATS[0], tools=tools, tokenize=False)
             assert ours.render(CHATS[0], tools=tools, add_generation_prompt=False) == want
-        assert ours.template_variables == {"messages"} | ({"tools"} if named is several else set())
+        assert ours.template_variables == ({"tools"} if named is several else set())
     qwen = Tokenizer(make_folder(tmp_path / "qwen"))
-    assert qwen.template_variables == {
-        "messages",
-        "tools",
-        "add_generation_prompt",
-        "enable_thinking",
-    }
+    assert qwen.template_variables == {"tools", "enable_thinking"}
 
 
 def test_a_panic_of_the_tokenizer_is_a_user_error(tmp_path):

@@ -45,7 +45,7 @@ def counted_once():
 
 
 def needed(model: Decoder, cfg: Config, size: int, longest: int = fits.PROMPT) -> int:
-    return memory.on_device(memory.table(model, cfg, fits.gpus(size), longest))
+    return memory.on_device(memory.table(fits.inputs(model, fits.gpus(size), longest), cfg))
 
 
 @pytest.fixture
@@ -60,17 +60,18 @@ def test_every_model_starts_on_every_card_or_a_sentence_says_what_is_missing(
     command, name, size, card, has
 ):
     cfg, free = fits.COMMANDS[command], fits.free(card)
-    model, world = shape(name, cfg), fits.gpus(size)
+    model = shape(name, cfg)
+    inputs = fits.inputs(model, fits.gpus(size))
     has(free)
-    chosen = memory.choose(model, cfg, world, fits.PROMPT, free)
+    chosen = memory.choose(inputs, cfg, free)
     assert chosen.reduce_gradients == "step" or size > 1
     assert None not in (chosen.max_concurrent, chosen.token_budget)
     assert "auto" not in (chosen.gradient_checkpointing, chosen.reduce_gradients)
     if needed(model, chosen, size) <= free:
-        assert memory.fit(model, cfg, world, fits.PROMPT) == (chosen, needed(model, chosen, size))
+        assert memory.fit(inputs, cfg) == (chosen, needed(model, chosen, size))
         return
     with pytest.raises(UserError) as error:
-        memory.fit(model, cfg, world, fits.PROMPT)
+        memory.fit(inputs, cfg)
     sentence = str(error.value)
     missing = memory.shown(needed(model, chosen, size) - free)
     assert f"available, so {missing} are missing (" in sentence
@@ -99,7 +100,7 @@ def test_more_memory_never_chooses_leaner_settings():
     cfg, seen = fits.COMMANDS["train.py"], []
     model = shape("1.7B", cfg)
     for free in range(40, 141, 3):
-        chosen = memory.choose(model, cfg, fits.gpus(1), fits.PROMPT, free * GIB)
+        chosen = memory.choose(fits.inputs(model, fits.gpus(1)), cfg, free * GIB)
         assert needed(model, chosen, 1) + memory.MARGIN <= free * GIB
         assert chosen.slots == 64
         share = (chosen.cache_tokens * 64 // (64 * 768)).bit_length()  # of the cache, in halvings
@@ -115,7 +116,7 @@ def test_a_long_prompt_makes_the_cache_smaller_instead_of_ending_the_run():
     """With room for the longest prompt in each of 64 slots, the cache would need 115 GiB."""
     cfg = fits.COMMANDS["train.py"]
     model = shape("0.6B", cfg)
-    chosen = memory.choose(model, cfg, fits.gpus(1), 16_384, fits.free(80))
+    chosen = memory.choose(fits.inputs(model, fits.gpus(1), 16_384), cfg, fits.free(80))
     assert chosen.slots == 64
     assert 16_896 < chosen.cache_tokens < 64 * 16_896 / 1.4
     assert needed(model, chosen, 1, 16_384) + memory.MARGIN <= fits.free(80)
@@ -131,9 +132,8 @@ def test_what_the_user_gives_is_kept_and_the_rest_is_chosen_around_it():
     for name, value in given.items():
         cfg = Config(**{name: value})
         for free in (20, 60, 200):
-            chosen = memory.choose(
-                shape("0.6B", Config()), cfg, fits.gpus(1), fits.PROMPT, free * GIB
-            )
+            inputs = fits.inputs(shape("0.6B", Config()), fits.gpus(1))
+            chosen = memory.choose(inputs, cfg, free * GIB)
             assert getattr(chosen, name) == value
 
 
@@ -147,7 +147,7 @@ def test_all_ranks_choose_the_same_for_the_fullest_gpu(caplog, monkeypatch):
     for rank in (0, 1):
         place = dataclasses.replace(fits.gpus(2), rank=rank)
         with caplog.at_level(logging.INFO):
-            found.append(memory.fit(model, cfg, place, fits.PROMPT))
+            found.append(memory.fit(fits.inputs(model, place), cfg))
     assert found[0][0] == found[1][0]
     assert found[0][1] > found[1][1]
     assert found[0][0].checkpointing != "none" or found[0][0].strip_tokens < 16384
@@ -159,13 +159,13 @@ def test_all_ranks_choose_the_same_for_the_fullest_gpu(caplog, monkeypatch):
 def test_a_server_on_the_same_gpu_is_counted_but_is_not_the_trainers(has):
     has(fits.free(80))
     model = shape("0.6B", Config())
-    sizes = []
+    sizes, inputs = [], fits.inputs(model, fits.gpus(1))
     for where in ({}, {"server": ("http://there:1",)}, {"vllm_gpus": "1"}):
         cfg = Config(engine="vllm", max_concurrent=16, cache_tokens=8000, **where)
-        chosen = memory.choose(model, cfg, fits.gpus(1), fits.PROMPT, fits.free(80))
-        rows = memory.table(model, chosen, fits.gpus(1), fits.PROMPT)
+        chosen = memory.choose(inputs, cfg, fits.free(80))
+        rows = memory.table(inputs, chosen)
         server = sum(row.bytes for row in rows if row.of_server)
-        _, estimate = memory.fit(model, cfg, fits.gpus(1), fits.PROMPT)
+        _, estimate = memory.fit(inputs, cfg)
         assert estimate == memory.on_device(rows) - server
         sizes.append(server)
     n = sum(p.numel() for p in model.parameters())
@@ -191,7 +191,7 @@ def test_shards_of_a_large_model_on_eight_ranks_are_as_large_as_estimated(cfg):
     """FSDP2 shards the model on a pretended process group."""
     place = World(0, 8, torch.device("cpu"))
     model = fits.model("1.7B", cfg)
-    row = memory.table(model, cfg, place, fits.PROMPT)[0]
+    row = memory.table(fits.inputs(model, place), cfg)[0]
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     try:
         fsdp.prepare(model, place, cfg)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bench import predict
 from nanogrpo import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World, join
@@ -68,9 +69,8 @@ def nbytes(*tensors) -> int:
 def sizes_of(
     cfg: Config, model: Decoder, world: World = ALONE, longest: int = 40
 ) -> dict[str, int]:
-    return {
-        row.name.split(" of ")[0]: row.bytes for row in memory.table(model, cfg, world, longest)
-    }
+    rows = memory.table(predict.inputs(model, world, longest), cfg, world.main)
+    return {row.name.split(" of ")[0]: row.bytes for row in rows}
 
 
 @pytest.mark.parametrize(
@@ -338,12 +338,12 @@ def test_a_gpu_without_room_for_a_server_is_reported(gpu):
 def test_the_table_is_logged_and_a_run_that_cannot_fit_is_refused_with_sizes(gpu, caplog):
     model, cfg = tiny_model(), Config(max_concurrent=6, max_completion_length=60)
     with caplog.at_level(logging.INFO):
-        memory.fit(model, cfg, gpu(80, 70, 1), 40)
+        memory.fit(predict.inputs(model, gpu(80, 70, 1), 40), cfg)
     for words in ("parameters", "optimizer", "activations of ", "cache of ", "MiB"):
         assert words in caplog.text
     message = r"^a process needs [\d,]+\.\d MiB of memory but the GPU has 1\.0 MiB [^\n]*lower"
     with pytest.raises(UserError, match=message) as e:
-        memory.fit(model, cfg, gpu(80, 2**-10, 0), 40)
+        memory.fit(predict.inputs(model, gpu(80, 2**-10, 0), 40), cfg)
     assert "activations of" in str(e.value)
 
 

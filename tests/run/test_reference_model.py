@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import train
+from bench import predict
 from nanogrpo import Config
 from nanogrpo.extras import memory
 from nanogrpo.extras.reference import update
@@ -69,8 +70,9 @@ def test_a_run_updates_its_reference_every_so_many_steps(files, tmp_path):
 
 def test_a_fixed_reference_is_not_saved_and_without_beta_there_is_none(rows_of, tmp_path):
     model = tiny_model()
+    inputs = predict.inputs(model, SOLO, 10)
     rows = [
-        {r.name: r.bytes for r in memory.table(model, Config(beta=0.1, sync_ref_model=s), SOLO, 10)}
+        {r.name: r.bytes for r in memory.table(inputs, Config(beta=0.1, sync_ref_model=s))}
         for s in (False, True)
     ]
     n, name = sum(p.nbytes for p in model.parameters()), "a checkpoint that is being written"

@@ -16,6 +16,7 @@ import shutil
 import stat
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,10 +65,10 @@ class Run:
     def __post_init__(self):
         self.model = checkpoint.load_model(self.base)
         self.optimizer = optim.make_optimizer(self.model, self.cfg)
+        parts = {"cfg": self.cfg, "world": SOLO, "model": self.model, "features": []}
         tokenizer = checkpoint.Tokenizer(self.base)
-        self.saver = state.Saver(
-            self.cfg, SOLO, self.model, self.optimizer, tokenizer, self.base, "prompts"
-        )
+        inputs = SimpleNamespace(**parts, tokenizer=tokenizer, source=self.base)
+        self.saver = state.Saver(inputs, self.optimizer, "prompts")
         self.step = self.saver.resume()
 
     def advance(self, steps: int) -> "Run":

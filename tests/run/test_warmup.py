@@ -11,6 +11,7 @@ import re
 
 import pytest
 
+from nanogrpo.extras import commands
 from nanogrpo.extras.arithmetic import task as tasks
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.rewards import builtin as rewards
@@ -148,7 +149,7 @@ def test_other_files_are_never_overwritten(tmp_path, capsys, change, linked):
     change(folder)
     before = sorted(path.name for path in folder.iterdir())
     (tmp_path / "link").symlink_to(folder)
-    assert warmup.main([str(tmp_path / "link" if linked else folder)]) == 2
+    assert commands.main(["warmup", str(tmp_path / "link" if linked else folder)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert re.match(rf"error: {folder}.* (wrote|written).*: choose another folder\.", lines[0])
@@ -158,7 +159,7 @@ def test_other_files_are_never_overwritten(tmp_path, capsys, change, linked):
 def test_a_file_in_the_way_is_reported_in_one_sentence(tmp_path, capsys):
     (tmp_path / "base").write_text("mine")
     for folder in (tmp_path / "base", tmp_path / "base" / "deeper"):
-        assert warmup.main([str(folder)]) == 2
+        assert commands.main(["warmup", str(folder)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert [line for line in lines if "warm-up" not in line or "error" in line] == lines[-1:]
         assert lines[-1].startswith("error: ")

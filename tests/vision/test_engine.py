@@ -12,7 +12,7 @@ import torch
 from nanogrpo import Config
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.engine.local import LocalEngine
-from nanogrpo.extras import chat, eval
+from nanogrpo.extras import chat, commands
 from nanogrpo.extras.tools.turns import TurnsEngine
 from nanogrpo.extras.vision.model import VisionDecoder
 from tests.conftest import logp_of
@@ -94,7 +94,7 @@ def test_an_evaluation_shows_the_pictures_and_a_chat_has_none(base, tmp_path, ca
     data, out = write_data(tmp_path / "data.jsonl", count=6), tmp_path / "eval"
     options = ["--data", str(data), "--reward-funcs", "accuracy", "--device", "cpu"]
     argv = [str(base), *options, "--max-completion-length", "4", "--output-dir", str(out)]
-    assert eval.main(argv) == 0
+    assert commands.main(["eval", *argv]) == 0
     assert "<picture 48×32>1+1=" in (out / "eval.jsonl").read_text()
     assert '"images"' not in (out / "eval.jsonl").read_text()
     assert "".join(chat.Chat(Config(model=str(base)), "cpu").answer("3+4="))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import predict
 from nanogrpo import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
@@ -28,13 +29,17 @@ GIB = 1 << 30
 def machine(fake, monkeypatch, tmp_path):
     """Return a function: make the engine of a trainer on the first of these GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # which VLLM would set for good
     monkeypatch.setattr(feature, "Sidecar", functools.partial(FakeSidecar, fake))
+    monkeypatch.setattr(feature, "memory_needed", lambda run: 30 * GIB)
     made = []
 
     def make(theirs: list[str], **options):
         fake.facts |= {"gpus": theirs, "nccl": "2.29.7"}
-        cfg = Config(engine="vllm", output_dir=str(tmp_path), **options)
-        engine = feature.make_engine(cfg, pretend.WORLD, MODEL, Path("m"), 32, 30 * GIB)
+        cfg = Config(engine="vllm", output_dir=str(tmp_path), max_completion_length=24, **options)
+        run = predict.inputs(MODEL, pretend.WORLD, 8)
+        run.cfg, run.source = cfg, Path("m")
+        engine = feature.VLLM().engine(run)
         made.append(engine)
         fake.engines.append(engine)
         return engine
@@ -86,15 +91,16 @@ def test_in_sleep_mode_the_server_sleeps_from_the_start(machine, fake):
 
 
 def test_while_the_server_samples_the_trainer_keeps_its_weights_and_moments():
-    cfg = Config(engine="vllm", beta=0.1)
-    rows = memory.table(MODEL, cfg, pretend.WORLD, 100)
+    run = predict.inputs(MODEL, pretend.WORLD, 100)
+    run.cfg = cfg = Config(engine="vllm", beta=0.1)
+    rows = memory.table(run, cfg)
     table = {row.name: row.bytes for row in rows if not row.on_host}
     names = ("parameters", "optimizer", "reference model", "weights to be sent")
     kept = sum(table[name] for name in names)
-    asleep = dataclasses.replace(cfg, vllm_enable_sleep_mode=True)
-    assert feature.memory_needed(asleep, pretend.WORLD, MODEL, 100, []) == kept
+    awake = feature.memory_needed(run)
+    run.cfg = dataclasses.replace(cfg, vllm_enable_sleep_mode=True)
+    assert feature.memory_needed(run) == kept
     n = sum(p.numel() for p in MODEL.parameters())
-    awake = feature.memory_needed(cfg, pretend.WORLD, MODEL, 100, [])
     assert (4 + 8 + 4 + 2) * n <= kept < awake < sum(table.values())
 
 

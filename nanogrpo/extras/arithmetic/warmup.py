@@ -1,7 +1,7 @@
 """Make the small base model of the built-in task: a Qwen3 with less than a million parameters.
 
-    python -m nanogrpo.extras.arithmetic.warmup runs/base --seed 0
-    python train.py --model runs/base --data arithmetic …
+    nanogrpo warmup runs/base --seed 0
+    nanogrpo train --model runs/base --data arithmetic …
 
 The model first learns to work out sums term by term. Then the model briefly imitates a lazy
 student, who works out short sums in four cases out of five, and blurts out the answer to long sums
@@ -17,7 +17,6 @@ import argparse
 import json
 import random
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,20 +174,11 @@ def solved_sample(
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        description="Make the base model of the built-in arithmetic task."
+        prog="nanogrpo warmup", description="Make the base model of the built-in arithmetic task."
     )
     parser.add_argument("folder", type=Path, help="where to write the checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    try:
-        make_base(args.folder, args.seed)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    make_base(args.folder, args.seed)

@@ -67,16 +67,14 @@ def _variable(value: Any) -> Any:
 
     Arrow adds the fields that an object lacks but another one has, as nulls. They are dropped.
     """
-    if isinstance(value, str) and value.startswith(("[", "{")):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    return _without_nulls(value)
+    with contextlib.suppress(ValueError, RecursionError, TypeError):  # not JSON
+        is_json = isinstance(value, str) and value.startswith(("[", "{"))
+        return json.loads(value if is_json else json.dumps(value), object_hook=_without_nulls)
+    return value
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+def _without_nulls(fields: dict) -> dict:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def uses_hub(source: str) -> bool:
@@ -91,11 +89,8 @@ def _file(path: Path) -> list[dict]:
     if path.suffix == ".parquet":
         with reading(path, "write the file again", "cannot be read as Parquet"):
             return _import("pyarrow.parquet", path).read_table(path).to_pylist()
-    csv.field_size_limit(1 << 30)  # the default limit is too small for long solutions
-    with (
-        reading(path, "name another file"),
-        path.open(encoding="utf-8-sig", newline="") as file,
-    ):
+    csv.field_size_limit(1 << 30)  # a long solution is no reason to stop
+    with reading(path, "name another file"), path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         found = []
         with reading(

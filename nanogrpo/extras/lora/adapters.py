@@ -35,23 +35,11 @@ QUANTIZATION = "quantization_config.json"  # next to them, if the base is in fou
 SUBFOLDER = "adapter"  # in a checkpoint: the adapters alone; its weights contain them, too
 # The fields of adapter_config.json that do not change the computation, or that we support.
 # Every other field must be absent, empty or "none", including fields that PEFT may add in future.
-KNOWN = {
-    "peft_type",
-    "r",
-    "lora_alpha",
-    "use_rslora",
-    "target_modules",
-    "lora_dropout",
-    "task_type",
-    "inference_mode",
-    "auto_mapping",
-    "revision",
-    "base_model_name_or_path",
-    "peft_version",
-    "megatron_core",
-    "qalora_group_size",
-    "layers_pattern",
-}
+KNOWN = """
+    peft_type r lora_alpha use_rslora target_modules lora_dropout task_type inference_mode
+    auto_mapping revision base_model_name_or_path peft_version megatron_core qalora_group_size
+    layers_pattern
+"""
 # Accepted values of init_lora_weights. Other values, such as "pissa", also change the base weights.
 PLAIN_STARTS = (None, True, False, "gaussian")
 
@@ -117,7 +105,8 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
     for name, value in found.items():
         plain: Any = PLAIN_STARTS if name == "init_lora_weights" else (None, False, "none", {}, [])
         require(
-            name in KNOWN or value in plain, f"{name} is {value!r}, which is not supported here"
+            name in KNOWN.split() or value in plain,
+            f"{name} is {value!r}, which is not supported here",
         )
     options = {"r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
     for name, option in options.items():

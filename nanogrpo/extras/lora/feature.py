@@ -21,6 +21,7 @@ from nanogrpo.extras.options import Config
 from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
+from nanogrpo.run import setup
 
 if TYPE_CHECKING:
     from nanogrpo.engine.base import Engine
@@ -54,15 +55,7 @@ class LoRA(Feature):
         cfg: Any = run.cfg
         if not self.cfg.load_in_4bit or cfg.engine != "local":
             return None
-        return SharingEngine(
-            run.model.cfg,
-            options=self.cfg,
-            decoder=type(run.model),
-            max_len=run.longest_prompt + cfg.max_completion_length,
-            slots=cfg.slots,
-            cache_tokens=cfg.cache_tokens,
-            device=run.world.device,
-        )
+        return SharingEngine(**setup.of_engine(run), options=self.cfg)
 
     def files(self, saver: Saver) -> Callable[[Path], None] | None:
         found = adapters.host_adapters(saver.model, keep=saver.world.main)

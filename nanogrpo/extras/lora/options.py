@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanogrpo.config import Config as Core
-from nanogrpo.config import option
+from nanogrpo.config import Config, free_option, option
 
 # the linear layers of a block
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -14,7 +13,7 @@ VISION_LORA_TARGETS = ("attn.qkv", "attn.proj", "linear_fc1", "linear_fc2")
 
 
 @dataclass(frozen=True)
-class LoRAOptions(Core):
+class LoRAOptions(Config):
     """Low-rank adapters, and frozen weights in four bits."""
 
     lora_r: int = option(
@@ -32,13 +31,12 @@ class LoRAOptions(Core):
         choices=(*LORA_TARGETS, *VISION_LORA_TARGETS),
         needs="lora_r",
     )
-    lora_base_dtype: str = option(
+    lora_base_dtype: str = free_option(
         "auto",
         "how the frozen weights are stored; auto: in the dtype they compute in, which is bfloat16"
         " on a GPU",
         choices=("auto", "float32", "bfloat16"),
         needs="lora_r",
-        free=True,
     )
     load_in_4bit: bool = option(
         False,

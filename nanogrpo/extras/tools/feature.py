@@ -78,13 +78,12 @@ class Tools(Feature):
             raise UserError("it has `tools` of its own, but --tools names others: leave one out.")
         variables["tools"] = self.schemas
 
-    def settings(self, cfg: Core, inputs: Inputs) -> Core:
-        """Allow for longer prompts, because the observations of environments are appended."""
+    def settings(self, cfg: Core, inputs: Inputs) -> None:
+        """Make room for the observations of environments, which make prompts longer."""
         if self.environments and self.calls:
             room = inputs.model.cfg.max_position_embeddings - cfg.max_completion_length
             longest = min(max(inputs.longest_prompt, cfg.max_prompt_length), room)
             self.calls.max_prompt_length = inputs.longest_prompt = longest
-        return cfg
 
     def wrap(self, engine: Engine, run: Run) -> Engine:
         # Every tool call has a time limit, but all calls together may take longer.

@@ -157,11 +157,7 @@ class TurnsEngine(Wrapper):
         self.name = f"--rollout: {getattr(function, '__name__', type(function).__name__)}"
 
     def sample(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        params: SamplingParams,
-        step: int,
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> list[Sample]:
         """Return n completions of each prompt, in order.
 

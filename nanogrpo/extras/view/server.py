@@ -20,7 +20,6 @@ import json
 import math
 import re
 import secrets
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -159,7 +158,7 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/{self.secret}/"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="nanogrpo view",
         description="Look at a run in the browser, or compare two: curves, completions and tokens.",
@@ -171,23 +170,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--serve", action="store_true", help=text)
     parser.add_argument("--port", type=int, default=0, help="port of --serve (default: a free one)")
     args = parser.parse_args(argv)
+    if len(args.runs) > 2:
+        raise UserError(f"{len(args.runs)} runs are given: name one, or two to compare.")
+    runs = [Run(folder) for folder in args.runs]
+    if args.serve:
+        with Server(runs, args.port) as server, contextlib.suppress(KeyboardInterrupt):
+            print(f"open {server.address} (Ctrl-C ends it)", flush=True)
+            server.serve_forever()
+        return
     out = args.out or args.runs[0] / "view.html"
-    try:
-        if len(args.runs) > 2:
-            raise UserError(f"{len(args.runs)} runs are given: name one, or two to compare.")
-        runs = [Run(folder) for folder in args.runs]
-        if args.serve:
-            with Server(runs, args.port) as server, contextlib.suppress(KeyboardInterrupt):
-                print(f"open {server.address} (Ctrl-C ends it)", flush=True)
-                server.serve_forever()
-            return 0
-        write(runs, out)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    write(runs, out)
     print(f"{out} ({out.stat().st_size / 2**20:.1f} MiB)")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -79,7 +79,7 @@ class TokenLog(Feature):
         columns = out.entropy, ratio, gap, gradient(batch, out, self.cfg)
         self.parts.append((update, batch.sample, torch.stack([x.float() for x in columns])))
 
-    def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
+    def step(self, run: Run, step: int, samples: list[Sample]) -> None:
         """Write the tokens of some complete groups."""
         world, parts, self.parts = run.world, self.parts, []
         sizes = world.gather([(len(s.token_ids), s.advantage) for s in samples])
@@ -93,7 +93,7 @@ class TokenLog(Feature):
         }
         ranks = world.gather((own, *computed(parts, chosen)))  # LIMIT keeps it small
         if not (world.main and chosen):
-            return {}
+            return
         totals: Counter[int] = Counter()
         lines: dict = {}
         for own, _, each in ranks:
@@ -108,7 +108,6 @@ class TokenLog(Feature):
         text = "".join(json.dumps(lines[i][1]) + "\n" for i in sorted(lines))
         data = gzip.compress(text.encode(), 6, mtime=0)
         replace(self.folder / f"tokens_{step + 1:05d}.jsonl.gz", data)
-        return {}
 
     def _choose(self, step: int, steps: int, everyone: Sequence[tuple[int, float]]) -> list[int]:
         """Return the samples of the groups to write. Groups with a gradient come first.

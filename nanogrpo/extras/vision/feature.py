@@ -60,7 +60,7 @@ class Vision(Feature):
         prompt.inputs = images if pictures else None
         return ids
 
-    def settings(self, cfg: Config, inputs: Inputs) -> Config:
+    def settings(self, cfg: Config, inputs: Inputs) -> None:
         """Refuse reward models, which only read texts, if a prompt has pictures."""
         judges = [name for name in cfg.reward_funcs if name.startswith("model:")]
         for p in (*inputs.prompts, *inputs.eval_prompts) if judges else ():
@@ -69,4 +69,3 @@ class Vision(Feature):
                     f"--reward-funcs {judges[0]} works with texts only, but the messages of prompt "
                     f"{p.id} have pictures or parts: write each content as a text."
                 )
-        return cfg

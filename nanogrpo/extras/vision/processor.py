@@ -163,9 +163,7 @@ class Images:
 
 
 def prepare(
-    token_ids: Sequence[int],
-    sources: Sequence[bytes],
-    settings: Settings,
+    token_ids: Sequence[int], sources: Sequence[bytes], settings: Settings
 ) -> tuple[list[int], Images]:
     """Return the ids with all image tokens, and the pictures.
 
