@@ -63,7 +63,7 @@ def free(card: int) -> int:
 
 
 def cell(shape: Decoder, cfg: Config, size: int, card: int) -> str:
-    """Return the chosen settings and the estimate, or how much is missing."""
+    """Return the chosen settings and the predicted memory, or how much memory is missing."""
     run = inputs(shape, gpus(size))
     chosen = memory.choose(run, cfg, free(card))
     needed = memory.on_device(memory.table(run, chosen))

@@ -39,10 +39,10 @@ def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
     """Declare a field of `Config`.
 
     Limits are written as "> 0" or "<= 1". `choices` lists the allowed values. `required` makes the
-    option mandatory, and is the advice for a user who leaves it out. `needs` names another option
-    ("eval_steps"), possibly with values ("loss_type=dapo|grpo"), without which this one has no
-    effect. `group` starts a new section of `--help`. `words` maps other spellings of a value, such
-    as TRL's true and false, to ours.
+    option mandatory; its text is the advice in the error message. `needs` names another option that
+    must be set ("eval_steps"), or that must have one of some values ("loss_type=dapo|grpo"), for
+    this option to have an effect. `group` starts a new section of `--help`. `words` maps other
+    spellings of a value, such as TRL's true and false, to ours.
     """
     return field(default=default, metadata={"help": help, "limits": limits, **rules})
 
@@ -332,7 +332,7 @@ class Config:
 
     @property
     def slots(self) -> int:
-        """max_concurrent, or 64 if it is not set. On a GPU, an unset value depends on free memory."""
+        """max_concurrent, or 64 if it is unset. On a GPU, an unset value depends on free memory."""
         return self.max_concurrent or 64
 
     @property

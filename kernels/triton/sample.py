@@ -34,7 +34,7 @@ MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def columns(LOGITS, row, chunk, stride, V, inv_t, BLOCK: tl.constexpr):
-    """Return a chunk of a row, divided by the temperature. Columns beyond the vocabulary are -inf."""
+    """Return a chunk of a row divided by the temperature. Columns after the vocabulary are -inf."""
     j = chunk * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(LOGITS + row * stride + j, mask=j < V, other=float("-inf"))
     return z.to(tl.float32) * inv_t

@@ -44,7 +44,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the weights that the engine samples with, or -1 before the first `load`."""
+        """The version of the weights that the engine samples with; -1 before the first `load`."""
         ...
 
     def load(self, model: nn.Module, version: int) -> None:

@@ -92,7 +92,7 @@ class KVCache:
             self.v[:, target, :, :span] = self.v[:, source, :, :span]
 
     def begin(self, positions: Tensor, span: int) -> None:
-        """Prepare a step. `positions` is [b] int64, with b ≤ B and values below `span`; `span` ≤ S."""
+        """Prepare a step. positions: [b] int64, with b ≤ B and values below `span`; `span` ≤ S."""
         self.widen(span)
         self.positions, self.span = positions, span
         unseen = self.columns[:span] > positions[:, None]  # [b, span]

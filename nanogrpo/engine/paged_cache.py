@@ -20,11 +20,11 @@ PAGE = 32  # tokens; small pages waste less of each row's last page, large pages
 
 
 def cache_tokens(slots: int, max_len: int, wanted: int | None = None) -> int:
-    """Return how many tokens' keys and values the cache has memory for.
+    """Return the number of tokens whose keys and values fit into the engine's cache.
 
-    wanted: its size, as far as it is sensible: it holds at least one context, and at most `slots`
-    of them, which is also the default. Each cached token takes 2·K·E numbers in each layer. One
-    page more is nobody's (see PagedCache).
+    `wanted` is limited to between one context and `slots` contexts. The default is `slots`
+    contexts. Each cached token takes 2·K·E numbers in each layer. The cache has one more page, page
+    0, for padding rows (see PagedCache).
     """
     context = pages_of(max_len)
     most = slots * context
@@ -117,7 +117,7 @@ class PagedCache:
         return True
 
     def keep(self, rows: Sequence[int], span: int) -> None:
-        """Renumber row rows[i] to row i, for each i, and drop all other rows. No token is copied."""
+        """Renumber row rows[i] to row i for each i, and drop all other rows. No token is copied."""
         for row in {*range(len(self.rows))} - {*rows}:
             prefix, own = self.rows[row]
             self.free += own

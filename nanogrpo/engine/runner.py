@@ -38,7 +38,7 @@ class Runner:
         self.head: HeadOp = logits
 
     def prefill(self, waiting: Iterable[Completion]) -> dict[int, Prefix]:
-        """Compute keys and values for the first prompts in the queue, up to PREFILL_TOKENS tokens."""
+        """Compute keys and values of the first waiting prompts, at most PREFILL_TOKENS tokens."""
         prompts: dict[int, list[int]] = {}
         inputs: list[tuple[int, Any]] = []  # as in PackedBatch
         room, row = PREFILL_TOKENS, 0

@@ -103,7 +103,7 @@ class Scheduler:
     def postprocess(
         self, tokens: Tensor, logp: Tensor, version: int, stops: Container[int]
     ) -> None:
-        """Append the new tokens [steps, b] to their samples, then drop the rows that have finished."""
+        """Append the new tokens [steps, b] to their samples, then drop the finished rows."""
         for c, ids, values in zip(self.active, tokens.T.tolist(), logp.T.tolist()):
             # tokens after a stop token, or above the limit, are discarded
             ids = ids[: c.room]

@@ -51,8 +51,8 @@ class AheadEngine(Wrapper):
     """An engine that samples up to --max-staleness steps ahead of the step that trains.
 
     A thread uses the engine inside while the loop trains, so its completions must come from other
-    processes. Only the samples of training are sampled ahead; any other request, such as an
-    evaluation, goes straight to the engine.
+    processes. Only samples for training are drawn ahead. Any other request, such as an
+    evaluation, goes straight to the engine inside.
     """
 
     engine: VLLMEngine

@@ -37,7 +37,7 @@ OPTIONS = """
     temperature top_p top_k seed device
 """
 PROGRAM = cli.parser(Config, OPTIONS.split(), "nanogrpo chat MODEL [options]", DESCRIPTION)
-MAX_CONTEXT = 16384  # tokens of conversation, because a GPU allocates the cache for all of them
+MAX_CONTEXT = 16384  # tokens of a conversation; a GPU allocates the cache for all of them at once
 
 
 class Chat:

@@ -30,9 +30,9 @@ log = logging.getLogger("nanogrpo")
 def parse(
     argv: Sequence[str] | None = None, program: argparse.ArgumentParser | None = None
 ) -> Config:
-    """Return the command line as a Config that is not yet validated (cli.parse).
+    """Return the options of a command line. The Config is not yet validated (see cli.parse).
 
-    program: the parser of another program than train.py, whose first word is the model.
+    program: the parser of another program than train.py. Its first argument is the model.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
     names = set() if program else trl_names.NAMES

@@ -66,7 +66,7 @@ def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]
     cfg, n = cast(Config, inputs.cfg), cfg.num_generations_eval
     cfg = memory.for_sampling(cfg, inputs.model, world, len(world.part(inputs.eval_prompts)) * n)
     inputs.cfg = dataclasses.replace(cfg, max_steps=1)
-    # what the engine and `complete_held_out` read of a run, at its end (for a curriculum)
+    # the parts of a Run that are read below, as at the end of a training of one step
     sampling = setup.sampling_params(cfg, inputs.tokenizer)
     run: Any = SimpleNamespace(**vars(inputs), sampling=sampling, done=1, epoch=1.0)
     run.engine = engine = setup.make_engine(run)

@@ -180,8 +180,8 @@ def numbers(module: nn.Module) -> int:
 
 
 def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
-    """Return the estimate for one rank. It only needs shapes, so the models may be on the meta
-    device. main: whether it is rank 0, which stores most.
+    """Return the estimate for one rank. Only shapes are needed, so the models may be on the meta
+    device. main: whether the rank is rank 0, which stores most.
     """
     model, world, longest_prompt = inputs.model, inputs.world, inputs.longest_prompt
     c, W, host = model.cfg, world.size, cfg.cpu_offload
@@ -230,7 +230,7 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
         if cfg.load_in_4bit:  # the engine shares the frozen weights if they are not sharded
             copy = 2 * trained if W == 1 and not host else stored
         out += [Row("engine: weights", copy), cache]
-    elif main:  # the server is a separate process; rank 0 has a copy of the weights to send
+    elif main:  # the server is a process of its own; rank 0 has a copy to send
         out.append(Row("weights to be sent", copy))
         if not cfg.server and cfg.vllm_gpus in ("", "0"):
             out.append(Row("vLLM: workspaces", MARGIN, of_server=True))
@@ -238,7 +238,7 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
                 out.append(Row("vLLM: weights", copy, of_server=True))
                 out.append(Row(f"vLLM: {cache.name}", cache.bytes, of_server=True))
     saved = (4 * trained + (4 * n if cfg.sync_ref_model else 0)) // W + moments
-    if main:  # it also gathers the weights, in their own dtype
+    if main:  # rank 0 also gathers the weights, in the dtype of the files
         saved += model.saved_dtype.itemsize * n
     return [*out, Row("a checkpoint that is being written", saved, on_host=True)]
 
@@ -275,8 +275,8 @@ def shown(n: float) -> str:
 
 
 def fit(inputs: Inputs, cfg: Config) -> tuple[Config, int]:
-    """Return the options with every setting chosen, and the estimated bytes on the device, without
-    those of a vLLM server. Raises UserError if they exceed what is available. Every rank must call.
+    """Return the options with every setting chosen, and the estimated bytes on the device without a
+    vLLM server's. Raises UserError if a rank needs more than is available. Every rank must call.
     """
     world = inputs.world
     device, host = capacity(world)
@@ -301,8 +301,8 @@ def fit(inputs: Inputs, cfg: Config) -> tuple[Config, int]:
 
 
 def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
-    """Return the options with a value for each of CHOSEN that the user left open: on a GPU, the
-    first of SETTINGS that leaves MARGIN of the available bytes free. If none does, it is the last.
+    """Return the options with a value for each of CHOSEN that the user left open. On a GPU, this is
+    the first of SETTINGS that leaves MARGIN bytes free or, if none does, the last.
 
     Sampling takes most of a step, and is faster if the cache holds more completions at a time. The
     cache starts at half of what all slots could need, because few completions reach the maximum
@@ -313,7 +313,7 @@ def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
     size = inputs.world.size
     slots = cfg.max_concurrent or min(-(-cfg.generation_batch_size // size), MOST_SLOTS)
     longest = inputs.longest_prompt + cfg.max_completion_length
-    # one GPU: there is nothing to reduce, and gathering only copies the weights, for each strip
+    # With one GPU, there is nothing to reduce, and gathering only copies the weights.
     alone = size == 1 and not cfg.cpu_offload
     halvings = range(1, slots.bit_length() + 1)
     reshards = ("never", "always") if alone else ("always",)

@@ -62,7 +62,7 @@ class Sharded(Feature):
             be_deterministic()
 
     def settings(self, cfg: Any, inputs: Inputs) -> None:
-        """Use the settings that other features have chosen, so this feature attaches after them."""
+        """Use the settings that earlier features have chosen. This feature attaches after them."""
         shard(inputs.model, cfg)
 
 

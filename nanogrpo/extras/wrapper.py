@@ -1,4 +1,4 @@
-"""Engines around engines.
+"""Engines that wrap other engines.
 
     ahead.py              samples steps ahead of training
     tools/turns.py        a function decides on the turns of a completion

@@ -27,30 +27,29 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanogrpo.errors import UserError, read_json, reading
 
-# These files are read when the tokenizer is loaded and written unchanged by `save`. After the first
-# four come parts of tokenizer.json for the slow tokenizers of transformers, then the settings of
-# processors.
+# These files are read when the tokenizer is loaded, and `save` writes them unchanged.
+# The tokenizer itself uses only the first five files and chat_template.json.
+# The other files are for the slow tokenizers and the processors of transformers.
 FILES = """
     tokenizer.json tokenizer_config.json chat_template.jinja generation_config.json
     special_tokens_map.json added_tokens.json vocab.json merges.txt
     chat_template.json preprocessor_config.json processor_config.json
     video_preprocessor_config.json
 """
-VARIABLES = ("tools", "documents")  # which transformers always passes to chat templates
+VARIABLES = ("tools", "documents")  # transformers always passes these to chat templates
 COPY = "copy it again from the model"
 
 
 class Tokenizer:
     """Encode, decode and render text with the tokenizer of one model, without batching or padding.
 
-    `vocab_size`: all ids are below this number. The model's vocabulary may be padded to a larger
-    size, with ids that have no text.
-    `stop_token_ids`: all ids that end a completion, starting with the tokenizer's own end token.
-    Chat models list several in generation_config.json (Qwen3: <|im_end|> and <|endoftext|>), or in
-    config.json if that file has none. If one were missing here, completions that end with it would
-    continue to the length limit.
-    `template_variables`: those that the chat template reads besides the messages, such as
-    `enable_thinking`.
+    All token ids are below `vocab_size`. The model's vocabulary may be padded to a larger size,
+    with ids that have no text. `stop_token_ids` holds all ids that end a completion, starting with
+    the tokenizer's own end token. Chat models list several such ids in generation_config.json
+    (Qwen3: <|im_end|> and <|endoftext|>), or in config.json if that file has none. If one of these
+    ids were missing, completions that end with it would continue to the length limit.
+    `template_variables` holds the names of the variables that the chat template reads besides the
+    messages, such as `enable_thinking`.
     """
 
     def __init__(self, folder: str | Path):

@@ -97,7 +97,7 @@ def _spans(pattern: re.Pattern, text: str) -> list[Span]:
 
 
 def _groups(text: str, spans: list[Span]) -> list[tuple[int, str]]:
-    """Return the start of each group of joined answers, and the answers of the group as one text."""
+    """Return the start of each group of joined answers, and the group's answers as one text."""
     groups: list[tuple[int, dict]] = []  # a dictionary keeps each answer once
     last = 0
     for start, end in spans:

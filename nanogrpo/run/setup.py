@@ -116,8 +116,9 @@ def load(
     given: Given = NOTHING,
     read: Callable = data.load_prompts,
 ) -> Inputs:
-    """Read and check everything but the weights. Every rank must call it. read: returns the prompts
-    and the held-out prompts.
+    """Read and check everything except the weights. Every rank must call this function.
+
+    read: returns the prompts and the held-out prompts.
     """
     source = checkpoint.locate(cfg.model)
     tokenizer = Tokenizer(source)
@@ -172,7 +173,7 @@ def setup(inputs: Inputs) -> Run:
     load_weights(model, inputs)
     frozen = make_reference(inputs)
     optimizer = optim.make_optimizer(model, cfg, features)
-    world.once(lambda: output.clear(cfg))  # only now, after everything that can be checked
+    world.once(lambda: output.clear(cfg))  # only after all checks
     saver = state.Saver(inputs, optimizer, origin)
     start = saver.resume()
     run = Run(
@@ -264,7 +265,7 @@ def make_reference(inputs: Inputs) -> Decoder | None:
 
 
 def make_engine(run: Run) -> Engine:
-    """Return the engine that samples. It has no weights yet."""
+    """Return the sampling engine, which has no weights yet."""
     made: Engine | None = first(feature.engine(run) for feature in run.features)
     engine = made or LocalEngine(**of_engine(run))
     for feature in run.features:

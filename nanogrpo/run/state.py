@@ -106,8 +106,7 @@ class Saver:
         self.config_json = read_json(inputs.source / "config.json")
         # the names of checkpoints that --save-total-limit does not remove
         self.keep: set[str] = set()
-        # The writing threads communicate at the same time as the main threads, so they need their
-        # own group.
+        # The writing threads have their own group, because main threads communicate meanwhile.
         self.group = self.world.patient().group
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self.job: Future | None = None
@@ -242,7 +241,7 @@ def digest(path: Path) -> str:
 
 
 def latest(cfg: Config, origin: str) -> tuple[Path, dict[str, Any]] | None:
-    """Return the last checkpoint and its state.json, which must match the options and the prompts."""
+    """Return the last checkpoint and its state.json, which must match options and prompts."""
     output.remove_unfinished(cfg)
     found = checkpoint.checkpoints(cfg.output_dir)
     if not found:

@@ -90,7 +90,7 @@ def own_server(run: Run, max_len: int) -> Sidecar:
     world, own, given = run.world, cfg.vllm_gpus, shlex.split(cfg.vllm_options)
     options = ["--max-model-len", str(max_len)]
     if world.device.type == "cpu":
-        # CPUs compute bfloat16 slowly, and the server must agree with the trainer's float32
+        # bfloat16 is slow on a CPU, and the server must match the trainer's float32
         options += ["--dtype", "float32"]
     if gpus.shares(cfg, world):
         options += world.once(lambda: memory.server_share(world, memory_needed(run), given))
@@ -100,7 +100,7 @@ def own_server(run: Run, max_len: int) -> Sidecar:
         options += ["--tensor-parallel-size", str(len(own.split(",")))]
     return Sidecar(
         run.source,
-        [*options, *given],  # the last one counts, so the user may choose another parallelism
+        [*options, *given],  # the user's options come last and take precedence
         cfg.vllm_python or os.environ.get("NANOGRPO_VLLM_PYTHON", ""),
         Path(cfg.output_dir) / "serve.log",
         gpus=world.once(lambda: gpus.visible(own)) if own else "",

@@ -3,8 +3,8 @@
 In: --vllm-gpus, and the GPUs of the trainer. Out: the CUDA_VISIBLE_DEVICES of the server, and
 whether it shares a GPU with the trainer; or a UserError for a combination that cannot work.
 
-Without the option, the server uses the first GPU of the trainer. Weights then pass through the
-memory of that GPU, and otherwise through NCCL, which accepts one process per GPU. Once a server
+By default, the server uses the first GPU of the trainer. Weights then pass through the memory of
+that GPU. On other GPUs, weights pass through NCCL, which accepts one process per GPU. Once a server
 runs, it reports its GPUs itself (`protocol.transport`). Read next: feature.py (`own_server`).
 """
 

@@ -89,7 +89,7 @@ def _file(path: Path) -> list[dict]:
     if path.suffix == ".parquet":
         with reading(path, "write the file again", "cannot be read as Parquet"):
             return _import("pyarrow.parquet", path).read_table(path).to_pylist()
-    csv.field_size_limit(1 << 30)  # a long solution is no reason to stop
+    csv.field_size_limit(1 << 30)  # the default limit is too small for long solutions
     with reading(path, "name another file"), path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         found = []
