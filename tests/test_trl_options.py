@@ -288,6 +288,7 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
         ("--use-vlm", "--use-vlm is not an option: use --use-vllm, or see --help"),
         ("--quantization_config x", "--quantization_config is not an option"),
         ("--kl-coef 0.1", "--kl-coef is not an option: see --help for the options."),
+        ("--data a --dataset_name b", "--data and --dataset-name are the same: remove one."),
     ],
 )
 def test_a_word_without_a_meaning_here_gets_one_sentence(argv, message):

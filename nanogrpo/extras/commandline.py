@@ -69,6 +69,7 @@ def _respelled(argv: Sequence[str]) -> list[str]:
     flags with true or false (--resume true), and options that TRL uses as flags.
     """
     out, words = [], [*argv]
+    spelled: dict = {}  # as each option was first spelled
     while words:
         word = words.pop(0)
         option = re.fullmatch(r"--([a-z][\w-]*)(=.*)?", word, re.DOTALL)
@@ -80,6 +81,8 @@ def _respelled(argv: Sequence[str]) -> list[str]:
             out.append(word)
             continue
         name, value = _renamed(theirs), option[2] or ""
+        if (other := spelled.setdefault(name, theirs)) != theirs:
+            raise UserError(f"--{dashed(other)} and --{dashed(theirs)} are the same: remove one.")
         following = value[1:] or (words[0] if words else "--")
         if _type(name) == "bool" and following.lower() in ("true", "false"):
             words = words if value else words[1:]
