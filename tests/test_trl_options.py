@@ -319,7 +319,7 @@ YAML = """
 # TRL's documentation has files like this one
 model_name_or_path: Qwen/Qwen3-0.6B
 dataset_name: openai/gsm8k
-learning_rate: 1e-6            # a text for PyYAML, a number in YAML 1.2
+learning_rate: 1e-6            # a text for PyYAML, a number in YAML 1.2, as below
 per_device_train_batch_size: 4
 gradient_accumulation_steps: 4
 max_steps: -1
@@ -331,12 +331,12 @@ scale_rewards: false
 gradient_checkpointing: true
 gradient_checkpointing_kwargs: {use_reentrant: false}
 lr_scheduler_type: cosine_with_min_lr
-lr_scheduler_kwargs: {min_lr_rate: 0.1}
+lr_scheduler_kwargs: {min_lr_rate: 1e-1}
 chat_template_kwargs: {enable_thinking: false}
 warmup_steps: 0.1
 eval_strategy: no              # false for PyYAML
 vllm_importance_sampling_mode: off
-reward_weights: [1.0, 1]
+reward_weights: [1e+0, .1e1]
 report_to: wandb
 logging_steps: 10
 deepspeed: null

@@ -7,7 +7,6 @@ alone does not accept. Read before: cli.py. Read next: trl_names.py (what TRL's 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import re
 import sys
@@ -25,6 +24,17 @@ from nanogrpo.extras.options import CHOICES, FIELDS, REMOVED, Config
 from nanogrpo.extras.profiles import PROFILES
 
 log = logging.getLogger("nanogrpo")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader, but as in YAML 1.2, 1e-6 is a number too, also in lists and objects."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    "-+.0123456789",
+)
 
 
 class Command(NamedTuple):
@@ -137,13 +147,10 @@ def _read(path: Path) -> cli.Options:
             raise UserError(f"{path}: {name} was removed: {REMOVED[name]}.")
         if name in out:
             raise UserError(f"{path}: {name} is given twice, also as {given}: remove one.")
-        if isinstance(value, str):
-            # where TRL's option takes one text, ours may take several
-            if _type(name).startswith("tuple") and (name != given or name in CHOICES):
-                value = [value]
-            elif _type(name).startswith("float") and path.suffix != ".json":
-                with contextlib.suppress(ValueError):
-                    value = float(value)  # PyYAML reads 1e-6 as a text
+        # where TRL's option takes one text, ours may take several
+        several = _type(name).startswith("tuple") and (name != given or name in CHOICES)
+        if isinstance(value, str) and several:
+            value = [value]
         out[name] = value
     return out
 
@@ -151,7 +158,7 @@ def _read(path: Path) -> cli.Options:
 def _read_yaml(path: Path) -> cli.Options:
     with reading(path, advice="correct it", problem="is not valid YAML"):
         try:
-            raw = yaml.safe_load(path.read_bytes())
+            raw = yaml.load(path.read_bytes(), _Loader)
         except FileNotFoundError:
             raise UserError(f"{path} is missing: check the path.") from None
     if not isinstance(raw, dict) or not all(isinstance(name, str) for name in raw):
