@@ -148,6 +148,7 @@ def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
         ("--resume_from_checkpoint", "resume=True"),
         ("--eval_strategy no --save_strategy steps", ""),
         ("--eval_strategy steps --eval_steps 5", "eval_steps=5"),
+        ("--save_strategy no", "save_steps=0"),
         ("--vllm_importance_sampling_mode false --eval_strategy false", ""),
         ("--eval_on_start --eval_steps 5", "eval_steps=5"),
         ("--eval_on_start --use_cpu False --use_peft False", ""),
@@ -168,6 +169,10 @@ def test_trls_words_are_understood(capsys, caplog, argv, expected):
     assert {n: float(v) if n == "learning_rate" else v for n, v in changed.items()} == {
         n: float(v) if n == "learning_rate" else v for n, v in wanted.items()
     }
+
+
+def test_the_steps_of_a_profile_are_enough_for_an_eval_strategy():
+    assert parse(["--profile", "debug", "--eval_strategy", "steps"]).eval_steps == 2
 
 
 def test_each_translation_is_logged_once(capsys, caplog):
@@ -259,6 +264,7 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
             "--eval-strategy epoch is not supported: steps changes nothing, and no is --eval-steps"
             " 0; otherwise give a number to --eval-steps.",
         ),
+        ("--save_strategy epoch", "--save-strategy epoch is not supported: steps changes nothing"),
         (
             "--eval_strategy steps",
             "--eval-strategy steps needs --eval-steps: give a number of steps",

@@ -67,11 +67,15 @@ def parse(argv: Sequence[str] | None = None, command: Command | None = None) -> 
 
     def translate(ours: cli.Options) -> cli.Options:
         ours = {name: _translated(name, value) for name, value in ours.items()}
-        return trl_names.translate(ours | given)
+        given.update(ours | given)
+        return trl_names.translate(given)
 
-    return cli.parse(
+    cfg = cli.parse(
         words, Config, program, names=names, profiles=PROFILES, read=_read, translate=translate
     )
+    if given.get("eval_strategy") == "steps" and not cfg.eval_steps:  # a profile may have them
+        raise UserError("--eval-strategy steps needs --eval-steps: give a number of steps.")
+    return cfg
 
 
 def _respelled(argv: Sequence[str]) -> list[str]:
