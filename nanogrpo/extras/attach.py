@@ -87,13 +87,18 @@ def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
         from nanogrpo.extras.rewards import Rewards
 
         out.append(Rewards(cfg))
-    model = read_json(checkpoint.locate(cfg.model) / "config.json")
+    if cfg.model.startswith("warmup:"):
+        raise UserError(
+            "--model warmup:STEPS is gone: run `nanogrpo warmup FOLDER`, and give that."
+        )
+    source, frozen = checkpoint.locate(cfg.model), getattr(cfg, "freeze_vision_tower", False)
+    model = read_json(source / "config.json")
     if has_scaling(model):
         import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
-    if "vision_config" in model or getattr(cfg, "freeze_vision_tower", False):
+    if "vision_config" in model or frozen:
         from nanogrpo.extras.vision.feature import Vision
 
-        out.append(Vision(checkpoint.locate(cfg.model), getattr(cfg, "freeze_vision_tower", False)))
+        out.append(Vision(source, frozen))
     gpu = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
     if gpu or type(cfg) is not Config or cfg.checkpointing == "selective":
         from nanogrpo.extras.options import Config as Full
