@@ -112,4 +112,8 @@ def test_an_earlier_evaluation_is_kept(tiny_base, data, tmp_path, capsys, monkey
     assert result["metrics"]["eval/rewards/share"] == 1.0
     assert commands.main(["eval", *argv]) == 2
     assert "already holds an evaluation" in capsys.readouterr().err
+    before = (tmp_path / "eval/eval.jsonl").read_bytes()
+    other = ["--overwrite-output-dir", "--model", str(tmp_path / "none")]
+    assert commands.main(["eval", *argv, *other]) == 2
+    assert (tmp_path / "eval/eval.jsonl").read_bytes() == before != b""
     assert commands.main(["eval", *argv, "--overwrite-output-dir"]) == 0

@@ -148,6 +148,7 @@ def test_defaults_are_those_of_trl_unless_the_table_says_otherwise():
         ("--resume_from_checkpoint", "resume=True"),
         ("--eval_strategy no --save_strategy steps", ""),
         ("--eval_strategy steps --eval_steps 5", "eval_steps=5"),
+        ("--save_strategy no", "save_steps=0"),
         ("--vllm_importance_sampling_mode false --eval_strategy false", ""),
         ("--eval_on_start --eval_steps 5", "eval_steps=5"),
         ("--eval_on_start --use_cpu False --use_peft False", ""),
@@ -168,6 +169,10 @@ def test_trls_words_are_understood(capsys, caplog, argv, expected):
     assert {n: float(v) if n == "learning_rate" else v for n, v in changed.items()} == {
         n: float(v) if n == "learning_rate" else v for n, v in wanted.items()
     }
+
+
+def test_the_steps_of_a_profile_are_enough_for_an_eval_strategy():
+    assert parse(["--profile", "debug", "--eval_strategy", "steps"]).eval_steps == 2
 
 
 def test_each_translation_is_logged_once(capsys, caplog):
@@ -259,6 +264,7 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
             "--eval-strategy epoch is not supported: steps changes nothing, and no is --eval-steps"
             " 0; otherwise give a number to --eval-steps.",
         ),
+        ("--save_strategy epoch", "--save-strategy epoch is not supported: steps changes nothing"),
         (
             "--eval_strategy steps",
             "--eval-strategy steps needs --eval-steps: give a number of steps",
@@ -288,6 +294,7 @@ def test_the_batch_is_that_of_trl(capsys, caplog, monkeypatch, theirs, processes
         ("--use-vlm", "--use-vlm is not an option: use --use-vllm, or see --help"),
         ("--quantization_config x", "--quantization_config is not an option"),
         ("--kl-coef 0.1", "--kl-coef is not an option: see --help for the options."),
+        ("--data a --dataset_name b", "--data and --dataset-name are the same: remove one."),
     ],
 )
 def test_a_word_without_a_meaning_here_gets_one_sentence(argv, message):
@@ -318,7 +325,7 @@ YAML = """
 # TRL's documentation has files like this one
 model_name_or_path: Qwen/Qwen3-0.6B
 dataset_name: openai/gsm8k
-learning_rate: 1e-6            # a text for PyYAML, a number in YAML 1.2
+learning_rate: 1e-6            # a text for PyYAML, a number in YAML 1.2, as below
 per_device_train_batch_size: 4
 gradient_accumulation_steps: 4
 max_steps: -1
@@ -330,12 +337,12 @@ scale_rewards: false
 gradient_checkpointing: true
 gradient_checkpointing_kwargs: {use_reentrant: false}
 lr_scheduler_type: cosine_with_min_lr
-lr_scheduler_kwargs: {min_lr_rate: 0.1}
+lr_scheduler_kwargs: {min_lr_rate: 1e-1}
 chat_template_kwargs: {enable_thinking: false}
 warmup_steps: 0.1
 eval_strategy: no              # false for PyYAML
 vllm_importance_sampling_mode: off
-reward_weights: [1.0, 1]
+reward_weights: [1e+0, .1e1]
 report_to: wandb
 logging_steps: 10
 deepspeed: null

@@ -82,7 +82,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
 
         functions = getattr(given, "tools", ())
         others = (getattr(given, name, None) for name in ("environment_factory", "rollout"))
-        yield Tools(cfg, functions, *others)  # before those that tokenize prompts
+        yield Tools(cfg, functions, *others)  # before features that tokenize prompts
     if "arithmetic" in (*cfg.data, *cfg.eval_data):
         from nanogrpo.extras.arithmetic.feature import Arithmetic
 
@@ -104,10 +104,14 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         from nanogrpo.extras.rewards import Rewards
 
         yield Rewards(cfg)
+    if cfg.model.startswith("warmup:"):
+        raise UserError(
+            "--model warmup:STEPS is gone: run `nanogrpo warmup FOLDER`, and give that."
+        )
     source = checkpoint.locate(cfg.model)
     model, frozen = read_json(source / "config.json"), getattr(cfg, "freeze_vision_tower", False)
     if has_scaling(model):
-        import nanogrpo.extras.rope_scaling  # noqa: F401 (adds its kinds to model/rope.py)
+        import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
     if "vision_config" in model or frozen:
         from nanogrpo.extras.vision.feature import Vision
 

@@ -7,7 +7,6 @@ alone does not accept. Read before: cli.py. Read next: trl_names.py (what TRL's 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import re
 import sys
@@ -25,6 +24,17 @@ from nanogrpo.extras.options import CHOICES, FIELDS, REMOVED, Config
 from nanogrpo.extras.profiles import PROFILES
 
 log = logging.getLogger("nanogrpo")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader, but as in YAML 1.2, 1e-6 is a number too, also in lists and objects."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    "-+.0123456789",
+)
 
 
 def parse(
@@ -53,11 +63,15 @@ def parse(
 
     def translate(ours: cli.Options) -> cli.Options:
         ours = {name: _translated(name, value) for name, value in ours.items()}
-        return trl_names.translate(ours | given)
+        given.update(ours | given)
+        return trl_names.translate(given)
 
-    return cli.parse(
+    cfg = cli.parse(
         words, Config, program, names=names, profiles=PROFILES, read=_read, translate=translate
     )
+    if given.get("eval_strategy") == "steps" and not cfg.eval_steps:  # a profile may have them
+        raise UserError("--eval-strategy steps needs --eval-steps: give a number of steps.")
+    return cfg
 
 
 def _respelled(argv: Sequence[str]) -> list[str]:
@@ -65,6 +79,7 @@ def _respelled(argv: Sequence[str]) -> list[str]:
     flags with true or false (--resume true), and options that TRL uses as flags.
     """
     out, words = [], [*argv]
+    spelled: dict = {}  # as each option was first spelled
     while words:
         word = words.pop(0)
         option = re.fullmatch(r"--([a-z][\w-]*)(=.*)?", word, re.DOTALL)
@@ -76,6 +91,8 @@ def _respelled(argv: Sequence[str]) -> list[str]:
             out.append(word)
             continue
         name, value = _renamed(theirs), option[2] or ""
+        if (other := spelled.setdefault(name, theirs)) != theirs:
+            raise UserError(f"--{dashed(other)} and --{dashed(theirs)} are the same: remove one.")
         following = value[1:] or (words[0] if words else "--")
         if _type(name) == "bool" and following.lower() in ("true", "false"):
             words = words if value else words[1:]
@@ -130,13 +147,10 @@ def _read(path: Path) -> cli.Options:
             raise UserError(f"{path}: {name} was removed: {REMOVED[name]}.")
         if name in out:
             raise UserError(f"{path}: {name} is given twice, also as {given}: remove one.")
-        if isinstance(value, str):
-            # where TRL's option takes one text, ours may take several
-            if _type(name).startswith("tuple") and (name != given or name in CHOICES):
-                value = [value]
-            elif _type(name).startswith("float") and path.suffix != ".json":
-                with contextlib.suppress(ValueError):
-                    value = float(value)  # PyYAML reads 1e-6 as a text
+        # where TRL's option takes one text, ours may take several
+        several = _type(name).startswith("tuple") and (name != given or name in CHOICES)
+        if isinstance(value, str) and several:
+            value = [value]
         out[name] = value
     return out
 
@@ -144,7 +158,7 @@ def _read(path: Path) -> cli.Options:
 def _read_yaml(path: Path) -> cli.Options:
     with reading(path, advice="correct it", problem="is not valid YAML"):
         try:
-            raw = yaml.safe_load(path.read_bytes())
+            raw = yaml.load(path.read_bytes(), _Loader)
         except FileNotFoundError:
             raise UserError(f"{path} is missing: check the path.") from None
     if not isinstance(raw, dict) or not all(isinstance(name, str) for name in raw):

@@ -99,14 +99,17 @@ def write(cfg: Config, row: dict[str, float], samples: list[Sample], world: Worl
 
 
 def claim(cfg: Config) -> None:
-    """Create the output folder. Raises UserError if the folder already has an evaluation."""
+    """Create the output folder. Raises UserError if the folder already has an evaluation. With
+    --overwrite-output-dir, that evaluation is replaced only after the new one has succeeded.
+    """
     folder = Path(cfg.output_dir)
-    if (folder / "eval.json").exists() and not cfg.overwrite_output_dir:
+    if not (folder / "eval.json").exists():
+        replace(folder / "eval.jsonl", b"")
+    elif not cfg.overwrite_output_dir:
         raise UserError(
             f"--output-dir {folder} already holds an evaluation: choose another folder, or "
             "replace it with --overwrite-output-dir."
         )
-    replace(folder / "eval.jsonl", b"")
 
 
 def main(argv: list[str]) -> None:

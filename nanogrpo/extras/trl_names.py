@@ -58,12 +58,13 @@ TRANSLATED = {
     " `--output-dir`; to continue from an earlier one, remove those after it",
     "eval_strategy": "`steps` changes nothing, and `no` is `--eval-steps 0`; otherwise give a"
     " number to `--eval-steps`",
+    "save_strategy": "`steps` changes nothing, and `no` is `--save-steps 0`, which saves only after"
+    " the last step; otherwise give a number to `--save-steps`",
     "greater_is_better": "the best checkpoint has the highest value of `--metric-for-best-model`",
 }
 
 # Another option serves this purpose, but its values mean something else.
 INSTEAD = {
-    "save_strategy": "use `--save-steps`, where 0 means only after the last step",
     "auto_find_batch_size": "leave out `--token-budget`, which is chosen from the free memory of a"
     " GPU before the run",
     "data_seed": "use `--seed`, which is the seed of all randomness",
@@ -165,7 +166,6 @@ NEUTRAL: dict[str, Any] = {
     "log_multimodal": True,
     **OF_LOSSES,
     "bnb_4bit_quant_type": "nf4",
-    "save_strategy": "steps",
     "entropy_coef_min": 0.0,
     "entropy_coef_max": 1.0,
     "entropy_coef_delta": 0.005,
@@ -214,7 +214,6 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
 def _values(given: Mapping[str, Any], out: dict[str, Any]) -> None:
     """Translate the options whose meaning depends only on their own value."""
     mode = "vllm_importance_sampling_mode"
-    off = {"eval_steps": 0}
     meanings: dict[str, dict[str, dict[str, Any]]] = {
         "use_vllm": {"true": {"engine": "vllm"}, "false": {"engine": "local"}},
         "vllm_mode": {"colocate": {}, "server": {}},
@@ -225,15 +224,17 @@ def _values(given: Mapping[str, Any], out: dict[str, Any]) -> None:
         "use_peft": {"true": {"lora_r": out.get("lora_r") or 16}, "false": {"lora_r": 0}},
         "use_cpu": {"true": {"device": "cpu"}, "false": {}},
         "resume_from_checkpoint": {"true": {"resume": True}, "false": {"resume": False}},
-        "eval_strategy": {"no": off, "false": off, "steps": {}},  # YAML reads no as false
+        # YAML reads no as false
+        "eval_strategy": {"no": {"eval_steps": 0}, "false": {"eval_steps": 0}, "steps": {}},
+        "save_strategy": {"no": {"save_steps": 0}, "false": {"save_steps": 0}, "steps": {}},
         "greater_is_better": {"true": {}, "none": {}},
     }
     for name in [name for name in meanings if name in given]:
-        value, text = str(given[name]).lower(), rows(TRANSLATED)[name]
+        value = str(given[name]).lower()
         if value not in meanings[name]:
-            raise UserError(f"--{dashed(name)} {given[name]} is not supported: {text}.")
-        if value == "steps" and not out.get("eval_steps"):
-            raise UserError(f"--{dashed(name)} steps needs --eval-steps: give a number of steps.")
+            raise UserError(
+                f"--{dashed(name)} {given[name]} is not supported: {rows(TRANSLATED)[name]}."
+            )
         _take({name: given[name]}, out, **meanings[name][value])
 
 

@@ -14,6 +14,7 @@ work only in a main thread, and with its wall-clock time a busy machine could ch
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import resource
@@ -69,19 +70,24 @@ def judge(completions: list[str], solution: list[str], **kwargs) -> list[float]:
     """A reward function for one completion: return 1 if the completion equals its solution."""
     import math_verify
 
-    seconds = int(time.process_time()) + SECONDS + 1
-    limits = {resource.RLIMIT_CPU: seconds, resource.RLIMIT_AS: MEMORY, resource.RLIMIT_CORE: 0}
+    limits = {
+        resource.RLIMIT_CPU: int(time.process_time()) + SECONDS + 1,
+        resource.RLIMIT_AS: MEMORY,
+        resource.RLIMIT_CORE: 0,
+    }
     for kind, limit in limits.items():
-        resource.setrlimit(kind, (limit, resource.getrlimit(kind)[1]))
+        with contextlib.suppress(ValueError):  # a hard limit that is lower applies already
+            resource.setrlimit(kind, (limit, resource.getrlimit(kind)[1]))
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warning about time limits
     reading = {
         "extraction_config": [math_verify.LatexExtractionConfig(boxed_match_priority=0)],
         "extraction_mode": "first_match",
         "parsing_timeout": None,
     }
-    texts = (rf"\boxed{{{text}}}" for text in completions + solution)
     try:
-        answer, wanted = (math_verify.parse(text, **reading) for text in texts)
+        answer, wanted = (
+            math_verify.parse(rf"\boxed{{{text}}}", **reading) for text in completions + solution
+        )
         return [float(math_verify.verify(wanted, answer, timeout_seconds=None))]
     except Exception:  # an answer that causes an exception is wrong
         return [0.0]

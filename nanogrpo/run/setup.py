@@ -176,6 +176,8 @@ def setup(inputs: Inputs) -> Run:
     world.once(lambda: output.clear(cfg))  # only after all checks
     saver = state.Saver(inputs, optimizer, origin)
     start = saver.resume()
+    if start >= cfg.max_steps:
+        log.info("nothing to do: the run has already taken all %d steps (--max-steps)", start)
     run = Run(
         **vars(inputs),
         frozen=frozen,

@@ -5,6 +5,8 @@ function on samples.
 """
 
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -164,6 +166,13 @@ def test_endless_algebra_is_wrong_and_costs_the_trainer_nothing(caplog):
     assert [*symbolic.equal([("(x+1)(x+2)", "x^2+3x+2")]).values()] == [True]
     assert time.process_time() - begun < 1
     assert signal.getsignal(signal.SIGALRM) == alarm
+
+
+def test_a_lower_hard_limit_of_the_system_is_kept():
+    code = "from nanogrpo.rewards.symbolic import equal; print(equal([('x+x', '2x')]))"
+    command = ["bash", "-c", 'ulimit -v 2000000; exec "$@"', "-", sys.executable, "-c", code]
+    out = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert out.stdout == "{('x+x', '2x'): True}\n", out.stderr
 
 
 def test_pairs_after_too_many_lost_ones_get_no_reward(monkeypatch):
