@@ -1,4 +1,4 @@
-"""The interface between the core and the extras, which are parts of a run that are off by default.
+"""The interface between the core and the extras. Extras are parts of a run that are off by default.
 
 An extra is a subclass of `Feature` with some of the methods below. extras/attach.py creates the
 extras that the options turn on, always in the same order. Every rank has the same extras. The core
@@ -37,13 +37,13 @@ def first(answers: Iterable[T | None]) -> T | None:
 
 
 class Feature:
-    # Whether the loss has a term without the advantage, so that no completion may be left out.
+    # Whether the loss has a term without the advantage. If so, no completion may be left out.
     all_gradients = False
 
     # --- before the first step, in this order ---
     # Return the rows of a data source that is not a JSON-lines file (see data/sources.py).
     def rows(self, source: Any, split: str) -> list[dict] | None: ...
-    # Return the prompt's token ids. The prompt and the template's variables may be changed.
+    # Return the prompt's token ids. This method may change `prompt` and `variables`.
     def encode(
         self, prompt: Prompt, variables: dict, folder: Path, tokenize: Callable[[], list[int]]
     ) -> list[int] | None: ...
@@ -69,7 +69,7 @@ class Feature:
     def scored(self, run: Run, samples: list[Sample], step: int) -> None: ...
     # Return advantages [P, G] and standard deviations (see grpo/advantages.py).
     def advantages(self, rewards: Tensor, by_function: Tensor) -> tuple[Tensor, Tensor] | None: ...
-    # Before the first update: fill in what the loss of an optimizer step needs.
+    # Fill in what the loss of an optimizer step needs, before the first update.
     def batches(self, run: Run, batches: Sequence[PackedBatch]) -> None: ...
     def objective(self, batch: PackedBatch, cfg: Config) -> HeadOp | None: ...
     def measured(self, batch: PackedBatch, out: PolicyOut, update: int) -> None: ...

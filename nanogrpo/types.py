@@ -80,7 +80,7 @@ class Sample:
 
     @property
     def model_token_indices(self) -> Sequence[int]:
-        """The indices of the tokens that the model sampled, which can be trained on."""
+        """The indices of the tokens that the model sampled. Only these can be trained on."""
         if self.is_model_token is None:
             return range(len(self.token_ids))
         return [i for i, from_model in enumerate(self.is_model_token) if from_model]

@@ -1,7 +1,7 @@
 """Also keep the checkpoint with the best evaluation: `--load-best-model-at-end`.
 
-In: the evaluations in the log. Out: a checkpoint that --save-total-limit never removes, and its
-name at the end of the run. A resumed run reads the earlier evaluations from the log, so a
+In: the evaluations in the log. Out: a checkpoint that --save-total-limit never removes. Its name is
+logged at the end of the run. A resumed run reads the earlier evaluations from the log, so a
 checkpoint need not contain them. Read before: run/state.py (which saves and removes checkpoints).
 """
 

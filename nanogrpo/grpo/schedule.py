@@ -8,11 +8,11 @@ for each optimizer step, with a strip for each rank and micro-batch:
     A strip consists of pieces: completions of one prompt, which share the prompt's tokens.
 
 The schedule is a pure function of the facts, so all ranks compute the same schedule without
-communication. The gradient does not depend on the schedule, so a reader with one GPU can skip this
-file. Completions whose advantage is 0 have no gradient, unless the loss has a term without the
-advantage (`has_gradient` in loss.py). In an easy or a hard data set, most groups have no gradient.
-Completions without a gradient count in the normalizer, but no strip contains them. Read next:
-packing.py (how a strip becomes tensors).
+communication. The schedule affects only the speed, and not the gradient, so you can skip this file
+if you use one GPU. Completions whose advantage is 0 have no gradient, unless the loss has a term
+without the advantage (`has_gradient` in loss.py). If a data set is very easy or very hard, this is
+the case for most groups. The normalizer counts the tokens of these completions, but no strip
+contains them. Read next: packing.py (how a strip becomes tensors).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Piece(NamedTuple):
     tokens: int
     # number of key rows that attention reads (Tk): the prompt counts once per completion
     key_rows: int
-    cost: float  # number of tokens, plus the cost of query-key pairs in tokens
+    cost: float  # number of tokens, plus query-key pairs · pair_cost
 
     @property
     def room(self) -> int:
         """The part of the token budget that the piece uses.
 
-        A key row takes a few percent of the memory of a token, but a piece can have many key rows.
-        For example, 64 completions of 100 tokens for a prompt of 1,000 tokens have about 7,400
-        tokens and 71,400 key rows. So the number of tokens is limited to the budget, and the number
-        of key rows to KEY_ROWS times the budget.
+        A key row takes only a few percent of the memory that a token takes, but a piece can have
+        many key rows. For example, 64 completions of 100 tokens for a prompt of 1,000 tokens have
+        about 7,400 tokens and 71,400 key rows. So the number of tokens is limited to the budget,
+        and the number of key rows to KEY_ROWS times the budget.
         """
         return max(self.tokens, math.ceil(self.key_rows / KEY_ROWS))
 
@@ -66,7 +66,7 @@ class Update:
 
 
 def skipped(facts: Sequence[Facts], cfg: Config, all_gradients: bool = False) -> float:
-    """Return the fraction of the trained tokens that are left out because they have no gradient."""
+    """Return the fraction of the trained tokens that is left out because it has no gradient."""
     trained = [f for f in facts if is_trained(f, cfg)]
     out = sum(f.length for f in trained if not has_gradient(f, cfg, all_gradients))
     return out / max(sum(f.length for f in trained), 1)
@@ -83,7 +83,7 @@ def schedule(
     """Split a generation into `steps_per_generation` updates of complete groups.
 
     The result is a pure function of the arguments. `facts` describes the samples of all ranks.
-    ModelConfig explains `pair_cost`, and `has_gradient` explains `all_gradients`.
+    For `pair_cost`, see ModelConfig. For `all_gradients`, see `has_gradient`.
     """
     groups = [range(i, i + cfg.num_generations) for i in range(0, len(facts), cfg.num_generations)]
     if cfg.steps_per_generation > 1:
@@ -168,7 +168,7 @@ def _piece(samples: list[int], facts: Sequence[Facts], pair_cost: float) -> Piec
 
 
 def _spread(pieces: list[Piece], budget: int, world: int, share: int) -> tuple[list[Strip], float]:
-    """Distribute the pieces over a small number of strips, which is a multiple of `world`.
+    """Distribute the pieces over few strips. The number of strips is a multiple of `world`.
 
     Return the strips, most expensive first, and the total cost of all micro-batches. Each group of
     `world` consecutive strips is one micro-batch, with one strip per rank. Ranks wait for each
@@ -177,8 +177,9 @@ def _spread(pieces: list[Piece], budget: int, world: int, share: int) -> tuple[l
 
     Pieces are assigned from the most expensive to the cheapest, each to the cheapest strip that can
     still hold it ("longest processing time first"). If the budget does not limit the choice, the
-    cost is at most 4/3 of the optimum (Graham 1969). Pieces of equal cost are sorted so that ranks
-    alternate, which tends to put samples of the same rank into the same strip.
+    cost is at most 4/3 of the optimum (Graham 1969). Pieces of equal cost are sorted so that the
+    ranks of their samples alternate. Strips receive such pieces in turn, so samples of the same
+    rank tend to end up in the same strip.
     """
 
     pieces = sorted(pieces, key=lambda p: (-p.cost, p.samples[0] % share, p.samples))
@@ -204,8 +205,8 @@ def _spread(pieces: list[Piece], budget: int, world: int, share: int) -> tuple[l
 def _assign(strips: list[Strip], facts: Sequence[Facts], share: int) -> list[Strip]:
     """Return the strips of a micro-batch in the order of the ranks that compute them.
 
-    All orders need the same time to compute, so we choose an order that sends few tokens between
-    ranks. The strip that has the most tokens of any one rank is assigned to this rank first.
+    The order does not affect the computing time, so we choose one that sends few tokens between
+    ranks. The strip and the rank with the most tokens in common are matched first, and so on.
     """
 
     def kept(pair: tuple[int, ...]) -> int:

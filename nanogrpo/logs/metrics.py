@@ -1,4 +1,4 @@
-"""Compute the metrics of a step, which have TRL's names; docs/metrics.md explains each metric.
+"""Compute the metrics of a step. Their names are those of TRL, and docs/metrics.md explains them.
 
 In: the samples, each micro-batch with the output of its loss (`Meter.add`), and the seconds of each
 phase (`Clock`). Out: dicts that map names to numbers. Each mean is taken over all tokens or all
@@ -49,7 +49,7 @@ class Clock:
 class Meter:
     """Collect the per-token results of a step's updates, and reduce them once, at the step's end.
 
-    Before the end of the step, the host does not wait for the GPU.
+    So the host does not wait for the GPU before the step's end.
     """
 
     def __init__(self, features: Sequence[Feature] = ()):
@@ -69,8 +69,8 @@ class Meter:
         if out.kl is not None:
             part["kl"] = out.kl
         part |= out.metrics
-        # In the first update, the weights are still the weights that sampled.
-        # So any difference in log-probs is a difference between trainer and engine.
+        # In the first update, trainer and engine have the same weights.
+        # So any difference in log-probs comes from how the two compute them.
         if not self.moved:
             part["delta"] = out.logp - batch.sampling_logp
         self.parts.append(part)
@@ -105,12 +105,13 @@ class Meter:
     def _vectors(self) -> dict[str, Tensor]:
         """Return this rank's values of each metric: one value per token or per completion.
 
-        In each update, all tokens of a completion are on the same rank, which can average them.
+        In each update, all tokens of a completion are on the same rank, so this rank can average
+        them.
         """
         if not self.parts:
             return {}
         sample, update = self._joined("sample"), self._joined("update")
-        # Each pair of completion and update gets its own number.
+        # Each completion gets a new number in each update.
         pair = update * (int(sample.max()) + 1) + sample if len(sample) else sample
         count = pair.bincount()
 

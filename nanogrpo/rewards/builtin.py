@@ -30,7 +30,7 @@ def accuracy_reward(
     The reference is the record's `solution`, or else its `answer`: a plain result ("42" or 42), or
     a text from which `extract_answer` can extract the result. If no answer is marked in the
     solution, and `answer` is shorter, `answer` is used. The reward is None if a record has neither
-    column, or if math-verify had no time left to decide.
+    column, or if math-verify did not try the pair (rewards/symbolic.py).
     """
     blank = [None] * len(completions)
     pairs = []
@@ -48,8 +48,8 @@ def is_empty(cell: Any) -> bool:
 
 
 def same_answers(pairs: Sequence[tuple[str, str] | None]) -> list[bool | None]:
-    """Return whether each pair (answer, reference) is equal. The result is None if the pair is
-    None, or if there was no time to decide.
+    """For each pair (answer, reference), return whether the two are equal. The result is None if
+    the pair is None or was not tried.
     """
     # a dictionary, because a group often repeats an answer
     verdicts: dict[Any, bool | None] = {pair: compare(*pair) for pair in pairs if pair}

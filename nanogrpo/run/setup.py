@@ -1,9 +1,9 @@
 """Check the inputs of a run, and build its parts.
 
 In: the options, the world and the features of this run. Out: first `Inputs` (a model without
-weights, the prompts and the reward functions), which determine the last settings, and then a `Run`,
-which train.py and step.py use. Each mistake of the user is reported where the value is read, in one
-sentence. Read next: state.py (checkpoints), engine/local.py (the engine).
+weights, the prompts and the reward functions), from which the last settings are chosen. Then a
+`Run`, which train.py and step.py use. Each mistake of the user is reported where the value is read,
+in one sentence. Read next: state.py (checkpoints), engine/local.py (the engine).
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def setup(inputs: Inputs) -> Run:
 
 @contextlib.contextmanager
 def closing(run: Run) -> Iterator[None]:
-    """Close the parts of the run at its end, also after an error."""
+    """Close the parts of the run at its end, even after an error."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.saver)
         stack.enter_context(contextlib.closing(run.engine))
