@@ -40,7 +40,7 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.run.setup import empty_model
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 
 def _qwen3(D: int, F: int, layers: int, heads: int, tied: bool = True) -> ModelConfig:
@@ -360,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
         model = shape_of(args.model, cfg.load_in_4bit)
         lora.attach(model, cfg, "cuda")
         if hasattr(model.cfg, "vision"):
-            log.warning("the seconds and the sync leave out the vision encoder")
+            logger.warning("the seconds and the sync leave out the vision encoder")
         found = sorted(layouts(model, cfg, args), key=lambda x: x.total)
         if not found:
             raise UserError(

@@ -44,7 +44,7 @@ from nanogrpo.extras.arithmetic.feature import Arithmetic
 from nanogrpo.extras.rewards import Rewards
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.rewards.runner import Runner
+from nanogrpo.rewards.scorer import Scorer
 from nanogrpo.types import Sample
 
 
@@ -263,7 +263,7 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None, micro: int = 
     features = [Arithmetic(), Rewards(cfg)]
     prompts, problems = load_prompts(cfg, tokenizer, shape.max_position_embeddings, features)
     # If there is no time limit, all reward functions run in this process.
-    rewards = Runner(dataclasses.replace(cfg, reward_timeout=0.0), features=features)
+    rewards = Scorer(dataclasses.replace(cfg, reward_timeout=0.0), features=features)
     functions = rewards.local
     trainer = trl_run.trainer(cfg, prompts, functions, Path(cfg.output_dir), micro)
     clock, held_out, sampling = StepClock(), {}, []

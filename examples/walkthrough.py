@@ -35,7 +35,7 @@ from nanogrpo.grpo.advantages import centered, step_advantages
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.rewards.runner import Runner
+from nanogrpo.rewards.scorer import Scorer
 from nanogrpo.run import optim
 from nanogrpo.types import PackedBatch, Prompt, Sample
 
@@ -169,7 +169,7 @@ def next_token_probs(model: Decoder, ids: list[int]) -> Tensor:
 def score(samples: list[Sample], tokenizer: Tokenizer) -> None:
     for s in samples:
         s.text = tokenizer.decode(s.token_ids)
-    Runner(CFG).score(samples)
+    Scorer(CFG).score(samples)
     names = samples[0].rewards
     show(
         "the rewards",

@@ -332,22 +332,22 @@ class Config:
 
     @property
     def slots(self) -> int:
-        """max_concurrent, or 64 if it is not set. On a GPU, `settle` sets it according to free
-        memory.
+        """max_concurrent, or 64 if it is not set. On a GPU, a feature sets it according to
+        free memory.
         """
         return self.max_concurrent or 64
 
     @property
     def strip_tokens(self) -> int:
-        """token_budget, or 16,384 if it is not set. On a GPU, `settle` sets it according to free
-        memory.
+        """token_budget, or 16,384 if it is not set. On a GPU, a feature sets it according to
+        free memory.
         """
         return self.token_budget or 16384
 
     @property
     def checkpointing(self) -> str:
-        """gradient_checkpointing, with none for auto. On a GPU, `settle` replaces auto according to
-        free memory.
+        """gradient_checkpointing, with none for auto. On a GPU, a feature replaces auto according
+        to free memory.
         """
         return "none" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 

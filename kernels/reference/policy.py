@@ -24,7 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Log-ratios are clamped to this range before exp, because e^20 and e^40 are finite in float32.
+# Log-ratios are clamped to ±20 before exp. Then a ratio (at most e^20) and the product of two such
+# factors in the KL term (at most e^40) are finite in float32.
 LOG_RATIO_MAX = 20.0
 
 
@@ -41,7 +42,7 @@ class LossInputs(NamedTuple):
     """The per-token inputs of the loss, all [M] float32."""
 
     advantage: Tensor
-    weight: Tensor  # mask × normalizer, fixed before the forward pass
+    weight: Tensor  # `token_weight` in nanogrpo/grpo/loss.py; 0: the token is skipped
     old_logp: Tensor | None = None  # None: on policy, so the ratio is 1
     ref_logp: Tensor | None = None  # None: no KL
     importance: Tensor | None = None  # factor of the clipped term, but not of the KL
@@ -89,11 +90,12 @@ def clipped(ratio: Tensor, advantage: Tensor, c: Clip) -> tuple[Tensor, Tensor, 
 def policy_terms(
     logp: Tensor, inputs: LossInputs, c: Clip
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return for each token the loss l, dl/dlogp, the clip flag (int8) and the KL (or None).
+    """Return for each token the loss, its derivative d/dlogp, the clip flag (int8) and the KL (or
+    None).
 
-    l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A) · importance + β · KL. If a log-prob is
-    NaN, loss and gradient must be NaN, so that the trainer detects the error. Therefore each
-    comparison below asks where the derivative is zero. For NaN, it is false, and NaN is kept.
+    loss = l · importance + β · KL, where l is the clipped term below. If a log-prob is NaN, loss
+    and gradient must be NaN, so that the trainer detects the error. Therefore each comparison, also
+    in `clipped`, asks where the derivative is zero. For NaN, it is false, and NaN is kept.
     """
     # ratio: r = π(token) / π_old(token) = exp(logp - old_logp), so dr/dlogp = r, or 0 if clamped
     log_ratio = torch.zeros_like(logp) if inputs.old_logp is None else logp - inputs.old_logp

@@ -1,7 +1,7 @@
 """Turn the records of data sources into prompts, and choose the prompts of each step.
 
-In: records from files or built-in tasks (sources.py). Out: `Prompt`s with token ids. `draw` chooses
-the prompts of a step. Read next: sources.py (where records come from), rewards/runner.py (what
+In: records from files or other sources (sources.py). Out: `Prompt`s with token ids. `draw` chooses
+the prompts of a step. Read next: sources.py (where records come from), rewards/scorer.py (what
 receives the other columns).
 
 A record has one of these forms:
@@ -33,7 +33,7 @@ from nanogrpo.feature import Feature, first
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.types import Prompt
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 # The runner passes these arguments to reward functions, so no column may have one of these names.
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -135,7 +135,7 @@ def load(
                     "--long-prompts drop."
                 )
         if dropped := len(records) - len(kept):
-            log.info(
+            logger.info(
                 f"{sources.name(source)}: {dropped} of {len(records)} prompts have more than "
                 f"{longest} tokens and are dropped."
             )
@@ -290,11 +290,11 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     chain starts at the last epoch that began exactly at the start of a step (at most n epochs
     back).
     """
-    first = epoch
-    while n <= count and first * count % n:  # with n > count, steps repeat prompts anyway
-        first -= 1
-    order = _permutation(count, seed, first)
-    for e in range(first + 1, epoch + 1):
+    begin = epoch
+    while n <= count and begin * count % n:  # with n > count, steps repeat prompts anyway
+        begin -= 1
+    order = _permutation(count, seed, begin)
+    for e in range(begin + 1, epoch + 1):
         tail, new = e * count % n, _permutation(count, seed, e)
         # where `new` has prompts that are not in the tail; n ≤ count, so there are enough
         chosen = np.flatnonzero(~np.isin(new, order[count - tail :]))[: n - tail]

@@ -1,4 +1,4 @@
-"""Read the records of a data source: a JSON-lines file, the built-in task, or a list of records.
+"""Read the records of a data source: a JSON-lines file, a list of records, or what a feature reads.
 
 In: a source. Out: its records (dicts) in order, each with its location for error messages. Read
 next: prompts.py, which turns records into prompts.

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from nanogrpo.errors import UserError, first_sentence
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 # All ranks share this store, which holds the first error; None: the run has one process.
 store: dist.Store | None = None
@@ -96,7 +96,7 @@ def stoppable() -> Iterator[threading.Event]:
         if not asked.is_set():
             first = time.monotonic()
             asked.set()
-            log.warning(
+            logger.warning(
                 "%s: finishing and saving this step, then the run ends; send it again to exit "
                 "at once.",
                 signal.Signals(number).name,

@@ -68,7 +68,7 @@ class GraphRunner(Runner):
 
 
 def join_layers(model: Decoder) -> None:
-    """Compute q, k and v in one product, and gate and up in another, if all are `nn.Linear`."""
+    """Compute q, k and v in one product, and gate and up in another, if they are `nn.Linear`."""
     blocks: Any = model.model.layers
     for block in blocks:
         attention, mlp = block.self_attn, block.mlp

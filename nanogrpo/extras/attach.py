@@ -1,8 +1,9 @@
-"""A table of contents of everything outside the core.
+"""A table of contents of the extras that attach to a run, and the condition for each.
 
 `parse` reads a command line with the options of the core and, if that is not enough, with those of
 all extras. `attach` returns the features that the options ask for, in the order in which they
-attach. Extras are imported only when they are needed, so a default run loads none. To add an
+attach. Extras are imported only when they are needed. On a CPU, the debug profile loads
+none. On a GPU, every run loads memory.py and sharding.py. To add an
 extra, write a Feature (nanogrpo/feature.py) and its options in a file of its own. Then add a line
 to SUMMARY, an `if` to `wanted` (both below), and the options to options.py. Read next: any of the
 files.

@@ -23,7 +23,7 @@ from nanogrpo.extras import trl_names
 from nanogrpo.extras.options import CHOICES, FIELDS, REMOVED, Config
 from nanogrpo.extras.profiles import PROFILES
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 
 class _Loader(yaml.SafeLoader):
@@ -117,14 +117,14 @@ def _renamed(name: str) -> str:
     """Return our name for a renamed option of TRL; any other name is returned unchanged."""
     ours = trl_names.RENAMED.get(name, name)
     if ours != name:
-        log.info("--%s: taken as --%s", dashed(name), dashed(ours))
+        logger.info("--%s: taken as --%s", dashed(name), dashed(ours))
     return ours
 
 
 def _translated(name: str, value: Any) -> Any:
     """Return our word for a value, such as none for --scale-rewards false."""
     if isinstance(value, (str, bool)) and (ours := _words(name).get(str(value).lower())):
-        log.info("--%s %s: taken as %s", dashed(name), value, ours)
+        logger.info("--%s %s: taken as %s", dashed(name), value, ours)
         return ours
     return value
 

@@ -27,7 +27,7 @@ from nanogrpo.extras.options import Config
 from nanogrpo.feature import Feature
 from nanogrpo.logs.files import replace, set_aside
 from nanogrpo.logs.progress import number
-from nanogrpo.rewards.runner import COLUMNS
+from nanogrpo.rewards.scorer import COLUMNS
 from nanogrpo.types import Sample
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def write(path: Path, records: Sequence[dict]) -> None:
 def record(step: int, sample: Sample, folder: Path | None = None) -> dict:
     """Return a line of the table. folder: where copies of the prompt's pictures are written.
 
-    rewards/runner.py makes sure that the columns of `log_extra` have unique names. A reward
+    rewards/scorer.py makes sure that the columns of `log_extra` have unique names. A reward
     function that has the name of one of our columns, such as `step`, gets the column `step_reward`.
     """
     inputs = sample.prompt.inputs

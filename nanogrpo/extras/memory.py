@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from nanogrpo.run.setup import Inputs, Run
     from nanogrpo.types import Sample
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 # Bytes left free on a GPU for workspaces, communication buffers, CUDA graphs and fragmentation.
 # A vLLM server on the same GPU needs as much again.
@@ -283,14 +283,14 @@ def fit(inputs: Inputs, cfg: Config) -> tuple[Config, int]:
     world = inputs.world
     device, host = capacity(world)
     cfg = choose(inputs, cfg, min(world.gather(device)))
-    log.info("settings for the free GPU memory: %s", spelled(cfg))
+    logger.info("settings for the free GPU memory: %s", spelled(cfg))
     rows = table(inputs, cfg, world.main)
     for on_host, place, there in (False, "the GPU", device), (True, "this machine", host):
         part = [row for row in rows if row.on_host == on_host and row.bytes]
         needed = sum(row.bytes for row in part)
         largest_first = sorted(part, key=lambda row: -row.bytes)
         sizes = [f"{row.name} {shown(row.bytes)}" for row in largest_first]
-        log.info("estimated memory on %s: %s (%s)", place, shown(needed), ", ".join(sizes))
+        logger.info("estimated memory on %s: %s (%s)", place, shown(needed), ", ".join(sizes))
         if needed > there:
             raise UserError(
                 f"a process needs {shown(needed)} of memory but {place} has {shown(there)} "
@@ -421,5 +421,5 @@ def server_share(world: World, needed: int, given: Sequence[str]) -> list[str]:
             "turns with --vllm-enable-sleep-mode, name another GPU with --vllm-gpus, or set "
             "--gpu-memory-utilization in --vllm-options."
         )
-    log.info("the vLLM sidecar may use %.0f %% of the GPU", 100 * share)
+    logger.info("the vLLM sidecar may use %.0f %% of the GPU", 100 * share)
     return ["--gpu-memory-utilization", f"{share:.3f}"]

@@ -22,7 +22,7 @@ from nanogrpo.config import dashed
 from nanogrpo.errors import UserError
 from nanogrpo.extras.options import LOSS_CONSTANTS, Config
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 OF_LOSSES = LOSS_CONSTANTS["sapo"] | LOSS_CONSTANTS["vespo"]
 
@@ -200,7 +200,7 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
     ignored, instead, unsupported = map(rows, (IGNORED, INSTEAD, UNSUPPORTED))
     for name, value in given.items():
         if name in ignored:
-            log.info("--%s: ignored, because %s", dashed(name), ignored[name])
+            logger.info("--%s: ignored, because %s", dashed(name), ignored[name])
         elif name in instead | unsupported and value not in (False, None, NEUTRAL.get(name)):
             reason = unsupported.get(name)
             advice = f"it is not supported here, because {reason}" if reason else instead[name]
@@ -245,13 +245,13 @@ def _server(given: Mapping[str, Any], out: dict[str, Any]) -> None:
     settings = {name: given[name] for name in OF_VLLM if name in given}
     if out.get("engine") != "vllm":
         if theirs | settings:
-            log.info("%s: ignored, because vLLM is not used", _spelled(theirs | settings))
+            logger.info("%s: ignored, because vLLM is not used", _spelled(theirs | settings))
         return
     if theirs and "server" not in out and given.get("vllm_mode") != "colocate":
         host, port = given.get("vllm_server_host", "127.0.0.1"), given.get("vllm_server_port", 8000)
         _take(theirs, out, server=(f"http://{host}:{port}",))
     if settings and "server" in out:
-        log.info("%s: ignored, because --server has its own settings", _spelled(settings))
+        logger.info("%s: ignored, because --server has its own settings", _spelled(settings))
     elif settings:
         words = [f"--{dashed(name)[5:]}={value}" for name, value in settings.items()]
         options = " ".join([out.pop("vllm_options", ""), *words]).strip()
@@ -317,7 +317,7 @@ def _take(theirs: Mapping[str, Any], out: dict[str, Any], **ours: Any) -> None:
             )
     out.update(ours)
     if ours:
-        log.info("%s: taken as %s", _spelled(theirs), _spelled(ours))
+        logger.info("%s: taken as %s", _spelled(theirs), _spelled(ours))
 
 
 def _spelled(options: Mapping[str, Any]) -> str:

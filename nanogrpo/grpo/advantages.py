@@ -62,12 +62,12 @@ def step_advantages(
     `rewards` holds the weighted sums of all ranks, with G consecutive completions per group. If no
     reward function applied, the reward is None and the advantage is 0. `by_function` holds the
     rewards of each function before they were summed. If a feature computes advantages, these are
-    used instead (if several do, those of the first). The standard deviations, [P, 1] or [1, 1],
-    show which groups have no learning signal.
+    used instead (if several do, those of the first). A standard deviation of 0 means that a
+    group ([P, 1]) or the whole step ([1, 1]) has no learning signal.
     """
     # numpy turns None into NaN
     groups = torch.from_numpy(np.array(rewards, float)).view(-1, cfg.num_generations)  # [P, G]
-    table = torch.from_numpy(np.array(by_function, float))  # [P·G, F]
+    table = torch.from_numpy(np.array(by_function, float))  # [P·G, reward functions]
     found = first(feature.advantages(groups, table) for feature in features)
     values, std = found or group_relative(groups, cfg.scale_rewards)
     return values.nan_to_num(0.0).flatten().tolist(), std

@@ -28,7 +28,7 @@ from nanogrpo.config import Config
 from nanogrpo.grpo.loss import has_gradient, is_trained
 from nanogrpo.types import Facts
 
-KEY_ROWS = 4  # maximum number of key rows in a strip, per token of the budget (see Piece.room)
+KEY_ROWS = 4  # maximum number of key rows in a strip, per token of the budget (see Piece.size)
 
 
 class Piece(NamedTuple):
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     cost: float  # number of tokens, plus query-key pairs · pair_cost
 
     @property
-    def room(self) -> int:
+    def size(self) -> int:
         """The part of the token budget that the piece uses.
 
         A key row takes only a few percent of the memory that a token takes, but a piece can have
@@ -62,7 +62,7 @@ class Update:
 
     samples: Sequence[int]  # as indices into the generation
     n_tokens: int  # number of trained tokens over all ranks and micro-batches: the normalizer
-    strips: list[list[Strip]]  # [world][micro-batch]
+    strips: list[list[Strip]]  # [ranks][micro-batch]
 
 
 def skipped(facts: Sequence[Facts], cfg: Config, all_gradients: bool = False) -> float:
@@ -76,7 +76,7 @@ def schedule(
     facts: Sequence[Facts],
     cfg: Config,
     step: int,
-    world: int = 1,
+    ranks: int = 1,
     pair_cost: float = 0.0,
     all_gradients: bool = False,
 ) -> list[Update]:
@@ -90,14 +90,14 @@ def schedule(
         random.Random(f"{cfg.seed},{step}").shuffle(groups)
     each = len(groups) // cfg.steps_per_generation
     updates = [[*itertools.chain(*groups[i : i + each])] for i in range(0, len(groups), each)]
-    return [plan(update, facts, cfg, world, pair_cost, all_gradients) for update in updates]
+    return [plan(update, facts, cfg, ranks, pair_cost, all_gradients) for update in updates]
 
 
-def wanted(updates: Sequence[Update], world: int) -> list[set[int]]:
+def wanted(updates: Sequence[Update], ranks: int) -> list[set[int]]:
     """Return the indices of the samples that each rank computes."""
     return [
         {i for u in updates for strip in u.strips[rank] for piece in strip for i in piece.samples}
-        for rank in range(world)
+        for rank in range(ranks)
     ]
 
 
@@ -105,7 +105,7 @@ def plan(
     samples: Sequence[int],
     facts: Sequence[Facts],
     cfg: Config,
-    world: int = 1,
+    ranks: int = 1,
     pair_cost: float = 0.0,
     all_gradients: bool = False,
 ) -> Update:
@@ -122,20 +122,20 @@ def plan(
     if computed and not trained:
         trained = [min(computed, key=lambda i: facts[i].prompt_length + facts[i].end)]
     n_tokens = sum(facts[i].length for i in samples)
-    return Update(samples, n_tokens, _strips(trained, facts, cfg, world, pair_cost))
+    return Update(samples, n_tokens, _strips(trained, facts, cfg, ranks, pair_cost))
 
 
 def _strips(
-    samples: list[int], facts: Sequence[Facts], cfg: Config, world: int, pair_cost: float
+    samples: list[int], facts: Sequence[Facts], cfg: Config, ranks: int, pair_cost: float
 ) -> list[list[Strip]]:
-    """Divide samples into strips [world][micro-batch].
+    """Divide samples into strips [ranks][micro-batch].
 
     Strips stay within the token budget and have about the same cost. All ranks have the same number
     of strips. If there are no samples, there are no strips. If there is too little work for all
     ranks, some strips are empty. A group is split into several pieces if that makes the step
     cheaper: its prompt is computed several times, but the work is divided more evenly.
     """
-    share = math.ceil(len(facts) / world)  # rank r drew the samples r·share to (r + 1)·share
+    share = math.ceil(len(facts) / ranks)  # rank r drew the samples r·share to (r + 1)·share
     groups: dict[int, list[int]] = {}
     for i in samples:
         groups.setdefault(facts[i].prompt, []).append(i)
@@ -149,13 +149,13 @@ def _strips(
             for j in range(0, len(group), most)
         ]
         # A piece may exceed the budget only if it is a single completion.
-        if all(p.room <= cfg.strip_tokens or len(p.samples) == 1 for p in pieces):
-            strips, cost = _spread(pieces, cfg.strip_tokens, world, share)
+        if all(p.size <= cfg.strip_tokens or len(p.samples) == 1 for p in pieces):
+            strips, cost = _spread(pieces, cfg.strip_tokens, ranks, share)
             if cost < least:
                 best, least = strips, cost
         most = math.ceil(most / 2) if most > 1 else 0
-    batches = [_assign(best[i : i + world], facts, share) for i in range(0, len(best), world)]
-    return [[sorted(batch[rank]) for batch in batches] for rank in range(world)]
+    batches = [_assign(best[i : i + ranks], facts, share) for i in range(0, len(best), ranks)]
+    return [[sorted(batch[rank]) for batch in batches] for rank in range(ranks)]
 
 
 def _piece(samples: list[int], facts: Sequence[Facts], pair_cost: float) -> Piece:
@@ -167,11 +167,11 @@ def _piece(samples: list[int], facts: Sequence[Facts], pair_cost: float) -> Piec
     return Piece(samples, tokens, key_rows, tokens + pair_cost * pairs)
 
 
-def _spread(pieces: list[Piece], budget: int, world: int, share: int) -> tuple[list[Strip], float]:
-    """Distribute the pieces over few strips. The number of strips is a multiple of `world`.
+def _spread(pieces: list[Piece], budget: int, ranks: int, share: int) -> tuple[list[Strip], float]:
+    """Distribute the pieces over few strips. The number of strips is a multiple of `ranks`.
 
     Return the strips, most expensive first, and the total cost of all micro-batches. Each group of
-    `world` consecutive strips is one micro-batch, with one strip per rank. Ranks wait for each
+    `ranks` consecutive strips is one micro-batch, with one strip per rank. Ranks wait for each
     other, so the cost of a micro-batch is that of its first strip. A piece that exceeds the budget
     gets its own strip.
 
@@ -183,23 +183,23 @@ def _spread(pieces: list[Piece], budget: int, world: int, share: int) -> tuple[l
     """
 
     pieces = sorted(pieces, key=lambda p: (-p.cost, p.samples[0] % share, p.samples))
-    needed = min(sum(p.room for p in pieces) / budget, len(pieces))  # strips
-    count = world * math.ceil(needed / world)
+    needed = min(sum(p.size for p in pieces) / budget, len(pieces))  # strips
+    count = ranks * math.ceil(needed / ranks)
     while True:
         strips: list[Strip] = [[] for _ in range(count)]
         costs, left = [0.0] * count, [budget] * count
         for piece in pieces:
-            fits = [b for b in range(count) if piece.room <= left[b] or not strips[b]]
+            fits = [b for b in range(count) if piece.size <= left[b] or not strips[b]]
             if not fits:
                 break
             b = min(fits, key=costs.__getitem__)
             strips[b].append(piece)
             costs[b] += piece.cost
-            left[b] -= piece.room
+            left[b] -= piece.size
         else:
             by_cost = sorted(range(count), key=lambda b: -costs[b])
-            return [strips[b] for b in by_cost], sum(costs[b] for b in by_cost[::world])
-        count += world
+            return [strips[b] for b in by_cost], sum(costs[b] for b in by_cost[::ranks])
+        count += ranks
 
 
 def _assign(strips: list[Strip], facts: Sequence[Facts], share: int) -> list[Strip]:

@@ -1,8 +1,9 @@
 """Compute the metrics of a step. Their names are those of TRL, and docs/metrics.md explains them.
 
 In: the samples, each micro-batch with the output of its loss (`Meter.add`), and the seconds of each
-phase (`Clock`). Out: dicts that map names to numbers. Each mean is taken over all tokens or all
-completions of the step and is never a mean of means. Read next: console.py, which writes the
+phase (`Clock`). Out: dicts that map names to numbers. Each mean, except those of
+`loss` and `grad_norm`, is taken over all tokens or all completions of the step, and is never a mean
+of means. Read next: console.py, which writes the
 metrics.
 """
 
@@ -49,7 +50,7 @@ class Clock:
 class Meter:
     """Collect the per-token results of a step's updates, and reduce them once, at the step's end.
 
-    So the host does not wait for the GPU before the step's end.
+    `add` does not make the host wait for the GPU.
     """
 
     def __init__(self, features: Sequence[Feature] = ()):
@@ -61,7 +62,7 @@ class Meter:
         self.moved = False  # whether an update with tokens has ended
 
     def add(self, batch: PackedBatch, out: PolicyOut) -> None:
-        """Add the loss of one micro-batch."""
+        """Add the loss and the per-token results of one micro-batch."""
         for feature in self.features:
             feature.measured(batch, out, self.updates)
         part = {"sample": batch.sample, "entropy": out.entropy}

@@ -32,7 +32,7 @@ HeadOp = Callable[[Tensor, Tensor], Any]
 
 
 class PolicyOut(NamedTuple):
-    """The result of a loss. Only `loss` has a gradient. Entries of tokens with weight 0 are 0."""
+    """The result of a loss. Only `loss` has a gradient. Tokens with weight 0 have entries 0."""
 
     loss: Tensor  # [] float32: Σ weight · l - entropy_weight · H
     logp: Tensor  # [M] float32
@@ -47,7 +47,7 @@ class PolicyOut(NamedTuple):
 
 
 def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the number of rows of logits in a chunk. A chunk takes at most 2.5 GB on CUDA (8228
+    """Return the number of rows of logits in a chunk. A chunk takes at most 2.5 GB on CUDA (8227
     rows for Qwen3 in bfloat16). On other devices, it takes at most 200 MB and has at most 512 rows.
 
     The limit of 512 rows keeps temporary tensors small, so the allocator reuses their memory.

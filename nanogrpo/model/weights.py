@@ -3,8 +3,8 @@
 In: a model, full or sharded over the ranks. Out: the parameters that a checkpoint contains, or the
 full tensors. Engines, checkpoints and the memory estimate all use these functions.
 
-Some layers do not store their weight as one parameter. Such a layer defines some of these
-attributes:
+Some layers (none in the core) do not store their weight as one parameter. Such a layer defines some
+of these attributes:
 
     `internal` contains the names of the parameters that are not in checkpoints.
     `full_weight()` returns the full matrix that the layer computes with.

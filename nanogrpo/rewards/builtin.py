@@ -4,7 +4,7 @@ In: completions and the columns of the data, as lists (rewards/call.py defines t
 a number or None for each completion. The functions have the same names as in TRL (trl.rewards),
 also in the logs. The functions return the same values as in TRL, except that `accuracy_reward`
 understands more notations (docs/rewards.md). `format` is our own function. Read next:
-rewards/answers.py (what counts as an answer), rewards/runner.py, which calls the functions.
+rewards/answers.py (what counts as an answer), rewards/scorer.py, which calls the functions.
 """
 
 from __future__ import annotations

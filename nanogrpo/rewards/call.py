@@ -3,7 +3,7 @@
 In: a function and its arguments. Out: its rewards as plain values, or a `UserError` that names the
 function and its line. Built-in functions are called in the trainer, and the user's functions in the
 reward process. The reward process does not need torch, so this file imports neither torch nor
-modules that import it. Read next: rewards/process.py, and rewards/runner.py, which checks the
+modules that import it. Read next: rewards/process.py, and rewards/scorer.py, which checks the
 rewards and sums them.
 
 Reward functions have TRL's signature, so the same function works in both projects. A function is
@@ -56,7 +56,7 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
     """Return the B rewards of a function, (column, B values) of each log_extra call, and (name,
     value) of each log_metric call.
 
-    The rewards are plain values. They are checked later (rewards/runner.py).
+    The rewards are plain values. They are checked later (rewards/scorer.py).
 
     The function gets a copy of `arguments`, so its changes do not affect the samples or the next
     function. The values in `shared` are not copied, because some of them cannot be copied.

@@ -2,7 +2,7 @@
 
 In: the names of the functions to import, and then calls of these functions. Out: the answer to each
 call, or the error `CallLost` if the call takes too long or the process dies. Read next:
-rewards/runner.py, which decides what happens after a lost call.
+rewards/scorer.py, which decides what happens after a lost call.
 
     trainer: RewardProcess.call ── pickle over a socket ──→ process: main → call.call
                                 ←──────── JSON ───────────

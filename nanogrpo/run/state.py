@@ -160,7 +160,7 @@ class Saver:
                     more(folder)
                 row = {
                     "step": step,
-                    "config": given(self.cfg),
+                    "config": fixed_options(self.cfg),
                     "origin": self.origin,
                     "files": {p.name: digest(p) for p in (folder / "state").iterdir()},
                 }
@@ -242,7 +242,8 @@ def digest(path: Path) -> str:
 
 
 def latest(cfg: Config, origin: str) -> tuple[Path, dict[str, Any]] | None:
-    """Return the last checkpoint and its state.json, after checking options and prompts."""
+    """Remove an unfinished checkpoint, then return the last one and its state.json. Options and
+    prompts must be those of the run."""
     output.remove_unfinished(cfg)
     found = checkpoint.checkpoints(cfg.output_dir)
     if not found:
@@ -251,7 +252,7 @@ def latest(cfg: Config, origin: str) -> tuple[Path, dict[str, Any]] | None:
     with _reading(folder):
         saved = json.loads((folder / STATE).read_bytes())
         before, prompts = {**saved["config"]}, saved["origin"]
-    now = given(cfg)
+    now = fixed_options(cfg)
     for name in sorted(before.keys() | now.keys()):
         default = getattr(type(cfg), name, "the default")
         then, today = (options.get(name, default) for options in (before, now))
@@ -268,7 +269,7 @@ def latest(cfg: Config, origin: str) -> tuple[Path, dict[str, Any]] | None:
     return folder, saved
 
 
-def given(cfg: Config) -> dict[str, Any]:
+def fixed_options(cfg: Config) -> dict[str, Any]:
     """Return the options that a resumed run must repeat, if they differ from their defaults. A
     missing option counts as its default, even if another version of nanogrpo does not have the
     option.

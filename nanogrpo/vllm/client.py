@@ -44,7 +44,7 @@ from nanogrpo.vllm.protocol import GroupRequest
 from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar
 from nanogrpo.vllm.sync import WeightSync, on_thread
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 HEARTBEAT = 5.0  # seconds between health checks of a server
 PATIENCE = 600.0  # seconds to wait for a server that we cannot restart
@@ -300,7 +300,7 @@ class VLLMEngine:
         with server.lock:
             server.alive, first, server.problem = False, server.problem is None, error
         if first and not self.over.is_set():
-            log.warning("lost a server: %s", error)
+            logger.warning("lost a server: %s", error)
         self.problem = error
         server.abort()
 
@@ -319,7 +319,7 @@ class VLLMEngine:
                         f"No vLLM server is left ({self.problem}); the run stops; start the server "
                         "and continue with --resume."
                     )
-                log.warning("%s; trying again", self.problem)
+                logger.warning("%s; trying again", self.problem)
                 if self.sidecar is None:
                     self.over.wait(PAUSE)
                 else:

@@ -35,7 +35,7 @@ from nanogrpo.vllm.auth import GENERATE, INFO, SECRET
 from nanogrpo.vllm.buckets import BroadcastGroup
 from nanogrpo.vllm.process import kill_group
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 STARTUP = 1800.0  # seconds for a server of our own to load its model
 
@@ -208,7 +208,7 @@ class Sidecar:
             reserved.bind(("127.0.0.1", 0))
             port = reserved.getsockname()[1]
             server = Server(f"http://127.0.0.1:{port}", self.secret, timeout, sidecar=self)
-            log.info("starting the vLLM sidecar; its messages go to %s", self.output)
+            logger.info("starting the vLLM sidecar; its messages go to %s", self.output)
             self.process = self._run(port)
             deadline = time.monotonic() + STARTUP
             while time.monotonic() < deadline and not (over.wait(0.25) or asked.is_set()):
