@@ -7,10 +7,9 @@
 In: a checkpoint folder. Out: vLLM's own OpenAI-compatible server, with our weight-transfer engine
 (nanogrpo/vllm/worker.py) behind its weight routes, and our access control (nanogrpo/vllm/auth.py)
 in front of all routes. Every server has a secret, in the environment variable NANOGRPO_SECRET,
-which its trainers need, too. Options that --help does not list, such as --dtype, are
-passed to vLLM. serve.py runs in the interpreter that has vLLM, which may not be the trainer's, so
-it imports very little of this project. Read next:
-nanogrpo/vllm/client.py.
+which its trainers need, too. Options that --help does not list, such as --dtype, are passed to
+vLLM. This script runs in the interpreter that has vLLM. This interpreter may lack the trainer's
+packages, so the script imports very little of this project. Read next: nanogrpo/vllm/client.py.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.vllm.auth import SECRET
 from nanogrpo.vllm.process import kill_group, listen, on_end
 
-# Half of vLLM's releases change the requests of the weight routes, so only this one is allowed.
+# Half of vLLM's releases change the requests of the weight routes. Only this one is allowed.
 TESTED = "0.32.0"
 SHORTEST = 16  # minimum length of a secret, in characters
 
@@ -42,7 +41,7 @@ FIXED = {
     # the route /inference/v1/generate: token ids in, token ids and weight versions out
     "--enable-scale-out": None,
     "--disable-uvicorn-access-log": None,
-    "--allowed-media-domains": "pictures.invalid",  # pictures are in the request, not at a URL
+    "--allowed-media-domains": "pictures.invalid",  # requests contain pictures, not URLs
 }
 
 # Options on a CPU, unless the user gives others. Chunked prefill is off, so no prompt is split:
@@ -50,11 +49,13 @@ FIXED = {
 # Blocks are short, because the completions of a group share only full blocks of their prompt.
 # vLLM's default on a CPU is 128 tokens, and its fast kernel needs a multiple of 32.
 ON_CPU = ["--no-enable-chunked-prefill", "--block-size", "32", "--kv-cache-memory-bytes"]
-LARGEST = 16 << 30  # the most bytes of a KV cache by default; vLLM fills it with zeros at the start
+LARGEST = 16 << 30  # bytes; the default limit of the KV cache, which vLLM zeroes at the start
 
 
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return our options, and those for vLLM. Raises UserError if an option cannot be set."""
+    """Return our options, and those for vLLM. Raises UserError for an option that users may not
+    set.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
         allow_abbrev=False,
@@ -67,12 +68,12 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--owner", type=int, metavar="PID", help="end with this process")
     ours, rest = parser.parse_known_args(argv)
     for word in rest:
-        # vLLM accepts underscores, --no-…, and keys
+        # vLLM also accepts underscores, --no-NAME and --NAME.KEY
         name = re.split(r"[=.]", word)[0].replace("_", "-").replace("--no-", "--")
         if name in (*FIXED, "--api-key"):
             raise UserError(
                 f"{name} cannot be set: training or access control relies on it; leave the option "
-                f"out (the secret is {SECRET} in the environment)."
+                f"out (the secret comes from the environment variable {SECRET})."
             )
     fixed = [word for pair in FIXED.items() for word in pair if word is not None]
     where = ["--model", ours.model, "--host", ours.host, "--port", str(ours.port)]
@@ -91,7 +92,7 @@ def check_secret() -> None:
 
 
 def check_vllm() -> None:
-    """Raise UserError if vLLM is missing, or if this version of it was not tested."""
+    """Raise UserError if vLLM is missing, or if its version was not tested."""
     try:
         from vllm import __version__ as version
     except ModuleNotFoundError as e:
@@ -109,7 +110,7 @@ def check_vllm() -> None:
 def check_port(host: str, port: int) -> None:
     """Raise UserError if the port is taken, before vLLM spends a minute loading."""
     try:
-        # as for the server itself, a port that was closed just now counts as free
+        # as for the server itself, a port that was closed recently counts as free
         listen(host, port).close()
     except (OSError, OverflowError) as e:
         raise UserError(
@@ -120,7 +121,7 @@ def check_port(host: str, port: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     try:
         ours, words = options(sys.argv[1:] if argv is None else argv)
-        if ours.owner:  # the owner has made this process the leader of a group
+        if ours.owner:  # the owner started this process as the leader of a process group
             on_end(ours.owner, functools.partial(kill_group, os.getpid()))
         check_port(ours.host, ours.port)
         check_secret()

@@ -44,8 +44,8 @@ from nanogrpo.step import assign_advantages, evaluate, log_step, pack, score, sy
 
 def train(run: Run) -> None:
     """Train to the last step. Training starts from cfg.model or, with --resume, from the last
-    checkpoint in cfg.output_dir. A resumed run needs the same options, except for a few such as
-    `--save-steps`.
+    checkpoint in cfg.output_dir. A resumed run needs the same options, except those that config.py
+    declares with `free_option`, such as `--save-steps`.
 
     Every rank runs this function, and samples and scores its own share of the prompts. `pack` may
     then move samples to other ranks, so that all ranks have about the same work.
@@ -70,10 +70,11 @@ def train(run: Run) -> None:
                 generation = assign_advantages(run, samples)
 
             with clock("train"):
-                # `pack` yields one list of micro-batches for each optimizer step.
+                # `pack` may move samples between ranks, and computes the log-probs that the loss
+                # needs. It yields the micro-batches of each optimizer step; `last` marks the last.
                 # --steps-per-generation splits the samples into several lists.
                 # --num-iterations repeats all lists. Both options are 1 by default.
-                # Samples with advantage 0 have no gradient and are left out.
+                # Samples with advantage 0 have no gradient and are left out, unless beta > 0.
                 # The tokens of these samples still count in the weight below.
                 for batches in pack(run, samples, generation, step):
                     for batch, last in batches:
@@ -119,7 +120,7 @@ def start(cfg: Config, given: Given = NOTHING) -> Path:
     features = attach(cfg, given)  # optional parts (nanogrpo/extras/attach.py)
     with join(cfg) as world, stoppable(), output.claimed(cfg, world):
         inputs = load(cfg, world, features, given)  # everything but the weights
-        settle(inputs)  # sets max_steps, and on a GPU the settings that depend on its memory
+        settle(inputs)  # sets max_steps; on a GPU, a feature also sets the token budget and others
         train(setup(inputs))
     return Path(cfg.output_dir)
 

@@ -1,4 +1,3 @@
-"""Each script in this folder is a benchmark that answers one question. The records of all
-benchmarks are in bench/results/, and all tables and plots are generated from these records. Read
-first: common.py.
+"""Each script in this folder is a benchmark that answers one question. All benchmarks write records
+to bench/results/, from which all tables and plots are generated. Read first: common.py.
 """

@@ -1,13 +1,13 @@
-"""Tools shared by all benchmarks: command line, timing, records and console tables.
+"""Utilities shared by all benchmarks: command line, timing, records and console tables.
 
 In: functions to time. Out: `bench/results/<name>.json`, a list of records. Each record says what
 was measured, on which machine, with which versions, at which commit and by which command. All
 tables and plots are generated from these records.
 
 A benchmark is a module with `main(argv)` that runs as `python -m bench.<name>`. It compares several
-programs, which are called its sides, such as nanogrpo and TRL. It times the sides alternately in
-one process (`interleave`), so that a busy machine or a hot chip affects all sides equally. It
-reports medians with their spread. Read next: rollout_speed.py.
+programs, called its sides, such as nanogrpo and TRL. It times the sides alternately in one process
+(`interleave`), so that a busy machine or a hot chip affects all of them equally. It reports medians
+and the spread. Read next: rollout_speed.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ REPLAYED = "TRL, our completions"
 
 
 def parser(bench: str, doc: str, threads: bool = True, **numbers) -> argparse.ArgumentParser:
-    """Return the parser of `python -m bench.<bench>`, with --out and, if `threads`, --threads.
+    """Return the parser of `python -m bench.<bench>`, with --out and, if `threads` is true,
+    --threads.
 
     numbers: further options as name=(default, help), such as
     `prompt_length=(32, "tokens per prompt")`.
@@ -67,7 +68,7 @@ def parser(bench: str, doc: str, threads: bool = True, **numbers) -> argparse.Ar
 
 
 def add_cases(parser: argparse.ArgumentParser, cases: Sequence[str]) -> None:
-    """Add `--cases`, which selects some of the cases."""
+    """Add the option `--cases`, which selects the cases to run."""
     parser.add_argument(
         "--cases",
         nargs="*",
@@ -107,7 +108,7 @@ LARGE = ("0.6B", "1.7B")
 
 
 def large_qwen3(name: str, context: int) -> ModelConfig:
-    """Return the model shape of a real Qwen3 with tied embeddings, for the GPU benchmarks."""
+    """Return the shape of a real Qwen3 with tied embeddings, for the GPU benchmarks."""
     return dataclasses.replace(predict.QWEN3[name], max_position_embeddings=context)
 
 
@@ -141,9 +142,8 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time each side `repeats` times, in rotating order: A B C, B C A, C A B, …
 
-    Because of this order, no side always runs after the same other side. `warmup` untimed rounds
-    come first. On a GPU, each call is followed by a synchronization. A progress bar is shown on
-    stderr.
+    So no side always runs right after the same other side. `warmup` untimed rounds come first. On a
+    GPU, each call is followed by a synchronization. A progress bar is shown on stderr.
     """
     names = list(sides)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -224,7 +224,7 @@ def machine() -> dict:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        # a load above the number of threads means that other programs were running
+        # a load above the number of threads shows that other programs were running
         "load_average": round(os.getloadavg()[0], 2),
         "versions": versions,
         **checkout(),
@@ -245,9 +245,9 @@ def record(
     timing: Timing | None = None,
     **figures,
 ) -> dict:
-    """Return one measurement of one side in one case.
+    """Return the record of one side in one case.
 
-    figures: all other values to record, such as tokens per second, shapes and settings.
+    figures: the other values to record, such as tokens per second, shapes and settings.
     """
     times = timing and {
         "seconds_median": timing.median,
@@ -277,14 +277,14 @@ def write(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
 
 
 def read(name: str, folder: Path = RESULTS) -> list[dict]:
-    """Return the records of a benchmark, or an empty list if it has not run yet."""
+    """Return the records of a benchmark, or an empty list if there are none yet."""
     path = folder / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else []
 
 
 def merge(name: str, records: list[dict], folder: Path = RESULTS) -> Path:
     """Write records to folder/<name>.json. A new record replaces the earlier record of the same
-    case and side, and all other earlier records are kept. So a benchmark can be run in parts.
+    case and side. All other records are kept, so a benchmark can be run in parts.
     """
     fresh = {(record["case"], record["side"]): record for record in records}
     kept = [fresh.pop((r["case"], r["side"]), r) for r in read(name, folder)]
@@ -301,7 +301,7 @@ def commit(machine: dict) -> str:
 
 
 def show(x: object) -> str:
-    """Format a number with three significant digits and with commas between thousands."""
+    """Format a number with three significant digits and with commas as thousands separators."""
     if isinstance(x, float):
         return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
     return f"{x:,}" if isinstance(x, int) else str(x)
@@ -323,13 +323,13 @@ def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]])
     for line in lines:
         out.add_row(*map(show, line))
     console = Console()
-    # a log file has no width, and each row must fit into one line
+    # a log file has no width, but each row must fit on one line
     console.width = max(console.width, 150)
     console.print(out)
 
 
 def subplots(*args, **kwargs):
-    """Return `matplotlib.pyplot.subplots(…)`, drawn to a file instead of a window."""
+    """Return `matplotlib.pyplot.subplots(…)`, for plots that are saved to a file and not shown."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""Predict the seconds of each phase of a step from counted FLOP, bytes and link speeds.
+"""Predict how many seconds each phase of a step takes, from FLOP, bytes and link speeds.
 
 In: the model's shape, the speed of a device, the lengths of a step's prompts and completions, and
-the numbers of GPUs that train and that sample. Out: seconds. `GPUS` contains the speeds of GPUs,
+the numbers of GPUs for training and for sampling. Out: seconds. `GPUS` contains the speeds of GPUs,
 and bench/plan.py measures the speed of a CPU. docs/scale.md explains each formula and its sources.
 Read next: plan.py.
 """
@@ -22,8 +22,8 @@ ALL_REDUCE = 1e-5  # seconds of an all-reduce between the GPUs of a vLLM server
 
 
 class Layer(NamedTuple):
-    """The number of operations of one layer, and the bytes per token that they read and write. The
-    bytes of matrix products and attention are not included.
+    """The number of operations in one layer, and the bytes per token that they read and write.
+    These bytes do not include matrix products and attention.
     """
 
     decode: int  # operations of a decode step
@@ -39,28 +39,28 @@ class Device(NamedTuple):
     flops: float  # FLOP/s of matrix products
     attention: float  # FLOP/s of attention in training, including the time to gather its keys
     bandwidth: float  # bytes/s of its memory
-    loss: float  # seconds per logit, to compute its loss and gradient
-    draw: float  # seconds per logit, to sample a token
-    launch: float  # minimum seconds of an operation in a decode step
-    host: float  # seconds that the host needs to start an operation in training
+    loss: float  # seconds per logit to compute loss and gradient
+    draw: float  # seconds per logit to sample a token
+    launch: float  # minimum duration of an operation in a decode step, in seconds
+    host: float  # seconds that the host needs to launch an operation in training
     token: float  # seconds that the host spends on a sampled token
     decode: float  # FLOP/s of the matrix products of a decode step
-    weights: float  # bytes/s at which a decode step reads weights
-    cache: float  # bytes/s at which a decode step reads keys and values
+    weights: float  # bytes/s when a decode step reads weights
+    cache: float  # bytes/s when a decode step reads keys and values
     memory: int  # bytes
     link: float = math.inf  # bytes/s between GPUs of a machine, in each direction
     network: float = math.inf  # bytes/s per GPU between machines, in each direction
-    item: int = 2  # bytes per number in a forward pass
+    item: int = 2  # bytes per element in a forward pass
     layer: Layer | None = None  # None means a layer with the Triton kernels
 
 
 def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Device:
-    """Return the `Device` of a GPU, from the numbers of its data sheet: dense bfloat16 TFLOP/s,
-    TB/s and GiB of memory, and GB/s of its links.
+    """Return the `Device` of a GPU from the numbers in its data sheet: dense bfloat16 TFLOP/s,
+    memory bandwidth in TB/s, memory size in GiB, and GB/s of its links.
 
-    Programs reach only a share of these speeds. The shares in this function, and the seconds of the
-    host, were measured on an H100 on 2026-11-22, with torch 2.11 (docs/scale.md). The share for
-    links is an estimate.
+    Programs reach only a fraction of these speeds. The fractions in this function, and the time
+    that the host needs, were measured on an H100 on 2026-11-22, with torch 2.11 (docs/scale.md).
+    The fraction for links is an estimate.
     """
     flops, bandwidth = 0.75e12 * tflops, 0.8e12 * tb
     return Device(
@@ -82,8 +82,8 @@ def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Dev
 
 
 # From NVIDIA's data sheets. Memory sizes are in GiB. Of the 48 GiB of an L40S, ECC takes 3 GiB.
-# Each GPU has one network adapter. With H100, H200 and B200, it transfers 400 Gbit/s.
-# The adapter transfers 200 Gbit/s with A100, 100 Gbit/s with L40S, and 10 Gbit/s with a 4090.
+# Each GPU has one network adapter. On machines with H100, H200 or B200, it transfers 400 Gbit/s.
+# With A100, it transfers 200 Gbit/s, with L40S 100 Gbit/s, and with a 4090 10 Gbit/s.
 GPUS = {
     "4090": _gpu(165, 1.008, 24, 32, 1.25),
     "A100-40GB": _gpu(312, 1.555, 40, 300, 25),
@@ -100,30 +100,30 @@ class Work(NamedTuple):
 
     prompts: Sequence[int]
     completions: Sequence[int]
-    skipped: float = 0.0  # share of the completions with advantage 0, which are not trained on
+    skipped: float = 0.0  # fraction of completions that have advantage 0 and so are not trained on
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
-        """For each completion, the length of its prompt and its own length."""
+        """For each completion, the length of its prompt and the length of the completion."""
         group = len(self.completions) // len(self.prompts)
         prompts = itertools.chain.from_iterable([p] * group for p in self.prompts)
         return [*zip(prompts, self.completions)]
 
     @property
     def pairs(self) -> tuple[float, float]:
-        """The numbers of query-key pairs with the query in a prompt, and with the query in a
-        completion.
+        """The number of query-key pairs whose query is in a prompt, and of those whose query is in
+        a completion.
         """
         own = sum(p * (p + 1) / 2 for p in self.prompts)
         return own, sum(c * p + c * (c + 1) / 2 for p, c in self.sequences)
 
 
 def lengths(count: int, mean: float, longest: int) -> list[int]:
-    """Return lengths in 1 … longest with about this mean. They are exponentially distributed and
-    truncated, which is similar to the lengths of reasoning models.
+    """Return lengths in 1 … longest with about this mean. Their distribution is a truncated
+    exponential, similar to that of reasoning models' completions.
     """
     low, high = 0.0, 1e3 * longest
-    # Quantiles of the distribution are used, so the result is not random.
+    # The lengths are quantiles of the distribution, so they are not random.
     quantiles = -np.log1p(-(np.arange(count) + 0.5) / count)
     for _ in range(60):  # find the scale by bisection
         scale = (low + high) / 2
@@ -134,7 +134,7 @@ def lengths(count: int, mean: float, longest: int) -> list[int]:
 
 
 class Weights(NamedTuple):
-    """The numbers of weights in the parts of a model."""
+    """The number of weights in each part of a model."""
 
     block: int  # matrices of one layer
     head: int  # the output matrix
@@ -149,8 +149,8 @@ class Weights(NamedTuple):
 
 
 def layer(c: ModelConfig, d: Device) -> Layer:
-    """Return the operations of a layer. Each Triton kernel reads and writes its tensors once, and a
-    backward pass moves about twice as many bytes.
+    """Return the operations of a layer. Each Triton kernel reads and writes its tensors once. The
+    backward pass moves about twice as many bytes as the forward pass.
     """
     heads = c.num_attention_heads + c.num_key_value_heads
     moved = d.item * (9 * c.hidden_size + 2 * heads * c.head_dim + 3 * c.intermediate_size)
@@ -175,12 +175,12 @@ def train(
     scored: int = 0,
     reduces_each: bool = False,
 ) -> float:
-    """Return the seconds to train on a step's completions.
+    """Return how many seconds it takes to train on a step's completions.
 
     budget: tokens of a micro-batch. checkpointing: --gradient-checkpointing. adapters: the number
     of LoRA weights, or 0 if all weights are trained. updates: optimizer steps per iteration.
-    iterations: passes over the step. scored: additional forward passes, for old or reference
-    log-probs. reduces_each: whether gradients are reduced after each micro-batch.
+    iterations: passes over the step's completions. scored: extra forward passes, for old or
+    reference log-probs. reduces_each: whether gradients are reduced after each micro-batch.
     """
     w, ops, E = Weights.of(c), layer(c, d), c.num_attention_heads * c.head_dim
     n = adapters or w.total
@@ -189,7 +189,7 @@ def train(
     tokens = kept * sum(work.prompts) + trained
     pairs = kept * sum(work.pairs)
     micro = updates * math.ceil(tokens / updates / gpus / budget)
-    # These numbers count forward passes. A frozen weight has no weight gradient.
+    # These numbers count forward passes. Frozen weights need no weight gradients.
     again = iterations * (checkpointing != "none")  # recomputations of cheap operations
     all_again = iterations * (checkpointing == "full")  # recomputations of products and attention
     forwards, gradients = iterations + scored, iterations * (1 if adapters else 2)
@@ -200,15 +200,15 @@ def train(
     moved = (forwards + again) * ops.forward_bytes + iterations * ops.backward_bytes
     compute = 2 * products / d.flops + 4 * attention / d.attention
     compute += w.layers * tokens * moved / d.bandwidth + forwards * d.loss * c.vocab_size * trained
-    # FSDP gathers the weights for each pass of a micro-batch. On one GPU, weights are only cast.
+    # FSDP gathers the weights for each pass over a micro-batch. On one GPU, they are only cast.
     gathers = micro * (forwards + iterations) if gpus > 1 else updates * iterations * (d.item < 4)
     # Weights are cast to the dtype of the forward pass, and gradients are added up in float32.
     copied = (4 + d.item) * w.total * gathers + 10 * n * iterations * (micro - updates)
-    # With FSDP, the host starts about twice as many operations.
+    # With FSDP, the host launches about twice as many operations.
     launches = w.layers * micro * (forwards * ops.forward + iterations * ops.backward)
     launches *= 2 if gpus > 1 else 1
     compute = max(compute / gpus + copied / d.bandwidth, launches * d.host)
-    reduced = micro if reduces_each else updates  # number of reductions, which are in float32
+    reduced = micro if reduces_each else updates  # number of reductions, in float32
     traffic = d.item * gathers * w.total + 4 * reduced * iterations * n
     transfer = traffic * (gpus - 1) / gpus / ring(d, gpus, per_node)
     # Clipping reads the gradient twice and writes it once: 12 bytes per weight.
@@ -218,22 +218,22 @@ def train(
 
 
 def ring(d: Device, gpus: int, per_node: int) -> float:
-    """Return the bytes/s that a ring of these GPUs transfers. Between machines, NCCL builds one
-    ring per network adapter, and each GPU has one adapter.
+    """Return the bytes/s that NCCL's rings of these GPUs transfer. Between machines, NCCL builds
+    one ring per network adapter, and each GPU has one adapter.
     """
     return d.link if gpus <= per_node else min(d.link, per_node * d.network)
 
 
 def decode_step(c: ModelConfig, d: Device, gpus: int = 1) -> Callable[[float, float], float]:
-    """Return a function that returns the seconds of a decode step. Its arguments are the number of
-    rows, and the number of cached keys of all rows together.
+    """Return a function that predicts the seconds of a decode step. Its arguments are the number of
+    rows, and the total number of cached keys.
 
-    gpus: the number of GPUs of a server. Every product is split over these GPUs.
+    gpus: the number of GPUs per server. Every matrix product is split over these GPUs.
     """
     w, ops = Weights.of(c), layer(c, d)
     weights = w.layers * w.block + w.head
     cached = 2 * d.item * c.num_key_value_heads * c.head_dim * w.layers  # bytes per token
-    # A small product first reads its weights and then computes, with hardly any overlap.
+    # A small matrix product first reads its weights and then computes, with hardly any overlap.
     row = 2 * weights / d.decode + w.layers * ops.forward_bytes / d.bandwidth
     row += d.draw * c.vocab_size
     step = (w.layers * ops.decode + 15) * d.launch
@@ -247,8 +247,8 @@ def decode_step(c: ModelConfig, d: Device, gpus: int = 1) -> Callable[[float, fl
 
 
 def sample(c: ModelConfig, work: Work, d: Device, slots: int, gpus: int = 1) -> float:
-    """Return the seconds that one engine needs to sample. It computes each prompt once per group,
-    and then makes decode steps with up to `slots` rows. A finished row is replaced at once. gpus:
+    """Return how many seconds one engine takes to sample. It processes each prompt once per group,
+    and then runs decode steps with up to `slots` rows. A finished row is replaced at once. gpus:
     see `decode_step`.
     """
     w, ops, E = Weights.of(c), layer(c, d), c.num_attention_heads * c.head_dim
@@ -256,7 +256,7 @@ def sample(c: ModelConfig, work: Work, d: Device, slots: int, gpus: int = 1) -> 
     seconds = prompts * sum(work.prompts) + 4 * w.layers * E * work.pairs[0] / d.attention
     seconds, now, step = seconds / gpus, 0, decode_step(c, d, gpus)
     waiting = work.sequences[::-1]
-    # (last step of the row, step at which its prompt would begin)
+    # (last step of the row, current step minus the row's number of cached keys)
     active: list[tuple[int, int]] = []
     while waiting or active:
         while waiting and len(active) < slots:
@@ -275,10 +275,10 @@ def sample(c: ModelConfig, work: Work, d: Device, slots: int, gpus: int = 1) -> 
 def sync(
     c: ModelConfig, d: Device, trainers: int, near: int = 0, far: int = 0, per_node: int = 8
 ) -> float:
-    """Return the seconds to copy the weights to the engine.
+    """Return how many seconds it takes to copy the weights to the engine.
 
     The local engine has a copy of the weights on each GPU. With vLLM, rank 0 sends the weights to
-    all servers at the same time, and each server writes the weights to memory once more. near:
+    all servers at the same time, and each server then copies them once within its memory. near:
     servers on the machine of rank 0. far: servers on other machines.
     """
     size = d.item * Weights.of(c).total

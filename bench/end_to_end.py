@@ -1,23 +1,22 @@
-"""How many full GRPO steps per second does nanogrpo run with its local engine, and how many does
-TRL run with its default generation?
+"""How many full GRPO steps per second does nanogrpo complete with its local engine, and TRL with
+its default generation?
 
 In: nothing. This file creates a random model whose completions end as the case requires. Out:
 results/end_to_end.json with steps and tokens per second, seconds by phase and peak memory. A step
 includes sampling, rewards, advantages, training, the weight update and logging. nanogrpo runs the
-loop of train.py, and TRL runs `GRPOTrainer.train()`, each in a separate process (runs.py). These
-two sides run alternately, `--rounds` times each. Medians are taken over the steps of all rounds,
-without the first step of each run, which is a warm-up.
+loop of train.py, and TRL runs `GRPOTrainer.train()`, each in a separate process (runs.py). The two
+sides run alternately, `--rounds` times each. Medians are taken over the steps of all rounds. The
+first step of each run is a warm-up and does not count.
 
 * even: no completion ends before the length limit.
-* uneven: the model stops with the same probability at every token. The mean length is a third of
-  the limit.
+* uneven: the model stops with the same probability at every token, so that the mean length is a
+  third of the limit.
 
-The trainers do not enforce the lengths, because the weights of the model determine the stop
-probability (`ending_model`). With a learning rate of 1e-6, this probability hardly changes in so
-few steps. So the lengths on both sides are random, with the same distribution. The table shows the
-mean length of each side. With --vllm, nanogrpo samples from a vLLM server. TRL cannot use a vLLM
-server on a CPU, and the table gives the reason. TRL's settings are in trl_run.py. Read next:
-runs.py.
+The trainers do not enforce these lengths. The weights of the model determine the stop probability
+(`ending_model`). With a learning rate of 1e-6, this probability hardly changes in so few steps. So
+the lengths on both sides are random, with the same distribution. The table shows the mean length of
+each side. With --vllm, nanogrpo samples from a vLLM server. TRL cannot use a vLLM server on a CPU,
+and the table gives the reason. TRL's settings are in trl_run.py. Read next: runs.py.
 """
 
 from __future__ import annotations
@@ -57,9 +56,8 @@ NO_VLLM = (
 
 
 def stop_probability(mean: float, longest: int) -> float:
-    """Return the stop probability per token for which completions have this mean length.
-
-    A completion also ends when it has `longest` tokens.
+    """Return the stop probability per token that gives completions this mean length. A completion
+    also ends when it has `longest` tokens.
     """
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -72,8 +70,8 @@ def stop_probability(mean: float, longest: int) -> float:
 def ending_model(cfg: ModelConfig, stop: int, probability: float) -> Decoder:
     """Return a random decoder that samples token `stop` with this probability at every position.
 
-    Channel 0 of the residual stream is STEADY for every token, and no layer writes to this channel.
-    The head uses channel 0 only for the logit of `stop`, so this logit is constant. The other
+    Channel 0 of the residual stream has the value STEADY for every token, and no layer writes to
+    it. The head uses channel 0 only for the logit of `stop`, so this logit is constant. The other
     logits are small, so their exponentials sum to about V - 1.
     """
     model = Decoder(cfg)
@@ -89,7 +87,7 @@ def ending_model(cfg: ModelConfig, stop: int, probability: float) -> Decoder:
 
 
 def write_tokenizer(folder: Path, vocab: int) -> Tokenizer:
-    """Write the tokenizer of `nanogrpo warmup`, with additional tokens up to `vocab` ids."""
+    """Write the tokenizer of `nanogrpo warmup`, with tokens added until it has `vocab` ids."""
     size = warmup.write_tokenizer(folder).vocab_size
     padded = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     padded.add_tokens([f"<{i}>" for i in range(size, vocab)])
@@ -201,7 +199,7 @@ def main(argv: Sequence[str]) -> list[dict]:
     args = parser.parse_args(argv)
     if args.vllm and not args.vllm_python:
         parser.error("--vllm needs an environment with vLLM: set --vllm-python (docs/vllm.md).")
-    # vLLM must leave cores to the trainer
+    # vLLM must leave some cores for the trainer
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
     context = args.prompt_length + max(args.length, args.longest)
@@ -209,7 +207,7 @@ def main(argv: Sequence[str]) -> list[dict]:
         shape = common.small_qwen3(args.hidden, args.layers, args.vocab, context)
     else:
         shape = common.large_qwen3(args.shape, context)
-    # The head is not tied to the embeddings, because only the head may change the stop probability.
+    # The head is not tied to the embeddings, so that its weights can set the stop probability.
     shape = dataclasses.replace(shape, tie_word_embeddings=False)
     server = {
         "engine": "vllm",

@@ -1,12 +1,12 @@
-"""Print the tables of docs/memory.md, which show the settings that a run chooses for each model and
+"""Print the tables of docs/memory.md. They show the settings that a run chooses for each model and
 GPU.
 
     python -m bench.fits
 
-In: nothing. Only the shapes of the models are used, and no GPU is needed. Out: one table per
-command, in Markdown. `memory.choose` chooses the settings, and `memory.table` predicts the bytes. A
-GPU has 1 GiB less free memory than its name says, because CUDA itself takes about 1 GiB. Read next:
-nanogrpo/extras/memory.py.
+In: nothing. The models have shapes but no weights, and no GPU is needed. Out: one table per
+command, in Markdown. `memory.choose` chooses the settings, and `memory.table` predicts the memory
+in bytes. The free memory of a GPU is its nominal memory minus 1 GiB, which CUDA itself takes. Read
+next: nanogrpo/extras/memory.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMMANDS = {
 
 
 def model(name: str, cfg: Config) -> Decoder:
-    """Return a Qwen3 of this size on the meta device, with the dtypes and adapters that it has on a
+    """Return a Qwen3 of this size on the meta device, with the dtypes and adapters of a run on a
     GPU.
     """
     out = predict.shape_of(name)
@@ -48,17 +48,17 @@ def model(name: str, cfg: Config) -> Decoder:
 
 
 def gpus(size: int) -> World:
-    """Return the world of rank 0 of `size` ranks, each with a GPU. The GPUs need not exist."""
+    """Return the `World` of rank 0, for `size` ranks with a GPU each. The GPUs need not exist."""
     return World(0, size, torch.device("cuda", 0))
 
 
 def inputs(shape: Decoder, world: World, longest: int = PROMPT) -> Any:
-    """Return what the estimate reads of a run."""
+    """Return the parts of a run that the memory estimate reads."""
     return predict.inputs(shape, world, longest)
 
 
 def free(card: int) -> int:
-    """Return the free bytes of a GPU with `card` GB."""
+    """Return the bytes of free memory on a GPU with `card` GB."""
     return (card - 1) << 30
 
 

@@ -1,14 +1,15 @@
-"""Do LoRA adapters learn equally well on a base model in four bits (--load-in-4bit) and in
-bfloat16, and how much memory do they need?
+"""Do LoRA adapters learn as well on a base model in four bits (--load-in-4bit) as on one in
+bfloat16, and how much memory does each need?
 
-In: nothing. If a base model is missing, it is created as in bench.learning or bench.real_model.
-Out: results/four_bits.json with one record per run, and docs/img/four_bits.png. This picture shows
-reward and held-out accuracy by step, as mean and standard deviation over the seeds.
+In: nothing. A missing base model is created as in bench.learning or bench.real_model. Out:
+results/four_bits.json with one record per run, and docs/img/four_bits.png. The plot shows reward
+and held-out accuracy by step, as mean and standard deviation over the seeds.
 
 The two cases are the tiny task of `make demo`, and the word problems of `make real` with fewer
-steps and seeds. In both cases, adapters with r = 8 are trained on each base model, with the same
+steps and seeds. In both cases, adapters of rank 8 are trained on each base model, with the same
 seeds, prompts and options. A record is written when its run ends, and a run that has a record is
-not repeated. Runs on a GPU (--device cuda) are separate cases. Read next: runs.py, learning.py.
+not repeated. Runs on a GPU (--device cuda) are recorded as separate cases. Read next: runs.py,
+learning.py.
 """
 
 from __future__ import annotations

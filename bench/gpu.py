@@ -1,7 +1,7 @@
 """Run everything that needs an NVIDIA GPU, in stages of at most ten minutes: `make gpu`.
 
     python -m bench.gpu                    # all stages
-python -m bench.gpu --stages step      # only the stage `step`
+    python -m bench.gpu --stages step      # only the stage `step`
 
 In: nothing. The stage `train` needs runs/smollm2, which `make gpu` writes. Out: the records of the
 benchmarks in bench/results, gpu.json with one record per stage, and a log per stage. gpu.md
@@ -27,8 +27,8 @@ import torch
 from bench import common, readme
 
 LIMIT = 600  # seconds per stage
-# Each stage has a list of commands, and each command is a list of Python's arguments.
-# OUT stands for the folder of the results.
+# Each stage is a list of commands, and each command is a list of arguments for Python.
+# OUT is replaced by the folder for results.
 STAGES: dict[str, list[list[str]]] = {  # named in tables.py as well
     "environment": [["-m", "torch.utils.collect_env"]],
     # On a GPU, the last two files test compiled kernels instead of Triton's interpreter.
@@ -53,12 +53,12 @@ STAGES: dict[str, list[list[str]]] = {  # named in tables.py as well
         ],
     ],
 }
-# The results that the stages write. tables.py defines their tables.
+# The records that the stages write. tables.py defines a table for each.
 TABLES = ("gpu", "kernel_speed", "step_large", "rollout_large")
 
 
 def run(stage: str, out: Path, limit: float = LIMIT) -> dict:
-    """Run the commands of a stage, until one fails. Return the values for the record of the stage.
+    """Run the commands of a stage until one fails. Return the values for the stage's record.
 
     The output is written to OUT/gpu_<stage>.log.
     """
@@ -76,7 +76,7 @@ def run(stage: str, out: Path, limit: float = LIMIT) -> dict:
                 cwd=common.ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # so that a timeout also kills a server that the command has started
+                # so that a timeout also kills any server that the command has started
                 start_new_session=True,
             )
             try:
@@ -84,7 +84,7 @@ def run(stage: str, out: Path, limit: float = LIMIT) -> dict:
             except subprocess.TimeoutExpired:
                 status = f"ended after {limit:.0f} s"
                 break
-            finally:  # Ctrl-C does not reach processes in another session
+            finally:  # Ctrl-C does not reach processes in other sessions
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()

@@ -1,4 +1,5 @@
-"""The operations that bench/kernel_speed.py times: their inputs, sides, float64 results and floors.
+"""The operations that bench/kernel_speed.py times: inputs, sides, float64 results, and lower bounds
+on the time.
 
 In: a device, and whether the shapes are small. Out: one `Case` per operation, created when it is
 needed. A side is one implementation of an operation. This file defines nanogrpo's side.
@@ -34,26 +35,25 @@ Results = dict[str, Tensor]  # results by name
 
 @dataclass
 class Case:
-    """One operation at one shape, with its inputs, its sides, and float64 results for comparison.
-
-    A side is a function of the inputs that returns results by name. `truth` returns the first rows
-    of some of these results in float64.
+    """One operation at one shape, with its inputs, its sides, and float64 results for comparison. A
+    side is a function that takes the inputs and returns a dict of results. `truth` returns the
+    first rows of some of these results in float64.
     """
 
     name: str
     inputs: dict[str, Tensor]
-    # If a side cannot run here, a string gives the reason.
+    # For a side that cannot run here, the value is a string with the reason.
     sides: dict[str, Callable[..., Results] | str]
     truth: Callable[..., Results]
-    bytes: float = 0  # bytes that must be read and written, each once
+    bytes: float = 0  # bytes that must be read or written at least once
     flop: float = 0  # FLOP of the matrix products
     restore: Sequence[str] = ()  # inputs that a side may overwrite
     shape: dict[str, int] = field(default_factory=dict)
 
 
 def _tokens(count: int, device: str) -> dict[str, Tensor]:
-    """Return the off-policy loss inputs of eight sequences as vectors [count] with one value per
-    token.
+    """Return the inputs of an off-policy loss for eight sequences, as vectors [count] with one
+    value per token.
 
     All weights are nonzero.
     """
@@ -160,9 +160,7 @@ def head_case(count: int, vocab: int, width: int, device: str, dtype: torch.dtyp
 
 
 def nf4_case(rows: int | None, out: int, width: int, device: str, dtype: torch.dtype) -> Case:
-    """Return the case of dequantizing a weight [out, width], or of multiplying x [rows, width] with
-    it.
-    """
+    """Return a case that dequantizes a weight [out, width], or multiplies x [rows, width] by it."""
     g = torch.Generator(device).manual_seed(4)
     q = nf4.quantized(torch.randn(out, width, generator=g, device=device))
     inputs = {name: value for name, value in q._asdict().items() if name != "shape"}
@@ -202,8 +200,8 @@ def nf4_case(rows: int | None, out: int, width: int, device: str, dtype: torch.d
 
 
 def cases(device: str, small: bool) -> list[Callable[[], Case]]:
-    """Return functions that create the cases, because the inputs of all cases together would not
-    fit into memory.
+    """Return functions that create the cases. The inputs of all cases together would not fit into
+    memory.
     """
     decoder = [lambda make=make: Case(**make()) for make in kernel_decoder.cases(device, small)]
     dtype, count, vocab, widths = torch.bfloat16, 8192, 151_936, (1024, 2048, 4096)

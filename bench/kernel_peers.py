@@ -1,8 +1,8 @@
 """The peers in bench/kernel_speed.py: PyTorch, TRL, Liger and bitsandbytes, called as documented.
 
-In: a device. Out: sides by name. A side takes the inputs of a case and returns results by name. If
-a peer cannot run here, a string gives the reason. The N tokens are eight sequences of N/8 tokens,
-because the peers need sequences. Read next: kernel_cases.py.
+In: a device. Out: sides by name. A side takes the inputs of a case and returns a dict of results.
+For a peer that cannot run here, the side is a string with the reason. The N tokens of a case are
+divided into eight sequences, because some peers expect sequences. Read next: kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # a peer that is not installed has no records
+            continue  # a peer that is not installed has no version
     return found
 
 
@@ -38,7 +38,7 @@ def _missing(module: str, device: str) -> str | None:
 
 
 def eager_log_softmax(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log-prob and entropy in float32, written in plain PyTorch."""
+    """Return log-prob and entropy in float32, computed in plain PyTorch."""
     logp_all = torch.log_softmax(logits.float() / temperature, -1)
     return logp_all.gather(1, targets[:, None]).squeeze(1), -(logp_all.exp() * logp_all).sum(-1)
 
@@ -222,7 +222,7 @@ def nf4(
     device: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> Callable[..., dict[str, Tensor]] | str:
     """Return the side of bitsandbytes, which dequantizes the weight or, if x is given, multiplies x
-    with it.
+    by it.
     """
 
     def side(packed, absmax, nested_absmax, nested_offset, x=None, dense=None) -> dict[str, Tensor]:

@@ -1,19 +1,19 @@
 """How fast are the kernels, compared with PyTorch, TRL 1.16 and Liger 0.8.5 on the same inputs?
 
-    python -m bench.kernel_speed            # Qwen3's vocabulary in bfloat16, five minutes on a GPU
-python -m bench.kernel_speed --check    # only the errors of small shapes, on any machine
+    python -m bench.kernel_speed            # Qwen3's vocabulary, bfloat16; five minutes on a GPU
+    python -m bench.kernel_speed --check    # only the errors of small shapes, on any machine
 
 In: nothing. Logits, hidden states and weights are random. Out: results/kernel_speed.json, with one
 record per operation and side. A record contains the time, the peak memory, the number of launches,
-the error against float64, and the floor, which kernels/README.md explains.
+the error relative to float64, and the floor, a lower bound on the time (kernels/README.md).
 
 Each round runs all sides. Before each call, the logits are restored and the L2 cache is
-overwritten. This takes the GPU about a millisecond, which is not timed. In this millisecond, the
-host launches the first kernels, so that the time of a short operation does not include waiting for
-the host. Times are measured with CUDA events. The tables show the median, the fastest and the
-slowest time. The floors are calculated from the speed of a copy and of a matrix product, which are
-measured first. If a peer fails or is not installed, the table gives the reason. Read next:
-kernel_cases.py, which defines the operations and their sides.
+overwritten. This takes the GPU about a millisecond, which is not timed. Meanwhile, the host
+launches the first kernels, so the time of a short operation does not include waiting for the host.
+Times are measured with CUDA events. The tables show the median, the fastest and the slowest time.
+The floors follow from the speeds of a copy and of a matrix product, which are measured first. If a
+peer fails or is not installed, the table gives the reason. Read next: kernel_cases.py, which
+defines the operations and their sides.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from bench.kernel_cases import Case, cases
 
 
 def errors(case: Case, results: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Return the largest error of each result over the rows that `truth` has.
+    """Return the largest error of each result over the rows in `truth`.
 
     Errors of log-probs and entropies are absolute. All other errors are relative to the largest
-    value.
+    value of the result.
     """
     found = {}
     for name in truth.keys() & results.keys():
@@ -46,8 +46,8 @@ def errors(case: Case, results: dict[str, Tensor], truth: dict[str, Tensor]) -> 
 
 
 class Inputs:
-    """The inputs of a case. Some sides overwrite inputs, and `restore` restores the original
-    values.
+    """The inputs of a case. Some sides overwrite inputs, and `restore` resets them to their
+    original values.
     """
 
     def __init__(self, case: Case):
@@ -60,7 +60,7 @@ class Inputs:
 
 
 def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
-    """Time every side of the case, for about `budget` seconds in total.
+    """Time all sides of the case, for about `budget` seconds in total.
 
     Returns the times of each side, and its errors, peak memory and number of launches.
     """
@@ -122,7 +122,7 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
 
 
 def ceilings() -> dict[str, float]:
-    """Return the bytes/s that a copy reads and writes, and the FLOP/s of bfloat16 products."""
+    """Return the bytes/s that a copy reads and writes, and the FLOP/s of a bfloat16 product."""
     source = torch.empty(2**30, dtype=torch.int8, device="cuda").random_()
     target = torch.empty_like(source)
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))

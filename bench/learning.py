@@ -1,22 +1,23 @@
-"""Does nanogrpo learn as well as TRL, and how much faster? Both learn the tiny task from the same
-base model, with several seeds per side.
+"""Does nanogrpo learn as well as TRL, and how much faster does it train? Both learn the tiny task
+from the same base model, with several seeds per side.
 
 In: nothing. Without --base, a base model is created as in `nanogrpo warmup`. Out:
-results/learning.json with one record per run, and docs/img/learning.png. This picture shows reward
-and held-out accuracy by step and by second, as mean and standard deviation over the seeds.
+results/learning.json with one record per run, and docs/img/learning.png. The plot shows reward and
+held-out accuracy by step and by second, as mean and standard deviation over the seeds.
 
-Both sides train with SETTINGS and otherwise with nanogrpo's defaults, which trl_run.py passes to
-TRL. They use the same prompts in the same order, and the same reward functions. Each seed has its
-own prompts. The sides differ in their implementation, and in the random numbers for sampling. For
-each seed, a third run removes this randomness. In this run, TRL trains on the completions that
-nanogrpo sampled, and should end with the same model. In all runs, the same engine answers the
-held-out problems with the most likely tokens. This is not timed.
+Both sides train with the options in SETTINGS. All other options have nanogrpo's defaults, which
+trl_run.py passes to TRL. They use the same prompts in the same order, and the same reward
+functions. The prompts differ between seeds. For a given seed, the sides differ only in their
+implementation and in the random numbers for sampling. A third run per seed removes the effect of
+these random numbers. In this run, TRL trains on the completions that nanogrpo sampled, and should
+end with the same model. In all runs, the same engine answers the held-out problems with greedy
+decoding. This is not timed.
 
-Why 16 seeds? The means of n runs of the same trainer typically differ by sqrt(2/n) standard
-deviations. With 5 seeds, one evaluation in nine differs by more than one standard deviation by
-chance. With 16 seeds, only one evaluation in two hundred does. The sides run alternately. A record
-is written when its run ends, and a run that has a record is not repeated. So an interrupted
-benchmark can be continued. Read next: runs.py.
+Why 16 seeds? Even if the trainers are equivalent, their means over n seeds typically differ by
+sqrt(2/n) standard deviations. With 5 seeds, they differ by more than one standard deviation at one
+evaluation in nine, by chance. With 16 seeds, this happens only at one evaluation in two hundred.
+The sides run alternately. A record is written when its run ends, and a run that has a record is not
+repeated. So an interrupted benchmark can be continued. Read next: runs.py.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ COLOURS = {"nanogrpo": "C0", "TRL": "C1"}
 
 
 def draw(records: list[dict], path: Path) -> None:
-    """Plot rewards (above) and held-out accuracy (below), by step (left) and by second (right)."""
+    """Plot rewards (top) and held-out accuracy (bottom), by step (left) and by second (right)."""
     figure, axes = common.subplots(2, 2, figsize=(10, 6.5), sharey="row")
     timed = tables_learning.alternated(records)
     for side, colour in COLOURS.items():

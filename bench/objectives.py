@@ -1,10 +1,9 @@
-"""How do the objective, the group size, the baseline, the normalizer, staleness and the clip change
+"""How do the objective, the group size, the baseline, the normalizer, staleness and the clip affect
 learning? Each experiment varies one of these settings, by default with five seeds per row.
 
 In: nothing. A missing model is created as in `make demo` or `make real`. Out:
-results/objectives.json with one record per run, and docs/objectives.md with its picture, which are
-created from these records. A run is train.py with the options of a row of the table. This command
-runs a single row:
+results/objectives.json with one record per run. docs/objectives.md and its picture are created from
+these records. Each run calls train.py with the options of one row. This command runs a single row:
 
     python -m bench.objectives --experiments clip --cases "0.2"
 
@@ -47,7 +46,7 @@ from nanogrpo.extras import commandline, completions
 from nanogrpo.extras.arithmetic import warmup
 
 # Options of the word problems. Evaluations sample four answers to each of 120 problems.
-# Sampled answers measure the trained policy, and 480 answers have half the noise of 120.
+# The accuracy of 480 sampled answers has half the noise of the accuracy of 120 answers.
 WORDS = (
     "--config examples/word_problems.json --device cuda --token-budget 16384"
     " --eval-temperature 0.7 --num-generations-eval 4"
@@ -109,15 +108,15 @@ EXPERIMENTS = {
             "dapo": "",
             **LOSSES,
         },
-        "At the end, `sapo` is 6 points above `dapo` (3.7 standard errors), and `luspo` is 5"
-        " points below `dapo` (4.5 standard errors). In training accuracy, `sapo` is 4 points"
-        " above `dapo`, and `luspo` is 5 points below `dapo` (3.5 standard errors each). `gspo`"
-        " is 3 points below `dapo`, both at the end and in training (2.3 and 2.4 standard"
-        " errors). `gspo` also learns later on the tiny model. All other differences from `dapo`"
-        " are within the noise. `gspo` and `luspo` have one ratio per sequence. With the narrow"
-        " bounds of their papers, more than a third of the sequences have no gradient. `gspo`,"
-        " `sapo` and `luspo` also weight completions differently, but the section on the"
-        " normalizer finds no effect of such weights.",
+        "In held-out accuracy, `sapo` is 6 points above `dapo` (3.7 standard errors), and `luspo`"
+        " is 5 points below `dapo` (4.5 standard errors). In training accuracy, `sapo` is 4 points"
+        " above `dapo`, and `luspo` is 5 points below `dapo` (3.5 standard errors each). `gspo` is"
+        " 3 points below `dapo`, both in held-out and in training accuracy (2.3 and 2.4 standard"
+        " errors). `gspo` also learns more slowly at first on the tiny model. All other"
+        " differences from `dapo` are within the noise. `gspo` and `luspo` use one ratio per"
+        " sequence, with the narrow bounds of their papers. As a result, more than a third of the"
+        " sequences have no gradient. `gspo`, `sapo` and `luspo` also weight completions"
+        " differently, but the section on the normalizer finds no effect of such weights.",
     ),
     "group size": Experiment(
         "How many completions should each prompt get, if a step has 128 completions in total?",
@@ -130,16 +129,16 @@ EXPERIMENTS = {
             "32 × 4 prompts": "--num-generations 32",
             "64 × 2 prompts": "--num-generations 64",
         },
-        "The differences between groups of 4, 8 and 16 are within the noise. Groups of 2, 32 and"
-        " 64 have a lower mean accuracy at the end (by 2 to 6 points) and in training (by 7 to 10"
-        " points). But these differences are at most 2.3 standard errors. One difference is"
-        " clearer, although we did not plan to test it. In training, groups of 32 are 7 points"
-        " less accurate than groups of 16 (3.4 standard errors). So the eight seeds suggest, but"
-        " do not prove, that two kinds of groups learn more slowly: groups of two, and large"
-        " groups from few prompts.",
+        "The differences between groups of 4, 8 and 16 are within the noise. Compared with groups"
+        " of 8, groups of 2, 32 and 64 have a lower mean accuracy at the end (by 2 to 6 points)"
+        " and in training (by 7 to 10 points). But these differences are at most 2.3 standard"
+        " errors. One difference is clearer, although we had not planned to test it. In training,"
+        " groups of 32 are 7 points less accurate than groups of 16 (3.4 standard errors). So the"
+        " eight seeds suggest, but do not prove, that two kinds of groups learn more slowly:"
+        " groups of two, and large groups from few prompts.",
     ),
     "baseline": Experiment(
-        "What is subtracted from a reward, and by what is the difference divided?",
+        "What should be subtracted from a reward, and by what should the difference be divided?",
         ON_POLICY,
         {
             "group's mean / its deviation": "",
@@ -148,14 +147,14 @@ EXPERIMENTS = {
             "mean of the others / 1": "--advantage-estimator rloo",
             "group's mean / group's mean": "--advantage-estimator maxrl",
         },
-        "If the division uses the standard deviation of the batch instead of the group's, runs"
-        " end 6.5 points higher (3.4 standard errors). But this difference may be chance. The"
-        " difference in training accuracy is within the noise, and so are the differences from"
-        " the rows without a division. All other differences from the first row are within the"
-        " noise. `rloo` subtracts the mean of the other seven completions. The advantages of"
-        " `rloo` are 8/7 times the advantages of the second row, and AdamW almost cancels such a"
-        " factor. So `rloo` and the second row should end alike, and their difference of 2.4 ±"
-        " 2.1 points is chance.",
+        "If centered rewards are divided by the standard deviation of the batch instead of the"
+        " group's, runs end 6.5 points higher (3.4 standard errors). But this difference may be"
+        " chance: the difference in training accuracy is within the noise, and so are the"
+        " differences from the rows without a division. All other differences from the first row"
+        " are within the noise. `rloo` subtracts the mean of the other seven completions. The"
+        " advantages of `rloo` are 8/7 times the advantages of the second row, and AdamW almost"
+        " cancels such a factor. So `rloo` and the second row should end alike, and we attribute"
+        " their difference of 2.4 ± 2.1 points to chance.",
     ),
     "normalizer": Experiment(
         "By which number is the loss of a token divided?",
@@ -165,11 +164,10 @@ EXPERIMENTS = {
             "grpo: tokens of a completion": "--loss-type grpo",
             "dr_grpo: maximum length": "--loss-type dr_grpo",
         },
-        "All differences in this table are within the noise. After five seeds, `grpo` was 4"
-        " points above `dapo` (2.9 standard errors). After three more seeds, the difference is"
+        "All differences in this table are within the noise. With the first five seeds, `grpo`"
+        " was 4 points above `dapo` (2.9 standard errors). With all eight seeds, the difference is"
         " only 1 point (0.7 standard errors). So do not rely on a single difference of this size."
-        " `bnpo` is not shown, because each step has only one micro-batch here, so that `bnpo`"
-        " equals `dapo`.",
+        " `bnpo` is not shown, because it equals `dapo` in nanogrpo.",
     ),
     "staleness": Experiment(
         "How many updates should use the completions of one generation? All rows sample 3,072"
@@ -187,21 +185,20 @@ EXPERIMENTS = {
             "48 updates, no clip": f"{one_generation(48)} {NO_CLIP}",
             "96 updates, no clip": f"{one_generation(96)} {NO_CLIP}",
         },
-        "With the default clip of 0.2, the difference between one and four updates per"
-        " generation is within the noise. With 16 updates, runs end 10 points lower than with"
-        " four. This loss is about as large as the difference between `luspo` and `sapo`. With 48"
-        " and 96 updates, runs end 20 and 25 points lower, which is more than any difference in"
-        " the tables above. With 96 updates, all completions come from the base model, and four"
-        " fifths of the gain in accuracy are lost. The clip causes much of this loss. Without the"
-        " clip, runs with 16 updates end as high as runs with four updates (see the next"
+        "With the default clip of 0.2, the difference between one and four updates per generation"
+        " is within the noise. With 16 updates, runs end 10 points lower than with four. This"
+        " decrease is about as large as the difference between `luspo` and `sapo`. With 48 and 96"
+        " updates, runs end 20 and 25 points lower. These decreases are larger than any difference"
+        " in the tables above. With 96 updates, all completions come from the base model, and four"
+        " fifths of the gain in accuracy are lost. The clip causes much of the decrease. Without"
+        " the clip, runs with 16 updates end as high as runs with four updates (see the next"
         " section). Runs with 48 and 96 updates end 10 points higher without the clip than with"
-        " the clip. Even without the clip, runs with 48 updates lose a third of the gain, and"
-        " runs with 96 updates lose half of the gain. If runs train on each completion twice, the"
-        " accuracy at the end does not change beyond the noise. With four updates, training on"
-        " each completion twice raises the training accuracy by 2.5 points (2.6 standard errors)."
-        " Rows with different numbers of generations can only be compared by their held-out"
-        " accuracies. With few generations, most completions come from earlier models, so the"
-        " training accuracy is lower in any case.",
+        " the clip. Even without the clip, runs with 48 updates lose a third of the gain, and runs"
+        " with 96 updates lose half of it. Training on each completion twice does not change the"
+        " final accuracy beyond the noise. But with four updates, the training accuracy rises by"
+        " 2.5 points (2.6 standard errors). For rows with different numbers of generations,"
+        " compare only the held-out accuracies. With few generations, most completions come from"
+        " barely trained models, so the training accuracy is lower in any case.",
     ),
     "clip": Experiment(
         "How far may the ratio move away from 1, with 16 updates per generation?",
@@ -217,15 +214,15 @@ EXPERIMENTS = {
             "none, but delta 4": f"{NO_CLIP} --delta 4",
         },
         "With bounds of 0.02 and 0.05, runs end 9.5 and 8.5 points lower than with 0.2. A larger"
-        " upper bound, or no upper bound, does not change the accuracy at the end beyond the"
-        " noise. But the training accuracy is 4 points higher without an upper bound, and also"
-        " with 0.4 on both sides. Without any clip, runs end 10 points higher than with 0.2, and"
-        " as high as with four updates per generation. Runs without any clip also end 8 points"
-        " higher than runs without only the upper bound (3.3 standard errors). So the lower"
-        " bound, which keeps tokens from becoming less likely, seems to slow learning more than"
-        " it helps. No row removes only the lower bound. `--delta 4` is an upper bound for tokens"
-        " with a negative advantage, and its effect is within the noise. Longer runs and higher"
-        " learning rates may give other results.",
+        " upper bound, or no upper bound, does not change the final accuracy beyond the noise. But"
+        " the training accuracy is 4 points higher without an upper bound, and also with 0.4 on"
+        " both sides. Without any clip, runs end 10 points higher than with 0.2, and as high as"
+        " with four updates per generation. Runs without any clip also end 8 points higher than"
+        " runs with only the lower bound (3.3 standard errors). So the lower bound, which keeps"
+        " tokens from becoming less likely, seems to slow learning more than it helps. But no row"
+        " tests this directly, by removing only the lower bound. `--delta 4` is an upper bound for"
+        " tokens with a negative advantage, and its effect is within the noise. Longer runs and"
+        " higher learning rates may give other results.",
     ),
     "tiny": Experiment(
         "Does a model learn with each loss type, and with other options of the loss? Here, the"
@@ -244,17 +241,18 @@ EXPERIMENTS = {
             "dapo, maxrl": "--advantage-estimator maxrl",
             "dapo, gdpo": "--multi-objective-aggregation normalize_then_sum",
         },
-        "All rows learn, and end within 2.2 points of `dapo`. Only two rows end lower than"
-        " `dapo` by more than 2.8 standard errors. The row `dapo, on policy` is 2.2 points lower,"
-        " and `vespo` is 0.9 points lower. In training accuracy, `gspo` and `luspo` are 11 points"
+        "All rows learn, and end within 2.2 points of `dapo`. Only two rows end lower than `dapo`"
+        " by more than 2.8 standard errors. The row `dapo, on policy` is 2.2 points lower, and"
+        " `vespo` is 0.9 points lower. In training accuracy, `gspo` and `luspo` are 11 points"
         " lower than `dapo`, and the row with the off-policy mask is 2 points lower. `sapo`,"
-        " `dppo_tv`, `dppo_kl` and `dapo, on policy` are 2 points higher than `dapo`. Of 34 such"
-        " differences, one or two would exceed 2.8 standard errors by chance.",
+        " `dppo_tv`, `dppo_kl` and `dapo, on policy` are 2 points higher than `dapo`. All other"
+        " differences are below 2.8 standard errors. The table has 34 differences, of which one or"
+        " two would exceed 2.8 standard errors by chance alone.",
     ),
 }
 PAGE = """# Objectives
 
-How do the objective, the group size, the baseline, the normalizer, staleness and the clip change
+How do the objective, the group size, the baseline, the normalizer, staleness and the clip affect
 learning? The command `python -m bench.objectives` writes this page (bench/objectives.py). Do not
 edit the page by hand.
 
@@ -262,27 +260,27 @@ Accuracies are means ± standard deviations over the seeds. One point is an accu
 column `held-out` is the accuracy after the last step, on problems that do not occur in training.
 For the word problems, each of 120 problems gets four sampled answers. The column `training` is the
 mean accuracy of all answers that were sampled for training, so `training` is higher if a run learns
-sooner. The column `entropy` is the entropy in the last step, which tends to stay higher if a run
-learns less. The column `clipped` is the share of tokens that have no gradient because of the
-objective. For gspo and luspo, `clipped` is the share of sequences without a gradient. For cispo,
-`clipped` is the share of clipped ratios, and the tokens of these ratios keep their gradient.
+sooner. The column `entropy` is the entropy in the last step. This entropy tends to stay higher if a
+run learns less. The column `clipped` is the fraction of tokens that have no gradient because of the
+objective. For gspo and luspo, `clipped` is the fraction of sequences without a gradient. For cispo,
+`clipped` is the fraction of tokens whose ratio is clipped. These tokens keep their gradient.
 
 The column `minus first row` is the mean difference from the first row ± its standard error. Each
-run is compared with the run of the first row that has the same seed. If two rows were equal, one
-difference in twenty would exceed 2.4 standard errors by chance, with eight seeds. With five seeds,
-one difference in twenty would exceed 2.8 standard errors (Student's t). So a table with sixteen
-differences may contain such a difference by chance. The tables on group size, baseline and
-normalizer have the same eight runs in their first rows. If these eight runs ended low by chance,
-all differences from them are too high.
+run is compared with the run of the first row that has the same seed. Even if two rows were equally
+good, their difference would exceed a certain limit by chance in one of twenty cases. This limit is
+2.4 standard errors with eight seeds, and 2.8 standard errors with five seeds (Student's t). So a
+table with sixteen differences may well contain one that exceeds the limit by chance. The tables on
+group size, baseline and normalizer have the same eight runs in their first rows. If these eight
+runs ended low by chance, all differences in these tables are too high.
 
 No option was tuned for a single row. All rows of a table have the same learning rate. This rate is
-3e-5, from examples/word_problems.json, unless the options of all rows set another rate. The only
-exception is the row `dapo, on policy` of the tiny model. The page [grpo.md](grpo.md) explains the
-methods, and [equations.md](equations.md#the-loss-of-a-token) lists their equations.
+3e-5, from examples/word_problems.json, unless the options of all rows set another rate. Only the
+row `dapo, on policy` of the tiny model has its own learning rate. The page [grpo.md](grpo.md)
+explains the methods, and [equations.md](equations.md#the-loss-of-a-token) lists their equations.
 
-To repeat a row, run `python train.py` with the options of all rows, the options of the row, and the
-seeds 0, 1, … (`--seed 0`). `make real` makes the model of the word problems, in `runs/smollm2`. The
-tiny task needs `--model runs/demo/base`, which `make demo` makes.
+To repeat a row, run `python train.py` with the options of all rows and the options of this row,
+once for each of the seeds 0, 1, … (`--seed 0`). The word problems need `--model runs/smollm2`,
+which `make real` creates. The tiny task needs `--model runs/demo/base`, which `make demo` creates.
 
 ![Held-out accuracy during the runs](img/objectives.png)
 """
@@ -426,12 +424,12 @@ def where(records: Sequence[dict]) -> str:
     machine = records[0]["machine"]
     commits = dict.fromkeys(common.commit(r["machine"]) for r in records)
     device = machine["gpu"] or machine["cpu"]
-    versions = f"torch {machine['versions']['torch']}, at commit {' and '.join(commits)}"
+    versions = f"torch {machine['versions']['torch']}, at commit {', and at commit '.join(commits)}"
     return f"This table was measured on {device} with {versions}."
 
 
 def draw(records: Sequence[dict], path: Path) -> None:
-    """Plot the held-out accuracy of each row against the finished share of the run."""
+    """Plot the held-out accuracy of each row against the finished fraction of the run."""
     names = [n for n in EXPERIMENTS if n != "tiny" and lines_of(records, n)]
     if not names:
         return
@@ -492,7 +490,7 @@ def main(argv: Sequence[str]) -> list[dict]:
 
 def measure(args: argparse.Namespace, records: list[dict], argv: Sequence[str]) -> None:
     """Do all runs that have no record yet, and add their records."""
-    wanted = {  # a dict, because experiments share rows
+    wanted = {  # a dict, so that experiments share equal rows
         (command(name, case), seed): args.tiny_base if name == "tiny" else args.base
         for seed in range(args.seeds)
         for name in args.experiments or EXPERIMENTS

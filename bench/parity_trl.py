@@ -1,11 +1,11 @@
-"""How far are our advantages, losses, gradients, importance weights and metrics from the results of
-TRL 1.16.0's own code?
+"""How much do our advantages, losses, gradients, importance weights and metrics differ from those
+that TRL 1.16.0's own code computes?
 
 In: nothing. Log-probs and rewards are random numbers in float64. The cases come from the tables in
 trl_peer.py and config.py, so a new objective is compared automatically. Out:
-results/parity_trl.json with the largest difference of every quantity in each case, relative to the
-largest value of this quantity. tests/grpo/test_trl_parity.py requires that the differences are at
-most 1e-6 in every case (1e-5 for metrics, because metrics are logged in float32).
+results/parity_trl.json with the largest difference in each quantity for each case, relative to the
+quantity's largest value. In tests/grpo/test_trl_parity.py, differences must be at most 1e-6 (1e-5
+for metrics, which are logged in float32).
 
 The gradients are with respect to the log-probs. The tests also compare the gradients of the full
 model. Read next: trl_peer.py.
@@ -49,10 +49,10 @@ BOUNDS = ((3.0, None), (1.5, 0.7))  # (clip_max, clip_min) of the importance wei
 def importance_of_both(
     mode: str, bounds: tuple[float, float | None], seed: int
 ) -> tuple[dict, dict]:
-    """Return our results and TRL's: importance weights [tokens], and the metrics of the gap between
-    trainer and engine.
+    """Return our results and TRL's: importance weights [tokens], and metrics of the mismatch
+    between trainer and engine.
 
-    An importance weight corrects for sampling from a policy that differs from the trained policy.
+    Importance weights correct for sampling from a policy that differs from the trained one.
     """
     samples, logp, (clip_max, clip_min) = make_samples(), trl_peer.tables(seed), bounds
     for i, s in enumerate(samples):

@@ -1,15 +1,15 @@
-"""How well does bench/predict.py predict the seconds of a step? This benchmark compares predicted
-with measured times on this machine's CPU, whose speeds it measures first.
+"""How well does bench/predict.py predict the duration of a step? This benchmark first measures the
+speeds of this machine's CPU, and then compares predicted with measured times.
 
 In: nothing. This file creates random models of three sizes. The largest model has the shape of
-SmolLM2-135M. Out: results/plan.json, with the predicted and the measured seconds of `sample`,
-`train` and the whole step for each size. The lengths of the completions are uneven, and the
+SmolLM2-135M. Out: results/plan.json, with the predicted and the measured seconds for `sample`,
+`train` and the whole step, for each model size. The lengths of the completions are uneven, and the
 prediction uses the same lengths.
 
 The prediction uses the formulas of bench/cost.py with the speeds of the CPU. Each speed is measured
-on operations with the same shapes and numbers of rows as in the model. The weights of a measured
-operation fit into the CPU's cache only if the model's weights do. No constant is adjusted. Read
-next: bench/cost.py.
+on operations with the same shapes and numbers of rows as in the model. The weights in a measurement
+fit into the CPU's cache only if the model's weights do. No constant is fitted. Read next:
+bench/cost.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def shape(size: str, context: int) -> ModelConfig:
 
 
 def work_of(samples: list[Sample]) -> cost.Work:
-    """Return the lengths of a step's prompts and completions, and the share of completions with
+    """Return the lengths of a step's prompts and completions, and the fraction of completions with
     advantage 0.
     """
     prompts = {s.prompt.id: len(s.prompt.token_ids) for s in samples}
@@ -67,7 +67,7 @@ def work_of(samples: list[Sample]) -> cost.Work:
 
 
 def seconds(work: Callable[[], object], repeats: int = 3) -> float:
-    """Return the median seconds of a call."""
+    """Return the median duration of a call in seconds."""
     found = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -77,7 +77,7 @@ def seconds(work: Callable[[], object], repeats: int = 3) -> float:
 
 
 def backward(function: Callable[..., Any], *inputs: Tensor) -> float:
-    """Return the seconds to compute a function of these inputs and its gradients."""
+    """Return how many seconds it takes to compute a function of these inputs and its gradients."""
     inputs = tuple(x.detach().requires_grad_() for x in inputs)
 
     def both() -> None:
@@ -89,7 +89,7 @@ def backward(function: Callable[..., Any], *inputs: Tensor) -> float:
 
 
 def shapes(c: ModelConfig) -> list[tuple[int, int]]:
-    """Return (inputs, outputs) of each matrix of a layer."""
+    """Return (input size, output size) of each matrix of a layer."""
     D, F, q = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim
     kv = c.num_key_value_heads * c.head_dim
     return [(D, q), (D, kv), (D, kv), (q, D), (D, F), (D, F), (F, D)]
@@ -133,7 +133,7 @@ def training(c: ModelConfig, samples: list[Sample], layer: cost.Layer) -> dict[s
     norms = torch.ones(D), torch.ones(E)
 
     def elementwise(x: Tensor, gate: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        """Return the results of a block's functions other than matrix products and attention."""
+        """Return the results of all functions of a block except matrix products and attention."""
         total = reference.add_rms_norm(x, x, norms[0], 1e-6)
         rotated = reference.norm_rope(q, k, norms[1], norms[1], angles, angles, 1e-6)
         normed = reference.rms_norm(x, norms[0], 1e-6)
@@ -149,7 +149,7 @@ def training(c: ModelConfig, samples: list[Sample], layer: cost.Layer) -> dict[s
         "flops": flops,
         "attention": 14 * c.num_attention_heads * E * pairs / seconds_of_attention,
         "bandwidth": T * (layer.forward_bytes + layer.backward_bytes) / rest,
-        # without the three products, which are counted separately
+        # without the three matrix products, which are counted separately
         "loss": max(head / (M * V) - 6 * D / flops, 1e-15),
     }
 
@@ -160,7 +160,7 @@ def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
     K, E, V, L = c.num_key_value_heads, c.head_dim, c.vocab_size, c.num_hidden_layers
     longest = max(len(s.token_ids) for s in samples)
     rows = max(1, round(sum(len(s.token_ids) for s in samples) / longest))  # on average
-    # All layers have their own weights, because a large model does not fit into the cache.
+    # Each layer gets its own matrices. Shared ones could stay in the cache, unlike a large model's.
     whole = [*shapes(c) * L, (c.hidden_size, V)]
     steps = [(linear.packed(rand(o, i), None, len(samples)), i) for i, o in whole]
 
@@ -197,7 +197,7 @@ def decoding(c: ModelConfig, samples: list[Sample]) -> dict[str, float]:
 
 @torch.inference_mode()
 def launch(c: ModelConfig, operations: int) -> float:
-    """Return the overhead of an operation in seconds, measured in a very small block."""
+    """Return the overhead per operation in seconds, measured on a very small block."""
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 32)
     tiny = dataclasses.replace(c, **sizes, num_attention_heads=2, num_key_value_heads=1)
     block, x, angles = Block(tiny, 0), rand(1, 32), rand(1, 1, 32)
@@ -205,7 +205,7 @@ def launch(c: ModelConfig, operations: int) -> float:
 
 
 def measured(c: ModelConfig, samples: list[Sample]) -> cost.Device:
-    """Return the speeds of this CPU on the operations of a step with these samples."""
+    """Return this CPU's speeds for the operations of a step with these samples."""
     layer = operations(c)
     each = launch(c, layer.decode)
     return cost.Device(

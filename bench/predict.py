@@ -1,12 +1,12 @@
-"""Predict the memory and the seconds per phase of a run, and decide which GPUs should sample.
+"""Predict a run's memory and its seconds per phase, and decide which GPUs should sample.
 
     python -m bench.predict 8B --gpu H100 --gpus 8 --completion-length 1500 --profile full
 
-In: a model (a folder with config.json, a hub id, or a size of Qwen3), the GPUs, the mean lengths of
-prompts and completions, and the options of train.py. The GPUs need not exist. Out: every layout
-that fits into memory, with the predicted seconds of a step. A layout says which GPUs train and
-which GPUs sample. For the fastest layout, the memory of a GPU and the commands that start the run
-are also printed. With `--engine vllm`, only layouts with servers are used. The seconds are
+In: a model (a folder with config.json, a hub id, or the size of a Qwen3), the GPUs, the mean
+lengths of prompts and completions, and options of train.py. The GPUs need not exist. Out: every
+layout that fits into memory, with the predicted seconds per step. A layout says which GPUs train
+and which GPUs sample. For the fastest layout, the memory per GPU and the commands that start the
+run are also printed. With `--engine vllm`, only layouts with servers are considered. The times are
 estimates (cost.py, docs/scale.md). Read next: cost.py, nanogrpo/extras/memory.py.
 """
 
@@ -40,7 +40,7 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.run.setup import empty_model
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 
 def _qwen3(D: int, F: int, layers: int, heads: int, tied: bool = True) -> ModelConfig:
@@ -60,28 +60,30 @@ QWEN3 = {
     "32B": _qwen3(5120, 25600, 64, 64, tied=False),
 }
 RESERVED = 1 << 30  # bytes that CUDA itself takes on a GPU
-# maximum number of completions per step; the prediction of more completions takes minutes
+# maximum number of completions per step; predictions for more would take minutes
 MOST = 100_000
-SLOTS = 256  # sequences that a vLLM server decodes at once, which is vLLM's default on most GPUs
+SLOTS = 256  # sequences that a vLLM server decodes at once: vLLM's default on most GPUs
 
 
 class Machines(NamedTuple):
     """Machines on which servers run."""
 
     number: int
-    first: int  # number of the first GPU with a server; the GPUs before it train
+    first: int  # index of the first GPU with a server; the GPUs before it train
     servers: int  # on each machine
 
     @property
     def addresses(self) -> str:
-        """The addresses of the servers, in the notation of bash."""
+        """The addresses of the servers, as a bash brace expansion."""
         ports = f"{{8000..{7999 + self.servers}}}" if self.servers > 1 else "8000"
         hosts = f"HOST{{1..{self.number}}}" if self.number > 1 else "HOST1"
         return f"http://{'127.0.0.1' if self.first else hosts}:{ports}"
 
 
 def placed(gpus: int, trainers: int, each: int, per_node: int) -> list[Machines]:
-    """Return the machines on which servers run. One of these machines may also train."""
+    """Return the machines on which servers run. One of these machines may also have GPUs that
+    train.
+    """
     per_node, used = min(per_node, gpus), trainers % min(per_node, gpus)
     rest = (gpus - trainers) // per_node
     found = [Machines(1, used, (per_node - used) // each if used else 0)]
@@ -90,7 +92,7 @@ def placed(gpus: int, trainers: int, each: int, per_node: int) -> list[Machines]
 
 
 class Layout(NamedTuple):
-    """A way to use the GPUs, with its memory and its seconds."""
+    """A way to use the GPUs, with the predicted memory and seconds."""
 
     trainers: int  # number of GPUs that train; without servers, they also sample
     machines: list[Machines]  # where vLLM servers run
@@ -109,7 +111,7 @@ class Layout(NamedTuple):
 
 
 def inputs(model: Decoder, world: World, longest_prompt: int) -> Any:
-    """Return what the estimate of the memory reads of a run's inputs."""
+    """Return the inputs of the memory estimate."""
     rewards = SimpleNamespace(models=[])
     return SimpleNamespace(model=model, world=world, longest_prompt=longest_prompt, rewards=rewards)
 
@@ -129,8 +131,8 @@ def shape_of(name: str, four_bits: bool = False) -> Decoder:
 
 
 def on_disk(model: Decoder, cfg: Config) -> int:
-    """Return the bytes of a checkpoint: all weights, the float32 copy of trained weights, two
-    moments.
+    """Return the size of a checkpoint in bytes: all weights, and for trained weights a float32 copy
+    and two moments.
     """
     trained, n = weights.sizes(model)
     moments = 2.05 if cfg.optim == "adamw_torch_8bit" else 8
@@ -138,7 +140,7 @@ def on_disk(model: Decoder, cfg: Config) -> int:
 
 
 def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[Layout]:
-    """Yield each layout that fits into the memory of the GPUs."""
+    """Yield each layout that fits into GPU memory."""
     device, c, P = cost.GPUS[args.gpu], model.cfg, cfg.prompts_per_step
     free = device.memory - RESERVED
     work = cost.Work(
@@ -156,7 +158,7 @@ def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[L
         wanted = cfg.engine == "local" if embedded else servers
         if P % trainers or not wanted or each > args.per_node:
             continue
-        # torchrun starts equally many ranks per machine
+        # torchrun starts the same number of ranks on each machine
         if trainers > args.per_node and trainers % args.per_node:
             continue
         addresses = tuple(m.addresses for m in machines)
@@ -204,7 +206,7 @@ def layouts(model: Decoder, cfg: Config, args: argparse.Namespace) -> Iterator[L
 
 
 def _scored(cfg: Config) -> int:
-    """Return the number of forward passes before training, for old and reference log-probs
+    """Return how many forward passes are needed before training, for old and reference log-probs
     (step.py).
     """
     corrected = cfg.updates_per_step > 1 or cfg.vllm_importance_sampling_mode != "off"
@@ -213,7 +215,7 @@ def _scored(cfg: Config) -> int:
 
 
 def commands(layout: Layout, model: str, words: list[str], per_node: int) -> list[str]:
-    """Return the bash commands that start the layout."""
+    """Return the bash commands that start a run with this layout."""
     name = f"Qwen/Qwen3-{model}" if model in QWEN3 else shlex.quote(model)
     each, out = layout.each, []
     for machines in layout.machines:
@@ -312,8 +314,8 @@ def checked(args: argparse.Namespace, cfg: Config) -> argparse.Namespace:
 
 
 def report(found: list[Layout], args: argparse.Namespace, words: list[str], disk: int) -> None:
-    """Print the layouts, beginning with the fastest, and the memory and the commands of the fastest
-    layout. disk: the bytes of a checkpoint.
+    """Print the layouts, fastest first, then the memory and the commands of the fastest layout.
+    disk: the size of a checkpoint in bytes.
     """
     best = found[0]
     table = Table(
@@ -358,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
         model = shape_of(args.model, cfg.load_in_4bit)
         lora.attach(model, cfg, "cuda")
         if hasattr(model.cfg, "vision"):
-            log.warning("the seconds and the sync leave out the vision encoder")
+            logger.warning("the seconds and the sync leave out the vision encoder")
         found = sorted(layouts(model, cfg, args), key=lambda x: x.total)
         if not found:
             raise UserError(

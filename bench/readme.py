@@ -1,5 +1,4 @@
-"""Write bench/README.md from the results. With --check, `python -m bench.readme` only reports
-whether the file is up to date.
+"""Write bench/README.md from the results. With --check, only report whether it is up to date.
 
 In: bench/results/*.json. Out: one section per benchmark, with its question, its table, and the
 command, machine and commit of its records. A test checks that the file in the repository is up to
@@ -19,13 +18,13 @@ HEAD = """# Benchmarks
 
 `python -m bench.readme` generates this page from the records in bench/results/, so do not edit this
 page. Each benchmark is a Python module, and `--help` shows its options. `make gpu` runs benchmarks
-on a GPU. Its stages can be repeated alone, as in `make gpu STAGES="kernels step"`.
+on a GPU. You can repeat single stages of it, as in `make gpu STAGES="kernels step"`.
 
-Each benchmark compares several programs, which are called its sides, such as nanogrpo and TRL. In a
+Each benchmark compares several programs, such as nanogrpo and TRL, which are called its sides. In a
 run, the sides alternate and use the same number of threads. The tables show medians and extremes.
 "Over TRL" is the speed of a side divided by TRL's speed. "Of TRL's" is the memory of a side divided
-by TRL's memory. TRL has version 1.16.0 and the settings that are best for it (bench/trl_run.py). If
-TRL is faster, the tables show this, too. "Not yet measured" means that no record exists.
+by TRL's memory. We run TRL 1.16.0 with the settings that are best for it (bench/trl_run.py), and
+also show cases in which it is faster. "Not yet measured" means that there is no record.
 """
 
 

@@ -1,29 +1,29 @@
-"""How fast does a real language model learn word problems in nanogrpo and in TRL? Both train
+"""How fast does a real language model learn word problems with nanogrpo and with TRL? Both train
 SmolLM2-135M-Instruct, as `make real` does.
 
-In: nothing. If the model or the problems are missing, examples/smollm2.py and
-examples/word_problems.py write them. Out: results/real_model.json with one record per run, and
-docs/img/real_model.png. This picture shows reward and held-out accuracy by step and by second.
+In: nothing. If the model or the problems are missing, examples/smollm2.py or
+examples/word_problems.py writes them. Out: results/real_model.json with one record per run, and
+docs/img/real_model.png. The plot shows reward and held-out accuracy by step and by second.
 
 Both sides train with the options in examples/word_problems.json. So the base model, the prompts and
-their order, the rewards, the learning rate and the number of completions are the same, and all
-weights are in float32. trl_run.py contains the settings that exist only in TRL: sdpa attention,
-TRL's fused head, fused AdamW, and two micro-batches. In all runs, the same engine answers the
-held-out problems with the most likely tokens. This is not timed. The sides run alternately, and
-each run has a separate process. A record is written when its run ends, and a run that has a record
-is not repeated. So an interrupted benchmark can be continued. TRL takes longer, so by default it
-runs only with the first seed, and only 8 steps (--trl-seeds, --trl-steps). The learning rate is
-constant, so these steps are the same as the first steps of a longer run.
+their order, the rewards, the learning rate and the number of completions are the same. All weights
+are in float32. trl_run.py contains the settings that exist only in TRL: sdpa attention, TRL's fused
+head, fused AdamW, and two micro-batches. In all runs, the same engine answers the held-out problems
+with greedy decoding. This is not timed. The sides run alternately, each run in a separate process.
+A record is written when its run ends, and a run that has a record is not repeated. So an
+interrupted benchmark can be continued. TRL takes longer, so by default it runs with the first seed
+only, for 8 steps (--trl-seeds, --trl-steps). The learning rate is constant, so these are also the
+first 8 steps of a longer run.
 
-With --profile, this command instead runs a few steps of nanogrpo. The command compares the FLOP of
-these steps with the speed of the model's matrix products in the same process:
+With --profile, this command instead runs a few steps of nanogrpo. It compares their FLOP per second
+with the speed of the model's matrix products in the same process:
 
     training FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs        (step_large.py explains the letters)
     sampling FLOP = 2·N·S + 2·V·D·C + 4·L·H·E·pairs
 
-S is the number of sampled tokens, plus the tokens of each group's prompt. C is the number of
-sampled tokens. The peak is the speed of the fastest matrix product of the model, with the maximum
-number of rows of a training step. Read next: runs.py, learning.py.
+C is the number of sampled tokens. S is C plus the number of prompt tokens, where the prompt of a
+group counts once. The peak is the speed of the fastest matrix product of the model, with the
+maximum number of rows of a training step. Read next: runs.py, learning.py.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import PackedBatch, Sample
 
 OPTIONS = common.ROOT / "examples/word_problems.json"
-# These options are paths, or are recorded under other names.
+# These options are paths or are recorded under other names.
 NOT_SETTINGS = ("model", "output_dir", "max_steps", "seed")
 # With one micro-batch, TRL needs more than 24 GB.
-# Each of two micro-batches has about as many tokens as one of our micro-batches.
+# With two, each has about as many tokens as one of ours.
 TRL_MICRO = 2
 # options of --quick, which only checks that the benchmark works
 QUICK = {
@@ -82,7 +82,7 @@ def options(args: argparse.Namespace) -> Config:
 
 
 def prepare(cfg: Config) -> None:
-    """Write the model and the problems, if they are missing."""
+    """Write the model and the problems if they are missing."""
     from examples import smollm2, word_problems
 
     if not Path(cfg.model).exists():
@@ -96,9 +96,9 @@ def prepare(cfg: Config) -> None:
 
 
 def matmul_peak(c: ModelConfig, rows: int, repeats: int = 5) -> dict[str, float]:
-    """Return the FLOP/s of each matrix product of the model with this number of rows. Of several
-    repeats with PyTorch's own product and with oneDNN's product (kernels/linear.py), the fastest is
-    used.
+    """Return the FLOP/s of each of the model's matrix products, for inputs with this number of
+    rows. Each is timed several times with PyTorch's own product and with oneDNN's
+    (kernels/linear.py), and the fastest time counts.
     """
     D, F, E = c.hidden_size, c.intermediate_size, c.head_dim
     shapes = {
@@ -121,10 +121,12 @@ def matmul_peak(c: ModelConfig, rows: int, repeats: int = 5) -> dict[str, float]
 
 
 def sampling_flops(c: ModelConfig, samples: Sequence[Sample]) -> float:
-    """Return the FLOP to sample these completions, if each prompt is computed once per group."""
+    """Return the FLOP needed to sample these completions if each prompt is processed once per
+    group.
+    """
     prompts = {s.prompt.id: len(s.prompt.token_ids) for s in samples}
     sampled = sum(len(s.token_ids) for s in samples)
-    # The model never reads the last token of a completion.
+    # The last token of a completion is never fed to the model.
     tokens = sum(prompts.values()) + sampled - len(samples)
     pairs = sum(n * (n + 1) / 2 for n in prompts.values())
     for s in samples:
@@ -134,10 +136,10 @@ def sampling_flops(c: ModelConfig, samples: Sequence[Sample]) -> float:
 
 
 def profile(cfg: Config, threads: int) -> dict:
-    """Run some steps of nanogrpo in this process. Return FLOP, seconds and shares of the peak.
+    """Run some steps of nanogrpo in this process. Return FLOP, seconds and fractions of the peak.
 
-    The peak is measured before and after the run, and the higher value is used. The shares do not
-    include the first step.
+    The peak is measured before and after the run, and the higher value is used. The fractions do
+    not include the first step.
     """
     import train
 
@@ -153,7 +155,7 @@ def profile(cfg: Config, threads: int) -> dict:
             yield batches
 
     shape = checkpoint.empty_model(Path(cfg.model)).cfg
-    # maximum number of rows of a step
+    # maximum number of rows in a step
     rows = cfg.generation_batch_size * cfg.max_completion_length
     before = matmul_peak(shape, rows)
     with tempfile.TemporaryDirectory() as where, patch.object(train, "pack", counted):
@@ -222,7 +224,7 @@ def main(argv: Sequence[str]) -> list[dict]:
 def measure(
     cfg: Config, args: argparse.Namespace, records: list[dict], argv: Sequence[str]
 ) -> list[dict]:
-    """Do all runs that have no record yet, and return all records."""
+    """Perform all runs that have no record yet, and return all records."""
     steps = {"nanogrpo": cfg.max_steps, "TRL": min(args.trl_steps, cfg.max_steps)}
     same = {
         "threads": args.threads,

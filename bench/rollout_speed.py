@@ -5,26 +5,26 @@ In: nothing. This file creates a random Qwen3 of about three million parameters.
 results/rollout_speed.json with two cases:
 
 * even: one batch of completions of equal length, which measures only the decode steps.
-* uneven: completions for several batches, with lengths similar to those of reasoning models. The
+* uneven: several batches of completions, with lengths similar to those of reasoning models. The
   mean length is a third of the maximum, and both sides process at most `--batch` completions at a
   time. The local engine replaces finished completions. `generate` continues each batch until its
   longest row ends, and pads the other rows. Only the requested ("useful") tokens are counted.
 
 `generate` runs with its fastest settings: the default cache, inference mode, no logits processor
-(temperature 1 needs none), and prompts of equal length, so that nothing is padded. `generate` is
-measured with two attention implementations, and the table compares with the faster implementation.
-The local engine also returns the log-prob of every token, which GRPO needs. `generate` does not. On
-a CPU, the local engine packs its weights for oneDNN, but transformers does not. The side "nanogrpo,
-unpacked" shows the effect of packing.
+(temperature 1 needs none), and prompts of equal length, which need no padding. It is measured with
+two attention implementations, and the table uses the faster one for comparison. The local engine
+also returns the log-prob of every token, which GRPO needs. `generate` does not. On a CPU, the local
+engine packs its weights for oneDNN, but transformers does not. The side "nanogrpo, unpacked" does
+not pack, which shows the effect.
 
-If vLLM is installed (--vllm-python), its server is measured as well. Requests use HTTP as in
-`train.py --engine vllm`, but with one request per completion. The server has the same number of
+If vLLM is installed (--vllm-python), its server is measured as well. Requests are sent over HTTP as
+in `train.py --engine vllm`, but with one request per completion. The server has the same number of
 threads as the other sides, computes in float32, and processes at most --batch completions at a
 time.
 
-With --shape 0.6B, this command instead compares the local engine with vLLM on a GPU, in bfloat16,
-with CUDA graphs on both sides and 256 completions at a time (results/rollout_large.json). Read
-next: nanogrpo/engine/local.py.
+With --shape 0.6B, this command instead compares the local engine with vLLM on a GPU
+(results/rollout_large.json). Both sides compute in bfloat16, use CUDA graphs, and process 256
+completions at a time. Read next: nanogrpo/engine/local.py.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from nanogrpo.vllm.server import Sidecar
 def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
     """Return n lengths in 1 … longest with a mean of longest / 3.
 
-    The lengths are exponentially distributed and limited to the maximum.
+    The distribution is exponential, with longer lengths set to the maximum.
     """
     generator = torch.Generator().manual_seed(seed)
     unit = torch.empty(n, dtype=torch.float64).exponential_(generator=generator)  # [n]
     low, high = 0.0, float(longest)
-    for _ in range(60):  # find the scale with the desired mean by bisection
+    for _ in range(60):  # find the scale that gives the desired mean by bisection
         scale = (low + high) / 2
         lengths = (unit * scale).ceil().clamp(1, longest)
         low, high = (low, scale) if lengths.mean() > longest / 3 else (scale, high)
@@ -70,7 +70,7 @@ def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
 
 
 def make_engine(model: Decoder, slots: int, packed: bool) -> LocalEngine:
-    """Return the local engine with the model's weights, which can be packed for oneDNN."""
+    """Return the local engine with the model's weights, packed for oneDNN if `packed` is true."""
     device, context = model.lm_head.weight.device, model.cfg.max_position_embeddings
     engine = LocalEngine(model.cfg, max_len=context, slots=slots, device=device)
     # Without oneDNN, the engine does not pack its weights.
@@ -95,7 +95,7 @@ def peer(model: Decoder, attention: str):
 def generate(theirs, prompts: list[Prompt], lengths: list[int], batch: int) -> list[int]:
     """Generate lengths[i] tokens for prompt i, processing `batch` prompts at a time.
 
-    Returns the number of useful tokens of each completion.
+    Returns the number of useful tokens in each completion.
     """
     from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -127,8 +127,8 @@ def generate(theirs, prompts: list[Prompt], lengths: list[int], batch: int) -> l
 
 @contextlib.contextmanager
 def vllm_server(model: Decoder, args: argparse.Namespace) -> Iterator[VLLMEngine]:
-    """Run a vLLM server with the model's weights, and with the same numbers of threads and
-    sequences as the other sides.
+    """Run a vLLM server with the model's weights, and with as many threads and concurrent sequences
+    as the other sides.
     """
     context = model.cfg.max_position_embeddings
     settings = {
@@ -165,7 +165,7 @@ def measure(
         Prompt(i, "", torch.randint(args.vocab, (args.prompt_length,)).tolist())
         for i in range(len(lengths) // args.group)
     ]
-    # Each completion gets a separate prompt, because length limits are set per prompt.
+    # Each completion has its own prompt, because length limits are set per prompt.
     repeated = [
         dataclasses.replace(prompts[i // args.group], max_tokens=m) for i, m in enumerate(lengths)
     ]
@@ -206,9 +206,7 @@ def measure(
 
 
 def on_gpu(args: argparse.Namespace, argv: Sequence[str]) -> list[dict]:
-    """Compare the local engine with vLLM on a GPU, with random weights and the shape of a real
-    model.
-    """
+    """Compare the local engine with vLLM on a GPU, with a random model of real size."""
     args.batch, args.longest = 256, 512
     shape = common.large_qwen3(args.shape, args.prompt_length + args.longest)
     args.vocab, args.vllm_options = shape.vocab_size, ["--gpu-memory-utilization", "0.4"]

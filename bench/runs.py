@@ -1,10 +1,11 @@
-"""Run a full GRPO training in a separate process, with nanogrpo's train.py or TRL's GRPOTrainer.
+"""Run a full GRPO training run in a separate process, with nanogrpo's train.py or TRL's
+GRPOTrainer.
 
 In: a side (common.SIDES or common.REPLAYED) and a `Config`. Out: a dict with the seconds, lengths
 and rewards of each step, the held-out accuracy at each evaluation, and the peak memory. On both
 sides, the clock runs from the start of the first step to the end of the last update, including
 logging. The clock is paused during evaluations, which both sides do with the same engine and
-rewards. The time to create the model, the optimizer and the data is not counted.
+rewards. Creating the model, the optimizer and the data is not timed.
 
     found = run("TRL", Config(model="runs/base", data=("arithmetic",), …), threads=2)
 
@@ -43,15 +44,14 @@ from nanogrpo.extras.arithmetic.feature import Arithmetic
 from nanogrpo.extras.rewards import Rewards
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.rewards.runner import Runner
+from nanogrpo.rewards.scorer import Scorer
 from nanogrpo.types import Sample
 
 
 def run(side: str, cfg: Config, threads: int, micro: int = 1) -> dict:
     """Run one side in a new process and return its measurements.
 
-    micro: TRL's micro-batches per optimizer step. nanogrpo's micro-batches follow from the token
-    budget.
+    micro: TRL's micro-batches per optimizer step. For nanogrpo, the token budget determines them.
     """
     cfg.validate()
     with tempfile.TemporaryDirectory() as where:
@@ -90,9 +90,8 @@ def complete(
     argv: Sequence[str],
     folder: Path,
 ) -> None:
-    """Do the run of each (seed, side) that has no record yet. Write its record when the run ends.
-
-    `start(seed, side)` does one run and returns its measurements.
+    """Run each (seed, side) that has no record yet, and write its record when the run ends.
+    `start(seed, side)` performs one run and returns its measurements.
     """
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(bench, total=len(wanted))
@@ -131,8 +130,8 @@ class StepClock:
 
 
 def memory() -> dict[str, int]:
-    """Return {"now": bytes in use, "peak": maximum bytes so far} of the GPU's allocator, or of this
-    process without a GPU.
+    """Return {"now": bytes in use, "peak": most bytes in use so far} for the GPU's allocator or,
+    without a GPU, for this process.
     """
     if torch.cuda.is_available():
         return {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
@@ -144,7 +143,7 @@ def memory() -> dict[str, int]:
 
 
 def reset_peak() -> None:
-    """Reset the peak memory, so that the memory of imports is not counted."""
+    """Reset the peak memory, so that it does not include memory used only during imports."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -152,7 +151,7 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-# Metrics that are read from the logs of both sides, with their names there.
+# The metrics that are read from the logs of both sides: our name → name in the logs.
 METRICS = {
     "reward": "reward",
     "accuracy": "rewards/accuracy_reward/mean",
@@ -161,7 +160,7 @@ METRICS = {
 
 
 def series(steps: list[dict]) -> dict[str, list]:
-    """Return one list of values for each of the METRICS that the run logged."""
+    """Return a list of values, one per step, for each of the METRICS that the run logged."""
     return {
         name: [step[metric] for step in steps]
         for name, metric in METRICS.items()
@@ -170,7 +169,9 @@ def series(steps: list[dict]) -> dict[str, list]:
 
 
 def first_reward(row: dict, prefix: str = "") -> float:
-    """Return the value of the first reward function in a row. Its mean is the accuracy."""
+    """Return the value of the first reward function in a row. Over the held-out problems, its mean
+    is the accuracy.
+    """
     return next(value for name, value in row.items() if name.startswith(prefix))
 
 
@@ -178,7 +179,7 @@ def first_reward(row: dict, prefix: str = "") -> float:
 
 
 def arguments(cfg: Config) -> list[str]:
-    """Return the command line of these options."""
+    """Return these options as command-line arguments."""
     out = []
     for field in dataclasses.fields(cfg):
         name, value = f"--{dashed(field.name)}", getattr(cfg, field.name)
@@ -248,7 +249,7 @@ def ours(cfg: Config, sampled: list[list[Sample]] | None = None) -> dict:
 
 
 def theirs(cfg: Config, sampled: list[list[Sample]] | None = None, micro: int = 1) -> dict:
-    """Run TRL's trainer with a callback that measures time and evaluates.
+    """Run TRL's trainer, with a callback that measures time and evaluates.
 
     sampled: one list of samples per step. If `sampled` is given, TRL trains on these samples
     instead of its own. The model is then saved in cfg.output_dir.
@@ -261,8 +262,8 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None, micro: int = 
     shape = checkpoint.empty_model(Path(cfg.model)).cfg
     features = [Arithmetic(), Rewards(cfg)]
     prompts, problems = load_prompts(cfg, tokenizer, shape.max_position_embeddings, features)
-    # Without a time limit, all reward functions run in this process.
-    rewards = Runner(dataclasses.replace(cfg, reward_timeout=0.0), features=features)
+    # If there is no time limit, all reward functions run in this process.
+    rewards = Scorer(dataclasses.replace(cfg, reward_timeout=0.0), features=features)
     functions = rewards.local
     trainer = trl_run.trainer(cfg, prompts, functions, Path(cfg.output_dir), micro)
     clock, held_out, sampling = StepClock(), {}, []
@@ -329,7 +330,7 @@ def rollout(samples: list[Sample], texts: list[str]) -> dict:
     """Return completions that nanogrpo has sampled, in the form that TRL expects from
     `rollout_func`.
 
-    texts: the prompts of TRL's step, which must equal the prompts of the samples.
+    texts: the prompts of TRL's step, which must be the prompts of the samples.
     """
     if [s.prompt.text for s in samples] != texts:
         raise RuntimeError("the two sides draw different prompts")
@@ -341,12 +342,10 @@ def rollout(samples: list[Sample], texts: list[str]) -> dict:
 
 
 def replayed(cfg: Config) -> dict:
-    """Run nanogrpo, and then TRL on the completions that nanogrpo sampled, with one update per
-    generation.
-
-    Adds "ours", the held-out accuracies of nanogrpo. Adds "weights_apart", the distance between the
-    two final models, divided by the distance of nanogrpo's final model from the base model
-    (Euclidean norms over all weights).
+    """Run nanogrpo, then TRL on the completions that nanogrpo sampled, with one update per
+    generation. Adds "ours", nanogrpo's held-out accuracies, to TRL's measurements. Also adds
+    "weights_apart", the distance between the two final models divided by the distance between
+    nanogrpo's final model and the base model (Euclidean norms over all weights).
     """
     sampled: list[list[Sample]] = []
     folder = f"{cfg.output_dir}/ours"
@@ -365,7 +364,7 @@ SIDES = {"nanogrpo": ours, "TRL": theirs, common.REPLAYED: replayed}
 
 
 def main(argv: list[str]) -> int:
-    """Run one side in this process. The benchmarks start this command with `run`."""
+    """Run one side in this process. The function `run` starts this command."""
     parser = argparse.ArgumentParser(prog="python -m bench.runs", description=main.__doc__)
     parser.add_argument("side", choices=SIDES)
     parser.add_argument("folder", type=Path, help="has options.json, gets found.json")

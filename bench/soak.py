@@ -1,26 +1,27 @@
-"""Do runs lose anything if they meet 200 random faults? Each run of the tiny task gets one fault at
-a random moment, and is resumed until it is done. Its result must then equal the same run without a
+"""Do 200 random faults cause any loss? Each run of the tiny task is hit by one fault at a random
+moment, and is resumed until it is done. Its result must then equal that of the same run without a
 fault.
 
 In: --faults, --seed. Out: results/soak.json with one record, and one printed line per broken
 promise.
 
-Each run has one of MODES and one of FAULTS. Every fault is used once before any fault is used
-twice. The moment of the fault is a random time during the start, or a random time after a random
-step. These promises are checked:
+Each run combines one of MODES with one of FAULTS. Every fault is used once before any is used
+twice. The fault occurs at a random time during the start or after a random step. These promises are
+checked:
 
-* Rows: metrics.jsonl contains every step once, with the values of the run without a fault. If the
-  fault deletes the folder, earlier rows may be missing, and a message names them.
-* Weights: the last checkpoint has the same bytes as without the fault.
-* Errors: a rank that ends by itself prints one sentence and no traceback.
-* Processes: half a minute after the end of the run, none of its processes is alive.
-* Files: no temporary file is left, in the folder of the run or elsewhere.
+* Rows: metrics.jsonl contains every step once, with the same values as without the fault. If the
+  fault deletes the folder, earlier rows may be missing, but a message must name them.
+* Weights: the last checkpoint is byte-identical to the one without the fault.
+* Errors: a rank that was not killed prints one sentence and no traceback.
+* Processes: half a minute after the run ends, none of its processes is alive.
+* Files: no temporary files are left, in the folder of the run or elsewhere.
 
-With --max-staleness, a run depends on timing, so its values and weights are not compared.
+With --max-staleness, results depend on timing, so values and weights are not compared.
 
-`--real-vllm N` instead does N runs with a real vLLM, which takes a minute to start. `--suite N`
-instead runs the tests that depend on timing N times, while six busy processes use the CPU. Read
-next: soak_faults.py (modes and faults), tests/run/test_state.py (kills at chosen points).
+`--real-vllm N` instead performs N runs with a real vLLM server, which takes a minute to start.
+`--suite N` instead runs the tests that depend on timing N times, while six busy processes use the
+CPU. Read next: soak_faults.py (modes and faults), tests/run/test_state.py (runs killed at chosen
+points).
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def disturbed(run: Run, fault: str, rng: random.Random) -> None:
 
 
 def check(run: Run, rows: list[dict], weights: str) -> None:
-    """Raise AssertionError unless every promise is kept."""
+    """Raise AssertionError if a promise is broken."""
     found = run.steps()
     first = (found[0]["step"] if found else STEPS) if run.log_deleted else 0
     assert [row["step"] for row in found] == list(range(first, STEPS)), "a step is lost or doubled"
@@ -142,8 +143,8 @@ def undisturbed(mode: Mode, base: Path) -> tuple[list[dict], str]:
 def experiment(
     mode: Mode, fault: str, rng: random.Random, base: Path, expected: tuple[list[dict], str]
 ) -> dict:
-    """Do one run with a fault. Return the broken promise of the run, if any, and the number of its
-    starts.
+    """Perform one run with a fault. Return the broken promise, if any, and how often the run was
+    started.
     """
     broken = ""
     with new_run(mode, base) as run:
@@ -162,7 +163,7 @@ def experiment(
 def plan(
     count: int, seed: int, modes: Mapping[str, Mode] = MODES
 ) -> list[tuple[str, str, random.Random]]:
-    """Return the mode, the fault and the random number generator of each run."""
+    """Return the mode, the fault and the random number generator for each run."""
     rng, plans = random.Random(seed), []
     fitting = {name: [m for m in modes if fault.fits(modes[m])] for name, fault in FAULTS.items()}
     while len(plans) < count:

@@ -1,8 +1,8 @@
 """The runs of bench/soak.py: how they are started, which processes they have, and their faults.
 
-In: a mode (how train.py is started) and a base model. Out: the class `Run`, and FAULTS, which are
-functions that damage a run in progress. All processes are real, except for the vLLM server, which
-is fake in most modes. Read next: soak.py, which checks the result of a run.
+In: a mode (how train.py is started) and a base model. Out: the class `Run`, and FAULTS, functions
+that damage a run in progress. All processes are real except the vLLM server, which is a fake in
+most modes. Read next: soak.py, which checks the result of a run.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Mode:
     torchrun: bool = False
     # "fake": a fake server of this module; "own": a real vLLM, which the trainer starts
     server: str = ""
-    exact: bool = True  # whether every run gives the same bits
+    exact: bool = True  # whether results are the same, bit for bit, in every run
     uncertain: tuple[str, ...] = ("vllm/restarts",)  # metrics that faults may change
     start: float = 2.0  # seconds that a start takes
-    hang: float = 7.0  # seconds after which a suspended server or worker has been noticed
+    hang: float = 7.0  # seconds within which a suspended server or worker must be noticed
 
 
 MODES = {
@@ -78,16 +78,16 @@ REAL = {
 
 
 class Run:
-    """A run of train.py, possibly on several ranks, which can be started again."""
+    """A run of train.py, possibly on several ranks, that can be restarted."""
 
-    # maximum seconds between the end of torchrun or the last rank and the end of all processes
+    # all processes must end within this many seconds after torchrun or the last rank
     patience = 30.0
 
     def __init__(self, mode: Mode, base: Path, folder: Path):
         self.mode, self.folder, self.output = mode, folder, folder / "run"
-        # this mark is in the environment of all processes that the run starts
+        # the environment of every process that the run starts contains this mark
         self.mark = uuid.uuid4().hex
-        self.errors: list[str] = []  # the stderr of each rank, for all starts
+        self.errors: list[str] = []  # the stderr of each rank in each start
         self.starts = 0
         self.log_deleted = False  # whether the fault deleted the log
         self.group: ranks.Ranks | None = None
@@ -108,7 +108,7 @@ class Run:
 
     def start(self) -> None:
         self.starts += 1
-        # tests/ is not in this path, because ranks would import tests/vllm instead of vLLM.
+        # tests/ is not in this path: ranks would import tests/vllm instead of vLLM.
         env = {"PYTHONPATH": str(ranks.ROOT), "TMPDIR": str(self.folder / "tmp")}
         env["SOAK"] = self.mark
         if self.server:
@@ -134,7 +134,7 @@ class Run:
         if self.torchrun:
             self.torchrun.communicate(timeout=patience)
             ends = [self.torchrun.returncode]
-            # wait before the files are read, because a rank may outlive a killed torchrun
+            # a rank may outlive a killed torchrun, so wait before reading the files
             self.settle()
             self.errors += [path.read_text() for path in sorted(self.logs.rglob("stderr.log"))]
         else:
@@ -154,7 +154,7 @@ class Run:
             time.sleep(0.05)
 
     def steps(self) -> list[dict]:
-        """Return the logged steps, without an incomplete last line."""
+        """Return the logged steps. An incomplete last line is ignored."""
         found = []
         with contextlib.suppress(FileNotFoundError):
             for line in (self.output / "metrics.jsonl").read_text().splitlines():
@@ -169,7 +169,7 @@ class Run:
     # --- processes ---
 
     def commands(self) -> dict[int, str]:
-        """Return the commands of the living processes of the run, by process number."""
+        """Return the commands of the run's living processes, by process id."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # the process has just ended
@@ -199,7 +199,7 @@ class Run:
         return [pid for pid, command in commands.items() if part in command and pid != launcher]
 
     def wait_for(self, who: str) -> list[int]:
-        """Wait for processes of a kind and return them, or [] if the run ends before."""
+        """Wait for processes of a kind and return them, or [] if the run ends first."""
         while not (found := self.find(who)) and self.alive():
             time.sleep(0.02)
         return found
@@ -219,19 +219,19 @@ def work(argv: list[str], jump: str) -> int:
     """Run train.py in this process. While the file `jump` exists, the clock is one day behind."""
     now = time.time
     time.time = lambda: now() - 86_400 * os.path.exists(jump)
-    # forget the temporary folder of an earlier run, because this process was forked
+    # this process was forked: forget the temporary folder of an earlier run
     tempfile.tempdir = None
     return train.main(argv)
 
 
 class FakeServer:
-    """A fake vLLM server in a separate process, which can be killed and started again."""
+    """A fake vLLM server in a separate process that can be killed and restarted."""
 
     def __init__(self, base: Path, plan: Path):
         self.port, self.secret = ranks.free_port(), secrets.token_urlsafe()
         self.url = f"http://127.0.0.1:{self.port}"
         self.config = tiny_config(vocab_size=Tokenizer(base).vocab_size)
-        self.plan = plan  # while this file exists, its content says how requests are disturbed
+        self.plan = plan  # while this file exists, its contents say how requests are disturbed
 
     def start(self) -> None:
         """Start the process. Return once it listens."""
@@ -272,7 +272,7 @@ def serve_fake(
 
 # --- faults ---
 
-# A function that damages a run in progress, and returns a function that repairs the damage.
+# A function that damages a run in progress and returns a function that repairs the damage.
 Strike = Callable[[Run, random.Random], Callable[[], object]]
 
 
@@ -298,7 +298,7 @@ def sends(who: str, *numbers: int) -> Strike:
     def strike(run: Run, rng: random.Random):
         found = run.wait_for(who)
         signal_to(found and [rng.choice(found)], rng.choice(numbers))
-        if who == "server" and run.server:  # the fake server is started again, without weights
+        if who == "server" and run.server:  # the fake server restarts without weights
             run.server.process.join()
             time.sleep(rng.uniform(0, 3))
             run.server.start()
@@ -308,9 +308,8 @@ def sends(who: str, *numbers: int) -> Strike:
 
 
 def suspends(who: str, hang: float = 0.0) -> Strike:
-    """Return a fault that suspends one process of a kind, for less or more than the timeouts.
-
-    hang: seconds after which the suspension has been noticed, or 0 for the value of the mode.
+    """Return a fault that suspends one process of a kind, for a time shorter or longer than the
+    timeouts. hang: the longer time in seconds, or 0 for the mode's `hang`.
     """
 
     def strike(run: Run, rng: random.Random):
@@ -330,7 +329,7 @@ def kill_all(run: Run, rng: random.Random):
 
 
 def full_disk(run: Run, rng: random.Random):
-    """Limit the size of files to a random number, so that writes fail midway as on a full disk."""
+    """Limit file sizes to a random number of bytes: writes fail midway, as on a full disk."""
     size = rng.randint(20_000, 200_000)
     for pid in run.find("rank"):
         with contextlib.suppress(ProcessLookupError):
@@ -339,7 +338,7 @@ def full_disk(run: Run, rng: random.Random):
 
 
 def read_only(run: Run, rng: random.Random):
-    """Mount the folder read-only over itself (as root), or remove the permission to write."""
+    """Mount the folder read-only over itself (as root), or remove its write permission."""
     mount = os.geteuid() == 0 and shutil.which("mount")
     if not run.output.exists():
         return nothing
@@ -359,7 +358,7 @@ def delete_folder(run: Run, rng: random.Random):
 
 
 def flip_a_bit(run: Run, rng: random.Random):
-    """Kill the run, and damage its newest checkpoint. The repair removes this checkpoint."""
+    """Kill the run and damage its newest checkpoint. The repair removes this checkpoint."""
     kill_all(run, rng)
     run.end()
     if not (found := checkpoint.checkpoints(run.output)):

@@ -1,26 +1,26 @@
-"""Measure the speed, MFU and peak memory of a training step of nanogrpo and of TRL on a GPU.
+"""Measure speed, MFU and peak memory of a training step on a GPU, for nanogrpo and TRL.
 
 In: nothing. This file creates a random Qwen3 of real size, and completions of uneven length (on
 average a third of the longest). Out: results/step_large.json. nanogrpo runs in one process with
 FSDP2, float32 master weights, bfloat16 compute, fused AdamW, and strips of `token_budget` tokens. A
 strip is a packed micro-batch. TRL runs its trainer with bf16=True, its fused head, fused AdamW, and
 micro-batches with as many padded tokens as our strips, or slightly more. Both sides train all
-weights, start from the same weights, and must have the same gradient norm. A difference of 2 % is
-allowed, because bfloat16 rounds differently on the two sides.
+weights, start from the same weights, and must have the same gradient norm up to 2 %. They round to
+bfloat16 in different places, so the norms are not exactly equal.
 
-The sides run one after another, because the peak memory of each side is measured. Each side uses
-the first of its SETTINGS that fits into memory, and the record names this setting. Settings with
-less recomputation are faster, so they are tried first. "over TRL" and "of TRL's" compare with TRL's
-fastest setting. Each side has another record with gradient checkpointing. Within a step, the
-program never waits for the GPU to measure times.
+The sides run one after the other, not alternately, so that the peak memory of each can be measured.
+Each side uses the first of its SETTINGS that fits into memory, and the record names this setting.
+Settings with less recomputation are faster, so they are tried first. In the tables, the columns
+"over TRL" and "of TRL's" compare with TRL's fastest setting. A second record of each side shows
+gradient checkpointing. Within a step, the program never waits for the GPU just to measure times.
 
     MFU = FLOP that the step requires / seconds / peak FLOP/s of the device
     FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs         (the same for both sides)
 
 N is the number of weights in the matrices of the blocks. T is the number of tokens without padding,
-where the prompt of a group counts once. M is the number of trained tokens, which are the only
-tokens that the head has to process. `pairs` is the number of (query, visible key) pairs. Padded,
-copied and recomputed tokens are not required and are not counted. Read next: step_sides.py.
+where the prompt of a group counts once. M is the number of trained tokens. The head has to process
+only these. `pairs` is the number of (query, visible key) pairs. Padding, copies of prompts and
+recomputation are not required and are not counted. Read next: step_sides.py.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from nanogrpo.types import PackedBatch, Sample
 
 # 41,000 trained tokens in three strips of about 15,000
 CASE = Case(P=15, G=8, prompt=256, longest=1024, vocab=151936)
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, for device names with this word
-SLOWER = {"PCIe", "NVL", "MIG"}  # device names with these words have another peak
-Setting = tuple[str, float]  # (gradient checkpointing, share of the token budget per micro-batch)
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by a word in the device name
+SLOWER = {"PCIe", "NVL", "MIG"}  # devices with one of these words in their name are slower
+Setting = tuple[str, float]  # (gradient checkpointing, micro-batch size / token budget)
 
 
 @contextlib.contextmanager
 def ours(folder: Path, cfg: Config, samples: list[Sample], setting: Setting) -> Iterator[Ours]:
     checkpointing, share = setting
     budget = round(cfg.strip_tokens * share)
-    # a run on one GPU with enough memory chooses these settings
+    # the settings that a run chooses on one GPU with enough memory
     settings = {"gradient_checkpointing": checkpointing, "reshard_after_forward": "never"}
     cfg = dataclasses.replace(cfg, token_budget=budget, **settings)
     with join(cfg) as world:
@@ -87,7 +87,7 @@ SETTINGS = {
 
 
 def forward_flops(c: ModelConfig, tokens: int, rows: int, pairs: float) -> float:
-    """Return the FLOP of a forward pass, which is a third of the FLOP of a training step.
+    """Return the FLOP of a forward pass: a third of those of a training step.
 
     rows: the number of hidden states that the head processes.
     """
@@ -117,7 +117,7 @@ def peak_flops(device: str | None) -> float | None:
 
 
 def write_model(shape: ModelConfig, folder: Path, device: str) -> None:
-    """Write random bfloat16 weights, which are created on the device for speed."""
+    """Write random bfloat16 weights. They are created on the device, which is faster."""
     tokenizer = warmup.write_tokenizer(folder)
     torch.manual_seed(0)
     with torch.device(device):
@@ -149,7 +149,7 @@ def first_that_fits(
 ) -> tuple[common.Timing, dict] | None:
     """Measure with the first setting that fits into memory. Return None if no setting fits."""
     for setting in SETTINGS[name][1]:
-        # free the memory used by an earlier side or attempt
+        # free the memory of earlier sides and attempts
         gc.collect()
         torch.cuda.empty_cache()  # does nothing without CUDA
         with contextlib.suppress(torch.OutOfMemoryError):

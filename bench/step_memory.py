@@ -1,15 +1,15 @@
 """How much memory does a training step of nanogrpo need, compared with TRL?
 
 In: nothing. Models and completions are created as in step_time.py. Each side runs in a separate
-process. Out: results/step_memory.json with the peak of resident memory while the model and the
-optimizer are created and two steps are trained. A record contains the peak of the process, and this
-peak minus the memory in use after the imports.
+process. Out: results/step_memory.json with the peak of resident memory while a process creates the
+model and the optimizer and trains two steps. A record contains this peak, and the peak minus the
+memory in use after the imports.
 
 The most important case is a small model with Qwen's vocabulary, where the logits dominate.
 
-TRL's settings are in trl_run.py. TRL runs once with the generation as one micro-batch, as in
-nanogrpo. TRL runs a second time with four micro-batches, which need less memory and take the same
-time. Read next: step_time.py.
+TRL's settings are in trl_run.py. TRL runs once with the whole generation as one micro-batch, as
+nanogrpo does. It runs again with four micro-batches, which need less memory and take the same time.
+Read next: step_time.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIDES = {"nanogrpo": Ours, "TRL": Trl, "TRL, 4 micro-batches": functools.partial
 
 
 def child(case: str, side: str, folder: Path, args: argparse.Namespace) -> dict:
-    """Train two steps of a side in this process, on the model in `folder`."""
+    """Train two steps in this process with one side, starting from the model in `folder`."""
     torch.set_num_threads(args.threads)
     if "TRL" in side:
         import bench.trl_run  # noqa: F401 (imported before memory is counted)

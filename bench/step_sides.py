@@ -1,10 +1,9 @@
-"""The two sides of a training step on given completions: nanogrpo as in train.py, and TRL.
+"""A training step on given completions, with each of two sides: nanogrpo as in train.py, and TRL.
 
-In: a checkpoint folder, options, and the random completions of a `Case`. Out: two sides, which both
-have a method `step(samples)`. A step includes everything from the samples to the new weights. The
-method returns the gradient norm, so that a benchmark can check that both sides compute the same
-gradient. Read next: step_time.py (small models on a CPU), step_large.py (real sizes on a GPU),
-step_memory.py.
+In: a checkpoint folder, options, and the random completions of a `Case`. Out: two sides, each with
+a method `step(samples)`. A step includes everything from the samples to the new weights. The method
+returns the gradient norm, so that a benchmark can check that the sides agree. Read next:
+step_time.py (small models on a CPU), step_large.py (real sizes on a GPU), step_memory.py.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ class Case:
     G: int  # completions per prompt
     prompt: int  # tokens
     longest: int  # maximum number of tokens per completion
-    # if True, all completions have `longest` tokens, and otherwise a third on average
+    # if True, all completions have `longest` tokens; if False, a third of it on average
     even: bool = False
-    vocab: int = 104  # number of ids; the tokenizer has 104 tokens, and larger ids have no token
+    vocab: int = 104  # number of ids; only the first 104 have a token in the tokenizer
 
 
 def make_samples(case: Case, prompt: int, longest: int) -> list[Sample]:
-    """Return random samples of the case with these lengths."""
+    """Return random samples for the case, with completions of these lengths."""
     rng, count = random.Random(0), case.P * case.G
     lengths = [longest] * count if case.even else uneven_lengths(count, longest)
 
@@ -92,7 +91,7 @@ def strips(samples: list[Sample], cfg: Config, pair_cost: float) -> Sequence[Pac
 
 
 class Ours:
-    """nanogrpo's side. Weights are sharded with FSDP2 as in a run, and a step is the inner loop of
+    """nanogrpo's side. Weights are wrapped with FSDP2 as in a run, and a step is the inner loop of
     train.py.
     """
 
@@ -139,19 +138,19 @@ class Trl:
         from bench import trl_run
 
         cfg = dataclasses.replace(cfg, model=str(folder))
-        # the trainer requires a dataset, but nothing is drawn from it
+        # the trainer requires a dataset but draws nothing from it here
         prompts = [Prompt(i, "0", [0]) for i in range(cfg.prompts_per_step)]
         output = Path(tempfile.mkdtemp())
         self.trainer = trl_run.trainer(cfg, prompts, [share_of_even], output, micro)
         self.trainer.create_optimizer()
-        # If the options require checkpointing, Trainer.train enables it before its first step.
+        # Trainer.train would enable checkpointing, but it is not called here.
         if checkpointing:
             self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.micro = self.trainer.current_gradient_accumulation_steps = micro
         self.clock = metrics.Clock(self.trainer.accelerator.device)
 
     def batch(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
-        """Return TRL's batch, padded to the longest of all samples, as TRL pads a generation."""
+        """Return TRL's batch. As in TRL, all samples of a generation are padded to the longest."""
         pad_id = self.trainer.processing_class.pad_token_id
 
         def pad(ids: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,7 +197,7 @@ class Trl:
 
 
 def check_norms(case: str, norms: dict[str, float], tolerance: float = 1e-3) -> None:
-    """Raise RuntimeError if the gradient norms differ, because the sides then compute different
+    """Raise RuntimeError if the gradient norms differ, since the sides then compute different
     gradients.
     """
     first = next(iter(norms.values()))

@@ -1,17 +1,18 @@
-"""How long does a training step on given completions take in nanogrpo and in TRL? nanogrpo runs
-once with shared prompts and once with a copy of the prompt per completion.
+"""How long does a training step on given completions take with nanogrpo and with TRL? nanogrpo runs
+twice, with shared prompts and with a copy of the prompt for each completion.
 
 In: nothing. This file creates a random Qwen3 of about three million parameters and random
-completions. Out: results/step_time.json, and docs/img/step_time.png, which shows how the time grows
-with the tokens, the group size G and the vocabulary. A step includes everything from the samples to
-the new weights: packing or padding, forward pass, loss, backward pass, clipping and AdamW,
-on-policy and in float32. The sides start from the same weights. Before anything is timed, their
-gradient norms must agree to 1e-3, so no side can be faster because it computes something else.
+completions. Out: results/step_time.json, and docs/img/step_time.png, which plots the time against
+the number of tokens, the group size G and the vocabulary size. A step includes everything from the
+samples to the new weights: packing or padding, forward pass, loss, backward pass, clipping and
+AdamW. Steps are on-policy and in float32. The sides start from the same weights. Before anything is
+timed, their gradient norms must agree to 1e-3, so no side can be faster by computing something
+else.
 
-TRL's settings are in trl_run.py. Cases that are not run keep their results. "tokens/s" counts
-completion tokens. "computed tokens" counts all tokens that the decoder processed, including
-padding. step_memory.py measures peak memory. With --shape, step_large.py instead measures one step
-of a real model on a GPU. Read next: step_sides.py.
+TRL's settings are in trl_run.py. Cases that are not run keep their earlier results. In the tables,
+"tokens/s" counts completion tokens, and "computed tokens" counts all tokens that the decoder
+processed, including padding. step_memory.py measures peak memory. With --shape, step_large.py
+instead measures one step of a real model on a GPU. Read next: step_sides.py.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ VOCABULARIES = {
     f"vocabulary {n:,}": Case(2, 8, 32, 96, vocab=n) for n in (1024, 8192, 32768, 151936)
 }
 CASES |= LENGTHS | VOCABULARIES
-# Each panel of the picture has a title, the x value of a record, and its cases.
+# The panels of the plot: title → (function from record to x value, cases).
 GROWTH = {
     "completion tokens (64 completions)": (
         lambda record: record["completion_tokens"],
@@ -71,7 +72,7 @@ SIDES = {"nanogrpo": Ours, "nanogrpo, prompts copied": copied, "TRL": Trl}
 
 
 def write_model(case: Case, folder: Path, args: argparse.Namespace) -> dict:
-    """Write a random model of the case to `folder`, and return its shape."""
+    """Write a random model for the case to `folder`, and return its shape."""
     tokenizer = warmup.write_tokenizer(folder)
     shape = common.small_qwen3(args.hidden, args.layers, case.vocab, 1024)
     torch.manual_seed(0)
@@ -105,7 +106,7 @@ def measure(case: str, args: argparse.Namespace, argv: Sequence[str]) -> list[di
             "group": cfg.num_generations,
             "tokens_per_second": tokens / timing.median,
             "computed_tokens": sides[name].computed(samples),
-            # the clock also measured the untimed round
+            # the clock also counted the untimed warm-up round
             "phases": {phase: s / (args.repeats + 1) for phase, s in seconds.items()},
             "speedup_over_trl": None if args.no_trl else timings["TRL"].median / timing.median,
             "gradient_norm": norms[name],

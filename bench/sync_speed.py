@@ -4,13 +4,14 @@ In: nothing. This file creates two random Qwen3 models, one with 0.3 M and one w
 parameters. --vllm-python is the Python of an environment with vLLM. Out: results/sync_speed.json
 with the seconds of each sync for both transports, p50 and p95, and GB/s.
 
-The time includes everything that the training loop waits for: gathering the weights into the
-buckets, pausing the server, announcing and transferring the buckets, loading them into vLLM's fused
-layers, labeling the weights, and resuming the server (nanogrpo/vllm/sync.py). After each block of
-syncs, the server samples, and its log-probs are compared with the trainer's. So a fast sync of
-wrong weights would be noticed. The transports are measured alternately on the same server. On a
-CPU, trainer and server share the cores, so GB/s depends more on copying than on the network. vLLM's
-own sync engine is not measured, because it needs GPUs. Read next: nanogrpo/vllm/sync.py.
+The time includes everything that the training loop waits for (nanogrpo/vllm/sync.py): gathering the
+weights into buckets, pausing the server, transferring the buckets, loading them into vLLM's fused
+layers, setting the weights' version, and resuming the server. After each block of syncs, the server
+samples, and its log-probs are compared with the trainer's. So a fast sync that transfers wrong
+weights would be noticed. The transports are measured alternately on the same server. On a CPU,
+trainer and server run on the same machine and share its cores, so GB/s measures copying rather than
+a network. vLLM's own sync engine is not measured, because it needs GPUs. Read next:
+nanogrpo/vllm/sync.py.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SHAPES = {  # D, F, layers, heads, key/value heads, head dimension, vocabulary
 
 
 def make_base(folder: Path, shape: str) -> Decoder:
-    """Return a random model of the shape, and write its checkpoint to `folder`."""
+    """Return a random model of this shape, and write its checkpoint to `folder`."""
     D, F, L, H, K, E, V = SHAPES[shape]
     cfg = ModelConfig("qwen3", V, D, F, L, H, K, E, 256, rope_theta=1e4, tie_word_embeddings=True)
     torch.manual_seed(0)
@@ -94,7 +95,7 @@ def main(argv: Sequence[str]) -> list[dict]:
             sidecar = Sidecar(base, options, args.vllm_python, Path(folder) / "serve.log")
             first = VLLMEngine(model, max_len=32, sidecar=sidecar, transport=TRANSPORTS[0])
             engines = {TRANSPORTS[0]: first}
-            # Each further transport gets its own client of the same server.
+            # Each additional transport gets its own client for the same server.
             server = first.servers[0]
             secret = server.headers["Authorization"].removeprefix("Bearer ")
             for transport in TRANSPORTS[1:]:

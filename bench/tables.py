@@ -1,8 +1,8 @@
 """Create the tables of the benchmarks, for the console and for bench/README.md.
 
 In: the records of a benchmark (dicts that common.py writes). Out: table rows. Every number comes
-from a record. If a row of `wanted` has no record, it says "not yet measured". All functions are
-pure and do not need TRL. Read next: readme.py.
+from a record. A row in `wanted` without a record says "not yet measured". All functions are pure
+and do not need TRL. Read next: readme.py.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ class Bench:
     notes: Callable[[list[dict]], list[str]] = lambda records: []
 
 
-# Training uses these quantities. All other quantities are metrics.
+# The quantities that training uses. All others are metrics.
 QUANTITIES = ("advantages", "loss", "gradient", "entropy gradient", "weight")
 
 
 def parity(records: list[dict]) -> Lines:
-    """Return the largest differences of the advantages, of each loss type and of the importance
-    weights.
-    """
+    """Return the largest differences for advantages, each loss type, and importance weights."""
     groups: dict[str, list[dict]] = {}
     for r in records:
         name = r["case"].partition(":")[0] if r["what"] == "loss" else r["what"]
@@ -80,7 +78,7 @@ def end_to_end(records: list[dict]) -> Lines:
 
 
 def cannot(records: list[dict]) -> list[str]:
-    """Return notes that explain the memory column, and the reason why a side is missing."""
+    """Return notes that explain the memory column, and why a side is missing."""
     missing = {(r["side"], r["why_not"]) for r in records if "why_not" in r}
     return [
         "Peak memory is the peak of the trainer's process minus the memory of its imported"
@@ -170,8 +168,8 @@ GPU_CASES = [
 ]
 BENCHES = {
     "parity_trl": Bench(
-        "How much do our results differ from the results of TRL 1.16.0's own code in float64? The"
-        " table shows the largest relative difference of each quantity.",
+        "How much do our results differ from those of TRL 1.16.0's own code in float64? The table"
+        " shows the largest relative difference of each quantity.",
         ("what", "cases", "inputs", "values", "metrics"),
         parity,
         notes=lambda records: [
@@ -180,8 +178,8 @@ BENCHES = {
         ],
     ),
     "learning": Bench(
-        "Does nanogrpo learn as well as TRL, and how much faster? Both learn the tiny task from"
-        " the same base model. The table shows mean ± standard deviation over the seeds.",
+        "Does nanogrpo learn as well as TRL, and how much faster is it? Both learn the tiny task"
+        " from the same base model. The table shows mean ± standard deviation over the seeds.",
         (
             "side",
             "seeds",
@@ -196,9 +194,9 @@ BENCHES = {
         notes=tables_learning.curves_apart,
     ),
     "four_bits": Bench(
-        "Do LoRA adapters (r = 8) learn equally well on a base model in four bits and in bfloat16?"
-        " The table shows mean ± standard deviation over the seeds. It has rows for the tiny task,"
-        " and for the word problems of `make real` with SmolLM2-135M-Instruct.",
+        "Do LoRA adapters (r = 8) learn as well on a 4-bit base model as on one in bfloat16? They"
+        " learn the tiny task, and the word problems of `make real` with SmolLM2-135M-Instruct. The"
+        " table shows mean ± standard deviation over the seeds.",
         (
             "base",
             "runs",
@@ -213,21 +211,21 @@ BENCHES = {
         "four_bits.png",
         notes=lambda records: [
             "On a CPU, peak memory is the peak of the process minus the memory of its imported"
-            " libraries. On a GPU, peak memory is the memory that PyTorch allocated on the GPU. On"
-            " a CPU, the local engine needs a float32 copy of a bfloat16 base model. It needs no"
-            " copy of a base model in four bits, because the engine dequantizes the weights in each"
-            " decode step. On the GPU, ten runs ran at the same time, so each run took longer than"
-            " it would alone.",
+            " libraries. On a GPU, it is the largest amount of GPU memory that PyTorch allocated."
+            " On a CPU, the local engine needs a float32 copy of a bfloat16 base model. It needs no"
+            " copy of a 4-bit base model, because it dequantizes the weights in each decode step."
+            " On the GPU, all ten runs ran at the same time, so each took longer than it would"
+            " alone.",
             "The weights of the 135M base model come from a package that has already rounded them"
-            " to 4 bits (examples/smollm2.py). Rounding them again to NF4 reduces the accuracy"
-            " before training.",
+            " to other 4-bit values (examples/smollm2.py). Rounding them again, to NF4, reduces the"
+            " accuracy before training.",
             *tables_learning.rises(records),
         ],
     ),
     "vision": Bench(
-        "Does GRPO teach a model to look at pictures? A tiny vision-language model adds up"
-        " dice in pictures (examples/pictures.py). In the control experiment, random pixels replace"
-        " the pictures. The table shows mean ± standard deviation over the seeds.",
+        "Does GRPO teach a model to look at pictures? A tiny vision-language model adds up dice in"
+        " pictures (examples/pictures.py). In the control experiment, called noise, random pixels"
+        " replace the pictures. The table shows mean ± standard deviation over the seeds.",
         (
             "side",
             "runs",
@@ -244,8 +242,8 @@ BENCHES = {
     ),
     "real_model": Bench(
         "How fast does a real language model learn word problems? Both sides train"
-        " SmolLM2-135M-Instruct with the options of `make real`. Accuracies are given as mean ±"
-        " standard deviation over the runs.",
+        " SmolLM2-135M-Instruct with the options of `make real`. Accuracies are mean ± standard"
+        " deviation over the runs.",
         (
             "side",
             "runs",
@@ -288,8 +286,8 @@ BENCHES = {
         notes=cannot,
     ),
     "step_time": Bench(
-        "How long does a training step on given completions take, if both sides compute the same"
-        " gradients?",
+        "How long does a training step on given completions take? All sides compute the same"
+        " gradients.",
         (
             "case",
             "side",
@@ -329,8 +327,8 @@ BENCHES = {
         ],
         command="python -m bench.step_time --shape 0.6B",
         notes=lambda records: [
-            "MFU is the FLOP of a step, without padding and recomputation, divided by its time and"
-            " by the dense peak FLOP/s of the device."
+            "MFU (model FLOP utilization) is the FLOP of a step, without padding and recomputation,"
+            " divided by its time and by the device's dense peak FLOP/s."
         ],
     ),
     "step_memory": Bench(
@@ -381,8 +379,8 @@ BENCHES = {
         command="make gpu",
     ),
     "plan": Bench(
-        "How well does `bench.predict` predict the seconds of a step? The table compares predicted"
-        " with measured seconds on a CPU, whose speeds are measured first.",
+        "How well does `bench.predict` predict the duration of a step? The benchmark first measures"
+        " the speeds of the CPU, and then compares predicted with measured seconds.",
         ("parameters", "phase", "predicted s", "real s", "predicted / real"),
         plan,
         [(size, "step") for size in ("3M", "38M", "135M")],
@@ -390,9 +388,8 @@ BENCHES = {
     "gpu": Bench(
         "Do all stages of `make gpu` succeed? The stage `train` runs ten steps of `make real`. k3"
         " estimates how far the policy of the sampling engine is from the policy of the trainer."
-        " Other stages repeat the benchmarks kernel_speed, step_large and rollout_large. The"
-        " tables of these benchmarks on this page were measured with the commands listed below"
-        " them.",
+        " The stages `kernels`, `step` and `decode` repeat the benchmarks kernel_speed, step_large"
+        " and rollout_large, whose own tables are above.",
         ("stage", "result", "seconds", "seconds per step", "tokens/s", "k3", "peak memory"),
         gpu,
         [(stage,) for stage in GPU_STAGES],
@@ -400,9 +397,9 @@ BENCHES = {
     ),
     "soak": Bench(
         "Does a run lose anything if it meets a random fault at a random time? Each run of a tiny"
-        " task gets one fault and is resumed until it is done. Its result must then equal the run"
-        " without a fault. A broken promise is a difference, a traceback, or a process or temporary"
-        " file that is left.",
+        " task gets one fault and is resumed until it is done. Its result must then equal that of a"
+        " run without faults. A broken promise is a different result, a traceback, or a process or"
+        " temporary file that remains after the run.",
         ("fault", "runs", "starts", "broken promises"),
         soak,
         wanted=[
@@ -420,7 +417,7 @@ def lines_of(name: str, records: list[dict]) -> Lines:
     bench = BENCHES[name]
     lines = bench.lines(records)
     for cells in bench.wanted:
-        # A case may also name its shape, as in "head, hidden to gradients N=… V=…".
+        # Only beginnings are compared: a case may end with its shape, as in "forward N=… V=…".
         filled = (
             all(f"{have} ".startswith(f"{want} ") for have, want in zip(line, cells))
             for line in lines

@@ -55,7 +55,7 @@ def seconds_to(record: dict, accuracy: float) -> float | None:
 
 
 def alternated(records: list[dict]) -> dict[str, list[dict]]:
-    """Return the runs whose times can be compared, because both sides ran with the same seed.
+    """Return the runs of seeds that both sides ran, because only their times can be compared.
 
     If only one side has runs, all its runs are returned.
     """
@@ -110,7 +110,7 @@ def before_and_after(records: list[dict]) -> list[tuple]:
 def real_model(records: list[dict]) -> list[tuple]:
     runs = {side: [r for r in records if r["side"] == side and "held_out" in r] for side in SIDES}
     timed = alternated(records)
-    # TRL runs fewer steps, and the first steps are longer. So both sides use only these steps.
+    # TRL runs fewer steps, and the first steps take longer. So compare only steps that both ran.
     count = min((r["steps"] for mine in timed.values() for r in mine), default=0)
     first = {side: [s for r in mine for s in r["seconds"][:count]] for side, mine in timed.items()}
     lines = []
@@ -154,26 +154,26 @@ def shares(records: list[dict]) -> list[str]:
     """Return notes on the records of --profile."""
     notes = [
         "Peak memory is the peak of the trainer's process minus the memory of its imported"
-        " libraries. The times come from the seeds that both sides ran. The column 'over TRL' uses"
-        " only the steps that TRL ran, too."
+        " libraries. Times are measured on the seeds that both sides ran. The column 'over TRL'"
+        " compares only the steps that both sides ran."
     ]
     for r in records:
         if "peak_flops" in r:
             share = {phase: r[phase]["share_of_peak"] for phase in ("train", "sample")}
             notes.append(
-                f"Training reaches {share['train']:.0%} and sampling {share['sample']:.0%} of the"
-                " speed of the fastest matrix product in the same process"
+                f"Training reaches {share['train']:.0%}, and sampling {share['sample']:.0%}, of the"
+                " speed of the fastest matrix product measured in the same process"
                 f" ({r['peak_flops'] / 1e9:.0f} GFLOP/s)."
             )
     if len(notes) == 1:
-        notes.append("The share of the peak speed (--profile) is not yet measured.")
+        notes.append("The fraction of the peak speed (--profile) is not yet measured.")
     return notes
 
 
 def replay_apart(records: list[dict]) -> list[str]:
-    """Return how far TRL is from nanogrpo if both learn from the same completions.
+    """Return how much TRL differs from nanogrpo if both learn from the same completions.
 
-    In these records, "ours" is the run of nanogrpo that sampled the completions.
+    In these records, "ours" is nanogrpo's run that sampled the completions.
     """
     theirs = [r for r in records if r["side"] == REPLAYED]
     if not theirs:
@@ -182,15 +182,15 @@ def replay_apart(records: list[dict]) -> list[str]:
     equal, most = sum(a == b for a, b in both), max(abs(a - b) for a, b in both)
     weights = max(r["weights_apart"] for r in theirs)
     return [
-        "TRL was also trained on the completions that nanogrpo sampled, so that only the training"
-        f" can differ. TRL's held-out accuracy then equals ours at {equal} of {len(both)}"
-        f" evaluations (at most {most:.3f} apart). TRL's final weights differ from ours by at most"
-        f" {weights:.1e} of the distance from the base model."
+        "TRL was also trained on the completions that nanogrpo sampled, so that the two sides can"
+        f" differ only in training. Both then have the same held-out accuracy at {equal} of"
+        f" {len(both)} evaluations (at most {most:.3f} apart). TRL's final weights differ from ours"
+        f" by at most {weights:.1e} of their distance from the base model."
     ]
 
 
 def rises(records: list[dict]) -> list[str]:
-    """Return one note per side, which says how much held-out accuracy changes in a run."""
+    """Return one note per side that says how much held-out accuracy changes during training."""
     notes = []
     for side in dict.fromkeys(r["side"] for r in records):
         rise = []
@@ -205,8 +205,8 @@ def rises(records: list[dict]) -> list[str]:
 
 def vision(records: list[dict]) -> list[str]:
     notes = [
-        "A question asks for the sum of one, two or three dice. The sums are drawn uniformly from"
-        " 6, 11 or 16 values, so a guess is right with a probability of 0.107."
+        "A question asks for the sum of one, two or three dice. The sum is drawn uniformly from 6,"
+        " 11 or 16 possible values. So on average, a guess is right with a probability of 0.107."
     ]
     notes += rises(records)
     busy = max(r["machine"]["load_average"] for r in records)
@@ -222,7 +222,7 @@ def curves_apart(records: list[dict]) -> list[str]:
     for name, title in (("held_out", "held-out accuracy"), ("reward", "reward")):
         share, most = apart(records, name)
         notes.append(
-            f"At {share:.0%} of the steps, the mean {title} of the two sides differs by at most one"
-            f" standard deviation. The largest difference is {most:.2f} standard deviations."
+            f"The two sides differ in mean {title} by at most one standard deviation at {share:.0%}"
+            f" of the steps. The largest difference is {most:.2f} standard deviations."
         )
     return notes + replay_apart(records)

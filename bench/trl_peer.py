@@ -6,10 +6,10 @@ log-probs.
     batch = peer.batch()
     (loss,) = peer.losses(batch)
 
-`Peer` is a `GRPOTrainer` without a dataset and an optimizer. A `Peer` has only the attributes that
-its methods read. `advantages_of_both` and `losses_of_both` compute one case with TRL's code and
-with nanogrpo's code. tests/grpo/test_trl_parity.py checks that the results are equal, and
-parity_trl.py tabulates the differences. Read next: parity_trl.py.
+`Peer` is a `GRPOTrainer` without dataset or optimizer. It has only the attributes that its methods
+read. `advantages_of_both` and `losses_of_both` compute one case with TRL's code and with
+nanogrpo's. tests/grpo/test_trl_parity.py checks that the results are equal, and parity_trl.py
+tabulates the differences. Read next: parity_trl.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from nanogrpo.types import Prompt, Sample
 
 EOS, PAD = 5, 0
 G = 4  # completions per prompt
-LENGTHS = [3, 9, 1, 6, 12, 2, 12, 7]  # lengths of the completions of two prompts
-# Options that have the same name in TRL.
+LENGTHS = [3, 9, 1, 6, 12, 2, 12, 7]  # completion lengths, for two prompts
+# Options with the same name in TRL.
 SHARED = [
     "num_generations",
     "max_completion_length",
@@ -61,7 +61,7 @@ STOPPED = [True, True, True, False, False, True, True, True]
 OWN = ("kl", "entropy", "policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean")
 SOLO = World(0, 1, torch.device("cpu"))  # one process
 
-# The cases are rewards for the advantages, and options to combine with each loss type.
+# The cases: rewards, to compare advantages, and options, to compare losses of each type.
 REWARDS = {
     "plain": [1.0, 0.0, 0.25, 1.0, 0.5, 2.0, -1.0, 0.0],
     "equal": [0.1, 0.1, 0.1, 0.1, 1.0, 0.0, 0.0, 0.0],
@@ -132,7 +132,7 @@ OBJECTIVES = {
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Return the loss types and the objectives that can be combined."""
+    """Return all valid pairs of a loss type and an objective."""
     return [
         (loss_type, name)
         for loss_type in LOSSES
@@ -155,8 +155,8 @@ def config(**options) -> Config:
 def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> trl.GRPOConfig:
     """Return these options as TRL's config.
 
-    For the off-policy cases, gradients accumulate over half of the generation, so that TRL computes
-    old log-probs.
+    For off-policy cases, each generation gets two optimizer steps, so that TRL computes old
+    log-probs.
     """
     return trl.GRPOConfig(
         output_dir="unused",
@@ -172,9 +172,7 @@ def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> tr
 
 
 class NoModel(torch.nn.Module):
-    """A stand-in for the model. A model without weights, of which TRL reads only whether it is in
-    training mode.
-    """
+    """A stand-in for the model, without weights. TRL reads only whether it is in training mode."""
 
     is_gradient_checkpointing = False
 
@@ -258,7 +256,7 @@ class Peer(trl.GRPOTrainer):
 def make_samples(seed: int = 0, vocab: int = 100) -> list[Sample]:
     """Return two groups of four completions, some truncated.
 
-    The first prompt is longer than the second, so TRL pads on the left and on the right.
+    Prompts and completions differ in length, so TRL pads on the left and on the right.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -274,11 +272,10 @@ def make_samples(seed: int = 0, vocab: int = 100) -> list[Sample]:
 
 
 def tables(seed: int) -> dict[str, torch.Tensor]:
-    """Return random tables [8, 12] float64 by name.
-
-    The tables "now", "old", "ref" and "engine" contain log-probs. The table "entropy" contains
-    entropies, and "importance" contains factors around 1. The range of the values is so wide that
-    every clip and bound applies to some token. Only "now" and "entropy" have gradients.
+    """Return random tables [8, 12] float64 by name. The tables "now", "old", "ref" and "engine"
+    contain log-probs. "entropy" contains entropies, and "importance" contains factors around 1. The
+    values vary so widely that every clip and bound applies to some token. Only "now" and "entropy"
+    have gradients.
     """
     g = torch.Generator().manual_seed(seed)
     now = -3 * torch.rand(8, 12, generator=g, dtype=torch.float64)
@@ -299,7 +296,7 @@ def tables(seed: int) -> dict[str, torch.Tensor]:
 
 
 def give_rewards(samples: list[Sample], rewards: list, cfg: Config) -> torch.Tensor:
-    """Set the rewards (a value or a tuple per sample) and the advantages, as the training loop
+    """Set the samples' rewards (a value or a tuple per sample) and advantages, as the training loop
     does.
 
     Returns the standard deviations of the rewards.
@@ -329,7 +326,7 @@ def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
     for name, (expected, *_) in peer._metrics["train"].items():
         if not name.startswith("reward") and name != "frac_reward_zero_std":
             continue
-        # Without a value, TRL logs NaN, and nanogrpo logs nothing.
+        # For a metric without a value, TRL logs NaN, and nanogrpo logs nothing.
         theirs[name] = expected if expected == expected else 0.0
         ours[name] = row[name] if expected == expected else row.get(name, 0.0)
     return ours, theirs
@@ -338,7 +335,7 @@ def advantages_of_both(cfg: Config, rewards: list) -> tuple[dict, dict]:
 def our_batch(
     samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool
 ) -> tuple[SimpleNamespace, tuple]:
-    """Return our batch with the same numbers in float64, and the indices of its tokens in the
+    """Return our batch with the tables' values in float64, and the indices of its tokens in the
     tables.
     """
     n_tokens = schedule.plan(range(len(samples)), [s.facts for s in samples], cfg).n_tokens
@@ -371,9 +368,8 @@ def our_batch(
 def our_loss(
     samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool
 ) -> PolicyOut:
-    """Return the result of `objectives.loss`, which supports all options.
-
-    The fused head supports only the options of the clipped loss. Tests compare both losses.
+    """Return the result of `objectives.loss`, which supports all options. The fused head supports
+    only those of the clipped loss. Tests compare both losses.
     """
     batch, index = our_batch(samples, logp, cfg, off_policy)
     return objectives.loss(logp["now"][index], logp["entropy"][index], batch, cfg)
@@ -382,7 +378,7 @@ def our_loss(
 def their_batch(peer: Peer, cfg: Config, off_policy: bool) -> dict:
     """Return TRL's batch with the engine's log-probs and, if needed, importance weights."""
     batch = peer.batch()
-    # TRL uses old log-probs in the same cases
+    # TRL must use old log-probs in the same cases as nanogrpo
     assert ("old_per_token_logps" in batch) == off_policy
     batch["sampling_per_token_logps"] = peer.logp["engine"]
     if cfg.vllm_importance_sampling_mode != "off":
@@ -423,7 +419,7 @@ def losses_of_both(cfg: Config, off_policy: bool, seed: int) -> tuple[dict, dict
     bonus.measured(batch, out, 0)
     row = {**meter.summary(SOLO), **bonus.step(SimpleNamespace(world=SOLO), 0, samples)}
     names = {n for n in peer._metrics["train"] if n.startswith("clip_ratio/") or n in OWN}
-    # TRL counts masked completions as sequences that are not clipped.
+    # TRL counts masked completions as unclipped sequences.
     if cfg.mask_truncated_completions and out.by_sequence:
         clips = ("clip_ratio/", "cispo_clip_ratio", "vespo/phi_seq_mean")
         names = {n for n in names if not n.startswith(clips)}

@@ -1,11 +1,11 @@
-"""Build TRL's GRPOTrainer with our options and the settings that are best for it.
+"""Build TRL's GRPOTrainer with our options and with the settings that make it fastest.
 
-In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. If TRL has an
-option, it is passed under the same name. These settings are best for the models of the benchmarks:
-no gradient checkpointing, the full generation as one micro-batch, sdpa attention, TRL's default
-fused head, fused AdamW, float32 on a CPU as in nanogrpo, no data loader workers, no progress bar
-and no checkpoints. Read next: runs.py, which runs both sides, and trl_peer.py, which uses TRL's
-code without a trainer.
+In: a `Config`, a checkpoint folder, prompts. Out: a trainer that is ready to train. Options that
+TRL has, too, are passed under the same name. The other settings are the fastest for the models of
+the benchmarks: no gradient checkpointing, the full generation as one micro-batch, sdpa attention,
+TRL's default fused head, and fused AdamW. On a CPU, float32 is used as in nanogrpo. There are no
+data loader workers, no progress bar and no checkpoints. Read next: runs.py, which runs both sides,
+and trl_peer.py, which uses TRL's code without a trainer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SAME = (
 
 
 def options(cfg: Config, output_dir: Path, micro: int = 1) -> trl.GRPOConfig:
-    """Return the TRL options for this config. micro: micro-batches per optimizer step."""
+    """Return this config as TRL's options. micro: micro-batches per optimizer step."""
     on_gpu = torch.cuda.is_available() and cfg.device != "cpu"
     return trl.GRPOConfig(
         output_dir=str(output_dir),
@@ -60,7 +60,7 @@ def trainer(
     output_dir: Path,
     micro: int = 1,
 ) -> trl.GRPOTrainer:
-    """Return a trainer that uses the same prompts in each step as nanogrpo."""
+    """Return a trainer that uses the same prompts as nanogrpo in each step."""
     warnings.simplefilter("ignore", FutureWarning)  # TRL uses deprecated parts of transformers
     drawn = [
         p

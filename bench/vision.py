@@ -1,9 +1,8 @@
-"""Does GRPO teach a model to look at pictures, and does it learn nothing from random pixels?
+"""Does a model learn to look at pictures with GRPO, and does it learn nothing from random pixels?
 
 In: nothing. If the base model is missing, it is created as in examples/pictures.py. Out:
-results/vision.json with one record per run, and docs/img/vision.png. This picture shows some of the
-training pictures, and reward and held-out accuracy by step, as mean and standard deviation over the
-seeds.
+results/vision.json with one record per run, and docs/img/vision.png. The plot shows some of the
+pictures, and reward and held-out accuracy by step, as mean and standard deviation over the seeds.
 
 Both sides train with examples/pictures.json from the same base model, on the same questions and
 answers in the same order. On the side "noise", random pixels replace every picture, in training and
@@ -30,7 +29,7 @@ SIDES = ("pictures", "noise")
 
 
 def options(side: str, seed: int, base: Path, steps: int) -> Config:
-    """Return the options of a run. The data are in folders next to the base model."""
+    """Return the options of a run. Its data are in a folder next to the base model."""
     cfg = Config(**json.loads(OPTIONS.read_text()))
     folder = base.resolve().parent / side
     return dataclasses.replace(
@@ -45,7 +44,7 @@ def options(side: str, seed: int, base: Path, steps: int) -> Config:
 
 
 def prepare(base: Path) -> None:
-    """Write the data of both sides and the base model, unless they exist."""
+    """Write the data of both sides and the base model unless they exist."""
     for side in SIDES:
         folder = base.parent / side
         if not (folder / "held_out.jsonl").exists():
@@ -75,7 +74,7 @@ def draw(records: list[dict], path: Path) -> None:
 
 def show_pictures(axis) -> None:
     """Draw four held-out problems with their questions and answers."""
-    width, height = 110, 90  # size of a cell of the plot, in pixels
+    width, height = 110, 90  # size of a cell in the plot, in pixels
     rng = random.Random("shown")
     for i, p in enumerate(pictures.problems("held_out", 4, seed=0)):
         left, top = width * (i % 2), height * (i // 2)

@@ -1,12 +1,11 @@
-"""Let transformers answer held-out problems with two checkpoints, and write both answers side by
+"""Answer held-out problems with two checkpoints, using transformers, and write the answers side by
 side.
 
     python examples/before_after.py BASE runs/real/checkpoint-20 runs/problems/held_out.jsonl
 
 In: the model before training, a checkpoint, and a file of problems (word_problems.py). Out:
-before_after.md next to the checkpoint, a table of the problems with both completions. The models
-are loaded and sampled without nanogrpo, so this also shows that a checkpoint is an ordinary Hugging
-Face model.
+before_after.md next to the checkpoint, a table of the problems with both completions. The script
+does not import nanogrpo, so it also shows that a checkpoint is an ordinary Hugging Face model.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def answers(folder: Path, prompts: list[list[dict]], max_new_tokens: int) -> lis
 
 
 def table(records: list[dict], before: list[str], after: list[str]) -> str:
-    """Return a Markdown table of the problems, with a mark at each right answer."""
+    """Return a Markdown table of the problems that marks each correct answer."""
     expected = [record["answer"] for record in records]
     scores = [last_number(completions, expected) for completions in (before, after)]
     right, then = (sum(map(int, each)) for each in scores)

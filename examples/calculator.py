@@ -3,10 +3,10 @@ result, and the model continues.
 
     python train.py --model runs/base --data arithmetic --rollout examples/calculator.py:rollout …
 
-The base model of nanogrpo/extras/arithmetic/warmup.py writes sums as `34+5=39,39-7=32`. With
-this rollout, the calculator writes what follows each "=", and the model is not trained on these
-tokens. The model learns to call the calculator and to use its answers, not to add. For tools
-that a chat model calls by name, see tools.py. Read before: nanogrpo/extras/tools/turns.py.
+The base model of nanogrpo/extras/arithmetic/warmup.py writes sums as `34+5=39,39-7=32`. With this
+rollout, the calculator writes the result after each "=", and the model is not trained on these
+tokens. It learns to call the calculator and to use its results, not to do arithmetic. For tools
+that a chat model calls by name, see tools.py. Read first: nanogrpo/extras/tools/turns.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ CALL = re.compile(r"(\d{1,9})([+-])(\d{1,9})=$")
 
 
 def calculate(text: str) -> str:
-    """Return the result of the sum at the end of a text: "…,39-7=" → "32"; "" if there is none."""
+    """Return the result of the sum at the end of a text: "…,39-7=" → "32". If there is no sum,
+    return "".
+    """
     call = CALL.search(text)
     if call is None:
         return ""

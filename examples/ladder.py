@@ -4,12 +4,12 @@
     python -m examples.ladder                   # all rungs
     python -m examples.ladder --out roof.png    # the roofline as a picture; needs matplotlib
 
-In: the numbers of rungs. Out: for each rung, its largest error against float64, the bytes that it
-moves, and how often it passes over the logits; and the roofline of an H100.
+In: the numbers of rungs. Out: for each rung, its largest errors relative to float64, the bytes that
+it moves, and how often it passes over the logits. The roofline of an H100 follows.
 
-Rungs 1 to 4 run in Triton's interpreter, where every load and store of a kernel can be counted. For
-rung 0 and the matrix products, torch's operations are counted. No time is measured: the times are
-lower bounds, calculated from the bytes. Read next:
+Rungs 1 to 4 run in Triton's interpreter, which makes it possible to count every load and store of a
+kernel. For rung 0 and for matrix products, torch's operations are counted. Times are not measured.
+They are lower bounds, calculated from the bytes. Read next:
 kernels/README.md.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, below
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at the definition of each kernel, below
 
 import argparse
 import contextlib
@@ -47,7 +47,7 @@ ROWS, VOCAB = 8, 20_000  # shape of the logits for rungs 0 to 3
 M, WORDS, WIDTH, CHUNK = 64, 5_000, 8, 16
 CLIP = Clip(epsilon=0.2, epsilon_high=0.28)
 
-# The GPU and the head for the lower bounds in kernels/README.md: an H100, and Qwen3-0.6B.
+# For the lower bounds in kernels/README.md: an H100, and the head of Qwen3-0.6B.
 BANDWIDTH, TENSOR_CORES = 2.97e12, 791e12  # bytes and FLOP per second
 # per second: 132 multiprocessors · 4 schedulers · 32 lanes, one instruction per cycle
 INSTRUCTIONS = 132 * 4 * 32 * 1.76e9
@@ -60,32 +60,32 @@ FORWARD, GRADIENT = 5, 6  # FLOP per logit, from the docstring of log_softmax.py
 
 @dataclass
 class Work:
-    """The work of one part of a rung. `cached`: bytes that the same program has read before."""
+    """The work of one part of a rung. `cached`: bytes read again by the same program."""
 
     name: str
     read: int = 0
     cached: int = 0
     written: int = 0
-    merges: int = 0  # reductions over all lanes of a program, where threads exchange data and wait
+    merges: int = 0  # reductions over all lanes of a program: threads exchange data and wait
     flop: int = 0  # of matrix products
-    largest: int = 0  # numbers in the largest tensor that torch made
+    largest: int = 0  # elements of the largest tensor that torch allocated
     shapes: list[str] = field(default_factory=list)  # of the matrix products
 
     @property
     def moved(self) -> int:
-        """Bytes between the GPU and its memory, if repeated reads come from the cache."""
+        """Bytes moved between the GPU and its memory if repeated reads come from the cache."""
         return self.read - self.cached + self.written
 
 
 @contextlib.contextmanager
 def kernels(name: str, logits: Tensor) -> Iterator[Work]:
-    """Count the loads and stores of all kernels that are interpreted in this block."""
+    """Count the loads and stores of all Triton kernels that run in this block."""
     work, program = Work(name), [0]
     builder, reductions = interpreter.InterpreterBuilder, interpreter.ReduceOps
     load, store = builder.create_masked_load, builder.create_masked_store
     begin, reduce = builder.set_grid_idx, reductions.apply_impl
     first, size = logits.data_ptr(), logits.itemsize
-    last_reader = np.zeros(logits.numel(), dtype=np.int64)  # the program that read a logit last
+    last_reader = np.zeros(logits.numel(), dtype=np.int64)  # the last program that read each logit
 
     def size_of(ptrs) -> int:
         return ptrs.get_element_ty().primitive_bitwidth // 8
@@ -108,7 +108,7 @@ def kernels(name: str, logits: Tensor) -> Iterator[Work]:
         return store(self, ptrs, value, mask, *rest)
 
     def reduced(self, input):
-        work.merges += self.axis in (0, None)  # axis 1 lies within a lane
+        work.merges += self.axis in (0, None)  # reductions over axis 1 stay within a lane
         return reduce(self, input)
 
     with contextlib.ExitStack() as stack:
@@ -148,7 +148,9 @@ class _Operations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def operations(name: str, logits: Tensor | None = None) -> Iterator[Work]:
-    """Count the bytes that torch's operations in this block read and write, and matrix products."""
+    """Count the bytes that torch's operations in this block read and write, and the FLOP of matrix
+    products.
+    """
     work = Work(name)
     with _Operations(work):
         yield work
@@ -158,13 +160,13 @@ def operations(name: str, logits: Tensor | None = None) -> Iterator[Work]:
 
 
 class Result(NamedTuple):
-    values: dict[str, Tensor]  # log-prob, entropy and gradient, as far as the rung computes them
+    values: dict[str, Tensor]  # log-prob, entropy and gradient, if the rung computes them
     work: list[Work]
     notes: list[str]
 
 
 def inputs_of(rows: int, seed: int = 0) -> LossInputs:
-    """Return the vectors of a loss with a ratio, a clip and an entropy bonus."""
+    """Return the inputs of a loss with a ratio, clipping and an entropy bonus."""
     g = torch.Generator().manual_seed(seed)
     advantage, old = torch.randn(2, rows, generator=g)
     ones = torch.ones(rows)
@@ -179,7 +181,7 @@ def draw(rows: int = ROWS, vocab: int = VOCAB) -> tuple[Tensor, Tensor]:
 
 
 def separate(module, count: Callable) -> Result:
-    """Run a forward pass that keeps statistics of each row, then a backward pass in place."""
+    """Run a forward pass that saves statistics of each row, then a backward pass in place."""
     z, targets = draw()
     inputs = inputs_of(len(z))
     with count("forward", z) as forward:
@@ -227,7 +229,7 @@ def draw_head() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rung_4() -> Result:
-    """Run the fused head in float32, so that the error does not come from rounding the logits."""
+    """Run the fused head in float32, so that the logits are not rounded to bfloat16."""
     hidden, head, targets = draw_head()
     hidden.requires_grad_(), head.requires_grad_()
     with operations("one phase") as one:
@@ -249,7 +251,7 @@ def rung_4() -> Result:
 
 
 def _grad(hidden: Tensor, head: Tensor) -> Tensor:
-    """Return the gradients of both tensors as one vector, and clear the gradients."""
+    """Return the gradients of both tensors as one vector, and reset them to None."""
     assert hidden.grad is not None
     assert head.grad is not None
     grad = torch.cat([hidden.grad.flatten(), head.grad.flatten()])
@@ -258,7 +260,9 @@ def _grad(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 def truth(rung: int) -> dict[str, Tensor]:
-    """Return a rung's values in float64: by kernels/reference/ or, for rung 4, by autograd."""
+    """Return a rung's exact values in float64, from kernels/reference/ or, for rung 4, from
+    autograd.
+    """
     if rung < 4:
         z, targets = draw()
         z, inputs = z.double(), inputs_of(ROWS).map(Tensor.double)
@@ -306,7 +310,7 @@ RUNGS = [
 
 
 def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Return the largest errors. The gradient's error is relative to its largest number."""
+    """Return the largest errors. The gradient's error is relative to its largest element."""
     out = {}
     for name, values in found.items():
         scale = exact[name].abs().max() if name == "gradient" else 1.0
@@ -315,7 +319,7 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
 
 
 def seconds(work: Work) -> float:
-    """Return the least time that the bytes of a rung take on the large head."""
+    """Return the minimum time that a rung needs to move its bytes, for the large head."""
     return work.moved / (ROWS * VOCAB) * N * V / BANDWIDTH
 
 
@@ -354,9 +358,8 @@ def lines(number: int) -> list[str]:
 
 
 def points() -> dict[int, tuple[float, float]]:
-    """Return (FLOP per byte, FLOP per second that the roof allows) of each rung.
-
-    Rungs 0 to 3 compute the same numbers, so a rung that moves fewer bytes is further right.
+    """Return (FLOP per byte, FLOP per second that the roof allows) of each rung. Rungs 0 to 3
+    perform the same computation, so a rung that moves fewer bytes is further to the right.
     """
     out = {}
     for number, rung in enumerate(RUNGS[:4]):
@@ -364,7 +367,7 @@ def points() -> dict[int, tuple[float, float]]:
         flop = FORWARD + (GRADIENT if number != 1 else 0)
         out[number] = (flop / moved, min(flop / moved * BANDWIDTH, INSTRUCTIONS))
     # Bytes of rung 4: the products write the logits once and read their gradients twice.
-    # In between, the logits are read, and their gradients are written.
+    # In between, a kernel reads the logits and writes their gradients.
     # The head is read twice in bfloat16, and its gradient is written in float32.
     moved = (2 + 2 * 2 + 4) * N * V + (2 * 2 + 4) * V * D
     intensity = 6 * N * V * D / moved
@@ -414,7 +417,7 @@ def draw_roofline(found: dict[int, tuple[float, float]], out: Path) -> None:
     axis.text(0.035, 3e11, "memory: 3.0 TB/s", rotation=29)
     axis.text(2000, INSTRUCTIONS * 1.15, "one instruction per lane and cycle", ha="right")
     axis.text(3, TENSOR_CORES * 0.8, "tensor cores: 791 TFLOP/s")
-    beside = {1: (-14, 6), 2: (6, -12), 3: (6, -6)}  # rungs 1 to 3 are close to each other
+    beside = {1: (-14, 6), 2: (6, -12), 3: (6, -6)}  # rungs 1 to 3 are close together
     for number, (intensity, speed) in found.items():
         axis.plot(intensity, speed, "o", color=f"C{number}", label=_label(number))
         axis.annotate(

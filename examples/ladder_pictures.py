@@ -2,7 +2,7 @@
 
     python -m examples.ladder_pictures              # writes docs/img/lanes.png and so on
 
-In: the name of a folder. Out: three pictures. The program needs matplotlib (`pip install
+In: the name of a folder. Out: three pictures. matplotlib is required (`pip install
 'nanogrpo[plot]'`). The roofline is drawn by `python -m examples.ladder --out`. Read next:
 kernels/README.md.
 """
@@ -21,7 +21,7 @@ GREY, DARK, RED = "#E5E5E5", "#444444", "#C0392B"
 
 
 def canvas(width: float, height: float) -> tuple[Any, Any]:
-    """Return a figure and its axis, whose units are those of the picture."""
+    """Return a figure and an axis that covers it, with 10 units per inch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), facecolor="white")
@@ -32,7 +32,7 @@ def canvas(width: float, height: float) -> tuple[Any, Any]:
 
 
 def box(axis: Any, x: float, y: float, w: float, h: float, text: str = "", **style: Any) -> None:
-    """Draw a rectangle with a text in its middle."""
+    """Draw a rectangle with centered text."""
     from matplotlib.patches import Rectangle
 
     size = style.pop("size", 9)
@@ -121,7 +121,7 @@ def chunks() -> Any:
 
 
 def products() -> Any:
-    """Draw the three products of the fused head next to the four of two phases."""
+    """Draw the three products of the fused head next to the four that two phases need."""
     figure, axis = canvas(9, 3.6)
 
     def product(x: float, y: float, text: str, number: int) -> None:

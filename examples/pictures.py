@@ -6,18 +6,19 @@
 
 In: the name of a folder. Out: train.jsonl, held_out.jsonl, their pictures as PNG files, and the
 model `base`, all in this folder. A picture shows four dice of different colours. A question names
-one to three colours, and the answer is the sum of what these dice show. This is a record:
+one to three colours, and the answer is the sum of the numbers on these dice. A record looks like
+this:
 
     {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text":
      "red+blue="}]}], "image": "train/0.png", "answer": "9"}
 
-Without the picture, a model can only guess: for every question, and every size of the picture, all
-sums are equally likely. A hash of the dice decides the split, so no held-out picture occurs in
-training or in the warm-up. With --noise, random pixels replace every picture.
+Without seeing the picture, a model can only guess. For every question and every picture size, all
+possible sums are equally likely. A hash of the dice determines the split, so no held-out picture
+occurs in training or in the warm-up. With --noise, random pixels replace every picture.
 
-The base is a Qwen3-VL of 0.6 M parameters. The base first learns to look at the dice one by one.
-Then the base briefly imitates a lazy student. If the question names one colour, the student mostly
-looks, and otherwise mostly guesses. GRPO finds out that looking is better. Read next:
+The base model is a Qwen3-VL with 0.6 M parameters. It first learns to look at the dice one by one.
+Then it briefly imitates a lazy student, who mostly looks if the question names one colour, and
+otherwise mostly guesses. With GRPO, the model discovers that looking is better. Read next:
 nanogrpo/extras/arithmetic/warmup.py (the same without pictures), docs/vision.md.
 """
 
@@ -93,7 +94,7 @@ class Problem(NamedTuple):
 
 
 def with_sum(count: int, total: int, rng: random.Random) -> tuple[int, ...]:
-    """Return random numbers from 1 to 6 with this sum."""
+    """Return `count` random numbers from 1 to 6 that add up to `total`."""
     choices = itertools.product(range(1, 7), repeat=count)
     return rng.choice([numbers for numbers in choices if sum(numbers) == total])
 
@@ -139,7 +140,7 @@ def picture(p: Problem, rng: random.Random) -> Image.Image:
 
 
 def noise(p: Problem, rng: random.Random) -> Image.Image:
-    """Return a picture of random pixels, of the same size as the picture of the problem."""
+    """Return a picture of random pixels, of the same size as the problem's picture."""
     rows, columns = p.size
     raw = rng.randbytes(3 * rows * columns * SIDE**2)
     return Image.frombytes("RGB", (columns * SIDE, rows * SIDE), raw)
@@ -168,7 +169,9 @@ def write_data(folder: Path, noisy: bool = False) -> None:
 
 
 def write_tokenizer(folder: Path) -> Tokenizer:
-    """Write the tokenizer of warmup.py, with tokens for pictures and for the names of colours."""
+    """Write the tokenizer of warmup.py, with additional tokens for pictures and the names of
+    colours.
+    """
     warmup.write_tokenizer(folder)
     file = folder / "tokenizer.json"
     tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -183,7 +186,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
 
 
 def write_config(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write the files that describe the model and how its pictures are prepared."""
+    """Write the files that describe the model and its image preprocessing."""
     text = {
         "model_type": "qwen3_vl_text",
         "vocab_size": tokenizer.vocab_size,
@@ -237,7 +240,7 @@ def write_config(folder: Path, tokenizer: Tokenizer) -> None:
         "patch_size": SIDE // 2,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        # bounds on the number of pixels; our pictures are within them, so they are not resized
+        # bounds on the number of pixels; our pictures are within these, so they are not resized
         "size": {"shortest_edge": 4 * SIDE**2, "longest_edge": 64 * SIDE**2},
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
@@ -250,7 +253,9 @@ def write_config(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def write_base(folder: Path, seed: int = 0, steps: int = 400) -> None:
-    """Train a base model from scratch on `steps` batches of 64 answered questions, and write it."""
+    """Train a base model from scratch on `steps` batches of 64 questions with answers, and write
+    it.
+    """
     with checkpoint.atomic_folder(folder) as aside:
         model, tokenizer = new_model(aside, seed)
         teach(model, tokenizer, aside, seed, steps)
@@ -259,7 +264,7 @@ def write_base(folder: Path, seed: int = 0, steps: int = 400) -> None:
 
 
 def new_model(folder: Path, seed: int) -> tuple[Decoder, Tokenizer]:
-    """Return a random model and its tokenizer, and write their files into the folder."""
+    """Return a random model and its tokenizer, and write their configuration to the folder."""
     torch.manual_seed(seed)
     tokenizer = write_tokenizer(folder)
     write_config(folder, tokenizer)
@@ -269,13 +274,13 @@ def new_model(folder: Path, seed: int) -> tuple[Decoder, Tokenizer]:
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim > 1:
-                p.mul_(4)  # 0.08 is about 1 / sqrt(inputs) here; 0.02 is for wider layers
+                p.mul_(4)  # to 0.08, about 1 / sqrt(inputs); the default 0.02 is for wider layers
     return model, tokenizer
 
 
 def solution(p: Problem, rng: random.Random, lazy: bool) -> str:
-    """Return a completion for the warm-up, from a student who looks at the dice, or from the lazy
-    one.
+    """Return a completion for the warm-up, written by a student who looks at the dice or by the
+    lazy one.
     """
     n = len(p.asked)
     if lazy and (rng.random() < 0.8) != (n == 1):
@@ -289,8 +294,8 @@ def solution(p: Problem, rng: random.Random, lazy: bool) -> str:
 
 
 def teach(model: Decoder, tokenizer: Tokenizer, folder: Path, seed: int, steps: int) -> None:
-    """Train the model whose files are in the folder. The last quarter of the steps trains on the
-    lazy student's answers.
+    """Train the model whose files are in the folder. In the last quarter of the steps, it learns
+    from the lazy student's answers.
     """
     rng = random.Random(f"warm-up,{seed}")
 

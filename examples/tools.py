@@ -1,18 +1,18 @@
-"""A model learns to call a tool: it can guess a product, or ask the calculator.
+"""A model learns to call a tool. It can guess a product or ask the calculator.
 
-    python examples/tools.py runs/tools               # makes a model that usually guesses, and data
+    python examples/tools.py runs/tools               # makes data, and a model that usually guesses
     python train.py --model runs/tools/base --data runs/tools/train.jsonl \\
         --tools examples/tools.py:multiply --reward-funcs accuracy --output-dir runs/tools/run \\
         --max-completion-length 32 --learning-rate 3e-4 --max-steps 20 --eval-steps 5 \\
         --eval-data runs/tools/test.jsonl
 
-The model has 0.3 million parameters and a chat template for tools. The model has seen how to
-call the calculator, but usually it guesses, and the guess is wrong. GRPO finds out what helps: soon
-the model calls the calculator for every product (`tools/call_frequency` in the log).
+The model has 0.3 million parameters and a chat template for tools. It has learned how to call the
+calculator, but usually makes a guess, which is wrong. With GRPO, it soon calls the calculator for
+every product (`tools/call_frequency` in the log).
 
-A real model does not need `make_base`, only a function like `multiply`. The class
-`Calculator` is the same tool as an environment: replace `--tools …` by
-`--environment-factory examples/tools.py:Calculator`, and `accuracy` by `environment`. Read next:
+With a real model, you do not need `make_base`, only a function like `multiply`. The class
+`Calculator` provides the same tool as an environment: replace `--tools …` with
+`--environment-factory examples/tools.py:Calculator`, and `accuracy` with `environment`. Read next:
 docs/tools.md.
 """
 
@@ -46,10 +46,10 @@ def multiply(a: int, b: int) -> int:
 
 
 class Calculator:
-    """The calculator as an environment, which remembers the results of one completion."""
+    """The calculator as an environment that remembers the results within a completion."""
 
     def reset(self, answer: str, **row) -> None:
-        """Start a new completion. The arguments are the columns of the data."""
+        """Start a new completion. The arguments are the fields of the record."""
         self.answer, self.results = answer, []
 
     def multiply(self, a: int, b: int) -> int:
@@ -70,7 +70,7 @@ class Calculator:
 
 # --- a small model that can call tools ---
 
-# The constant parts of a call are single tokens, so that completions are short.
+# Each constant part of a call is a single token, so that completions are short.
 CALL = ['<tool_call>{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}</tool_call>"]
 TEMPLATE = """
 {%- for tool in tools or [] %}{{ '<|tools|>' + tool.function.name }}{% endfor %}
@@ -87,7 +87,9 @@ TEMPLATE = """
 
 
 def make_base(folder: Path, steps: int = 120, seed: int = 0) -> None:
-    """Train a model on ready-made conversations. In the last ones, most answers are guesses."""
+    """Train a model on synthetic conversations. In the last 30 % of the steps, most answers are
+    guesses.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     tokenizer = write_tokenizer(folder)
@@ -95,7 +97,7 @@ def make_base(folder: Path, steps: int = 120, seed: int = 0) -> None:
     tools, rng = ToolCalls(Config(), tokenizer, [multiply]), random.Random(seed)
 
     def conversations(step: int) -> list[Sample]:
-        calls = 0.25 if step > 0.7 * steps else 1.0  # at first, the model learns how to call
+        calls = 0.25 if step > 0.7 * steps else 1.0  # the model first learns how to call
         return [conversation(i, tools, rng, calls) for i in range(64)]
 
     warmup.imitate(model, conversations, steps, rise=20)
@@ -103,7 +105,9 @@ def make_base(folder: Path, steps: int = 120, seed: int = 0) -> None:
 
 
 def write_tokenizer(folder: Path) -> Tokenizer:
-    """Write the tokenizer of the built-in task, with tokens and a template for tools."""
+    """Write the tokenizer of the built-in task, with additional tokens and a chat template for
+    tools.
+    """
     warmup.write_tokenizer(folder)
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     inner.add_special_tokens(["<|tools|>", "<|tool|>"])
@@ -134,7 +138,7 @@ def conversation(number: int, tools: ToolCalls, rng: random.Random, calls: float
 
 
 def question(rng: random.Random) -> dict:
-    """Return a record of the data set."""
+    """Return a record for the data set."""
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     return {"prompt": [{"role": "user", "content": f"{a}*{b}="}], "answer": str(a * b)}
 

@@ -3,8 +3,8 @@
     python -m examples.walkthrough              # the model in nanogrpo/data/sums/base
     python -m examples.walkthrough runs/base    # the model of `nanogrpo warmup runs/base`
 
-Change a line and look: the options in CFG, the seed, the step, another reward function. The program
-calls the same functions as train.py, in the same order, and prints values in between.
+Change the options in CFG, the seed, the step or the reward function, and see what changes. The
+program calls the same functions as train.py, in the same order, and prints values in between.
 In: a checkpoint with the tokenizer of the built-in task. Out: sections of text, separated by empty
 lines. Read next: docs/walkthrough.md, which explains each section.
 """
@@ -35,7 +35,7 @@ from nanogrpo.grpo.advantages import centered, step_advantages
 from nanogrpo.model import checkpoint
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.rewards.runner import Runner
+from nanogrpo.rewards.scorer import Scorer
 from nanogrpo.run import optim
 from nanogrpo.types import PackedBatch, Prompt, Sample
 
@@ -47,7 +47,7 @@ CFG = Config(
     max_completion_length=48,
     learning_rate=1e-4,
 )
-STEP = 3  # this selects the prompt and the random numbers
+STEP = 3  # determines the prompt and the random numbers
 BASE = Path(__file__).parents[1] / "nanogrpo/data/sums/base"
 
 
@@ -169,7 +169,7 @@ def next_token_probs(model: Decoder, ids: list[int]) -> Tensor:
 def score(samples: list[Sample], tokenizer: Tokenizer) -> None:
     for s in samples:
         s.text = tokenizer.decode(s.token_ids)
-    Runner(CFG).score(samples)
+    Scorer(CFG).score(samples)
     names = samples[0].rewards
     show(
         "the rewards",
@@ -239,7 +239,7 @@ def loss(batch: PackedBatch, model: Decoder, tokenizer: Tokenizer) -> Tensor:
     """Compute the loss and its gradient step by step, then as the trainer does."""
     with torch.no_grad():
         hidden, head = model.forward_strip(batch, lambda hidden, head: (hidden, head))
-        logits = hidden @ head.T  # [M, V]; the trainer never has all of them
+        logits = hidden @ head.T  # [M, V]; the trainer never stores all of them
         logp, entropy, _ = log_softmax_forward(logits, batch.targets, CFG.temperature)
     gap = (logp - batch.sampling_logp).abs().max()
     show(
@@ -296,7 +296,7 @@ def loss(batch: PackedBatch, model: Decoder, tokenizer: Tokenizer) -> Tensor:
 
 
 def second_tokens(batch: PackedBatch) -> Tensor:
-    """Return the place in [M] of the second token of each completion."""
+    """Return the index in [M] of the second token of each completion."""
     return torch.stack([(batch.sample == i).nonzero()[:2][-1, 0] for i in batch.sample.unique()])
 
 
@@ -333,7 +333,7 @@ def look_again(batch: PackedBatch, before: Tensor, model: Decoder, tokenizer: To
     with torch.no_grad():
         out = model.forward_strip(batch, grpo.objective(batch, CFG))
     ratio = (out.logp - before).exp()
-    clip = out.metrics.get("clip", torch.zeros_like(ratio))  # not every loss type has a clip
+    clip = out.metrics.get("clip", torch.zeros_like(ratio))  # not every loss type clips
     second = second_tokens(batch)
     show(
         "the second token again, with the new weights",

@@ -1,4 +1,4 @@
-"""Grade-school word problems of one and two steps, and a reward for them.
+"""Grade-school word problems with one or two steps, and a reward for them.
 
     python examples/word_problems.py runs/problems      # writes train.jsonl and held_out.jsonl
     python train.py --data runs/problems/train.jsonl --eval-data runs/problems/held_out.jsonl \\
@@ -7,10 +7,10 @@
 In: the name of a folder. Out: two files of records such as
     {"prompt": [{"role": "user", "content": "Ben has 14 pears. Ann gives him …"}], "answer": "21"}
 
-There are ten kinds of problems with five stories each. The last story of each kind is held out,
-and so is one pair of numbers in three. So training problems share no story and no pair of numbers
-with held-out problems. The answer is never one of the numbers in the text, so copying one is
-always wrong. Read next: nanogrpo/rewards/call.py (what a reward function receives).
+There are ten kinds of problems with five stories each. The last story of each kind is held out, and
+so is every third pair of numbers, on average. So training and held-out problems have no story and
+no pair of numbers in common. The answer is never one of the numbers in the text, so copying a
+number is always wrong. Read next: nanogrpo/rewards/call.py (what a reward function receives).
 """
 
 from __future__ import annotations
@@ -198,7 +198,9 @@ KINDS: dict[str, Kind] = {
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Return whether a pair of numbers, in any order, is held out. One pair in three is."""
+    """Return whether a pair of numbers is held out, regardless of their order. One pair in three
+    is.
+    """
     text = f"{min(a, b)},{max(a, b)}"
     return hashlib.blake2b(text.encode()).digest()[0] % 3 == 0
 
@@ -206,8 +208,8 @@ def is_held_out(a: int, b: int) -> bool:
 def numbers_for(kind: str, held_out: bool, rng: random.Random) -> tuple[list[int], int]:
     """Return numbers for a problem of this kind, and the answer.
 
-    Either every pair of the numbers is held out, or none is. The answer is a whole number of at
-    least 2 that is not one of the numbers.
+    Of the numbers, either every pair is held out or none is. The answer is a whole number, is at
+    least 2, and is not one of the numbers.
     """
     answer_of, ranges, _ = KINDS[kind]
     while True:
@@ -223,7 +225,7 @@ def numbers_for(kind: str, held_out: bool, rng: random.Random) -> tuple[list[int
 
 
 def tell(story: str, numbers: list[int], rng: random.Random) -> str:
-    """Return the text of a story with these numbers, and with random names and things."""
+    """Return the text of a story with these numbers and random names and objects."""
     (name, he, him, his), (other, *_) = rng.sample(PEOPLE, 2)
     words = {slot: rng.choice(choices.split()) for slot, choices in WORDS.items()}
     boxes = words["box"] + ("es" if words["box"].endswith("x") else "s")
@@ -257,7 +259,7 @@ NUMBER = re.compile(r"(?<!\w)-?\d[\d,]*(?:\.\d+)?")  # no sign in "20-21"
 
 
 def last_number(completions: list, answer: list, **kwargs) -> list[float]:
-    """Return 1 where the last number of the completion is the answer, else 0."""
+    """Return 1 for each completion whose last number is the answer, else 0."""
     return [float(_last(completion) == float(a)) for completion, a in zip(completions, answer)]
 
 

@@ -4,34 +4,34 @@ tokens, without ever storing all logits.
 In: hidden [M, D], lm_head [V, D], targets [M], `LossInputs` [M]. Out: vectors [M], and in the
 backward dhidden [M, D] and dhead [V, D]. Matrix products are computed by cuBLAS, or on a CPU by
 linear.py. All other operations are functions of the package `ops`, which is reference/ (PyTorch) or
-triton/ (kernels with the same names). So both packages share the loop over chunks and the two
-autograd Functions below. Read next: nanogrpo/model/head.py.
+triton/ (kernels with the same names). So reference/ and triton/ share the loop over chunks and the
+two autograd Functions below. Read next: nanogrpo/model/head.py.
 
 Equation.   z_i = h_i Wᵀ / T;  logp_i = z_{i,y_i} - lse(z_i);
             L = Σ_i weight_i l(logp_i) - entropy_weight_i H_i.
 Derivation. The contribution of token i to L depends only on h_i and W, and weight_i is known
             beforehand. So dL/dz_i = weight_i l'(logp_i) (1[j = y_i] - p_ij) / T + … can be computed
-            as soon as row i of the logits is known. So the gradients are computed while the logits
-            of the chunk exist: dh = dz W,  dW = Σ_chunks dzᵀ h.  The backward only multiplies the
-            gradients by the upstream scalar.
-Work.       The head needs three matrix products, which are 6·M·V·D FLOP. If the backward recomputed
-            the logits, four products (8·M·V·D) would be needed. At M = 8192, V = 151,936 and 790
+            as soon as row i of the logits is known. Therefore, the forward already computes the
+            gradients while the logits of the chunk exist: dh = dz W,  dW = Σ_chunks dzᵀ h.  The
+            backward only multiplies the gradients by the upstream scalar.
+Work.       The head needs three matrix products, or 6·M·V·D FLOP. If the backward recomputed the
+            logits, four products (8·M·V·D) would be needed. At M = 8192, V = 151,936 and 790
             TFLOP/s, the three products take 9.7 / 19.4 / 38.7 ms for D = 1024 / 2048 / 4096.
 Memory.     The head stores one chunk of C rows of logits (2·C·V bytes in bfloat16, 2.5 GB at C =
             8192), dW in float32 (4·V·D bytes) and dh.
 Bytes.      The logits are read and written once, in place: 4·M·V bytes (1.16 ms at 4.3 TB/s). Each
-            chunk after the first also reads and writes dW (8·V·D bytes), which takes 245/C of the
-            time of the chunk's matrix products, for any D. So one chunk of 8192 rows is better than
-            many small chunks.
+            chunk after the first also reads and writes dW (8·V·D bytes). Compared with the chunk's
+            matrix products, this takes 245/C of the time, for any D. So one chunk of 8192 rows is
+            faster than many small chunks.
 Reference.  A test compares the results with `log_softmax_forward` and `policy_rows_` on all logits
             (tests/model/test_head.py).
 
 If the factor of a token depends on the log-probs of other tokens (sequence-level ratios or masks),
-the gradients cannot be computed in the forward pass. In this case, `HeadLogp` needs two passes with
-four matrix products in total.
+the forward pass cannot compute the gradients. Such losses use `HeadLogp`, whose backward recomputes
+the logits, so that four matrix products are needed.
 
-In `HeadPolicyLoss` and in the backward of `HeadLogp`, `nonzero` selects rows, so the host waits for
-the device. Each wait takes microseconds, while the head takes milliseconds.
+`HeadPolicyLoss` and the backward of `HeadLogp` select rows with `nonzero`. To learn the number of
+rows, the host waits for the device. This takes microseconds, while the head takes milliseconds.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ from .reference.log_softmax import accumulate
 class HeadLogp(torch.autograd.Function):
     """(hidden, lm_head, targets, temperature, chunk, ops) → log-prob [M], entropy [M].
 
-    The forward needs one matrix product. The backward recomputes each chunk's logits and needs
-    three matrix products in total, or two if the head is frozen. The backward skips rows for which
-    both upstream gradients are 0.
+    The forward needs one matrix product. The backward recomputes the logits and needs three, or two
+    if the head is frozen. It skips rows for which both upstream gradients are 0.
     """
 
     @staticmethod
@@ -103,7 +102,7 @@ class HeadPolicyLoss(torch.autograd.Function):
     """(hidden, lm_head, targets, inputs, clip, temperature, chunk, ops) → loss, log-prob [M],
     entropy [M], clip flags [M] and KL [M] or None. Only the loss is differentiable.
 
-    A token whose weight and entropy weight are both 0 is skipped, and its results are zeros.
+    Tokens whose weight and entropy weight are both 0 are skipped. Their results are zeros.
     """
 
     @staticmethod
@@ -147,7 +146,7 @@ class HeadPolicyLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream, *_):
-        # `out` has the final dtype, because a float32 copy of dhead would double its memory.
+        # `out` has the final dtype, so that no second float32 tensor of dhead's size is needed.
         scaled = (
             None if g is None else torch.mul(g, upstream, out=torch.empty_like(g, dtype=dtype))
             for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
@@ -167,15 +166,15 @@ def _buffer(hidden: Tensor, lm_head: Tensor, chunks: Sequence[Tensor]) -> Tensor
 
 
 def _add_product(total: Tensor | None, dlogits: Tensor, h: Tensor) -> Tensor:
-    """Add dlogitsᵀ h [V, D] to the total in place. If total is None, start with this product.
+    """Add dlogitsᵀ h [V, D] to the total in place. If total is None, return only this product.
 
-    The total has the dtype that `accumulate` returns, because the error of a sum in bfloat16 grows
-    with the number of chunks (from 1.6e-3 to 2.6e-3 over 8 chunks).
+    The total has the dtype that `accumulate` returns. In bfloat16, its error would grow with the
+    number of chunks (from 1.6e-3 for one chunk to 2.6e-3 for 8).
     """
     if by_onednn(h.T, dlogits.T):
         part = product(h.T, dlogits.T).T  # [V, D], transposed in memory
         return part.contiguous() if total is None else total.add_(part)
-    beta = 0.0 if total is None else 1.0  # with beta = 0, initial values are ignored
+    beta = 0.0 if total is None else 1.0  # beta = 0: the values in `total` are ignored
     if total is None:
         shape = dlogits.shape[1], h.shape[1]
         total = torch.empty(shape, dtype=accumulate(h.dtype), device=h.device)

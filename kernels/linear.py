@@ -2,16 +2,17 @@
 oneDNN calls of the project are in this file.
 
 In: x [T, I], weight [O, I], optionally a bias [O]. Out: y [T, O] and its gradients. Everything is
-computed in float32, and results differ from F.linear only by the order of summation.
+computed in float32. Results differ from those of F.linear only because sums are computed in a
+different order.
 
-Equation.   Y = X Wᵀ + b;  dX = dY W;  dW = dYᵀ X;  db = Σ_rows dY. All three products have the form
-            A Bᵀ, which the function `product` computes.
-Why.        On a CPU, torch computes float32 matrix products with the BLAS that it was built with,
-            which may not be the fastest library on this CPU. On one core of an AMD EPYC, MKL
+Equation.   Y = X Wᵀ + b;  dX = dY W;  dW = dYᵀ X;  db = Σ_rows dY. The function `product` computes
+            A Bᵀ, and each of the three products can be written in this form.
+Why.        On a CPU, torch computes float32 matrix products with the BLAS that it was built with.
+            Another library may be faster on the CPU at hand. On one core of an AMD EPYC, MKL
             reaches 110 GFLOP/s, and oneDNN, which torch also includes, reaches 186 to 253 GFLOP/s.
             oneDNN reads a transposed view of B directly, but copies a transposed view of A. A call
-            of oneDNN takes 10 µs longer, or half a millisecond longer if oneDNN must generate code
-            for a new number of rows.
+            of oneDNN has 10 µs more overhead, or half a millisecond more if oneDNN must generate
+            code for a new number of rows.
 Elsewhere.  GPUs, other dtypes, autocast and small products use F.linear. The setting
             torch.backends.mkldnn.flags(enabled=False) turns oneDNN off, both here and in torch.
 
@@ -28,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-WORTH = 1 << 22  # number of multiply-adds above which oneDNN is faster despite its call overhead
-REPACK_FROM = 1 << 14  # number of elements of a weight above which `repacked` is worthwhile
+WORTH = 1 << 22  # multiply-adds from which oneDNN is faster despite its call overhead
+REPACK_FROM = 1 << 14  # elements in a weight from which `repacked` is worthwhile
 # some builds of torch do not include oneDNN
 _onednn: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
@@ -41,7 +42,7 @@ def by_onednn(a: Tensor, b: Tensor) -> bool:
     traced.
     """
     return (
-        a.is_cpu  # checked first, because it is false on a GPU
+        a.is_cpu  # checked first: on a GPU, nothing else is evaluated
         and b.is_cpu
         and a.dtype == b.dtype == torch.float32
         and _onednn is not None
@@ -54,11 +55,11 @@ def by_onednn(a: Tensor, b: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor, buffer: Tensor | None = None) -> Tensor:
-    """Return a bᵀ: [N, K], [M, K] → [N, M], without a derivative. Both arguments may be transposed
+    """Return a bᵀ: [N, K], [M, K] → [N, M], without autograd. Both arguments may be transposed
     views.
 
-    The result is written to the first N rows of `buffer`. If oneDNN computes the result, the buffer
-    is not used, because oneDNN always allocates its results.
+    The result is written to the first N rows of `buffer`, unless oneDNN computes it: oneDNN
+    always allocates a new tensor.
     """
     if by_onednn(a, b):
         return _onednn(a, b, None, "none", [], "")
@@ -68,7 +69,7 @@ def product(a: Tensor, b: Tensor, buffer: Tensor | None = None) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
-        # If the weight is frozen, the activation is not saved.
+        # If the weight is frozen, x is not saved.
         for_dx, for_dweight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if for_dweight else None, weight if for_dx else None)
         return _onednn(x, weight, bias, "none", [], "")  # [T, O]
@@ -79,23 +80,26 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for_dx, for_dweight, for_dbias = ctx.needs_input_grad
         dx = product(dy, weight.T) if for_dx else None  # [T, I]
-        # [O, I]; twice as fast as product(dy.T, x.T) if O is large
+        # [O, I]; for large O, twice as fast as product(dy.T, x.T)
         dweight = product(x.T, dy.T).T if for_dweight else None
         return dx, dweight, dy.sum(0) if for_dbias else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return F.linear(x, weight, bias). A result of oneDNN is differentiable only once."""
+    """Return F.linear(x, weight, bias). If oneDNN computes the result, it can be differentiated
+    only once.
+    """
     return _Linear.apply(x, weight, bias) if by_onednn(x, weight) else F.linear(x, weight, bias)
 
 
 def repacked(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[..., Tensor]:
-    """Return a function x ↦ F.linear(x, weight, bias) that uses the current values of the weight.
+    """Return a function x ↦ F.linear(x, weight, bias). It uses the weight's values at the time of
+    this call.
 
-    On a CPU, a float32 weight is stored in the layout that oneDNN prefers for inputs of `rows`
+    On a CPU, a float32 weight is copied to the layout that oneDNN prefers for inputs with `rows`
     rows. On one core of an AMD EPYC, multiplying 64 rows by a weight [2048, 256] then takes 0.29
-    ms, and 0.72 ms with F.linear. The function is for inference only, because a repacked weight has
-    no gradient.
+    ms, compared with 0.72 ms for F.linear. The function is for inference only, because a repacked
+    weight has no gradient.
     """
     if not (weight.is_cpu and weight.dtype == torch.float32 and _onednn is not None):
         return lambda x, *_: F.linear(x, weight, bias)

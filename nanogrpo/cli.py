@@ -32,8 +32,8 @@ DESCRIPTION = """Train a language model with GRPO, from prompts to a checkpoint.
 C = TypeVar("C", bound=Config)
 Options = dict[str, Any]  # by name
 
-SUMS = Path(__file__).parent / "data" / "sums"  # a tiny checkpoint that adds and subtracts
-# The preset of --profile debug, for trying a change in seconds on two CPU cores.
+SUMS = Path(__file__).parent / "data" / "sums"  # a tiny model that adds and subtracts
+# The preset of --profile debug. It tests a code change in seconds on two CPU cores.
 # Every part of the loop runs: sampling, training, evaluation, checkpoints, logs.
 # The run is too short to learn much; use `make demo` to see a model learn.
 DEBUG: Options = {
@@ -41,13 +41,13 @@ DEBUG: Options = {
     "data": (f"{SUMS}/train.jsonl",),
     "eval_data": (f"{SUMS}/held_out.jsonl",),
     "output_dir": "runs/debug",
-    "overwrite_output_dir": True,  # because the command is repeated after each change
+    "overwrite_output_dir": True,  # because the command is run again after each code change
     "max_steps": 4,
     "num_generations": 8,
     "generation_batch_size": 32,
     "max_concurrent": 32,
     "max_completion_length": 32,
-    "learning_rate": 1e-4,  # a tiny model tolerates a high rate
+    "learning_rate": 1e-4,  # a tiny model tolerates a high learning rate
     "eval_steps": 2,
     "save_steps": 2,
 }
@@ -68,8 +68,8 @@ def parser(
     """Return a parser for the options of a Config class.
 
     `options` names the options that the parser accepts. None means all options and the presets, as
-    in train.py. The result of parsing contains only the options that were given. With an epilog,
-    the help is short.
+    in train.py. The result of parsing contains only the options that were given. With an `epilog`,
+    the help has about one line per option.
     """
     out = _Parser(
         usage=usage,
@@ -97,7 +97,7 @@ def parser(
         if options is not None and field.name not in options:
             continue
         default, text = field.default, rules["help"]
-        if epilog:  # a short help has about one line per option
+        if epilog:  # keep only the text before the first semicolon
             text = text.partition(";")[0]
         if default not in ("", (), None):
             shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
@@ -133,12 +133,13 @@ def parse(
     read: Callable[[Path], Options] = read_json,
     translate: Callable[[Options], Options] = lambda given: given,
 ) -> C:
-    """Parse the command line into a Config of class `kind`, which is not yet validated.
+    """Parse the command line into a Config of class `kind`, without validating it.
 
-    Raises UserError for unknown options and for values of the wrong type. The options --help and
-    `--print-config` end the program. `program` is a parser made by `parser`. `names` are further
-    options that the message about an unknown option may suggest. `profiles` maps names to presets.
-    `read` returns the options in a file. `translate` replaces options that `kind` does not have.
+    Raises UserError for unknown options and for values of the wrong type. The options `--help` and
+    `--print-config` end the program. `program` is a parser made by `parser`. For an unknown option,
+    the message suggests a similar option, which may also be one of `names`. `profiles` maps names
+    to presets. `read` returns the options in a file. `translate` replaces options that `kind` does
+    not have.
     """
     known, unknown = program.parse_known_args(argv)
     given = {n: tuple(v) if isinstance(v, list) else v for n, v in vars(known).items()}
@@ -173,9 +174,10 @@ def parse(
 
 
 def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Options:
-    """Return the options of both layers. An option in `upper` overrides the same option in `lower`.
+    """Merge two layers of options. An option in `upper` overrides the same option in `lower`.
 
-    If `upper` sets epochs or steps, it overrides both, because each of them sets the run's length.
+    If `upper` sets the epochs or the steps, both are dropped from `lower`, because either of them
+    sets the run's length.
     """
     length = {"num_train_epochs", "max_steps"}
     dropped = length if any(upper.get(name) for name in length) else set()
@@ -183,7 +185,7 @@ def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Options:
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown option, which suggests the most similar known option."""
+    """Return the message for an unknown option. It suggests the most similar known option."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     advice = f"use {near[0]}, or see --help" if near else "see --help for the options"
     return f"{name} is not an option: {advice}."

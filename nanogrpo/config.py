@@ -2,12 +2,12 @@
 
     Config(model="runs/base", data=("arithmetic",)).validate()
 
-In: values, usually from the command line (cli.py). Out: a `Config`, which is frozen. A value of the
-wrong type raises a UserError when the `Config` is made, and `validate` raises a UserError for any
-other invalid value. The message names the option and says what to do. Options have the same names
-as in TRL's GRPOConfig wherever the meaning is the same (docs/trl.md). To add an option, add a field
-to `Config`. The command line, the help, the JSON file and the checks are made from the fields.
-Extras add their own options in a subclass. Read next: train.py.
+In: values, usually from the command line (cli.py). Out: a `Config`, which is frozen. Creating a
+`Config` with a value of the wrong type raises a UserError, and `validate` raises one for any other
+invalid value. The message of the error names the option and says what to do. Options have the same
+names as in TRL's GRPOConfig wherever the meaning is the same (docs/trl.md). To add an option, add a
+field to `Config`. The command line, the help, the JSON file and the checks are all derived from the
+fields. Extras add their own options in a subclass. Read next: train.py.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ def option(default: Any, help: str, *limits: str, **rules: Any) -> Any:
     """Declare a field of `Config`.
 
     Limits are written as "> 0" or "<= 1". `choices` lists the allowed values. `required` makes the
-    option mandatory; its text is the advice in the error message. `needs` names another option that
-    must be set ("eval_steps"), or that must have one of some values ("loss_type=dapo|grpo"), for
-    this option to have an effect. `group` starts a new section of `--help`. `words` maps other
-    spellings of a value, such as TRL's true and false, to ours.
+    option mandatory; its text is the advice in the error message. `needs` says when this option has
+    an effect: only if another option is set ("eval_steps"), or only if it has one of some values
+    ("loss_type=dapo|grpo"). `group` starts a new section of `--help`. `words` maps other spellings
+    of a value, such as TRL's true and false, to ours.
     """
     return field(default=default, metadata={"help": help, "limits": limits, **rules})
 
 
-# An option that may differ when a run is resumed: it has no effect on the result of the run, or
-# only on its rounding.
+# An option that may differ when a run is resumed.
+# It does not change the run's result, except for rounding.
 free_option = functools.partial(option, free=True)
 
 
 def converted(kind: str, value: Any) -> Any:
-    """Convert a value to the type `kind` of a field, or raise TypeError.
+    """Convert a value to the field type `kind`, or raise TypeError.
 
     A list becomes a tuple, 1 becomes 1.0 in a field of type float, and a numpy number becomes a
     Python number.
@@ -332,20 +332,22 @@ class Config:
 
     @property
     def slots(self) -> int:
-        """max_concurrent, or 64 if it is unset. On a GPU, an unset value depends on free memory."""
+        """max_concurrent, or 64 if it is not set. On a GPU, a feature sets it according to
+        free memory.
+        """
         return self.max_concurrent or 64
 
     @property
     def strip_tokens(self) -> int:
-        """token_budget, or 16,384 if it is not set. On a GPU, an unset value depends on free
-        memory.
+        """token_budget, or 16,384 if it is not set. On a GPU, a feature sets it according to
+        free memory.
         """
         return self.token_budget or 16384
 
     @property
     def checkpointing(self) -> str:
-        """gradient_checkpointing, or none for auto. On a GPU, the choice for auto depends on free
-        memory.
+        """gradient_checkpointing, with none for auto. On a GPU, a feature replaces auto according
+        to free memory.
         """
         return "none" if self.gradient_checkpointing == "auto" else self.gradient_checkpointing
 

@@ -1,6 +1,6 @@
-"""Errors that are mistakes of the user, in the config, the data, a checkpoint or a server address.
+"""Errors that report a user's mistake, in the config, the data, a checkpoint or a server address.
 
-The message of a `UserError` is one sentence, which names the option, or the file and line, and says
+The message of a `UserError` is one sentence. It names the option, or the file and line, and says
 what to do. `train.py` and `serve.py` print the message without a traceback and exit with status 2.
 Every other exception is a bug in nanogrpo and propagates with its traceback.
 """
@@ -26,8 +26,8 @@ def reading(
 
     The libraries that read files are written in Python, C and Rust. A damaged file can make these
     libraries raise errors of any type, even MemoryError, RecursionError, or Rust's PanicException,
-    which is not a subclass of Exception. The block should contain nothing but the reading, because
-    a bug in other code would be reported as a damaged file.
+    which is not a subclass of Exception. The `with` block should only read the file, because a bug
+    in other code would be reported as a damaged file.
 
     >>> with reading("a.json"):
     ...     json.loads("[")
@@ -35,14 +35,14 @@ def reading(
     """
     try:
         yield
-    # the last three of these end the program or a generator
+    # the last three end the program or a generator, so they do not report a damaged file
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as e:  # see above
         reason = first_sentence(e)
         if isinstance(e, OSError) and e.strerror:  # `strerror` omits the path
             reason = e.strerror
-        elif isinstance(e, LookupError | TypeError):  # the message is often only a name
+        elif isinstance(e, LookupError | TypeError):  # its message is often only a name
             reason = f"{type(e).__name__}: {reason}"
         where = what() if callable(what) else what
         raise UserError(f"{where} {problem} ({reason}): {advice}.") from e
@@ -80,7 +80,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def check(where: str, name: str, value: object, allowed: list) -> None:
-    """Raise UserError if a field of the config.json `where` does not have an allowed value."""
+    """Raise UserError if the value of a field of config.json is not in `allowed`."""
     if value not in allowed:
         values = " or ".join(map(json.dumps, allowed))
         raise UserError(f"{where}: {name} {value!r:.60} is not supported; it must be {values}.")

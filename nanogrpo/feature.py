@@ -1,10 +1,10 @@
-"""The interface between the core and the extras, which are parts of a run that are off by default.
+"""The interface between the core and the extras. Extras are parts of a run that are off by default.
 
 An extra is a subclass of `Feature` with some of the methods below. extras/attach.py creates the
 extras that the options turn on, always in the same order. Every rank has the same extras. The core
-calls each method in one place and knows nothing else about an extra. A method that returns None
-leaves the work to the core. Read next: run/setup.py and step.py (the callers), extras/attach.py
-(the list of extras).
+calls each method in one place (`metrics` in two: steps and evaluations) and knows nothing else
+about an extra. A method that returns None leaves the work to the core. Read next: run/setup.py and
+step.py (the callers), extras/attach.py (the list of extras).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def first(answers: Iterable[T | None]) -> T | None:
 
 
 class Feature:
-    # Whether the loss has a term without the advantage, so that no completion may be left out.
+    # Whether the loss has a term without the advantage. If so, no completion may be left out.
     all_gradients = False
 
     # --- before the first step, in this order ---
+    # Return a model on the meta device for a checkpoint that the core cannot read.
+    def decoder(self, folder: Path) -> Decoder | None: ...
+    # Return the function for a name in --reward-funcs, or module:name for the reward process.
+    def reward(self, name: str, device: torch.device) -> Callable | str | None: ...
     # Return the rows of a data source that is not a JSON-lines file (see data/sources.py).
     def rows(self, source: Any, split: str) -> list[dict] | None: ...
-    # Return the prompt's token ids. The prompt and the template's variables may be changed.
+    # Return the prompt's token ids. This method may change `prompt` and `variables`.
     def encode(
         self, prompt: Prompt, variables: dict, folder: Path, tokenize: Callable[[], list[int]]
     ) -> list[int] | None: ...
-    # Return the function for a name in --reward-funcs, or module:name for the reward process.
-    def reward(self, name: str, device: torch.device) -> Callable | str | None: ...
-    # Return a model on the meta device for a checkpoint that the core cannot read.
-    def decoder(self, folder: Path) -> Decoder | None: ...
     # Change the model before it has weights, for example replace or freeze its layers.
     def model(self, model: Decoder, inputs: Inputs) -> None: ...
     # Return the options with a value for each setting that the user did not choose.
@@ -69,15 +69,15 @@ class Feature:
     def scored(self, run: Run, samples: list[Sample], step: int) -> None: ...
     # Return advantages [P, G] and standard deviations (see grpo/advantages.py).
     def advantages(self, rewards: Tensor, by_function: Tensor) -> tuple[Tensor, Tensor] | None: ...
-    # Before the first update: fill in what the loss of an optimizer step needs.
+    # Fill in what the loss of an optimizer step needs, before the first update.
     def batches(self, run: Run, batches: Sequence[PackedBatch]) -> None: ...
     def objective(self, batch: PackedBatch, cfg: Config) -> HeadOp | None: ...
     def measured(self, batch: PackedBatch, out: PolicyOut, update: int) -> None: ...
     def learning_rate(self, update: int, cfg: Config) -> float | None: ...
-    # Do work after the last update of a step, and return metrics for the log.
-    def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float] | None: ...
     # Return metrics of the samples of a step or of an evaluation.
     def metrics(self, run: Run, samples: list[Sample]) -> dict[str, float] | None: ...
+    # Do work after the last update of a step, and return metrics for the log.
+    def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float] | None: ...
     def evaluated(self, run: Run, samples: list[Sample]) -> None: ...
     # Receive a record of the log after `done` steps, on the main rank only.
     def record(self, done: int, record: dict) -> None: ...

@@ -62,13 +62,13 @@ def assign_advantages(run: Run, samples: list[Sample]) -> Generation:
 
     The ranks exchange the facts about their samples here, so every rank must call this function.
     """
-    generation = exchange(run, samples)
+    generation = generation_of(run, samples)
     for sample, fact in zip(samples, run.world.part(generation.facts)):
         sample.advantage = fact.advantage
     return generation
 
 
-def exchange(run: Run, samples: list[Sample]) -> Generation:
+def generation_of(run: Run, samples: list[Sample]) -> Generation:
     """Return the facts about the samples of all ranks, and their advantages."""
     facts = metrics.facts(samples, run.world)
     by_function = [[*f.rewards.values()] for f in facts]
@@ -150,12 +150,12 @@ def add_logps(run: Run, batches: Sequence[PackedBatch]) -> None:
     log-probs under the reference model, for the KL.
     """
     cfg, off_policy = run.cfg, run.cfg.updates_per_step > 1
-    for batch in batches if off_policy or run.frozen else ():  # else build no batches here
+    for batch in batches if off_policy or run.ref_model else ():  # else build no batches here
         if off_policy and batch.old_logp is None:
             batch.old_logp = logp(run.model, batch, cfg)
-        if run.frozen:
-            with run.frozen.own_reference() if run.frozen.own_reference else nullcontext():
-                batch.ref_logp = logp(run.frozen, batch, cfg)
+        if run.ref_model:
+            with run.ref_model.own_reference() if run.ref_model.own_reference else nullcontext():
+                batch.ref_logp = logp(run.ref_model, batch, cfg)
 
 
 # --- the record in the log ------------------------------------------------------------------------

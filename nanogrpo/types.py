@@ -3,7 +3,8 @@
 This module imports nothing from nanogrpo, and every folder uses it. Read next: grpo/loss.py (what
 is computed from these types), grpo/packing.py (how samples become batches).
 
-These letters are the dimensions in every shape comment of the project:
+These letters are the dimensions in the shape comments of nanogrpo/. In kernels/, N is the number of
+rows of logits, and C the number of rows in a chunk.
 
 T tokens of a strip (one rank's part of a micro-batch) · N sequences in the strip · M completion
 tokens in the strip that are trained on · D hidden · H query heads · K key/value heads · E head size
@@ -35,7 +36,8 @@ class Prompt:
     token_ids: list[int]  # after the chat template
     # all other columns of the data set, which reward functions receive
     columns: dict = field(default_factory=dict)
-    # maximum number of completion tokens; None: SamplingParams.max_tokens
+    # Only features set these two. max_tokens: the maximum number of completion tokens; None:
+    # SamplingParams.max_tokens
     max_tokens: int | None = None
     # inputs of the model other than tokens; None: there are none
     inputs: Any = None
@@ -66,7 +68,7 @@ class Sample:
     stopped: bool
     versions: list[int]  # the version of the weights that sampled each token
     # for each token: True if the model sampled it, False if it was inserted and is not trained on;
-    # None: the model sampled all tokens
+    # None: the model sampled all tokens, as always without features
     is_model_token: list[bool] | None = None
     text: str = ""  # the decoded completion, without special tokens
     # the argument of reward functions instead of the text; None: the text
@@ -80,7 +82,7 @@ class Sample:
 
     @property
     def model_token_indices(self) -> Sequence[int]:
-        """The indices of the tokens that the model sampled, which can be trained on."""
+        """The indices of the tokens that the model sampled. Only these can be trained on."""
         if self.is_model_token is None:
             return range(len(self.token_ids))
         return [i for i, from_model in enumerate(self.is_model_token) if from_model]
@@ -110,7 +112,7 @@ class Facts(NamedTuple):
 
 @dataclass
 class PackedBatch:
-    """A strip: packed sequences without padding, and the completion tokens that are trained on.
+    """The tensors of a strip: packed sequences, and the completion tokens that are trained on.
 
     The decoder computes all T tokens. The output head computes only the M rows that contribute to
     the loss, so no logits are computed for prompt tokens. For each j, the hidden state in row
@@ -155,10 +157,11 @@ class PackedBatch:
     weight: Tensor
     sampling_logp: Tensor  # [M] float32: the engine's log-prob
     # [M] float32: the log-prob under the policy that sampled; None: on policy, so the ratio is 1.
-    # The trainer computes this log-prob before the first update, or the engine has computed it.
+    # The trainer computes it before the first update, unless a feature has set it.
     old_logp: Tensor | None = None
     # [M] float32: the log-prob under the reference model; None: beta is 0
     ref_logp: Tensor | None = None
+    # Only features set the following fields.
     # [M] float32: a factor of the clipped term of the loss; None: 1
     importance: Tensor | None = None
     # [M] float32: the factor of the entropy bonus in the objective; None: no bonus

@@ -19,7 +19,7 @@ MISTAKES = [
     ("--profil debug", "--profil is not an option: use --profile, or see"),
     ("--lr 1e-4", "--lr is not an option: "),
     ("runs/base", "runs/base is not an option: see"),
-    ("--model warmup:60", "--model warmup:STEPS is gone: run `nanogrpo warmup FOLDER`"),
+    ("--model warmup:60", "--model warmup:STEPS was removed: run `nanogrpo warmup FOLDER`"),
     ("--num-generations four", "--num-generations: invalid int value: 'four' … see --help"),
     ("--num-generations 2.5", "--num-generations: invalid int"),
     ("--max-steps 1.5", "--max-steps: invalid int value"),

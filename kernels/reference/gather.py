@@ -1,4 +1,4 @@
-"""Gather rows, with a backward that adds the gradients of a row in float32.
+"""Gather rows. The backward adds up the gradients of each row in float32.
 
 In: x [T, …], index [n] int64. Out: x[index]. Read next: kernels/head.py.
 """
@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from .log_softmax import accumulate
 
-# The type of an order of summation, which only triton/gather.py needs.
+# The type of a summation order. Only triton/gather.py needs one.
 Order = tuple[Tensor, Tensor] | None
 
 
@@ -35,7 +35,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, index: Tensor, order: Order = None) -> Tensor:
-    """Return x[index] [n, …]. If a row is gathered several times, its gradients are added in
+    """Return x[index] [n, …]. If a row is gathered several times, its gradients are added up in
     float32.
     """
     return _Gather.apply(x, index)

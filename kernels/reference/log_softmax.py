@@ -24,7 +24,7 @@ def accumulate(dtype: torch.dtype) -> torch.dtype:
 def blocks(logits: Tensor) -> Iterator[slice]:
     """Yield the rows of logits [N, V] in blocks that fit into the cache of a CPU core.
 
-    A softmax makes about fifteen passes over its rows. If all rows were processed at once, each
+    A softmax takes about fifteen passes over its rows. If all rows were processed at once, each
     pass would read and write main memory, and a softmax would take six times as long (docs/log.md).
     """
     size = max(1, BLOCK // max(1, logits.shape[1]))
@@ -38,7 +38,7 @@ def log_softmax_forward(
 
     Q = max_j x_j;  t_j = (x_j - Q) / T;  S = Σ_j e^{t_j};  logp = t_y - log S;
     H = log S - Σ_j e^{t_j} t_j / S.
-    Everything is relative to Q, so a row of logits near -10,000 is as exact as a row near 0. An
+    The maximum Q is subtracted first, so a row of logits near -10,000 is as exact as one near 0. An
     entry of -inf has probability 0 and adds 0 to H. The backward needs Q and log S.
     """
     # logp, entropy, Q and log S of each row

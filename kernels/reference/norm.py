@@ -16,6 +16,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of x + residual, and the sum x + residual [T, D], the next residual."""
+    """Return the normalized sum x + residual, and the sum itself [T, D], which is the next
+    residual.
+    """
     total = residual + x
     return rms_norm(total, weight, eps), total

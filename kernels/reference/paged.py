@@ -14,7 +14,7 @@ from torch import Tensor
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Write k and v [b, K, E] to the pages of b rows, and return the attention output of q [b, H,
+    """Write k and v [b, K, E] to the pages of b rows, and return the attention output for q [b, H,
     E].
 
     The other shapes are positions [b] int64, table [B, pages of a row] int32, and keys and values
@@ -28,7 +28,7 @@ def paged_attention(
     values[newest, :, positions % size] = v
     columns = torch.arange(pages.shape[1] * size, device=q.device)
     seen = (columns <= positions[:, None])[:, None]  # [b, 1, S]
-    # zeros, because an old NaN in a page would spread
+    # zeros in unused places: otherwise, an old NaN in a page would spread
     k, v = (
         x[pages].transpose(1, 2).flatten(2, 3).masked_fill(~seen[..., None], 0.0)  # [b, K, S, E]
         for x in (keys, values)

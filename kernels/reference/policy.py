@@ -10,9 +10,9 @@ These functions are called between train.py and `policy_terms`:
        └─ policy_rows_ (fused_rows.py)         turns a chunk of logits into log-probs and gradients
           └─ policy_terms (below)              the loss of each token, and its derivative
 
-The derivatives are written out instead of using autograd, because they specify the kernels, and
-because the fused head needs them during its forward pass. A test compares these derivatives with
-autograd and finite differences (tests/model/test_head.py). Read next: log_softmax.py.
+The derivatives are written out instead of left to autograd. They specify what the kernels compute,
+and the fused head needs them during its forward pass. A test compares them with autograd and finite
+differences (tests/model/test_head.py). Read next: log_softmax.py.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Log-ratios are clamped to this range before exp, because e^20 and e^40 are finite in float32.
+# Log-ratios are clamped to ±20 before exp. Then a ratio (at most e^20) and the product of two such
+# factors in the KL term (at most e^40) are finite in float32.
 LOG_RATIO_MAX = 20.0
 
 
 class Clip(NamedTuple):
-    """The constants of the clip and of the KL."""
+    """Constants for clipping and for the KL."""
 
     epsilon: float
     epsilon_high: float
@@ -38,10 +39,10 @@ class Clip(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """The per-token vectors of the loss, all [M] float32."""
+    """The per-token inputs of the loss, all [M] float32."""
 
     advantage: Tensor
-    weight: Tensor  # mask × normalizer, fixed before the forward pass
+    weight: Tensor  # `token_weight` in nanogrpo/grpo/loss.py; 0: the token is skipped
     old_logp: Tensor | None = None  # None: on policy, so the ratio is 1
     ref_logp: Tensor | None = None  # None: no KL
     importance: Tensor | None = None  # factor of the clipped term, but not of the KL
@@ -64,7 +65,7 @@ def exp(log_ratio: Tensor) -> Tensor:
 def k3(x: Tensor) -> Tensor:
     """Return e^x - x - 1 with x clamped to ±20: never negative, and 0 where x = 0.
 
-    The function expm1 is precise near 0, where e^x - x - 1 would suffer from cancellation.
+    Near 0, expm1(x) - x is more precise than e^x - x - 1, which suffers from cancellation.
     """
     x = x.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
     return torch.expm1(x) - x
@@ -89,11 +90,12 @@ def clipped(ratio: Tensor, advantage: Tensor, c: Clip) -> tuple[Tensor, Tensor, 
 def policy_terms(
     logp: Tensor, inputs: LossInputs, c: Clip
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return for each token the loss l, dl/dlogp, the clip flag (int8) and the KL (or None).
+    """Return for each token the loss, its derivative d/dlogp, the clip flag (int8) and the KL (or
+    None).
 
-    l = -min(min(r, δ)·A, clamp(r, 1 - ε, 1 + ε_high)·A) · importance + β · KL. If a log-prob is
-    NaN, the loss and the gradient are NaN, so the trainer detects the error. For this reason, each
-    comparison below tests whether the derivative is zero: for NaN, this test is false.
+    loss = l · importance + β · KL, where l is the clipped term below. If a log-prob is NaN, loss
+    and gradient must be NaN, so that the trainer detects the error. Therefore each comparison, also
+    in `clipped`, asks where the derivative is zero. For NaN, it is false, and NaN is kept.
     """
     # ratio: r = π(token) / π_old(token) = exp(logp - old_logp), so dr/dlogp = r, or 0 if clamped
     log_ratio = torch.zeros_like(logp) if inputs.old_logp is None else logp - inputs.old_logp

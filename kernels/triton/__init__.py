@@ -1,9 +1,9 @@
 """The Triton kernels that the model uses on a GPU. The functions have the same names as in
 reference/.
 
-nanogrpo/model/dispatch.py chooses between the two packages. Each file has a kernel, its equation,
-its derivation and the bytes that it moves. Read next: log_softmax.py and policy.py (kernels of the
-output head), norm.py (kernels of a decoder block).
+nanogrpo/model/dispatch.py chooses between the two packages. Each file contains kernels, with their
+equation, their derivation and the bytes that they move. Read next: log_softmax.py and policy.py
+(kernels of the output head), norm.py (kernels of a decoder block).
 """
 
 from .fused_rows import policy_rows_

@@ -1,5 +1,5 @@
-"""Compute log-prob, entropy and loss of each row of logits, and overwrite the row with the gradient
-of the loss, in one program per row.
+"""Compute log-prob, entropy and loss for each row of logits, and overwrite the row with the
+gradient of the loss. One program processes a row.
 
 In: logits [N, V] (overwritten), targets [N], `LossInputs` [N]. Out: log-prob, entropy and the terms
 of the loss [N] float32, and dloss/dlogits in place of the logits. Read next: kernels/head.py, which
@@ -11,16 +11,16 @@ Derivation. dloss/dx_j = (weight · dl (1[j = y] - p_j) + entropy_weight · p_j 
             Once the sums of a row are known, its gradient does not depend on other rows. So the
             same program processes the row a second time and overwrites the logits with the
             gradient. The second pass goes from the last column to the first, because the last
-            columns were read most recently and are still in the nearest cache.
+            columns were read most recently and are still in the L1 cache.
 Bytes.      The kernel moves 4·N·V bytes in bfloat16 if the second pass hits the L2 cache. Otherwise
             it moves 6·N·V bytes, like separate forward and backward kernels. A row of Qwen3 has 304
             KB, so one row per multiprocessor needs 40 MB of the 50 MB L2 cache of an H100. A
-            program has 32 warps, so that only one program fits on a multiprocessor at a time. On an
-            H100, N = 8192 rows take 2.43 ms, which is the time for 6·N·V bytes at 3 TB/s. So even
-            one row per multiprocessor is too much for the L2 cache there.
+            program has 32 warps, so that only one fits on a multiprocessor at a time. On an H100, N
+            = 8192 rows take 2.43 ms, which is the time for 6·N·V bytes at 3 TB/s. So in practice,
+            even one row per multiprocessor is too much for the L2 cache.
 Skipped.    If the gradient of a row is 0 (no advantage, or clipped), the row is filled with zeros
-            and is not read again, unless its log-prob is NaN. If weight and entropy_weight of a row
-            are both 0, kernels/head.py skips the row before this kernel.
+            and is not read again, unless its log-prob is NaN. This kernel never sees rows whose
+            weight and entropy_weight are both 0: kernels/head.py skips them.
 Reference.  `policy_rows_` in reference/fused_rows.py.
 """
 
@@ -36,10 +36,10 @@ from ..reference.policy import Clip, LossInputs
 from .log_softmax import LOG2E, results, row_gradient, statistics, wide
 from .policy import numbers_of, terms
 
-# A program has twice as many lanes as in the forward kernel, so it fills a multiprocessor.
+# There are twice as many lanes as in log_softmax.py, so a program fills a multiprocessor.
 # A thread has two lanes and 64 registers.
-# Narrow loads (`statistics` in log_softmax.py) need one register per number.
-# With narrow loads, a lane has only 4 numbers.
+# Narrow loads (`statistics` in log_softmax.py) take one register per number.
+# So with narrow loads, a lane reads only 4 numbers at a time.
 LANES, WARPS = 2048, 32
 
 

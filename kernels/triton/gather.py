@@ -1,13 +1,13 @@
-"""Gather rows, with a backward that sums the gradients of each row in float32 and in a fixed order.
+"""Gather rows. The backward adds up the gradients of each row in float32 and in a fixed order.
 
 In: x [T, …], index [n] int64 with values below T. Out: x[index], [n, …]. A prompt that G
 completions share is gathered G times, so G gradients are added to each of its rows. On a GPU,
-torch's own backward adds gradients with atomics, in the dtype of x, and in an order that differs
+torch's own backward adds gradients with atomics, in the dtype of x and in an order that differs
 from run to run. Read next: kernels/head.py.
 
 Equation.   dx_i = Σ_{j: index_j = i} dy_j, with j in increasing order.
 Order.      A stable sort of the index, once per packed batch, lists the indices j of each row i.
-            Then one program adds the gradients of a row.
+            The gradients of a row are then added in this order.
 Bytes.      The backward moves 2·n·W + 2·T·W bytes in bfloat16, for rows of W numbers.
 Exactness.  The sum is rounded once, for any number of gradients.
 Reference.  `gather_rows` in reference/gather.py.
@@ -70,5 +70,5 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, index: Tensor, order: Order = None) -> Tensor:
-    """Return x[index] [n, …]. `order` is `row_order` of the index, if already known."""
+    """Return x[index] [n, …]. `order` is the result of `row_order`, if already computed."""
     return _Gather.apply(x, index, *(order or row_order(index, len(x))))

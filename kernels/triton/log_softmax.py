@@ -1,5 +1,5 @@
-"""Compute the log-prob of one target per row (selective log-softmax) and the entropy of the row, in
-one pass over the logits.
+"""Compute the log-prob of one target per row (selective log-softmax) and the row's entropy, in one
+pass over the logits.
 
 In: logits [N, V] (bf16, fp16 or fp32; the entries of a row must be adjacent), targets [N] int64,
 temperature. Out: log-prob [N] and entropy [N] in nats, both float32. Read next: policy.py, then
@@ -10,17 +10,17 @@ Equation.   z = x / T;  logp = z_y - log Σ_j e^{z_j};  H = -Σ_j p_j log p_j.
             columns read so far. A larger maximum q' rescales l and s by a = e^{q - q'}:
             l ← l a,  s ← (s + l (q - q')) a.  At the end, logp = z_y - q - log l and H = log l - s
             / l.
-            All exponentials are powers of two. The factor k = log2(e) / T also divides by the
-            temperature, so exp needs only one multiply-add.
-Lanes.      Every lane (8 adjacent bfloat16 numbers, one 16-byte load) has its own (q, l, s). The
-            lanes are merged once, at the end of the row. A textbook online softmax merges once per
-            block, and its barriers and shuffles take longer than the loads.
+            Exponentials are computed as powers of two. The factor k = log2(e) / T includes the
+            division by the temperature, so the exponent needs only one multiply-add.
+Lanes.      Every lane (8 adjacent bfloat16 numbers, one 16-byte load) keeps its own (q, l, s). The
+            lanes are merged once, at the end of the row. A textbook online softmax merges after
+            every block, and the barriers and shuffles then take longer than the loads.
 Exactness.  q is rounded, but every term uses the same rounded q. So fma(x, k, -q) is rounded only
-            once, and a row near -10,000 is as exact as a row near 0. For a logit of -inf, e = 0 but
-            e · t = NaN. Rows with -inf are rare and are summed a second time, so the main loop
-            needs no instruction for them. A sum of 151,936 terms is computed as a tree over 1024
-            lanes, and each lane adds 19 sums of 8 terms. The entropy is always computed, because it
-            needs no further reads.
+            once, and a row of logits near -10,000 is as exact as one near 0. For a logit of -inf, e
+            = 0 but e · t = NaN. Rows with -inf are rare. They are summed a second time, so that the
+            main loop needs no extra instruction for them. A sum of 151,936 terms is computed as a
+            tree over 1024 lanes, and each lane adds 19 sums of 8 terms. The entropy is always
+            computed, because it needs no further reads.
 Domain.     The kernel requires |max_j z_j| log2(e) < 2^31: logits up to ±1.4e9 at T = 1, or about
             ±100 at T = 1e-7. For larger logits, the rounding of q changes e by a factor of more
             than 2^64, and sums overflow. The form (x - max) k has no such limit, but needs one more
@@ -30,9 +30,9 @@ Derivation. dlogp/dz_j = 1[j = y] - p_j and dH/dz_j = -p_j (log p_j + H). With t
             where p_j = 2^{fma(x_j, k, -q) - log2 l}. The forward saves q and log2 l.
 Bytes.      The forward moves 2·N·V bytes in bfloat16: 0.58 ms for N = 8192, V = 151,936 at 4.3
             TB/s. The backward moves 4·N·V bytes: 1.16 ms.
-FLOP.       The forward needs about 5 FLOP per element, and the backward 6. The limit is the number
-            of instructions that can be issued (about 14 per element at that bandwidth), which a
-            test counts (tests/kernels/test_contracts.py).
+FLOP.       The forward needs about 5 FLOP per element, and the backward 6. At 4.3 TB/s, a GPU can
+            issue only about 14 instructions per element, so a test counts them
+            (tests/kernels/test_contracts.py).
 Reference.  `log_softmax_forward`, `log_softmax_backward_` in reference/log_softmax.py.
 """
 
@@ -46,11 +46,11 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# The initial maximum, which is finite because -inf - -inf would be NaN.
+# The initial maximum. It is finite, because -inf - -inf would be NaN.
 LOWEST = tl.constexpr(-1e30)
 
-# Launch shapes are constants instead of results of an autotuner, so tests cover all shapes used.
-# Every lane of the forward kernel processes 16 bytes at a time, which is a single load.
+# Launch shapes are constants and not autotuned, so tests cover all shapes that are used.
+# In the forward kernel, a lane reads 16 bytes at a time, in a single load.
 LANES, WARPS = 1024, 8
 BLOCK = 4096  # columns per program of the backward
 
@@ -92,10 +92,10 @@ def merge(q, l, s):
 def statistics(L, V, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """Return (q, l, s) of the V columns of the row at L.
 
-    If WIDE, the C numbers of a lane are adjacent and need one load. If rows do not start at
-    multiples of 16 bytes, one load is impossible, and Triton would spread the C numbers over
-    several threads. So without WIDE, each lane takes every R-th number, and adjacent lanes read
-    adjacent numbers. These loads are narrow, but threads still exchange no data.
+    If WIDE, the C numbers of a lane are adjacent and need one load. This is impossible if rows do
+    not start at multiples of 16 bytes: Triton would spread the C numbers over several threads. So
+    without WIDE, each lane reads every R-th number, and adjacent lanes read adjacent numbers. These
+    loads are narrow, but threads still exchange no data.
     """
     BLOCK: tl.constexpr = R * C
     if WIDE:
@@ -112,10 +112,10 @@ def statistics(L, V, k, WIDE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
         o = tail + base
         x = tl.load(L + o, mask=o < V, other=0.0).to(tl.float32)
         # Pad after the conversion, because float16 cannot represent -1e30.
-        # Times k, the padding value is still below any q, so e = 0.
+        # Even after multiplication by k, the padding is far below any q, so e = 0.
         q, l, s = fold(tl.where(o < V, x, 2.0 * LOWEST / k), q, l, s, k)
     q, l, s = merge(q, l, s)
-    if s != s:  # a logit of -inf gave 0 · -inf: sum again, without probabilities of 0
+    if s != s:  # a logit of -inf gave 0 · -inf = NaN: sum again, leaving out probabilities of 0
         again = tl.zeros((R,), tl.float32)
         for c in tl.range(0, V, BLOCK):
             o = c + base

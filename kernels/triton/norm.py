@@ -9,10 +9,11 @@ Equation.   h = x + residual, or x;  r = (mean(h²) + ε)^{-1/2};  y = h r · we
             (Zhang and Sennrich 2019, arXiv 1910.07467).
 Derivation. With n = h r and g = dy · weight:  dh = r (g - n mean(g n)) + dh_from_the_residual;
             dx = dresidual = dh;  dweight = Σ_t dy n. Statistics are computed in float32. The sum h
-            is first rounded to the dtype of x, as in a separate add.
+            is first rounded to the dtype of x, as it would be by a separate add.
 Sums.       For dweight, each of P programs processes every P-th row and computes a partial sum. The
-            partial sums are then added in a fixed order. A frozen weight (LoRA) needs no sums.
-Bytes.      In bfloat16 with the residual, the forward reads 4·T·D bytes and writes 4·T·D. As two
+            partial sums are then added in a fixed order. If the weight is frozen (LoRA), no sums
+            are computed.
+Bytes.      In bfloat16 with the residual, the forward reads 4·T·D bytes and writes 4·T·D. With
             separate kernels, the add would move 6·T·D bytes and the norm 4·T·D. The backward reads
             6·T·D bytes and writes 2·T·D. For T = 8192, D = 4096 at 4.3 TB/s, forward and backward
             take 62 µs each. Without the residual, the forward moves 4·T·D bytes and the backward

@@ -1,20 +1,20 @@
 """Compute the attention of one decode step over a paged cache, with two kernels: `attend` and then
 `combine`.
 
-In: query [b, H, E], key and value [b, K, E] of the newest token of b rows, the token's position
-[b], and the cache: keys and values [pages, K, PAGE, E], and `table`, which lists the pages of each
-row in order. Out: the attention output [b, H, E]. All dtypes are bf16, fp16 or fp32. For inference
-only. Read next: sample.py.
+In: for the newest token of b rows, its query [b, H, E], key and value [b, K, E] and position [b].
+The cache has keys and values [pages, K, PAGE, E], and `table` lists each row's pages in order. Out:
+the attention output [b, H, E]. All dtypes are bf16, fp16 or fp32. For inference only. Read next:
+sample.py.
 
 Equation.   Over a part p of a row's keys: x = q Kᵀ / √E,  m_p = max x,  l_p = Σ exp(x - m_p),
             o_p = Σ exp(x - m_p) v. Then, with m = max m_p:
             out = Σ_p exp(m_p - m) o_p / Σ_p exp(m_p - m) l_p   (flash-decoding, Dao et al. 2023).
-Parts.      The pages of a row are split into parts, because otherwise one long row would leave most
-            of the GPU idle. The number of parts depends only on b, so a CUDA graph is valid for all
-            lengths. A program reads as many pages as its part of the row has. The newest token
-            belongs to part 0, which also writes this token to its page.
-Groups.     The H/K query heads that share a key head are the rows of one matrix product, padded to
-            16 rows for the tensor cores. So each key is read once.
+Parts.      The pages of a row are split into parts. Otherwise, one long row would leave most of the
+            GPU idle. The number of parts depends only on b, so a CUDA graph is valid for all
+            lengths. The number of pages per part depends on the row's length. The program for part
+            0 also handles the newest token and writes it to its page.
+Groups.     The H/K query heads that share a key head form the rows of one matrix product, padded to
+            16 rows for the tensor cores. So each key is read only once.
 Bytes.      The kernel reads 4·K·E bytes per cached token in bfloat16. A layer of Qwen3-0.6B (K = 8,
             E = 128) reads 105 MB for 64 rows of 400 tokens, which takes 24 µs at 4.3 TB/s. FLOP:
             4·H·E per cached token.
@@ -99,7 +99,7 @@ def combine_kernel(
     at = head * PARTS + tl.arange(0, PARTS)
     e = tl.arange(0, E_PAD)
     m = tl.load(MAXIMA + at)
-    a = tl.exp2(m - tl.max(m, 0))  # 0 for a part without keys, where m is -inf
+    a = tl.exp2(m - tl.max(m, 0))  # 0 for a part without keys, since its m is -inf
     o = tl.load(SUMS + at[:, None] * E + e[None, :], mask=(e < E)[None, :], other=0.0)
     y = tl.sum(o * a[:, None], 0) / tl.sum(tl.load(TOTALS + at) * a, 0)
     tl.store(Y + head * E + e, y.to(Y.dtype.element_ty), mask=e < E)
@@ -108,7 +108,7 @@ def combine_kernel(
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, table: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """Write k and v [b, K, E] to the pages of b rows, and return the attention output of q [b, H,
+    """Write k and v [b, K, E] to the pages of b rows, and return the attention output for q [b, H,
     E].
 
     The other shapes are positions [b] int64, table [B, pages of a row] int32, and keys and values

@@ -1,4 +1,4 @@
-"""The clipped policy loss of a token and its derivative, as a function that kernels call.
+"""The clipped policy loss of a token and its derivative, as a function to be called by kernels.
 
 In: a log-prob and its `LossInputs`, float32. Out: the loss, its derivative, the clip flag and the
 KL. Read next: fused_rows.py, which applies `terms` to the log-prob of a row of logits.
@@ -12,10 +12,10 @@ Derivation. dr/dlogp = r. The unclipped term min(r, δ) A, called `free` below, 
             derivative r A if r is in the clip range, and 0 otherwise. The derivative of the min is
             that of the smaller term (in the clip range, both terms are r A). dk3/dlogp = 1 - e^x,
             so dKL/dlogp = r · (1 - e^x) + r · k3.
-NaN.        If a log-prob is NaN, the loss and the gradient are NaN, as in the reference, so the
-            trainer detects the error. For this reason, comparisons test whether a value is out of
-            range: in `where(|d| > 20, 0, r)`, the test is false for NaN, so NaN is not replaced by
-            0. Every min and max propagates NaN.
+NaN.        If a log-prob is NaN, loss and gradient are NaN, as in the reference, so that the
+            trainer detects the error. Therefore comparisons ask whether a value is out of range. In
+            `where(|d| > 20, 0, r)`, the condition is false for NaN, so NaN is not replaced by 0.
+            Every min and max propagates NaN.
 Reference.  `policy_terms` in reference/policy.py.
 """
 
@@ -34,7 +34,7 @@ NAN = tl.constexpr(tl.PropagateNan.ALL)  # makes min(NaN, 1) NaN, not 1
 def growth_and_k3(x):
     """Return e^x - 1 and e^x - x - 1 without cancellation.
 
-    For |x| < 1/2, both are computed as a series. The first omitted term is smaller than 1e-8 of k3.
+    For |x| < 1/2, both are computed as a series. The first omitted term is less than 1e-8 of k3.
     """
     series = 1.0 + x / 8.0 * (1.0 + x / 9.0)
     for i in tl.static_range(7, 2, -1):
@@ -87,5 +87,5 @@ def terms(logp, adv, old, ref, imp, low, high, delta, beta):
 
 
 def numbers_of(c: policy.Clip) -> tuple[float, float, float, float]:
-    """Return the arguments low, high, delta and beta of the kernels."""
+    """Return the kernels' arguments low, high, delta and beta."""
     return 1.0 - c.epsilon, 1.0 + c.epsilon_high, c.delta, c.beta

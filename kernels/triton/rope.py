@@ -8,14 +8,14 @@ tokens, for example if q, k and v are slices of one product. Read next: swiglu.p
 
 Equation.   n = x (mean(x²) + ε)^{-1/2};  u = n · weight, in halves (a, b);
             y = (a cos - b sin, b cos + a sin).  Without a norm, u = x.
-            The RMSNorm is per head as in Qwen3. The rotation is that of Su et al. 2021 (arXiv
-            2104.09864), with pairs i and i + E/2.
+            The RMSNorm is per head as in Qwen3. The rotation is from Su et al. 2021 (arXiv
+            2104.09864), but dimensions i and i + E/2 form a pair.
 Derivation. The rotation is linear, and its transpose is da = dya cos + dyb sin,
-            db = dyb cos - dya sin. Then the derivative of RMSNorm follows: g = du · weight;
+            db = dyb cos - dya sin. The derivative of RMSNorm is then applied: g = du · weight;
             dx = r (g - n mean(g n)); dweight = Σ du n. The factor r is recomputed from x, which is
             loaded anyway. Without a norm, dx = du, and x is neither saved nor loaded.
-Sums.       For dweight, each of a fixed number of programs computes a partial sum. The partial sums
-            are then added in a fixed order.
+Sums.       For dweight, a fixed number of programs each compute a partial sum. The partial sums are
+            then added in a fixed order.
 Bytes.      With N = T·(H + K)·E numbers in q and k, the forward moves 4·N bytes in bfloat16, and
             the backward 6·N. Separate kernels for norm and rotation would move 8·N or more in the
             forward. For T = 8192, H = 32, K = 8, E = 128 at 4.3 TB/s, the forward takes 39 µs.
@@ -34,13 +34,15 @@ import triton.language as tl
 
 PROGRAMS = 512  # number of programs in the backward; each program fills two rows of PARTS
 
-# Constants of both kernels: there are H query heads and KV key heads of size 2·HALF.
+# Constants of both kernels: H query heads and KV key heads of size 2·HALF.
 # Block sizes in Triton are powers of two, so these numbers are padded to H_PAD, KV_PAD and PAD.
 
 
 @triton.jit
 def places(HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr):
-    """Return the offsets of the first halves of adjacent heads, [ROWS, PAD], and their mask."""
+    """Return the offsets [ROWS, PAD] of the first halves of adjacent heads, and a mask of those
+    that exist.
+    """
     head = tl.arange(0, ROWS)[:, None]
     j = tl.arange(0, PAD)[None, :]
     return head * (2 * HALF) + j, (head < HEADS) & (j < HALF)
@@ -105,8 +107,8 @@ def backward_heads(
     X, x_offset, WEIGHT, DY, DX, cos, sin, eps, dwa, dwb,
     HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of a token's heads to DX. Return dwa and dwb [ROWS, PAD] plus the terms of
-    this token.
+    """Write the gradients of a token's heads to DX. Return dwa and dwb [ROWS, PAD] with this
+    token's terms added.
 
     X and WEIGHT may be None.
     """
@@ -134,7 +136,7 @@ def backward_heads(
 
 @triton.jit
 def store_parts(PARTS, row, dwa, dwb, HALF: tl.constexpr, PAD: tl.constexpr):
-    """Write a program's dweight, summed over the heads, to a row of PARTS."""
+    """Write a program's part of dweight, summed over the heads, to a row of PARTS."""
     j = tl.arange(0, PAD)
     tl.store(PARTS + row * (2 * HALF) + j, tl.sum(dwa, 0), mask=j < HALF)
     tl.store(PARTS + row * (2 * HALF) + HALF + j, tl.sum(dwb, 0), mask=j < HALF)
@@ -153,7 +155,7 @@ def backward_kernel(
     """
     pid = tl.program_id(0)
     at, here = places(1, 1, HALF, PAD)
-    # one sum per head, so that threads exchange data only at the end
+    # one sum per head: threads exchange data only at the end
     dwqa = tl.zeros((H_PAD, PAD), tl.float32)
     dwqb = tl.zeros((H_PAD, PAD), tl.float32)
     dwka = tl.zeros((KV_PAD, PAD), tl.float32)
@@ -182,7 +184,7 @@ def adjacent(x: Tensor) -> Tensor:
 
 
 def _shape(q: Tensor, k: Tensor) -> dict[str, int]:
-    """Return the constants of both kernels. A thread processes about 8 pairs of q."""
+    """Return the constants of both kernels. A thread processes about 8 pairs of numbers of q."""
     H, KV, HALF = q.shape[1], k.shape[1], q.shape[2] // 2
     pads = [triton.next_power_of_2(n) for n in (H, KV, HALF)]
     warps = max(1, min(16, pads[0] * pads[2] // 256))
@@ -228,7 +230,7 @@ def norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Return q [T, H, E] and k [T, K, E] normalized and rotated, in their dtype.
 
-    The weights [E] belong to the norms. If both weights are None, there is no norm. The shape of
-    cos and sin is [T, 1, E] float32.
+    q_weight and k_weight [E] are the weights of the norms. If both are None, there is no norm. cos
+    and sin are [T, 1, E] float32.
     """
     return _NormRope.apply(q, k, q_weight, k_weight, cos, sin, eps)

@@ -1,17 +1,18 @@
-"""Sample one token per row from its logits, with three kernels.
+"""Sample one token for each row of logits, with three kernels.
 
 In: logits [b, V] (bf16, fp16 or fp32), and each row's random key and counter [b] int64. Out: tokens
 [b] int64, and their log-probs [b] float32. Read next: README.md.
 
 Equation.   n_j = ⌊2⁴⁰ softmax(z/T)_j⌋;  u = SplitMix64(key, counter) in [0, 1);  t = ⌊u Σ n⌋;
             token = the first j with n_0 + … + n_j > t.
-Chunks.     A row is split into chunks of BLOCK columns, so that a few rows can use the full GPU.
-            The first kernel computes the maximum and the sum of each chunk, and the second its
-            integer sum Σ n. The third kernel finds the chunk, and then the token in this chunk.
-            Integer sums are exact in any order, so chunks do not change the result.
-Bytes.      The kernels read 4·b·V bytes in bfloat16, and the second half may come from the L2
-            cache. For b = 64, V = 151,936, this is 39 MB. The reference writes logits, log-probs,
-            probabilities and sums, which are 0.7 GB.
+Chunks.     A row is split into chunks of BLOCK columns, so that even a few rows keep the full GPU
+            busy. The first kernel computes the maximum of each chunk and the sum of its
+            exponentials. The second kernel computes the integer sum Σ n of each chunk. The third
+            kernel finds the chunk with the sampled token, and then the token. Integer sums are
+            exact in any order, so the split does not change the result.
+Bytes.      The kernels read each logit twice, 4·b·V bytes in bfloat16. The second time, it may come
+            from the L2 cache. For b = 64, V = 151,936, this is 39 MB. The reference writes float32
+            logits, log-probs, probabilities and sums, 0.7 GB in total.
 Reference.  `sample_tokens` in reference/sample.py.
 """
 
@@ -34,7 +35,7 @@ MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def columns(LOGITS, row, chunk, stride, V, inv_t, BLOCK: tl.constexpr):
-    """Return a chunk of a row divided by the temperature. Columns after the vocabulary are -inf."""
+    """Return a chunk of a row divided by the temperature. Columns past the vocabulary are -inf."""
     j = chunk * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(LOGITS + row * stride + j, mask=j < V, other=float("-inf"))
     return z.to(tl.float32) * inv_t

@@ -1,8 +1,8 @@
 """Turn the records of data sources into prompts, and choose the prompts of each step.
 
-In: the records of files or built-in tasks (sources.py). Out: `Prompt`s with token ids. `draw`
-chooses the prompts of a step. Read next: sources.py (where records come from), rewards/runner.py
-(what receives the other columns).
+In: records from files or other sources (sources.py). Out: `Prompt`s with token ids. `draw` chooses
+the prompts of a step. Read next: sources.py (where records come from), rewards/scorer.py (what
+receives the other columns).
 
 A record has one of these forms:
 
@@ -12,7 +12,7 @@ A record has one of these forms:
                                                                  column `solution`
     {"problem": "What is 3+4?", "solution": "It is \\boxed{7}."}  MATH: a user message
 
-`from_record` describes the options that change these rules.
+`from_record` describes the options that change how a record is read.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from nanogrpo.feature import Feature, first
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.types import Prompt
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
-# The runner passes these arguments to reward functions, so no column may have such a name.
+# The runner passes these arguments to reward functions, so no column may have one of these names.
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-# The columns that can hold the prompt if --prompt-column names none, in this order.
+# Without --prompt-column, the prompt is the first of these columns that a record has.
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 
 
@@ -51,8 +51,8 @@ def load_prompts(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Return the training prompts and the held-out prompts (none without --eval-steps).
 
-    Every prompt leaves enough of the model's context for a completion. The arguments `train_data`
-    and `eval_data` are sources (such as lists of records) that replace --data and --eval-data.
+    Every prompt leaves room for a completion in the model's context. The arguments `train_data` and
+    `eval_data` are sources (such as lists of records) that replace --data and --eval-data.
     """
     data = cfg.data if train_data is None else [train_data]
     prompts = load(cfg, tokenizer, data, features, context=context)
@@ -135,7 +135,7 @@ def load(
                     "--long-prompts drop."
                 )
         if dropped := len(records) - len(kept):
-            log.info(
+            logger.info(
                 f"{sources.name(source)}: {dropped} of {len(records)} prompts have more than "
                 f"{longest} tokens and are dropped."
             )
@@ -248,9 +248,9 @@ def _result(answer: Any) -> Any:
 
 
 def system_prompt(option: str) -> str:
-    """Return the system prompt: the value of --system-prompt, or the content of the file it names.
+    """Return the value of --system-prompt, or the contents of the file that it names.
 
-    White space at both ends is removed, such as the last line break of a file.
+    Leading and trailing white space is removed, such as the line break at the end of a file.
     """
     if os.path.isfile(option):
         with reading(f"--system-prompt {option}", "give UTF-8"):
@@ -277,7 +277,7 @@ def draw(prompts: list[Prompt], n: int, seed: int, step: int) -> list[Prompt]:
     return [prompts[_order(len(prompts), n, seed, epoch)[offset]] for epoch, offset in places]
 
 
-# A step needs the order of one epoch, or of two epochs at a boundary. The cache saves time.
+# A step needs the order of one epoch, or of two if it crosses a boundary. The cache saves time.
 @lru_cache(maxsize=4)
 def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of the prompts in an epoch, as a permutation [count] int64.
@@ -286,24 +286,25 @@ def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     tail from the new epoch. With independent permutations, such a step could contain a prompt
     twice, and this prompt would have twice the weight. So the first n - tail prompts of the new
     epoch are chosen from the prompts that are not in this tail. All other prompts follow in random
-    order. So the order of an epoch depends on the order of the previous epoch, and so on, back to
-    the last epoch that began exactly at the start of a step (at most n epochs back).
+    order. An epoch's order therefore depends on the order of the previous epoch, and so on. The
+    chain starts at the last epoch that began exactly at the start of a step (at most n epochs
+    back).
     """
-    first = epoch
-    while n <= count and first * count % n:  # with n > count, steps repeat prompts anyway
-        first -= 1
-    order = _permutation(count, seed, first)
-    for e in range(first + 1, epoch + 1):
+    begin = epoch
+    while n <= count and begin * count % n:  # with n > count, steps repeat prompts anyway
+        begin -= 1
+    order = _permutation(count, seed, begin)
+    for e in range(begin + 1, epoch + 1):
         tail, new = e * count % n, _permutation(count, seed, e)
-        # positions in `new` of prompts outside the tail: enough, because n ≤ count
+        # where `new` has prompts that are not in the tail; n ≤ count, so there are enough
         chosen = np.flatnonzero(~np.isin(new, order[count - tail :]))[: n - tail]
         order = np.concatenate([new[chosen], np.delete(new, chosen)])
     return order
 
 
 def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Return a random permutation [count] int64. RandomState is used instead of default_rng because
-    numpy guarantees that its random numbers are the same in all versions.
+    """Return a random permutation [count] int64. We use RandomState instead of default_rng, because
+    numpy guarantees that RandomState's numbers are the same in all versions.
     """
     words = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch]
     return np.random.RandomState(words).permutation(count)

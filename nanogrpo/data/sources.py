@@ -1,4 +1,4 @@
-"""Read the records of a data source: a JSON-lines file, the built-in task, or a list of records.
+"""Read the records of a data source: a JSON-lines file, a list of records, or what a feature reads.
 
 In: a source. Out: its records (dicts) in order, each with its location for error messages. Read
 next: prompts.py, which turns records into prompts.
@@ -22,9 +22,9 @@ Source = Any
 def read(source: Source, split: str = "train", features: Sequence[Feature] = ()) -> list[Record]:
     """Return all records of a source.
 
-    `split` is "train", or "eval" for a source in --eval-data, or "held out" for the held-out part
-    of a training source, which may be empty. Raises UserError, with the file and line, if something
-    is missing, empty or damaged.
+    `split` is "train", "eval" (a source in --eval-data), or "held out" (the held-out part of a
+    training source, which may be empty). Raises UserError, with the file and line, if something is
+    missing, empty or damaged.
     """
     rows = first(feature.rows(source, split) for feature in features)
     if rows is not None:
@@ -42,7 +42,7 @@ def read(source: Source, split: str = "train", features: Sequence[Feature] = ())
 
 
 def name(source: Source) -> str:
-    """Return the name of a source in messages, which is "data" for a list of records."""
+    """Return the name of a source for messages. A list of records is called "data"."""
     return source if isinstance(source, str) else "data"
 
 

@@ -1,17 +1,17 @@
 """End all ranks of a run together, without ever hanging.
 
     Normally:     Every rank exits after the same step.
-    On request:   SIGTERM or Ctrl-C on any rank sets `asked` there. At the end of the step, all
-                  ranks agree to stop, save and exit.
+    On request:   SIGTERM or Ctrl-C sets the event `asked` on the rank that receives it. At the end
+                  of the step, all ranks agree to stop, save and exit.
     On failure:   The failing rank writes its error to a store that all ranks share, and exits.
                   The other ranks lose their connection to this rank, or torchrun ends them. All
                   ranks exit with the same status, and only this first error is printed.
     On silence:   A rank that hangs or is suspended does not close its connections. The other ranks
                   wait for this rank, and fail after --ddp-timeout seconds.
 
-In: signals and exceptions. Out: the exit status, which is 0 if the run finished or was asked to
-stop, 2 for a user's mistake, 1 for a bug or a lost process, and 128 + n for a second signal n.
-Read before: world.py.
+In: signals and exceptions. Out: the exit status. It is 0 if the run finished or was asked to stop,
+2 after a user's mistake, 1 after a bug or the loss of a process, and 128 + n after a second signal
+n. Read before: world.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from nanogrpo.errors import UserError, first_sentence
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 # All ranks share this store, which holds the first error; None: the run has one process.
 store: dist.Store | None = None
@@ -54,10 +54,10 @@ def end(error: BaseException) -> NoReturn:
     else:
         traceback.print_exception(error)
         message = f"rank {rank} failed: {type(error).__name__}: {error}"
-    # with the rank, because two ranks may have the same message
+    # the rank is included, because two ranks may have the same message
     first = mine = f"{status} {rank} {message}"
     if store is not None:
-        with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
+        with contextlib.suppress(RuntimeError):  # if the process that holds the store has ended
             first = store.compare_set("failed", "", mine).decode()
     if first == mine:
         print(f"error: {message}", file=sys.stderr)
@@ -77,7 +77,7 @@ def leave(status: int) -> NoReturn:
 
 # --- stop on request ---
 
-# Set by the first signal. Code that waits may check this event and give up, so the run can save.
+# Set by the first signal. Code that waits can check this event and stop waiting.
 asked = threading.Event()
 SIGNALS = signal.SIGTERM, signal.SIGINT
 
@@ -96,7 +96,7 @@ def stoppable() -> Iterator[threading.Event]:
         if not asked.is_set():
             first = time.monotonic()
             asked.set()
-            log.warning(
+            logger.warning(
                 "%s: finishing and saving this step, then the run ends; send it again to exit "
                 "at once.",
                 signal.Signals(number).name,

@@ -7,10 +7,10 @@ are gathered in the compute dtype just before the block runs, and freed afterwar
     forward   gather block 0 │ compute 0 ∥ gather 1 │ compute 1 ∥ gather 2 │ …  (∥: another stream)
     backward  … │ compute 1 ∥ gather 0 ∥ reduce-scatter the gradients of 2 │ …
 
-The gradient equals that of a run with one process, because every loss is divided by the token count
-of the full step (grpo/packing.py) and gradients are summed over the ranks. FSDP alone would average
-gradients over the ranks, so every training loop must call `backward` below. Read next: run/optim.py
-(the step), run/state.py (how shards are saved).
+The gradient equals that of a run with one process. The reason is that every loss is divided by the
+token count of the full step (grpo/packing.py), and gradients are summed over the ranks. FSDP itself
+averages gradients over the ranks. `backward` below corrects this, so every training loop must call
+it. Read next: run/optim.py (the step), run/state.py (how shards are saved).
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from nanogrpo.distributed.world import World
 class Sharding:
     """How a model is sharded: `model.sharding`, or these defaults."""
 
-    keep_gathered: bool = False  # keep a block's weights from its forward to the optimizer step
+    keep_gathered: bool = False  # keep a block's weights gathered until the optimizer step
     reduce_each: bool = False  # reduce gradients after each micro-batch
     offload: bool = False  # keep the shards in host memory
-    # an argument of torch's `checkpoint`: which results are kept and not recomputed
+    # tells torch's `checkpoint` which results to keep instead of recomputing them
     contexts: Callable[[], Any] | None = None
 
 
 def prepare(model: Any, world: World, cfg: Config) -> None:
     """Wrap each block in activation checkpointing, then shard the model.
 
-    The order matters, because FSDP's hooks, which gather a block, must run once around the forward
-    pass and once around its recomputation.
+    The order matters. FSDP's hooks gather a block, and they must run around the forward pass and
+    again around its recomputation.
     """
     model.sharding = model.sharding or Sharding()
     if cfg.checkpointing != "none":
@@ -82,14 +82,14 @@ def _recomputed(
 
 def _shard(model: Any, world: World) -> None:
     """Shard each block as one unit, an untied head as one unit, and all other parameters as the
-    root.
+    root unit.
 
     Master weights are float32. GPUs compute in bfloat16 and reduce gradients in float32. Other
     devices do the same if frozen weights are stored in bfloat16. `cast_forward_inputs` is off
     because it would turn the float32 rotary angles into bfloat16. A tied head is the same parameter
-    as the embedding, so it belongs to the root, whose parameters stay gathered between forward and
-    backward. If a tied head were a separate unit, the same matrix would be gathered twice and
-    receive gradients from two places.
+    as the embedding, so it belongs to the root unit, whose parameters stay gathered between the
+    forward and the backward pass. If a tied head were a separate unit, the same matrix would be
+    gathered twice and receive gradients from two places.
     """
     # Without a mesh, FSDP2 chooses the machine's accelerator, even for a model on the CPU.
     options: dict[str, Any] = {"mesh": init_device_mesh(world.device.type, (world.size,))}
@@ -107,17 +107,17 @@ def _shard(model: Any, world: World) -> None:
         # the head stays gathered: its backward pass directly follows its forward pass
         fully_shard(model.lm_head, reshard_after_forward=False, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    # FSDP2 prefetches a block only when the host reaches it.
-    # But the host often waits for the GPU, to read the bounds of the packed sequences.
-    # So each block prefetches the next one explicitly, in both passes.
+    # By default, FSDP2 starts to gather a block when the host reaches this block.
+    # That is late, because the host often waits for the GPU to read the bounds of sequences.
+    # So each block explicitly prefetches the next block, in both passes.
     for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters. After a forward pass without a backward pass, the parameters of
-    the root are still gathered, and its shards are not accessible.
+    """Free the gathered parameters, so that their shards can be accessed. Without this, the root's
+    parameters stay gathered after a forward pass that has no backward pass.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -130,9 +130,9 @@ def backward(model: nn.Module, loss: Tensor, world: World, last: bool) -> None:
     Each loss is already divided by the token count of the full optimizer step, so gradients are
     summed over the ranks. FSDP computes the mean over the ranks, so the loss is multiplied by the
     number of ranks. Each rank accumulates unsharded gradients, which are reduced once, after the
-    `last` micro-batch. With `reduce_each`, gradients are reduced after each micro-batch, so a rank
-    accumulates only its shard. With `keep_gathered`, the weights stay gathered until the last
-    micro-batch.
+    `last` micro-batch. With `reduce_each`, gradients are reduced after each micro-batch, so each
+    rank accumulates only its own shard. With `keep_gathered`, the weights stay gathered until the
+    last micro-batch.
     """
     if isinstance(model, FSDPModule):
         how: Any = model.sharding

@@ -55,13 +55,13 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this rank writes the log and all other files that only one rank writes."""
+        """Whether this is the rank that writes the log and other files of the whole run."""
         return self.rank == 0
 
     def patient(self) -> World:
-        """Return the same world with its own process group, whose exchanges time out only after a
-        week. Use this world where a rank may work for longer than --ddp-timeout while the other
-        ranks wait.
+        """Return the same world with a new process group, in which exchanges time out after a week.
+        Use this world where a rank may work for longer than --ddp-timeout while the other ranks
+        wait.
         """
         if self.size == 1:
             return self
@@ -177,7 +177,7 @@ def join(cfg: Config) -> Iterator[World]:
         )
     device = torch.device(f"cuda:{local}" if cuda else "cpu")
     if cuda:
-        # Batches vary in length, which would leave gaps in memory segments of a fixed size.
+        # Memory segments must be able to grow, because batches of varying length would leave gaps.
         # torch reads this variable at its first allocation; PYTORCH_ALLOC_CONF overrides it.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
@@ -207,7 +207,7 @@ def _connect(cfg: Config, world: World) -> None:
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=cfg.ddp_timeout)
     try:
-        # A single GPU needs a group, too, because FSDP2 casts its float32 weights to bfloat16.
+        # Even a single GPU needs a group, for FSDP2, which casts the float32 weights to bfloat16.
         store: Any = dist.HashStore()
         if launched:
             store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -226,5 +226,5 @@ def _connect(cfg: Config, world: World) -> None:
             "can reach that address, or choose another port (torchrun --master-port)."
         ) from e
     if world.size > 1:
-        # This store has its own connection, because another thread may block the first one.
+        # The clone has its own connection, because another thread may block that of `store`.
         failure.store = dist.PrefixStore("failure", store.clone())

@@ -50,7 +50,7 @@ class Engine(Protocol):
     def load(self, model: nn.Module, version: int) -> None:
         """Copy the model's current weights. New samples have this `version`.
 
-        The engine needs a copy, because training may change the original weights while it samples.
+        The engine needs a copy, because training may change the original weights during sampling.
         """
         ...
 
@@ -60,16 +60,16 @@ class Engine(Protocol):
         """Return n completions of each prompt, prompt by prompt. The completions of a prompt have
         the indices 0 … n-1.
 
-        Sets these fields of a Sample: prompt, index, token_ids (at least one), one log-prob and
-        one version for each token, and `stopped` (whether the last token is one of
-        params.stop_token_ids). The random numbers of a completion are a function of
+        In each Sample, this method sets prompt, index, token_ids (at least one), one log-prob and
+        one version for each token, and `stopped`. `stopped` is True if the last token is one of
+        params.stop_token_ids. The random numbers of a completion are a function of
         `stream(params.seed, step, prompt.id, index)`. A completion has at most prompt.max_tokens
         tokens, or params.max_tokens if the prompt has no limit.
         """
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics that this engine adds to the log of a step. Every rank must call."""
+        """Return the metrics that this engine adds to a step's log. Every rank must call this."""
         ...
 
     def close(self) -> None:

@@ -1,17 +1,19 @@
 """The embedded engine's key/value cache on a CPU, for the sequences that are being decoded.
 
-In: the query [b, H, E], key and value [b, K, E] of the newest token of b rows. Out: the attention
-output [b, H, E] of each token over its own sequence. The cache on a GPU (paged_cache.py) has the
-same methods:
+In: the query [b, H, E], key and value [b, K, E] of the newest token in each of b rows. Out: the
+attention output [b, H, E], where each token attends to its own sequence. The cache on a GPU
+(paged_cache.py) has the same methods:
 
-    `fits` and `fill` start rows with a prompt's keys and values, if the cache has space for them.
+    `fits` tells whether there is space for another row.
+    `fill` starts rows with the keys and values of a prompt.
     `reserve` reserves memory for the next tokens of all rows.
     `keep` drops the finished rows, and moves other rows into the gaps.
-    `begin` prepares a decode step, in which the cache itself is then called for each layer.
+    `begin` prepares a decode step.
+    Each layer then calls the cache itself, to compute attention.
 
-In this file, a row is one contiguous block of memory, as long as the longest context. Pages would
-be slow on a CPU, because matrix products need the keys of a row in one place, and copying the keys
-takes longer than reading them. Read next: scheduler.py, which uses the cache; paged_cache.py.
+In this file, a row is one contiguous block of memory. Pages would be slow on a CPU: a matrix
+product needs all keys of a row in one place, and copying them there takes longer than reading them.
+Read next: scheduler.py, which uses the cache; paged_cache.py.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class KVCache:
 
     The newest token of row i is written to column `positions[i]` and attends to the columns up to
     this one. Only the first `span` columns are read, so short sequences are fast even in a long
-    cache. The cache starts with few columns and becomes wider as sequences grow, because rows that
-    are close together in memory are read about 1.5 times as fast.
+    cache. The cache starts with few columns and becomes wider as sequences grow. While it is
+    narrow, rows are close together in memory and are read about 1.5 times as fast.
     """
 
     def __init__(self, cfg: ModelConfig, B: int, S: int, dtype: torch.dtype, device: torch.device):
@@ -82,8 +84,8 @@ class KVCache:
         return True
 
     def keep(self, rows: Sequence[int], span: int) -> None:
-        """Copy the first `span` columns of row rows[i] to row i, for each i. A row that is copied
-        elsewhere is never overwritten.
+        """Copy the first `span` columns of row rows[i] to row i, for each i. No row is both copied
+        and overwritten.
         """
         target = [i for i, row in enumerate(rows) if row != i]
         source = [rows[i] for i in target]
@@ -107,7 +109,7 @@ class KVCache:
         values[self.index[:b], :, self.positions] = v
         keys, values = keys[:b, :, : self.span], values[:b, :, : self.span]
         # The H/K query heads of a key head are the rows of one matmul, so no key is repeated.
-        # At these sizes, two plain matmuls take a third of the time of torch's attention.
+        # At these sizes, two plain matmuls take a third as long as torch's attention.
         q = q.view(b, K, H // K, E)
         scores = torch.matmul(q * E**-0.5, keys.transpose(-1, -2))  # [b, K, H/K, span]
         out = torch.matmul(scores.add_(self.bias).softmax(-1), values)  # [b, K, H/K, E]

@@ -4,10 +4,10 @@ In and out: as in runner.py. A graph has fixed shapes, so the number of rows is 
 power of two. The additional rows have position 0 and write to page 0 of the cache, which no other
 row uses.
 
-A row is one token, so on a GPU most kernels of a decode step take less time than their launch. So a
-step has few kernels, and a graph launches all of them at once. One product computes q, k and v.
-Another product computes gate and up (`join`). At 64 rows, a layer of Qwen3-0.6B has ten kernels, of
-which four are matrix products:
+A decode step computes only one token per row, so most of its kernels run for less time than the
+host needs to launch them. A step therefore has few kernels, and a graph launches all of them at
+once. One product computes q, k and v. Another product computes gate and up (`join`). At 64 rows, a
+layer of Qwen3-0.6B has ten kernels, of which four are matrix products:
 
     residual add and norm · qkv · QK-norm and rotation · attention (two) · o
     residual add and norm · gate and up · SwiGLU · down
@@ -30,8 +30,8 @@ from nanogrpo.model.decoder import Decoder
 
 
 class GraphRunner(Runner):
-    # Number of decode steps between two transfers to the host, which wait for the GPU.
-    # A row that finishes between two transfers is still computed.
+    # Number of decode steps between two transfers to the host. Each transfer waits for the GPU.
+    # A row that finishes between two transfers is computed until the second transfer.
     # With 8 steps and 170 tokens per completion, this wastes about 2 % of the work.
     stride = 8
 
@@ -43,7 +43,7 @@ class GraphRunner(Runner):
         """Replay the graph of a step. A graph is captured when its shape first occurs."""
         padded = min(1 << (rows - 1).bit_length(), self.state.shape[1])
         self.state[1, rows:padded] = 0
-        # These values are constant in a graph. The span is missing: a paged cache ignores it.
+        # These values are constant in a graph. A paged cache ignores the span.
         shape = (padded, params.temperature, params.top_k, params.top_p)
         if shape not in self.graphs:
             self.graphs[shape] = self.capture(padded, span, params)
@@ -53,7 +53,7 @@ class GraphRunner(Runner):
         now, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         before = self.state.clone()
         aside.wait_stream(now)
-        # Libraries allocate their workspaces in a warm-up run before the capture.
+        # A warm-up run before the capture lets libraries allocate their workspaces.
         # The real step overwrites what the warm-up writes to the cache.
         with torch.cuda.stream(aside):
             super().step(rows, span, params)
@@ -61,14 +61,14 @@ class GraphRunner(Runner):
         self.state.copy_(before)
         graph = torch.cuda.CUDAGraph()
         pool = next((g.pool() for g in self.graphs.values()), None)
-        # Another thread may synchronize during the capture, such as one that saves a checkpoint.
+        # With "thread_local", another thread may synchronize meanwhile, for example to save.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             super().step(rows, span, params)
         return graph
 
 
 def join_layers(model: Decoder) -> None:
-    """Compute q, k and v in one product, and gate and up in another one, if all are `nn.Linear`."""
+    """Compute q, k and v in one product, and gate and up in another, if they are `nn.Linear`."""
     blocks: Any = model.model.layers
     for block in blocks:
         attention, mlp = block.self_attn, block.mlp
@@ -78,8 +78,8 @@ def join_layers(model: Decoder) -> None:
 
 
 def join(*layers: nn.Linear) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Store the weights of layers with the same input in one tensor, and return a function that
-    computes all their results in one product.
+    """Store the weights of several layers in one tensor. Return a function that computes the
+    results of all layers for the same input in one product.
 
     The parameters of each layer become views of that tensor. So copying weights to a layer also
     changes the joint tensor.

@@ -2,8 +2,8 @@
 with a key/value cache.
 
 In: prompts (token ids), the number of completions per prompt, and `SamplingParams`. Out: `Sample`s.
-Read before: base.py (the interface). Read next: scheduler.py (which completions are decoded),
-runner.py (how they are decoded), cache.py.
+Read before: base.py (the interface). Read next: cache.py, scheduler.py (which completions
+are decoded), runner.py (how they are decoded).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from nanogrpo.types import Prompt, Sample
 class LocalEngine:
     """Samples from a copy of the trainer's weights (an `engine.base.Engine`).
 
-    With a copy, an optimizer step does not change the weights of a `version`, and the engine can
-    use a different dtype. The engine's default `dtype` is float32 on a CPU and bfloat16 on CUDA.
+    So an optimizer step does not change the weights of a `version`, and the engine can use a
+    different dtype. The engine's default `dtype` is float32 on a CPU and bfloat16 on CUDA.
     Log-probs are always float32.
 
     On a GPU, `cache_tokens` limits the memory of the cache (see paged_cache.py). If the cache is
@@ -69,7 +69,7 @@ class LocalEngine:
         self.runner = kind(self.model, self.cache, self.scheduler.state)
 
     def prepare(self, model: Decoder) -> None:
-        """Allocate memory for the weights of a new model on the meta device."""
+        """Move a new model from the meta device to the engine's device, without values."""
         model.to(self.dtype).requires_grad_(False).to_empty(device=self.device).tie()
 
     def copy(self, model: nn.Module) -> None:
@@ -115,7 +115,7 @@ class LocalEngine:
     def sample_steps(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> Iterator[list[Sample]]:
-        """Yield the completions of `sample`, which are still incomplete, after each decode step."""
+        """After each call of `Runner.decode`, yield the completions as decoded so far."""
         completions = [
             Completion(
                 Sample(p, j, [], [], False, []),

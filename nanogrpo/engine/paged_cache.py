@@ -22,9 +22,9 @@ PAGE = 32  # tokens; small pages waste less of each row's last page, large pages
 def cache_tokens(slots: int, max_len: int, wanted: int | None = None) -> int:
     """Return the number of tokens whose keys and values fit into the engine's cache.
 
-    `wanted` is limited to between one context and `slots` contexts. The default is `slots`
-    contexts. Each cached token takes 2·K·E numbers in each layer. The cache has one more page, page
-    0, for padding rows (see PagedCache).
+    The result is `wanted`, but at least one context and at most `slots` contexts. By default, it is
+    `slots` contexts. Each cached token takes 2·K·E numbers in each layer. The cache has one more
+    page, page 0, for padding rows (see PagedCache).
     """
     context = pages_of(max_len)
     most = slots * context
@@ -133,7 +133,7 @@ class PagedCache:
         return [self.free.pop() for _ in range(n)]
 
     def begin(self, positions: Tensor, span: int) -> None:
-        """Prepare a step of rows 0 … b-1. `positions` is [b] int64. The kernel reads only the
+        """Prepare a step for rows 0 … b-1. `positions` is [b] int64. The kernel reads only the
         tokens of each row, so `span` does not matter.
         """
         self.positions = positions

@@ -1,9 +1,9 @@
 """Run the model of an engine, to prefill prompts and to decode one token for each active row.
 
 In: completions (scheduler.py). Out: a `Prefix` for each prompt, or the next tokens of all rows. A
-prompt is prefilled once for all its completions, without its last token, which is the first input
-of decoding. So prefill needs neither the output head nor sampling, and all tokens are sampled in
-`step`.
+prompt is prefilled once for all its completions. Its last token is left out, because it is the
+first input of decoding. So prefill needs neither the output head nor sampling, and all tokens are
+sampled in `step`.
 
 Read next: sampler.py (how a token is sampled), graphs.py (the same on a GPU).
 """
@@ -38,7 +38,7 @@ class Runner:
         self.head: HeadOp = logits
 
     def prefill(self, waiting: Iterable[Completion]) -> dict[int, Prefix]:
-        """Compute keys and values of the first waiting prompts, at most PREFILL_TOKENS tokens."""
+        """Compute the keys and values of the first waiting prompts, up to PREFILL_TOKENS tokens."""
         prompts: dict[int, list[int]] = {}
         inputs: list[tuple[int, Any]] = []  # as in PackedBatch
         room, row = PREFILL_TOKENS, 0
@@ -64,7 +64,7 @@ class Runner:
         kept: list[tuple[Tensor, Tensor]] = []
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            # `contiguous` copies views, so a larger tensor behind them can be freed
+            # `contiguous` copies views, so the larger tensor behind them can be freed
             kept.append((k.contiguous(), v.contiguous()))  # [T, K, E] each
             return strip(layer, q, k, v)
 

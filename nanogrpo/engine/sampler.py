@@ -17,7 +17,7 @@ from nanogrpo.model.dispatch import functions_for
 
 
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return logits [b, V] with -inf for the tokens that top_k or then top_p removes."""
+    """Return logits [b, V], with -inf for each token that top_k, or then top_p, removes."""
     if 0 < params.top_k < logits.shape[-1]:
         kth = logits.topk(params.top_k).values[:, -1:]  # [b, 1]; tokens tied with the k-th are kept
         logits = logits.masked_fill(logits < kth, float("-inf"))
@@ -25,7 +25,7 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         ascending, order = logits.sort(dim=-1)
         # unlikely tokens outside the top_p set
         tail = ascending.softmax(-1).cumsum(-1) <= 1.0 - params.top_p
-        tail[:, -1] = False  # the most likely token is kept for every top_p
+        tail[:, -1] = False  # always keep the most likely token
         logits = logits.masked_fill(tail.scatter(1, order, tail), float("-inf"))
     return logits
 

@@ -8,8 +8,8 @@
 In: completions, and a cache (cache.py). Out: the active completions. Active completions are always
 in rows 0 … b-1 of the cache, so a step computes only active rows. When a row finishes, a waiting
 completion or the last active row takes its place. If the cache of a GPU is full, the youngest
-completion returns to the queue; later it continues from its tokens. Read next: runner.py (what a
-row computes).
+completion returns to the queue. It continues later, after the tokens that it already has. Read
+next: runner.py (what a row computes).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Completion:
     limit: int  # maximum number of completion tokens
     key: int  # key of its random stream
     turn: int  # position in the order of all completions
-    # The first input tokens: the prompt, as one list that all completions of the prompt share.
-    # If the completion was put back into the queue, a new list of all its tokens so far.
+    # The input tokens to start from. All completions of a prompt share one list, the prompt's.
+    # A completion that was put back into the queue has a new list, with all its tokens so far.
     start: list[int]
 
     @property
@@ -76,8 +76,8 @@ class Scheduler:
         """Reserve memory for the next `ahead` tokens of each row, and assign free rows to waiting
         completions. Return whether any row is active.
 
-        Even the smallest cache holds one completion of any length. So the oldest completion is
-        never put back into the queue, and all completions finish.
+        Even the smallest cache has space for one completion of the maximum length. So the oldest
+        completion is never put back into the queue, and all completions finish.
         """
         while not self.cache.reserve(c.position + min(ahead, c.room) for c in self.active):
             self._put_back_youngest()

@@ -1,1 +1,1 @@
-"""Everything that is off by default, one file or folder each. attach.py lists them all."""
+"""Features that are off by default, each in its own file or folder. attach.py lists them all."""

@@ -1,5 +1,4 @@
-"""Sample ahead of training: a wrapper around an engine that runs in other processes (a vLLM
-server).
+"""Sampling ahead of training: a wrapper around an engine that samples in other processes (vLLM).
 
 In: the engine, the prompts of each step, and a bound S (--max-staleness). Out: the samples of each
 step, in order.
@@ -10,8 +9,8 @@ step, in order.
 
 The bound is enforced before sampling, so finished samples are never discarded. The samples of step
 t are requested only when the training of step t − S begins. So the sampling of step t starts with
-the weights after t − S steps, or with newer ones. The rule comes from AReaL (arXiv:2505.24298), but
-is counted in steps here.
+the weights after t − S steps, or with newer ones. The rule comes from AReaL (arXiv:2505.24298).
+Here, the bound is a number of steps.
 
 Weights may change in the middle of a completion. The completion then continues with its cached
 keys and values, some of which were computed with older weights. Each token is labelled with the
@@ -38,7 +37,7 @@ if TYPE_CHECKING:  # it imports the features
 
 
 class Ahead(Feature):
-    """Add the engine below and its metrics to a run, for --max-staleness."""
+    """Wrap a run's engine in `AheadEngine`, and log how stale its samples are (--max-staleness)."""
 
     def wrap(self, engine: Any, run: Run) -> Engine:
         return AheadEngine(engine, run)
@@ -50,9 +49,9 @@ class Ahead(Feature):
 class AheadEngine(Wrapper):
     """An engine that samples up to --max-staleness steps ahead of the step that trains.
 
-    A thread uses the engine inside while the loop trains, so its completions must come from other
-    processes. Only samples for training are drawn ahead. Any other request, such as an
-    evaluation, goes straight to the engine inside.
+    A thread calls the wrapped engine while the loop trains, so the sampling itself must happen in
+    other processes. Only samples for training are drawn ahead. Any other request, such as an
+    evaluation, goes straight to the wrapped engine.
     """
 
     engine: VLLMEngine
@@ -60,7 +59,7 @@ class AheadEngine(Wrapper):
     def __init__(self, engine: VLLMEngine, run: Run):
         cfg: Any = run.cfg
         self.engine, self.run, self.bound = engine, run, cfg.max_staleness
-        # the steps in progress, oldest first, with a Future of the samples (on other ranks, None)
+        # steps in progress, oldest first, each with a Future of its samples (on rank 0) or None
         self.requested: deque[tuple[int, Future | None]] = deque()
         # Rank 0 sends the requests of all ranks, on one thread, so the steps keep their order.
         self.pool = ThreadPoolExecutor(1, "sample") if run.world.main else None
@@ -80,8 +79,8 @@ class AheadEngine(Wrapper):
         oldest = min((min(s.versions) for s in samples), default=step)
         if oldest < step - self.bound:
             raise UserError(
-                f"--max-staleness {self.bound}: a token of step {step} was written by version "
-                f"{oldest} of the weights, which is too old: continue with --resume, and report it."
+                f"--max-staleness {self.bound}: a token of step {step} was sampled with version "
+                f"{oldest} of the weights, which is too old: report this, and use --resume."
             )
         return samples
 
@@ -100,10 +99,10 @@ class AheadEngine(Wrapper):
 
 
 def staleness(versions: Sequence[Counter[int]], step: int) -> dict[str, float]:
-    """Return how many versions the tokens lag behind `step`, and the share of mixed completions.
+    """Return how many versions the tokens lag behind `step`, and the fraction of mixed completions.
 
-    versions: one counter per completion, with the number of its tokens that each version sampled. A
-    mixed completion has tokens of more than one version.
+    versions: for each completion, how many of its tokens each version sampled. A mixed completion
+    has tokens of more than one version.
     """
     tokens = sum(versions, Counter())
     mean = sum((step - v) * n for v, n in tokens.items()) / tokens.total()

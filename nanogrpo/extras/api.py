@@ -12,8 +12,8 @@
     )
     print(rows[-1]["reward"])
 
-In: options, and objects in place of names. Out: the records of metrics.jsonl, one dict per step or
-evaluation; the run also writes its usual files. Read next: train.py (the loop).
+In: options, and Python objects that replace names in them. Out: the records of metrics.jsonl, one
+dict per step or evaluation; the run also writes its usual files. Read next: train.py (the loop).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def train(
 
     train_dataset and eval_dataset replace the options data and eval_data. Every other argument
     replaces the option of the same name. A data set is a list of dicts, a `datasets.Dataset` or a
-    `DatasetDict`. An environment_factory is a class (docs/tools.md). Functions run in this process,
-    without --reward-timeout. With torchrun, every rank must call this function.
+    `DatasetDict`. An environment_factory is a class (docs/tools.md). The functions run in this
+    process, so --reward-timeout has no effect. With torchrun, every rank must call this function.
     Raises UserError for a mistake in the options, the data or the functions. An interrupt (the
     notebook's stop button) saves a checkpoint after the step and ends the run.
     """
@@ -81,7 +81,7 @@ def _listed(given: Any) -> list:
 
 
 def _named(cfg: Config, given: Given) -> Config:
-    """Return the options with the name of each object, which the checks and the log use."""
+    """Return the options with each object's name filled in, for the checks and the log."""
     names: dict[str, Any] = {
         "reward_funcs": tuple(
             f if isinstance(f, str) else f"{_name(f)} from Python" for f in given.reward_funcs
@@ -110,5 +110,5 @@ def _name(function: Any) -> str:
 
 @functools.cache
 def _start() -> Callable[..., Path]:
-    """Return `start` of train.py. An import statement cannot find that file in a wheel."""
+    """Return `start` of train.py, which an import statement would not find in a wheel."""
     return runpy.run_path(str(script("train.py")))["start"]

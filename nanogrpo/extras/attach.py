@@ -1,10 +1,12 @@
-"""A table of contents of everything outside the core.
+"""A table of contents of the extras that attach to a run, and the condition for each.
 
 `parse` reads a command line with the options of the core and, if that is not enough, with those of
 all extras. `attach` returns the features that the options ask for, in the order in which they
-attach. Extras are imported only when they are needed, so a default run loads none. To add an
-extra, write a Feature (nanogrpo/feature.py) and its options in a file of its own, then add a line
-to SUMMARY, a class to options.py, and an `if` below. Read next: any of the files.
+attach. Extras are imported only when they are needed. On a CPU, the debug profile loads
+none. On a GPU, every run loads memory.py and sharding.py. To add an
+extra, write a Feature (nanogrpo/feature.py) and its options in a file of its own. Then add a line
+to SUMMARY, an `if` to `wanted` (both below), and the options to options.py. Read next: any of the
+files.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ extras, off by default (--help-all has their options, and says more about each o
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """Return the options of a run, not yet validated: a `Config` of the core if it accepts them,
-    or else the full `Config`, whose error messages cover all options.
+    """Return the options of a run, not yet validated. If the core's `Config` does not accept them,
+    the full `Config` reads them, and its error messages cover all options.
     """
     try:
         cfg = cli.parse(argv, Config, cli.parser(Config, epilog=SUMMARY))
@@ -69,7 +71,7 @@ def attach(cfg: Config, given: Given = NOTHING) -> list[Feature]:
 
 
 def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
-    """Yield the features that the options ask for, or the data, the model or a GPU."""
+    """Yield the features that the options, the data, the model or a GPU require."""
     gpu = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
     selective = cfg.checkpointing == "selective"
     full = gpu or selective or type(cfg) is not Config
@@ -106,7 +108,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         yield Rewards(cfg)
     if cfg.model.startswith("warmup:"):
         raise UserError(
-            "--model warmup:STEPS is gone: run `nanogrpo warmup FOLDER`, and give that."
+            "--model warmup:STEPS was removed: run `nanogrpo warmup FOLDER`, and use FOLDER."
         )
     source = checkpoint.locate(cfg.model)
     model, frozen = read_json(source / "config.json"), getattr(cfg, "freeze_vision_tower", False)
@@ -190,7 +192,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
 
 
 def is_of_core(data: Any) -> bool:
-    """Return whether the core reads a data source: JSON lines, a list, or None for no source."""
+    """Return whether the core can read a source: a .jsonl file, a list, or None (no source)."""
     return data is None or isinstance(data, list) or str(data).endswith(".jsonl")
 
 

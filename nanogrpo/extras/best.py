@@ -1,7 +1,7 @@
 """Also keep the checkpoint with the best evaluation: `--load-best-model-at-end`.
 
-In: the evaluations in the log. Out: a checkpoint that --save-total-limit never removes, and its
-name at the end of the run. A resumed run reads the earlier evaluations from the log, so a
+In: the evaluations in the log. Out: a checkpoint that --save-total-limit never removes. Its name is
+logged at the end of the run. A resumed run reads the earlier evaluations from the log, so a
 checkpoint need not contain them. Read before: run/state.py (which saves and removes checkpoints).
 """
 
@@ -23,7 +23,7 @@ from nanogrpo.logs.files import read_records
 if TYPE_CHECKING:
     from nanogrpo.run.setup import Inputs, Run
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Best(Feature):
         yield
         if self.best:
             value, step = self.best
-            log.info("best checkpoint: checkpoint-%d (%s %.4g)", step, self.name, value)
+            logger.info("best checkpoint: checkpoint-%d (%s %.4g)", step, self.name, value)
 
     def record(self, done: int, record: dict) -> None:
         names = f"eval/{self.name}", f"eval/rewards/{self.name}"

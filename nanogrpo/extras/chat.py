@@ -91,7 +91,7 @@ class Chat:
                 so_far = tokenizer.decode(sample.token_ids).rstrip("\ufffd")
                 yield so_far[len(text) :]
                 text = so_far
-        finally:  # also if the caller stops in the middle
+        finally:  # runs even if the caller stops before the end
             reply = text.rpartition("</think>")[2].strip()
             self.messages = [*asked, {"role": "assistant", "content": reply}]
 

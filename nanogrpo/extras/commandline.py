@@ -23,11 +23,11 @@ from nanogrpo.extras import trl_names
 from nanogrpo.extras.options import CHOICES, FIELDS, REMOVED, Config
 from nanogrpo.extras.profiles import PROFILES
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader, but as in YAML 1.2, 1e-6 is a number too, also in lists and objects."""
+    """PyYAML's loader, except that 1e-6 is a number everywhere, as in YAML 1.2."""
 
 
 _Loader.add_implicit_resolver(
@@ -42,7 +42,7 @@ def parse(
 ) -> Config:
     """Return the options of a command line. The Config is not yet validated (see cli.parse).
 
-    program: the parser of another program than train.py. Its first argument is the model.
+    program: the parser, for programs other than train.py. Their first argument is the model.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
     names = set() if program else trl_names.NAMES
@@ -75,11 +75,11 @@ def parse(
 
 
 def _respelled(argv: Sequence[str]) -> list[str]:
-    """Return the command line with TRL's spellings rewritten to ours: underscores, renamed options,
-    flags with true or false (--resume true), and options that TRL uses as flags.
+    """Return the command line with TRL's spellings replaced by ours. These are underscores, renamed
+    options, flags with true or false (--resume true), and options that TRL uses as flags.
     """
     out, words = [], [*argv]
-    spelled: dict = {}  # as each option was first spelled
+    spelled: dict = {}  # for each option, its first spelling
     while words:
         word = words.pop(0)
         option = re.fullmatch(r"--([a-z][\w-]*)(=.*)?", word, re.DOTALL)
@@ -109,7 +109,7 @@ def _type(name: str) -> str:
 
 
 def _words(name: str) -> dict[str, str]:
-    """Return a dict from other spellings of an option's values to ours."""
+    """Return a dict that maps other spellings of an option's values to ours."""
     return FIELDS[name].metadata.get("words", {}) if name in FIELDS else {}
 
 
@@ -117,26 +117,26 @@ def _renamed(name: str) -> str:
     """Return our name for a renamed option of TRL; any other name is returned unchanged."""
     ours = trl_names.RENAMED.get(name, name)
     if ours != name:
-        log.info("--%s: taken as --%s", dashed(name), dashed(ours))
+        logger.info("--%s: taken as --%s", dashed(name), dashed(ours))
     return ours
 
 
 def _translated(name: str, value: Any) -> Any:
     """Return our word for a value, such as none for --scale-rewards false."""
     if isinstance(value, (str, bool)) and (ours := _words(name).get(str(value).lower())):
-        log.info("--%s %s: taken as %s", dashed(name), value, ours)
+        logger.info("--%s %s: taken as %s", dashed(name), value, ours)
         return ours
     return value
 
 
 def _scalars(words: list[str]) -> Any:
-    """Return the value of a TRL option, read as YAML: true, 8, or a text."""
+    """Return the value of a TRL option, parsed as YAML (such as true, 8 or a string)."""
     values = [yaml.safe_load(w) if re.fullmatch(r"[\w.+-]+", w) else w for w in words]
     return True if not values else values[0] if len(values) == 1 else values
 
 
 def _read(path: Path) -> cli.Options:
-    """Return the options in a JSON or YAML file, under our names if we have the same option."""
+    """Return the options in a JSON or YAML file, with TRL's names replaced by ours if possible."""
     raw = _read_yaml(path) if path.suffix in (".yaml", ".yml") else read_json(path)
     out: cli.Options = {}
     for given, value in raw.items():
@@ -147,7 +147,7 @@ def _read(path: Path) -> cli.Options:
             raise UserError(f"{path}: {name} was removed: {REMOVED[name]}.")
         if name in out:
             raise UserError(f"{path}: {name} is given twice, also as {given}: remove one.")
-        # where TRL's option takes one text, ours may take several
+        # where TRL's option takes one string, ours may take several
         several = _type(name).startswith("tuple") and (name != given or name in CHOICES)
         if isinstance(value, str) and several:
             value = [value]

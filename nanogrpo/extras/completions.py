@@ -1,12 +1,12 @@
-"""Completions: a table on the console (`--num-completions-to-print`), and one file per step
+"""Show completions on the console (`--num-completions-to-print`), and write one file per step
 (`--log-completions`).
 
-In: the samples of a step. Out: `output_dir/completions/completions_00001.jsonl` and so on, where
-the number counts finished steps, as in checkpoint-N; an evaluation writes eval_00001.jsonl. Each
-line is one completion with TRL's columns: step, prompt, completion, one column per reward function,
+In: the samples of a step. Out: `output_dir/completions/completions_00001.jsonl` and so on. The
+number counts finished steps, as in checkpoint-N. An evaluation writes eval_00001.jsonl. Each line
+is one completion with TRL's columns: step, prompt, completion, one column per reward function,
 reward, advantage, and then the columns of `log_extra`. `pandas.read_json(path, lines=True)` reads a
-file. If a prompt has pictures, small copies of them are written into the folder, and a column
-names them. Read before: logs/console.py. Read next: view/ (a page that shows the files).
+file. If a prompt has pictures, small copies of them are written into the folder, and a column names
+them. Read before: logs/console.py. Read next: view/ (a page that shows the files).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nanogrpo.extras.options import Config
 from nanogrpo.feature import Feature
 from nanogrpo.logs.files import replace, set_aside
 from nanogrpo.logs.progress import number
-from nanogrpo.rewards.runner import COLUMNS
+from nanogrpo.rewards.scorer import COLUMNS
 from nanogrpo.types import Sample
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def write(path: Path, records: Sequence[dict]) -> None:
 def record(step: int, sample: Sample, folder: Path | None = None) -> dict:
     """Return a line of the table. folder: where copies of the prompt's pictures are written.
 
-    rewards/runner.py makes sure that the columns of `log_extra` have names of their own. A reward
-    function that is named like one of our columns, such as `step`, gets the column `step_reward`.
+    rewards/scorer.py makes sure that the columns of `log_extra` have unique names. A reward
+    function that has the name of one of our columns, such as `step`, gets the column `step_reward`.
     """
     inputs = sample.prompt.inputs
     return {
@@ -104,7 +104,7 @@ def record(step: int, sample: Sample, folder: Path | None = None) -> dict:
 
 
 def texts(prompt: str | list[dict]) -> str | list[dict]:
-    """Return a prompt in which each message has a text as content, even if it had several parts."""
+    """Return a prompt in which the content of each message is one string, even if it had parts."""
     if isinstance(prompt, str):
         return prompt
     return [

@@ -1,14 +1,14 @@
 """Send the log to dashboards (`--report-to tensorboard trackio wandb`, optional packages).
 
-In: the records of the log; with `--log-completions`, also the completions of each step, which
-become a table (not in TensorBoard, which has no tables). Out: event files in
-output_dir/dashboards, which `tensorboard --logdir RUNS` shows; a database on this machine, which
-`trackio show` opens in a browser; or a run of Weights & Biases. Environment variables
-such as $TRACKIO_PROJECT and $WANDB_PROJECT configure the last two. Read before: logs/console.py.
+In: the records of the log. With `--log-completions`, also the completions of each step. They become
+a table, except in TensorBoard, which has no tables. Out: event files in output_dir/dashboards (see
+them with `tensorboard --logdir RUNS`), a database on this machine (see it with `trackio show`), or
+a run of Weights & Biases (W&B). Environment variables such as $TRACKIO_PROJECT and $WANDB_PROJECT
+configure Trackio and W&B. Read before: logs/console.py.
 
-A resumed run continues the same curves: TensorBoard drops the values after the checkpoint, W&B gets
-the id of the earlier run and keeps the old values, and Trackio continues the last run of
-that name.
+A resumed run continues the same curves. TensorBoard drops the values after the checkpoint. W&B gets
+the id of the earlier run, and keeps the old values. Trackio continues the last run of the same
+name.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Dashboards(Feature):
     def __init__(self, cfg: Any):
         self.cfg, self.folder = cfg, Path(cfg.output_dir)
         self.own = self.folder / "dashboards"  # which --overwrite-output-dir removes
-        # on the main rank: by name, an object with functions `log(row, step=)` and `finish()`
+        # on the main rank: name → object with methods `log(row, step=)` and `finish()`
         self.runs: dict[str, Any] = {}
 
     def record(self, done: int, record: dict) -> None:
@@ -115,7 +115,7 @@ class Dashboards(Feature):
 
 
 class TensorBoard:
-    """A writer of event files, with the methods of the other dashboards."""
+    """A writer of event files, with the same methods as the other dashboards."""
 
     def __init__(self, folder: Path, start: int):
         from torch.utils.tensorboard import SummaryWriter

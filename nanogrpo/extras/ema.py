@@ -2,9 +2,9 @@
 
     average ← d · average + (1 - d) · weights        after each step, from the initial weights
 
-In: the trained weights. Out: evaluations of their average. Training does not change, and neither do
-the weights in a checkpoint; the average is a part of the state that `--resume` restores. Every rank
-averages its own shards. Read before: nanogrpo/feature.py. Read next: extras/attach.py.
+In: the trained weights. Out: evaluations of their average. The average changes neither training nor
+the weights in a checkpoint. It is part of the state that `--resume` restores. Every rank averages
+its own shards. Read before: nanogrpo/feature.py. Read next: extras/attach.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class EMA(Feature):
                 mine.lerp_(run.model.get_parameter(name), 1 - self.decay)
 
     def swap(self, model: Decoder) -> None:
-        """Exchange the weights and their average."""
+        """Swap the weights and their average."""
         fsdp.reshard(model)
         with torch.no_grad():
             for name, mine in self.average.items():

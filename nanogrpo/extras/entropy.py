@@ -1,9 +1,9 @@
 """Two uses of the policy's entropy: training only on uncertain tokens, and a bonus for uncertainty.
 
-In: the micro-batches of an optimizer step on this rank. Out: their `importance`, which is 0 for
-tokens that are not trained on, and their `entropy_weight` [M], which the loss reads. `importance`
-and `entropy_weight` are computed over the full optimizer step and all ranks, so the gradient does
-not depend on the split into micro-batches. Read before: grpo/loss.py.
+In: the micro-batches of an optimizer step on this rank. Out: the `importance` and the
+`entropy_weight` [M] of each micro-batch, for the loss. The importance is 0 for tokens that are not
+trained on. `importance` and `entropy_weight` are computed over the full optimizer step and all
+ranks, so the gradient does not depend on the split into micro-batches. Read before: grpo/loss.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 class Entropy(Feature):
     # The bonus does not depend on the advantage, so it also applies where the advantage is 0.
-    # The entropies of any completion affect which tokens of other completions are trained on.
+    # A completion's entropies also affect which tokens of other completions are trained on.
     all_gradients = True
 
     def __init__(self, cfg: EntropyOptions):
@@ -67,7 +67,7 @@ def prepare(
     """Set `importance` and `entropy_weight` of a step's micro-batches. Every rank must call it.
 
     entropies: [M] per micro-batch, computed with the weights that sampled the tokens; needed if
-    only a share of the tokens is trained on.
+    only a fraction of the tokens is trained on.
     """
     masks = [batch.weight != 0 for batch in batches]  # [M]
     if cfg.top_entropy_quantile < 1:
@@ -87,14 +87,15 @@ def prepare(
 def most_uncertain(
     trained: Sequence[Tensor], entropies: Sequence[Tensor], share: float, world: World
 ) -> list[Tensor]:
-    """Return masks [M] bool that keep the `share` of the trained tokens with the highest entropy.
+    """Return masks [M] bool. They keep the fraction `share` of trained tokens with the highest
+    entropy.
 
-    Wang et al. 2025 (2506.01939). The share refers to all tokens of the optimizer step, on all
+    Wang et al. 2025 (2506.01939). `share` is a fraction of all tokens of the optimizer step, on all
     ranks. Every rank must call it.
     """
     values = [h.float().cpu() for h in entropies]
     chosen = [h[mask.cpu()] for h, mask in zip(values, trained)]
-    # The threshold becomes a tensor to be rounded to float32, like the values.
+    # As a tensor, the threshold is rounded to float32, like the values.
     threshold = torch.tensor(quantile(torch.cat([torch.empty(0), *chosen]), 1 - share, world))
     return [(h >= threshold).to(mask.device) for h, mask in zip(values, trained)]
 

@@ -31,7 +31,7 @@ class Estimators(Feature):
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """Return A = r - mean of the other completions = n/(n-1)·(r - mean_group).
+    """Return A = r - (mean reward of the other completions) = n/(n-1)·(r - mean_group).
 
     RLOO: Ahmadian et al. 2024 (2402.14740).
     """

@@ -5,9 +5,9 @@
         --eval-temperature 0.6 --output-dir runs/eval
 
 In: a checkpoint, prompts and reward functions, as for train.py. Evaluations during training have
-the same options and the same metrics. Out: the metrics, which are printed and written to
-output_dir/eval.json, and output_dir/eval.jsonl with every completion and its rewards. Read next:
-logs/metrics.py (`of_evaluation`).
+the same options and the same metrics. Out: the metrics, printed and written to
+output_dir/eval.json. The file output_dir/eval.jsonl has every completion with its rewards. Read
+next: logs/metrics.py (`of_evaluation`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PROGRAM = cli.parser(Config, OPTIONS.split(), "nanogrpo eval MODEL [options]", D
 
 
 def held_out(cfg: Core, *parts: Any) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts of --data, in place of those of a run: see `load_prompts`."""
+    """Return the prompts of --data. In an evaluation, this function replaces `load_prompts`."""
     tokenizer, context, features, *_ = parts
     return load_held_out(cfg, tokenizer, context, cfg.data, features), []
 
@@ -66,7 +66,7 @@ def evaluate(cfg: Config, world: World) -> tuple[dict[str, float], list[Sample]]
     cfg, n = cast(Config, inputs.cfg), cfg.num_generations_eval
     cfg = memory.for_sampling(cfg, inputs.model, world, len(world.part(inputs.eval_prompts)) * n)
     inputs.cfg = dataclasses.replace(cfg, max_steps=1)
-    # the parts of a Run that are read below, as at the end of a training of one step
+    # the parts of a Run that are read below, with values as after one training step
     sampling = setup.sampling_params(cfg, inputs.tokenizer)
     run: Any = SimpleNamespace(**vars(inputs), sampling=sampling, done=1, epoch=1.0)
     run.engine = engine = setup.make_engine(run)
@@ -99,8 +99,9 @@ def write(cfg: Config, row: dict[str, float], samples: list[Sample], world: Worl
 
 
 def claim(cfg: Config) -> None:
-    """Create the output folder. Raises UserError if the folder already has an evaluation. With
-    --overwrite-output-dir, that evaluation is replaced only after the new one has succeeded.
+    """Create the output folder. Raises UserError if the folder already has an evaluation, unless
+    the option --overwrite-output-dir is on. The old files are replaced only at the end of the new
+    evaluation.
     """
     folder = Path(cfg.output_dir)
     if not (folder / "eval.json").exists():

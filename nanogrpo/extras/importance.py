@@ -1,7 +1,7 @@
-"""A correction for the gap between trainer and engine, or old log-probs from the engine.
+"""Two remedies for the trainer-engine gap: a correction, or the engine's log-probs as old ones.
 
 Samples come from μ, the engine's policy, while π, the trainer's policy, is trained as if it had
-sampled them. The importance weight of a token is ρ = π/μ, a factor of its loss. Names and modes are
+sampled them. Each token's loss is multiplied by its importance weight ρ = π/μ. Names and modes are
 those of TRL 1.16's `vllm_importance_sampling_*`.
 
 In: the micro-batches of an optimizer step. Out: their `old_logp` and `importance`. Read before:
@@ -57,17 +57,17 @@ class Importance(Feature):
 
 
 def measured(weight: Tensor, world: World) -> dict[str, float]:
-    """Return the metrics of the importance weights of all ranks. weight: [M], those of this rank.
+    """Return the metrics of all ranks' importance weights. weight: [M], this rank's weights.
 
     importance_sampling_ratio/min, …       minimum, mean and maximum of the weights, as in TRL
-    masked                                 share of tokens with weight 0
-    ess                                    effective share of the tokens, (Σw)² / (M · Σw²): 1 when
-                                           all weights are equal
+    masked                                 fraction of tokens with weight 0
+    ess                                    effective sample size as a fraction of the tokens,
+                                           (Σw)² / (M · Σw²): 1 when all weights are equal
     """
     weight = weight.double()
     vectors = {"weight": weight, "square": weight * weight, "masked": weight == 0}
     found = world.spreads(vectors)
-    if not found:  # the old log-probs are the engine's, or every completion was masked
+    if not found:  # the engine's log-probs are the old ones, or every completion was masked
         return {}
     w, square = found["weight"], found["square"].mean
     return {

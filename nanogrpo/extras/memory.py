@@ -11,21 +11,21 @@ uses W GPUs, computes in numbers of b = 2 bytes, and has micro-batches of T toke
                                               are stored in bfloat16 (--lora-base-dtype), and
                                               0.52·n/W in 4 bits (--load-in-4bit)
     optimizer      8·n/W                      two float32 moments; about 2·n/W in 8 bits
-    gradients      4·n/W, or 4·n              the second while several micro-batches accumulate and
-                                              are reduced only after the last
+    gradients      4·n/W, or 4·n              the second if gradients accumulate over several
+                                              micro-batches and are reduced after the last
     gathered       b·(n_r + 2·n_b), or b·n    by FSDP: the root and two blocks, or all
-                                              (--reshard-after-forward never); of a block in 4
-                                              bits, torch 2.11 gathers each byte as two
+                                              (--reshard-after-forward never); torch 2.11 gathers
+                                              each byte of a 4-bit block as two bytes
     dequantized    b·D·F                      the largest matrix, with --load-in-4bit
     activations    T · per_token              per layer: `activation_bytes`
-    pictures       patches · per_patch        of a vision encoder (vision/model.py), as if prompts
-                                              consisted of pictures only
+    pictures       patches · per_patch        of a vision encoder (vision/model.py), assuming that
+                                              prompts consist of pictures only
     key rows       2·b·K·E · (Tk - T)         per layer: keys and values of shared prompts, gathered
                                               once per completion
     logits         b·C·V + 4·V·D              one chunk of C rows, and the head's float32 gradient
-    engine         b·n + KV cache             its copy of the weights (with --load-in-4bit only
-                                              of the adapters and, if W > 1, of the 4 bits; it
-                                              shares the rest), and 2·b·K·E per layer and
+    engine         b·n + KV cache             its copy of the weights (with --load-in-4bit, only
+                                              of the adapters and, if W > 1, the 4-bit weights;
+                                              it shares the rest), and 2·b·K·E per layer and
                                               token: all positions of all slots, or --cache-tokens
                    or b·n                     with vLLM: rank 0's copy of the weights to send, and
                                               the server, if it is on rank 0's GPU
@@ -75,16 +75,17 @@ if TYPE_CHECKING:
     from nanogrpo.run.setup import Inputs, Run
     from nanogrpo.types import Sample
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 # Bytes left free on a GPU for workspaces, communication buffers, CUDA graphs and fragmentation.
-# A vLLM server on the same GPU needs the same amount in addition.
+# A vLLM server on the same GPU needs as much again.
 MARGIN = 2 << 30
-MOST = 0.92  # the largest share of a GPU for vLLM, and vLLM's own default
-MOST_SLOTS = 256  # with more slots, the time of a decode step grows almost in proportion
-# gradient_checkpointing, token_budget and reduce_gradients, from the fastest to the smallest.
+MOST = 0.92  # the largest fraction of a GPU for vLLM, and vLLM's own default
+MOST_SLOTS = 256  # above this, the time of a decode step is almost proportional to the slots
+# gradient_checkpointing, token_budget, reduce_gradients: the fastest first, the smallest last.
 # "selective" calls Python for each operation, so small micro-batches make the GPU wait:
-# on an H100, 12 layers of Qwen3-4B took 1.41 s with 4,096 tokens and 0.60 s with 8,192.
+# on an H100, 12 layers of Qwen3-4B took 1.41 s with micro-batches of 4,096 tokens,
+# and 0.60 s with micro-batches of 8,192 tokens.
 SETTINGS = (
     ("none", 16384, "step"),
     ("none", 8192, "step"),
@@ -275,20 +276,21 @@ def shown(n: float) -> str:
 
 
 def fit(inputs: Inputs, cfg: Config) -> tuple[Config, int]:
-    """Return the options with every setting chosen, and the estimated bytes on the device without a
-    vLLM server's. Raises UserError if a rank needs more than is available. Every rank must call.
+    """Return the options with every setting chosen, and an estimate of the bytes on the device, not
+    counting a vLLM server. Raises UserError if a rank needs more than is available. Every rank must
+    call.
     """
     world = inputs.world
     device, host = capacity(world)
     cfg = choose(inputs, cfg, min(world.gather(device)))
-    log.info("settings for the free GPU memory: %s", spelled(cfg))
+    logger.info("settings for the free GPU memory: %s", spelled(cfg))
     rows = table(inputs, cfg, world.main)
     for on_host, place, there in (False, "the GPU", device), (True, "this machine", host):
         part = [row for row in rows if row.on_host == on_host and row.bytes]
         needed = sum(row.bytes for row in part)
         largest_first = sorted(part, key=lambda row: -row.bytes)
         sizes = [f"{row.name} {shown(row.bytes)}" for row in largest_first]
-        log.info("estimated memory on %s: %s (%s)", place, shown(needed), ", ".join(sizes))
+        logger.info("estimated memory on %s: %s (%s)", place, shown(needed), ", ".join(sizes))
         if needed > there:
             raise UserError(
                 f"a process needs {shown(needed)} of memory but {place} has {shown(there)} "
@@ -306,8 +308,8 @@ def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
 
     Sampling takes most of a step, and is faster if the cache holds more completions at a time. The
     cache starts at half of what all slots could need, because few completions reach the maximum
-    length. The cache is halved again only while no setting of training fits. Finally, it grows into
-    the memory that is left, up to what all slots could need, but twice MARGIN stays free.
+    length. The cache is halved further only as long as none of SETTINGS fits. Finally, it grows
+    into the memory that is left, up to what all slots could need, but twice MARGIN stays free.
     All ranks must choose the same settings, so they choose for rank 0, which stores most.
     """
     size = inputs.world.size
@@ -351,16 +353,16 @@ def given(cfg: Config, **settings: Any) -> Config:
 
 
 def spelled(cfg: Config) -> str:
-    """Return the settings as a command line has them."""
+    """Return the settings as they are written on a command line."""
     # a vLLM server chooses its own slots and cache
     names = CHOSEN if cfg.engine == "local" else CHOSEN[2:]
     return " ".join(f"--{dashed(n)} {getattr(cfg, n)}" for n in names if getattr(cfg, n))
 
 
 def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) -> Config:
-    """Return the options of an evaluation with the slots and the cache of the embedded engine,
-    unless the user has given them: on a GPU, as many as fit next to the engine's weights. Every
-    rank must call.
+    """Return the options of an evaluation, with values for the embedded engine's slots and cache
+    unless the user has given them. On a GPU, both are as large as fits next to the engine's
+    weights. Every rank must call.
 
     model: already on the device. completions: the number that this rank samples.
     """
@@ -385,7 +387,7 @@ def explained(cfg: Config, lower: str = "") -> Iterator[None]:
             raise
         found = re.search(r"allocate ([\d.]+ \w+).* of which ([\d.]+ \w+)", str(e), re.DOTALL)
         sizes = f"{found[1]} needed, {found[2]} free" if found else first_sentence(e)
-        if not lower:  # give every setting, or others would be chosen
+        if not lower:  # name every setting, or the next run would choose others
             lower = spelled(
                 dataclasses.replace(
                     cfg,
@@ -399,11 +401,12 @@ def explained(cfg: Config, lower: str = "") -> Iterator[None]:
 
 
 def server_share(world: World, needed: int, given: Sequence[str]) -> list[str]:
-    """Return the option with the share of the trainer's GPU that a vLLM server of our own may use,
-    unless the user has `given` one.
+    """Return vLLM's option for the fraction of the trainer's GPU that our server may use, or
+    nothing if the user has `given` this option.
 
     The server gets the memory that is free now, less a margin and the part of the `needed` bytes
-    that the trainer has not allocated yet. So the share is also right if the server restarts later.
+    that the trainer has not allocated yet. So the fraction is also right if the server restarts
+    later.
     """
     chosen = ("--gpu-mem", "--device-mem", "--kv-cache-mem")
     if any(word.replace("_", "-").startswith(chosen) for word in given):
@@ -418,5 +421,5 @@ def server_share(world: World, needed: int, given: Sequence[str]) -> list[str]:
             "turns with --vllm-enable-sleep-mode, name another GPU with --vllm-gpus, or set "
             "--gpu-memory-utilization in --vllm-options."
         )
-    log.info("the vLLM sidecar may use %.0f %% of the GPU", 100 * share)
+    logger.info("the vLLM sidecar may use %.0f %% of the GPU", 100 * share)
     return ["--gpu-memory-utilization", f"{share:.3f}"]

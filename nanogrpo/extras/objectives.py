@@ -2,11 +2,12 @@
 what each token contributes to the loss.
 
 In: `Tokens`, the M completion tokens of a micro-batch. Out: terms [M], and metrics [M] for the log.
-`loss` multiplies the terms by masks and weights, adds the KL and sums them; autograd computes the
-derivatives, so the head needs two phases and four matrix products. The gradient flows through
-`logp`, `log_ratio` and `ratio`. To add an objective, write a function like these and add its name
-to TERMS and to the choices of `loss_type` in options.py (docs/fork.md). Names and formulas are
-those of TRL 1.16.0 where TRL has them. Read before: grpo/loss.py. Read next: docs/equations.md.
+`loss` multiplies the terms by masks and weights, adds the KL and sums them. Autograd computes the
+derivatives, which takes two phases and four matrix products with the head (the core's fused loss
+takes three). The gradient flows through `logp`, `log_ratio` and `ratio`. To add an objective, write
+a function like these and add its name to TERMS and to the choices of `loss_type` in options.py
+(docs/fork.md). Names and formulas are those of TRL 1.16.0 where TRL has them. Read before:
+grpo/loss.py. Read next: docs/equations.md.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Objectives(Feature):
         self.all_gradients = cfg.loss_constants.get("dppo_penalty", 0) > 0  # it has no advantage
 
     def objective(self, batch: PackedBatch, cfg: Any) -> HeadOp | None:
-        """Return a loss in two phases, or None if the core can compute the loss."""
+        """Return a function that computes the loss in two phases, or None if the core's loss is
+        enough.
+        """
         if not cfg.needs_two_phases:
             return None
 
@@ -85,7 +88,7 @@ class Tokens(NamedTuple):
     advantage: Tensor
     log_ratio: Tensor  # logp - old_logp
     ratio: Tensor  # exp of log_ratio, or of its mean over the sequence
-    # vespo uses it in its terms; for all other objectives, `loss` multiplies the terms by it
+    # vespo's terms contain it; for all other objectives, `loss` multiplies the terms by it
     importance: Tensor | None
     sequences: Sequences
 
@@ -118,7 +121,8 @@ def sapo(t: Tokens, cfg: ObjectivesOptions) -> Terms:
     """l = -(4/τ)·σ(τ(w-1))·A, where τ depends on the sign of A: a soft clip. Gao et al. 2025
     (2511.20347).
 
-    The derivative of -l in w is 4σ(1-σ)·A, which equals A at w = 1 and decays on both sides.
+    The derivative of -l with respect to w is 4σ(1-σ)·A, which equals A at w = 1 and decays on both
+    sides.
     """
     given = cfg.loss_constants
     good, bad = given["sapo_temperature_pos"], given["sapo_temperature_neg"]
@@ -149,11 +153,10 @@ def dppo(t: Tokens, cfg: ObjectivesOptions) -> Terms:
     """l = -m·w·A + c·(log w)², with m = 0 where the policy has moved far enough: A > 0, p > μ and D
     > ε_high, or A < 0, p < μ and D > ε.
 
-    Qi et al. 2026 (2602.04879). The trust region limits a divergence D between p, the policy in
-    training, and μ, the engine that sampled, each as a distribution over "this token" and "any
-    other". dppo_tv: D = |p - μ|.  dppo_kl: D = μ log(μ/p) + (1-μ) log((1-μ)/(1-p)).  So the
-    ratio w may become large for a rare token, but not for a common one. The penalty c comes from
-    prime-rl.
+    Qi et al. 2026 (2602.04879). The trust region limits a divergence D between p (the policy in
+    training) and μ (the engine that sampled). Both are distributions over "this token" and "any
+    other". dppo_tv: D = |p - μ|.  dppo_kl: D = μ log(μ/p) + (1-μ) log((1-μ)/(1-p)).  So the ratio w
+    may become large for a rare token, but not for a common one. The penalty c comes from prime-rl.
     """
     p, mu = (x.detach().exp().clamp(max=1 - 1e-6) for x in (t.logp, t.sampling_logp))
     if cfg.loss_type == "dppo_tv":
@@ -179,7 +182,7 @@ TERMS: dict[str, Callable[[Tokens, ObjectivesOptions], Terms]] = {
 
 
 def on_policy_enough(t: Tokens, threshold: float) -> Tensor:
-    """Return [M] bool: False for sequences with A < 0 and mean_t(log μ - log π) > threshold.
+    """Return a mask [M]: False for sequences with A < 0 and mean_t(log μ - log π) > threshold.
 
     DeepSeek-V3.2 2025 (2512.02556), equation 9: a bad completion that the policy has already moved
     away from teaches nothing. A token without a log-prob from the engine (NaN) counts as unchanged.

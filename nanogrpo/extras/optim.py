@@ -1,4 +1,4 @@
-"""More options for the optimizer: AdamW's constants, moments in 8 bits, and two more schedules.
+"""More options for the optimizer: AdamW's constants, 8-bit moments, and two more schedules.
 
 In: parameter groups, or the number of an optimizer step. Out: an optimizer, or a learning rate.
 Read before: run/optim.py (the default optimizer and the other schedules).
@@ -20,7 +20,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.feature import Feature
 from nanogrpo.run import optim
 
-# Schedules that the core does not have, and their settings, of which a run needs exactly one.
+# Schedules that the core lacks, each with its settings. A run must set exactly one of them.
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
     "warmup_stable_decay": ("num_decay_steps",),
@@ -117,7 +117,7 @@ class Optim(Feature):
         (total, warmup), settings = optim.lengths(cfg), cfg.lr_scheduler_kwargs
         if not settings or update < warmup:
             return None  # as in the core
-        # done: the share of the decay that is over, from 0 to 1
+        # done: the fraction of the decay that is over, from 0 to 1
         done, low = (update - warmup) / max(1, total - warmup), settings.get("min_lr_rate", 0.0)
         if "min_lr" in settings:
             low = settings["min_lr"] / cfg.learning_rate

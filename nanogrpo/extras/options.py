@@ -25,7 +25,7 @@ from nanogrpo.extras.reference import SyncReferenceOptions
 from nanogrpo.extras.sharding import ShardingOptions
 from nanogrpo.vllm.options import VLLMOptions
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # one clipped term, averaged in five ways
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # averages of the same clipped term
 WEIGHTED = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 

@@ -34,7 +34,7 @@ def draw(runs: Sequence[Path], out: Path, wanted: Sequence[str]) -> None:
     patterns = wanted or METRICS
     names = [name for pattern in patterns for name in fnmatch.filter(known, pattern)]
     if not names:
-        raise UserError(f"nothing to plot of {' '.join(patterns)}: the log has {known}.")
+        raise UserError(f"no metric matches {' '.join(patterns)}: the log has {known}.")
     lines = (len(names) + 2) // 3
     figure = Figure(figsize=(15, 3 * lines), layout="tight")
     for i, name in enumerate(names, start=1):

@@ -1,6 +1,6 @@
 """The presets of `--profile`: debug (the complete loop in seconds) and full (a real run).
 
-In: nothing. Out: options by name, which the command line and the file of --config override. Read
+In: nothing. Out: options by name. The command line and the file of --config override them. Read
 before: cli.py.
 """
 
@@ -10,13 +10,13 @@ from nanogrpo.cli import DEBUG
 
 PROFILES: dict[str, dict] = {
     "debug": DEBUG,
-    # For a real run on GPUs: models of 0.5 to 8 billion parameters, answers that can be verified.
-    # The values are common in published runs (DAPO, arXiv:2503.14476) or TRL's defaults.
-    # None of the values was tuned here.
+    # For real runs on GPUs, with models of 0.5 to 8 billion parameters and verifiable answers.
+    # The values are TRL's defaults, or common in published runs (DAPO, arXiv:2503.14476).
+    # None of them was tuned here.
     "full": {
         "num_generations": 16,  # more completions, so that hard problems get correct answers, too
         "generation_batch_size": 512,  # 32 prompts per step
-        # four updates of 128 completions per round of sampling; clipping limits the change
+        # four updates of 128 completions per round of sampling; clipping bounds the policy's change
         "steps_per_generation": 4,
         "max_completion_length": 4096,  # raise this if completions/clipped_ratio is high
         # DAPO's clip-higher: unlikely tokens can become likelier, so entropy falls more slowly

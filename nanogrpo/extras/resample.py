@@ -1,5 +1,5 @@
-"""Dynamic sampling: replace groups without a signal by groups of other prompts (DAPO, Yu et al.
-2025, 2503.14476, section 3.2).
+"""Dynamic sampling: replace groups whose advantages are all 0 with groups of other prompts (DAPO,
+Yu et al. 2025, 2503.14476, section 3.2).
 
 In: the scored samples of a step on this rank. Out: the same list, in which some groups are
 replaced. Read before: step.py.
@@ -27,19 +27,19 @@ class Resample(Feature):
     def scored(self, run: Run, samples: list[Sample], step: int) -> None:
         """Replace the groups in which all advantages are 0, for `max_resample_times` rounds.
 
-        Equal rewards would be the wrong criterion: maxrl also gives 0 if the mean is not positive,
-        and with normalize_then_sum the rewards of a single function may differ although the sums
-        are equal. Groups that still have no signal are kept.
+        Equal rewards would be the wrong criterion. maxrl also gives 0 if the mean reward is not
+        positive. With normalize_then_sum, the rewards of single functions may differ although their
+        sums are equal. Groups whose advantages are still all 0 after the last round are kept.
 
-        The new prompts and their random streams are functions of (seed, step, round, index of the
-        replaced group), so neither resuming nor the number of ranks changes them. Every rank must
-        call; each rank samples the replacements of its own groups.
+        The new prompts and their random streams depend only on (seed, step, round, index of the
+        replaced group). So neither resuming nor the number of ranks changes them. Every rank must
+        call this, and each rank samples the replacements of its own groups.
         """
         n, world, self.groups = self.cfg.num_generations, run.world, 0
         groups = len(samples) // n
         first = sum(world.gather(groups)[: world.rank])  # index of this rank's first group
         for attempt in range(1, self.cfg.max_resample_times + 1):
-            found = [fact.advantage for fact in loop.exchange(run, samples).facts]
+            found = [fact.advantage for fact in loop.generation_of(run, samples).facts]
             flat = [g for g in range(len(found) // n) if not any(found[g * n : (g + 1) * n])]
             if not flat:
                 break

@@ -1,10 +1,9 @@
 """A reward model: our decoder, with a head that outputs a single score instead of logits.
 
 In: a folder or hub id of a Hugging Face ...ForSequenceClassification model with one label, and
-texts to score. Out: one reward per sample, which is the score of the last token of prompt and
-completion.
+texts to score. Out: one reward per sample: the score at the last token of prompt and completion.
 Use it with `--reward-funcs model:FOLDER`. Every rank has a full copy of the model and scores its
-own samples. Read next: model/decoder.py, rewards/runner.py (which calls it like any function).
+own samples. Read next: model/decoder.py, rewards/scorer.py (which calls it like any function).
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ class RewardModel(nn.Module):
     def load(cls, name: str, device: torch.device | str = "cpu") -> RewardModel:
         """Load a folder or hub id, in bfloat16 on a GPU and in float32 on a CPU.
 
-        Raises UserError if the model is not a reward model, or one that this class cannot load.
+        Raises UserError if the model is not a reward model, or if this class cannot load it.
         """
         folder = checkpoint.locate(name, "--reward-funcs model:")
         path = folder / "config.json"
         raw = read_json(path)
         with reading(path, "name another folder after model:", "describes no reward model"):
-            # if there are two labels, the default, transformers does not write them
+            # transformers writes no labels if there are two, the default number
             labels = raw.get("id2label") or {"0": "", "1": ""}
             kind = (raw.get("architectures") or [""])[0]
             if not str(kind).endswith("ForSequenceClassification") or len(labels) != 1:
@@ -89,14 +88,14 @@ class RewardModel(nn.Module):
         texts = [self._ids(prompt + completion) for prompt, completion in zip(prompts, completions)]
         scores: dict[int, float] = {}
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))[::-1]
-        while order:  # as many texts as fit, if all had the length of the longest
+        while order:  # as many texts as would fit if all were as long as the longest
             count = max(1, TOKEN_BUDGET // len(texts[order[0]]))
             strip, order = order[:count], order[count:]
             scores |= zip(strip, self.score_texts([texts[i] for i in strip]).tolist())
         return [scores[i] for i in range(len(texts))]
 
     def score_texts(self, texts: list[list[int]]) -> Tensor:
-        """Return the score of the last token of each of N texts, [N] float32."""
+        """Return the score at the last token of each of N texts, [N] float32."""
         device = self.score.weight.device
         tokens = torch.tensor([i for ids in texts for i in ids], device=device)  # [T]
         positions = torch.cat([torch.arange(len(ids)) for ids in texts]).to(device)  # [T]

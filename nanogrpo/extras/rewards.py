@@ -1,7 +1,7 @@
 """More built-in reward functions: for reasoning, lengths and repetition.
 
-In: a name in --reward-funcs, perhaps with arguments. Out: the function, with TRL's name and values.
-Read next: rewards/builtin.py (the common ones).
+In: a name in --reward-funcs, with or without arguments. Out: the function, with TRL's name and
+values. Read next: rewards/builtin.py (the common ones).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def reasoning_accuracy_reward(
 ) -> list[float | None]:
     """Return `accuracy_reward` of the text after the reasoning, and 0 if the reasoning never ends.
 
-    reasoning_delimiters: the first of them that a completion contains ends its reasoning.
+    reasoning_delimiters: the first one in this list that a completion contains ends its reasoning.
     """
     answers = []
     for text in map(text_of, completions):
@@ -59,7 +59,9 @@ def reasoning_accuracy_reward(
 
 
 def think_format_reward(completions: list, **kwargs) -> list[float]:
-    """Return 1 for a completion that starts with its only <think>, and contains </think>."""
+    """Return 1 for a completion that starts with <think>, has no second <think>, and has a
+    </think>.
+    """
     return [
         float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text)
         for text in map(text_of, completions)
@@ -89,7 +91,8 @@ def get_soft_overlong_punishment(
         )
 
     def soft_overlong_punishment_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
-        """Return 0 up to `limit` - `cache` tokens, then less, linearly down to -1 at `limit`.
+        """Return 0 up to `limit` - `cache` tokens, then a value that falls linearly to -1 at
+        `limit`.
 
         The reward does not depend on the longest completion of the batch, so the same text gets
         the same reward in every step.
@@ -144,7 +147,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         )
 
     def repetition_penalty_reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
-        """Return max_penalty times the share of n-grams that repeat an earlier one."""
+        """Return max_penalty times the fraction of n-grams that repeat an earlier one."""
         rewards = []
         for ids in completion_ids:
             grams = list(zip(*(ids[i:] for i in range(ngram_size))))

@@ -37,7 +37,7 @@ NUMBERS: dict[str, tuple[str, ...]] = {
 # yarn: a dimension with more than FAST rotations in the trained context keeps its frequency.
 # The frequency of a dimension with fewer than SLOW rotations is divided by the full factor.
 FAST, SLOW = 32, 1
-# Fields that are not supported, with the only value that is accepted: it changes nothing.
+# Unsupported fields, each with the only value that is accepted, because it changes nothing.
 NEUTRAL = {
     "mscale": 0,
     "mscale_all_dim": 0,
@@ -59,7 +59,7 @@ class Scaling:
     high_freq_factor: float = 0
 
     def frequencies(self, powers: Tensor, theta: float) -> tuple[Tensor, float]:
-        """Return f_i and the factor of cosines and sines. powers: 1 / f_i without scaling, [E/2]"""
+        """Return f_i and the factor for cosines and sines. powers: unscaled 1 / f_i, [E/2]"""
         plain = 1.0 / powers
         if self.rope_type == "linear":
             return plain / self.factor, 1.0
@@ -100,7 +100,7 @@ def _yarn(plain: Tensor, powers: Tensor, theta: float, s: Scaling) -> Tensor:
     trained, E = s.original_max_position_embeddings, 2 * len(plain)
 
     def index(rotations: float) -> float:
-        """Return the index of a dimension that rotates this often within the trained context."""
+        """Return the index of a dimension that makes this many rotations in the trained context."""
         return E * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = max(math.floor(index(FAST)), 0), min(math.ceil(index(SLOW)), E - 1)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Selective checkpointing keeps the results of matrix products and attention.
 # Recomputing norms, rotation and SwiGLU takes little time and saves most of the memory.
-# The list contains parts of operation names: not every installation has all of the operations.
+# These are parts of operation names. Not every installation has all of the operations.
 KEPT: tuple[str, ...] = ("aten.mm.", "aten.addmm.", "mkldnn._linear_pointwise")
 KEPT += ("_scaled_dot_product_", "varlen_attn", "flash_attn")
 
@@ -90,6 +90,6 @@ def be_deterministic() -> None:
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    # Filling memory is slow, and not needed. The property is dynamic, so mypy does not know it.
+    # By default, new tensors would be filled, which is slow. mypy does not know this property.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)

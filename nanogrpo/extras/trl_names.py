@@ -22,7 +22,7 @@ from nanogrpo.config import dashed
 from nanogrpo.errors import UserError
 from nanogrpo.extras.options import LOSS_CONSTANTS, Config
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 OF_LOSSES = LOSS_CONSTANTS["sapo"] | LOSS_CONSTANTS["vespo"]
 
@@ -44,18 +44,19 @@ TRANSLATED = {
     " `--steps-per-generation`; micro-batches follow from `--token-budget`",
     "use_vllm": "`true` is `--engine vllm`, with TRL's default `vllm_mode`; `false` is"
     " `--engine local`",
-    "vllm_mode": "`colocate`, the default: without `--server`, the trainer starts a vLLM server on"
-    " its own GPU; `server`: `--server`, with the address of a server that you have started",
+    "vllm_mode": "`colocate`, the default: the trainer starts a vLLM server on its own GPU, unless"
+    " `--server` is given; `server`: give the address of a server that you have started to"
+    " `--server`",
     "vllm_server_host vllm_server_port": "`--server http://HOST:PORT`",
-    "vllm_gpu_memory_utilization vllm_tensor_parallel_size": "the options of the same names in"
-    " `--vllm-options`, as in TRL only for a server that the trainer starts; by default, the memory"
-    " is chosen from what is free",
+    "vllm_gpu_memory_utilization vllm_tensor_parallel_size": "vLLM's options of the same names in"
+    " `--vllm-options`; as in TRL, only for a server that the trainer starts; by default, its"
+    " memory depends on the free memory",
     "vllm_importance_sampling_correction": "`true` is `--vllm-importance-sampling-mode"
     " sequence_mask`, unless another mode is given; `false` is `off`",
     "use_peft": "`true` is `--lora-r 16`, unless another rank is given; `false` is `--lora-r 0`",
     "use_cpu": "`true` is `--device cpu`; otherwise a GPU is used if there is one",
     "resume_from_checkpoint": "`true` is `--resume`, which continues from the last checkpoint in"
-    " `--output-dir`; to continue from an earlier one, remove those after it",
+    " `--output-dir`; to continue from an earlier checkpoint, delete the later ones",
     "eval_strategy": "`steps` changes nothing, and `no` is `--eval-steps 0`; otherwise give a"
     " number to `--eval-steps`",
     "save_strategy": "`steps` changes nothing, and `no` is `--save-steps 0`, which saves only after"
@@ -65,21 +66,21 @@ TRANSLATED = {
 
 # Another option serves this purpose, but its values mean something else.
 INSTEAD = {
-    "auto_find_batch_size": "leave out `--token-budget`, which is chosen from the free memory of a"
-    " GPU before the run",
-    "data_seed": "use `--seed`, which is the seed of all randomness",
+    "auto_find_batch_size": "do not set `--token-budget`; before the run, it is then chosen from"
+    " the free memory of the GPU",
+    "data_seed": "use `--seed`, which determines all random numbers",
     "accelerator_config deepspeed fsdp fsdp_config parallelism_config local_rank": "start one"
-    " process per GPU with torchrun, which always shards the weights; see"
+    " process per GPU with torchrun; the weights are then always sharded; see"
     " `--reshard-after-forward` and `--cpu-offload`",
     "push_to_hub hub_model_id hub_private_repo hub_token hub_strategy hub_always_push"
     " hub_revision": "run `hf upload` after the training (docs/running.md)",
-    "save_only_model": "remove `checkpoint-N/state` when the run is done, because only `--resume`"
-    " needs it",
+    "save_only_model": "delete `checkpoint-N/state` after the run, because only `--resume` needs"
+    " it",
     "log_unique_prompts log_completions_hub_repo log_multimodal": "`--log-completions` writes files"
     " with all completions and pictures",
     "project": "set TRACKIO_PROJECT or WANDB_PROJECT, for `--report-to trackio` or `wandb`",
-    "torch_empty_cache_steps": "lower `--token-budget`; the allocator's segments can grow, so no"
-    " gaps need to be freed (docs/memory.md)",
+    "torch_empty_cache_steps": "lower `--token-budget`; the allocator uses expandable segments, so"
+    " there is hardly any unused memory to free (docs/memory.md)",
     "vllm_server_timeout": "use `--server-timeout`",
     "vllm_model_impl": 'use `--vllm-options="--model-impl transformers"`',
     "reward_model_name_or_path": "use `--reward-funcs model:FOLDER`",
@@ -96,8 +97,8 @@ IGNORED = {
     "bf16 tf32 dtype torch_dtype": "a GPU computes in bfloat16 and a CPU in float32, weights are"
     " trained in float32, and checkpoints have the dtype of the base model",
     "shuffle_dataset": "prompts are always shuffled, by `--seed` and epoch",
-    "bnb_4bit_quant_storage use_bnb_nested_quant": "`--load-in-4bit` stores bytes, and always"
-    " quantizes the scales of its blocks, too",
+    "bnb_4bit_quant_storage use_bnb_nested_quant": "`--load-in-4bit` always stores the codes as"
+    " bytes, and always quantizes the scales of the blocks, too",
     "logging_strategy logging_steps logging_first_step logging_nan_inf_filter disable_tqdm"
     " log_level log_level_replica log_on_each_node": "every step is logged, by the first process",
     "include_num_input_tokens_seen skip_memory_metrics": "tokens and memory are always logged",
@@ -112,10 +113,10 @@ IGNORED = {
     "average_tokens_across_devices": "the loss is always averaged over the tokens of all processes",
     "batch_eval_metrics eval_accumulation_steps eval_do_concat_batches eval_use_gather_object"
     " include_for_metrics label_names per_device_eval_batch_size prediction_loss_only": "an"
-    " evaluation scores completions with the reward functions, and `--max-concurrent` says how many"
-    " are sampled at once",
-    "do_train do_eval do_predict eval_on_start": "a run always trains, and `--eval-steps` says when"
-    " it evaluates, also before the first step",
+    " evaluation scores completions with the reward functions, and `--max-concurrent` limits"
+    " how many are sampled at once",
+    "do_train do_eval do_predict eval_on_start": "a run always trains, and with `--eval-steps` it"
+    " also evaluates, starting before the first step",
     "enable_jit_checkpoint": "SIGTERM always saves a checkpoint",
     "restore_callback_states_from_checkpoint": "there are no callbacks",
     "gradient_checkpointing_kwargs activation_checkpointing_kwargs": "`--gradient-checkpointing`"
@@ -127,8 +128,8 @@ IGNORED = {
     "use_cache use_transformers_continuous_batching transformers_continuous_batching_config"
     " use_transformers_paged": "the local engine has a key-value cache and always batches"
     " continuously",
-    "debug": "a gradient that is not finite always ends the run",
-    "disable_dropout": "dropout in config.json is never applied",
+    "debug": "a gradient with NaN or infinity always ends the run",
+    "disable_dropout": "the dropout settings in config.json are always ignored",
     "pad_to_multiple_of": "nothing is padded",
     "vllm_group_port vllm_max_model_length": "the trainer tells its server what it needs",
     "lora_task_type": "a causal language model is trained",
@@ -137,26 +138,26 @@ IGNORED = {
 UNSUPPORTED = {
     "bnb_4bit_quant_type load_in_8bit": "the only quantization is NF4, with `--load-in-4bit`",
     "fp16 fp16_full_eval bf16_full_eval": "a GPU computes in bfloat16 and a CPU in float32",
-    "label_smoothing_factor": "completions have advantages, and no labels",
-    "neftune_noise_alpha lora_dropout": "with noise, the trained policy would differ from the one"
-    " that sampled",
+    "label_smoothing_factor": "completions have advantages instead of labels",
+    "neftune_noise_alpha lora_dropout": "with noise, the policy in training would differ from the"
+    " one that sampled",
     "optim_args optim_target_modules": "AdamW is the only optimizer; its settings are"
     " `--adam-beta1`, `--adam-beta2`, `--adam-epsilon` and `--weight-decay`",
-    "eval_delay": "evaluations start before the first step",
+    "eval_delay": "the first evaluation is always before the first step",
     "ignore_data_skip": "a resumed run always continues with the next prompts",
     "train_sampling_strategy": "prompts are shuffled, and micro-batches are balanced by tokens",
     "save_on_each_node": "all machines share `--output-dir`",
     "trackio_space_id trackio_bucket_id trackio_static_space_id": "`--report-to trackio` logs on"
     " this machine only",
     "model_revision": "download the revision, and give its folder to `--model`",
-    "model_init_kwargs trust_remote_code router_aux_loss_coef": "there is one decoder, in"
-    " nanogrpo/model/decoder.py, without experts",
-    "cast_lm_head_to_fp32": "everything after the logits is computed in float32, and"
-    " kernels/README.md describes the rounding",
+    "model_init_kwargs trust_remote_code router_aux_loss_coef": "there is only one decoder, in"
+    " nanogrpo/model/decoder.py, and it has no experts",
+    "cast_lm_head_to_fp32": "logits are rounded as in inference engines, and everything after them"
+    " is computed in float32 (kernels/README.md)",
     "generation_kwargs repetition_penalty cache_implementation vllm_structured_outputs_regex": "the"
-    " distribution that is sampled would differ from the policy that is trained",
-    "dataset_streaming streaming": "a resumed run draws the prompts again, so all of them are read"
-    " at the start",
+    " sampling distribution would differ from the trained policy",
+    "dataset_streaming streaming": "a resumed run must be able to draw the same prompts again, so"
+    " all prompts are read at the start",
     "use_dora lora_modules_to_save lora_target_parameters": "adapters are plain LoRA on linear"
     " layers",
 }
@@ -179,7 +180,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 def rows(table: Mapping[str, str]) -> dict[str, str]:
-    """Return a table with one entry for each name, and its texts without Markdown."""
+    """Return a table with one entry for each name. Markdown is removed from its texts."""
     return {name: text.replace("`", "") for names, text in table.items() for name in names.split()}
 
 
@@ -199,7 +200,7 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
     ignored, instead, unsupported = map(rows, (IGNORED, INSTEAD, UNSUPPORTED))
     for name, value in given.items():
         if name in ignored:
-            log.info("--%s: ignored, because %s", dashed(name), ignored[name])
+            logger.info("--%s: ignored, because %s", dashed(name), ignored[name])
         elif name in instead | unsupported and value not in (False, None, NEUTRAL.get(name)):
             reason = unsupported.get(name)
             advice = f"it is not supported here, because {reason}" if reason else instead[name]
@@ -244,13 +245,13 @@ def _server(given: Mapping[str, Any], out: dict[str, Any]) -> None:
     settings = {name: given[name] for name in OF_VLLM if name in given}
     if out.get("engine") != "vllm":
         if theirs | settings:
-            log.info("%s: ignored, because vLLM is not used", _spelled(theirs | settings))
+            logger.info("%s: ignored, because vLLM is not used", _spelled(theirs | settings))
         return
     if theirs and "server" not in out and given.get("vllm_mode") != "colocate":
         host, port = given.get("vllm_server_host", "127.0.0.1"), given.get("vllm_server_port", 8000)
         _take(theirs, out, server=(f"http://{host}:{port}",))
     if settings and "server" in out:
-        log.info("%s: ignored, because --server has its own settings", _spelled(settings))
+        logger.info("%s: ignored, because --server has its own settings", _spelled(settings))
     elif settings:
         words = [f"--{dashed(name)[5:]}={value}" for name, value in settings.items()]
         options = " ".join([out.pop("vllm_options", ""), *words]).strip()
@@ -316,7 +317,7 @@ def _take(theirs: Mapping[str, Any], out: dict[str, Any], **ours: Any) -> None:
             )
     out.update(ours)
     if ours:
-        log.info("%s: taken as %s", _spelled(theirs), _spelled(ours))
+        logger.info("%s: taken as %s", _spelled(theirs), _spelled(ours))
 
 
 def _spelled(options: Mapping[str, Any]) -> str:

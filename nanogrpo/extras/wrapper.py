@@ -1,10 +1,10 @@
 """Engines that wrap other engines.
 
     ahead.py              samples steps ahead of training
-    tools/turns.py        a function decides on the turns of a completion
+    tools/turns.py        a user's function controls the turns of a completion
     vllm/sleeping.py      frees the memory of a server while the trainer trains
 
-In: an engine (engine/base.py). Out: an engine, which the training loop uses in the same way. Read
+In: an engine (engine/base.py). Out: an engine that the training loop uses in the same way. Read
 next: ahead.py.
 """
 
@@ -16,7 +16,7 @@ from nanogrpo.engine.base import Engine
 
 
 class Wrapper:
-    """An engine around another one. Subclasses define `sample` and pass all other calls on."""
+    """An engine that wraps another one. Subclasses define `sample` and pass all other calls on."""
 
     engine: Engine
 

@@ -42,7 +42,7 @@ def is_trained(sample: Sample | Facts, cfg: Config) -> bool:
 def has_gradient(sample: Sample | Facts, cfg: Config, all_gradients: bool = False) -> bool:
     """Return whether the loss of a completion depends on the weights.
 
-    If the advantage is 0, only terms without the advantage have a gradient: the KL, or terms that
+    If the advantage is 0, only terms that do not contain it have a gradient: the KL, or terms that
     an extra adds (`all_gradients`).
     """
     return sample.advantage != 0 or bool(cfg.beta) or all_gradients
@@ -67,15 +67,15 @@ def token_weight(length: int, n_samples: int, n_tokens: int, cfg: Config) -> flo
     """Return the loss weight of each token of a completion.
 
     The weight is fixed before the forward pass, so the gradient does not depend on how a step is
-    split into micro-batches. So bnpo, which elsewhere averages over one micro-batch only, is the
-    same as dapo here.
+    split into micro-batches. Other implementations of bnpo average over one micro-batch only; here,
+    bnpo is the same as dapo.
     """
     divisor = DIVISORS.get(cfg.loss_type, DIVISORS["dapo"])
     return 1.0 / max(divisor(length, n_samples, n_tokens, cfg), 1)
 
 
 def clip_of(cfg: Config) -> Clip:
-    """Return the constants of the clip and the KL."""
+    """Return the constants for clipping and for the KL."""
     delta = math.inf if cfg.delta is None else cfg.delta
     return Clip(cfg.epsilon, cfg.upper_epsilon, delta, cfg.beta)
 

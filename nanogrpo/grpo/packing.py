@@ -113,7 +113,7 @@ def _pack(
             sample.append(np.full(n, i))
             advantage.append(np.full(n, s.advantage))
             weight.append(np.full(n, token_weight(n, len(update.samples), update.n_tokens, cfg)))
-    if not tokens:  # a dummy token, so that this rank without work takes part in the collectives
+    if not tokens:  # a dummy token: a rank without work still joins the collectives
         sequence([0], NO_ROWS)
 
     def spans(ranges: list[range]) -> Tensor:

@@ -8,11 +8,11 @@ for each optimizer step, with a strip for each rank and micro-batch:
     A strip consists of pieces: completions of one prompt, which share the prompt's tokens.
 
 The schedule is a pure function of the facts, so all ranks compute the same schedule without
-communication. The gradient does not depend on the schedule, so a reader with one GPU can skip this
-file. Completions whose advantage is 0 have no gradient, unless the loss has a term without the
-advantage (`has_gradient` in loss.py). In an easy or a hard data set, most groups have no gradient.
-Completions without a gradient count in the normalizer, but no strip contains them. Read next:
-packing.py (how a strip becomes tensors).
+communication. The schedule affects only the speed, and not the gradient, so you can skip this file
+if you use one GPU. Completions whose advantage is 0 have no gradient, unless the loss has a term
+without the advantage (`has_gradient` in loss.py). If a data set is very easy or very hard, this is
+the case for most groups. The normalizer counts the tokens of these completions, but no strip
+contains them. Read next: packing.py (how a strip becomes tensors).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nanogrpo.config import Config
 from nanogrpo.grpo.loss import has_gradient, is_trained
 from nanogrpo.types import Facts
 
-KEY_ROWS = 4  # maximum number of key rows in a strip, per token of the budget (see Piece.room)
+KEY_ROWS = 4  # maximum number of key rows in a strip, per token of the budget (see Piece.size)
 
 
 class Piece(NamedTuple):
@@ -39,16 +39,16 @@ class Piece(NamedTuple):
     tokens: int
     # number of key rows that attention reads (Tk): the prompt counts once per completion
     key_rows: int
-    cost: float  # number of tokens, plus the cost of query-key pairs in tokens
+    cost: float  # number of tokens, plus query-key pairs · pair_cost
 
     @property
-    def room(self) -> int:
+    def size(self) -> int:
         """The part of the token budget that the piece uses.
 
-        A key row takes a few percent of the memory of a token, but a piece can have many key rows.
-        For example, 64 completions of 100 tokens for a prompt of 1,000 tokens have about 7,400
-        tokens and 71,400 key rows. So the number of tokens is limited to the budget, and the number
-        of key rows to KEY_ROWS times the budget.
+        A key row takes only a few percent of the memory that a token takes, but a piece can have
+        many key rows. For example, 64 completions of 100 tokens for a prompt of 1,000 tokens have
+        about 7,400 tokens and 71,400 key rows. So the number of tokens is limited to the budget,
+        and the number of key rows to KEY_ROWS times the budget.
         """
         return max(self.tokens, math.ceil(self.key_rows / KEY_ROWS))
 
@@ -62,11 +62,11 @@ class Update:
 
     samples: Sequence[int]  # as indices into the generation
     n_tokens: int  # number of trained tokens over all ranks and micro-batches: the normalizer
-    strips: list[list[Strip]]  # [world][micro-batch]
+    strips: list[list[Strip]]  # [ranks][micro-batch]
 
 
 def skipped(facts: Sequence[Facts], cfg: Config, all_gradients: bool = False) -> float:
-    """Return the fraction of the trained tokens that are left out because they have no gradient."""
+    """Return the fraction of the trained tokens that is left out because it has no gradient."""
     trained = [f for f in facts if is_trained(f, cfg)]
     out = sum(f.length for f in trained if not has_gradient(f, cfg, all_gradients))
     return out / max(sum(f.length for f in trained), 1)
@@ -76,28 +76,28 @@ def schedule(
     facts: Sequence[Facts],
     cfg: Config,
     step: int,
-    world: int = 1,
+    ranks: int = 1,
     pair_cost: float = 0.0,
     all_gradients: bool = False,
 ) -> list[Update]:
     """Split a generation into `steps_per_generation` updates of complete groups.
 
     The result is a pure function of the arguments. `facts` describes the samples of all ranks.
-    ModelConfig explains `pair_cost`, and `has_gradient` explains `all_gradients`.
+    For `pair_cost`, see ModelConfig. For `all_gradients`, see `has_gradient`.
     """
     groups = [range(i, i + cfg.num_generations) for i in range(0, len(facts), cfg.num_generations)]
     if cfg.steps_per_generation > 1:
         random.Random(f"{cfg.seed},{step}").shuffle(groups)
     each = len(groups) // cfg.steps_per_generation
     updates = [[*itertools.chain(*groups[i : i + each])] for i in range(0, len(groups), each)]
-    return [plan(update, facts, cfg, world, pair_cost, all_gradients) for update in updates]
+    return [plan(update, facts, cfg, ranks, pair_cost, all_gradients) for update in updates]
 
 
-def wanted(updates: Sequence[Update], world: int) -> list[set[int]]:
+def wanted(updates: Sequence[Update], ranks: int) -> list[set[int]]:
     """Return the indices of the samples that each rank computes."""
     return [
         {i for u in updates for strip in u.strips[rank] for piece in strip for i in piece.samples}
-        for rank in range(world)
+        for rank in range(ranks)
     ]
 
 
@@ -105,7 +105,7 @@ def plan(
     samples: Sequence[int],
     facts: Sequence[Facts],
     cfg: Config,
-    world: int = 1,
+    ranks: int = 1,
     pair_cost: float = 0.0,
     all_gradients: bool = False,
 ) -> Update:
@@ -122,20 +122,20 @@ def plan(
     if computed and not trained:
         trained = [min(computed, key=lambda i: facts[i].prompt_length + facts[i].end)]
     n_tokens = sum(facts[i].length for i in samples)
-    return Update(samples, n_tokens, _strips(trained, facts, cfg, world, pair_cost))
+    return Update(samples, n_tokens, _strips(trained, facts, cfg, ranks, pair_cost))
 
 
 def _strips(
-    samples: list[int], facts: Sequence[Facts], cfg: Config, world: int, pair_cost: float
+    samples: list[int], facts: Sequence[Facts], cfg: Config, ranks: int, pair_cost: float
 ) -> list[list[Strip]]:
-    """Divide samples into strips [world][micro-batch].
+    """Divide samples into strips [ranks][micro-batch].
 
     Strips stay within the token budget and have about the same cost. All ranks have the same number
     of strips. If there are no samples, there are no strips. If there is too little work for all
     ranks, some strips are empty. A group is split into several pieces if that makes the step
     cheaper: its prompt is computed several times, but the work is divided more evenly.
     """
-    share = math.ceil(len(facts) / world)  # rank r drew the samples r·share to (r + 1)·share
+    share = math.ceil(len(facts) / ranks)  # rank r drew the samples r·share to (r + 1)·share
     groups: dict[int, list[int]] = {}
     for i in samples:
         groups.setdefault(facts[i].prompt, []).append(i)
@@ -149,13 +149,13 @@ def _strips(
             for j in range(0, len(group), most)
         ]
         # A piece may exceed the budget only if it is a single completion.
-        if all(p.room <= cfg.strip_tokens or len(p.samples) == 1 for p in pieces):
-            strips, cost = _spread(pieces, cfg.strip_tokens, world, share)
+        if all(p.size <= cfg.strip_tokens or len(p.samples) == 1 for p in pieces):
+            strips, cost = _spread(pieces, cfg.strip_tokens, ranks, share)
             if cost < least:
                 best, least = strips, cost
         most = math.ceil(most / 2) if most > 1 else 0
-    batches = [_assign(best[i : i + world], facts, share) for i in range(0, len(best), world)]
-    return [[sorted(batch[rank]) for batch in batches] for rank in range(world)]
+    batches = [_assign(best[i : i + ranks], facts, share) for i in range(0, len(best), ranks)]
+    return [[sorted(batch[rank]) for batch in batches] for rank in range(ranks)]
 
 
 def _piece(samples: list[int], facts: Sequence[Facts], pair_cost: float) -> Piece:
@@ -167,45 +167,46 @@ def _piece(samples: list[int], facts: Sequence[Facts], pair_cost: float) -> Piec
     return Piece(samples, tokens, key_rows, tokens + pair_cost * pairs)
 
 
-def _spread(pieces: list[Piece], budget: int, world: int, share: int) -> tuple[list[Strip], float]:
-    """Distribute the pieces over a small number of strips, which is a multiple of `world`.
+def _spread(pieces: list[Piece], budget: int, ranks: int, share: int) -> tuple[list[Strip], float]:
+    """Distribute the pieces over few strips. The number of strips is a multiple of `ranks`.
 
     Return the strips, most expensive first, and the total cost of all micro-batches. Each group of
-    `world` consecutive strips is one micro-batch, with one strip per rank. Ranks wait for each
+    `ranks` consecutive strips is one micro-batch, with one strip per rank. Ranks wait for each
     other, so the cost of a micro-batch is that of its first strip. A piece that exceeds the budget
     gets its own strip.
 
     Pieces are assigned from the most expensive to the cheapest, each to the cheapest strip that can
     still hold it ("longest processing time first"). If the budget does not limit the choice, the
-    cost is at most 4/3 of the optimum (Graham 1969). Pieces of equal cost are sorted so that ranks
-    alternate, which tends to put samples of the same rank into the same strip.
+    cost is at most 4/3 of the optimum (Graham 1969). Pieces of equal cost are sorted so that the
+    ranks of their samples alternate. Strips receive such pieces in turn, so samples of the same
+    rank tend to end up in the same strip.
     """
 
     pieces = sorted(pieces, key=lambda p: (-p.cost, p.samples[0] % share, p.samples))
-    needed = min(sum(p.room for p in pieces) / budget, len(pieces))  # strips
-    count = world * math.ceil(needed / world)
+    needed = min(sum(p.size for p in pieces) / budget, len(pieces))  # strips
+    count = ranks * math.ceil(needed / ranks)
     while True:
         strips: list[Strip] = [[] for _ in range(count)]
         costs, left = [0.0] * count, [budget] * count
         for piece in pieces:
-            fits = [b for b in range(count) if piece.room <= left[b] or not strips[b]]
+            fits = [b for b in range(count) if piece.size <= left[b] or not strips[b]]
             if not fits:
                 break
             b = min(fits, key=costs.__getitem__)
             strips[b].append(piece)
             costs[b] += piece.cost
-            left[b] -= piece.room
+            left[b] -= piece.size
         else:
             by_cost = sorted(range(count), key=lambda b: -costs[b])
-            return [strips[b] for b in by_cost], sum(costs[b] for b in by_cost[::world])
-        count += world
+            return [strips[b] for b in by_cost], sum(costs[b] for b in by_cost[::ranks])
+        count += ranks
 
 
 def _assign(strips: list[Strip], facts: Sequence[Facts], share: int) -> list[Strip]:
     """Return the strips of a micro-batch in the order of the ranks that compute them.
 
-    All orders need the same time to compute, so we choose an order that sends few tokens between
-    ranks. The strip that has the most tokens of any one rank is assigned to this rank first.
+    The order does not affect the computing time, so we choose one that sends few tokens between
+    ranks. The strip and the rank with the most tokens in common are matched first, and so on.
     """
 
     def kept(pair: tuple[int, ...]) -> int:

@@ -110,7 +110,7 @@ class Log:
         self.progress.step(step, row, [*facts[0].rewards])
 
     def evaluation(self, done: int, facts: Sequence[Facts], logged: Mapping[str, float]) -> None:
-        """Log the completions of the held-out prompts after `done` steps."""
+        """Log the metrics of the held-out prompts after `done` steps."""
         if not self.main:
             return
         n, temperature = self.cfg.num_generations_eval, self.cfg.eval_temperature

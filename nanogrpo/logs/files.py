@@ -1,7 +1,7 @@
 """Read the records of a log, rename an earlier log, and write files atomically.
 
 In: a path in the output folder. Out: the records, or the written file; on failure, a UserError that
-names the file. Read next: logs/console.py, extras/plot.py, which use this file.
+names the file. Read next: logs/console.py and extras/plot.py, which use this file.
 """
 
 from __future__ import annotations

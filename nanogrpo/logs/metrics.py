@@ -1,8 +1,9 @@
-"""Compute the metrics of a step, which have TRL's names; docs/metrics.md explains each metric.
+"""Compute the metrics of a step. Their names are those of TRL, and docs/metrics.md explains them.
 
 In: the samples, each micro-batch with the output of its loss (`Meter.add`), and the seconds of each
-phase (`Clock`). Out: dicts that map names to numbers. Each mean is taken over all tokens or all
-completions of the step and is never a mean of means. Read next: console.py, which writes the
+phase (`Clock`). Out: dicts that map names to numbers. Each mean, except those of
+`loss` and `grad_norm`, is taken over all tokens or all completions of the step, and is never a mean
+of means. Read next: console.py, which writes the
 metrics.
 """
 
@@ -49,7 +50,7 @@ class Clock:
 class Meter:
     """Collect the per-token results of a step's updates, and reduce them once, at the step's end.
 
-    Before the end of the step, the host does not wait for the GPU.
+    `add` does not make the host wait for the GPU.
     """
 
     def __init__(self, features: Sequence[Feature] = ()):
@@ -61,7 +62,7 @@ class Meter:
         self.moved = False  # whether an update with tokens has ended
 
     def add(self, batch: PackedBatch, out: PolicyOut) -> None:
-        """Add the loss of one micro-batch."""
+        """Add the loss and the per-token results of one micro-batch."""
         for feature in self.features:
             feature.measured(batch, out, self.updates)
         part = {"sample": batch.sample, "entropy": out.entropy}
@@ -69,8 +70,8 @@ class Meter:
         if out.kl is not None:
             part["kl"] = out.kl
         part |= out.metrics
-        # In the first update, the weights are still the weights that sampled.
-        # So any difference in log-probs is a difference between trainer and engine.
+        # In the first update, trainer and engine have the same weights.
+        # So any difference in log-probs comes from how the two compute them.
         if not self.moved:
             part["delta"] = out.logp - batch.sampling_logp
         self.parts.append(part)
@@ -105,12 +106,13 @@ class Meter:
     def _vectors(self) -> dict[str, Tensor]:
         """Return this rank's values of each metric: one value per token or per completion.
 
-        In each update, all tokens of a completion are on the same rank, which can average them.
+        In each update, all tokens of a completion are on the same rank, so this rank can average
+        them.
         """
         if not self.parts:
             return {}
         sample, update = self._joined("sample"), self._joined("update")
-        # Each pair of completion and update gets its own number.
+        # Each completion gets a new number in each update.
         pair = update * (int(sample.max()) + 1) + sample if len(sample) else sample
         count = pair.bincount()
 

@@ -1,14 +1,13 @@
 """Causal attention over packed sequences.
 
 In: queries `[T, H, E]`, keys and values `[T, K, E]` of packed sequences (H is a multiple of K:
-grouped-query attention). Out: `[T, H, E]`. A decoder block calls `attend(layer, q, k, v)`, which is
-an object of one of two kinds:
+grouped-query attention). Out: `[T, H, E]`. A decoder block calls `attend(layer, q, k, v)`. The
+object `attend` is of one of two kinds:
 
 * `StripAttention`, for training, scoring and prefill. Each sequence attends to itself and to the
 prompt that it shares. There is no padding.
 * a cache (engine/cache.py), for decoding. Each row is the next token of one sequence. The token's
-key and value are written to the cache, and then the token attends to all cached tokens of its
-sequence.
+key and value are written to the cache. Then the token attends to all cached tokens of its sequence.
 
 `StripAttention` calls `sdpa` (sdpa.py) on a CPU, and on a GPU usually a fused kernel with the same
 signature (gpu_attention.py). No implementation repeats keys for grouped queries. The forward passes
@@ -32,8 +31,8 @@ class StripAttention:
     The queries of sequence n are the rows cu_seqlens[n] … cu_seqlens[n+1]. The queries attend
     causally to the keys of the same rows. With `kv_rows`, the queries attend to the keys of the
     rows kv_rows[kv_cu_seqlens[n]] …, which end with the sequence's own rows. So completions share
-    one copy of their prompt. The keys of the prompt are gathered once per completion, and the
-    backward of this gather sums the gradients of all completions in float32 and in a fixed order.
+    one copy of their prompt. The keys of the prompt are gathered once per completion. The backward
+    pass of this gather sums the gradients of all completions, in float32 and in a fixed order.
     """
 
     def __init__(

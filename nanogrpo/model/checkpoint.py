@@ -48,7 +48,7 @@ def locate(name: str, option: str = "--model") -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    # the hub client raises errors of many libraries, and any error means a failed download
+    # the hub client raises errors from many libraries; any of them means a failed download
     except Exception as e:
         raise UserError(
             f"{option} {name}: there is no such folder, and the download from the hub failed "
@@ -158,7 +158,7 @@ def empty_model(folder: Path, kind: type[Decoder] = Decoder) -> Decoder:
         torch.device("meta"),
     ):
         model = kind.from_config(raw, str(where))
-    # float16 is not kept, because it could not represent every master weight
+    # other models are saved in float32, because float16 cannot represent every master weight
     if raw.get("dtype", raw.get("torch_dtype")) == "bfloat16":
         model.saved_dtype = torch.bfloat16
     return model
@@ -171,7 +171,7 @@ def load_model(
     kind: type[Decoder] = Decoder,
 ) -> Decoder:
     """Return the model of a checkpoint folder, with its weights cast to `dtype`."""
-    # the cast on the meta device avoids a float32 copy
+    # casting on the meta device avoids a float32 copy
     model = empty_model(folder, kind).to(dtype).to_empty(device=device)
     model.tie()
     load_weights(model, folder)
@@ -186,7 +186,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     """Yield a folder to write into, and rename it to `final` at the end. If the process crashes or
     an exception is raised before that, `final` does not change.
 
-    An existing checkpoint is replaced. A folder with any other content raises UserError.
+    An existing checkpoint is replaced. If the folder has any other content, this raises UserError.
     """
     final = final.absolute()  # "." has no name
     temporary = final.with_name(f".{final.name}.tmp")
@@ -230,8 +230,8 @@ def flush(path: Path) -> None:
 
 
 def export(model: Decoder, folder: Path, tokenizer: Tokenizer | None = None) -> None:
-    """Write a model into an existing folder, in its own dtype. Shards are gathered, so every rank
-    must call this.
+    """Write a model into an existing folder, in the dtype of the model. Shards are gathered, so
+    every rank must call this.
     """
     write_model(weights.host_weights(model), model.cfg.to_dict(), folder, tokenizer)
 

@@ -9,10 +9,10 @@ Hugging Face, so loading and saving checkpoints needs no mapping (checkpoint.py)
                └───────────────────────────┘└────────────────────┘
 
 The model knows nothing about GRPO, engines, or sharding (distributed/fsdp.py). Training, prefill
-and decoding run the same code and differ only in `attend`. A block returns two tensors whose sum is
-its result, because the norm of the next block can add them in the same GPU kernel. Norms, rotation
-and SwiGLU are functions of kernels/reference/ on a CPU, and Triton kernels of the same names on a
-GPU (dispatch.py). Read next: attention.py, then head.py.
+and decoding run the same code and differ only in `attend`. The result of a block is the sum of two
+tensors. The block returns both, so that the norm of the next block can add them in its own GPU
+kernel. Norms, rotation and SwiGLU are functions from kernels/reference/ on a CPU, and Triton
+kernels with the same names on a GPU (dispatch.py). Read next: attention.py, then head.py.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Linear(nn.Linear):
     """nn.Linear, but faster for large float32 matrix products on a CPU (kernels/linear.py).
 
-    An engine may replace `product` by a function that prepares the weights once, because its
-    weights rarely change.
+    The weights of an engine rarely change, so it may replace `product` with a function that
+    prepares them once.
     """
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(linear)
@@ -57,8 +57,8 @@ class RMSNorm(nn.RMSNorm):
         return functions_for(x.device).rms_norm(x, self.weight, self.eps)
 
     def of_sum(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and the sum itself, [T, D] each. A residual of None is
-        0.
+        """Return the norm of x + residual, and the sum itself, [T, D] each. None stands for a
+        residual of 0.
         """
         if residual is None:
             return self(x), x
@@ -141,8 +141,8 @@ class Body(nn.Module):
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines that rotate queries and keys at positions [T], or at
-        positions [T, E/2], with one position for each frequency.
+        """Return the cosines and sines that rotate queries and keys at positions [T]. With
+        positions [T, E/2], each frequency has its own position.
         """
         c = self.cfg
         frequencies, factor = rope.frequencies(
@@ -163,10 +163,9 @@ class Body(nn.Module):
 
 
 class Head(nn.Module):
-    """The output matrix [V, D]. The caller decides what is computed with this matrix: `op(hidden,
-    weight)`.
+    """The output matrix [V, D]. The caller passes the function `op(hidden, weight)` to compute.
 
-    The weight is used only in this module's forward, so FSDP can gather it once per call.
+    Only this module's `forward` uses the weight, so FSDP can gather it once per call.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -191,7 +190,7 @@ class Decoder(nn.Module):
     >>> out = model(tokens, positions, attend, rows, logits)  # [T], [T], [M] → [M, V]
     """
 
-    saved_dtype = torch.float32  # dtype of its checkpoints, set by checkpoint.empty_model
+    saved_dtype = torch.float32  # dtype of the checkpoints, set by checkpoint.empty_model
     # A context in which the model acts as its own frozen reference model, if it can.
     own_reference: Callable[[], AbstractContextManager] | None = None
     sharding: Any = None  # distributed/fsdp.py sets it
@@ -210,14 +209,14 @@ class Decoder(nn.Module):
         return cls(ModelConfig.from_dict(raw, where))
 
     def arranged(self, found: Iterable[tuple[str, Any]], where: str) -> Iterable[tuple[str, Any]]:
-        """Rename a checkpoint's tensors to the names of parameters. In this class, the names are
-        the same.
+        """Rename a checkpoint's tensors to match the model's parameters. In this class, the names
+        are the same.
         """
         return found
 
     def tie(self) -> None:
-        """Let the head and the embedding share one parameter if the config says so. Call this again
-        after `to_empty`, which separates the two.
+        """Make the head and the embedding share one parameter if the config says so. Call this
+        again after `to_empty`, which separates the two.
         """
         if self.cfg.tie_word_embeddings:
             # nn.Embedding declares its weight as a Tensor
@@ -230,7 +229,9 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw matrices from Normal(0, 0.02), as transformers does. Norms become 1 and biases 0."""
+        """Draw matrices from Normal(0, 0.02), as transformers does. Set the weights of norms to 1,
+        and biases to 0.
+        """
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 p.zero_()

@@ -1,8 +1,8 @@
 """Choose between two implementations of the same functions, Triton kernels and PyTorch code.
 
-In: the device that computes. Out: the package kernels/triton/ or kernels/reference/ (PyTorch),
-which have the same functions. The option `--kernels` sets the choice for the whole process. Read
-next: kernels/reference/policy.py.
+In: the device that computes. Out: the package kernels/triton/ or kernels/reference/ (PyTorch). Both
+have the same functions. The option `--kernels` sets the choice for the whole process. Read next:
+kernels/reference/policy.py.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from nanogrpo.model.sdpa import Backend, Bounds, sdpa
 
 @functools.cache
 def varlen_function() -> Callable[..., Any]:
-    """Return torch's function with support for grouped queries. In torch 2.11, the support is
-    always on; later versions need an argument.
+    """Return torch's function with support for grouped queries. In torch 2.11, this support is
+    always on; later versions need an argument to turn it on.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -30,17 +30,17 @@ def varlen_function() -> Callable[..., Any]:
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Tensor:
-    """Call `torch.nn.attention.varlen.varlen_attn` (CUDA, half precision). This function contains
-    FlashAttention, so it needs no flash-attn package. The function follows torch's setting for
-    deterministic algorithms.
+    """Call `torch.nn.attention.varlen.varlen_attn` (CUDA, half precision). Torch contains its own
+    FlashAttention, so the flash-attn package is not needed. The function follows torch's setting
+    for deterministic algorithms.
     """
     window = (-1, 0 if at.causal else -1)
     return varlen_function()(q, k, v, at.cu_q, at.cu_k, at.max_q, at.max_k, window_size=window)
 
 
 def deterministic() -> bool:
-    """Return whether backward passes must be deterministic. As in torch's own attention, this is
-    not the case if torch is set to only warn.
+    """Return whether backward passes must be deterministic. As in torch's own attention, they need
+    not be if torch is set to warn only.
     """
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.are_deterministic_algorithms_enabled() and not warn_only
@@ -67,6 +67,6 @@ def backend(device_type: str, dtype: torch.dtype, size: int = 128) -> Backend:
         from flash_attn.cute import flash_attn_varlen_func  # noqa: F401 (is it installed?)
     except ImportError:
         return varlen
-    # Version 4 has no backward for older GPUs, and no deterministic backward for 12.x.
+    # Version 4 has no backward pass for older GPUs, and no deterministic one for 12.x.
     new = torch.cuda.get_device_capability()[0] in (9, 10, 11)
     return flash if new and size <= 128 else varlen

@@ -32,7 +32,7 @@ HeadOp = Callable[[Tensor, Tensor], Any]
 
 
 class PolicyOut(NamedTuple):
-    """The result of a loss. Only `loss` has a gradient. Entries of tokens with weight 0 are 0."""
+    """The result of a loss. Only `loss` has a gradient. Tokens with weight 0 have entries 0."""
 
     loss: Tensor  # [] float32: Σ weight · l - entropy_weight · H
     logp: Tensor  # [M] float32
@@ -47,8 +47,8 @@ class PolicyOut(NamedTuple):
 
 
 def default_chunk(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the number of rows of logits in a chunk. A chunk has at most 2.5 GB on CUDA (8228 rows
-    for Qwen3 in bfloat16), and at most 200 MB and 512 rows on other devices.
+    """Return the number of rows of logits in a chunk. A chunk takes at most 2.5 GB on CUDA (8227
+    rows for Qwen3 in bfloat16). On other devices, it takes at most 200 MB and has at most 512 rows.
 
     The limit of 512 rows keeps temporary tensors small, so the allocator reuses their memory.
     Larger temporary tensors would need new pages from the operating system each time (docs/log.md).
@@ -71,9 +71,9 @@ def head_policy_loss(
 
     The arguments hidden [M, D] and lm_head [V, D] have the same dtype; targets is [M] int64. At
     most `chunk` rows are processed at a time. The gradients are computed during the forward pass.
-    So `inputs.weight` must be known beforehand, and the backward may only scale the loss by a
-    number. Tokens whose weight and entropy_weight are both 0 are skipped (their results are 0).
-    Under `no_grad`, one matrix product is enough.
+    So `inputs.weight` must be known beforehand, and the backward pass can only scale these
+    gradients by a number. Tokens whose weight and entropy_weight are both 0 are skipped (their
+    results are 0). Under `no_grad`, one matrix product is enough.
     """
     if not torch.is_grad_enabled():
         hidden, lm_head = hidden.detach(), lm_head.detach()
@@ -94,9 +94,9 @@ def head_logp(
     """Return log-prob and entropy [M] float32 under softmax(hidden @ lm_head.T / temperature).
 
     The arguments hidden [M, D] and lm_head [V, D] have the same dtype; targets is [M] int64. At
-    most `chunk` rows are processed at a time. The function is differentiable: the backward
+    most `chunk` rows are processed at a time. The function is differentiable: the backward pass
     recomputes the logits of each chunk, except for rows whose upstream gradients are 0. Logits are
-    rounded to the dtype of hidden, as in inference engines. All later results are computed in
+    rounded to the dtype of `hidden`, as in inference engines. All later results are computed in
     float32.
     """
     chunk = chunk or default_chunk(len(lm_head), hidden.dtype, hidden.device)

@@ -65,13 +65,13 @@ class ModelConfig:
     @property
     def pair_cost(self) -> float:
         """Return the cost of attention for one query-key pair, relative to the matrix products of
-        one token. In one layer, a pair costs 4·H·E FLOP, and a token 2 FLOP per weight.
+        one token. In one layer, a pair costs 4·H·E FLOP, and a token costs 2 FLOP per weight.
         """
         return 2 * self.num_attention_heads * self.head_dim / self.block_weights
 
     @classmethod
     def from_dict(cls, raw: dict, where: str = "config.json") -> ModelConfig:
-        """Read the dict of a config.json. A missing optional field gets the default of
+        """Read the dict of a config.json. A missing optional field gets the same default as in
         transformers.
 
         Raises UserError if the decoder does not support an architecture or feature, and KeyError or

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Some models change the frequencies for longer contexts; an entry for each rope_type reads how.
-# (rope_type, its object, the config.json, its name) → an object with `frequencies` and `to_dict`.
+# Some models change the frequencies for longer contexts.
+# For each rope_type, SCALINGS has a function that reads the change from config.json:
+# (rope_type, its object, config.json, its name) → an object with `frequencies` and `to_dict`.
 SCALINGS: dict[str, Callable[[str, dict, dict, str], Any]] = {}
 
 

@@ -44,10 +44,10 @@ class Tokenizer:
     """Encode, decode and render text with the tokenizer of one model, without batching or padding.
 
     All token ids are below `vocab_size`. The model's vocabulary may be padded to a larger size,
-    with ids that have no text. `stop_token_ids` holds all ids that end a completion, starting with
-    the tokenizer's own end token. Chat models list several such ids in generation_config.json
+    with ids that stand for no text. `stop_token_ids` holds all ids that end a completion, starting
+    with the tokenizer's own end token. Chat models list several such ids in generation_config.json
     (Qwen3: <|im_end|> and <|endoftext|>), or in config.json if that file has none. If one of these
-    ids were missing, completions that end with it would continue to the length limit.
+    ids were missing, completions that should end with it would continue to the length limit.
     `template_variables` holds the names of the variables that the chat template reads besides the
     messages, such as `enable_thinking`.
     """
@@ -96,11 +96,11 @@ class Tokenizer:
         """Return the ids of a text. With `surround`, the tokenizer adds its tokens for the start or
         end of a text, such as BOS in Llama.
 
-        A special token in the text becomes one id, which templates need. If `special` is off,
+        A special token in the text becomes one id, as chat templates require. If `special` is off,
         special tokens are encoded as ordinary text, which is useful for text from untrusted
         sources.
         """
-        self._tokenizer.encode_special_tokens = not special  # True encodes them as ordinary text
+        self._tokenizer.encode_special_tokens = not special  # True: as ordinary text
         # a lone surrogate, such as "\\ud800" in JSON, cannot be encoded
         problem = f"cannot encode the text {text[:60]!a}"
         advice = f"write valid characters, or {COPY}"
@@ -124,7 +124,7 @@ class Tokenizer:
     ) -> str:
         """Return the text that the chat template makes from the messages.
 
-        The function is like `apply_chat_template` of transformers, but templates cannot read the
+        The function is like transformers' `apply_chat_template`, but templates cannot read the
         date.
 
         A variable that is None stays undefined, so the template uses its own default. Qwen3's
@@ -162,8 +162,8 @@ class Tokenizer:
         return read_json(path) if path.is_file() else {}
 
     def _stops(self) -> list[int]:
-        """Return the id of the end token, followed by the other end tokens in
-        generation_config.json, or in config.json if that file has none.
+        """Return the ids of the end tokens. The tokenizer's own is the first. The others are listed
+        in generation_config.json, or else in config.json.
         """
         own = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
         more = self._json("generation_config.json").get("eos_token_id")
@@ -190,7 +190,7 @@ class Tokenizer:
         env = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
-        # Jinja's own filter escapes <, > and & for HTML, but models were not trained on that.
+        # Jinja's own filter escapes <, > and & for HTML, but models were not trained on such text.
         env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
         env.globals["raise_exception"] = _raise_exception
         # `strftime_now` is missing on purpose: a prompt must not depend on the date of the run.

@@ -3,10 +3,10 @@
 In: a model, full or sharded over the ranks. Out: the parameters that a checkpoint contains, or the
 full tensors. Engines, checkpoints and the memory estimate all use these functions.
 
-Some layers do not store their weight as one parameter. Such a layer defines some of these
-attributes:
+Some layers (none in the core) do not store their weight as one parameter. Such a layer defines some
+of these attributes:
 
-    `internal` contains the names of its parameters that are not in checkpoints.
+    `internal` contains the names of the parameters that are not in checkpoints.
     `full_weight()` returns the full matrix that the layer computes with.
     `stored` receives the weight of a checkpoint (see `Stored`).
 
@@ -63,7 +63,7 @@ def full_parameters(model: nn.Module, computed: bool = False) -> Iterator[tuple[
 
     Under FSDP2, every rank must iterate to the end, because shards are gathered by collectives. By
     default, the tensors are the master weights, gathered one by one. With `computed`, FSDP gathers
-    each unit in one collective, on the device and in the dtype of training, so the values are
+    each unit in one collective, on the device and in the dtype of training. The values are then
     exactly those that the model computes with. Each of these tensors is valid only until the next
     tensor is requested.
     """

@@ -1,8 +1,8 @@
-"""Find the final answer in a text, and compare two answers if this needs no algebra.
+"""Find the final answer in a text, and compare two answers if the comparison needs no algebra.
 
 In: the text of a completion, and a reference answer. Out: `extract_answer` returns the answer as
 written, or None; `compare` returns True, False, or None if the decision needs algebra. Most answers
-to problems such as GSM8K's are decided here, in about 0.1 ms. The functions are in the order in
+to problems like those of GSM8K are decided here, in about 0.1 ms. The functions are in the order in
 which they run: find the answer, normalize its notation, separate number and unit, compare. Read
 next: rewards/symbolic.py, which uses math-verify for all other answers.
 """
@@ -14,7 +14,7 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-MAX_LENGTH = 500  # characters; a longer answer must be the same text as the reference
+MAX_LENGTH = 500  # characters; longer answers are compared only as texts
 
 Span = tuple[int, int]
 
@@ -48,9 +48,9 @@ def extract_answer(text: str) -> str | None:
     the text after the last #### in its line, and the formula after the last word "answer". (A text
     after #### that has words but no number may be a heading, so the formula is preferred.) Answers
     joined by "or", "and" or a comma are returned together, for example "3, 5", because none of them
-    is the full answer. Text before </think> is ignored, and text after an unclosed <think> is
-    ignored, too. The time is linear in the length of the text, even if a completion repeats an
-    unclosed \\boxed{ up to the length limit.
+    is the full answer. Text before </think> is ignored, and so is text after an unclosed <think>.
+    The time is linear in the length of the text, even if a completion repeats an unclosed \\boxed{
+    up to the length limit.
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     if spans := _boxes(text) or _spans(TAGGED, text):
@@ -70,7 +70,8 @@ def extract_reference(*texts: str) -> str:
     """Return the reference answer in a record's `solution`, `answer`, or both.
 
     If no answer is marked in the first text, the shorter text is used. If no answer is marked in
-    that text, the answer is the last formula if the text has words, or else the full text.
+    that text either, the answer is its last formula if it also has words, and otherwise the full
+    text.
     """
     text = texts[0] if extract_answer(texts[0]) else min(texts, key=len)
     if answer := extract_answer(text):
@@ -92,7 +93,7 @@ def _boxes(text: str) -> list[Span]:
 
 
 def _spans(pattern: re.Pattern, text: str) -> list[Span]:
-    """Return the span of each match of a pattern, or of the regex group that matched, if any."""
+    """Return the span of each match of a pattern, or of its matched group, if it has groups."""
     return [match.span(match.lastindex or 0) for match in pattern.finditer(text)]
 
 
@@ -124,13 +125,13 @@ BASE = re.compile(
     rf"_ ?\{{ ?(?:base )?{NAME} ?\}}|(?:_ ?| (?:in )?base ){NAME}(?!\w)", re.IGNORECASE
 )
 CALCULATION = r"[\d.,(){}^ ]+(?:[-+*/]|\\(?:cdot|times|div))[-+*/\d.,(){}^ ]*"
-# Patterns and their replacements, in this order.
+# Patterns and their replacements, applied in this order.
 REWRITES = [
     (r"\{,\}", ","),
     (r"\\?%|\bper cent\b", " percent"),
     (FONT, r" \1 "),
     (FONT, r" \1 "),  # a font in a font
-    # LaTeX's spaces and delimiters. A single $ before a number is a currency.
+    # LaTeX's spaces and delimiters. A single $ before a number is a currency symbol.
     (
         r"\\(?:left|right|displaystyle|quad|qquad|boxed|fbox)(?![a-zA-Z])|\\[!,;: ()\[\]]|~"
         r"|(?<!\\)\$(?!-?\d[^$]*\Z)",
@@ -280,7 +281,7 @@ NO_UNIT = re.compile(
 )
 # This separates the unit and the rate, as in "18 dollars per day".
 RATE = r"/|\b(?:per|an?|each|every)\b"
-# Text after a number that is the rest of a formula, or another number, instead of a unit.
+# Text after a number that is not a unit, but the rest of a formula or another number.
 ALGEBRA = re.compile(
     r"[+*=\\^,;]|\b[^\W\d_acfghlms]\b|\ba\Z|\b(?:or|and)\b.*\d"
     rf"|\A (?!(?:{'|'.join(UNITS)})\b)[a-z]{{2}}\b"
@@ -333,7 +334,7 @@ NO_NUMBER = re.compile(
 UNFINISHED = re.compile(r"[\d)}] ?(?:[-+*=(]|\\cdot|\\times|\\div)|\)\d|\A[^\^({]*\Z")
 # A time of day, and a number in another base.
 LITERAL = re.compile(r"\d{1,2}:\d\d|\w+_\w+")
-# The label of a choice, and possibly the text of the choice. "N - 1" has no label.
+# The label of a choice, and possibly its text: "B", "(B) 12". In "N - 1", N is no label.
 CHOICE = re.compile(r"\(?([A-Z])(?:(?:[).:]+ ?| - (?=[^\W\d_]{2}))(.*))?")
 OTHER_CHOICE = re.compile(r"\([A-Z]\)|(?:\b(?:or|and)|[,;/&]) ?\(?[A-Z](?:[).:]|\Z)")
 WORDS = re.compile(r"(?:[^\W\d_]|[-'&.]){2,}")
@@ -344,10 +345,10 @@ def compare(answer: str, reference: str) -> bool | None:
 
     Numbers are compared exactly, in any notation. A unit may be missing, but different common units
     are not equal: 18 cm equals 18 and "18 centimeters", but not 18 m. Also, 50% equals both 50 and
-    0.5. Other answers are compared as texts, and words without regard to case. A label of a
-    multiple-choice question may be followed by the text of the choice. If the reference is a
-    number, a calculation such as 3+3 is wrong, because otherwise a model could leave out the last
-    step.
+    0.5. Other answers are compared as texts. In words, upper and lower case count as the same. A
+    label of a multiple-choice question may be followed by the text of the choice. If the reference
+    is a number, a calculation such as 3+3 is wrong, because otherwise a model could leave out the
+    last step.
     """
     if not answer or max(len(answer), len(reference)) > MAX_LENGTH:
         return answer.strip() == reference.strip()
@@ -357,7 +358,7 @@ def compare(answer: str, reference: str) -> bool | None:
     x, y = given.number, wanted.number
     if x is not None and y is not None:
         is_scaled = x * RATIOS.get(given.unit or "", 1) == y * RATIOS.get(wanted.unit or "", 1)
-        # A decimal of at least six places may be rounded.
+        # A decimal number with at least six places may be rounded.
         bodies = (given.body, wanted.body)
         places = [len(d) for body in bodies for d in re.findall(r"\.(\d{6,})\Z", body)]
         is_rounded = places and abs(x - y) * 10 ** min(places) < 1

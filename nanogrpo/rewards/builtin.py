@@ -4,7 +4,7 @@ In: completions and the columns of the data, as lists (rewards/call.py defines t
 a number or None for each completion. The functions have the same names as in TRL (trl.rewards),
 also in the logs. The functions return the same values as in TRL, except that `accuracy_reward`
 understands more notations (docs/rewards.md). `format` is our own function. Read next:
-rewards/answers.py (what counts as an answer), rewards/runner.py, which calls the functions.
+rewards/answers.py (what counts as an answer), rewards/scorer.py, which calls the functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def accuracy_reward(
     The reference is the record's `solution`, or else its `answer`: a plain result ("42" or 42), or
     a text from which `extract_answer` can extract the result. If no answer is marked in the
     solution, and `answer` is shorter, `answer` is used. The reward is None if a record has neither
-    column, or if math-verify had no time left to decide.
+    column, or if math-verify did not try the pair (rewards/symbolic.py).
     """
     blank = [None] * len(completions)
     pairs = []
@@ -48,8 +48,8 @@ def is_empty(cell: Any) -> bool:
 
 
 def same_answers(pairs: Sequence[tuple[str, str] | None]) -> list[bool | None]:
-    """Return whether each pair (answer, reference) is equal. The result is None if the pair is
-    None, or if there was no time to decide.
+    """For each pair (answer, reference), return whether the two are equal. The result is None if
+    the pair is None or was not tried.
     """
     # a dictionary, because a group often repeats an answer
     verdicts: dict[Any, bool | None] = {pair: compare(*pair) for pair in pairs if pair}

@@ -2,8 +2,9 @@
 
 In: a function and its arguments. Out: its rewards as plain values, or a `UserError` that names the
 function and its line. Built-in functions are called in the trainer, and the user's functions in the
-reward process. So this file does not import torch, or any module that imports torch. Read next:
-rewards/process.py, and rewards/runner.py, which checks the rewards and sums them.
+reward process. The reward process does not need torch, so this file imports neither torch nor
+modules that import it. Read next: rewards/process.py, and rewards/scorer.py, which checks the
+rewards and sums them.
 
 Reward functions have TRL's signature, so the same function works in both projects. A function is
 called once for all B samples:
@@ -42,7 +43,7 @@ from nanogrpo.errors import UserError, text_of
 
 
 class TrainerState(NamedTuple):
-    """The progress of training, with field names from TRL. As in --max-steps, a step is a
+    """The progress of training, with field names from TRL. As in --max-steps, a step is one
     generation.
     """
 
@@ -55,7 +56,7 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
     """Return the B rewards of a function, (column, B values) of each log_extra call, and (name,
     value) of each log_metric call.
 
-    The rewards are plain values, which are not yet checked to be numbers.
+    The rewards are plain values. They are checked later (rewards/scorer.py).
 
     The function gets a copy of `arguments`, so its changes do not affect the samples or the next
     function. The values in `shared` are not copied, because some of them cannot be copied.
@@ -140,7 +141,7 @@ async def _await(result: Awaitable) -> Any:
 def _plain(value: Any) -> Any:
     """Convert a value to a number, a text or None, which JSON can represent."""
     if hasattr(value, "tolist"):
-        value = value.tolist()  # a scalar of numpy or torch
+        value = value.tolist()  # a numpy or torch scalar
     if isinstance(value, str | int | float | None):
         return value
     return float(value) if isinstance(value, Real) else str(value)

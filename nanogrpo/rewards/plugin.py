@@ -50,8 +50,8 @@ def load(spec: str, option: str) -> Callable:
 
 
 class _Files:
-    """Import a file under a module name that no import statement can contain. With such a name,
-    pickle can also find a class of the module in another process.
+    """Import a user's file as a module whose name is the path of the file. From this name, pickle
+    can also find the module's classes in another process.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Run the user's reward functions in a process that can be killed if a function hangs.
 
-In: the names of functions, which the process imports, and then calls of these functions. Out: the
-answer to each call, or the error `CallLost` if the call takes too long or the process dies. Read
-next: rewards/runner.py, which decides what happens after a lost call.
+In: the names of the functions to import, and then calls of these functions. Out: the answer to each
+call, or the error `CallLost` if the call takes too long or the process dies. Read next:
+rewards/scorer.py, which decides what happens after a lost call.
 
     trainer: RewardProcess.call ── pickle over a socket ──→ process: main → call.call
                                 ←──────── JSON ───────────
@@ -74,8 +74,8 @@ class RewardProcess:
             f"import sys; sys.path[:] = {sys.path}; from nanogrpo.rewards.process import main; "
             f"main({theirs.fileno()}, {os.getpid()})"
         )
-        # In a separate session, the process does not receive Ctrl-C from the terminal.
-        # The process can also be killed together with its children.
+        # In a session of its own, the process does not receive Ctrl-C from the terminal.
+        # Also, it can be killed together with its children.
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program],
@@ -91,7 +91,8 @@ class RewardProcess:
     def call(self, spec: str, arguments: dict, shared: dict) -> Any:
         """Return what `call.call` returns, within `timeout` seconds.
 
-        If the time runs out or the process dies, kill all remaining processes and raise CallLost.
+        If the time runs out or the process dies, kill the process and its children, and raise
+        CallLost.
         """
         if self.process.poll() is not None:
             self.start()
@@ -142,8 +143,8 @@ def _not_copied(error: Exception) -> str:
 
 
 def main(descriptor: int, trainer: int) -> None:
-    """Import the functions, then answer calls until the trainer has ended. To report an error, the
-    answer is a text.
+    """Import the functions, then answer calls until the trainer has ended. The answer is a text
+    only if it reports an error.
     """
     killed_with(trainer)  # ends this process even if it hangs in C code
     faulthandler.enable()  # reports where a segmentation fault happened

@@ -4,12 +4,13 @@ In: pairs of an answer and a reference, as texts. Out: for each pair, True or Fa
 pair was not tried. Read next: rewards/process.py, which starts and kills the process that this code
 runs in.
 
-A completion may contain any expression, and algebra on some expressions never ends or needs too
-much memory, for example 10^{10^{10}} or 9!!!!!. So math-verify runs in its own process. For each
-pair, the operating system limits this process to SECONDS of processor time and MEMORY bytes. If the
-process exceeds the time, it is killed, even inside C code. The pair then counts as different, and
-the next pair starts a new process. The limits of math-verify itself are not used: its signals would
-work only in a main thread, and with its wall-clock time a busy machine could change a verdict.
+A completion may contain any expression. Algebra on some expressions, such as 10^{10^{10}} or
+9!!!!!, never ends or needs too much memory. So math-verify runs in its own process. For each pair,
+the operating system limits this process to SECONDS of processor time and MEMORY bytes. If the
+process exceeds the time limit, it is killed, even inside C code. The pair then counts as different,
+and the next pair starts a new process. Math-verify's own time limit is not used. It depends on
+signals, which work only in a main thread. It also measures wall-clock time, so the load of the
+machine could change a verdict.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Pair = tuple[str, str]
 
 
 def equal(pairs: Sequence[Pair]) -> dict[Pair, bool | None]:
-    """Return whether each pair (answer, reference) is equal, or None if the pair was not tried.
+    """For each pair (answer, reference), return whether the two are equal, or None if not tried.
 
     A pair that exceeds its limits counts as different. After MAX_LOST such pairs, no more pairs are
     tried in this call.
@@ -76,7 +77,7 @@ def judge(completions: list[str], solution: list[str], **kwargs) -> list[float]:
         resource.RLIMIT_CORE: 0,
     }
     for kind, limit in limits.items():
-        with contextlib.suppress(ValueError):  # a hard limit that is lower applies already
+        with contextlib.suppress(ValueError):  # a lower hard limit already applies
             resource.setrlimit(kind, (limit, resource.getrlimit(kind)[1]))
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warning about time limits
     reading = {

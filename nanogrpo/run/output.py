@@ -22,7 +22,7 @@ from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
 from nanogrpo.types import Prompt
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 # The files of a run: --overwrite-output-dir removes these and nothing else.
 OURS = (
@@ -63,7 +63,7 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
                     "another folder."
                 ) from None
             except OSError:
-                log.warning("%s has no locks: do not start a second run there", folder)
+                logger.warning("%s has no locks: do not start a second run there", folder)
 
         world.once(claim)
         error = UserError(
@@ -76,7 +76,7 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
 
 def _holds_a_run(folder: Path) -> bool:
     """Return whether the folder contains a checkpoint, or a metrics.jsonl with more than header
-    lines. If a run failed before its first step, its log has only header lines and can be replaced.
+    lines. If a run failed early, its log has only header lines and can be replaced.
     """
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
@@ -118,7 +118,7 @@ def remove_unfinished(cfg: Config) -> None:
     """Remove the checkpoint that a killed run was writing, and log a warning."""
     folder = Path(cfg.output_dir)
     for path in folder.glob(".checkpoint-*.tmp"):
-        log.warning("removed %s: the run ended while it was writing this checkpoint", path)
+        logger.warning("removed %s: the run ended while it was writing this checkpoint", path)
         remove(path)
 
 

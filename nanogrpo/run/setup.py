@@ -1,9 +1,10 @@
 """Check the inputs of a run, and build its parts.
 
 In: the options, the world and the features of this run. Out: first `Inputs` (a model without
-weights, the prompts and the reward functions), which determine the last settings, and then a `Run`,
-which train.py and step.py use. Each mistake of the user is reported where the value is read, in one
-sentence. Read next: state.py (checkpoints), engine/local.py (the engine).
+weights, the prompts and the reward functions), from which the last settings are chosen. Then a
+`Run`, which train.py and step.py use. Each mistake of the user is reported where the value is read,
+in one sentence. train.py calls `load`, `settle`, `setup` and `closing`, in this order. Read next:
+state.py (checkpoints), engine/local.py (the engine).
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from nanogrpo.logs.console import Log
 from nanogrpo.model import checkpoint, dispatch, gpu_attention, weights
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
-from nanogrpo.rewards.runner import Runner
+from nanogrpo.rewards.scorer import Scorer
 from nanogrpo.run import optim, output, state
 from nanogrpo.types import Prompt
 
-log = logging.getLogger("nanogrpo")
+logger = logging.getLogger("nanogrpo")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,8 @@ class Inputs:
     features: Sequence[Feature]
     source: Path  # the folder of the checkpoint to train
     tokenizer: Tokenizer
-    model: Decoder  # on the meta device: it has no weights yet
-    rewards: Runner
+    model: Decoder  # on the meta device until `setup` loads its weights
+    rewards: Scorer
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
     longest_prompt: int  # in tokens; a feature may increase it
@@ -72,7 +73,7 @@ class Inputs:
 class Run(Inputs):
     """The parts and counters of a run. `setup` makes this object."""
 
-    frozen: Decoder | None  # the reference model; None when beta is 0
+    ref_model: Decoder | None  # the reference model; None when beta is 0
     optimizer: torch.optim.Optimizer
     sampling: SamplingParams  # how training completions are sampled
     log: Log
@@ -129,7 +130,7 @@ def load(
             f"of {model.cfg.vocab_size}: take the tokenizer that belongs to the weights."
         )
     choose_kernels(cfg, world, model.cfg.head_dim)
-    rewards = Runner(cfg, world.device, features, given.reward_funcs)
+    rewards = Scorer(cfg, world.device, features, given.reward_funcs)
     context = model.cfg.max_position_embeddings
     prompts, eval_prompts = read(
         cfg, tokenizer, context, features, given.train_dataset, given.eval_dataset
@@ -169,18 +170,18 @@ def setup(inputs: Inputs) -> Run:
         )
     origin = output.origin(world, inputs.prompts)
     counts = len(inputs.prompts), len(inputs.eval_prompts), *weights.sizes(model)
-    log.info("%s", progress.summary(cfg, *counts))
+    logger.info("%s", progress.summary(cfg, *counts))
     load_weights(model, inputs)
-    frozen = make_reference(inputs)
+    ref_model = make_reference(inputs)
     optimizer = optim.make_optimizer(model, cfg, features)
     world.once(lambda: output.clear(cfg))  # only after all checks
     saver = state.Saver(inputs, optimizer, origin)
-    start = saver.resume()
+    start = saver.resume()  # restores weights and moments, too
     if start >= cfg.max_steps:
-        log.info("nothing to do: the run has already taken all %d steps (--max-steps)", start)
+        logger.info("nothing to do: the run has already taken all %d steps (--max-steps)", start)
     run = Run(
         **vars(inputs),
-        frozen=frozen,
+        ref_model=ref_model,
         optimizer=optimizer,
         sampling=sampling_params(cfg, inputs.tokenizer),
         log=Log(cfg, world, start, features),
@@ -194,7 +195,7 @@ def setup(inputs: Inputs) -> Run:
 
 @contextlib.contextmanager
 def closing(run: Run) -> Iterator[None]:
-    """Close the parts of the run at its end, also after an error."""
+    """Close the parts of the run at its end, even after an error."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(run.saver)
         stack.enter_context(contextlib.closing(run.engine))
@@ -228,7 +229,7 @@ def choose_kernels(cfg: Config, world: World, head_size: int) -> None:
     functions = "Triton kernels" if triton else "PyTorch functions"
     attention = gpu_attention.backend(device, dtype, head_size).__name__  # flash, varlen, sdpa
     how = device, f"{dtype}"[6:], functions, attention
-    log.info("computing on %s in %s: %s, attention by %s", *how)
+    logger.info("computing on %s in %s: %s, attention by %s", *how)
 
 
 def load_weights(model: Decoder, inputs: Inputs) -> Decoder:

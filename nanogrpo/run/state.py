@@ -106,11 +106,11 @@ class Saver:
         self.config_json = read_json(inputs.source / "config.json")
         # the names of checkpoints that --save-total-limit does not remove
         self.keep: set[str] = set()
-        # The writing threads have their own group, because main threads communicate meanwhile.
+        # The writing threads have their own group, because the main threads also communicate.
         self.group = self.world.patient().group
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self.job: Future | None = None
-        self.final = Path()  # the folder of the last checkpoint that was started
+        self.final = Path()  # the folder of the checkpoint that `save` wrote or is writing
 
     def __enter__(self) -> Saver:
         return self
@@ -160,7 +160,7 @@ class Saver:
                     more(folder)
                 row = {
                     "step": step,
-                    "config": given(self.cfg),
+                    "config": fixed_options(self.cfg),
                     "origin": self.origin,
                     "files": {p.name: digest(p) for p in (folder / "state").iterdir()},
                 }
@@ -209,7 +209,8 @@ class Saver:
         number of finished steps. Every rank must call this method.
 
         Torch unpickles parts of a checkpoint, so resume only runs that you trust. The hashes are
-        needed to find damaged files, because torch reads most flipped bits as other numbers.
+        needed to find damaged files, because torch does not notice flipped bits that only change a
+        number.
         """
         world = self.world
         found = world.once(lambda: latest(self.cfg, self.origin)) if self.cfg.resume else None
@@ -241,7 +242,8 @@ def digest(path: Path) -> str:
 
 
 def latest(cfg: Config, origin: str) -> tuple[Path, dict[str, Any]] | None:
-    """Return the last checkpoint and its state.json, which must match options and prompts."""
+    """Remove an unfinished checkpoint, then return the last one and its state.json. Options and
+    prompts must be those of the run."""
     output.remove_unfinished(cfg)
     found = checkpoint.checkpoints(cfg.output_dir)
     if not found:
@@ -250,7 +252,7 @@ def latest(cfg: Config, origin: str) -> tuple[Path, dict[str, Any]] | None:
     with _reading(folder):
         saved = json.loads((folder / STATE).read_bytes())
         before, prompts = {**saved["config"]}, saved["origin"]
-    now = given(cfg)
+    now = fixed_options(cfg)
     for name in sorted(before.keys() | now.keys()):
         default = getattr(type(cfg), name, "the default")
         then, today = (options.get(name, default) for options in (before, now))
@@ -267,9 +269,10 @@ def latest(cfg: Config, origin: str) -> tuple[Path, dict[str, Any]] | None:
     return folder, saved
 
 
-def given(cfg: Config) -> dict[str, Any]:
+def fixed_options(cfg: Config) -> dict[str, Any]:
     """Return the options that a resumed run must repeat, if they differ from their defaults. A
-    missing option counts as its default, for example if another version does not have the option.
+    missing option counts as its default, even if another version of nanogrpo does not have the
+    option.
     """
     by_length = 0 < cfg.warmup_steps < 1 or not cfg.lr_scheduler_type.startswith("constant")
     out = {}
@@ -283,7 +286,7 @@ def given(cfg: Config) -> dict[str, Any]:
 
 
 def _reading(folder: Path) -> AbstractContextManager[None]:
-    """Turn any error while a checkpoint is read into a UserError that says what to do."""
+    """Turn any error in reading a checkpoint into a UserError that says what to do."""
     return reading(
         f"--resume: {folder}",
         "remove it to continue from the checkpoint before it, or to start again",

@@ -5,8 +5,8 @@ GRPO does not need. The class adds a route, `GET /nanogrpo`, which describes the
 trainer. Web pages cannot use the server, because no browser adds the secret by itself.
 
 vLLM's own `--api-key` leaves the weight routes open, and some of its development routes
-(collective_rpc, server_info, profiling) should not be reachable by anyone. serve.py passes this
-class to vLLM. Read next: client.py.
+(collective_rpc, server_info, profiling) should not be reachable by anyone. This class is passed to
+vLLM by serve.py. Read next: client.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AccessControl:
             return await self.app(scope, receive, send)
         if scope["type"] != "http":  # GRPO needs no websockets
             return await send({"type": "websocket.close", "code": 1008})
-        from starlette.responses import JSONResponse  # part of vLLM, which the trainer lacks
+        from starlette.responses import JSONResponse  # vLLM installs it; trainers may lack it
 
         headers, path = dict(scope["headers"]), scope["path"]
         # The comparison takes constant time, so the secret cannot be guessed byte by byte.

@@ -31,8 +31,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # large enough for the full bandwidth, but small compared with a model
 BUCKET_BYTES = 256 << 20
 ALIGN = 64  # bytes; each tensor starts at a multiple of this, which suits every dtype
-FAR = timedelta(days=7)  # the timeout of a NCCL group, far longer than our own timeout
-POLL = 0.0005  # seconds between two checks of a NCCL broadcast; NCCL's own wait takes up to 10 ms
+FAR = timedelta(days=7)  # the timeout of an NCCL group, far longer than our own timeout
+POLL = 0.0005  # seconds between two checks of an NCCL broadcast; NCCL's own wait takes up to 10 ms
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
@@ -91,7 +91,7 @@ class Layout:
 
 
 def checksum(bucket: Tensor) -> int:
-    """Return the sum of the bytes of a bucket in words of 64 bits, modulo 2^64."""
+    """Return the sum of a bucket's 64-bit words, modulo 2^64. Left-over bytes are added singly."""
     words = len(bucket) // 8 * 8
     return int(bucket[:words].view(torch.int64).sum() + bucket[words:].sum())
 
@@ -151,7 +151,7 @@ class BroadcastGroup:
             gloo: Any = dist.ProcessGroupGloo  # its type stub lacks _Options
             options = gloo._Options()
             options._timeout = self.timeout
-            # by default, gloo would use the network interface of the machine's name
+            # by default, gloo would use the interface to which the machine's name resolves
             options._devices = [
                 gloo.create_device(hostname=info.address)
                 if info.address in ("127.0.0.1", "::1")
@@ -185,11 +185,11 @@ class BroadcastGroup:
 
 
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:
-    """Return a NCCL group that never ends this process.
+    """Return an NCCL group that never ends this process.
 
     A group has a watchdog, which ends the process if an operation exceeds the group's timeout or a
-    peer dies. The group has no watchdog if this variable is set while it is created. Instead,
-    `broadcast` has a timeout of its own, and raises.
+    peer dies. The group has no watchdog if TORCH_NCCL_BLOCKING_WAIT is set while the group is
+    created. Instead, `broadcast` has a timeout of its own, and raises.
     """
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:

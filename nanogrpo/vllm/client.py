@@ -44,13 +44,13 @@ from nanogrpo.vllm.protocol import GroupRequest
 from nanogrpo.vllm.server import Server, ServerError, ServerLost, Sidecar
 from nanogrpo.vllm.sync import WeightSync, on_thread
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 HEARTBEAT = 5.0  # seconds between health checks of a server
 PATIENCE = 600.0  # seconds to wait for a server that we cannot restart
 PAUSE = 2.0  # seconds between two attempts to reach a lost server
 # The run ends after this many rounds without a reply. More retries would rarely help:
-# restarting our own server takes a minute, and the new server mostly fails like the old one.
+# restarting our own server takes a minute, and the new server usually fails like the old one.
 ATTEMPTS = 2
 
 
@@ -116,7 +116,7 @@ class VLLMEngine:
         Raises ServerLost if no server accepts the weights.
         """
         if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()  # gives unused memory to the servers
+            torch.cuda.empty_cache()  # releases cached memory, so that the servers can use it
         with self.lock:
             self.world.once(self._send_to_all)
 
@@ -139,9 +139,9 @@ class VLLMEngine:
         return {"vllm/restarts": self.restarts}
 
     def close(self) -> None:
-        """Disconnect from the servers, and end the one that we started.
+        """Disconnect from the servers, and end our own server if we started one.
 
-        Requests of other threads that are in progress raise ServerLost.
+        Requests in progress in other threads raise ServerLost.
         """
         self.over.set()
         connected = [s for s in self.servers if s.alive and s.sidecar is None]
@@ -273,7 +273,7 @@ class VLLMEngine:
         except ServerError as e:
             raise UserError(f"--server: {e}; start serve.py there first.") from e
         if len(dtypes) > 1:
-            raise UserError(f"--server: some run in {dtypes}; start all with the same --dtype.")
+            raise UserError(f"--server: the servers use {dtypes}; start all with the same --dtype.")
         return dtypes.pop()
 
     def _watch(self, server: Server) -> None:
@@ -300,7 +300,7 @@ class VLLMEngine:
         with server.lock:
             server.alive, first, server.problem = False, server.problem is None, error
         if first and not self.over.is_set():
-            log.warning("lost a server: %s", error)
+            logger.warning("lost a server: %s", error)
         self.problem = error
         server.abort()
 
@@ -319,7 +319,7 @@ class VLLMEngine:
                         f"No vLLM server is left ({self.problem}); the run stops; start the server "
                         "and continue with --resume."
                     )
-                log.warning("%s; trying again", self.problem)
+                logger.warning("%s; trying again", self.problem)
                 if self.sidecar is None:
                     self.over.wait(PAUSE)
                 else:
@@ -334,9 +334,7 @@ class VLLMEngine:
 
 
 def each(work: Callable[[Any], None], items: Iterable) -> None:
-    """Call `work` with each item, all at the same time. When all calls have ended, raise the
-    first error.
-    """
+    """Call `work` on all items at the same time. After the last call, raise the first error."""
     done = [on_thread(functools.partial(work, item)) for item in items]
     wait(done)
     for future in done:

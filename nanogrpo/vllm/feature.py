@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 class VLLM(Feature):
     def __init__(self) -> None:
-        # Trainer and server may share memory by CUDA IPC. Expandable segments are off:
-        # with them, torch needs a system call that most containers forbid.
+        # Trainer and server may share memory by CUDA IPC. With expandable segments, sharing would
+        # need a system call that most containers forbid.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
 
     def settings(self, cfg: Any, inputs: Inputs) -> None:
@@ -38,8 +38,8 @@ class VLLM(Feature):
         gpus.shares(cfg, inputs.world)
         if read_json(inputs.source / "config.json").get("quantization_config"):
             raise UserError(
-                f"--engine vllm would load {inputs.source} in 4 bits, into which no merged weights "
-                "can be sent: use the original model with --load-in-4bit, or --engine local."
+                f"--engine vllm would load {inputs.source} in 4 bits, and vLLM could not take "
+                "merged weights: use the original model with --load-in-4bit, or --engine local."
             )
 
     def engine(self, run: Run) -> VLLMEngine:
@@ -76,7 +76,7 @@ class VLLM(Feature):
 
 
 def memory_needed(run: Run) -> int:
-    """Return the bytes of device memory that the trainer needs while a server has its memory."""
+    """Return the bytes of device memory that the trainer needs while a server is awake."""
     cfg: Any = run.cfg
     rows = memory.table(run, cfg)
     if cfg.vllm_enable_sleep_mode:

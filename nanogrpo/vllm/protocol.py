@@ -115,7 +115,7 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
             "max_tokens": prompt.max_tokens or params.max_tokens,
             "min_tokens": 0,
             "stop_token_ids": list(params.stop_token_ids),
-            # stop only at our stop ids; the model's own end token may be another one
+            # stop only at our stop ids, which may not include the model's own end token
             "ignore_eos": True,
             "logprobs": 0,  # only of the sampled token
             "detokenize": False,
@@ -126,9 +126,9 @@ def body(prompt: Prompt, n: int, params: SamplingParams, step: int) -> dict:
 def pictures(prompt: Prompt, label: str) -> dict:
     """Return the fields of the request that are different if the prompt has pictures.
 
-    vLLM gets each picture in the size that the model sees, so that vLLM does not resize it in its
-    own way. vLLM repeats the image token as often as needed. The name of a picture contains the
-    label of the weights, so the encoder's results with older weights are never reused.
+    vLLM gets each picture in the size that the model sees, so that vLLM does not resize it
+    differently. The server repeats the image token as often as needed. The name of a picture
+    contains the label of the weights, so the encoder's results with older weights are never reused.
     """
     if not prompt.inputs:
         return {}
@@ -175,14 +175,14 @@ def read(
             raise FloatingPointError(
                 f"{server} returned a log-prob of prompt {prompt.id} that is not finite at weight "
                 f"version {versions[-1]}; the weights contain or cause NaN or infinity: look "
-                "at the gradient norm of the steps before."
+                "at the gradient norm of the preceding steps."
             )
         return Sample(prompt, choice["index"], ids, logp, reason == "stop", versions)
 
     samples = sorted(map(sample, reply["choices"]), key=lambda s: s.index)
     if prompt.inputs and reply["prompt_token_ids"] != prompt.token_ids:
         raise ServerError(
-            f"{server} returned a prompt with other image tokens than ours: its "
+            f"{server} returned a prompt whose image tokens differ from ours: its "
             "preprocessor_config.json differs"
         )
     if request.body["sampling_params"]["n"] == 1:  # greedy, or a group of one

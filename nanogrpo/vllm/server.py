@@ -3,8 +3,8 @@ the server process if we start it ourselves (`Sidecar`).
 
 In: a URL and a secret. Out: `get` and `post`, which raise a `ServerError` if another attempt or
 another server may help: no answer in time, a lost connection, a status other than 200. HTTP uses
-the standard library. Each request has a new connection, so a retry never uses a broken one.
-Read before: engine/base.py. Read next: sync.py, client.py.
+the standard library. Each request uses a new connection, so a retry never uses a broken one. Read
+before: engine/base.py. Read next: sync.py, client.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nanogrpo.vllm.auth import GENERATE, INFO, SECRET
 from nanogrpo.vllm.buckets import BroadcastGroup
 from nanogrpo.vllm.process import kill_group
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 STARTUP = 1800.0  # seconds for a server of our own to load its model
 
@@ -105,7 +105,7 @@ class Server:
         return self._request("POST", path, json.dumps(body or {}), self.timeout)
 
     def generate(self, body: dict) -> dict:
-        """Request completions. The request may take long, but ends when the server is lost."""
+        """Request completions. This may take a long time, but ends when the server is lost."""
         return self._request("POST", GENERATE, json.dumps(body), None)
 
     def _request(self, method: str, path: str, data: str | None, timeout: float | None) -> dict:
@@ -197,8 +197,8 @@ class Sidecar:
     def start(self, timeout: float, over: threading.Event) -> Server:
         """Start the process and wait until it is healthy. timeout: for requests to it.
 
-        Raises UserError if the process ends, or does not become healthy in time, or if the run is
-        asked to stop in the meantime, by `over` or by a signal.
+        Raises UserError if the process ends, or does not become healthy in time. Also raises it if
+        `over` or a signal asks the run to stop in the meantime.
         """
         self.kill()
         # While this socket is bound, no other process gets the port by chance.
@@ -208,7 +208,7 @@ class Sidecar:
             reserved.bind(("127.0.0.1", 0))
             port = reserved.getsockname()[1]
             server = Server(f"http://127.0.0.1:{port}", self.secret, timeout, sidecar=self)
-            log.info("starting the vLLM sidecar; its messages go to %s", self.output)
+            logger.info("starting the vLLM sidecar; its messages go to %s", self.output)
             self.process = self._run(port)
             deadline = time.monotonic() + STARTUP
             while time.monotonic() < deadline and not (over.wait(0.25) or asked.is_set()):

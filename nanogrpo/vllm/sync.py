@@ -10,11 +10,11 @@ With sleep mode, the server has no weights and no KV cache while the trainer tra
 both. `send` allocates the weights again before the update, and the KV cache after the update.
 
 All gathers end before the first send, because NCCL can deadlock if two ranks use the same two
-communicators at the same time. (Sends to several servers may overlap: each of their communicators
-shares only rank 0 with the others.) So rank 0 stores one copy of the model. In return, the same
-weights can be sent again when a server restarts, even after the model has changed.
-Nothing here waits forever: the broadcast, on a daemon thread, has a timeout, and so has the HTTP
-request of the caller's thread. Read before: buckets.py.
+communicators at the same time. Sends to several servers may overlap, because their communicators
+share only rank 0. Rank 0 has to store a full copy of the model. In return, it can send the same
+weights again when a server restarts, even after the model has changed. Nothing here waits forever:
+the broadcast, on a daemon thread, has a timeout, and so has the HTTP request of the caller's
+thread. Read before: buckets.py.
 Read next: worker.py (the other end), client.py (the caller).
 """
 
@@ -59,8 +59,8 @@ class WeightSync:
         entries = [(n, dtype, list(p.shape)) for n, p in weights.parameters(model)]
         self.layout = Layout(entries, bucket_bytes)
         self.device, self.timeout = device, timeout
-        self.checksums: list[int] = []  # one per bucket, which the workers compare
-        # makes this run's labels, and prefixes in caches, differ from those of other runs
+        self.checksums: list[int] = []  # one per bucket; the workers verify them
+        # makes this run's labels and cached prefixes differ from those of other runs
         self.run = secrets.token_hex(6)
         self.shared = SharedBuckets(self.layout.sizes if main else [], device)
         self.buckets = self.shared.buckets

@@ -2,13 +2,13 @@
 internals.
 
 In: buckets of checkpoint tensors (buckets.py), by broadcast or by shared memory. Out: these weights
-in vLLM's model, fused, sharded or packed as its kernels need them. vLLM imports this file in every
-worker before it loads the model (`--worker-extension-cls`, see serve.py). The trainer never imports
-it. vLLM calls these methods for the routes of the same names:
+in vLLM's model, fused, sharded or packed as its kernels need them. Every worker of vLLM imports
+this file before it loads the model (`--worker-extension-cls`, see serve.py). The trainer never
+imports it. These methods are called by vLLM for the routes of the same names:
 
     init_transfer_engine     once per trainer: join the group, or map the memory
     start_weight_update      does nothing: weights stay usable until the first bucket arrives
-    update_weights           receives and loads one bucket after the other
+    update_weights           receives and loads one bucket after another
     finish_weight_update     does nothing
     shutdown                 disconnects from the trainer
 
@@ -79,7 +79,7 @@ class Transfer(WeightTransferEngine):
                     bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
                     self.group.broadcast(bucket)
                 if checksum(bucket) != expected:
-                    raise RuntimeError(f"bucket {i} arrived with other bytes than the trainer sent")
+                    raise RuntimeError(f"bucket {i} does not have the bytes that were sent")
                 loaded |= self.model.load_weights(self.info.plan.views(bucket, i))
         finally:  # after a failed broadcast, this restores the weights that did not arrive
             finalize_layerwise_reload(self.model, self.model_config)
@@ -125,7 +125,8 @@ class Extension:
 def end_with(server: int) -> None:
     """Kill this worker, and the engine process that started it, when process `server` ends.
 
-    When its HTTP server is killed, vLLM 0.32.0 leaves the two running, with all their memory.
+    When its HTTP server is killed, vLLM 0.32.0 leaves both processes running, with all their
+    memory.
     """
     parent = os.getppid()
 

@@ -42,7 +42,7 @@ def test_a_data_set_is_read_by_its_hub_id_from_the_cache(repository, tmp_path, m
     assert records("openai/gsm8k", split="eval") == ROWS[:1]  # the cache has one configuration
     with pytest.raises(UserError, match=r"cannot load it \(ValueError: .* for config 'nope'"):
         records("openai/gsm8k", "nope")
-    with pytest.raises(UserError, match=r"has no split 'dev' but 'train', 'test': name one with"):
+    with pytest.raises(UserError, match=r"has no split 'dev', only 'train', 'test': name one with"):
         records("openai/gsm8k", "main", "eval", "dev")
 
 
@@ -73,8 +73,8 @@ def test_mistakes_are_reported_in_one_sentence_and_at_once(repository, tmp_path)
         (repository, "", r"Config name is missing.*\['main', 'other'\].*, or --dataset-config"),
         (repository, "nope", r"datasets cannot load it \(ValueError: .*Available: \['main', 'ot"),
         (tmp_path / "empty", "", r"datasets cannot load it \(.*doesn't contain any data files"),
-        (tmp_path / "broken", "", "is no file here, and datasets cannot load it"),
-        ("no/such", "", r"no/such is no file here, and datasets cannot load it \(Conn"),
+        (tmp_path / "broken", "", "is not a file here, and datasets cannot load it"),
+        ("no/such", "", r"no/such is not a file here, and datasets cannot load it \(Conn"),
     ]:
         with pytest.raises(UserError, match=message) as caught:
             records(source, config)

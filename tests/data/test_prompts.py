@@ -240,7 +240,7 @@ def test_records_are_accepted_in_place_of_a_name(plain):
         ([], "data holds no prompts"),
         ([{"prompt": "a"}, {"prompt": 3}], r"^data, row 2: `prompt` must be"),
         (["arithmetic"], "data, row 1: a record must be an object"),
-        (datasets.DatasetDict(a=saved), "data has no split 'train' but 'a'"),
+        (datasets.DatasetDict(a=saved), "data has no split 'train', only 'a'"),
     ]:
         with pytest.raises(UserError, match=message):
             load([source], plain)
@@ -381,7 +381,7 @@ def test_parquet_and_saved_data_sets_give_the_same_prompts_as_jsonl(tmp_path, ch
     ]:
         found = load(str(tmp_path / name), chat, split, dataset_test_split=test)
         assert len(found) == count
-    with pytest.raises(UserError, match=r"both has no split 'dev' but 'train', 'test': name one"):
+    with pytest.raises(UserError, match=r"both has no split 'dev', only 'train', 'test': name one"):
         load(str(tmp_path / "both"), chat, "eval", dataset_test_split="dev")
     with pytest.raises(UserError, match=r"some, row 1: the prompt has \d+ tokens"):
         load(some, chat, max_prompt_length=3)

@@ -20,7 +20,7 @@ from nanogrpo.distributed.failure import SIGNALS, stoppable
 from nanogrpo.distributed.world import join
 from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
-from nanogrpo.rewards.runner import Runner
+from nanogrpo.rewards.scorer import Scorer
 from nanogrpo.run import state
 from tests.conftest import write_base
 from tests.ranks import DATA, PATIENCE, Ranks, argv, insist, running, start, steps, torchrun, until
@@ -68,7 +68,7 @@ def slow_at(options: list[str], place: str, flag: Path, heeds: bool = True) -> i
     """Run train.py; the last rank reads its weights, or scores the first evaluation, until it gets
     a signal, or forever.
     """
-    owner, name = {"setup": (checkpoint, "load_weights"), "evaluation": (Runner, "score")}[place]
+    owner, name = {"setup": (checkpoint, "load_weights"), "evaluation": (Scorer, "score")}[place]
     original = getattr(owner, name)
 
     def slow(*args) -> None:
@@ -115,7 +115,7 @@ def test_signal_handlers_are_restored():
 
 def fails_in_the_third_step(options: list[str], who: int, how: str) -> int:
     """Run train.py; rank `who` fails with a user's mistake or a bug, or is killed."""
-    score, calls = Runner.score, []
+    score, calls = Scorer.score, []
 
     def failing(*args) -> None:
         calls.append(1)
@@ -127,7 +127,7 @@ def fails_in_the_third_step(options: list[str], who: int, how: str) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         score(*args)
 
-    Runner.score = failing
+    Scorer.score = failing
     return train.main(options)
 
 
@@ -205,13 +205,13 @@ def test_a_rank_that_hangs_is_lost_after_the_timeout():
 RUN = """
 import os, sys, train
 from nanogrpo.errors import UserError
-from nanogrpo.rewards.runner import Runner
+from nanogrpo.rewards.scorer import Scorer
 
 def work(*args):
     if os.environ["RANK"] == sys.argv.pop():
         raise UserError("no more of this.")
 
-Runner.score = work
+Scorer.score = work
 sys.exit(train.main(sys.argv[1:-1]))
 """
 

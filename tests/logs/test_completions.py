@@ -12,7 +12,7 @@ from nanogrpo import Config
 from nanogrpo.errors import UserError
 from nanogrpo.extras import completions
 from nanogrpo.extras.completions import Completions, record
-from nanogrpo.rewards.runner import COLUMNS
+from nanogrpo.rewards.scorer import COLUMNS
 from tests.conftest import SOLO, arguments, steps
 from tests.logs.conftest import completions_of, sample
 

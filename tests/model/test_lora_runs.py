@@ -83,7 +83,7 @@ def test_the_reference_is_the_base_and_no_second_model_is_kept(bases, files, tmp
     inputs = parts.load(cfg, SOLO, attach(cfg))
     parts.settle(inputs)
     run = parts.setup(inputs)
-    assert run.frozen is run.model
+    assert run.ref_model is run.model
     batch = random_batch([(3, 9), (5, 4)], vocab_size=104, off_policy=False)
     expected = experience.logp(run.model, batch, cfg)  # B is zero
     nudge(run.model)

@@ -239,8 +239,8 @@ def state(**fields):
 STATE = "q_proj.weight.quant_state.bitsandbytes__nf4"
 DAMAGED = {
     "no scales": ("q_proj.weight.absmax", lambda t: None, "q_proj.weight.absmax is missing"),
-    "a float matrix": ("q_proj.weight", lambda t: torch.zeros(64, 64), "do not have the sizes"),
-    "too few scales": ("q_proj.weight.absmax", lambda t: t[1:], "do not have the sizes"),
+    "a float matrix": ("q_proj.weight", lambda t: torch.zeros(64, 64), "have the wrong sizes"),
+    "too few scales": ("q_proj.weight.absmax", lambda t: t[1:], "have the wrong sizes"),
     "another shape": (STATE, state(shape=[32, 128]), r"has shape \(32, 128\) but config.json asks"),
     "no JSON": (STATE, lambda t: t[1:], "cannot be read"),
     "one number": ("q_proj.weight.absmax", lambda t: t[0].clone(), "cannot be read"),

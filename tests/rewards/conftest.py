@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from nanogrpo import Config
-from nanogrpo.rewards.runner import Runner
+from nanogrpo.rewards.scorer import Scorer
 from nanogrpo.types import Prompt, Sample
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
 
 
-def runner(*functions: Any, timeout: float = 0.0, weights=(), features=()) -> Runner:
+def runner(*functions: Any, timeout: float = 0.0, weights=(), features=()) -> Scorer:
     """Return the runner of these functions, which may be names."""
     cfg = Config(reward_timeout=timeout, reward_weights=tuple(weights))
-    return Runner(cfg, features=features, given=functions)
+    return Scorer(cfg, features=features, given=functions)
 
 
 def make_samples(texts=("7", "8"), prompt="3+4=", prompt_id=17, **columns) -> list[Sample]:

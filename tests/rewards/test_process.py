@@ -15,7 +15,7 @@ import pytest
 from nanogrpo.errors import UserError
 from nanogrpo.rewards import process as reward_process
 from nanogrpo.rewards.call import TrainerState
-from nanogrpo.rewards.runner import MAX_LOST
+from nanogrpo.rewards.scorer import MAX_LOST
 from tests.rewards.conftest import FUNCTIONS, groups, make_samples, runner
 
 

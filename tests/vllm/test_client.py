@@ -208,7 +208,7 @@ def test_a_server_of_another_model_is_refused(fake, facts, options, sentence):
 def test_servers_of_different_dtypes_are_refused(fake):
     with FakeVLLM(tiny_config()) as other:
         other.facts["dtype"] = "bfloat16"
-        message = r"--server: some run in .*bfloat16.*; start all with the same --dtype"
+        message = r"--server: the servers use .*bfloat16.*; start all with the same --dtype"
         with pytest.raises(UserError, match=message):
             engine_of(fake, other, load=False)
 

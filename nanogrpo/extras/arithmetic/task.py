@@ -20,7 +20,7 @@ SIZE = {"train": 8192, "eval": 256}
 
 
 def problem(rng: random.Random) -> str:
-    """Return a sum of two to four terms, such as "34+5-7", with all partial sums from 0 to 99."""
+    """Return a sum of two to four terms, such as "34+5-7", whose partial sums are from 0 to 99."""
     while True:
         total = rng.randint(10, 89)
         text = str(total)
@@ -35,7 +35,7 @@ def problem(rng: random.Random) -> str:
 
 
 def held_out(text: str) -> bool:
-    """Return whether a problem is held out, which depends only on its text. One in eight is."""
+    """Return whether a problem is held out. A hash of its text selects one problem in eight."""
     return hashlib.blake2b(text.encode()).digest()[0] % 8 == 0
 
 
@@ -51,7 +51,7 @@ def problems(split: str, count: int, seed: int) -> list[str]:
 
 
 def records(split: str) -> list[dict]:
-    """Return records {"prompt": [one message], "answer": "32"}; every run gets the same ones."""
+    """Return records {"prompt": [one message], "answer": "32"}; every run gets the same records."""
     return [
         {"prompt": [{"role": "user", "content": f"{text}="}], "answer": str(value(text))}
         for text in problems(split, SIZE[split], seed=0)

@@ -4,11 +4,11 @@
     nanogrpo train --model runs/base --data arithmetic …
 
 The model first learns to work out sums term by term. Then the model briefly imitates a lazy
-student, who works out short sums in four cases out of five, and blurts out the answer to long sums
-in four cases out of five. The base model copies both habits and so fails at sums it could solve:
-the answers it blurts out are mostly wrong, and those it works out are mostly right. Nothing in this
-training says which habit is better. GRPO finds that out. In: a seed. Out: a checkpoint folder in
-Hugging Face's layout. Read next: train.py.
+student. In four cases out of five, this student works out a short sum step by step, but blurts out
+the answer to a long sum. The base model copies both habits and so fails at sums that it could
+solve. The answers that it blurts out are mostly wrong, and those that it works out are mostly
+right. Nothing in this training says which habit is better. GRPO finds that out. In: a seed. Out: a
+checkpoint folder in Hugging Face's layout. Read next: train.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()  # joins tokens without spaces
     tokenizer.add_special_tokens(["<|pad|>", *TAGS[:3]])
-    tokenizer.add_tokens(TAGS[3:])  # not special, because reward functions must see them
+    tokenizer.add_tokens(TAGS[3:])  # reward functions must see these, so they are not special
     tokenizer.save(str(folder / "tokenizer.json"))
     template = (
         "{%- for m in messages %}"
@@ -86,9 +86,9 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
     """Train the base model from scratch on `steps` batches of 64 solved problems and write its
     checkpoint.
 
-    Keep a base that was made with the same seed and number of steps, and replace any other base.
-    Raises UserError if the folder contains other files, because they could be a run or the only
-    copy of another model.
+    Keep an existing base that was made with the same seed and number of steps. Replace any other
+    base. Raises UserError if the folder contains other files, because they could belong to a run,
+    or be the only copy of another model.
     """
     folder = folder.resolve()
     made, mark = json.dumps({"seed": seed, "steps": steps}) + "\n", folder / MARK
@@ -96,7 +96,7 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
         return
     if folder.exists() and not (mark.is_file() and all(map(Path.is_file, folder.iterdir()))):
         raise UserError(
-            f"{folder} holds files that no warm-up wrote, which would be lost: "
+            f"{folder} holds files that would be lost and that no warm-up wrote: "
             "choose another folder."
         )
     torch.manual_seed(seed)

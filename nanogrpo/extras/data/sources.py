@@ -1,9 +1,8 @@
 """Read data sets of the Hugging Face hub, folders of data files, folders that `save_to_disk` has
 written, CSV and Parquet files, and a `DatasetDict` from Python.
 
-In: the name of a source, or a dict of splits. Out: the records of a split. CSV files
-need no further package; all others need `pip install 'nanogrpo[data]'`. Read next:
-nanogrpo/data/sources.py.
+In: the name of a source, or a dict of splits. Out: the records of a split. CSV files need no extra
+package; all others need `pip install 'nanogrpo[data]'`. Read next: nanogrpo/data/sources.py.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Sources(Feature):
             wanted = ""
         if wanted not in splits:
             raise UserError(
-                f"{source if isinstance(source, str) else 'data'} has no split {wanted!r} but "
+                f"{source if isinstance(source, str) else 'data'} has no split {wanted!r}, only "
                 f"{', '.join(map(repr, splits))}: name one with --dataset-train-split or "
                 "--dataset-test-split."
             )
@@ -63,9 +62,9 @@ class Sources(Feature):
 
 
 def _variable(value: Any) -> Any:
-    """Return the value of a variable, which may be given as JSON text.
+    """Return the value of a chat template's variable. The data may contain the value as JSON text.
 
-    Arrow adds the fields that an object lacks but another one has, as nulls. They are dropped.
+    If objects have different fields, Arrow fills in the missing ones with nulls. These are dropped.
     """
     with contextlib.suppress(ValueError, RecursionError, TypeError):  # not JSON
         is_json = isinstance(value, str) and value.startswith(("[", "{"))
@@ -78,7 +77,7 @@ def _without_nulls(fields: dict) -> dict:
 
 
 def uses_hub(source: str) -> bool:
-    """Return whether a source is a folder, or may be a hub id: owner/name that is not a file."""
+    """Return whether a source is a folder, or may be a hub id (owner/name, which is no file)."""
     path = Path(source)
     is_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None
     is_file = path.is_file() or path.suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt")
@@ -118,8 +117,8 @@ def _load(source: str, config: str) -> Mapping[str, Any]:
     except Exception as e:
         reason = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
         raise UserError(
-            f"--data {source} is no file here, and datasets cannot load it ({reason}): correct the"
-            " name, or --dataset-config."
+            f"--data {source} is not a file here, and datasets cannot load it ({reason}): correct"
+            " the name, or --dataset-config."
         ) from e
 
 

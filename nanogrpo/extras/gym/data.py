@@ -3,11 +3,11 @@
     --data reasoning_gym:countdown:size=2000,max_numbers=4 --reward-funcs reasoning_gym
 
 In: the name of a data set of that package, with arguments such as `size` and `seed`. Out: records
-with a question, an answer, and the column `reasoning_gym`. The reward function of the same name
+with a question, an answer, and the column `reasoning_gym`. The reward function `reasoning_gym`
 reads the problem and the name of its data set from that column. Read next: extras/gym/reward.py.
 
-With some verifiers, a completion could run any program: the verifiers pass the answer to Python's
-`eval`, or to sympy, which evaluates it, too. The data sets in EVALUATE are therefore refused. For
+Some verifiers pass the answer to Python's `eval`, or to sympy, which evaluates it, too. With such a
+verifier, a completion could run any program. The data sets in EVALUATE are therefore refused. For
 the data sets in ARITHMETIC, reward.py passes an answer to the verifier only if it is plain
 arithmetic.
 """
@@ -72,7 +72,7 @@ def records(source: str, held_out: bool) -> list[dict]:
         raise UserError(
             f"{source} cannot be made ({reason}): correct its name or arguments."
         ) from e
-    # A record contains the whole problem, because another process may not make the same one:
+    # A record contains the whole problem, because another process may make a different one:
     # a few data sets depend on the order of Python's sets.
     return [
         {

@@ -1,8 +1,8 @@
 """The reward function `reasoning_gym`: score an answer with the verifier of its own data set.
 
-In: completions, and the column `reasoning_gym` that data.py writes. Out: for each, a score
-from 0 to 1. The function runs in the process of the user's functions. Read next: extras/gym/data.py
-(which verifiers evaluate the answer), rewards/builtin.py.
+In: completions, and the column `reasoning_gym` that data.py writes. Out: a score from 0 to 1 for
+each completion. It runs in the same process as the user's reward functions. Read next:
+extras/gym/data.py (which verifiers evaluate the answer), rewards/builtin.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXPRESSION = re.compile(r"(?:[\d\s.+/()-]|(?<!\*)\*(?!\*))*", re.ASCII)
 def reasoning_gym_reward(
     completions: list, reasoning_gym: list | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """Return the score of the answer that `extract_answer` finds in each completion, or else 0.
+    """Return the score of the answer that `extract_answer` finds in each completion, or 0 if none.
 
     The reward is None for the prompts of other sources.
     """

@@ -4,9 +4,9 @@ adapter_model.safetensors.
 In: a model with adapters (lora.py), and the options. Out: adapters, initialized or loaded, and
 folders that peft can load on top of the base model:
 `PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)`. If the base was in
-four bits, the folder also has quantization_config.json, with the arguments of transformers'
-BitsAndBytesConfig for the same base. PEFT's tensor names are ours with a prefix and a suffix.
-PEFT features that we do not support are rejected, with their name in the message. Read before:
+four bits, the folder also has quantization_config.json, with the arguments for transformers'
+BitsAndBytesConfig that give the same base. PEFT's tensor names are ours with a prefix and a suffix.
+PEFT features that we do not support are rejected with a message that names them. Read before:
 lora.py. Read next: run/state.py (when adapters are saved).
 """
 
@@ -31,10 +31,10 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.weights import gathered
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-QUANTIZATION = "quantization_config.json"  # next to them, if the base is in four bits
-SUBFOLDER = "adapter"  # in a checkpoint: the adapters alone; its weights contain them, too
+QUANTIZATION = "quantization_config.json"  # in the same folder, if the base has four-bit weights
+SUBFOLDER = "adapter"  # the subfolder of a checkpoint that has only the adapters
 # The fields of adapter_config.json that do not change the computation, or that we support.
-# Every other field must be absent, empty or "none", including fields that PEFT may add in future.
+# Every other field must be absent, empty or "none", including fields that PEFT may add later.
 KNOWN = """
     peft_type r lora_alpha use_rslora target_modules lora_dropout task_type inference_mode
     auto_mapping revision base_model_name_or_path peft_version megatron_core qalora_group_size
@@ -51,8 +51,8 @@ def peft_name(name: str) -> str:
 
 @torch.no_grad()
 def initialize(model: Decoder, cfg: Config) -> None:
-    """Initialize the adapters of a full or sharded model: from --lora-adapter, or, as in PEFT, with
-    B = 0 and a random A that depends on the seed.
+    """Initialize the adapters of a full or sharded model from --lora-adapter. Without this option,
+    B is 0 and A is random, as in PEFT. A depends on the seed.
 
     A is uniform within ±1/√in (kaiming_uniform with a = √5). Every rank draws the full matrix A, so
     its values do not depend on the number of ranks.
@@ -70,7 +70,7 @@ def initialize(model: Decoder, cfg: Config) -> None:
 
 
 def check_base(source: Path, cfg: Config) -> None:
-    """Raise UserError if --model is the base of --lora-adapter with adapters already merged.
+    """Raise UserError if --model is the base of --lora-adapter with adapters merged into it.
 
     A run's checkpoint contains its merged weights and, in a subfolder, its adapters. `source` is
     the folder of --model.
@@ -81,7 +81,7 @@ def check_base(source: Path, cfg: Config) -> None:
         if os.path.realpath(base) == os.path.realpath(merged):
             raise UserError(
                 f"--lora-adapter {cfg.lora_adapter}: the weights of --model {cfg.model} already "
-                f"contain adapters to {base}, and these would come on top: use --model {base}."
+                f"contain adapters to {base}, and would then have two sets: use --model {base}."
             )
 
 

@@ -1,9 +1,9 @@
 """The embedded engine on frozen weights in four bits.
 
 In: a model whose matrices are in four bits (lora.py). Out: an engine that shares the trainer's
-frozen weights, which no step changes, and copies only the adapters. The engine does not merge them.
-If the trainer's weights are sharded, the shards are gathered once, in four bits. Read before:
-engine/local.py.
+frozen weights, which no step changes, and copies only the adapters. The engine does not merge the
+adapters into the weights. If the trainer's weights are sharded, the shards are gathered once, in
+four bits. Read before: engine/local.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SharingEngine(LocalEngine):
     def copy(self, model: nn.Module) -> None:
         """Take the frozen weights on the first call, and copy the adapters on every call."""
         mine, first = dict(self.model.named_parameters()), self.version < 0
-        fsdp.reshard(model)  # FSDP would free a gathered parameter
+        fsdp.reshard(model)  # FSDP would later free a parameter that is gathered now
         taken = {}
         for name, p in model.named_parameters():
             if first or lora.is_adapter(name):

@@ -10,9 +10,9 @@ the same model, which can be used in two ways:
     disabled    the base model: the reference policy when beta > 0, so no second model is kept
 
 B starts at zero, so the initial policy equals the base model. The adapters are trained in float32.
-The frozen weights are stored in the dtype of the computation, which is bfloat16 on a GPU:
-the results are the same, and the weights need half the memory. With --load-in-4bit, the matrices of
-the blocks are stored in four bits (nf4.py).
+The frozen weights are stored in the dtype of the computation. On a GPU this is bfloat16, which
+halves their memory without changing the results. With --load-in-4bit, the matrices of the blocks
+are stored in four bits (nf4.py).
 
 Read next: adapters.py (PEFT's files), feature.py (how a run uses this).
 """
@@ -41,14 +41,14 @@ class LoRALinear(nn.Module):
     adapters.
     """
 
-    weight: Any  # the frozen matrix, in floats or in four bits
+    weight: Any  # the frozen matrix, as floats or in four bits
 
     def __init__(self, base: nn.Linear | nf4.Linear4bit, cfg: Config):
         super().__init__()
         r = cfg.lora_r
         self.in_features, self.out_features = base.in_features, base.out_features
         self.bias: Any = None
-        for name, p in base.named_parameters():  # keep their names, which files also have
+        for name, p in base.named_parameters():  # with the same names, because checkpoints use them
             setattr(self, name, p)
         self.internal = ("lora_A", "lora_B", *getattr(base, "internal", ()))
         weight: Any = base.weight
@@ -102,8 +102,8 @@ def base_dtype(cfg: Config, device: str) -> str:
 
 def attach(model: Decoder, cfg: Config, device: str = "cpu") -> None:
     """Freeze the model and add adapters to the chosen layers, unless --lora-r is 0. Call this
-    before the weights are loaded and sharded. With --load-in-4bit, all layers of the blocks are
-    then in four bits. device: the type of device for the model.
+    before the weights are loaded and sharded. With --load-in-4bit, all linear layers of the blocks
+    also become four-bit layers. device: the type of device for the model.
     """
     if not cfg.lora_r:
         return

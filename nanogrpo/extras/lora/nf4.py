@@ -1,17 +1,17 @@
-"""Frozen linear layers in four bits (QLoRA, Dettmers et al. 2023, 2305.14314): y = W x + b, where W
-is stored in the format of bitsandbytes and dequantized whenever a layer computes.
+"""Frozen linear layers in four bits (QLoRA, Dettmers et al. 2023, 2305.14314): y = W x + b. W is
+stored in the format of bitsandbytes, and dequantized whenever a layer computes.
 
-In: the linear layers of a block, before they have weights (lora.py), and then the matrices of a
-checkpoint, as floats or in the four bits of bitsandbytes (checkpoint.py). Out: layers with 0.52
-bytes per weight. The n weights of a matrix, row by row, are divided into blocks of 64:
+In: a block's linear layers before they have weights (lora.py), then a checkpoint's matrices, either
+as floats or quantized by bitsandbytes (checkpoint.py). Out: layers with 0.52 bytes per weight. The
+n weights of a matrix, row by row, are divided into blocks of 64:
 
     weight  [n/64, 32]  two 4-bit codes per byte; a row is a block
     absmax  [n/64, 1]   the largest absolute value of each block, as an 8-bit code
     nested  [k+1, 4]    float32 numbers as bytes: a factor for every 256 codes of absmax, and the
                         mean of all values of absmax
 
-The three tensors are bytes, because FSDP casts parameters that are floats. FSDP shards each tensor
-by rows, and gathers it before a layer computes.
+The three tensors are stored as bytes, because FSDP would cast floats to another dtype. FSDP shards
+each tensor by rows, and gathers it before a layer computes.
 
 The forward pass dequantizes a matrix, multiplies with it and frees it. The backward pass does the
 same, so no more than one full matrix exists at a time. Read next: nf4_kernels.py (the code book and
@@ -62,7 +62,7 @@ def functions_for(device: torch.device) -> ModuleType:
 
 
 class Linear4bit(nn.Module):
-    """A frozen linear layer in four bits. `Matrix` gives it its weights."""
+    """A frozen linear layer with four bits per weight. `Matrix` gives it its weights."""
 
     internal: tuple[str, ...] = PARTS[1:]
 
@@ -72,8 +72,8 @@ class Linear4bit(nn.Module):
         self.dtype = base.weight.dtype  # which training computes in
         if base.weight.numel() % BLOCK:
             raise UserError(
-                f"--load-in-4bit stores blocks of {BLOCK} weights, but a layer has a matrix of "
-                f"{self.out_features} × {self.in_features}: leave the option out."
+                f"--load-in-4bit needs matrices of whole blocks of {BLOCK} weights, but one layer "
+                f"has {self.out_features} × {self.in_features} weights: leave the option out."
             )
         blocks = base.weight.numel() // BLOCK
         for name, shape in (
@@ -106,7 +106,7 @@ class Linear4bit(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ + b. Only the four-bit W is saved for the backward pass, not its floats."""
+    """x Wᵀ + b. Only the four-bit W is saved for the backward pass, not the dequantized W."""
 
     @staticmethod
     def forward(ctx, x, bias, shape, *parts):
@@ -123,7 +123,7 @@ class _Product(torch.autograd.Function):
 
 def shard_bytes() -> None:
     """Let FSDP2 shard bytes with torch 2.11. FSDP2 first makes every new shard require a gradient,
-    which only floats can do.
+    which is an error for bytes.
     """
     plain: Any = DTensor.requires_grad_
     if plain.__name__ == "floats_only":
@@ -132,7 +132,7 @@ def shard_bytes() -> None:
     def floats_only(self: DTensor, requires_grad: bool = True) -> Tensor:
         return plain(self, requires_grad and self.is_floating_point())
 
-    # mypy accepts no other method here
+    # mypy does not allow replacing a method
     DTensor.requires_grad_ = floats_only  # type: ignore[assignment, method-assign]
 
 
@@ -148,8 +148,8 @@ def _quantized(shape: torch.Size, parts: Sequence[Tensor]) -> Quantized:
 
 
 def quantized(weight: Tensor) -> Quantized:
-    """Quantize a weight of any shape in whole blocks, and the absmax of its blocks, too. If any
-    block has an inf or NaN, no quantized weight is finite.
+    """Quantize a weight of any shape that fills whole blocks, and then the blocks' absmax. If any
+    block has an inf or NaN, none of the quantized weights is finite.
     """
     packed, absmax = functions_for(weight.device).nf4_quantize(weight)
     return Quantized(packed, *quantize_absmax(absmax), weight.shape)
@@ -164,7 +164,7 @@ def dequantized(shape: torch.Size, parts: Sequence[Tensor], dtype: torch.dtype) 
 
 
 class Matrix:
-    """The matrix of a four-bit layer, which a checkpoint's weight is loaded into."""
+    """The matrix of a four-bit layer, as a target for loading a checkpoint's weight."""
 
     dtypes = ("NF4",)
 
@@ -172,7 +172,7 @@ class Matrix:
         self.layer, self.shape = layer, shape_of(layer)
 
     def fill(self, source: Any) -> None:
-        """Store a matrix [out, in] in the layer, and quantize it first if it is not quantized.
+        """Store a matrix [out, in] in the layer, and quantize it first if needed.
 
         The layer may be sharded. The whole matrix is needed, because `nested` depends on all of it.
         """
@@ -188,7 +188,7 @@ class Matrix:
 
 
 class _Stored:
-    """A matrix in four bits from bitsandbytes, with the methods of a safetensors slice."""
+    """A four-bit matrix from bitsandbytes, with the methods of a safetensors slice."""
 
     def __init__(self, parts: dict[str, Tensor]):
         """If the parts do not fit together, this may raise any exception."""
@@ -198,7 +198,7 @@ class _Stored:
         shape, offset = torch.Size(state["shape"]), torch.tensor(float(state["nested_offset"]))
         packed, absmax, factors = (parts[name] for name in ("", ".absmax", ".nested_absmax"))
         if not 2 * packed.numel() == BLOCK * absmax.numel() == shape.numel():
-            raise ValueError("its tensors do not have the sizes that they need")
+            raise ValueError("its tensors have the wrong sizes")
         self.value = Quantized(packed, absmax, factors, offset, shape)
 
     def get_shape(self) -> list[int]:
@@ -228,7 +228,7 @@ def assembled(
     """Yield the tensors of a checkpoint that bitsandbytes has quantized: the six tensors of each
     matrix as one item, and all others as they are.
 
-    matrices: the names of the layers' matrices, which must be in four bits.
+    matrices: the names of the layers' matrices, which must have been quantized.
     """
     waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in found:

@@ -1,9 +1,9 @@
-"""Weights in NF4, four bits each: quantize, dequantize, and multiply a few rows with them.
+"""NF4 weights of four bits: quantize, dequantize, and multiply a few rows by them.
 
-In: a weight in whole blocks, bf16, fp16 or fp32. Out: `Quantized` (nf4_reference.py) with two
-codes per byte; and from it the weight in bf16, fp16 or fp32, or its product with x [rows, in].
-Weights in four bits are frozen (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), so there is no
-backward pass. Read next: nf4.py.
+In: a weight in whole blocks, bf16, fp16 or fp32. Out: `Quantized` (nf4_reference.py) with two codes
+per byte. The other kernels compute from it the weight in bf16, fp16 or fp32, or its product with x
+[rows, in]. Four-bit weights are frozen (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), so there is
+no backward pass. Read next: nf4.py.
 
 Equation.   For each block of 64 weights: a = max |w|;  c = argmin_c |w/a - NF4[c]|;  ŵ = NF4[c] a
             The a of 256 blocks are themselves quantized, in PyTorch: a' = max |a - ā|, with the
@@ -30,10 +30,10 @@ from torch import Tensor
 from nanogrpo.extras.lora import nf4_reference
 from nanogrpo.extras.lora.nf4_reference import Quantized
 
-BLOCKS, WARPS = 16, 4  # per program, so each thread reads 4 bytes and writes 8 weights
+BLOCKS, WARPS = 16, 4  # per program; each thread then reads 4 bytes and writes 8 weights
 ROWS = 16  # rows of x in a product: at most 16, padded to 16 for the tensor cores
 OUT, STEP = 64, 2  # rows of W per program, and the blocks of each row that it reads at a time
-PROGRAMS = 512  # the programs per product to aim for: four per multiprocessor of a large GPU
+PROGRAMS = 512  # intended programs per product: four per multiprocessor of a large GPU
 SIZE = 128  # sums per program of `sum`
 
 # Weights and bytes per block (nf4_reference.py). A row of a tile is a block.
@@ -74,7 +74,7 @@ def load_absmax(ABSMAX, NESTED, OFFSET, DYNAMIC, block, here):
 
 @triton.jit
 def unpack(byte, absmax, NF4):
-    """Return the two weights of each byte, side by side, in float32."""
+    """Return the two weights of each byte next to each other, in float32."""
     table = tl.load(NF4 + tl.arange(0, 16))
     code = tl.interleave(byte >> 4, byte & 15).to(tl.int32)
     return tl.gather(table, code.reshape(code.numel), 0).reshape(code.shape) * absmax

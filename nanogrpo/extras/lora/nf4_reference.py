@@ -1,8 +1,8 @@
-"""Weights in NF4, four bits each, in plain PyTorch. This code runs on a CPU, and
-nf4_kernels.py must give the same results.
+"""NF4 weights (four bits each) in plain PyTorch. A CPU uses this code, and nf4_kernels.py must give
+the same results.
 
-In: a weight of any float type, in whole blocks. Out: `Quantized`, and from it the weight or its
-product with x [rows, in]. Read next: nf4_kernels.py (the equations).
+In: a weight of any float type, in whole blocks. Out: `Quantized`, or the weight computed from it,
+or the weight's product with x [rows, in]. Read next: nf4_kernels.py (the equations).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanogrpo.kernels.reference.log_softmax import blocks
 
-# NF4: quantiles of N(0, 1), divided by the largest. The probabilities have equal steps:
+# NF4: quantiles of N(0, 1), divided by the largest. Their probabilities have equal steps:
 # seven from 1 - δ to 1/2, and eight from 1/2 to δ, with δ = 1 - (1/32 + 1/30) / 2.
 # So all codes are about equally frequent in a block of normal numbers, and 0 and ±1 are exact.
 # Dettmers et al. 2023, arXiv 2305.14314, appendix E. The digits are those of bitsandbytes.
@@ -48,24 +48,26 @@ BLOCK, NESTED = 64, 256  # weights per absmax, and absmax values per nested_absm
 
 @functools.cache
 def nf4_tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return NF4 and DYNAMIC on a device, cached, because CUDA graphs cannot copy them."""
+    """Return NF4 and DYNAMIC on a device, cached, because they cannot be copied during the capture
+    of a CUDA graph.
+    """
     return NF4.to(device), DYNAMIC.to(device)
 
 
 class Quantized(NamedTuple):
-    """A weight in NF4. The tensors have the values and names that bitsandbytes stores. The
-    tensors may have any shape with the same numbers in the same order.
+    """A weight in NF4. The tensors have the values and names that bitsandbytes stores. The tensors
+    may have any shape, as long as the order of the numbers is the same.
     """
 
     packed: Tensor  # uint8, two codes per byte, the first in the upper four bits
     absmax: Tensor  # uint8, codes of the largest magnitude of each block
-    nested_absmax: Tensor  # float32, the largest |absmax - offset| of each 256
+    nested_absmax: Tensor  # float32, the largest |absmax - offset| of every 256 blocks
     nested_offset: Tensor  # [] float32, the mean of absmax
     shape: torch.Size
 
 
 def in_blocks(x: Tensor) -> Tensor:
-    """Return x [n] as [blocks, 256], filled up with zeros."""
+    """Return x [n] as [blocks, 256], padded with zeros."""
     return F.pad(x, (0, -len(x) % NESTED)).view(-1, NESTED)
 
 
@@ -82,7 +84,7 @@ def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # a block of zeros gives 0/0; any code is right, and bitsandbytes takes the first
     x = (x * (1.0 / nested_absmax)[:, None]).nan_to_num(nan=-1.0).clamp(-1, 1)
     point = ((x + 1.0) * 0.5 * 65_535 + 0.5).int()
-    # divide by a tensor: by a Python number, CUDA would multiply with the reciprocal
+    # a tensor, because CUDA divides by a Python number inexactly: it multiplies by the reciprocal
     x = 2 * point / x.new_tensor(65_535.0) - 1.0
     codes = torch.bucketize(x, midpoints(DYNAMIC).to(x.device)).to(torch.uint8)
     return codes.flatten()[: len(absmax)], nested_absmax, offset

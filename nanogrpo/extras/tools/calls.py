@@ -12,8 +12,8 @@ and they are never decoded and encoded again. The text between two turns is enco
 the form of the model's chat template.
 
 If a call fails (malformed JSON, an unknown name, wrong arguments, an exception, --tool-timeout),
-the error is the tool's answer, from which the model can learn. Read before: turns.py. Read next:
-environments.py, feature.py.
+the error becomes the tool's answer. The model reads this answer, and can learn from it. Read
+before: turns.py. Read next: environments.py, feature.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from nanogrpo.types import Conversation, Prompt, Sample
 
 BLOCK = re.compile(r"<think>(.*?)(?:</think>|\Z)|<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 FORM = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>, in valid JSON'
-# No template contains these words, which mark places in a text that a template has rendered.
+# These words mark places in a rendered template. No template contains them itself.
 QUESTION, ARGUMENT, ANSWER = "Qquestion7x", "Qargument7x", "Qanswer7x"
 
 
@@ -141,14 +141,14 @@ class ToolCalls:
             s.prompt = shown[key]
 
     def _observed(self, prompt: Prompt, observation: str, others: int) -> Prompt:
-        """Return a prompt with an observation. others: how many other observations it has."""
+        """Return a prompt with an observation. others: how many observations it already has."""
         if not (observation or others):
             return prompt
         last: Any = prompt.text[-1]  # a dict, see `Tools.encode`
         if not isinstance(last["content"], str):
             raise UserError(
                 "--environment-factory works with texts only, but the messages of prompt "
-                f"{prompt.id} have pictures or parts: write each content as a text."
+                f"{prompt.id} have pictures or parts: write each content as a string."
             )
         text = [*prompt.text[:-1], {**last, "content": last["content"] + observation}]
         ids = self.tokenizer.encode(self._render(text))

@@ -64,8 +64,8 @@ class Environments:
             ) from e
 
     def reward(self) -> Callable | None:
-        """Return the reward function that calls `get_reward` of the environments, named after their
-        class, or None if the class has no such method.
+        """Return the reward function that calls `get_reward` of the environments, or None if their
+        class has no such method. The function is named after the class.
         """
         method = getattr(self.pool[0], "get_reward", None)
         if method is None:

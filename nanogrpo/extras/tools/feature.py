@@ -39,7 +39,7 @@ class Tools(Feature):
     ):
         """Import the functions and classes that the options name, unless they are given."""
         self.cfg, self.rollout, factory = cfg, rollout, environment_factory
-        self.calls: ToolCalls | None = None  # made when there is a tokenizer
+        self.calls: ToolCalls | None = None  # made as soon as there is a tokenizer
         self.functions = functions or [plugin.load(name, "--tools") for name in cfg.tools]
         if cfg.rollout and not rollout:
             self.rollout = plugin.load(cfg.rollout, "--rollout")
@@ -69,7 +69,9 @@ class Tools(Feature):
             self.calls = ToolCalls(self.cfg, tokenizer, self.functions, self.environments)
 
     def encode(self, prompt: Prompt, variables: dict, *_: Any) -> None:
-        """Show the tools to the model. A chat template does this, so a text becomes a message."""
+        """Show the tools to the model. The chat template does this, so a prompt that is plain text
+        becomes a message.
+        """
         if not self.schemas:
             return
         if isinstance(prompt.text, str):
@@ -86,7 +88,7 @@ class Tools(Feature):
             self.calls.max_prompt_length = inputs.longest_prompt = longest
 
     def wrap(self, engine: Engine, run: Run) -> Engine:
-        # Every tool call has a time limit, but all calls together may take longer.
+        # Every tool call has a time limit, but all calls together may exceed the ranks' timeout.
         world = run.world.patient() if self.calls and self.cfg.tool_timeout else run.world
         function = self.rollout or self.calls
         assert function is not None

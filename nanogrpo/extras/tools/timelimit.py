@@ -12,15 +12,15 @@ from typing import Any
 
 
 class Overtime(KeyboardInterrupt):
-    """Raised in a function when its time is over. `except Exception` does not catch it."""
+    """Raised in a function when its time is up. `except Exception` does not catch it."""
 
 
 def limited(function: Callable[[], Any], seconds: float) -> Any:
     """Call a function. If it has not returned after `seconds`, end it and raise TimeoutError. 0: no
     limit.
 
-    A signal interrupts Python code and code that waits for input, but a computation in C only when
-    the computation returns. Only the main thread can use signals. A function that catches
+    A signal interrupts Python code, and code that waits for input. A computation in C is
+    interrupted only when it returns. Only the main thread can use signals. A function that catches
     the interrupt continues without a limit.
     """
     if not seconds:

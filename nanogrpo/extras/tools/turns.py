@@ -11,10 +11,11 @@ In: the samples of a step, without tokens. Out: the same samples with token_ids,
 fields itself, from its own engine. A completion, including tool answers, has at most
 max_completion_length tokens. examples/calculator.py is a complete example.
 
-The ranks of a run sample together (rank 0 sends the requests of all ranks to the vLLM servers), but
-their conversations differ in the number of turns. So the ranks exchange their state before each
-turn, and a rank that has finished takes part until all have finished. Read before: ../wrapper.py.
-Read next: grpo/packing.py (how a completion that contains tool output is trained on).
+The ranks of a run sample together: rank 0 sends the requests of all ranks to the vLLM servers. But
+the conversations of different ranks have different numbers of turns. So the ranks exchange their
+state before each turn, and a rank that has finished takes part until all have finished. Read
+before: ../wrapper.py. Read next: grpo/packing.py (how a completion that contains tool output is
+trained on).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Rollout = Callable[[list[Sample], "Turns"], None]
 
 @dataclass
 class Turns:
-    """The model for a rollout function. n: samples per prompt. gather: World.gather."""
+    """The model, as a rollout function uses it. n: samples per prompt. gather: World.gather."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -51,8 +52,8 @@ class Turns:
         """Let the model write one turn of each sample that is not yet at the length limit.
 
         A turn ends where the completion ends, or at one of the strings in `stop`. Each string must
-        be a single token, which becomes part of the turn. Return the samples that stopped at such a
-        token and are not yet at the length limit.
+        be a single token, which becomes part of the turn. Return the samples that stopped at one of
+        these tokens and are not yet at the length limit.
         """
         stops = tuple(self._token(text) for text in stop)
         todo = [s for s in samples if self.room(s) > 0]
@@ -108,7 +109,7 @@ class Turns:
         params = dataclasses.replace(
             self.params, stop_token_ids=(*self.params.stop_token_ids, *stops)
         )
-        # In a later turn, each sample becomes a prompt with a new id, the random key of the turn.
+        # In a later turn, each sample becomes a prompt. Its new id is the random key of the turn.
         if "later turn" in states:
             n = 1
             prompts = [
@@ -161,7 +162,8 @@ class TurnsEngine(Wrapper):
     ) -> list[Sample]:
         """Return n completions of each prompt, in order.
 
-        Raises UserError if the function raises an exception, or writes what cannot be trained on.
+        Raises UserError if the function raises an exception, or writes tokens that cannot be
+        trained on.
         """
         samples = [
             Sample(p, j, [], [], False, [], is_model_token=[]) for p in prompts for j in range(n)
@@ -195,7 +197,7 @@ class TurnsEngine(Wrapper):
             and all(-math.inf < x <= 1e-3 for x in s.logp)
         ):
             raise UserError(
-                f"{where} tokens that cannot be trained on: give each one an id of the model's "
+                f"{where} tokens that cannot be trained on: give each token an id of the model's "
                 f"tokenizer, a log-probability, turns.engine.version ({version}) and is_model_token"
                 f", and at most --max-completion-length {limit} of them, tool answers included."
             )

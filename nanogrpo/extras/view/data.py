@@ -70,7 +70,7 @@ class Run:
         self.folder, self.log = folder, folder / "metrics.jsonl"
         if not self.log.is_file():
             raise UserError(f"{folder} has no metrics.jsonl: give the output folder of a run.")
-        # (kind, step) → the time of the file, its entry in the index, and its pictures
+        # (kind, step) → the file's modification time, its entry in the index, and its pictures
         self.known: dict[tuple[str, int], tuple[int, list, set[str]]] = {}
         self.prompts: dict[str, int] = {}  # prompt and pictures, as JSON → number of the prompt
         self.kept: set[int] | None = None  # the steps to show; None: all

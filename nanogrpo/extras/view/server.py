@@ -5,7 +5,7 @@ network and no other file. With --serve, a small server on this machine sends th
 the files again while the run goes on. The page itself is view.html. Read before: data.py.
 
 The page contains the data as gzip in base64, so nothing that a model wrote can become HTML. A step
-is unpacked only when the page shows it, so the page of a long run opens at once, too.
+is unpacked only when the page shows it, so even the page of a long run opens at once.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def page(index: Sequence[dict], blocks: Iterable[tuple[str, bytes]], live: bool)
 
 
 def write(runs: Sequence[Run], out: Path) -> None:
-    """Write the page. If the page would be larger than about LIMIT, it only contains the
-    completions of every second step, or of every third, and so on.
+    """Write the page. If the page would be larger than about LIMIT, it contains the completions of
+    only every second step, every third step, and so on.
     """
     files = [p for run in runs for p in run.folder.glob("completions/**/*") if p.is_file()]
     # gzip shrinks text to about a third; base64 then makes all data 4/3 as large.
@@ -73,7 +73,7 @@ def write(runs: Sequence[Run], out: Path) -> None:
     every = max(1, math.ceil(size / LIMIT))
     steps = sorted({s for run in runs for kind in FILES for s in run.steps(kind)}, reverse=True)
     for run in runs:
-        run.kept = set(steps[::every])  # the last step, and others at equal distances
+        run.kept = set(steps[::every])  # the last step, and others at equal intervals
     index = [run.index() for run in runs]
     for found in index if every > 1 else ():
         found["notes"].append(

@@ -7,10 +7,10 @@ is one completion, with a list per column and an entry per token:
     row      the line of completions_00001.jsonl that has the completion, counted from 0
     id, text the token; tokens that share a character have "", but the last one has the character
     logp     the engine's log-prob at the sampling temperature
-    entropy  of the trainer's distribution, in nats
+    entropy  the entropy of the trainer's distribution, in nats
     ratio    policy / old policy, before the update
     gap      the trainer's log-prob before the first update, minus the engine's
-    share    the share of the token in the gradient of its update: see `gradient`
+    share    the token's share of the gradient of its update: see `gradient`
 
 A number that does not exist is null. Inserted text, such as a tool's answer, has no numbers, and a
 completion that training skips has only `logp`. If --num-iterations repeats the updates, ratio,
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 
 COLUMNS = ("entropy", "ratio", "gap", "share")
 LIMIT = 256 * 2**20  # bytes of all files of a run
-# The most bytes that a token takes in the file (docs/log.md), to choose groups in advance.
+# The most bytes that a token takes in the file (docs/log.md). It is used to choose groups.
 BYTES = 24
 
 
 def gradient(batch: PackedBatch, out: PolicyOut, cfg: Config) -> Tensor:
     """Return the size of each token's part of the gradient, [M], up to a common factor.
 
-    The size is |dloss/dlogp| · (1 - p). For the logits z of the token y, dlogp/dz_j is
-    (1[j = y] - p_j) / T, whose absolute values sum to ((1 - p_y) + Σ_{j≠y} p_j) / T = 2(1 - p_y) /
-    T. So up to the factor 2/T, the size is the L1 norm of the gradient of the loss at these logits.
-    The slope dloss/dlogp includes the weight, the advantage, the ratio, the clip, the KL and every
-    mask of the objective, but not the entropy bonus.
+    The size is |dloss/dlogp| · (1 - p). For the logits z of the token y, dlogp/dz_j is (1[j = y] -
+    p_j) / T. The absolute values of these derivatives sum to ((1 - p_y) + Σ_{j≠y} p_j) / T = 2(1 -
+    p_y) / T. So up to the factor 2/T, the size is the L1 norm of the gradient of the loss at these
+    logits. The slope dloss/dlogp includes the weight, the advantage, the ratio, the clip, the KL
+    and every mask of the objective, but not the entropy bonus.
     """
     logp = out.logp.detach().clone().requires_grad_()
     (slope,) = torch.autograd.grad(loss(logp, out.entropy, batch, cfg).loss, logp)
@@ -112,9 +112,9 @@ class TokenLog(Feature):
     def _choose(self, step: int, steps: int, everyone: Sequence[tuple[int, float]]) -> list[int]:
         """Return the samples of the groups to write. Groups with a gradient come first.
 
-        After step s of S, s/S of LIMIT may be used. So if groups are larger than the share of one
-        step, one group is written every few steps, and the first group at once. everyone: (number
-        of tokens, advantage) of each sample.
+        After step s of S, the files may take up s/S of LIMIT bytes. So if a group is larger than
+        one step's share, one group is written every few steps. The first group is written at once.
+        everyone: (number of tokens, advantage) of each sample.
         """
         n = self.cfg.num_generations
         groups = [range(i, i + n) for i in range(0, len(everyone), n)]
@@ -130,7 +130,7 @@ class TokenLog(Feature):
         return chosen
 
     def _drawn(self, row: int, sample: Sample, tokenizer: Tokenizer) -> dict:
-        """Return the columns that only the rank that drew the sample knows."""
+        """Return the columns that are known only to the rank that drew the sample."""
         ids, written = sample.token_ids, sample.model_token_indices
         logp = placed([sample.logp[i] for i in written], written, len(ids))
         return {"row": row, "id": [*ids], "text": self._pieces(ids, tokenizer), "logp": logp}
@@ -175,7 +175,7 @@ def computed(
     for update, sample, columns in parts:
         totals[update] += columns[-1].double().sum().item()
         ids, counts = sample.unique_consecutive(return_counts=True)
-        values = columns.cpu().split(counts.tolist(), dim=1)  # of each sample, [4, its tokens]
+        values = columns.cpu().split(counts.tolist(), dim=1)  # per sample, [4, its tokens]
         for i, part in zip(ids.tolist(), values):
             if i in wanted:  # a later update replaces an earlier one
                 found[i] = update, dict(zip(COLUMNS, part.tolist()))
@@ -183,7 +183,7 @@ def computed(
 
 
 def placed(values: Sequence[float], at: Sequence[int], length: int) -> list[float | None]:
-    """Return a list with `values`, rounded to four digits, at the indices `at`, else None."""
+    """Return a list of `values`, rounded to four digits, at indices `at`, and None elsewhere."""
     out: list[float | None] = [None] * length
     for i, x in zip(at, values):
         out[i] = float(f"{x:.4g}") if math.isfinite(x) else None

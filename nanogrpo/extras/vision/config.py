@@ -1,4 +1,4 @@
-"""The configuration of a vision-language model: of its decoder and of its vision encoder.
+"""The configuration of a vision-language model: its decoder and its vision encoder.
 
 In: the dict of a config.json with model_type qwen3_vl. Out: `VisionModelConfig`. The decoder has
 the fields of a Qwen3, which model/hf_config.py reads. Read next: processor.py (a picture becomes
@@ -15,7 +15,7 @@ import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
 from nanogrpo.errors import check
 from nanogrpo.model.hf_config import ModelConfig
 
-# Fields that would change the computation, with the only value, except null, that is supported.
+# Fields that would change the computation, each with its only supported value besides null.
 # rope_parameters describes the encoder's rotary embedding.
 FIXED: dict[str, Any] = {
     "in_channels": 3,
@@ -36,13 +36,13 @@ class VisionConfig:
     intermediate_size: int = 4304
     num_heads: int = 16
     patch_size: int = 16  # pixels along a side of a patch
-    temporal_patch_size: int = 2  # frames in a patch; all are the same picture
+    temporal_patch_size: int = 2  # frames in a patch; all show the same picture
     spatial_merge_size: int = 2  # patches along a side of the square that becomes one token
     out_hidden_size: int = 3584  # the decoder's hidden_size
     num_position_embeddings: int = 2304  # a square grid
     # the outputs of these blocks become features for the decoder's first layers
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
-    # in config.json, the next two fields are outside of vision_config
+    # in config.json, the next two fields are outside vision_config
     image_token_id: int = 151655
     mrope_section: tuple[int, ...] = (24, 20, 20)  # frequencies for time, height and width
 

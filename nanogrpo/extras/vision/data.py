@@ -1,4 +1,4 @@
-"""Read the pictures of a record, and insert them into its prompt, by TRL's conventions.
+"""Read the pictures of a record, and insert them into its prompt, following TRL's conventions.
 
 In: a record with a column `images` or `image`, or with pictures in its messages. Out: messages in
 which each picture has its place, and the pictures in order.
@@ -31,7 +31,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow starts program
 
 
 class Picture:
-    """An encoded RGB picture. Pickle turns it into a PIL image for reward functions."""
+    """An encoded RGB picture. When pickled for reward functions, it becomes a PIL image."""
 
     def __init__(self, data: bytes, size: tuple[int, int]):
         self.data, self.size = data, size
@@ -118,7 +118,7 @@ def _parts(content: str | list) -> list[dict]:
         return [{"type": "text", "text": content}]
     found = []
     for part in content:
-        # Arrow adds the fields that a part lacks but another one has, as nulls. They are dropped.
+        # If parts have different fields, Arrow fills in nulls for missing ones; these are dropped.
         kept = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
         is_text = kept.get("type") == "text" and isinstance(kept.get("text"), str)
         if not (is_text or kept.get("type") == "image"):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Vision(Feature):
-    """Read pictures for the model in a folder. freeze: whether to train only its decoder."""
+    """Read pictures for the model in a folder. freeze: whether to train only the decoder."""
 
     def __init__(self, folder: Path, freeze: bool = False):
         if "vision_config" not in read_json(folder / "config.json"):
@@ -67,5 +67,5 @@ class Vision(Feature):
             if isinstance(p.text, list) and any(isinstance(m["content"], list) for m in p.text):
                 raise UserError(
                     f"--reward-funcs {judges[0]} works with texts only, but the messages of prompt "
-                    f"{p.id} have pictures or parts: write each content as a text."
+                    f"{p.id} have pictures or parts: write each content as a string."
                 )

@@ -44,7 +44,7 @@ from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Attend, Body, Decoder, Linear
 from nanogrpo.model.dispatch import functions_for
 
-if TYPE_CHECKING:  # processor.py needs Pillow, this file does not
+if TYPE_CHECKING:  # processor.py needs Pillow; this file does not
     from nanogrpo.extras.vision.processor import Images
 
 EPS = 1e-6  # the epsilon of all norms
@@ -134,7 +134,9 @@ class Encoder(nn.Module):
         )
 
     def places(self, h: int, w: int) -> Tensor:
-        """Return row and column of each patch of a picture, in the patches' order, [h · w, 2]."""
+        """Return the row and column of each patch of a picture, in the order of patches, [h · w,
+        2].
+        """
         m = self.cfg.spatial_merge_size
         grid = torch.cartesian_prod(torch.arange(h), torch.arange(w))  # [h · w, 2], row by row
         return grid.view(h // m, m, w // m, m, 2).transpose(1, 2).reshape(-1, 2)
@@ -211,8 +213,8 @@ class VisionBody(nn.Module):
         """images: (first row of a prompt in the micro-batch, its pictures)."""
         text, c = self.language_model, self.cfg
         # All ranks gather weights and sum gradients together, so every rank must use the encoder.
-        # Each weight also needs a gradient, because the optimizer counts the steps per weight.
-        # So in training, a micro-batch without pictures encodes an empty one, with gradients of 0.
+        # Each weight also needs a gradient, because the optimizer counts steps for each weight.
+        # So a training micro-batch without pictures encodes an empty picture, with gradients of 0.
         sharded = hasattr(self.visual.blocks[0], "unshard")
         if not (images or sharded or torch.is_grad_enabled()):
             return text(tokens, positions, attend)

@@ -5,8 +5,8 @@ ids with as many image tokens as the pictures need, and `Images`: where these to
 positions, and the pixel values. Read next: model.py, which turns these into embeddings.
 
 A picture is resized to multiples of 32 pixels (patch_size · merge_size) and cut into patches of 16
-× 16 pixels. Every 2 × 2 patches become one token. For example, a picture of 70 × 100 pixels (height
-× width), if its size is not limited, becomes:
+× 16 pixels. Each square of 2 × 2 patches becomes one token. For example, a picture of 70 × 100
+pixels (height × width), if its size is not limited, becomes:
 
     resized    64 × 96 pixels
     patches    4 × 6, each a row of 1536 = 3 colours · 2 equal frames · 16 · 16 values
@@ -140,12 +140,12 @@ class Images:
             yield file.getvalue()
 
     def __repr__(self) -> str:
-        """Return a short form of the content, which differs if the pictures differ."""
+        """Return a short key for the content. Different pictures have different keys."""
         return f"{self.settings} {[hashlib.sha256(file).hexdigest() for file in self.sources]}"
 
     def write(self, folder: Path) -> dict[str, list[str]]:
         """Write a small copy of each picture into the folder of the completions, unless it is
-        there already. Return the column of the table that names these files.
+        there already. Return a column with the names of these files, for the table of completions.
         """
         names = [f"pictures/{hashlib.sha256(file).hexdigest()[:16]}.webp" for file in self.sources]
         for name, source in zip(names, self.sources):
@@ -178,7 +178,7 @@ def prepare(
             "no image tokens in texts, and use a chat template that writes one per picture."
         )
     if token_ids and token_ids[-1] == token:
-        raise UserError("the prompt ends with a picture: let some text follow it.")
+        raise UserError("the prompt ends with a picture: add text after it.")
     ids: list[int] = []
     found = Images([*sources], settings, [], [])
     for i in token_ids:
@@ -197,8 +197,8 @@ def prepare(
 
 
 def smart_resize(height: int, width: int, settings: Settings) -> tuple[int, int]:
-    """Return the height and width that a picture is resized to: multiples of the side of a token,
-    with about the same aspect ratio, and from min_pixels to max_pixels in total.
+    """Return the height and width that a picture is resized to. Both are multiples of the side of a
+    token, with about the same aspect ratio as before, and min_pixels to max_pixels in total.
     """
     if max(height, width) > 200 * min(height, width):
         raise ValueError(
@@ -222,7 +222,7 @@ def resized(source: bytes, settings: Settings) -> Image.Image:
     return picture.resize((width, height), Image.Resampling.BICUBIC)
 
 
-# A step uses a picture at least twice: to sample, and to train.
+# Patches are cached, because a step uses a picture at least twice: to sample, and to train.
 @functools.lru_cache(maxsize=128)
 def patches(source: bytes, settings: Settings) -> np.ndarray:
     """Return the patches of a picture, [patches, C, Ph, Pw] uint8, square by square."""
@@ -234,8 +234,8 @@ def patches(source: bytes, settings: Settings) -> np.ndarray:
 
 def values(source: bytes, settings: Settings) -> np.ndarray:
     """Return the rows of `Images.pixels` for one picture: (x / 255 - mean) / std, each patch once
-    per frame. Only 3 · 256 different values are possible, which are computed in the order and
-    precision of transformers.
+    per frame. There are only 3 · 256 possible values. They are computed in the same order and
+    precision as in transformers.
     """
     levels = (np.arange(256) * (1 / 255)).astype(np.float32)
     mean, std = (

@@ -8,8 +8,8 @@ Built-in functions run in the trainer. The user's functions run in a process tha
 (rewards/process.py). A function is called once for all samples of the step:
 
     In time:         The function returns within --reward-timeout seconds, and its rewards are used.
-    Hang or crash:   The call is lost, and all rewards of the step are set to None. So the samples
-                     have no advantage and no gradient. (A reward of 0 would be trained on as if the
+    Hang or crash:   The call is lost, and all rewards of this rank's samples are set to None. So
+                     their advantages are 0. (A reward of 0 would be trained on as if the
                      function had returned it.) The run logs a warning, counts the prompts in
                      `rewards/failures`, and starts the process again. After three lost steps in a
                      row, the run stops.
@@ -46,10 +46,10 @@ MAX_REWARD = 1e30
 COLUMNS = ("step", "prompt", "completion", "reward", "advantage", "stopped")
 
 
-class Runner:
+class Scorer:
     """The reward functions of a run.
 
-    >>> runner = Runner(Config(reward_funcs=("accuracy", "my_rewards.py:brevity"), …))
+    >>> runner = Scorer(Config(reward_funcs=("accuracy", "my_rewards.py:brevity"), …))
     >>> runner.score(samples, TrainerState(global_step=3, max_steps=100, epoch=0.1))
     """
 
