@@ -39,6 +39,9 @@ SERVER.set_forkserver_preload(
         "torch.distributed.tensor",
         "torch.distributed.checkpoint",
         "fsspec.core",
+        "torch._dynamo",  # which the first optimizer imports
+        "nanogrpo.extras.commandline",
+        "nanogrpo.extras.rewards",
     ]
 )
 
