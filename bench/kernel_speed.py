@@ -143,7 +143,7 @@ def ceilings() -> dict[str, float]:
 
 
 def check(device: str) -> int:
-    """Run every side on small shapes and print its errors. Return 1 if an error is too large."""
+    """Run every side on small shapes and print its errors. Return 1 if one of them is too large."""
     wrong, lines = 0, []
     for make in cases(device, small=True):
         case = make()

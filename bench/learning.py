@@ -13,11 +13,11 @@ these random numbers. In this run, TRL trains on the completions that nanogrpo s
 end with the same model. In all runs, the same engine answers the held-out problems with greedy
 decoding. This is not timed.
 
-Why 16 seeds? Even if the trainers are equivalent, their means over n seeds typically differ by
-sqrt(2/n) standard deviations. With 5 seeds, they differ by more than one standard deviation at one
-evaluation in nine, by chance. With 16 seeds, this happens only at one evaluation in two hundred.
-The sides run alternately. A record is written when its run ends, and a run that has a record is not
-repeated. So an interrupted benchmark can be continued. Read next: runs.py.
+Why 16 seeds? If the same trainer is run twice with n seeds, the two means typically differ by
+sqrt(2/n) standard deviations of a single run. With 5 seeds, they differ by more than one standard
+deviation at one evaluation in nine, by chance. With 16 seeds, this happens only at one evaluation
+in two hundred. The sides run alternately. A record is written when its run ends, and a run that has
+a record is not repeated. So an interrupted benchmark can be continued. Read next: runs.py.
 """
 
 from __future__ import annotations

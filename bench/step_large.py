@@ -17,8 +17,8 @@ gradient checkpointing. Within a step, the program never waits for the GPU just 
     MFU = FLOP that the step requires / seconds / peak FLOP/s of the device
     FLOP = 6·N·T + 6·V·D·M + 12·L·H·E·pairs         (the same for both sides)
 
-N is the number of weights in the matrices of the blocks. T is the number of tokens without padding,
-where the prompt of a group counts once. M is the number of trained tokens. The head has to process
+N is the number of weights in the matrices of the blocks. T is the number of tokens without padding.
+The prompt of each group is counted once. M is the number of trained tokens. The head has to process
 only these. `pairs` is the number of (query, visible key) pairs. Padding, copies of prompts and
 recomputation are not required and are not counted. Read next: step_sides.py.
 """

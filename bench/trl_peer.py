@@ -153,7 +153,7 @@ def config(**options) -> Config:
 
 
 def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> trl.GRPOConfig:
-    """Return these options as TRL's config.
+    """Return TRL's config with the options of `cfg`.
 
     For off-policy cases, each generation gets two optimizer steps, so that TRL computes old
     log-probs.

@@ -23,8 +23,8 @@ Bytes.      The logits are read and written once, in place: 4·M·V bytes (1.16 
             chunk after the first also reads and writes dW (8·V·D bytes). Compared with the chunk's
             matrix products, this takes 245/C of the time, for any D. So one chunk of 8192 rows is
             faster than many small chunks.
-Reference.  A test compares the results with `log_softmax_forward` and `policy_rows_` on all logits
-            (tests/model/test_head.py).
+Reference.  A test compares the results with those of `log_softmax_forward` and `policy_rows_` on
+            all logits at once (tests/model/test_head.py).
 
 If the factor of a token depends on the log-probs of other tokens (sequence-level ratios or masks),
 the forward pass cannot compute the gradients. Such losses use `HeadLogp`, whose backward recomputes

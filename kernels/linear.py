@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-WORTH = 1 << 22  # multiply-adds from which oneDNN is faster despite its call overhead
-REPACK_FROM = 1 << 14  # elements in a weight from which `repacked` is worthwhile
+WORTH = 1 << 22  # minimum number of multiply-adds for which oneDNN is faster
+REPACK_FROM = 1 << 14  # minimum number of weight elements for which `repacked` is faster
 # some builds of torch do not include oneDNN
 _onednn: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 

@@ -14,7 +14,7 @@ GAMMA, MIX_1, MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEE
 
 
 def uniform(key: Tensor, counter: Tensor) -> Tensor:
-    """Hash key and counter ([b] int64 each) to multiples of 2⁻⁵³ in [0, 1), [b] float64.
+    """Map each key and counter ([b] int64) to a multiple of 2⁻⁵³ in [0, 1), [b] float64.
 
     The hash function is SplitMix64 (Steele, Lea and Flood 2014). In sums and products, int64
     overflows to the same bits as uint64. A right shift of int64 fills in copies of the sign bit,

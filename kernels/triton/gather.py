@@ -31,7 +31,7 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit
 def sum_kernel(DY, ORDER, STARTS, DX, W, blocks, BLOCK: tl.constexpr):
-    """Each program adds the gradients of one block of one row."""
+    """Each program sums the gradients of one block of one row."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     j = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

@@ -255,7 +255,7 @@ def system_prompt(option: str) -> str:
     if os.path.isfile(option):
         with reading(f"--system-prompt {option}", "give UTF-8"):
             return Path(option).read_text(encoding="utf-8").strip()
-    # one word with a file ending is probably a mistyped path
+    # one word with a file extension is probably a mistyped path
     if Path(option).suffix in (".txt", ".md") and len(option.split()) == 1:
         raise UserError(f"--system-prompt {option} is not a file: correct the path.")
     return option.strip()

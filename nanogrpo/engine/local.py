@@ -27,7 +27,7 @@ from nanogrpo.types import Prompt, Sample
 
 
 class LocalEngine:
-    """Samples from a copy of the trainer's weights (an `engine.base.Engine`).
+    """An `engine.base.Engine` that samples from a copy of the trainer's weights.
 
     So an optimizer step does not change the weights of a `version`, and the engine can use a
     different dtype. The engine's default `dtype` is float32 on a CPU and bfloat16 on CUDA.

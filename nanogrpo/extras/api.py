@@ -97,7 +97,7 @@ def _named(cfg: Config, given: Given) -> Config:
     for option in names:
         if getattr(cfg, option) != getattr(Config, option):
             raise UserError(
-                f"{option} is set in Config and passed to train: leave one of them out."
+                f"{option} is set in Config and also passed to train: set it in one place only."
             )
     return dataclasses.replace(cfg, **names)
 

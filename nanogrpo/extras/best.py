@@ -57,7 +57,7 @@ class Best(Feature):
     def __init__(self, cfg: BestOptions):
         self.cfg = cfg
         self.best: tuple[float, int] | None = None  # on the main rank: (value, steps)
-        # the metric's name without the prefixes of the log (eval/rewards/NAME) or of TRL
+        # the metric's plain name, without what the log or TRL adds (eval/, rewards/, /mean)
         self.name = re.sub(r"^(eval[/_])?(rewards/)?|/mean$", "", cfg.metric_for_best_model)
 
     def settings(self, cfg: Config, inputs: Inputs) -> None:

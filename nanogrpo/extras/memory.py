@@ -5,7 +5,7 @@ In: the model's sizes, the options, the number of ranks. Out: a table in bytes f
 memory that is available, and the options with a value for each setting that the user left open.
 
 The model has n parameters: n_b in each block and n_r in the rest (embedding, head, norms). The run
-uses W GPUs, computes in numbers of b = 2 bytes, and has micro-batches of T tokens:
+has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes:
 
     parameters     4·n/W                      float32 master weights; 2·n/W for frozen ones that
                                               are stored in bfloat16 (--lora-base-dtype), and
@@ -160,8 +160,9 @@ def activation_bytes(
 
 
 def longest_strip(cfg: Config, world_size: int, longest_prompt: int) -> tuple[int, int, bool]:
-    """Return the size of a rank's largest micro-batch: its tokens T, its key rows Tk (more than T
-    if completions share a prompt), and whether an update may need several micro-batches.
+    """Return the largest number of tokens T and of key rows Tk that a rank's micro-batch can have,
+    and whether an update may need several micro-batches. Tk exceeds T if completions share a
+    prompt.
     """
     prompts = -(-cfg.prompts_per_step // (cfg.steps_per_generation * world_size))
     longest = cfg.max_completion_length - 1

@@ -12,8 +12,8 @@ positions in the range that the model was trained on:
               cosines and sines are multiplied by 0.1 · ln s + 1, which sharpens attention
               (Peng et al. 2023, arXiv 2309.00071)
 
-The order of the operations is that of transformers, because at position 100,000 even the last bit
-of f_i changes the angle. Read before: model/rope.py.
+The operations are done in the same order as in transformers, because at position 100,000 even the
+last bit of f_i changes the angle. Read before: model/rope.py.
 """
 
 from __future__ import annotations

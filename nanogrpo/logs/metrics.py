@@ -201,7 +201,7 @@ def of_time(samples: Sequence[Facts], clock: Clock) -> dict[str, float]:
 
 
 def of_evaluation(samples: Sequence[Facts], n: int) -> dict[str, float]:
-    """Return the metrics of an evaluation with n consecutive completions for each prompt.
+    """Return the metrics of an evaluation. `samples` holds n consecutive completions per prompt.
 
     A reward that does not apply is left out and does not count as 0. The mean of a reward is the
     metric mean@n. If all rewards of a function are 0 or 1, pass@k is the chance that at least one

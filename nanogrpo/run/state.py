@@ -172,7 +172,7 @@ class Saver:
             # with a limit of 0, the slice [:-0] is empty, so nothing is removed
             for old in checkpoint.checkpoints(self.cfg.output_dir)[: -self.cfg.save_total_limit]:
                 if old.name not in self.keep:
-                    # a half-removed checkpoint must not look finished
+                    # a partly deleted checkpoint must not look complete, so it is renamed first
                     shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))
 
         self.job = self.pool.submit(write)

@@ -117,7 +117,7 @@ class Server:
             self.reached_from = connection.sock.getsockname()[0]
             self.open.add(connection)  # from here on, `abort` ends the request
             if timeout is None and not self.alive:
-                raise ServerError(f"{self.url} was lost before {path} was sent")
+                raise ServerError(f"the server {self.url} was lost before {path} was sent")
             connection.request(method, path, data, self.headers)
             reply = connection.getresponse()
             raw = reply.read()

@@ -77,7 +77,7 @@ def _without_nulls(fields: dict) -> dict:
 
 
 def uses_hub(source: str) -> bool:
-    """Return whether a source is a folder, or may be a hub id (owner/name, which is no file)."""
+    """Return whether a source is a folder or a possible hub id (owner/name that is not a file)."""
     path = Path(source)
     is_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None
     is_file = path.is_file() or path.suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt")

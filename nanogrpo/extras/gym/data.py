@@ -1,4 +1,4 @@
-"""Problems of the package reasoning-gym, as the source `reasoning_gym:NAME:key=value,key=value`.
+"""Problems from the package reasoning-gym (`reasoning_gym:NAME:key=value,key=value`).
 
     --data reasoning_gym:countdown:size=2000,max_numbers=4 --reward-funcs reasoning_gym
 
@@ -86,7 +86,7 @@ def records(source: str, held_out: bool) -> list[dict]:
 
 @lru_cache(maxsize=16)
 def dataset(source: str) -> Any:
-    """Return the data set of a source: a sequence of problems with a method `score_answer`."""
+    """Return the data set of a source, a sequence of problems with its own `score_answer`."""
     try:
         import reasoning_gym
     except ImportError as e:

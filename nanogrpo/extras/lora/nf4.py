@@ -248,7 +248,7 @@ def assembled(
         key = next(key for key in KEYS if key not in parts)
         raise UserError(
             f"{where}: the tensor {matrix}{key} is missing, although config.json says that the "
-            "matrices are in 4 bits; use the original model."
+            "matrices are stored in 4 bits; use the original model."
         )
 
 

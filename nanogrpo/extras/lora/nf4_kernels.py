@@ -1,9 +1,9 @@
 """NF4 weights of four bits: quantize, dequantize, and multiply a few rows by them.
 
-In: a weight in whole blocks, bf16, fp16 or fp32. Out: `Quantized` (nf4_reference.py) with two codes
-per byte. The other kernels compute from it the weight in bf16, fp16 or fp32, or its product with x
-[rows, in]. Four-bit weights are frozen (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), so there is
-no backward pass. Read next: nf4.py.
+In: a weight of whole blocks of 64 elements, in bf16, fp16 or fp32. Out: `Quantized`
+(nf4_reference.py) with two codes per byte. The other kernels compute from it the weight in bf16,
+fp16 or fp32, or its product with x [rows, in]. Four-bit weights are frozen (QLoRA, Dettmers et al.
+2023, arXiv 2305.14314), so there is no backward pass. Read next: nf4.py.
 
 Equation.   For each block of 64 weights: a = max |w|;  c = argmin_c |w/a - NF4[c]|;  ŵ = NF4[c] a
             The a of 256 blocks are themselves quantized, in PyTorch: a' = max |a - ā|, with the

@@ -1,8 +1,9 @@
 """NF4 weights (four bits each) in plain PyTorch. A CPU uses this code, and nf4_kernels.py must give
 the same results.
 
-In: a weight of any float type, in whole blocks. Out: `Quantized`, or the weight computed from it,
-or the weight's product with x [rows, in]. Read next: nf4_kernels.py (the equations).
+In: a weight of any float type, with a multiple of 64 elements. Out: `Quantized`, or the weight
+computed from it, or the weight's product with x [rows, in]. Read next: nf4_kernels.py (the
+equations).
 """
 
 from __future__ import annotations

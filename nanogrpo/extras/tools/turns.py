@@ -109,7 +109,8 @@ class Turns:
         params = dataclasses.replace(
             self.params, stop_token_ids=(*self.params.stop_token_ids, *stops)
         )
-        # In a later turn, each sample becomes a prompt. Its new id is the random key of the turn.
+        # In a later turn, each sample becomes a prompt.
+        # The id of this prompt is the key for the turn's random numbers (`stream`).
         if "later turn" in states:
             n = 1
             prompts = [

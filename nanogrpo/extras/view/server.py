@@ -68,7 +68,7 @@ def write(runs: Sequence[Run], out: Path) -> None:
     only every second step, every third step, and so on.
     """
     files = [p for run in runs for p in run.folder.glob("completions/**/*") if p.is_file()]
-    # gzip shrinks text to about a third; base64 then makes all data 4/3 as large.
+    # gzip shrinks text to about a third of its size; base64 then enlarges all data by a third.
     size = sum(p.stat().st_size * (4 / 9 if p.suffix == ".jsonl" else 4 / 3) for p in files)
     every = max(1, math.ceil(size / LIMIT))
     steps = sorted({s for run in runs for kind in FILES for s in run.steps(kind)}, reverse=True)
