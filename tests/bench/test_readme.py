@@ -68,11 +68,11 @@ def test_a_replay_is_compared_with_our_run_of_its_seed():
     ]
     replayed = [{**record, "ours": dict(record["held_out"])} for record in replayed]
     (note,) = tables_learning.replay_apart([*ours, *replayed])
-    assert "equals ours at 6 of 6 evaluations (at most 0.000 apart)" in note
-    assert "at most 2.0e-05 of the distance" in note
+    assert "same held-out accuracy at 6 of 6 evaluations (at most 0.000 apart)" in note
+    assert "at most 2.0e-05 of their distance" in note
     replayed[1]["held_out"]["4"] -= 0.25
     (note,) = tables_learning.replay_apart([*ours, *replayed])
-    assert "equals ours at 5 of 6 evaluations (at most 0.250 apart)" in note
+    assert "same held-out accuracy at 5 of 6 evaluations (at most 0.250 apart)" in note
     assert tables_learning.replay_apart(ours) == []
     assert "| TRL, our completions | 2 | 0.830 ± " in readme.section("learning", [*ours, *replayed])
 
