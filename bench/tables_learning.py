@@ -222,7 +222,7 @@ def curves_apart(records: list[dict]) -> list[str]:
     for name, title in (("held_out", "held-out accuracy"), ("reward", "reward")):
         share, most = apart(records, name)
         notes.append(
-            f"The two sides differ in mean {title} by at most one standard deviation at {share:.0%}"
-            f" of the steps. The largest difference is {most:.2f} standard deviations."
+            f"At {share:.0%} of the steps, the two sides differ in mean {title} by at most one"
+            f" standard deviation. The largest difference is {most:.2f} standard deviations."
         )
     return notes + replay_apart(records)

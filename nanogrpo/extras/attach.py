@@ -2,11 +2,10 @@
 
 `parse` reads a command line with the options of the core and, if that is not enough, with those of
 all extras. `attach` returns the features that the options ask for, in the order in which they
-attach. Extras are imported only when they are needed. On a CPU, the debug profile loads
-none. On a GPU, every run loads memory.py and sharding.py. To add an
-extra, write a Feature (nanogrpo/feature.py) and its options in a file of its own. Then add a line
-to SUMMARY, an `if` to `wanted` (both below), and the options to options.py. Read next: any of the
-files.
+attach. Extras are imported only when they are needed: on a CPU, the debug profile loads none, and
+on a GPU, every run loads memory.py and sharding.py. To add an extra, write a Feature
+(nanogrpo/feature.py) and its options in a file of its own. Then add a line to SUMMARY, an `if` to
+`wanted` (both below), and the options to options.py. Read before: feature.py.
 """
 
 from __future__ import annotations

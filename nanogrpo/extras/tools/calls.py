@@ -147,8 +147,8 @@ class ToolCalls:
         last: Any = prompt.text[-1]  # a dict, see `Tools.encode`
         if not isinstance(last["content"], str):
             raise UserError(
-                "--environment-factory works with texts only, but the messages of prompt "
-                f"{prompt.id} have pictures or parts: write each content as a string."
+                "--environment-factory only works with text, but the messages of prompt "
+                f"{prompt.id} contain pictures or lists of parts: write each content as a string."
             )
         text = [*prompt.text[:-1], {**last, "content": last["content"] + observation}]
         ids = self.tokenizer.encode(self._render(text))

@@ -66,6 +66,6 @@ class Vision(Feature):
         for p in (*inputs.prompts, *inputs.eval_prompts) if judges else ():
             if isinstance(p.text, list) and any(isinstance(m["content"], list) for m in p.text):
                 raise UserError(
-                    f"--reward-funcs {judges[0]} works with texts only, but the messages of prompt "
-                    f"{p.id} have pictures or parts: write each content as a string."
+                    f"--reward-funcs {judges[0]} only works with text, but the messages of prompt "
+                    f"{p.id} contain pictures or lists of parts: write each content as a string."
                 )
