@@ -360,7 +360,7 @@ def training(run: dict) -> float:
 
 
 def difference(value: Callable[[dict], float], mine: Sequence[dict], first: Sequence[dict]) -> str:
-    """Return the mean difference of two rows and its standard error.
+    """Return the mean difference between two rows, and its standard error.
 
     The runs are paired by their seed, because runs of one seed draw the same prompts.
     """

@@ -97,7 +97,9 @@ def forward_flops(c: ModelConfig, tokens: int, rows: int, pairs: float) -> float
 
 
 def needed_flops(c: ModelConfig, batches: Sequence[PackedBatch]) -> float:
-    """Return the FLOP that a training step requires. `batches` contain each prompt once."""
+    """Return the number of floating-point operations of a training step. `batches` contain each
+    prompt once.
+    """
     tokens, trained = sum(len(b.tokens) for b in batches), sum(len(b.rows) for b in batches)
     pairs = 0.0
     for b in batches:

@@ -76,7 +76,7 @@ def backward_kernel(H, WEIGHT, RSTD, DY, DSUM, DX, PARTS, T, D, BLOCK: tl.conste
 
 
 def shape_of_block(width: int) -> tuple[int, int]:
-    """Return the block size of a program, which covers a full row, and the number of warps."""
+    """Return a program's block size and number of warps. A block covers a full row."""
     block = triton.next_power_of_2(width)
     return block, max(1, min(16, block // 512))
 

@@ -304,8 +304,8 @@ def fit(inputs: Inputs, cfg: Config) -> tuple[Config, int]:
 
 
 def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
-    """Return the options with a value for each of CHOSEN that the user left open. On a GPU, this is
-    the first of SETTINGS that leaves MARGIN bytes free or, if none does, the last.
+    """Return the options with a value for each of CHOSEN that the user left open. On a GPU, these
+    values are the first combination in SETTINGS that leaves MARGIN bytes free, or else the last.
 
     Sampling takes most of a step, and is faster if the cache holds more completions at a time. The
     cache starts at half of what all slots could need, because few completions reach the maximum

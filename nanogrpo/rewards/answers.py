@@ -69,9 +69,9 @@ def extract_answer(text: str) -> str | None:
 def extract_reference(*texts: str) -> str:
     """Return the reference answer in a record's `solution`, `answer`, or both.
 
-    If no answer is marked in the first text, the shorter text is used. If no answer is marked in
-    that text either, the answer is its last formula if it also has words, and otherwise the full
-    text.
+    If no answer is marked in the first text, the shorter text is used. If that text marks no answer
+    either, but contains both words and formulas, its last formula is the answer. Otherwise the full
+    text is the answer.
     """
     text = texts[0] if extract_answer(texts[0]) else min(texts, key=len)
     if answer := extract_answer(text):
@@ -168,7 +168,7 @@ def latex(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return an answer without fonts, spacing and delimiters, which do not change its meaning."""
+    """Remove font commands, spacing and delimiters, which do not change an answer's meaning."""
     text = latex(text)
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)

@@ -176,8 +176,8 @@ def _number(reward: Any, name: str, sample: Sample) -> float | None:
         return float(reward)
     raise UserError(
         f"the reward function {name} returned {reward} for sample {sample.index} of prompt "
-        f"{sample.prompt.id}; it must return a number of at most {MAX_REWARD:g}, or None where it "
-        "does not apply"
+        f"{sample.prompt.id}; it must return a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, or "
+        "None where it does not apply"
     )
 
 

@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 HEARTBEAT = 5.0  # seconds between health checks of a server
 PATIENCE = 600.0  # seconds to wait for a server that we cannot restart
 PAUSE = 2.0  # seconds between two attempts to reach a lost server
-# The run ends after this many rounds without a reply. More retries would rarely help:
-# restarting our own server takes a minute, and the new server usually fails like the old one.
+# The run ends after this many attempts in a row in which no server finishes a group. More attempts
+# would rarely help: our own server takes a minute to restart, and usually fails like the old one.
 ATTEMPTS = 2
 
 

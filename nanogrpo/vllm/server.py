@@ -105,7 +105,7 @@ class Server:
         return self._request("POST", path, json.dumps(body or {}), self.timeout)
 
     def generate(self, body: dict) -> dict:
-        """Request completions. This may take a long time, but ends when the server is lost."""
+        """Request completions, without a timeout. The request fails if the server is lost."""
         return self._request("POST", GENERATE, json.dumps(body), None)
 
     def _request(self, method: str, path: str, data: str | None, timeout: float | None) -> dict:

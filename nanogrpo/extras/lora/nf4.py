@@ -228,7 +228,7 @@ def assembled(
     """Yield the tensors of a checkpoint that bitsandbytes has quantized: the six tensors of each
     matrix as one item, and all others as they are.
 
-    matrices: the names of the layers' matrices, which must have been quantized.
+    matrices: the names of the layers' matrices. The checkpoint must contain them quantized.
     """
     waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in found:
