@@ -324,7 +324,7 @@ def seconds(work: Work) -> float:
 
 
 def lines(number: int) -> list[str]:
-    """Run a rung and return what to print. Raises UserError if a result is too inexact."""
+    """Run a rung and return what to print. Raises UserError if a result is not accurate enough."""
     rung = RUNGS[number]
     result = rung.run()
     found = errors(result.values, truth(number))

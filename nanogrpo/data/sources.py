@@ -54,7 +54,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
     """Yield the records of a file. Lines are counted from 1, including blank lines."""
     if not path.is_file() or path.suffix not in (".jsonl", ".json"):
         raise UserError(
-            f"{path} is not a .jsonl file: name one, the built-in task arithmetic, or another "
+            f"{path} is not a .jsonl file: name one, `arithmetic` (a built-in task), or another "
             "source that docs/data.md lists."
         )
     # Only b"\n" ends a line. str.splitlines would also split at U+2028, which JSON strings allow.

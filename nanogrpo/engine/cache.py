@@ -57,7 +57,7 @@ class KVCache:
         self.index = torch.arange(B, device=device)  # [B]
 
     def clear(self) -> None:
-        """Reset the cache to its initial width and to zeros. A NaN left in a masked column would
+        """Reset the cache to its initial width, with zeros. A NaN left in a masked column would
         spread, because 0 · NaN is NaN.
         """
         self.k = torch.zeros(self.narrow, dtype=self.dtype, device=self.device)
@@ -84,8 +84,8 @@ class KVCache:
         return True
 
     def keep(self, rows: Sequence[int], span: int) -> None:
-        """Copy the first `span` columns of row rows[i] to row i, for each i. No row is both copied
-        and overwritten.
+        """Copy the first `span` columns of row rows[i] to row i, for each i. No row may be both
+        copied and overwritten.
         """
         target = [i for i, row in enumerate(rows) if row != i]
         source = [rows[i] for i in target]

@@ -93,7 +93,7 @@ def _boxes(text: str) -> list[Span]:
 
 
 def _spans(pattern: re.Pattern, text: str) -> list[Span]:
-    """Return the span of each match of a pattern, or of its matched group, if it has groups."""
+    """Return the span of each match of a pattern. If it has groups, that of the matched group."""
     return [match.span(match.lastindex or 0) for match in pattern.finditer(text)]
 
 
@@ -267,7 +267,7 @@ MEASURE = re.compile(
     rf"(?P<words>(?: [a-z(]|_| ?/ ?[a-z]| ?[$€£¥₹¢]|(?:{LONG_UNITS})\b).*)",
     re.IGNORECASE,
 )
-# Parts of a unit that are ignored, as in "m^2", "meters squared", "p.m." or "in total".
+# Parts of units that are ignored: "^2" in "m^2", "squared" in "meters squared", the dots in "p.m."
 TRIMMING = re.compile(
     r"(?<=[a-z]) ?(?:\^ ?\{? ?-?\d ?\}?|squared|cubed)|[.']|\b(?:in|degrees) (?=\w)"
 )

@@ -148,8 +148,8 @@ class Scorer:
         for sample in samples:
             terms = [self.weights[name] * r for name, r in sample.rewards.items() if r is not None]
             sample.reward = sum(terms) if terms else None
-            if sample.conversation is not None:  # no longer needed, and possibly not picklable
-                sample.conversation.arguments = {}
+            if sample.conversation is not None:
+                sample.conversation.arguments = {}  # no longer needed, and may not be picklable
 
     def metrics(self, gather: Callable[[Any], list]) -> dict[str, float]:
         """Return the number of lost prompts and the means of log_metric since the last call.

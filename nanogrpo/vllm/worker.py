@@ -118,7 +118,7 @@ class Extension:
     device: torch.device  # the worker's
 
     def device_facts(self) -> dict[str, str]:
-        """Return the facts for auth.describe, which runs in the HTTP process."""
+        """Return the GPU's UUID and the NCCL version, for auth.describe in the HTTP process."""
         return device_facts(torch.device(self.device))
 
 

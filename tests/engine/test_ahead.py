@@ -77,7 +77,7 @@ def test_a_token_that_is_too_old_stops_the_run(fake):
     ahead = ahead_of(engine, 1)
     take(ahead, 0)
     take(ahead, 1)
-    with pytest.raises(UserError, match="--max-staleness 1: a token of step 2 was written by"):
+    with pytest.raises(UserError, match="--max-staleness 1: a token of step 2 was sampled"):
         take(ahead, 2)  # nothing was loaded in between
     ahead.close()
 

@@ -280,7 +280,7 @@ def test_another_quantization_is_refused_in_one_sentence(stored, tmp_path, case)
 
 def test_a_matrix_that_is_not_made_of_blocks_is_refused(tmp_path):
     base = write_base(tmp_path, hidden_size=50)
-    with pytest.raises(UserError, match=r"a matrix of 80 × 50: leave the option out\.$"):
+    with pytest.raises(UserError, match=r"one layer has 80 × 50 weights: leave the option out\.$"):
         loaded(base)
 
 

@@ -78,7 +78,7 @@ def test_when_one_of_two_servers_dies_the_other_does_the_work(fake, other):
         return 500
 
     other.disturb = die
-    # so the other server gets a group before all are done
+    # so the other server gets a group before all are done, unless a busy machine delays a heartbeat
     fake.disturb = lambda m, path, b: dead.wait(60) and None
     assert sample(engine) == expected
     assert [s.alive for s in engine.servers] == [True, False]
@@ -135,8 +135,8 @@ def test_a_hanging_server_delays_neither_samples_nor_syncs(fake, other, front_en
             held.wait(100)
 
     other.disturb = hang
-    # so the other server gets a group before all are done
-    fake.disturb = lambda m, path, b: given.wait(60) and None
+    # so the other server gets a group before all are done, unless a busy machine delays a heartbeat
+    fake.disturb = lambda m, path, b: given.wait(20) and None
     begin = time.monotonic()
     assert len(sample(engine)) == 12
     for version in range(1, 4):

@@ -1,4 +1,4 @@
-"""NF4 weights of four bits: quantize, dequantize, and multiply a few rows by them.
+"""Kernels for 4-bit NF4 weights: quantize, dequantize, and multiply a few rows of x by a weight.
 
 In: a weight of whole blocks of 64 elements, in bf16, fp16 or fp32. Out: `Quantized`
 (nf4_reference.py) with two codes per byte. The other kernels compute from it the weight in bf16,

@@ -8,7 +8,7 @@ from nanogrpo.config import Config, free_option, option
 
 # the linear layers of a block
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# the layers of a vision encoder (extras/vision/model.py), with the names that PEFT needs
+# the linear layers of a vision encoder (extras/vision/model.py), named as PEFT expects
 VISION_LORA_TARGETS = ("attn.qkv", "attn.proj", "linear_fc1", "linear_fc2")
 
 

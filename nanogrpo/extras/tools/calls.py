@@ -291,9 +291,8 @@ class ToolCalls:
             works = False
         if not works:
             raise UserError(
-                f"{option}: the model's chat template cannot show tools and calls in the form "
-                "<tool_call>{…}</tool_call>: use a Qwen or Hermes model, whose template has this "
-                "form."
+                f"{option}: the model's chat template does not support tools with calls in the "
+                "form <tool_call>{…}</tool_call>: use a Qwen or Hermes model, whose template does."
             )
 
 

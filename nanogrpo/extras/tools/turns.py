@@ -7,13 +7,13 @@ model reads in between, such as a tool's answers.
                 turns.observe(s, calculate(turns.text(s)))        # read, but not trained on
 
 In: the samples of a step, without tokens. Out: the same samples with token_ids, is_model_token
-(false for a tool's answer), logp (0 for an answer) and versions. A function may also set these
+(false for tool output), logp (0 for tool output) and versions. A function may also set these
 fields itself, from its own engine. A completion, including tool answers, has at most
 max_completion_length tokens. examples/calculator.py is a complete example.
 
 The ranks of a run sample together: rank 0 sends the requests of all ranks to the vLLM servers. But
 the conversations of different ranks have different numbers of turns. So the ranks exchange their
-state before each turn, and a rank that has finished takes part until all have finished. Read
+states before each turn, and a rank that has finished still takes part until all have finished. Read
 before: ../wrapper.py. Read next: grpo/packing.py (how a completion that contains tool output is
 trained on).
 """
