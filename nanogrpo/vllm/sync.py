@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanogrpo.errors import UserError
 from nanogrpo.model import weights
 from nanogrpo.vllm.auth import CONNECT, DISCONNECT
 from nanogrpo.vllm.buckets import (
@@ -62,7 +63,13 @@ class WeightSync:
         self.checksums: list[int] = []  # one per bucket; the workers verify them
         # makes this run's labels and cached prefixes differ from those of other runs
         self.run = secrets.token_hex(6)
-        self.shared = SharedBuckets(self.layout.sizes if main else [], device)
+        try:
+            self.shared = SharedBuckets(self.layout.sizes if main else [], device)
+        except OSError as e:
+            raise UserError(
+                f"shared memory for the weights could not be allocated ({e.strerror}): raise the "
+                "limit on file sizes (ulimit -f)."
+            ) from e
         self.buckets = self.shared.buckets
         views = [self.layout.views(b, i) for i, b in enumerate(self.buckets)]
         self.slots = {name: view for bucket in views for name, view in bucket}

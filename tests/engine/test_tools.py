@@ -234,9 +234,7 @@ def test_the_model_starts_inside_a_thought_if_the_template_opens_it(tmp_path):
 )
 def test_a_template_without_tool_calls_is_an_error(tmp_path, template):
     tokenizer = write_chat_tokenizer(tmp_path, template)
-    with pytest.raises(UserError, match="--tools: the model.s chat template does not support tools"):
-        UserError, match="--tools: the model's chat template does not support tools"
-    ):
+    with pytest.raises(UserError, match="--tools: the model's chat template does not support"):
         calls_of(tokenizer, add)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import resource
 from multiprocessing.connection import Connection
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nanogrpo import Config
 from nanogrpo.distributed.world import join
+from nanogrpo.errors import UserError
 from nanogrpo.vllm.buckets import (
     ALIGN,
     DTYPES,
@@ -182,3 +184,13 @@ def test_buckets_reach_another_process(transport):
     assert ours.recv() == expected
     process.join(PATIENCE)
     sync.disconnect(peer)
+
+
+def test_a_limit_on_file_sizes_is_reported_in_one_sentence():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"shared memory for the weights.*ulimit -f"):
+            WeightSync(tiny_model(), "float32", torch.device("cpu"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
