@@ -10,7 +10,7 @@ twice. The fault occurs at a random time during the start or after a random step
 checked:
 
 * Rows: metrics.jsonl contains every step once, with the same values as without the fault. If the
-  fault deletes the folder, earlier rows may be missing, but a message must name them.
+  fault deletes the folder, earlier rows may be missing.
 * Weights: the last checkpoint is byte-identical to the one without the fault.
 * Errors: a rank that was not killed prints one sentence and no traceback.
 * Processes: half a minute after the run ends, none of its processes is alive.
@@ -98,8 +98,6 @@ def check(run: Run, rows: list[dict], weights: str) -> None:
     found = run.steps()
     first = (found[0]["step"] if found else STEPS) if run.log_deleted else 0
     assert [row["step"] for row in found] == list(range(first, STEPS)), "a step is lost or doubled"
-    if first and run.starts > 1:
-        assert "has no record of" in "".join(run.errors), "no message about the missing steps"
     if run.mode.exact:
         # num_tokens depends on the log, which a fault may have deleted
         uncertain = (*run.mode.uncertain, *(["num_tokens"] if first else []))
