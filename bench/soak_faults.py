@@ -160,7 +160,7 @@ class Run:
             for line in (self.output / "metrics.jsonl").read_text().splitlines():
                 with contextlib.suppress(json.JSONDecodeError):
                     found.append(json.loads(line))
-        return [timeless(row) for row in found if "step_time" in row]
+        return [timeless(row) for row in found if "step" in row and "eval/after" not in row]
 
     def weights(self) -> str:
         last = checkpoint.checkpoints(self.output)[-1]
