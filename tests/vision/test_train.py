@@ -142,7 +142,7 @@ def test_a_reward_model_refuses_pictures(base):
     parts = [{"role": "user", "content": [{"type": "text", "text": "3+4="}]}]
     for found in (prompts(base), prompts(base, [{"prompt": parts}])):
         inputs = SimpleNamespace(prompts=found, eval_prompts=[])
-        with pytest.raises(UserError, match=r"works with text, but the messages of prompt 0 contain"):
+        with pytest.raises(UserError, match=r"works with text, but the messages of prompt 0"):
             vision.settings(cfg, inputs)
     plain = prompts(base, [{"prompt": "3+4="}])
     vision.settings(cfg, SimpleNamespace(prompts=plain, eval_prompts=plain))
