@@ -417,13 +417,13 @@ def draw_roofline(found: dict[int, tuple[float, float]], out: Path) -> None:
     axis.text(0.035, 3e11, "memory: 3.0 TB/s", rotation=29)
     axis.text(2000, INSTRUCTIONS * 1.15, "one instruction per lane and cycle", ha="right")
     axis.text(3, TENSOR_CORES * 0.8, "tensor cores: 791 TFLOP/s")
-    beside = {1: (-14, 6), 2: (6, -12), 3: (6, -6)}  # rungs 1 to 3 are close together
+    offsets = {1: (-14, 6), 2: (6, -12), 3: (6, -6)}  # rungs 1 to 3 are close together
     for number, (intensity, speed) in found.items():
         axis.plot(intensity, speed, "o", color=f"C{number}", label=_label(number))
         axis.annotate(
             str(number),
             (intensity, speed),
-            xytext=beside.get(number, (6, -12)),
+            xytext=offsets.get(number, (6, -12)),
             textcoords="offset points",
             color=f"C{number}",
             weight="bold",

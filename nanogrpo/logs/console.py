@@ -70,24 +70,29 @@ class Log:
         self.features, self.tokens = features, 0
         self.progress = Progress(cfg, world, start)
         if self.main:
-            if self.path.exists():
-                self._truncate(start)
+            kept = self._truncate(start) if self.path.exists() else []
+            logged = {record.get("step") for record in kept if "eval/after" not in record}
+            if missing := {*range(start)} - logged:
+                message = "%s has no record of %d finished steps, beginning with step %d"
+                logger.warning(message, self.path, len(missing), min(missing))
             self._append(start, provenance(cfg, world), {})
 
-    def _truncate(self, start: int) -> None:
+    def _truncate(self, start: int) -> list[dict]:
         """Truncate the existing log to `start` steps, so a resumed run never logs a step twice.
+        Return its records.
 
         If the run starts over, the old log is kept under another name.
         """
         if start == 0 and b'"step"' in self.path.read_bytes():
             message = "nothing to resume in %s: starting over, the old log is %s"
             logger.warning(message, self.path.parent, set_aside(self.path))
-            return
+            return []
         kept = [r for r in read_records(self.path) if "run" in r or r.get("step", start) < start]
         for record in kept:
             self.tokens = record.get("num_tokens", self.tokens)
         lines = "".join(json.dumps(record) + "\n" for record in kept)
         replace(self.path, lines.encode())
+        return kept
 
     def step(
         self,

@@ -38,6 +38,12 @@ def finished(tmp_path):
         yield run, rows, run.weights()
 
 
+def lose_the_log(run, rows):
+    """As if a fault had deleted the log and the run was started again."""
+    run.log_deleted, run.starts = True, 2
+    write(run, rows[1:])
+
+
 def write(run, rows):
     (run.output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -55,6 +61,7 @@ def start_process(run, rows):
     [
         (lambda run, rows: write(run, rows[1:]), "lost or doubled"),
         (lambda run, rows: write(run, [rows[0], *rows]), "lost or doubled"),
+        (lose_the_log, "no message about the missing steps"),
         (
             lambda run, rows: write(run, [*rows[:-1], {"step": 9, "reward": 0.6}]),
             "other values of reward",
@@ -76,3 +83,18 @@ def test_each_broken_promise_is_noticed(finished, broken, message):
     broken(run, rows)
     with pytest.raises(AssertionError, match=message):
         soak.check(run, rows, weights)
+
+
+def test_a_killed_reward_process_may_lose_the_rewards_of_one_step(finished):
+    run, rows, weights = finished
+    lost = [*rows[:-1], {**rows[-1], "reward": 0.0, "rewards/failures": 4}]
+    write(run, lost)
+    soak.check(run, rows, "other weights", lossy=True)
+    with pytest.raises(AssertionError, match="other values"):
+        soak.check(run, rows, weights)
+    write(run, [{**rows[0], "reward": 0.0}, *lost[1:]])  # before the loss
+    with pytest.raises(AssertionError, match="other values of reward"):
+        soak.check(run, rows, weights, lossy=True)
+    write(run, rows)
+    with pytest.raises(AssertionError, match="weights differ"):
+        soak.check(run, rows, "other weights", lossy=True)

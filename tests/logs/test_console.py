@@ -123,6 +123,20 @@ def test_a_resumed_run_logs_no_step_twice_and_drops_a_half_written_line(tmp_path
     assert [record for _, record in reader.found] == found[-7:]
 
 
+def test_a_resumed_run_reports_the_steps_that_its_log_lacks(tmp_path, caplog):
+    """As after a power cut, or if somebody has deleted the log."""
+    log = Log(config(tmp_path), world=SOLO, start=0)
+    write(log, [0, 2, 3])
+    evaluate(log, 2)  # after step 1, but not the record of step 1
+    Log(config(tmp_path), world=SOLO, start=6)
+    log.path.unlink()
+    Log(config(tmp_path), world=SOLO, start=2)
+    assert caplog.messages == [
+        f"{log.path} has no record of 3 finished steps, beginning with step 1",
+        f"{log.path} has no record of 2 finished steps, beginning with step 0",
+    ]
+
+
 def test_a_run_that_starts_over_keeps_the_old_log_under_another_name(tmp_path, caplog):
     old = []
     for number in (1, 2, 3):
