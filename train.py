@@ -28,6 +28,8 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 from nanogrpo.config import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.failure import asked, stoppable
@@ -69,7 +71,8 @@ def train(run: Run) -> None:
                 # sets sample.advantage: (reward - mean) / std of its group
                 generation = assign_advantages(run, samples)
 
-            with clock("train"):
+            # a user's function may have turned gradients off
+            with clock("train"), torch.enable_grad():
                 # `pack` may move samples between ranks, and computes the log-probs that the loss
                 # needs. It yields the micro-batches of each optimizer step; `last` marks the last.
                 # --steps-per-generation splits the samples into several lists.
@@ -110,6 +113,7 @@ def train(run: Run) -> None:
                 break
 
 
+@torch.inference_mode(False)  # a caller may have turned it on
 def start(cfg: Config, given: Given = NOTHING) -> Path:
     """Check the options, then train, in one process or in all processes that torchrun started.
     Return the output folder.

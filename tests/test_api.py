@@ -4,11 +4,13 @@ Read next: nanogrpo/extras/api.py.
 """
 
 import asyncio
+import contextlib
 import datetime
 import threading
 
 import numpy as np
 import pytest
+import torch
 
 from nanogrpo import Config, train
 from nanogrpo.data import sources
@@ -67,6 +69,23 @@ def test_a_function_with_the_name_of_a_built_in_one_is_the_users(tiny_base, tmp_
     cfg = config(tiny_base, tmp_path, max_steps=1)
     (row,) = train(cfg, reward_funcs=accuracy_reward, train_dataset=data)
     assert row["rewards/accuracy_reward/mean"] == 0.25
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, None])
+def test_the_weights_move_although_a_caller_or_a_function_turned_gradients_off(
+    tiny_base, tmp_path, mode
+):
+    def even(completion_ids, **kwargs):
+        if mode is None:
+            torch.set_grad_enabled(False)
+        return [float(len(ids) % 2 == 0) for ids in completion_ids]
+
+    try:
+        with mode() if mode else contextlib.nullcontext():
+            rows = train(config(tiny_base, tmp_path), reward_funcs=even, train_dataset=SUMS)
+    finally:
+        torch.set_grad_enabled(True)
+    assert any(row["grad_norm"] > 0 for row in rows)
 
 
 def test_an_async_reward_function_works_in_a_notebook(tiny_base, tmp_path):
