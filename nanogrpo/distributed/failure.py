@@ -1,8 +1,8 @@
 """End all ranks of a run together, without ever hanging.
 
     Normally:     Every rank exits after the same step.
-    On request:   SIGTERM or Ctrl-C sets the event `asked` on the rank that receives it. At the end
-                  of the step, all ranks agree to stop, save and exit.
+    On request:   A signal such as Ctrl-C sets the event `asked` on the rank that receives it. At
+                  the end of the step, all ranks agree to stop, save and exit.
     On failure:   The failing rank writes its error to a store that all ranks share, and exits.
                   The other ranks lose their connection to this rank, or torchrun ends them. All
                   ranks exit with the same status, and only this first error is printed.
@@ -25,10 +25,12 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from typing import NoReturn
 
 import torch.distributed as dist
 
+from nanogrpo.distributed.parent import Console
 from nanogrpo.errors import UserError, first_sentence
 
 logger = logging.getLogger("nanogrpo")
@@ -79,12 +81,21 @@ def leave(status: int) -> NoReturn:
 
 # Set by the first signal. Code that waits can check this event and stop waiting.
 asked = threading.Event()
-SIGNALS = signal.SIGTERM, signal.SIGINT
+# SIGHUP: the terminal or its connection was closed. The last three come from batch systems.
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[threading.Event]:
-    """Set the event `asked` at SIGTERM or Ctrl-C: `with stoppable() as asked: …`.
+    """Set the event `asked` at one of SIGNALS: `with stoppable() as asked: …`. Within this block,
+    the run also survives the loss of its console.
 
     A second signal exits immediately. Signals within one second count as one signal, because a
     process may get the same signal from the scheduler and from torchrun.
@@ -104,11 +115,13 @@ def stoppable() -> Iterator[threading.Event]:
         elif time.monotonic() - first > 1.0:
             leave(128 + number)
 
-    # Python allows signal handlers only in the main thread.
+    # Python allows signal handlers only in the main thread. `nohup` makes a process ignore SIGHUP.
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handle) for number in SIGNALS if main}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    before = {n: signal.signal(n, handle) for n in SIGNALS if main and n not in ignored}
     try:
-        yield asked
+        with redirect_stdout(Console(sys.stdout)), redirect_stderr(Console(sys.stderr)):
+            yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

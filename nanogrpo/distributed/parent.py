@@ -1,6 +1,7 @@
-"""End a process when its parent process ends for any reason.
+"""What a process does when another process that it depends on goes away.
 
-In: the id of the parent. Out: nothing. Standard library only. Used by rewards/process.py.
+If its parent ends, it ends too. If the reader of its output ends, it goes on without output.
+Standard library only. Used by rewards/process.py and failure.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+from typing import Any
 
 
 def killed_with(parent: int) -> None:
@@ -19,3 +21,24 @@ def killed_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # the parent has already ended
             os._exit(0)
+
+
+class Console:
+    """A standard stream whose reader may go away, for example `tee`, which Ctrl-C ends. From then
+    on, the output is dropped, instead of an error that ends the run.
+    """
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            # also drops what is still in a buffer, and the output of C code
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)

@@ -87,7 +87,8 @@ class Runner:
             bad = active[int(logp.isfinite().all(0).int().argmin())].sample.prompt.id
             raise FloatingPointError(
                 f"Logits are not finite (prompt {bad}): the weights diverged or overflow "
-                f"{self.cache.k.dtype}."
+                f"{self.cache.k.dtype}; lower --learning-rate in a new run, or remove the last "
+                "checkpoint before --resume."
             )
         return tokens, logp
 

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from nanogrpo.distributed.parent import killed_with
+from nanogrpo.distributed.parent import Console, killed_with
 from nanogrpo.errors import UserError, text_of
 from nanogrpo.rewards.call import call, name_of
 from nanogrpo.rewards.plugin import load_reward
@@ -149,6 +149,7 @@ def main(descriptor: int, trainer: int) -> None:
     killed_with(trainer)  # ends this process even if it hangs in C code
     faulthandler.enable()  # reports where a segmentation fault happened
     faulthandler.register(signal.SIGUSR1)  # traces of all threads
+    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     connection = Connection(descriptor)
     functions: dict[str, Callable] = {}
     answer: Any

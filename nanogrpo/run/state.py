@@ -155,6 +155,12 @@ class Saver:
                 )
                 if not self.world.main:
                     return
+                for name, full in copies.items():
+                    if not full.isfinite().all():
+                        raise UserError(
+                            f"{self.final} is not saved, because {name} is not finite: lower "
+                            "--learning-rate in a new run; earlier checkpoints are intact."
+                        )
                 checkpoint.write_model(copies, self.config_json, folder, self.tokenizer)
                 for more in files:
                     more(folder)

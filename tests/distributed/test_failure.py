@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -23,7 +25,19 @@ from nanogrpo.model import checkpoint
 from nanogrpo.rewards.scorer import Scorer
 from nanogrpo.run import state
 from tests.conftest import write_base
-from tests.ranks import DATA, PATIENCE, Ranks, argv, insist, running, start, steps, torchrun, until
+from tests.ranks import (
+    DATA,
+    PATIENCE,
+    ROOT,
+    Ranks,
+    argv,
+    insist,
+    running,
+    start,
+    steps,
+    torchrun,
+    until,
+)
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +115,44 @@ def test_a_second_signal_ends_at_once(base, tmp_path):
     assert insist(ranks, signal.SIGTERM) == 128 + signal.SIGTERM
 
 
-def test_signal_handlers_are_restored():
-    before = [signal.getsignal(number) for number in SIGNALS]
+@pytest.mark.parametrize("number", SIGNALS)
+def test_each_signal_is_a_request_and_its_handler_is_restored(number):
+    before = [signal.getsignal(n) for n in SIGNALS]
     with stoppable() as asked:
         assert not asked.is_set()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert asked.is_set()
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert [signal.getsignal(n) for n in SIGNALS] == before
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable() as asked:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not asked.is_set()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("timeout", ["60", "0"])
+def test_a_console_that_goes_away_does_not_end_the_run(base, tmp_path, timeout):
+    """As with `train.py … | tee log`, where Ctrl-C ends tee. The functions of the run print, too."""
+    reward = tmp_path / "loud.py"
+    reward.write_text(
+        "def loud(completion_ids, **kwargs):\n"
+        "    print('x' * 100_000)\n"
+        "    return [float(sum(ids) % 7) for ids in completion_ids]\n"
+    )
+    options = argv(base, tmp_path / "run", "--log-completions", "--num-completions-to-print", "4")
+    options += ["--reward-funcs", f"{reward}:loud", "--reward-timeout", timeout]
+    command = [sys.executable, ROOT / "train.py", *options, "--max-steps", "4"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert run.stdout.read(1000)
+    run.stdout.close()
+    assert run.wait(PATIENCE) == 0
+    assert steps(tmp_path / "run") == list(range(4))
+    assert (tmp_path / "run/checkpoint-4/state.json").exists()
 
 
 # --- on failure -----

@@ -225,6 +225,10 @@ def test_nan_and_infinity_end_the_run_with_one_sentence(files, tmp_path, capsys)
     options = ["--reward-funcs", f"{tmp_path / 'huge.py'}:huge", "--scale-rewards", "none"]
     assert train.main(arguments(base, files, tmp_path / "gradient", *options)) == 2
     gradient = capsys.readouterr().err.strip().splitlines()
+    options = ["--learning-rate", "1e39", "--save-steps", "1", "--max-steps", "1"]
+    assert train.main(arguments(base, files, tmp_path / "saved", *options)) == 2
+    saved = capsys.readouterr().err.strip().splitlines()
+    assert {p.name for p in (tmp_path / "saved").iterdir()} == {".lock", "metrics.jsonl"}
     weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, base / "model.safetensors")
@@ -235,4 +239,5 @@ def test_nan_and_infinity_end_the_run_with_one_sentence(files, tmp_path, capsys)
         gradient[-1],
     )
     assert re.match(r"error: Logits are not finite \(prompt \d+\)", logits[-1])
-    assert not any("Traceback" in line for line in gradient + logits)
+    assert re.match(r"error: .*checkpoint-1 is not saved, because \S+ is not finite: ", saved[-1])
+    assert not any("Traceback" in line for line in gradient + saved + logits)
