@@ -31,7 +31,6 @@ from nanogrpo.logs.files import read_records
 from nanogrpo.model import checkpoint
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.run import output
-from tests.conftest import SOLO
 from tests.model.lora_models import loaded
 from tests.model.tokenizer_folder import make_folder
 from tests.run.test_resume import change, start
@@ -170,7 +169,7 @@ def loads_prompts(source: Path) -> Callable[[], object]:
 
     def read() -> object:
         found = prompts.load(Config(), tokenizer, [str(source)], [Sources(Config())])
-        return output.origin(SOLO, found)
+        return output.hashed(found)
 
     return read
 

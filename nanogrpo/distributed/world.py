@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanogrpo.config import Config
+from nanogrpo.config import Config, dashed
 from nanogrpo.distributed import failure
 from nanogrpo.errors import UserError, first_sentence
 from nanogrpo.types import Sample
@@ -133,6 +133,17 @@ class World:
                 raise problem
         return any(flag for flag, _ in everyone)
 
+    def agree(self, facts: dict[str, Any]) -> None:
+        """Raise UserError on all ranks if a fact differs between ranks."""
+        everyone = self.gather(facts)
+        for rank, theirs in enumerate(everyone):
+            for name in everyone[0] | theirs:
+                if theirs.get(name) != everyone[0].get(name):
+                    raise UserError(
+                        f"{name} differs between rank 0 and rank {rank}: give all ranks the same "
+                        "options and files."
+                    )
+
     def once(self, work: Callable[[], Any]) -> Any:
         """Call `work` on the main rank. Return its result, or raise its error, on every rank.
 
@@ -184,6 +195,7 @@ def join(cfg: Config) -> Iterator[World]:
     world = World(rank, size, device)
     _connect(cfg, world)
     try:
+        world.agree({f"--{dashed(name)}": value for name, value in vars(cfg).items()})
         yield world
         if size > 1:
             # Wait for all ranks, because gloo aborts a process when its peer disconnects.

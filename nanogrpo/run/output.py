@@ -1,7 +1,7 @@
-"""Lock the output folder of a run, remove old files from it, and compute the hash of the prompts.
+"""Lock the output folder of a run, remove old files from it, and hash the inputs of the run.
 
-In: --output-dir. Out: a context `claimed` that locks the folder during a run, and `origin`, a hash
-of the prompts that every checkpoint stores. Read next: state.py (what is written into the folder).
+In: --output-dir. Out: a context `claimed` that locks the folder during a run, and `origin`, the
+hashes that every checkpoint stores. Read next: state.py (what is written into the folder).
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ import fcntl
 import hashlib
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
 from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
+from nanogrpo.model.tokenizer import FILES
 from nanogrpo.types import Prompt
+
+if TYPE_CHECKING:  # setup.py imports this file
+    from nanogrpo.run.setup import Inputs
 
 logger = logging.getLogger("nanogrpo")
 
@@ -92,10 +98,7 @@ def clear(cfg: Config) -> None:
         return
     folder = Path(cfg.output_dir).resolve()
     found = [path for path in folder.iterdir() if re.fullmatch(OURS, path.name)]
-    names = [v for name, v in vars(cfg).items() if name != "output_dir"]
-    texts = [t for v in names for t in (v if isinstance(v, tuple) else [v]) if isinstance(t, str)]
-    # a file name may be part of an option's value, such as FILE:FUNCTION
-    inputs = [Path(part).resolve() for text in texts for part in text.split(":")]
+    inputs = [path.resolve() for path in named(cfg)]
     for path in found:
         if any(path in (name, *name.parents) for name in inputs):
             raise UserError(
@@ -104,6 +107,13 @@ def clear(cfg: Config) -> None:
             )
     for path in found:
         remove(path)
+
+
+def named(cfg: Config) -> list[Path]:
+    """Return what may be a path in the values of options, such as FILE in FILE:FUNCTION."""
+    values = [v if isinstance(v, tuple) else [v] for n, v in vars(cfg).items() if n != "output_dir"]
+    texts = [text for value in values for text in value if isinstance(text, str)]
+    return [Path(part) for text in texts for part in text.split(":")]
 
 
 def remove(path: Path) -> None:
@@ -122,19 +132,35 @@ def remove_unfinished(cfg: Config) -> None:
         remove(path)
 
 
-def origin(world: World, prompts: Sequence[Prompt]) -> str:
-    """Return a hash of the prompts with all their columns, which must be the same in a resumed run.
+def origin(inputs: Inputs) -> dict[str, str]:
+    """Return hashes of what a resumed run must find again: the prompts, the files of the model, and
+    its weights if some of them are not trained, or if they are the reference of --beta.
 
-    Every rank must call this function. Raises UserError if ranks read different prompts.
+    Every rank must call this function. Raises UserError if ranks read different files.
     """
+    cfg, world, hashes = inputs.cfg, inputs.world, {"the list of prompts": hashed(inputs.prompts)}
+    kept = cfg.beta or not all(p.requires_grad for p in inputs.model.parameters())
+    files = [inputs.source / name for name in ("config.json", *FILES.split())]
+    files += checkpoint.files(inputs.source) if kept or world.size > 1 else []
+    hashes |= {f"{path.name} in {cfg.model}": digest(path) for path in files if path.is_file()}
+    world.agree(hashes | {f"{p}": digest(p) for p in named(cfg) if os.path.isfile(p)})
+    return {n: hashes[n] for n in hashes if kept or ".safetensors in" not in n}
+
+
+def hashed(prompts: Sequence[Prompt]) -> str:
+    """Return a hash of the prompts with all their columns."""
     known = hashlib.sha256()
     for p in prompts:
         # `inputs` are hashed as text
         row = [p.id, p.token_ids, p.columns, p.inputs]
         known.update(json.dumps(row, sort_keys=True, default=str).encode())
-    found = known.hexdigest()
-    if len(set(world.gather(found))) > 1:
-        raise UserError(
-            "--data holds different prompts for different ranks: give all machines the same files."
-        )
-    return found
+    return known.hexdigest()
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 hash of a file. hashlib releases the GIL, so training continues."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()

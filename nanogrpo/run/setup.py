@@ -168,7 +168,7 @@ def setup(inputs: Inputs) -> Run:
             f"--num-generations) cannot be shared evenly by {world.size} processes: choose a "
             "multiple."
         )
-    origin = output.origin(world, inputs.prompts)
+    origin = output.origin(inputs)
     counts = len(inputs.prompts), len(inputs.eval_prompts), *weights.sizes(model)
     logger.info("%s", progress.summary(cfg, *counts))
     load_weights(model, inputs)

@@ -6,7 +6,8 @@ transformers can load:
     checkpoint-N/
         config.json  model*.safetensors  tokenizer.json …  weights in the base model's dtype
         state.json                                         finished steps, options, and hashes of
-                                                           the prompts and of the files in state/
+                                                           the prompts, of the base model's files
+                                                           and of the files in state/
         state/__0_0.distcp  __1_0.distcp …  .metadata      float32 weights and AdamW's moments:
                                                            one file per rank
 
@@ -25,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import shutil
 import warnings
@@ -46,6 +46,7 @@ from nanogrpo.errors import UserError, first_sentence, read_json, reading
 from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint, weights
 from nanogrpo.run import output
+from nanogrpo.run.output import digest
 
 if TYPE_CHECKING:  # setup.py imports this file
     from nanogrpo.run.setup import Inputs
@@ -97,8 +98,8 @@ class Saver:
     save is reported at the end of the next step (`failure`), where the ranks communicate anyway.
     """
 
-    def __init__(self, inputs: Inputs, optimizer: Optimizer, origin: str):
-        """origin: hash of the prompts, from output.origin."""
+    def __init__(self, inputs: Inputs, optimizer: Optimizer, origin: dict[str, str]):
+        """origin: hashes from output.origin."""
         self.cfg, self.world, self.model = inputs.cfg, inputs.world, inputs.model
         self.tokenizer, self.features = inputs.tokenizer, inputs.features
         self.optimizer, self.origin = optimizer, origin
@@ -238,18 +239,9 @@ class Saver:
         return saved["step"]
 
 
-def digest(path: Path) -> str:
-    """Return the SHA-256 hash of a file. hashlib releases the GIL, so training continues."""
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
-
-
-def latest(cfg: Config, origin: str) -> tuple[Path, dict[str, Any]] | None:
-    """Remove an unfinished checkpoint, then return the last one and its state.json. Options and
-    prompts must be those of the run."""
+def latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] | None:
+    """Remove an unfinished checkpoint, then return the last one and its state.json. Options,
+    prompts and the model's files must be those of the run."""
     output.remove_unfinished(cfg)
     found = checkpoint.checkpoints(cfg.output_dir)
     if not found:
@@ -257,7 +249,10 @@ def latest(cfg: Config, origin: str) -> tuple[Path, dict[str, Any]] | None:
     folder = found[-1]
     with _reading(folder):
         saved = json.loads((folder / STATE).read_bytes())
-        before, prompts = {**saved["config"]}, saved["origin"]
+        before, known = {**saved["config"]}, saved["origin"]
+        # earlier versions stored only the hash of the prompts
+        old = isinstance(known, str)
+        known = {**origin, "the list of prompts": known} if old else dict(known)
     now = fixed_options(cfg)
     for name in sorted(before.keys() | now.keys()):
         default = getattr(type(cfg), name, "the default")
@@ -267,11 +262,12 @@ def latest(cfg: Config, origin: str) -> tuple[Path, dict[str, Any]] | None:
                 f"--resume: {folder} was written with {name} = {then}, now it is {today}: give the "
                 "same options."
             )
-    if prompts != origin:
-        raise UserError(
-            f"--resume: {folder} was written with other prompts in {' '.join(cfg.data)}: give the "
-            f"same data, or start from its weights (--model {folder}) in another folder."
-        )
+    for name in known | origin:
+        if known.get(name) != origin.get(name):
+            raise UserError(
+                f"--resume: {name} has changed since {folder} was written: restore it, or start "
+                f"from its weights (--model {folder}) in another folder."
+            )
     return folder, saved
 
 

@@ -137,7 +137,7 @@ def test_nohup_is_respected():
 
 @pytest.mark.parametrize("timeout", ["60", "0"])
 def test_a_console_that_goes_away_does_not_end_the_run(base, tmp_path, timeout):
-    """As with `train.py … | tee log`, where Ctrl-C ends tee. The functions of the run print, too."""
+    """As with `train.py … | tee log`, where Ctrl-C ends tee. The reward functions print, too."""
     reward = tmp_path / "loud.py"
     reward.write_text(
         "def loud(completion_ids, **kwargs):\n"

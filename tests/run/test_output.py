@@ -12,15 +12,16 @@ import logging
 import os
 import shutil
 import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import train
 from nanogrpo import Config
-from nanogrpo.distributed.world import join
 from nanogrpo.errors import UserError
 from nanogrpo.run import output
-from nanogrpo.types import Prompt
 from tests.conftest import SOLO, arguments, steps
 from tests.ranks import PATIENCE, argv, run, running, start, until
 
@@ -101,38 +102,100 @@ def test_what_cannot_be_removed_is_named(tmp_path, monkeypatch):
 # --- same data, same rewards ---
 
 
-def test_other_prompts_are_refused(tiny_base, files, tmp_path, capsys):
-    data = tmp_path / "data.jsonl"
-    data.write_bytes((files / "data.jsonl").read_bytes())
-    options = arguments(tiny_base, files, tmp_path / "run", "--data", str(data))
-    assert train.main([*options, "--max-steps", "1"]) == 0
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    for changed in (
-        [{"prompt": "7+7="}, *rows[1:]],
-        [{**rows[0], "answer": "0"}, *rows[1:]],
-        rows[::-1],
-        [*rows, {"prompt": "7+7="}],
-    ):
-        data.write_text("".join(json.dumps(row) + "\n" for row in changed))
-        assert train.main([*options, "--resume"]) == 2
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert f"{tmp_path}/run/checkpoint-1 was written with other prompts in " in error
-        assert "give the same data, or start from its weights (--model " in error
+def edit_json(path: Path, **changes) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def other_data() -> str:
-    """Read other prompts on rank 2, as if each machine had its own file of that name."""
-    with join(Config(device="cpu")) as world:
-        try:
-            output.origin(world, [Prompt(0, "", [1, 2 + (world.rank == 2)])])
-        except UserError as e:
-            return str(e)
-    return ""
+def edit_weights(path: Path) -> None:
+    weights = load_file(path)
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, path)
 
 
-def test_ranks_that_read_other_prompts_are_refused():
-    assert (
-        run(3, other_data)
-        == ["--data holds different prompts for different ranks: give all machines the same files."]
-        * 3
-    )
+def edit_data(path: Path, change: Callable[[list], list]) -> None:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in change(rows)))
+
+
+CHANGES = {  # a change of a folder of inputs, and what an error calls it
+    "prompt": (
+        lambda f: edit_data(f / "data.jsonl", lambda rows: [{"prompt": "7+7="}, *rows[1:]]),
+        "the list of prompts",
+    ),
+    "answer": (
+        lambda f: edit_data(f / "data.jsonl", lambda rows: [{**rows[0], "answer": ""}, *rows[1:]]),
+        "the list of prompts",
+    ),
+    "order": (lambda f: edit_data(f / "data.jsonl", lambda r: r[::-1]), "the list of prompts"),
+    "template": (
+        lambda f: (f / "base/chat_template.jinja").write_text(""),
+        "chat_template.jinja in base",
+    ),
+    "eps": (lambda f: edit_json(f / "base/config.json", rms_norm_eps=1e-3), "config.json in base"),
+    "stop": (
+        lambda f: edit_json(f / "base/generation_config.json", eos_token_id=[5]),
+        "generation_config.json in base",
+    ),
+    "weights": (
+        lambda f: edit_weights(f / "base/model.safetensors"),
+        "model.safetensors in base",
+    ),
+    "reward": (
+        lambda f: (f / "reward.py").write_text((f / "reward.py").read_text() + "\n"),
+        "reward.py",
+    ),
+}
+
+
+@pytest.fixture
+def inputs(tiny_base, files, tmp_path, monkeypatch) -> Path:
+    """A working directory with the files of a run."""
+    shutil.copytree(files, tmp_path / "inputs")
+    shutil.copytree(tiny_base, tmp_path / "inputs/base")
+    (tmp_path / "inputs/base/generation_config.json").write_text('{"eos_token_id": [3]}')
+    monkeypatch.chdir(tmp_path / "inputs")
+    return tmp_path / "inputs"
+
+
+def relative(output: Path, *more: str) -> list[str]:
+    return arguments(Path("base"), Path(), output, "--max-steps", "2", *more)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, "") for name in CHANGES if name != "weights"),
+        ("weights", "--beta 0.1"),
+        ("weights", "--lora-r 2"),
+    ],
+)
+def test_resume_refuses_other_inputs(inputs, tmp_path, capsys, name, options):
+    (change, called), argv = CHANGES[name], relative(tmp_path / "run", *options.split())
+    assert train.main([*argv, "--save-steps", "1"]) == 0
+    shutil.rmtree(tmp_path / "run/checkpoint-2")
+    change(inputs)
+    # a mistake in a reward function may be fixed
+    assert train.main([*argv, "--resume"]) == (0 if name == "reward" else 2)
+    error = f"--resume: {called} has changed since {tmp_path}/run/checkpoint-1 was written: restore"
+    assert (error in capsys.readouterr().err) == (name != "reward")
+
+
+def in_own_folder(folders: list[Path], output: Path, more: str) -> int:
+    """Run train.py on a rank that has its own files, and rank 1 also its own options."""
+    rank = int(os.environ["RANK"])
+    os.chdir(folders[rank])
+    return train.main(relative(output, *more.split() * rank))
+
+
+@pytest.mark.parametrize(
+    "name", [*CHANGES, *(f"--{o}" for o in ("seed 2", "max-steps 3", "save-steps 1", "resume"))]
+)
+def test_ranks_with_other_inputs_are_refused(inputs, tmp_path, name):
+    shutil.copytree(inputs, other := tmp_path / "other")
+    change, called = CHANGES.get(name, (lambda folder: None, name.split()[0]))
+    change(other)
+    more = name if name not in CHANGES else ""
+    ranks = start(2, in_own_folder, [inputs, other], tmp_path / "run", more)
+    assert ranks.ends(PATIENCE) == [2, 2]
+    errors = "".join(ranks.errors())
+    assert f"error: {called} differs between rank 0 and rank 1: give all ranks the same" in errors

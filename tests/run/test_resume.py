@@ -68,7 +68,7 @@ class Run:
         parts = {"cfg": self.cfg, "world": SOLO, "model": self.model, "features": []}
         tokenizer = checkpoint.Tokenizer(self.base)
         inputs = SimpleNamespace(**parts, tokenizer=tokenizer, source=self.base)
-        self.saver = state.Saver(inputs, self.optimizer, "prompts")
+        self.saver = state.Saver(inputs, self.optimizer, {"the list of prompts": "hash"})
         self.step = self.saver.resume()
 
     def advance(self, steps: int) -> "Run":

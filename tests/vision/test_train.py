@@ -130,11 +130,11 @@ def test_rewards_receive_pil_images_and_logs_have_small_copies(base, tmp_path, c
 
 def test_a_resumed_run_notices_other_pictures_and_settings(base):
     found = prompts(base, records(1))
-    before, images = output.origin(SOLO, found), found[0].inputs
+    before, images = output.hashed(found), found[0].inputs
     other = dataclasses.replace(images.settings, image_mean=(0.1, 0.1, 0.1))
     for changed in ({"settings": other}, {"sources": prompts(base, records(5))[4].inputs.sources}):
         found[0].inputs = dataclasses.replace(images, **changed)
-        assert output.origin(SOLO, found) != before
+        assert output.hashed(found) != before
 
 
 def test_a_reward_model_refuses_pictures(base):
