@@ -14,8 +14,8 @@ results/rollout_speed.json with two cases:
 (temperature 1 needs none), and prompts of equal length, which need no padding. It is measured with
 two attention implementations, and the table uses the faster one for comparison. The local engine
 also returns the log-prob of every token, which GRPO needs. `generate` does not. On a CPU, the local
-engine packs its weights for oneDNN, but transformers does not. The side "nanogrpo, unpacked" does
-not pack, which shows the effect.
+engine packs its weights for oneDNN, but transformers does not. The row "nanogrpo, unpacked"
+shows the speed without packing.
 
 If vLLM is installed (--vllm-python), its server is measured as well. Requests are sent over HTTP as
 in `train.py --engine vllm`, but with one request per completion. The server has the same number of

@@ -277,7 +277,7 @@ def draw(prompts: list[Prompt], n: int, seed: int, step: int) -> list[Prompt]:
     return [prompts[_order(len(prompts), n, seed, epoch)[offset]] for epoch, offset in places]
 
 
-# A step needs the order of one epoch, or of two if it crosses a boundary. The cache saves time.
+# Cached, because every step needs the shuffled order of its epoch, or of two epochs.
 @lru_cache(maxsize=4)
 def _order(count: int, n: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of the prompts in an epoch, as a permutation [count] int64.

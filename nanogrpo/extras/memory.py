@@ -11,8 +11,8 @@ has W GPUs and micro-batches of T tokens, and computes in a dtype of b = 2 bytes
                                               are stored in bfloat16 (--lora-base-dtype), and
                                               0.52·n/W in 4 bits (--load-in-4bit)
     optimizer      8·n/W                      two float32 moments; about 2·n/W in 8 bits
-    gradients      4·n/W, or 4·n              the second if gradients accumulate over several
-                                              micro-batches and are reduced after the last
+    gradients      4·n/W, or 4·n              4·n if gradients of several micro-batches are added
+                                              up, and reduced after the last one
     gathered       b·(n_r + 2·n_b), or b·n    by FSDP: the root and two blocks, or all
                                               (--reshard-after-forward never); torch 2.11 gathers
                                               each byte of a 4-bit block as two bytes

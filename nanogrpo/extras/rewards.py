@@ -27,7 +27,7 @@ class Rewards(Feature):
         if base not in BY_NAME:
             return None
         function = BY_NAME[base]
-        # the default of a limit on the length is --max-completion-length
+        # the default length limit is --max-completion-length
         limit = {
             get_soft_overlong_punishment: "max_completion_len",
             get_cosine_scaled_reward: "max_len",

@@ -334,7 +334,7 @@ NO_NUMBER = re.compile(
 UNFINISHED = re.compile(r"[\d)}] ?(?:[-+*=(]|\\cdot|\\times|\\div)|\)\d|\A[^\^({]*\Z")
 # A time of day, and a number in another base.
 LITERAL = re.compile(r"\d{1,2}:\d\d|\w+_\w+")
-# The label of a choice, and possibly its text: "B", "(B) 12". In "N - 1", N is no label.
+# The label of a choice, and possibly its text: "B", "(B) 12". In "N - 1", N is not a label.
 CHOICE = re.compile(r"\(?([A-Z])(?:(?:[).:]+ ?| - (?=[^\W\d_]{2}))(.*))?")
 OTHER_CHOICE = re.compile(r"\([A-Z]\)|(?:\b(?:or|and)|[,;/&]) ?\(?[A-Z](?:[).:]|\Z)")
 WORDS = re.compile(r"(?:[^\W\d_]|[-'&.]){2,}")

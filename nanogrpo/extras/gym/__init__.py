@@ -1,1 +1,1 @@
-"""Problems of reasoning-gym, and their reward. Start with data.py."""
+"""Problems from reasoning-gym, and their reward. Start with data.py."""

@@ -122,8 +122,8 @@ class _Product(torch.autograd.Function):
 
 
 def shard_bytes() -> None:
-    """Let FSDP2 shard bytes with torch 2.11. FSDP2 first makes every new shard require a gradient,
-    which is an error for bytes.
+    """Let FSDP2 shard uint8 tensors with torch 2.11. FSDP2 first makes every new shard require a
+    gradient, but a uint8 tensor cannot have one.
     """
     plain: Any = DTensor.requires_grad_
     if plain.__name__ == "floats_only":

@@ -1,6 +1,6 @@
 """Turn pictures into patches, and add a token per square of patches, as transformers does.
 
-In: the files of pictures, and the token ids of a prompt with one image token per picture. Out: the
+In: image files, and the token ids of a prompt with one image token per picture. Out: the
 ids with as many image tokens as the pictures need, and `Images`: where these tokens are, their
 positions, and the pixel values. Read next: model.py, which turns these into embeddings.
 
