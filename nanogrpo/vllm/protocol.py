@@ -153,7 +153,7 @@ def read(
     Raises ServerError if the reply is incomplete, or was sampled from unknown weights, and
     FloatingPointError if a log-prob is not finite.
     """
-    prompt, n = request.prompt, request.n
+    prompt, n, params = request.prompt, request.n, request.body["sampling_params"]
 
     def sample(choice: dict) -> Sample:
         ids, reason = choice["token_ids"], choice["finish_reason"]
@@ -161,8 +161,10 @@ def read(
         versions: list[int] = []
         for span in choice["weight_versions"]:
             versions += [known.get(span["version"], -1)] * (span["end"] - span["start"])
-        whole = len(ids) == len(logp) == len(versions) > 0
-        if not whole or reason not in ("stop", "length"):
+        ends = [i for i, token in enumerate(ids, 1) if token in params["stop_token_ids"]]
+        # a completion ends with its first stop token, or at the limit
+        whole = len(ids) == len(logp) == len(versions) == min([*ends, params["max_tokens"]])
+        if not whole or reason != ("stop" if ends else "length"):
             raise ServerError(
                 f"{server} returned an incomplete completion of prompt {prompt.id} ({reason})"
             )
@@ -177,7 +179,7 @@ def read(
                 f"version {versions[-1]}; the weights contain or cause NaN or infinity: look "
                 "at the gradient norm of the preceding steps."
             )
-        return Sample(prompt, choice["index"], ids, logp, reason == "stop", versions)
+        return Sample(prompt, choice["index"], ids, logp, bool(ends), versions)
 
     samples = sorted(map(sample, reply["choices"]), key=lambda s: s.index)
     if prompt.inputs and reply["prompt_token_ids"] != prompt.token_ids:
@@ -185,7 +187,7 @@ def read(
             f"{server} returned a prompt whose image tokens differ from ours: its "
             "preprocessor_config.json differs"
         )
-    if request.body["sampling_params"]["n"] == 1:  # greedy, or a group of one
+    if params["n"] == 1:  # greedy, or a group of one
         samples = [dataclasses.replace(s, index=i) for s in samples[:1] for i in range(n)]
     if len(samples) != n:
         raise ServerError(f"{server} returned {len(samples)} of {n} completions")

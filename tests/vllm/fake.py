@@ -169,9 +169,13 @@ class FakeVLLM:
 
     def choice(self, i: int, params: dict) -> dict:
         rng = random.Random(params["seed"] + i)
-        ids = [rng.randrange(self.vocab_size) for _ in range(rng.randint(1, params["max_tokens"]))]
+        size, stops = rng.randint(1, params["max_tokens"]), params["stop_token_ids"]
+        others = [t for t in range(self.vocab_size) if t not in stops]
+        ids = [rng.choice(others) for _ in range(params["max_tokens"])]
+        if stops and size < len(ids):
+            ids[size - 1 :] = [rng.choice(stops)]
         content = [{"token_id": t, "logprob": -rng.random()} for t in ids]
-        reason = "length" if len(ids) == params["max_tokens"] else "stop"
+        reason = "stop" if ids[-1] in stops else "length"
         spans = [{"version": self.label, "start": 0, "end": len(ids)}]
         return {
             "index": i,

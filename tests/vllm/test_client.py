@@ -117,10 +117,22 @@ def spoiled(fake, spoil, times=1000):
     fake.disturb = disturb
 
 
+def tokens(reason, *ids):
+    def spoil(choice):
+        choice.update(token_ids=[*ids], finish_reason=reason)
+        choice["logprobs"]["content"] = [{"logprob": -1.0}] * len(ids)
+        choice["weight_versions"][0]["end"] = len(ids)
+
+    return spoil
+
+
 BROKEN = {
     "aborted": (lambda c: c.update(finish_reason="abort"), r"an incomplete completion .*\(abort\)"),
     "log-prob missing": (lambda c: c["logprobs"]["content"].pop(), "an incomplete completion"),
     "no tokens": (lambda c: c.update(token_ids=[]), "an incomplete completion"),
+    "no stop token": (tokens("stop", 1, 2), r"an incomplete completion .*\(stop\)"),
+    "too short": (tokens("length", 1, 2), r"an incomplete completion .*\(length\)"),
+    "tokens after a stop token": (tokens("stop", 1, 7, 2), "an incomplete completion"),
     "no version": (lambda c: c.update(weight_versions=[]), "an incomplete completion"),
     "other weights": (
         lambda c: c["weight_versions"][0].update(version="default"),
