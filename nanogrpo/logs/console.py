@@ -134,7 +134,7 @@ class Log:
         """Append a record and the metrics of reward functions to the file, and pass both to the
         features.
         """
-        for name in logged.keys() & {"run", "eval/after", *record}:
+        for name in logged.keys() & {"run", *record}:
             raise UserError(
                 f"log_metric({name.removeprefix('eval/')!r}, …): the log already uses this name; "
                 "choose another"

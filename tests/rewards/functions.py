@@ -86,6 +86,14 @@ def logs(completions, log_extra, log_metric, trainer_state, **kwargs):
     return [None] * len(completions)
 
 
+def logs_in_eval(log_metric, **kwargs):
+    log_metric("eval/reward", 0.5)
+
+
+def logs_too_much(log_metric, **kwargs):
+    log_metric("large", 1e308)
+
+
 async def awaits(prompts, **kwargs):
     await asyncio.sleep(0.001)
     awaits.loops = getattr(awaits, "loops", set()) | {id(asyncio.get_running_loop())}
