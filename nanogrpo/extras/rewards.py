@@ -150,7 +150,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         """Return max_penalty times the fraction of n-grams that repeat an earlier one."""
         rewards = []
         for ids in completion_ids:
-            grams = list(zip(*(ids[i:] for i in range(ngram_size))))
+            grams = [tuple(ids[i : i + ngram_size]) for i in range(len(ids) - ngram_size + 1)]
             repeated = 1 - len(set(grams)) / len(grams) if grams else 0.0
             rewards.append(repeated * max_penalty if repeated else 0.0)  # never -0.0
         return rewards

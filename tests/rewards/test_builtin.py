@@ -109,6 +109,8 @@ def test_repeated_n_grams_cost():
     ids = [[1, 2, 3, 4], [5, 5, 5, 5, 5], [5], []]
     function = found("repetition_penalty:ngram_size=2,max_penalty=-2")
     assert function(completion_ids=ids) == [0.0, -1.5, 0.0, 0.0]
+    longer = found("repetition_penalty:ngram_size=1000000000")
+    assert longer(completion_ids=ids) == [0.0] * 4  # at once
     assert found("repetition_penalty")(completion_ids=ids) == pytest.approx([0.0, -2 / 3, 0.0, 0.0])
 
 
