@@ -148,8 +148,12 @@ def adapter(name: str) -> Callable[[Path, Path], Reader]:
         adapters.write(adapters.host_adapters(model), folder / "adapter", cfg)
         cfg = dataclasses.replace(cfg, lora_adapter=str(folder / "adapter"))
 
+        merged = folder / "merged" / adapters.SUBFOLDER  # a base that has other adapters merged
+        merged.mkdir(parents=True)
+        (merged / adapters.CONFIG).write_text('{"base_model_name_or_path": "elsewhere"}')
+
         def read() -> None:
-            adapters.check_base(base, cfg)
+            adapters.check_base(merged.parent, cfg)
             adapters.load(model, folder / "adapter", cfg)
 
         return folder / "adapter" / name, read

@@ -113,13 +113,14 @@ WRONG = {
     "no folder": (
         lambda f: None,
         {"lora_adapter": "nowhere"},
-        "nowhere: it holds no adapter_config.json",
+        "nowhere/adapter_config.json is missing",
     ),
     "another rank": (
         lambda f: None,
         {"lora_r": 8},
         r"--lora-adapter \S+: it has r = 3, but --lora-r is 8",
     ),
+    "a rank in quotes": (lambda f: put(f, r="3"), {}, "it has r = '3', but --lora-r is 3"),
     "fewer layers": (
         lambda f: None,
         {"lora_target_modules": ("q_proj",)},
@@ -144,7 +145,7 @@ WRONG = {
     "no weights": (
         lambda f: (f / "adapter_model.safetensors").unlink(),
         {},
-        "adapter_model.safetensors is missing or damaged",
+        "adapter_model.safetensors cannot be read",
     ),
     "a tensor gone": (lambda f: drop(f), {}, r"lora_A.weight is missing; use the model"),
 }

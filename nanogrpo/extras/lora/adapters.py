@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanogrpo.config import dashed
-from nanogrpo.errors import UserError, read_json
+from nanogrpo.errors import UserError, read_json, reading
 from nanogrpo.extras.lora import lora
 from nanogrpo.extras.lora.nf4 import FOUR_BITS
 from nanogrpo.extras.options import Config
@@ -77,11 +77,13 @@ def check_base(source: Path, cfg: Config) -> None:
     """
     files = Path(cfg.lora_adapter) / CONFIG, source / SUBFOLDER / CONFIG
     if cfg.lora_adapter and all(file.exists() for file in files):
-        base, merged = (read_json(file).get("base_model_name_or_path") or file for file in files)
-        if os.path.realpath(base) == os.path.realpath(merged):
+        names = [read_json(file).get("base_model_name_or_path") or file for file in files]
+        with reading(files[0]):
+            base, merged = map(os.path.realpath, names)
+        if base == merged:
             raise UserError(
                 f"--lora-adapter {cfg.lora_adapter}: the weights of --model {cfg.model} already "
-                f"contain adapters to {base}, and would then have two sets: use --model {base}."
+                f"contain adapters to {names[0]}, and would then have two sets: use that model."
             )
 
 
@@ -95,10 +97,6 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
         if not ok:
             raise UserError(f"{where}: {problem}.")
 
-    require(
-        (folder / CONFIG).exists(),
-        f"it holds no {CONFIG}: name a folder that peft or a nanogrpo run has written",
-    )
     found = read_json(folder / CONFIG)
     kind = found.get("peft_type")
     require(kind == "LORA", f"peft_type is {kind!r}, but only LORA can be loaded")
@@ -114,7 +112,7 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
         theirs, ours = found.get(name) or False, getattr(cfg, option)
         require(
             theirs == ours,
-            f"it has {name} = {theirs}, but --{dashed(option)} is {ours}: use the same value",
+            f"it has {name} = {theirs!r}, but --{dashed(option)} is {ours}: use the same value",
         )
     wanted = {peft_name(name): p for name, p in model.named_parameters() if lora.is_adapter(name)}
     copy_tensors(
