@@ -161,10 +161,10 @@ MODELS = {
         remove("model.safetensors"),
         r"base holds neither model\.safetensors nor model\.safetensors\.index\.json",
     ),
-    "truncated weights": (truncate, r"base/model\.safetensors is missing or damaged"),
+    "truncated weights": (truncate, r"base/model\.safetensors cannot be read"),
     "weights as a pointer of git-lfs": (
         write_file("model.safetensors", "version https://git-lfs\noid sha256:0\n"),
-        r"model\.safetensors is missing or damaged",
+        r"model\.safetensors cannot be read",
     ),
     "wrong shape": (
         set_tensors(model__norm__weight=torch.ones(47)),
@@ -185,7 +185,7 @@ MODELS = {
     ),
     "missing shard": (
         shard(missing=True),
-        r"base/b\.safetensors is missing or damaged",
+        r"base/b\.safetensors cannot be read",
     ),
     "index not JSON": (shard(index="{"), r"model\.safetensors\.index\.json is not valid JSON"),
     "index without a map": (
