@@ -38,7 +38,7 @@ MISTAKES = [
     ("--warmup-steps nan", "--warmup-steps is nan"),
     # --- files of options ---
     ("--config FILES/none.json", "none.json is missing"),
-    ("--config FILES/none.yml", "none.yml is missing: check the path"),
+    ("--config FILES/none.yml", "none.yml cannot be read (No such file or directory): correct it"),
     ("--config .", "--config . is not valid JSON (Is a directory)"),
     ("--profile fast", "--profile is 'fast': choose one of debug, full"),
     ("--beta -1 --print-config", "--beta is -1"),

@@ -27,7 +27,10 @@ logger = logging.getLogger("nanogrpo")
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader, except that 1e-6 is a number everywhere, as in YAML 1.2."""
+    """PyYAML's loader, which TRL uses, too, except that 1e-6 is a number everywhere.
+
+    It reads YAML 1.1, in which 010 is 8.
+    """
 
 
 _Loader.add_implicit_resolver(
@@ -156,11 +159,8 @@ def _read(path: Path) -> cli.Options:
 
 
 def _read_yaml(path: Path) -> cli.Options:
-    with reading(path, advice="correct it", problem="is not valid YAML"):
-        try:
-            raw = yaml.load(path.read_bytes(), _Loader)
-        except FileNotFoundError:
-            raise UserError(f"{path} is missing: check the path.") from None
+    with reading(path, advice="correct it"):
+        raw = yaml.load(path.read_bytes(), _Loader)
     if not isinstance(raw, dict) or not all(isinstance(name, str) for name in raw):
         raise UserError(f"{path} holds no options: write one `name: value` per line.")
     return raw
