@@ -142,7 +142,7 @@ def parse(
     not have.
     """
     known, unknown = program.parse_known_args(argv)
-    given = {n: tuple(v) if isinstance(v, list) else v for n, v in vars(known).items()}
+    given: Options = {n: tuple(v) if isinstance(v, list) else v for n, v in vars(known).items()}
     if unknown:
         options = [*program._option_string_actions, *(f"--{dashed(name)}" for name in names)]
         raise UserError(_unknown(unknown[0].split("=")[0], options))
@@ -154,7 +154,7 @@ def parse(
     from_file: Options = {}
     if file is not None:
         try:
-            from_file = read(Path(str(file)))
+            from_file = read(Path(file))
         except UserError as e:
             raise UserError(f"--config {e}") from e
     chosen = _over(preset, translate(_over(from_file, given)))
@@ -173,7 +173,7 @@ def parse(
     return cfg
 
 
-def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Options:
+def _over(lower: Options, upper: Options) -> Options:
     """Merge two layers of options. An option in `upper` overrides the same option in `lower`.
 
     If `upper` sets the epochs or the steps, both are dropped from `lower`, because either of them
@@ -181,7 +181,7 @@ def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Options:
     """
     length = {"num_train_epochs", "max_steps"}
     dropped = length if any(upper.get(name) for name in length) else set()
-    return {name: value for name, value in lower.items() if name not in dropped} | {**upper}
+    return {name: value for name, value in lower.items() if name not in dropped} | upper
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:

@@ -95,9 +95,6 @@ class Server:
         self.open: set[http.client.HTTPConnection] = set()  # with requests in progress
         self.lock = threading.Lock()
 
-    def __repr__(self) -> str:
-        return self.url
-
     def get(self, path: str) -> dict:
         return self._request("GET", path, None, self.timeout)
 

@@ -178,4 +178,4 @@ def _result(future: Future, server: Server) -> Any:
     try:
         return future.result()  # the call has its own timeout
     except Exception as e:  # torch.distributed raises many kinds
-        raise ServerError(f"the broadcast to {server} failed: {e}") from e
+        raise ServerError(f"the broadcast to {server.url} failed: {e}") from e
