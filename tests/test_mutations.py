@@ -148,17 +148,18 @@ def adapter(name: str) -> Callable[[Path, Path], Reader]:
         adapters.write(adapters.host_adapters(model), folder / "adapter", cfg)
         cfg = dataclasses.replace(cfg, lora_adapter=str(folder / "adapter"))
 
-        merged = folder / "merged" / adapters.SUBFOLDER  # a base that has other adapters merged
-        merged.mkdir(parents=True)
-        (merged / adapters.CONFIG).write_text('{"base_model_name_or_path": "elsewhere"}')
-
-        def read() -> None:
-            adapters.check_base(merged.parent, cfg)
-            adapters.load(model, folder / "adapter", cfg)
-
-        return folder / "adapter" / name, read
+        return folder / "adapter" / name, lambda: adapters.load(model, folder / "adapter", cfg)
 
     return make
+
+
+def base_of_adapter(base: Path, folder: Path) -> Reader:
+    own, merged = folder / "own", folder / adapters.SUBFOLDER
+    for path in own, merged:
+        path.mkdir()
+        (path / adapters.CONFIG).write_text(json.dumps({"base_model_name_or_path": path.name}))
+    cfg = Config(lora_adapter=str(own))
+    return own / adapters.CONFIG, lambda: adapters.check_base(folder, cfg)
 
 
 ROWS = [
@@ -263,6 +264,7 @@ READERS = {
     ),
     "chat template": of_tokenizer("chat_template.jinja"),
     "adapter_config.json": adapter("adapter_config.json"),
+    "base of an adapter": base_of_adapter,
     "adapter_model.safetensors": adapter("adapter_model.safetensors"),
     "config.json of a reward model": reward_model,
     "JSONL": jsonl,

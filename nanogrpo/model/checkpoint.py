@@ -75,7 +75,7 @@ def tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:
     """
     for file in files:
         with (
-            reading(file, "copy it again"),
+            reading(file, "copy it again, unless memory is short"),
             safe_open(file, framework="pt") as f,
         ):
             for name in f.keys():  # noqa: SIM118 (not a dict)
