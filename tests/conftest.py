@@ -216,7 +216,7 @@ def packed(
     for batch in batches:
         members = batch.sample.unique_consecutive().tolist()
         for name in ("old_logp", "ref_logp"):
-            if all(hasattr(samples[i], name) for i in members):
+            if members and all(hasattr(samples[i], name) for i in members):
                 setattr(batch, name, torch.cat([getattr(samples[i], name) for i in members]))
     return batches
 

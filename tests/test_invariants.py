@@ -125,11 +125,13 @@ def test_a_loss_with_other_terms_leaves_nothing_out():
         assert found == set(range(12))
 
 
-def test_without_any_advantage_one_completion_gives_the_optimizer_a_gradient_of_0():
-    model, samples = tiny_model(), random_samples()
-    for s in samples:
-        s.advantage = 0.0
-    loss, flat, n = gradient(model, samples, config())
+@pytest.mark.parametrize("changes", [{"advantage": 0.0}, {"stopped": False}], ids=str)
+def test_without_any_signal_the_optimizer_gets_a_gradient_of_0(changes):
+    model = tiny_model()
+    samples = [dataclasses.replace(s, **changes) for s in random_samples()]
+    loss, flat, n = gradient(
+        model, samples, config(mask_truncated_completions="stopped" in changes)
+    )
     assert (loss, n) == (0.0, 1)
     assert not flat.any()
 

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 class Importance(Feature):
     def __init__(self, cfg: ImportanceOptions):
         self.cfg = cfg
-        self.weights: list[Tensor] = []  # importance weights of the first update that has tokens
+        self.weights: list[Tensor] = []  # importance weights of the step
 
     @torch.no_grad()
     def batches(self, run: Run, batches: Sequence[PackedBatch]) -> None:
-        cfg, first = self.cfg, not self.weights
+        cfg = self.cfg
         for batch in batches:
             if cfg.old_from_engine:
                 batch.old_logp = batch.sampling_logp
@@ -48,8 +48,7 @@ class Importance(Feature):
                 cfg.vllm_importance_sampling_clip_max,
                 cfg.vllm_importance_sampling_clip_min,
             )
-            if first:
-                self.weights.append(batch.importance)
+            self.weights.append(batch.importance)
 
     def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
         weights, self.weights = self.weights, []

@@ -33,6 +33,8 @@ def compare(delta: Tensor, world: World = ALONE) -> dict[str, float]:
     clamped = delta.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
     k3 = clamped.exp() - 1 - clamped
     found = world.spreads({"gap": delta.abs(), "k3": k3, "ratio": clamped.abs().exp()})
+    if not found:  # every completion was masked
+        return {}
     return {
         "sampling/sampling_logp_difference/mean": found["gap"].mean,
         "sampling/sampling_logp_difference/max": found["gap"].most,

@@ -112,8 +112,8 @@ def plan(
     """Divide the samples of one update into strips.
 
     Samples without a gradient are left out. If no sample has a gradient, the smallest sample is
-    kept. The gradient of this sample is 0, so AdamW takes the same step as if no sample were left
-    out.
+    kept. If all samples are masked, each rank gets an empty strip. Both have a gradient of 0, so
+    AdamW takes the same step as if no sample were left out.
     """
     # a masked completion is neither trained on nor computed
     facts = [f if is_trained(f, cfg) else f._replace(length=0, end=0) for f in facts]
@@ -131,15 +131,14 @@ def _strips(
     """Divide samples into strips [ranks][micro-batch].
 
     Strips stay within the token budget and have about the same cost. All ranks have the same number
-    of strips. If there are no samples, there are no strips. If there is too little work for all
-    ranks, some strips are empty. A group is split into several pieces if that makes the step
+    of strips. If there is too little work for all ranks, some strips are empty. A group is split into several pieces if that makes the step
     cheaper: its prompt is computed several times, but the work is divided more evenly.
     """
     share = math.ceil(len(facts) / ranks)  # rank r drew the samples r·share to (r + 1)·share
     groups: dict[int, list[int]] = {}
     for i in samples:
         groups.setdefault(facts[i].prompt, []).append(i)
-    best: list[Strip] = []
+    best: list[Strip] = [[]] * ranks
     least = math.inf
     most = max(map(len, groups.values()), default=0) if cfg.share_prompts else min(len(groups), 1)
     while most:  # the maximum number of completions in a piece

@@ -59,7 +59,6 @@ class Meter:
         self.loss: Tensor | float = 0.0
         self.norms: list[float] = []
         self.updates = 0
-        self.moved = False  # whether an update with tokens has ended
 
     def add(self, batch: PackedBatch, out: PolicyOut) -> None:
         """Add the loss and the per-token results of one micro-batch."""
@@ -72,7 +71,7 @@ class Meter:
         part |= out.metrics
         # In the first update, trainer and engine have the same weights.
         # So any difference in log-probs comes from how the two compute them.
-        if not self.moved:
+        if not self.updates:
             part["delta"] = out.logp - batch.sampling_logp
         self.parts.append(part)
         self.by_sequence = out.metrics if out.by_sequence else {}
@@ -82,15 +81,12 @@ class Meter:
         """Count an optimizer step and keep its gradient norm. Every rank must call this method."""
         self.norms.append(norm)
         self.updates += 1
-        self.moved = bool(self.parts)
 
     def summary(self, world: World) -> dict[str, float]:
         """Return the metrics of the step over all ranks. Every rank must call this method."""
         loss = sum(world.gather(float(self.loss)))
         out = {"loss": loss / self.updates, "grad_norm": statistics.fmean(self.norms)}
         found = world.spreads(self._vectors())
-        if not found:  # every completion was masked
-            return out
         kinds = {"min": "least", "max": "most"}
         for name, spread in found.items():
             out[name] = getattr(spread, kinds.get(name.rpartition("_")[2], "mean"))
@@ -109,8 +105,6 @@ class Meter:
         In each update, all tokens of a completion are on the same rank, so this rank can average
         them.
         """
-        if not self.parts:
-            return {}
         sample, update = self._joined("sample"), self._joined("update")
         # Each completion gets a new number in each update.
         pair = update * (int(sample.max()) + 1) + sample if len(sample) else sample

@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import common, parity_trl, rollout_speed, step_large, step_sides, trl_peer, trl_run
+from bench import (
+    common,
+    parity_trl,
+    rollout_speed,
+    runs,
+    step_large,
+    step_sides,
+    trl_peer,
+    trl_run,
+)
 from bench.rewards import share_of_even
 from nanogrpo import Config
 from nanogrpo.data import prompts as data
@@ -20,7 +29,7 @@ from nanogrpo.extras.arithmetic.feature import Arithmetic
 from nanogrpo.model.decoder import Decoder, logits
 from nanogrpo.model.tokenizer import Tokenizer
 from nanogrpo.types import Prompt
-from tests.conftest import random_tokens, tiny_model
+from tests.conftest import random_tokens, steps, tiny_model
 
 pytestmark = [
     pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11"),
@@ -42,6 +51,27 @@ def test_trl_sees_the_prompts_and_options_of_our_steps(tiny_base, tmp_path):
         drawn = [p for p in data.draw(prompts, 3, cfg.seed, step) for _ in range(4)]
         assert [row["prompt"] for row in batch] == [p.text for p in drawn]
         assert [row["answer"] for row in batch] == [p.columns["answer"] for p in drawn]
+
+
+def test_trl_takes_our_steps_even_those_in_which_all_completions_are_masked(tiny_base, tmp_path):
+    """On our completions. In TRL, AdamW takes a step with a gradient of 0."""
+    cfg = Config(
+        model=str(tiny_base),
+        data=("arithmetic",),
+        reward_funcs=("bench.rewards:share_of_even",),
+        output_dir=str(tmp_path),
+        num_generations=2,
+        generation_batch_size=4,
+        max_completion_length=12,
+        mask_truncated_completions=True,
+        max_steps=8,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        device="cpu",
+    )
+    assert runs.replayed(cfg)["weights_apart"] < 1e-3
+    masked = [step["completions/clipped_ratio"] == 1 for step in steps(tmp_path / "ours")]
+    assert True in masked[masked.index(False) :]  # AdamW has moments by then
 
 
 def test_different_gradient_norms_are_an_error():
