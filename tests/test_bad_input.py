@@ -117,6 +117,14 @@ MODELS = {
         )
         for kind in ("dynamic", "longrope", "su", "mrope", "ntk")
     },
+    **{
+        f"part of the dimensions, {name}": (
+            set_fields(**{"rope_scaling": None, name: {**rope, "partial_rotary_factor": 0.5}}),
+            r"config\.json: partial_rotary_factor 0\.5 is not supported; it must be 1 or null",
+        )
+        for name in ("rope_scaling", "rope_parameters")
+        for rope in ({"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0})
+    },
     "rope without a factor": (
         set_fields(rope_parameters=..., rope_scaling={"type": "linear"}),
         r"config\.json does not describe a model \(KeyError: 'factor'\): use",

@@ -79,15 +79,16 @@ class ModelConfig:
         """
         kind = raw.get("model_type")
         check(where, "model_type", kind, [*ARCHITECTURES])
+        # transformers 5 writes rope_parameters, but reads the older rope_scaling first.
+        angles = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         for name, neutral in NEUTRAL.items():
-            check(where, name, raw.get(name), [neutral, None])
+            for fields in raw, angles:  # partial_rotary_factor may be in either
+                check(where, name, fields.get(name), [neutral, None])
         for layer in raw.get("layer_types") or []:
             check(where, "layer_types", layer, ["full_attention"])
         if kind == "mistral":  # the default is a window of 4096 tokens
             check(where, "sliding_window", raw.get("sliding_window", 4096), [None])
 
-        # transformers 5 writes rope_parameters, but reads the older rope_scaling first.
-        angles = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         scaled = angles.get("rope_type", angles.get("type", "default"))
         check(where, "rope_type", scaled, ["default", *SCALINGS])
         scaling = scaled in SCALINGS and SCALINGS[scaled](scaled, angles, raw, where)
