@@ -171,18 +171,30 @@ def test_a_full_matrix_never_outlives_its_product(tmp_path):
 # --- files ---
 
 
-@pytest.fixture(scope="module")
-def stored(base, tmp_path_factory) -> Path:
-    """The base as bitsandbytes stores it in four bits."""
-    folder = tmp_path_factory.mktemp("nf4") / "stored"
+def store(base: Path, folder: Path) -> Path:
+    """Write a checkpoint as bitsandbytes stores it in four bits."""
     bitsandbytes_model(base).save_pretrained(folder)
     for file in base.glob("token*"):
         (folder / file.name).write_bytes(file.read_bytes())
     return folder
 
 
-def test_files_of_bitsandbytes_give_the_same_bytes(base, stored):
-    mine, same = loaded(base), loaded(stored)
+@pytest.fixture(scope="module")
+def stored(base, tmp_path_factory) -> Path:
+    return store(base, tmp_path_factory.mktemp("nf4") / "stored")
+
+
+KINDS = {
+    "plain": {},
+    "biases": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "all biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_of_bitsandbytes_give_the_same_bytes(kind, tmp_path):
+    base = write_base(tmp_path / "base", **SHAPE, **KINDS[kind])
+    mine, same = loaded(base), loaded(store(base, tmp_path / "stored"))
     expected = dict(mine.named_parameters())
     assert sum(n.endswith(".nested") for n in expected) == 2 * len(LORA_TARGETS)
     assert all(torch.equal(p, expected[n]) for n, p in same.named_parameters())
