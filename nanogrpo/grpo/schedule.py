@@ -131,8 +131,9 @@ def _strips(
     """Divide samples into strips [ranks][micro-batch].
 
     Strips stay within the token budget and have about the same cost. All ranks have the same number
-    of strips. If there is too little work for all ranks, some strips are empty. A group is split into several pieces if that makes the step
-    cheaper: its prompt is computed several times, but the work is divided more evenly.
+    of strips, at least one. If there is too little work for all ranks, some strips are empty. A
+    group is split into several pieces if that makes the step cheaper: its prompt is computed
+    several times, but the work is divided more evenly.
     """
     share = math.ceil(len(facts) / ranks)  # rank r drew the samples r·share to (r + 1)·share
     groups: dict[int, list[int]] = {}
