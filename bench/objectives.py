@@ -278,6 +278,14 @@ No option was tuned for a single row. All rows of a table have the same learning
 row `dapo, on policy` of the tiny model has its own learning rate. The page [grpo.md](grpo.md)
 explains the methods, and [equations.md](equations.md#the-loss-of-a-token) lists their equations.
 
+The defaults are those of TRL, so that a command for TRL gives the same numbers. For cispo, gspo and
+luspo, TRL's defaults are not the values of the papers: with `--epsilon 0.2`, cispo bounds each
+weight by 0.2, and the ratios of sequences are almost never clipped. Without
+`--importance-sampling-level sequence`, luspo has ratios per token. A run with these defaults says
+so once, at its start. The rows below have the values of the papers. `--top-entropy-quantile` with
+sequence ratios also works as in TRL: it only scales the gradient of each completion, because every
+token of a completion is part of its ratio.
+
 To repeat a row, run `python train.py` with the options of all rows and the options of this row,
 once for each of the seeds 0, 1, … (`--seed 0`). The word problems need `--model runs/smollm2`,
 which `make real` creates. The tiny task needs `--model runs/demo/base`, which `make demo` creates.

@@ -12,6 +12,7 @@ grpo/loss.py. Read next: docs/equations.md.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,11 +22,18 @@ from torch import Tensor
 
 from nanogrpo.extras.options import CLIPPED, ObjectivesOptions
 from nanogrpo.feature import Feature
-from nanogrpo.grpo.loss import DIVISORS, clip_of
+from nanogrpo.grpo.loss import DIVISORS, clip_of, logp_of
 from nanogrpo.kernels.reference import policy
 from nanogrpo.kernels.reference.policy import LOG_RATIO_MAX
-from nanogrpo.model.head import HeadOp, PolicyOut, head_logp
+from nanogrpo.model.head import HeadOp, PolicyOut
 from nanogrpo.types import PackedBatch
+
+logger = logging.getLogger("nanogrpo")
+
+CISPO = "--loss-type cispo bounds each weight by --epsilon-high, here 0.2; its paper has 5"
+GSPO = "sequence ratios hardly reach --epsilon 0.2; GSPO has 3e-4, and --epsilon-high 4e-4"
+LUSPO = "--loss-type luspo has ratios per token; its paper has --importance-sampling-level sequence"
+TOP = "--top-entropy-quantile: with sequence ratios, all tokens of a completion have a gradient"
 
 Terms = tuple[Tensor, dict[str, Tensor]]  # the terms [M], and metrics [M] by their name in the log
 
@@ -35,8 +43,16 @@ DIVISORS["luspo"] = lambda length, samples, tokens, cfg: samples
 
 
 class Objectives(Feature):
-    def __init__(self, cfg: ObjectivesOptions):
+    def __init__(self, cfg: Any):
         self.all_gradients = cfg.loss_constants.get("dppo_penalty", 0) > 0  # it has no advantage
+        # The defaults are TRL's, so a command for TRL gives its numbers. Say where papers differ.
+        by_sequence = cfg.importance_sampling_level == "sequence"
+        if cfg.upper_epsilon == 0.2 and (by_sequence or cfg.loss_type == "cispo"):
+            logger.info(GSPO if by_sequence else CISPO)
+        if cfg.loss_type == "luspo" and not by_sequence:
+            logger.info(LUSPO)
+        if cfg.top_entropy_quantile < 1 and by_sequence:
+            logger.info(TOP)
 
     def objective(self, batch: PackedBatch, cfg: Any) -> HeadOp | None:
         """Return a function that computes the loss in two phases, or None if the core's loss is
@@ -45,12 +61,7 @@ class Objectives(Feature):
         if not cfg.needs_two_phases:
             return None
 
-        def two_phases(hidden: Tensor, lm_head: Tensor) -> PolicyOut:
-            # [M], [M]
-            logp, entropy = head_logp(hidden, lm_head, batch.targets, cfg.temperature)
-            return loss(logp, entropy, batch, cfg)
-
-        return two_phases
+        return lambda hidden, lm_head: loss(*logp_of(batch, cfg)(hidden, lm_head), batch, cfg)
 
 
 class Sequences:

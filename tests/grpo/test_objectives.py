@@ -261,6 +261,27 @@ def gradient_of(model: Decoder, options: dict, budget: int = 10**6) -> torch.Ten
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+SEQUENCE = {"importance_sampling_level": "sequence"}
+NOTES = {
+    "cispo": ({"loss_type": "cispo"}, "its paper has 5"),
+    "cispo as published": ({"loss_type": "cispo", "epsilon_high": 5.0}, None),
+    "gspo": (SEQUENCE, "GSPO has 3e-4"),
+    "gspo as published": ({**SEQUENCE, "epsilon": 3e-4, "epsilon_high": 4e-4}, None),
+    "luspo": ({"loss_type": "luspo", "epsilon": 2e-3}, "its paper has --importance-sampling-level"),
+    "luspo as published": ({"loss_type": "luspo", **SEQUENCE, "epsilon": 2e-3}, None),
+    "top": ({**SEQUENCE, "epsilon": 3e-4, "top_entropy_quantile": 0.2}, "all tokens of a"),
+    "plain": ({}, None),
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_a_run_says_once_where_trls_defaults_are_not_those_of_a_paper(name, caplog):
+    options, words = NOTES[name]
+    with caplog.at_level("INFO", "nanogrpo"):
+        objectives.Objectives(Config(**options))
+    assert [words in text for text in caplog.messages] == ([True] if words else [])
+
+
 @pytest.mark.parametrize("name", MENU)
 def test_any_micro_batches_have_the_same_gradient(name):
     model = tiny_model(vocab_size=104)
