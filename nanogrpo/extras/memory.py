@@ -62,6 +62,7 @@ from nanogrpo.config import Config as Core
 from nanogrpo.config import dashed
 from nanogrpo.distributed.world import World
 from nanogrpo.engine.paged_cache import cache_tokens
+from nanogrpo.engine.runner import PREFILL_TOKENS
 from nanogrpo.errors import UserError, first_sentence
 from nanogrpo.extras.options import Config
 from nanogrpo.feature import Feature
@@ -111,13 +112,12 @@ class Memory(Feature):
     estimate = 0  # bytes on the device
 
     def settings(self, cfg: Core, inputs: Inputs) -> Core:
-        full = Config(**vars(cfg))  # the full Config has options that the core lacks
-        full, self.estimate = fit(inputs, full)
+        # the full Config has options that the core lacks
+        full, self.estimate = fit(inputs, Config(**vars(cfg)))
         return full
 
     def running(self, run: Run) -> AbstractContextManager:
-        cfg: Any = run.cfg  # the full Config
-        return explained(cfg)
+        return explained(run.cfg)
 
     def step(self, run: Run, step: int, samples: list[Sample]) -> dict[str, float]:
         return {"memory/estimate_gib": self.estimate / 2**30}
@@ -289,8 +289,8 @@ def fit(inputs: Inputs, cfg: Config) -> tuple[Config, int]:
     for on_host, place, there in (False, "the GPU", device), (True, "this machine", host):
         part = [row for row in rows if row.on_host == on_host and row.bytes]
         needed = sum(row.bytes for row in part)
-        largest_first = sorted(part, key=lambda row: -row.bytes)
-        sizes = [f"{row.name} {shown(row.bytes)}" for row in largest_first]
+        part.sort(key=lambda row: -row.bytes)
+        sizes = [f"{row.name} {shown(row.bytes)}" for row in part]
         logger.info("estimated memory on %s: %s (%s)", place, shown(needed), ", ".join(sizes))
         if needed > there:
             raise UserError(
@@ -369,14 +369,17 @@ def for_sampling(cfg: Config, model: Decoder, world: World, completions: int) ->
     """
     if world.device.type == "cpu" or cfg.engine != "local":
         return cfg
+    # with the largest unit that FSDP gathers: the root and a block
+    gathered = 2 * (numbers(model) - sum(map(numbers, model.blocks[1:]))) * (world.size > 1)
     used = torch.cuda.memory_allocated(world.device) + 2 * weights.sizes(model)[1] + MARGIN
-    fitting = min(world.gather((capacity(world)[0] - used) // token_bytes(model.cfg)))
+    free = (capacity(world)[0] - used - gathered) // token_bytes(model.cfg)
+    fitting = min(world.gather(free)) - 2 * PREFILL_TOKENS  # prefill has two copies
     slots = max(1, min(completions, MOST_SLOTS))
     return given(cfg, max_concurrent=slots, cache_tokens=max(1, fitting))
 
 
 @contextlib.contextmanager
-def explained(cfg: Config, lower: str = "") -> Iterator[None]:
+def explained(cfg: Any, lower: str = "") -> Iterator[None]:
     """Turn a GPU's OutOfMemoryError into a UserError that says what to lower. cuBLAS, and CUDA
     outside of torch's allocator, raise other errors when memory is short.
     """

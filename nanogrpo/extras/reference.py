@@ -56,13 +56,12 @@ class SyncReferenceOptions(Config):
 class SyncReference(Feature):
     def __init__(self, cfg: Any):
         self.cfg = cfg
-        self.reference: Decoder | None = None
+        self.reference: Any = None
 
     def loaded(self, model: Decoder) -> None:
         self.reference = model  # the reference is loaded last
 
     def tensors(self) -> dict[str, Tensor]:
-        assert self.reference is not None
         fsdp.reshard(self.reference)
         return {f"reference.{n}": p.detach() for n, p in self.reference.named_parameters()}
 

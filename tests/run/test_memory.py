@@ -21,6 +21,7 @@ from nanogrpo import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World, join
 from nanogrpo.engine.local import LocalEngine
+from nanogrpo.engine.runner import PREFILL_TOKENS
 from nanogrpo.errors import UserError
 from nanogrpo.extras import memory
 from nanogrpo.extras.sharding import shard
@@ -352,7 +353,12 @@ def test_an_evaluation_gets_a_cache_as_large_as_the_free_memory(gpu):
     cfg = memory.for_sampling(Config(), model, world, completions=1000)
     token = 4 * 2 * 16 * 2  # keys and values in bfloat16: 2 heads of 16 in 2 layers
     weights = 2 * sum(p.numel() for p in model.parameters())
-    assert cfg.cache_tokens == ((18 << 30) - weights) // token
+    prefill = 2 * PREFILL_TOKENS  # its keys and values, and their copies
+    assert cfg.cache_tokens == ((18 << 30) - weights) // token - prefill
+    two = types.SimpleNamespace(device=world.device, size=2, gather=lambda x: [x, x])
+    block = sum(p.numel() for p in model.model.layers[1].parameters())
+    less = memory.for_sampling(Config(), model, two, completions=1000).cache_tokens
+    assert cfg.cache_tokens - less == -(-(weights - 2 * block) // token)  # FSDP gathers them
     assert cfg.max_concurrent == memory.MOST_SLOTS
     assert memory.for_sampling(Config(), model, world, completions=7).max_concurrent == 7
     given = Config(max_concurrent=3, cache_tokens=5)
