@@ -22,10 +22,10 @@ from torch import Tensor
 
 from nanogrpo.extras.options import CLIPPED, ObjectivesOptions
 from nanogrpo.feature import Feature
-from nanogrpo.grpo.loss import DIVISORS, clip_of, logp_of
+from nanogrpo.grpo.loss import DIVISORS, clip_of
 from nanogrpo.kernels.reference import policy
 from nanogrpo.kernels.reference.policy import LOG_RATIO_MAX
-from nanogrpo.model.head import HeadOp, PolicyOut
+from nanogrpo.model.head import HeadOp, PolicyOut, head_logp
 from nanogrpo.types import PackedBatch
 
 logger = logging.getLogger("nanogrpo")
@@ -61,7 +61,8 @@ class Objectives(Feature):
         if not cfg.needs_two_phases:
             return None
 
-        return lambda hidden, lm_head: loss(*logp_of(batch, cfg)(hidden, lm_head), batch, cfg)
+        how = batch.targets, cfg.temperature
+        return lambda hidden, lm_head: loss(*head_logp(hidden, lm_head, *how), batch, cfg)
 
 
 class Sequences:
