@@ -1,4 +1,4 @@
-"""The three types that contain the data of a step: `Prompt` → `Sample` → `PackedBatch`.
+"""The types that contain the data of a step: `Prompt` → `Sample` → `PackedBatch`.
 
 This module imports nothing from nanogrpo, and every folder uses it. Read next: grpo/loss.py (what
 is computed from these types), grpo/packing.py (how samples become batches).

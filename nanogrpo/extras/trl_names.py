@@ -152,8 +152,8 @@ UNSUPPORTED = {
     "model_revision": "download the revision, and give its folder to `--model`",
     "model_init_kwargs trust_remote_code router_aux_loss_coef": "there is only one decoder, in"
     " nanogrpo/model/decoder.py, and it has no experts",
-    "cast_lm_head_to_fp32": "logits are rounded as in inference engines, and everything after them"
-    " is computed in float32 (kernels/README.md)",
+    "cast_lm_head_to_fp32": "on a GPU, logits are rounded to bfloat16, as in engines, which is the"
+    " largest error of a log-prob; everything after them is computed in float32",
     "generation_kwargs repetition_penalty cache_implementation vllm_structured_outputs_regex": "the"
     " sampling distribution would differ from the trained policy",
     "dataset_streaming streaming": "a resumed run must be able to draw the same prompts again, so"
