@@ -111,7 +111,7 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         )
     source = checkpoint.locate(cfg.model)
     model, frozen = read_json(source / "config.json"), getattr(cfg, "freeze_vision_tower", False)
-    if has_scaling(model):
+    if "default" not in str(model.get("rope_scaling") or model.get("rope_parameters") or "default"):
         import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
     if "vision_config" in model or frozen:
         from nanogrpo.extras.vision.feature import Vision
@@ -193,10 +193,3 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
 def is_of_core(data: Any) -> bool:
     """Return whether the core can read a source: a .jsonl file, a list, or None (no source)."""
     return data is None or isinstance(data, list) or str(data).endswith(".jsonl")
-
-
-def has_scaling(model: dict) -> bool:
-    """Return whether a config.json scales the rotary embedding for longer contexts."""
-    rope = model.get("rope_scaling") or model.get("rope_parameters")
-    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-    return kind not in (None, "default")

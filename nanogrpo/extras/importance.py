@@ -64,8 +64,7 @@ def measured(weight: Tensor, world: World) -> dict[str, float]:
                                            (Σw)² / (M · Σw²): 1 when all weights are equal
     """
     weight = weight.double()
-    vectors = {"weight": weight, "square": weight * weight, "masked": weight == 0}
-    found = world.spreads(vectors)
+    found = world.spreads({"weight": weight, "square": weight * weight, "masked": weight == 0})
     if not found:  # the engine's log-probs are the old ones, or every completion was masked
         return {}
     w, square = found["weight"], found["square"].mean

@@ -80,8 +80,8 @@ class OptimOptions(Config):
     @property
     def other_optimizer(self) -> bool:
         """Whether any option of the optimizer or the schedule differs from its default."""
-        names = ("optim", "adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_kwargs")
-        return any(getattr(self, name) != getattr(OptimOptions, name) for name in names)
+        own = OptimOptions.__annotations__  # the names of the options above
+        return any(getattr(self, name) != getattr(OptimOptions, name) for name in own)
 
 
 class Optim(Feature):

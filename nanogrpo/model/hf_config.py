@@ -6,7 +6,6 @@ or a UserError that names a field. Read next: decoder.py, which uses the configu
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,14 +95,14 @@ class ModelConfig:
         heads = raw["num_attention_heads"]
         # Qwen3's default head size is a constant, which may differ from D / H
         size = 128 if kind == "qwen3" else raw["hidden_size"] // heads
-        names = [field.name for field in dataclasses.fields(ModelConfig)]
+        names = ModelConfig.__annotations__  # of the fields
         given = {name: raw[name] for name in names if raw.get(name) is not None}
         found = {"head_dim": size, "num_key_value_heads": heads, **given, "rope_theta": theta}
         return cls(**{**found, "rope_scaling": scaling or None})
 
     def to_dict(self) -> dict:
         """Return the dict of a config.json that transformers (4 and 5) can read."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(ModelConfig)}
+        fields = {name: getattr(self, name) for name in ModelConfig.__annotations__}
         return {
             "architectures": [ARCHITECTURES[self.model_type]],
             **fields,

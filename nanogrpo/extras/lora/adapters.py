@@ -36,12 +36,13 @@ SUBFOLDER = "adapter"  # the subfolder of a checkpoint that has only the adapter
 # The fields of adapter_config.json that do not change the computation, or that we support.
 # Every other field must be absent, empty or "none", including fields that PEFT may add later.
 KNOWN = """
-    peft_type r lora_alpha use_rslora target_modules lora_dropout task_type inference_mode
+    r lora_alpha use_rslora target_modules lora_dropout task_type inference_mode
     auto_mapping revision base_model_name_or_path peft_version megatron_core qalora_group_size
     layers_pattern
 """
-# Accepted values of init_lora_weights. Other values, such as "pissa", also change the base weights.
-PLAIN_STARTS = (None, True, False, "gaussian")
+# The accepted values of two more fields. Other values of init_lora_weights, such as "pissa", also
+# change the base weights.
+PLAIN = {"peft_type": ("LORA",), "init_lora_weights": (None, True, False, "gaussian")}
 
 
 def peft_name(name: str) -> str:
@@ -98,16 +99,14 @@ def load(model: Decoder, folder: Path, cfg: Config) -> None:
             raise UserError(f"{where}: {problem}.")
 
     found = read_json(folder / CONFIG)
-    kind = found.get("peft_type")
-    require(kind == "LORA", f"peft_type is {kind!r}, but only LORA can be loaded")
     for name, value in found.items():
-        plain: Any = PLAIN_STARTS if name == "init_lora_weights" else (None, False, "none", {}, [])
+        plain: Any = PLAIN.get(name, (None, False, "none", {}, []))
         require(
             name in KNOWN.split() or value in plain,
             f"{name} is {value!r}, which is not supported here",
         )
-    options = {"r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
-    for name, option in options.items():
+    for name in ("r", "lora_alpha", "use_rslora"):
+        option = "lora_r" if name == "r" else name
         # older versions of PEFT do not write use_rslora
         theirs, ours = found.get(name) or False, getattr(cfg, option)
         require(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.extras.lora import adapters, lora
@@ -52,8 +52,7 @@ class LoRA(Feature):
         adapters.initialize(model, self.cfg)
 
     def engine(self, run: Run) -> Engine | None:
-        cfg: Any = run.cfg
-        if not self.cfg.load_in_4bit or cfg.engine != "local":
+        if not self.cfg.load_in_4bit or self.cfg.engine != "local":
             return None
         return SharingEngine(**setup.of_engine(run), options=self.cfg)
 
