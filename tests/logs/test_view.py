@@ -9,6 +9,7 @@ import http.client
 import itertools
 import json
 import math
+import os
 import re
 import threading
 
@@ -130,17 +131,48 @@ def test_a_page_that_cannot_be_made_is_a_user_error(tmp_path, capsys):
     damaged = tmp_path / "bad/completions/completions_00001.jsonl"
     damaged.write_text("x\n" + damaged.read_text())
     run, other = str(tmp_path / "run"), str(tmp_path)
+    log = f"{run}/metrics.jsonl"
+    (tmp_path / "run/link").symlink_to(tmp_path / "secret")
+    os.mkfifo(f"{run}/pipe")
     with Server([Run(tmp_path / "run")], 0) as busy:
         port = str(busy.server_port)
         for argv, sentence in [
-            ([other], f"{other} has no metrics.jsonl: give the output folder of a run."),
+            ([other], f"{other}/metrics.jsonl cannot be read (No such file or direc"),
             ([run, run, run], "3 runs are given: name one, or two to compare."),
             ([run, "--serve", "--port", port], f"--port {port} cannot be used"),
-            ([run, "--out", f"{run}/no/view.html"], f"{run}/no/view.html could not be written"),
+            ([run, "--out", f"{log}/view.html"], f"{log}/view.html could not be written"),
+            *(
+                ([run, "--out", path], f"{path} is not a page of `nanogrpo view`: choose")
+                for path in (log, f"{run}/link", f"{run}/pipe", f"{run}/completions")
+            ),
             ([str(tmp_path / "bad")], f"{damaged}:1 is not a record of a run"),
         ]:
             assert commands.main(["view", *argv]) == 2
             assert capsys.readouterr().err.startswith(f"error: {sentence}")
+
+
+@pytest.mark.parametrize(
+    "name", ["completions_00001.jsonl", "tokens_00002.jsonl.gz", f"pictures/{0:016x}.webp"]
+)
+def test_a_page_has_no_file_from_outside_of_the_run(tmp_path, capsys, name):
+    """A run that someone else has made may have links there, also in place of its view.html."""
+    write_run(tmp_path / "run", steps=2, pictures=PICTURES)
+    page, file = tmp_path / "run/view.html", tmp_path / "run/completions" / name
+    secret = file.rename(tmp_path / "secret")
+    before = secret.read_bytes()
+    file.symlink_to(secret)
+    if "pictures" in name:  # the page says that it is missing
+        assert commands.main(["view", str(tmp_path / "run")]) == 0
+        assert f'id="0/p{0:016x}"' not in page.read_text()
+        page.unlink()
+    else:
+        assert commands.main(["view", str(tmp_path / "run")]) == 2
+        assert capsys.readouterr().err == f"error: {file} is no file of this run: remove it.\n"
+        file.unlink()
+    page.symlink_to(secret)
+    assert commands.main(["view", str(tmp_path / "run")]) == 2
+    assert f"{page} is not a page of `nanogrpo view`" in capsys.readouterr().err
+    assert secret.read_bytes() == before
 
 
 # --- the server ---

@@ -68,15 +68,23 @@ class Run:
 
     def __init__(self, folder: Path):
         self.folder, self.log = folder, folder / "metrics.jsonl"
-        if not self.log.is_file():
-            raise UserError(f"{folder} has no metrics.jsonl: give the output folder of a run.")
+        next(read_records(self.log), None)  # raises UserError if there is no log
         # (kind, step) → the file's modification time, its entry in the index, and its pictures
         self.known: dict[tuple[str, int], tuple[int, list, set[str]]] = {}
         self.prompts: dict[str, int] = {}  # prompt and pictures, as JSON → number of the prompt
         self.kept: set[int] | None = None  # the steps to show; None: all
 
     def path(self, kind: str, step: int) -> Path:
-        return self.folder / "completions" / FILES[kind].format(f"{step:05d}")
+        return self.file(FILES[kind].format(f"{step:05d}"))
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file in the folder completions. The page may be passed on, so it has
+        no files from outside of the run.
+        """
+        path = self.folder / "completions" / name
+        if not (path.is_file() and path.resolve().is_relative_to(self.folder.resolve())):
+            raise UserError(f"{path} is no file of this run: remove it.")
+        return path
 
     def steps(self, kind: str) -> list[int]:
         paths = (self.folder / "completions").glob(FILES[kind].format("[0-9]*"))
@@ -110,8 +118,8 @@ class Run:
         return self.known[kind, step][1]
 
     def picture(self, name: str) -> bytes:
-        """Return the small copy of a picture. Raises OSError if there is none."""
-        return (self.folder / "completions/pictures" / f"{name}.webp").read_bytes()
+        """Return the small copy of a picture. Raises UserError if there is none."""
+        return self.file(f"pictures/{name}.webp").read_bytes()
 
     def block(self, kind: str, step: int) -> bytes:
         """Return a block, compressed."""

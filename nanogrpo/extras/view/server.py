@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import json
 import math
+import os
 import re
 import secrets
 import threading
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from nanogrpo.errors import UserError
 from nanogrpo.extras.view.data import FILES, Run
-from nanogrpo.logs.files import writing
+from nanogrpo.logs.files import replace
 
 TEMPLATE = Path(__file__).with_name("view.html")
 LIMIT = 64 * 2**20  # bytes; the page may become slightly larger
@@ -80,8 +81,9 @@ def write(runs: Sequence[Run], out: Path) -> None:
             f"The page has the completions of {len(steps[::every])} of the {len(steps)} steps, to"
             f" stay near {LIMIT >> 20} MiB: --serve shows all."
         )
-    with writing(out), out.open("w", encoding="utf-8") as file:
-        file.writelines(page(index, _blocks(runs), live=False))
+    if os.path.lexists(out) and not (out.is_file() and b"nanogrpo view" in out.read_bytes()[:99]):
+        raise UserError(f"{out} is not a page of `nanogrpo view`: choose another --out.")
+    replace(out, "".join(page(index, _blocks(runs), live=False)).encode())
 
 
 def _blocks(runs: Sequence[Run]) -> Iterator[tuple[str, bytes]]:
@@ -91,7 +93,7 @@ def _blocks(runs: Sequence[Run]) -> Iterator[tuple[str, bytes]]:
             for step in run.steps(kind):
                 yield f"{r}/{kind}{step}", run.block(kind, step)
         for name in set().union(*(names for *_, names in run.known.values())):
-            with contextlib.suppress(OSError):  # the page reports the missing picture
+            with contextlib.suppress(UserError):  # the page reports the missing picture
                 yield f"{r}/p{name}", run.picture(name)
 
 
