@@ -277,7 +277,7 @@ class Config:
     )
     overwrite_output_dir: bool = free_option(
         False,
-        "delete what an earlier run left in output_dir, unless --resume continues it",
+        "delete log, completions and checkpoints of an earlier run, unless --resume continues it",
     )
     gradient_checkpointing: str = free_option(
         "auto",

@@ -40,9 +40,7 @@ def reading(
         raise
     except BaseException as e:  # see above
         reason = first_sentence(e)
-        if isinstance(e, OSError) and e.strerror:  # `strerror` omits the path
-            reason = e.strerror
-        elif isinstance(e, LookupError | TypeError):  # its message is often only a name
+        if isinstance(e, LookupError | TypeError):  # its message is often only a name
             reason = f"{type(e).__name__}: {reason}"
         where = what() if callable(what) else what
         raise UserError(f"{where} {problem} ({reason}): {advice}.") from e
@@ -60,6 +58,20 @@ def read_json(path: Path) -> dict:
     return value
 
 
+def unwritten(path: Path, error: BaseException) -> UserError:
+    """Return the error of a file or folder that could not be written. It says "make room" only if
+    that would help.
+    """
+    reason = first_sentence(error)
+    # "enforce fail": torch wrote less than it should
+    full = re.search("No space|quota exceeded|too large|enforce fail", reason)
+    room = "make room or " * bool(full)
+    return UserError(
+        f"{path} could not be written ({reason}): {room}choose another folder; earlier files are "
+        "intact."
+    )
+
+
 def text_of(error: BaseException) -> str:
     """Return the text of an exception. A user's exception may have a `__str__` that raises."""
     try:
@@ -75,7 +87,10 @@ def first_sentence(error: BaseException) -> str:
     """
     if failures := getattr(error, "failures", None):
         error = next(iter(failures.values()))[0]
-    lines = text_of(error).strip().splitlines() or [type(error).__name__]
+    # `strerror` omits the path
+    lines = str(getattr(error, "strerror", None) or text_of(error)).strip().splitlines() or [
+        type(error).__name__
+    ]
     return re.sub(r"^\[(\S+:|Errno )\d+\] ", "", lines[0]).split(". ")[0].rstrip(".")[:500]
 
 

@@ -53,8 +53,9 @@ class Completions(Feature):
         if run.world.main:
             if run.start == 0 and self.folder.exists():
                 set_aside(self.folder)
-            for path in self.folder.glob("*_[0-9]*.jsonl*"):
-                if int(re.findall(r"\d+", path.name)[0]) > run.start:
+            for path in self.folder.glob("*"):
+                name = re.fullmatch(r"(?:completions|eval|tokens)_(\d+)\.jsonl(\.gz)?", path.name)
+                if name and int(name[1]) > run.start:
                     path.unlink()
         return nullcontext()
 

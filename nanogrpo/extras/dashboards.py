@@ -52,7 +52,7 @@ class DashboardOptions(Config):
 class Dashboards(Feature):
     def __init__(self, cfg: Any):
         self.cfg, self.folder = cfg, Path(cfg.output_dir)
-        self.own = self.folder / "dashboards"  # which --overwrite-output-dir removes
+        self.own = self.folder / "dashboards"
         # on the main rank: name → object with methods `log(row, step=)` and `finish()`
         self.runs: dict[str, Any] = {}
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanogrpo.errors import UserError, reading
+from nanogrpo.errors import UserError, reading, unwritten
 
 
 def read_records(path: Path) -> Iterator[dict]:
@@ -56,4 +56,4 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise UserError(f"{path} could not be written ({e.strerror}): make room.") from e
+        raise unwritten(path, e) from e

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nanogrpo.errors import UserError, first_sentence, read_json, reading
+from nanogrpo.errors import UserError, first_sentence, read_json, reading, unwritten
 from nanogrpo.model import weights
 from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def locate(name: str, option: str = "--model") -> Path:
     """Return the folder of a checkpoint. `name` is a local path, or a hub id whose files are
     downloaded into Hugging Face's cache.
     """
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # Path.is_dir would raise an error for a long name
         return Path(name)
     from huggingface_hub import snapshot_download
 
@@ -58,9 +58,9 @@ def locate(name: str, option: str = "--model") -> Path:
 
 def files(folder: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint."""
-    if (folder / WEIGHTS).exists():
+    if os.path.lexists(folder / WEIGHTS):  # a dangling link is an error
         return [folder / WEIGHTS]
-    if not (folder / INDEX).exists():
+    if not os.path.lexists(folder / INDEX):
         raise UserError(
             f"{folder} holds neither {WEIGHTS} nor {INDEX}: convert the weights to safetensors."
         )
@@ -186,13 +186,12 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     """Yield a folder to write into, and rename it to `final` at the end. If the process crashes or
     an exception is raised before that, `final` does not change.
 
-    An existing checkpoint is replaced. If the folder has any other content, this raises UserError.
+    An existing folder is never replaced. If it has any content, this raises UserError.
     """
     final = final.absolute()  # "." has no name
     temporary = final.with_name(f".{final.name}.tmp")
     try:
-        ours = (final / "config.json").exists()
-        if final.exists() and any(final.iterdir()) and not ours:
+        if final.exists() and any(final.iterdir()):
             raise UserError(
                 f"{final} holds other files, which would be lost: choose another folder."
             )
@@ -206,17 +205,12 @@ def atomic_folder(final: Path) -> Iterator[Path]:
                 path.chmod(mode)
             # without this flush, the rename might reach the disk before the data
             flush(path)
-        shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         flush(final.parent)
     except BaseException as e:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(e, (OSError, SafetensorError)):
-            reason = getattr(e, "strerror", None) or e
-            raise UserError(
-                f"{final} could not be written ({reason}): make room or choose another folder; "
-                "earlier checkpoints are intact."
-            ) from e
+            raise unwritten(final, e) from e
         raise
 
 
@@ -253,7 +247,7 @@ def write_model(
         tokenizer.save(folder)
 
 
-def checkpoints(output_dir: str) -> list[Path]:
+def checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the finished checkpoints of a run, oldest first."""
     found = Path(output_dir).glob("checkpoint-*")
     numbered = [p for p in found if p.name.removeprefix("checkpoint-").isdecimal()]

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,10 +29,11 @@ if TYPE_CHECKING:  # setup.py imports this file
 
 logger = logging.getLogger("nanogrpo")
 
-# The files of a run: --overwrite-output-dir removes these and nothing else.
-OURS = (
-    r"\.?checkpoint-\d+(\.tmp)?|metrics(-\d+)?\.(jsonl|(\d+\.)?tmp)|completions(-\d+)?|dashboards"
-)
+# The files of a run: --overwrite-output-dir removes these and its checkpoints, and nothing else.
+OURS = """
+    metrics.jsonl .checkpoint-*.tmp completions/completions_[0-9]*.jsonl
+    completions/eval_[0-9]*.jsonl completions/tokens_[0-9]*.jsonl.gz
+"""
 
 
 @contextlib.contextmanager
@@ -47,12 +47,12 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
     with contextlib.ExitStack() as held:
 
         def claim() -> None:
-            if not (cfg.resume or cfg.overwrite_output_dir) and _holds_a_run(folder):
-                raise UserError(
-                    f"--output-dir {folder} already holds a run: continue it with --resume, choose "
-                    "another folder, or remove it with --overwrite-output-dir."
-                )
             try:
+                if not (cfg.resume or cfg.overwrite_output_dir) and _holds_a_run(folder):
+                    raise UserError(
+                        f"--output-dir {folder} already holds a run: continue it with --resume, "
+                        "choose another folder, or remove it with --overwrite-output-dir."
+                    )
                 folder.mkdir(parents=True, exist_ok=True)
                 file = held.enter_context((folder / ".lock").open("a"))
             except OSError as e:
@@ -62,8 +62,8 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
                 ) from e
             try:
                 # The operating system releases the lock when this process ends for any reason.
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 raise UserError(
                     f"--output-dir {folder} is in use by another run: wait for it to end or choose "
                     "another folder."
@@ -85,9 +85,9 @@ def _holds_a_run(folder: Path) -> bool:
     lines. If a run failed early, its log has only header lines and can be replaced.
     """
     metrics = folder / "metrics.jsonl"
-    lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
+    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
     logged = any(not line.startswith(b'{"run"') for line in lines)
-    return logged or bool(checkpoint.checkpoints(str(folder)))
+    return logged or bool(checkpoint.checkpoints(folder))
 
 
 def clear(cfg: Config) -> None:
@@ -97,7 +97,9 @@ def clear(cfg: Config) -> None:
     if not cfg.overwrite_output_dir or cfg.resume:
         return
     folder = Path(cfg.output_dir).resolve()
-    found = [path for path in folder.iterdir() if re.fullmatch(OURS, path.name)]
+    found = [path for pattern in OURS.split() for path in folder.glob(pattern)]
+    # a user may have a folder of such a name
+    found += [p for p in checkpoint.checkpoints(folder) if (p / "state.json").exists()]
     inputs = [path.resolve() for path in named(cfg)]
     for path in found:
         if any(path in (name, *name.parents) for name in inputs):

@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import shutil
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,7 +41,7 @@ from torch.optim import Optimizer
 
 from nanogrpo.config import Config
 from nanogrpo.distributed import fsdp
-from nanogrpo.errors import UserError, first_sentence, read_json, reading
+from nanogrpo.errors import UserError, read_json, reading, unwritten
 from nanogrpo.feature import Feature
 from nanogrpo.model import checkpoint, weights
 from nanogrpo.run import output
@@ -178,9 +177,9 @@ class Saver:
                     checkpoint.flush(log_file)
             # with a limit of 0, the slice [:-0] is empty, so nothing is removed
             for old in checkpoint.checkpoints(self.cfg.output_dir)[: -self.cfg.save_total_limit]:
-                if old.name not in self.keep:
+                if old.name not in self.keep and (old / STATE).exists():
                     # a partly deleted checkpoint must not look complete, so it is renamed first
-                    shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))
+                    output.remove(old.rename(old.with_name(f".{old.name}.tmp")))
 
         self.job = self.pool.submit(write)
 
@@ -197,10 +196,7 @@ class Saver:
         error, self.job = self.job.exception(), None
         if error is None or isinstance(error, UserError):
             return error
-        return UserError(
-            f"{self.final} could not be written ({first_sentence(error)}): make room or choose "
-            "another folder; earlier checkpoints are intact."
-        )
+        return unwritten(self.final, error)
 
     def finish(self) -> None:
         """Wait for the save in progress, and raise its error on all ranks. Every rank must call

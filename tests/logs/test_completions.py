@@ -105,10 +105,10 @@ def test_a_resumed_run_deletes_repeated_steps_and_a_new_run_keeps_the_old_folder
     assert [p.name for p in tmp_path.iterdir()] == ["completions-1"]
 
 
-def test_a_full_disk_is_a_user_error(tmp_path):
+def test_what_cannot_be_written_is_a_user_error(tmp_path):
     log, run = started(tmp_path)
     (tmp_path / "completions").write_text("in the way")
-    with pytest.raises(UserError, match=r"_00001\.jsonl could not be written .*: make room"):
+    with pytest.raises(UserError, match=r"_00001\.jsonl could not be written .*\): choose"):
         log.step(run, 0, [sample(1, a=1.0)])
 
 

@@ -188,26 +188,24 @@ def write(final: Path, text: str) -> None:
         (folder / "config.json").write_text(text)
 
 
-def test_a_folder_appears_and_replaces_a_checkpoint_only_when_it_is_complete(tmp_path):
+def test_a_folder_appears_only_when_it_is_complete_and_is_never_replaced(tmp_path):
     final = tmp_path / "deep" / "checkpoint-1"
     with checkpoint.atomic_folder(final) as folder:
         (folder / "config.json").write_text("one")
         assert not final.exists()
     assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"one"}
-    with checkpoint.atomic_folder(final) as folder:
-        (folder / "config.json").write_text("two")
-        assert content(final) == {"config.json": b"one"}
-    assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"two"}
+    with pytest.raises(UserError, match="holds other files"):
+        write(final, "two")
+    assert content(tmp_path) == {"deep/checkpoint-1/config.json": b"one"}
 
 
 @pytest.mark.parametrize("error", [RuntimeError("ours"), KeyboardInterrupt(), UserError("theirs")])
-def test_any_exception_leaves_the_old_folder_and_no_other_files(tmp_path, error):
-    write(tmp_path / "checkpoint-1", "one")
-    with pytest.raises(type(error)), checkpoint.atomic_folder(tmp_path / "checkpoint-1") as folder:  # noqa: PT012
+def test_any_exception_leaves_the_folder_and_no_other_files(tmp_path, error):
+    (final := tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(type(error)), checkpoint.atomic_folder(final) as folder:  # noqa: PT012
         (folder / "config.json").write_text("two")
         raise error
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
-    assert content(tmp_path) == {"checkpoint-1/config.json": b"one"}
+    assert [*tmp_path.rglob("*")] == [final]
 
 
 def test_a_folder_with_other_files_is_not_overwritten(tmp_path):

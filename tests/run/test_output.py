@@ -55,26 +55,58 @@ def test_without_locks_the_run_logs_a_warning(rows_of, tmp_path, monkeypatch, ca
     def none(*_) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "lockf", none)
+    monkeypatch.setattr(fcntl, "flock", none)
     with caplog.at_level(logging.WARNING):
         rows_of("--max-steps 1")
     assert f"{tmp_path} has no locks: do not start a second run there" in caplog.messages
 
 
+def test_overwriting_removes_only_what_runs_have_written(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    names = (
+        "metrics.jsonl completions/eval_00000.jsonl checkpoint-3/state.json elsewhere/state.json"
+    )
+    theirs = """
+        metrics-2024.jsonl completions/my.py completions/notes_00001.jsonl dashboards/a.csv
+        tensorboard/a checkpoint-0/notes.txt checkpoint-3-good/state.json sub/metrics.jsonl
+    """
+    for name in (names + theirs).split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "checkpoint-2").symlink_to(tmp_path / "elsewhere")  # moved and linked
+    output.clear(Config(output_dir=str(tmp_path), overwrite_output_dir=True))
+    left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if not p.is_dir()}
+    assert left == {*theirs.split(), "elsewhere/state.json"}
+
+
 @pytest.mark.parametrize("name", ["lora_adapter", "reward_funcs"])
 def test_overwriting_never_removes_an_input(tmp_path, name):
     (used := tmp_path / "checkpoint-2" / "adapter").mkdir(parents=True)
+    (tmp_path / "checkpoint-2" / "state.json").touch()
     value = str(used) if name == "lora_adapter" else (f"model:{used}",)
     with pytest.raises(UserError, match=r"would remove \S+checkpoint-2, which this run reads"):
         output.clear(Config(output_dir=str(tmp_path), overwrite_output_dir=True, **{name: value}))
     assert used.exists()
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "reason"), [("", "Is a directory"), ("x" * 256, "File name too long")]
+)
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, name, reason):
     (tmp_path / ".lock").mkdir()
     with (
-        pytest.raises(UserError, match=r"cannot be written \(Is a directory\): choose another fol"),
-        output.claimed(Config(output_dir=str(tmp_path)), SOLO),
+        pytest.raises(UserError, match=rf"cannot be written \({reason}\): choose another fol"),
+        output.claimed(Config(output_dir=str(tmp_path / name)), SOLO),
+    ):
+        pass
+
+
+def test_a_thread_of_the_same_process_is_refused_too(tmp_path):
+    cfg = Config(output_dir=str(tmp_path))
+    with (
+        output.claimed(cfg, SOLO),
+        pytest.raises(UserError, match="is in use by another run"),
+        output.claimed(cfg, SOLO),
     ):
         pass
 
@@ -88,12 +120,15 @@ def test_what_cannot_be_removed_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", fails)
     for name, options in ((".checkpoint-3.tmp", {}), ("checkpoint-3", {"overwrite": True})):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").touch()
         cfg = Config(output_dir=str(tmp_path), overwrite_output_dir=bool(options))
         with pytest.raises(
             UserError, match=rf"{name} cannot be removed \(Permission denied\): rem"
         ):
             output.clear(cfg) if options else output.remove_unfinished(cfg)
-        (tmp_path / name).rmdir()
+        monkeypatch.undo()
+        output.remove(tmp_path / name)
+        monkeypatch.setattr(shutil, "rmtree", fails)
     (tmp_path / ".checkpoint-4.tmp").write_text("a file")
     output.remove_unfinished(Config(output_dir=str(tmp_path)))
     assert not [*tmp_path.iterdir()]

@@ -3,6 +3,8 @@
 Profiles themselves are tested in tests/test_cli.py. Read next: test_train.py.
 """
 
+import shutil
+
 import train
 from nanogrpo.model.checkpoint import checkpoints
 from tests.conftest import arguments, lines, steps
@@ -18,7 +20,7 @@ def test_the_debug_profile_runs_every_part_and_can_be_repeated(tmp_path, monkeyp
     assert [p.name for p in checkpoints(run)] == ["checkpoint-1", "checkpoint-2"]
     first = steps(run)
     (run / "notes.txt").write_text("mine")
-    (run / "checkpoint-9").mkdir()
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-9")
     assert train.main([*SHORT.split(), "--save-steps", "0"]) == 0  # again, over the first
     assert steps(run) == first
     assert [p.name for p in checkpoints(run)] == ["checkpoint-2"]

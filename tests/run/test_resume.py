@@ -350,6 +350,7 @@ def test_an_option_that_one_side_lacks_counts_as_its_default(tmp_path, tiny_base
     assert "lora_r" not in dataclasses.asdict(core)
     Run(core, tiny_base).save()
     assert Run(Config(**options), tiny_base).step == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoint-0")
     Run(Config(**options), tiny_base).save()
     with pytest.raises(UserError, match=r"was written with lora_r = 0, now it is 4: give the same"):
         Run(Config(**options, lora_r=4), tiny_base)

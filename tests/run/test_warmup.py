@@ -152,7 +152,7 @@ def test_other_files_are_never_overwritten(tmp_path, capsys, change, linked):
     assert commands.main(["warmup", str(tmp_path / "link" if linked else folder)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert re.match(rf"error: {folder}.* (wrote|written).*: choose another folder\.", lines[0])
+    assert re.match(rf"error: {folder}.* holds other files.*: choose another folder\.", lines[0])
     assert sorted(path.name for path in folder.iterdir()) == before
 
 

@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.progress import track
 
 from nanogrpo.config import Config
-from nanogrpo.errors import UserError
 from nanogrpo.extras.arithmetic.task import problems
 from nanogrpo.grpo import loss as grpo
 from nanogrpo.grpo import packing, schedule
@@ -86,19 +85,13 @@ def make_base(folder: Path, seed: int = 0, steps: int = 600) -> None:
     """Train the base model from scratch on `steps` batches of 64 solved problems and write its
     checkpoint.
 
-    Keep an existing base that was made with the same seed and number of steps. Replace any other
-    base. Raises UserError if the folder contains other files, because they could belong to a run,
-    or be the only copy of another model.
+    Keep an existing base that was made with the same seed and number of steps. Raises UserError if
+    the folder contains any other files.
     """
     folder = folder.resolve()
     made, mark = json.dumps({"seed": seed, "steps": steps}) + "\n", folder / MARK
     if mark.is_file() and mark.read_text() == made:
         return
-    if folder.exists() and not (mark.is_file() and all(map(Path.is_file, folder.iterdir()))):
-        raise UserError(
-            f"{folder} holds files that would be lost and that no warm-up wrote: "
-            "choose another folder."
-        )
     torch.manual_seed(seed)
     with checkpoint.atomic_folder(folder) as aside:
         tokenizer = write_tokenizer(aside)
