@@ -66,6 +66,16 @@ def remove(name: str):
     return lambda folder: (folder / name).unlink()
 
 
+def in_its_place(name: str, target: str):
+    """Replace a file by a link to `target` in the same folder."""
+
+    def damage(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return damage
+
+
 def shard(missing: bool = False, index: str | None = None):
     """Write the weights as two files and an index. A file may be missing, or the index wrong."""
 
@@ -204,7 +214,19 @@ MODELS = {
         fewer_words,
         r"tokenizer\.json has ids up to 103 but config\.json a vocab_size of 50: take",
     ),
-    "no tokenizer": (remove("tokenizer.json"), r"base has no tokenizer\.json"),
+    "no tokenizer": (remove("tokenizer.json"), r"base/tokenizer\.json cannot be read \(No such"),
+    **{
+        f"{name} {kind}": (
+            in_its_place(name, target),
+            rf"base/{name} (cannot be read|is missing|is not valid JSON)",
+        )
+        for name in ("chat_template.jinja", "generation_config.json", "special_tokens_map.json")
+        for kind, target in {"a dangling link": "nowhere", "a loop": name, "a folder": "."}.items()
+    },
+    "weights a dangling link": (
+        in_its_place("model.safetensors", "nowhere"),
+        r"base/model\.safetensors is missing or damaged",
+    ),
 }
 
 

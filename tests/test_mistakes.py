@@ -63,7 +63,10 @@ MISTAKES = [
     ("--lr-scheduler-type warmup_stable_decay", "needs num_decay_steps: give exactly one"),
     # --- models ---
     ("--model FILES/reward.py", "reward.py: there is no such folder"),
+    ("--model " + "x" * 300, "xxx: there is no such folder"),
     # --- data ---
+    ("--data " + "x" * 300, "xxx cannot be read (File name too long)"),
+    ("--eval-steps 1 --eval-data " + "x" * 300, "xxx cannot be read (File name too long)"),
     ("--data FILES/empty.jsonl", "empty.jsonl holds no prompts"),
     ("--data FILES/nowhere.jsonl", "nowhere.jsonl is not a .jsonl file"),
     ("--data FILES/broken.jsonl", "broken.jsonl:3: not JSON"),
@@ -106,6 +109,7 @@ MISTAKES = [
     ),
     # --- adapters ---
     ("--lora-r 2 --lora-target-modules lm_head", "--lora-target-modules is 'lm_head': choose one"),
+    ("--lora-r 2 --lora-adapter " + "x" * 300, "adapter_config.json … (File name too long)"),
     ("--lora-alpha 8", "--lora-alpha is 8.0, which has no effect without --lora-r"),
     ("--load-in-4bit", "--load-in-4bit is True, which has no effect without --lora-r"),
     ("--lora-r -1", "--lora-r is -1"),

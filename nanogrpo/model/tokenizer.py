@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -55,16 +56,12 @@ class Tokenizer:
     def __init__(self, folder: str | Path):
         """Load the files of a local folder. Raises UserError if a file is missing or damaged."""
         self._folder = folder = Path(folder)
-        if not (folder / "tokenizer.json").is_file():
-            raise UserError(
-                f"{folder} has no tokenizer.json: name a folder written by save_pretrained."
-            )
         self._files: dict[str, bytes] = {}
-        for path in (folder / name for name in FILES.split() if (folder / name).is_file()):
+        for path in (folder / name for name in FILES.split() if os.path.lexists(folder / name)):
             with reading(path):
                 self._files[path.name] = path.read_bytes()
-        with reading(f"{folder}/tokenizer.json", COPY):
-            self._tokenizer = tokenizers.Tokenizer.from_str(self._files["tokenizer.json"].decode())
+        with reading(folder / "tokenizer.json", COPY):
+            self._tokenizer = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
             # Some tokenizer.json files turn on truncation or padding.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
@@ -159,7 +156,7 @@ class Tokenizer:
 
     def _json(self, name: str) -> dict:
         path = self._folder / name
-        return read_json(path) if path.is_file() else {}
+        return read_json(path) if os.path.lexists(path) else {}
 
     def _stops(self) -> list[int]:
         """Return the ids of the end tokens. The tokenizer's own is the first. The others are listed

@@ -11,6 +11,7 @@ import contextlib
 import csv
 import importlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,10 +79,11 @@ def _without_nulls(fields: dict) -> dict:
 
 def uses_hub(source: str) -> bool:
     """Return whether a source is a folder or a possible hub id (owner/name that is not a file)."""
-    path = Path(source)
     is_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None
-    is_file = path.is_file() or path.suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt")
-    return path.is_dir() or (is_id and not is_file)
+    suffixes = (".json", ".jsonl", ".csv", ".parquet", ".txt")
+    # the methods of Path would raise an error for a long name
+    is_file = os.path.isfile(source) or source.endswith(suffixes)
+    return os.path.isdir(source) or (is_id and not is_file)
 
 
 def _file(path: Path) -> list[dict]:

@@ -77,7 +77,7 @@ def check_base(source: Path, cfg: Config) -> None:
     the folder of --model.
     """
     files = Path(cfg.lora_adapter) / CONFIG, source / SUBFOLDER / CONFIG
-    if cfg.lora_adapter and all(file.exists() for file in files):
+    if cfg.lora_adapter and all(map(os.path.lexists, files)):
         names = [read_json(file).get("base_model_name_or_path") or file for file in files]
         with reading(files[0]):
             base, merged = map(os.path.realpath, names)
