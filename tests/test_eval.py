@@ -117,3 +117,8 @@ def test_an_earlier_evaluation_is_kept(tiny_base, data, tmp_path, capsys, monkey
     assert commands.main(["eval", *argv, *other]) == 2
     assert (tmp_path / "eval/eval.jsonl").read_bytes() == before != b""
     assert commands.main(["eval", *argv, "--overwrite-output-dir"]) == 0
+    (tmp_path / "eval/eval.json").unlink()
+    before = (tmp_path / "eval/eval.jsonl").read_bytes()
+    assert commands.main(["eval", *argv]) == 2
+    assert "already holds an evaluation" in capsys.readouterr().err
+    assert (tmp_path / "eval/eval.jsonl").read_bytes() == before

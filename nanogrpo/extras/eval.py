@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,7 +33,7 @@ from nanogrpo.extras.attach import attach
 from nanogrpo.extras.memory import Memory
 from nanogrpo.extras.options import Config
 from nanogrpo.logs import metrics
-from nanogrpo.logs.files import replace
+from nanogrpo.logs.files import replace, writing
 from nanogrpo.run import setup
 from nanogrpo.types import Prompt, Sample
 
@@ -99,18 +100,19 @@ def write(cfg: Config, row: dict[str, float], samples: list[Sample], world: Worl
 
 
 def claim(cfg: Config) -> None:
-    """Create the output folder. Raises UserError if the folder already has an evaluation, unless
-    the option --overwrite-output-dir is on. The old files are replaced only at the end of the new
-    evaluation.
+    """Create the output folder, and check that it is writable. Raises UserError if the folder
+    already has an evaluation, unless the option --overwrite-output-dir is on. The old files are
+    replaced only at the end of the new evaluation.
     """
     folder = Path(cfg.output_dir)
-    if not (folder / "eval.json").exists():
-        replace(folder / "eval.jsonl", b"")
-    elif not cfg.overwrite_output_dir:
-        raise UserError(
-            f"--output-dir {folder} already holds an evaluation: choose another folder, or "
-            "replace it with --overwrite-output-dir."
-        )
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        if any(folder.glob("eval.json*")) and not cfg.overwrite_output_dir:
+            raise UserError(
+                f"--output-dir {folder} already holds an evaluation: choose another folder, or "
+                "replace it with --overwrite-output-dir."
+            )
 
 
 def main(argv: list[str]) -> None:
