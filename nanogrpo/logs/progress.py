@@ -12,12 +12,10 @@ appear at the end of a row only if they are not 0. Read before: logs/console.py.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from nanogrpo.config import Config
 from nanogrpo.distributed.world import World
@@ -48,12 +46,12 @@ def summary(cfg: Config, prompts: int, held_out: int, trained: int, parameters: 
 
 def closing_line(cfg: Config, done: int) -> str:
     """Return the last line of a run, which says where the model is and how to use it."""
-    checkpoint = Path(os.path.relpath(cfg.output_dir)) / f"checkpoint-{done}"
+    checkpoint = f"{cfg.output_dir}/checkpoint-{done}"
     early = f"stopped after {done} of {cfg.max_steps} steps (continue with --resume); "
     early = early if done < cfg.max_steps else ""
     return (
         f"{early}the model is in {checkpoint}: try it with `nanogrpo chat "
-        f"{shlex.quote(str(checkpoint))}`, or measure it with `nanogrpo eval`"
+        f"{shlex.quote(checkpoint)}`, or measure it with `nanogrpo eval`"
     )
 
 

@@ -117,8 +117,8 @@ def test_a_run_begins_with_its_sizes_and_ends_with_its_checkpoint(
     )
     assert re.fullmatch(r"training \d,\d{3} of 5\d,\d{3} parameters", second)
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "the model is in run/checkpoint-3: try it with `nanogrpo chat run/checkpoint-3`, or"
-        " measure it with `nanogrpo eval`"
+        f"the model is in {folder}/checkpoint-3: try it with `nanogrpo chat {folder}/checkpoint-3`,"
+        " or measure it with `nanogrpo eval`"
     )
     rows = [row for row in lines(folder) if "reward" in row]
     assert [row["epoch"] for row in rows] == [pytest.approx((i + 1) / 3) for i in range(3)]
@@ -137,5 +137,5 @@ def test_a_run_that_a_signal_stops_ends_with_its_checkpoint_too(whole, capsys, m
     assert train.main([*argv, "--overwrite-output-dir"]) == 0
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("stopped after 2 of 3 steps (continue with --resume); the model is in ")
-    assert f"`nanogrpo chat {os.path.relpath(folder)}/checkpoint-2`" in last
+    assert f"`nanogrpo chat {folder}/checkpoint-2`" in last
     assert (folder / "checkpoint-2" / "config.json").exists()
