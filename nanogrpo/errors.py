@@ -11,9 +11,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]")
+
 
 class UserError(Exception):
-    """An error whose message is one sentence: what is wrong, where, and what to do about it."""
+    """An error whose message is one sentence: what is wrong, where, and what to do about it.
+
+    Its text may contain the text of a user's exception, and so what a model wrote. Control
+    characters in it are replaced, because a terminal would interpret them.
+    """
+
+    def __str__(self) -> str:
+        return CONTROL.sub("\ufffd", super().__str__())
 
 
 @contextlib.contextmanager

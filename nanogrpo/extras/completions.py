@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nanogrpo.errors import CONTROL
 from nanogrpo.extras.options import Config
 from nanogrpo.feature import Feature
 from nanogrpo.logs.files import replace, set_aside
@@ -135,4 +136,4 @@ def show(records: Sequence[dict]) -> None:
 
 def plain(text: str, style: str = "") -> Text:
     """Replace control characters: a model may write them, and a terminal would interpret them."""
-    return Text("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text), style)
+    return Text(CONTROL.sub("\ufffd", text), style)
