@@ -28,12 +28,14 @@ its own thread, because a notebook already runs another event loop in the main t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
+import os
 import pickle
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +53,20 @@ class TrainerState(NamedTuple):
     epoch: float = 0.0
 
 
+@contextlib.contextmanager
+def users_code() -> Iterator[None]:
+    """Run the user's code. If it forks, a child must not return into the loop: it would become a
+    second trainer. So it ends where it leaves this block.
+    """
+    me = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != me:
+            os._exit(0)
+
+
+@users_code()
 def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list, list]:
     """Return the B rewards of a function, (column, B values) of each log_extra call, and (name,
     value) of each log_metric call.
@@ -63,8 +79,8 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
     Raises UserError if the function raises or calls sys.exit, or does not return B values.
     """
     name, size = name_of(function), len(arguments["completions"])
-    extra: list[tuple[str, list]] = []
-    metrics: list[tuple[str, float]] = []
+    extra: list = []
+    metrics: list = []
 
     def log_extra(column: str, values: Sequence) -> None:
         if len(values) != size:
@@ -89,12 +105,14 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
                 raise result
     # sys.exit(0) must not end the run as if it had succeeded
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = (f for f in frames if f.filename != __file__)
-        line = next((f"{Path(f.filename).name}:{f.lineno}" for f in theirs), "its call")
+        lines = (
+            f"{Path(frame.f_code.co_filename).name}:{line}"
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if not frame.f_globals.get("__name__", "").startswith("nanogrpo.")
+        )
         raise UserError(
             f"the reward function {name} raised {type(error).__name__}: {text_of(error)} (at "
-            f"{line}); fix the function"
+            f"{next(lines, 'its call')}); fix the function"
         ) from error
     values = result.tolist() if hasattr(result, "tolist") else result  # numpy and torch
     is_list = isinstance(values, list | tuple)
@@ -123,7 +141,12 @@ def unwrap(function: Callable) -> Callable:
 def start_loop() -> asyncio.AbstractEventLoop:
     """Return an event loop that runs in a thread of its own."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async", daemon=True).start()
+
+    def run() -> None:
+        loop.run_forever()
+        loop.close()
+
+    threading.Thread(target=run, name="async", daemon=True).start()
     return loop
 
 

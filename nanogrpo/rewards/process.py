@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import pickle
 import signal
@@ -28,13 +27,14 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from json import dumps, loads  # the user's code may replace those of the module
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from nanogrpo.distributed.parent import Console, killed_with
 from nanogrpo.errors import UserError, text_of
-from nanogrpo.rewards.call import call, name_of
+from nanogrpo.rewards.call import call, name_of, users_code
 from nanogrpo.rewards.plugin import load_reward
 
 # Time limit in seconds for importing the functions; a user's file may load a model.
@@ -85,8 +85,11 @@ class RewardProcess:
             )
         # The finalizer also runs when the interpreter exits.
         self.kill = weakref.finalize(self, _kill, self.process, self.connection)
-        what = f"--reward-funcs: the process that imports {', '.join(self.specs)}"
-        self.names = self._ask(what, self.specs, IMPORT_TIMEOUT)
+        self.names = self._ask(
+            f"--reward-funcs: the process that imports {', '.join(self.specs)}",
+            self.specs,
+            IMPORT_TIMEOUT,
+        )
 
     def call(self, spec: str, arguments: dict, shared: dict) -> Any:
         """Return what `call.call` returns, within `timeout` seconds.
@@ -96,8 +99,9 @@ class RewardProcess:
         """
         if self.process.poll() is not None:
             self.start()
-        what = f"the reward function {self.names[spec]}"
-        return self._ask(what, (spec, arguments, shared), self.timeout)
+        return self._ask(
+            f"the reward function {self.names[spec]}", (spec, arguments, shared), self.timeout
+        )
 
     def _ask(self, what: str, message: Any, timeout: float) -> Any:
         """Return the answer to a message. If the call is lost, the error message begins with
@@ -114,7 +118,7 @@ class RewardProcess:
                 time.sleep(0.05)
                 self.kill()
                 raise CallLost(f"{what} gave no answer within {timeout:.3g} s")
-            answer = json.loads(self.connection.recv_bytes(LONGEST))
+            answer = loads(self.connection.recv_bytes(LONGEST))
         except (EOFError, OSError, ValueError) as e:  # the process ended, or its answer is invalid
             self.kill()
             status = self.process.returncode
@@ -151,9 +155,8 @@ def main(descriptor: int, trainer: int) -> None:
     faulthandler.register(signal.SIGUSR1)  # traces of all threads
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     connection = Connection(descriptor)
-    functions: dict[str, Callable] = {}
+    functions: dict = {}
     answer: Any
-    me = os.getpid()
     with contextlib.suppress(EOFError, ConnectionError):  # the trainer is gone
         while True:
             data = connection.recv_bytes()
@@ -163,14 +166,12 @@ def main(descriptor: int, trainer: int) -> None:
                     spec, arguments, shared = request
                     answer = call(functions[spec], arguments, shared)
                 else:
-                    functions = {spec: load_reward(spec) for spec in request}
+                    with users_code():
+                        functions = {spec: load_reward(spec) for spec in request}
                     answer = {spec: name_of(f) for spec, f in functions.items()}
             except UserError as error:
                 answer = str(error)
             except Exception as error:  # for example, the class of a value cannot be imported
                 answer = _not_copied(error)
-            # If user code forked and the child also returned here, only the parent may answer.
-            if os.getpid() != me:
-                break
-            connection.send_bytes(json.dumps(answer).encode())
+            connection.send_bytes(dumps(answer).encode())
     os._exit(0)  # do not wait for threads of the user's code

@@ -68,8 +68,10 @@ class Scorer:
         found: list[Any] = []  # functions for this process, names for the reward process
         for function in given or cfg.reward_funcs:
             if isinstance(function, str):
-                known = (feature.reward(function, torch.device(device)) for feature in features)
-                function = first(known) or function
+                function = (
+                    first(each.reward(function, torch.device(device)) for each in features)
+                    or function
+                )
             if isinstance(function, str) and not (cfg.reward_timeout and is_users(function)):
                 function = load_function(function)
             found.append(function)
@@ -92,7 +94,7 @@ class Scorer:
         self.weights = dict(zip(self.calls, cfg.reward_weights or itertools.repeat(1.0)))
         self.lost = 0  # steps in a row
         self.failures = 0  # prompts with lost rewards since the last call of `metrics`
-        self.logged: list[tuple[str, float]] = []  # by log_metric since the last call of `metrics`
+        self.logged: list = []  # (name, value) by log_metric since the last call of `metrics`
 
     def check(self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> None:
         """Check that the data has reference answers if a function needs them."""

@@ -175,6 +175,15 @@ def test_data_that_cannot_be_copied_ends_the_run():
             runner(*named("length"), timeout=60).score(samples)
 
 
+def test_a_file_that_replaces_a_function_of_json_is_answered(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import json\njson.dumps = json.loads = None\n"
+        "def f(completions, **kwargs): return [1] * len(completions)\n"
+    )
+    runner(f"{tmp_path}/own.py:f", timeout=60).score(samples := make_samples())
+    assert {*rewards(samples)} == {1.0}
+
+
 def test_failing_imports_are_reported_at_the_start(tmp_path):
     (tmp_path / "dies.py").write_text("import os\nos._exit(5)\n")
     (tmp_path / "fails.py").write_text("1 / 0\n")

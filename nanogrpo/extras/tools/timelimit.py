@@ -10,11 +10,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from nanogrpo.rewards.call import users_code
+
 
 class Overtime(KeyboardInterrupt):
     """Raised in a function when its time is up. `except Exception` does not catch it."""
 
 
+@users_code()
 def limited(function: Callable[[], Any], seconds: float) -> Any:
     """Call a function. If it has not returned after `seconds`, end it and raise TimeoutError. 0: no
     limit.

@@ -30,6 +30,7 @@ from nanogrpo.engine.base import Engine, SamplingParams, stream
 from nanogrpo.errors import UserError, text_of
 from nanogrpo.extras.wrapper import Wrapper
 from nanogrpo.model.tokenizer import Tokenizer
+from nanogrpo.rewards.call import name_of, users_code
 from nanogrpo.types import Prompt, Sample
 
 Rollout = Callable[[list[Sample], "Turns"], None]
@@ -156,7 +157,8 @@ class TurnsEngine(Wrapper):
     ):
         self.engine, self.function, self.tokenizer = engine, function, tokenizer
         self.vocab_size, self.gather = vocab_size, gather
-        self.name = f"--rollout: {getattr(function, '__name__', type(function).__name__)}"
+        # tools are such a function, too
+        self.name = getattr(function, "option", f"--rollout: {name_of(function)}")
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
@@ -171,7 +173,8 @@ class TurnsEngine(Wrapper):
         ]
         turns = Turns(self.engine, self.tokenizer, n, params, step, self.gather)
         try:
-            self.function(list(samples), turns)
+            with users_code():
+                self.function(list(samples), turns)
         except (UserError, FloatingPointError):
             raise
         # The user's code may raise anything, and sys.exit(0) must not look like success.
