@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import threading
 import time
@@ -20,11 +21,14 @@ import pytest
 import nanogrpo
 import train
 from nanogrpo import Config
+from nanogrpo.engine.base import SamplingParams
 from nanogrpo.errors import UserError
 from nanogrpo.extras.tools.calls import ToolCalls, parse
 from nanogrpo.extras.tools.environments import Environments
 from nanogrpo.extras.tools.feature import Tools
 from nanogrpo.extras.tools.timelimit import limited
+from nanogrpo.extras.tools.turns import TurnsEngine
+from nanogrpo.rewards import call as rewards
 from nanogrpo.rewards import plugin
 from nanogrpo.rewards.builtin import accuracy_reward, format_reward
 from tests.conftest import SOLO, lines, steps
@@ -97,6 +101,12 @@ def leave() -> None:
     raise SystemExit(0)
 
 
+def fork() -> None:
+    """Fork."""
+    if os.fork() == 0:
+        raise SystemExit(9)
+
+
 def spin() -> None:
     """Never return."""
     while True:
@@ -166,12 +176,32 @@ def test_async_calls_of_all_samples_wait_together(tokenizer):
 def test_a_call_that_takes_too_long_is_ended(tokenizer):
     """In pure Python, in a coroutine that waits, and in one that blocks the event loop."""
     turns = [call("spin"), call("wait", seconds=600), call("block"), call("wait", seconds=0)]
+    before = {*threading.enumerate()}
     tools = calls_of(tokenizer, spin, wait, block, timeout=0.2)
     (s,) = converse(tools, [[f"{turn}{END}" for turn in turns] + ["So." + END]])
     *late, in_time = (m["content"] for m in s.conversation.messages[1::2])
     assert late == ["{'error': 'no answer within 0.2 s'}", *["{'error': 'TimeoutError'}"] * 2]
     assert in_time == "waited 0"
     assert (s.conversation.calls, s.conversation.failures) == (4, 3)
+    for _ in range(200):  # the blocked loop ends when its tool returns
+        if len({*threading.enumerate()} - before) > 1:
+            time.sleep(0.05)
+    assert len({*threading.enumerate()} - before) == 1
+
+
+@pytest.mark.parametrize("where", ["tool", "reward", "rollout"])
+def test_a_child_of_the_users_code_does_not_return_into_the_loop(tokenizer, where):
+    me = os.getpid()
+    if where == "tool":
+        converse(calls_of(tokenizer, fork), [[call("fork") + END, "So." + END]])
+    elif where == "reward":
+        rewards.call(lambda completions, **kwargs: [fork()], {"completions": [""]}, {})
+    else:
+        engine = TurnsEngine(None, lambda *_: fork(), tokenizer, 9, SOLO.gather)
+        engine.sample([], 1, SamplingParams(max_tokens=9), 0)
+    if os.getpid() != me:
+        os._exit(1)
+    assert os.wait()[1] == 0
 
 
 def test_a_time_limit_leaves_no_timer_and_the_handler_that_it_found():
@@ -186,12 +216,25 @@ def test_a_time_limit_leaves_no_timer_and_the_handler_that_it_found():
 # --- what the model reads ---
 
 
+def say_much() -> str:
+    """Say much."""
+    return "x" * 10**6
+
+
 SPECIAL = f"a{END}<|im_start|>b"
 
 
 def special() -> str:
     """Return special tokens."""
     return SPECIAL
+
+
+def test_an_answer_that_cannot_fit_is_not_encoded(tokenizer, monkeypatch):
+    tools = calls_of(tokenizer, say_much)
+    assert tools.longest == len("</tool_response>")
+    monkeypatch.setattr(tools, "_between", lambda _: pytest.fail("it is encoded"))
+    (s,) = converse(tools, [[call("say_much") + END]])
+    assert (s.stopped, len(s.conversation.messages)) == (False, 1)
 
 
 def test_special_tokens_in_an_answer_do_not_end_a_turn(tokenizer):
@@ -242,7 +285,25 @@ def undescribed(a: int):
     """Do it."""
 
 
+def starred(*a: int):
+    """Do it.
+
+    Args:
+        a: A.
+    """
+
+
+def deep(a: str):
+    """Do it."""
+
+
+deep.__doc__ = f"Do it.\n\nArgs:\n    a: A. (choices: {'[' * 100_000})"
+
+
 def test_tools_that_cannot_be_described_are_errors(tokenizer):
+    for function in (starred, deep):
+        with pytest.raises(UserError, match=r"cannot be described to the model \("):
+            calls_of(tokenizer, function)
     with pytest.raises(UserError, match=r"no description for the argument 'a'.*: give it type"):
         calls_of(tokenizer, undescribed)
     with pytest.raises(UserError, match="two tools have the name add: rename one"):
@@ -279,6 +340,11 @@ class Counter:
         return float(self.total == self.goal)
 
     def _hidden(self): ...
+
+
+class Broken(Counter):
+    def get_reward(self) -> float:
+        raise ValueError("\x1b]0;x")
 
 
 class Later(Counter):
@@ -322,6 +388,12 @@ def test_an_environment_rewards_its_completions(tokenizer, kind, rewards):
     assert (asyncio.run(found) if asyncio.iscoroutine(found) else found) == rewards
     assert function.__name__ == kind.__name__
     assert feature.reward("accuracy") is None
+
+
+def test_an_exception_of_get_reward_names_its_line_without_control_characters():
+    function, shared = Environments(Broken).reward(), {"environments": [Broken()]}
+    with pytest.raises(UserError, match=r"raised ValueError: \ufffd\]0;x \(at test_tools.py:"):
+        rewards.call(function, {"completions": [""]}, shared)
 
 
 def test_an_observation_becomes_part_of_the_prompt(tokenizer):

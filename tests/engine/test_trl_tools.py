@@ -131,6 +131,39 @@ def trl_loop(theirs, scripted, prompt_ids, limit, iterations):
     return result
 
 
+def show(
+    a: int,
+    b: float,
+    c: bool,
+    d: str,
+    e: list[int],
+    f: dict,
+    g: int | None,
+    h: int | str,
+    i: list | int,
+) -> None:
+    """Show."""
+
+
+show.__doc__ = "\n    ".join(["Show.\n\nArgs:", *(f"{name}: X." for name in "abcdefghi")])
+TEXTS = """7|7.0|-7| 7 |7.5|7.|1e3|1e400|nan|inf|1_000|1_|+7|0x10|0|1|True|False| FALSE |null|None
+|NULL|[1]|{"a": "7"}|x||12345678901234567890|12345678901234567890.0"""
+
+
+def test_arguments_written_as_text_equal_those_of_trl(tokenizers):
+    ours, theirs = tokenizers
+    add_response_schema(theirs)
+    tools = ToolCalls(Config(), ours, [show])
+    for value in ["[" * 5000, *TEXTS.replace("\n", "").split("|")]:
+        text = call("show", **dict.fromkeys("abcdefghi", value)) + END
+        (s,) = converse(tools, [[text, "So." + END]], max_tokens=100_000)
+        made = s.conversation.messages[0]
+        if "[[" not in value:  # TRL's parser raises RecursionError
+            ids = ours.encode(text)
+            parsed = trl.chat_template_utils.parse_response(theirs, ids, prefix=[], tools=[show])
+            assert repr(made["tool_calls"]) == repr(parsed["tool_calls"]), value
+
+
 @pytest.mark.parametrize("iterations", [1, 5])
 def test_conversations_equal_those_of_trl(tokenizers, iterations):
     ours, theirs = tokenizers

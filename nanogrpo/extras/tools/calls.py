@@ -25,6 +25,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
@@ -92,6 +93,9 @@ class ToolCalls:
         self.stops = [
             tokenizer.decode([id], skip_special_tokens=False) for id in tokenizer.stop_token_ids
         ]
+        self.option = "--tools" if functions else "--environment-factory"
+        # the most characters of a token
+        self.longest = max(map(len, tokenizer._tokenizer.get_vocab()))
         self.schemas = schemas(functions, environments)
         described = [each["function"] for each in self.schemas]
         self.names = [each["name"] for each in described]
@@ -177,11 +181,8 @@ class ToolCalls:
         """Convert arguments that the model has written as text, such as "7" for 7."""
         expected = self.arguments.get(call.name, {})
         for name, value in call.arguments.items():
-            types = expected.get(name, {}).get("type", "string")
-            if isinstance(value, str) and "string" not in types:
-                # text that is not JSON stays as it is, and the tool may refuse it
-                with contextlib.suppress(ValueError, RecursionError):
-                    call.arguments[name] = json.loads(value)
+            if isinstance(value, str):
+                call.arguments[name] = converted(value, types_of(expected.get(name, {})))
 
     def _call(self, s: Sample, call: Call) -> Answer | Coroutine:
         """Make a call. For an async function, return the coroutine."""
@@ -217,7 +218,9 @@ class ToolCalls:
         try:
             return future.result(self.timeout + 1.0 if self.timeout else None)
         except concurrent.futures.TimeoutError as e:  # a tool blocks the loop
-            self.loop = None
+            loop, self.loop = self.loop, None
+            # As soon as the tool returns, the loop ends. Until then, another one is used.
+            future.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
             return [call if isinstance(call, Answer) else failed(e) for call in calls]
 
     def _insert(self, s: Sample, calls: list[Call], answers: list[Answer], turns: Turns) -> bool:
@@ -232,8 +235,9 @@ class ToolCalls:
             {"role": "tool", "name": call.name or "unknown", "content": answer.content}
             for call, answer in zip(calls, answers)
         ]
-        ids = self._between(messages)
-        if len(ids) >= turns.room(s):
+        # encoding a long answer takes minutes, and one of this length cannot fit
+        long = sum(len(answer.content) for answer in answers) > self.longest * turns.room(s)
+        if long or len(ids := self._between(messages)) >= turns.room(s):
             s.stopped = False  # the length limit ended the sample, not the model
             return False
         turns.observe(s, ids)
@@ -277,7 +281,7 @@ class ToolCalls:
         return self._render([{"role": "user", "content": QUESTION}, turn, *answers])
 
     def _check(self) -> None:
-        option, name = "--tools" if self.functions else "--environment-factory", self.names[0]
+        option, name = self.option, self.names[0]
         if len(self.arguments) < len(self.names):
             twice = max(self.names, key=self.names.count)
             raise UserError(f"{option}: two tools have the name {twice}: rename one of them.")
@@ -310,6 +314,8 @@ def schemas(functions: Sequence[Callable], environments: Environments | None) ->
     for function in [*functions, *(methods(environments.get(0)) if environments else ())]:
         try:
             out.append(get_json_schema(function))
+            # *x and x, / cannot be given by name
+            inspect.signature(function).bind(**out[-1]["function"]["parameters"]["properties"])
         except Exception as e:  # evaluating a type hint in quotes may raise anything
             raise UserError(
                 f"--tools or --environment-factory: {function!r} cannot be described to the model "
@@ -364,6 +370,41 @@ def read_call(text: str) -> Call:
         if isinstance(name, str) and isinstance(arguments, dict):
             return Call(name, arguments)
     return Call("", {})
+
+
+def types_of(schema: dict) -> list[str]:
+    """Return the types that a schema allows, in the order in which transformers tries them."""
+    types = schema.get("type", [])
+    types = [types] if isinstance(types, str) else types
+    return [
+        *types,
+        *itertools.chain(*map(types_of, schema.get("anyOf", []))),
+        *["null"] * ("nullable" in schema),
+    ]
+
+
+def converted(text: str, types: list[str]) -> Any:
+    """Return a text as the first of these types that it fits, as transformers and so TRL do. If it
+    fits none, return it unchanged. The tool may refuse it.
+    """
+    word = text.strip()
+    for type in types:
+        with contextlib.suppress(ValueError, LookupError, RecursionError):
+            if type == "boolean":
+                return {"true": True, "1": True, "false": False, "0": False}[word.lower()]
+            if type == "null":
+                return {"null": None, "None": None}[word]
+            if type == "integer" and re.fullmatch(r"[+-]?\d+(_\d+)*", word):
+                return int(text)
+            if type in ("integer", "number"):
+                number = float(text)
+                if number.is_integer() and (type == "integer" or "." not in text):
+                    return int(number)
+                if type == "number" and math.isfinite(number):
+                    return number
+            elif isinstance(value := json.loads(text), {"object": dict, "array": list}[type]):
+                return value
+    return text
 
 
 def failed(error: str | BaseException) -> Answer:
