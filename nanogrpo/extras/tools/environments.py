@@ -71,11 +71,11 @@ class Environments:
         if method is None:
             return None
 
-        def get_reward(environments: list, **kwargs) -> list[float | None]:
+        def get_reward(environments: list, **kwargs) -> list:
             return [environment.get_reward() for environment in environments]
 
-        async def get_reward_async(environments: list, **kwargs) -> list[float | None]:
-            return [await environment.get_reward() for environment in environments]
+        async def get_reward_async(environments: list, **kwargs) -> list:
+            return [await each for each in get_reward(environments)]
 
         function = get_reward_async if inspect.iscoroutinefunction(method) else get_reward
         function.__name__ = self.name
