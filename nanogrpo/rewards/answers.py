@@ -25,13 +25,18 @@ TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 # Formulas have a maximum length, so the search takes linear time.
 FORMULA = re.compile(
     r"(?<!\\)(?:\$\$((?:\\\$|[^$]){1,500})\$\$|\$((?:\\\$|[^$\n]){1,500})\$)"
-    r"|\\\(((?:(?!\\\)).){1,500})\\\)|\\\[((?:(?!\\\]).){1,500})\\\]"
-    r"|(-?\\[dt]?frac\{-?\d{1,50}\}\{-?\d{1,50}\})",
+    r"|\\\(((?:(?!\\\)).){1,500})\\\)|\\\[((?:(?!\\\]).){1,500})\\\]",
     re.DOTALL,
 )
 # This matches the text before a formula that is the answer, including the formula's delimiter.
 ANSWER_IS = re.compile(
     r"answer(?:(?!\bnot\b|\\[(\[])[^$]){0,50}(?:\$\$?|\\[(\[])?\Z", re.IGNORECASE
+)
+# A formula without delimiters, such as "2\frac{1}{2} hours" after "answer is".
+BARE = re.compile(
+    r"answer[^$\n]{0,50}?(?:\bis|[:=])[\s:*]*"
+    r"((?=[^$\n]{0,50}\\[a-z])(?:(?!\.(?:\s|\Z))[^$\n]){1,300})",
+    re.IGNORECASE,
 )
 # These match the text between two answers that belong together: "or", or ", and maybe x =".
 JOIN = re.compile(r"(?:[,;/&]|or|and|alternatively)+")
@@ -41,12 +46,13 @@ FILLER = re.compile(
 )
 
 
-def extract_answer(text: str) -> str | None:
+def extract_answer(text: str, formulas: bool = True) -> str | None:
     """Return the final answer in a text, or None.
 
     The answer is the first of these that exists: the last \\boxed{…}, the last <answer>…</answer>,
     the text after the last #### in its line, and the formula after the last word "answer". (A text
-    after #### that has words but no number may be a heading, so the formula is preferred.) Answers
+    after #### that has words but no number may be a heading, so the formula is preferred.) Without
+    `formulas`, such headings and formulas do not count. Answers
     joined by "or", "and" or a comma are returned together, for example "3, 5", because none of them
     is the full answer. Text before </think> is ignored, and so is text after an unclosed <think>.
     The time is linear in the length of the text, even if a completion repeats an unclosed \\boxed{
@@ -57,27 +63,29 @@ def extract_answer(text: str) -> str | None:
         return _groups(text, spans)[-1][1]
     _, mark, rest = text.rpartition("####")
     line = rest.strip().partition("\n")[0].strip()
-    has_words = re.search(r"[a-zA-Z]{3}", line)
+    has_words = re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{3}", line)  # LaTeX commands are no words
     if mark and not (has_words and measure(line[:MAX_LENGTH]).number is None):
         return line
+    if not formulas:
+        return None
     for start, answer in reversed(_groups(text, _spans(FORMULA, text))):
         if ANSWER_IS.search(text[max(start - 70, 0) : start]):
             return answer
-    return line if mark else None
+    return (BARE.findall(text) or [line if mark else None])[-1]
 
 
 def extract_reference(*texts: str) -> str:
     """Return the reference answer in a record's `solution`, `answer`, or both.
 
-    If no answer is marked in the first text, the shorter text is used. If that text marks no answer
-    either, but contains both words and formulas, its last formula is the answer. Otherwise the full
-    text is the answer.
+    If no answer is marked in the first text, or only by the word "answer", the shorter text is
+    used. If that text marks no answer either, but contains both words and formulas in delimiters,
+    its last formula is the answer. Otherwise the full text is the answer.
     """
-    text = texts[0] if extract_answer(texts[0]) else min(texts, key=len)
+    text = texts[0] if extract_answer(texts[0], formulas=False) else min(texts, key=len)
     if answer := extract_answer(text):
         return answer
     groups = _groups(text, _spans(FORMULA, text))
-    has_words = re.search(r"[a-zA-Z]{2}", FORMULA.sub("", text))
+    has_words = re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{2}", FORMULA.sub("", text))
     return groups[-1][1] if groups and has_words else text.strip()
 
 
@@ -93,8 +101,8 @@ def _boxes(text: str) -> list[Span]:
 
 
 def _spans(pattern: re.Pattern, text: str) -> list[Span]:
-    """Return the span of each match of a pattern. If it has groups, that of the matched group."""
-    return [match.span(match.lastindex or 0) for match in pattern.finditer(text)]
+    """Return the span of the matched group in each match of a pattern."""
+    return [match.span(match.lastindex) for match in pattern.finditer(text)]
 
 
 def _groups(text: str, spans: list[Span]) -> list[tuple[int, str]]:
@@ -111,10 +119,9 @@ def _groups(text: str, spans: list[Span]) -> list[tuple[int, str]]:
 
 # --- normalize its notation ---
 
-COMMANDS = "times cdot cdot div pi infty le ge ne cup cap in emptyset pm theta"
-UNICODE = str.maketrans(
-    {"−": "-", "–": "-", "‐": "-", "⁄": "/", "∕": "/", "°": r"^\circ "}
-    | {c: rf"\{name} " for c, name in zip("×⋅·÷π∞≤≥≠∪∩∈∅±θ", COMMANDS.split())}
+COMMANDS = "times cdot cdot div pi infty le ge ne cup cap in emptyset pm theta approx degree"
+UNICODE = str.maketrans("−–‐⁄∕", "---//") | str.maketrans(
+    {c: rf"\{name} " for c, name in zip("×⋅·÷π∞≤≥≠∪∩∈∅±θ≈°", COMMANDS.split())}
 )
 FONT = r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|boldsymbol|bm|mbox)\s*\{([^{}]*)\}"
 # The base of a number: 101_{two}, 101_2, 101 base 2.
@@ -143,6 +150,8 @@ REWRITES = [
         r"\\[dtc]?frac *(?:\{ *(-?[\d,]+) *\}|(\d)) *(?:\{ *([\d,]+) *\}|(\d))",
         r" \1\2/\3\4 ",
     ),
+    # Twelve periods of a repeating decimal are enough for `compare`.
+    (r"(\.\d*)\\(?:overline|bar) ?\{? ?(\d+) ?\}?", r"\1" + r"\2" * 12),
     (r"\s+", " "),
     (r"\A[ *_`]+|\s*\.*[ *_`]*\Z", ""),  # removes Markdown and a final full stop
     (r"([$€£¥₹]) ?(-?[\d.,]*\d(?: ?(?:hundred|thousand|[mbtr]+illion)\b)?)", r"\2 \1"),
@@ -150,7 +159,7 @@ REWRITES = [
     (
         r"(?i)\A(?:(?:the )?(?:(?:final|correct) )?(?:answer|option|choice)\b(?: is\b)?"
         r"\s*[:=]?\s*(?=\S)|(?:\\?[a-z]+(?: [a-z]{2,})*(?:_\w|_\{\w+\}|\(\w+\))?)? ?"
-        r"(?:=|(?<=[a-z]{2}):) ?(?=[-+$\\\d.(])"
+        r"(?:=|\\approx(?![a-z])|(?<=[a-z]{2}):) ?(?=[-+$\\\d.(])"
         rf"|{CALCULATION}= ?(?=\S))+|(?<=\d) ?={CALCULATION}\Z",
         "",
     ),
@@ -158,13 +167,13 @@ REWRITES = [
 
 
 def latex(text: str) -> str:
-    """Replace mathematical Unicode characters by LaTeX."""
-    if text.isascii():
-        return text
+    """Replace mathematical Unicode characters, and notations that math-verify cannot read."""
     text = re.sub(r"√\s*(\d+|[a-zA-Z]|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}", text)
     text = re.sub("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}", text)
     text = re.sub("[¼-¾⅐-⅞]", r" \g<0>", text)
-    return unicodedata.normalize("NFKC", text).translate(UNICODE)
+    text = re.sub(r"frac ?(\\[a-z]+) ?(\w)", r"frac{\1}{\2}", text)
+    text = text.replace(r"\varnothing", "∅")
+    return unicodedata.normalize("NFKC", text).translate(UNICODE).rstrip(" .")
 
 
 def plain(text: str) -> str:
@@ -257,13 +266,13 @@ NUMBER = re.compile(
     r"([+-]|(?:minus|negative) )? ?"
     r"((?:\d+ )?\d+(?:,\d{3})* ?/ ?[1-9]\d*(?:,\d{3})*"
     r"|\d{1,3}(?:[ ,]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
-    r"(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{? ?([+-]?\d{1,3}) ?\}?)?" + SCALE,
+    r"(?:(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{? ?|e(?=[+-]?\d))([+-]?\d{1,3}) ?\}?)?" + SCALE,
     re.IGNORECASE,
 )
 # A number or formula with words after it. "18cm" has a unit; "18m" and "18eggs" may be products.
 LONG_UNITS = "|".join(name for name in UNITS if len(name) > 1)
 MEASURE = re.compile(
-    rf"(?P<body>.*?[\d)}}]{SCALE})"
+    rf"(?P<body>.*?(?:[\d)}}]{SCALE}|\\pi(?= (?:square |cubic )?(?:{LONG_UNITS})\b)))"
     rf"(?P<words>(?: [a-z(]|_| ?/ ?[a-z]| ?[$€£¥₹¢]|(?:{LONG_UNITS})\b).*)",
     re.IGNORECASE,
 )
@@ -382,8 +391,8 @@ def compare(answer: str, reference: str) -> bool | None:
             return False
         return chosen[1] == label[1]
     if WORDS.fullmatch(a) and WORDS.fullmatch(b):
-        # A few letters may be a product of variables, which has no order.
-        may_be_product = len(b) == 2 or (len(b) <= 4 and b.islower() and "$" in reference)
+        # Letters may be a product of variables, which has no order.
+        may_be_product = len(b) == 2 or (b.islower() and "$" in reference)
         if may_be_product and sorted(a) == sorted(b):
             return None
         return a.casefold() == b.casefold()

@@ -59,8 +59,8 @@ class RewardProcess:
     [[-0.5], [], []]
     """
 
-    def __init__(self, specs: Sequence[str], timeout: float):
-        self.specs, self.timeout = specs, timeout  # seconds for a call
+    def __init__(self, specs: Sequence[str], timeout: float | None):
+        self.specs, self.timeout = specs, timeout  # seconds for a call; None: no limit
         self.start()
 
     def start(self) -> None:
@@ -103,7 +103,7 @@ class RewardProcess:
             f"the reward function {self.names[spec]}", (spec, arguments, shared), self.timeout
         )
 
-    def _ask(self, what: str, message: Any, timeout: float) -> Any:
+    def _ask(self, what: str, message: Any, timeout: float | None) -> Any:
         """Return the answer to a message. If the call is lost, the error message begins with
         `what`.
         """

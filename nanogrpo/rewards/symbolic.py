@@ -30,7 +30,6 @@ logger = logging.getLogger("nanogrpo")
 SECONDS = 2  # processor time for a pair; most pairs need milliseconds
 MEMORY = 2 << 30  # bytes of address space
 MAX_LOST = 20  # pairs that may exceed their limits in one call
-TIMEOUT = 60.0  # seconds of wall-clock time for a pair
 JUDGE = f"{__name__}:judge"
 
 Pair = tuple[str, str]
@@ -61,7 +60,7 @@ def equal(pairs: Sequence[Pair]) -> dict[Pair, bool | None]:
 
 @functools.cache
 def _process() -> RewardProcess:
-    return RewardProcess([JUDGE], TIMEOUT)
+    return RewardProcess([JUDGE], None)
 
 
 # --- in the process ---
@@ -89,6 +88,8 @@ def judge(completions: list[str], solution: list[str], **kwargs) -> list[float]:
         answer, wanted = (
             math_verify.parse(rf"\boxed{{{text}}}", **reading) for text in completions + solution
         )
-        return [float(math_verify.verify(wanted, answer, timeout_seconds=None))]
+        # The reference may be an interval, and the answer an inequality.
+        limits = {"timeout_seconds": None, "allow_set_relation_comp": True}
+        return [float(math_verify.verify(wanted, answer, **limits))]
     except Exception:  # an answer that causes an exception is wrong
         return [0.0]
