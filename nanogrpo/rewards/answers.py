@@ -46,13 +46,12 @@ FILLER = re.compile(
 )
 
 
-def extract_answer(text: str, formulas: bool = True) -> str | None:
+def extract_answer(text: str) -> str | None:
     """Return the final answer in a text, or None.
 
     The answer is the first of these that exists: the last \\boxed{…}, the last <answer>…</answer>,
     the text after the last #### in its line, and the formula after the last word "answer". (A text
-    after #### that has words but no number may be a heading, so the formula is preferred.) Without
-    `formulas`, such headings and formulas do not count. Answers
+    after #### that has words but no number may be a heading, so the formula is preferred.) Answers
     joined by "or", "and" or a comma are returned together, for example "3, 5", because none of them
     is the full answer. Text before </think> is ignored, and so is text after an unclosed <think>.
     The time is linear in the length of the text, even if a completion repeats an unclosed \\boxed{
@@ -66,8 +65,6 @@ def extract_answer(text: str, formulas: bool = True) -> str | None:
     has_words = re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{3}", line)  # LaTeX commands are no words
     if mark and not (has_words and measure(line[:MAX_LENGTH]).number is None):
         return line
-    if not formulas:
-        return None
     for start, answer in reversed(_groups(text, _spans(FORMULA, text))):
         if ANSWER_IS.search(text[max(start - 70, 0) : start]):
             return answer
@@ -77,11 +74,12 @@ def extract_answer(text: str, formulas: bool = True) -> str | None:
 def extract_reference(*texts: str) -> str:
     """Return the reference answer in a record's `solution`, `answer`, or both.
 
-    If no answer is marked in the first text, or only by the word "answer", the shorter text is
+    If the first text marks no answer by a box, a tag or a number after ####, the shorter text is
     used. If that text marks no answer either, but contains both words and formulas in delimiters,
     its last formula is the answer. Otherwise the full text is the answer.
     """
-    text = texts[0] if extract_answer(texts[0], formulas=False) else min(texts, key=len)
+    marked = _boxes(texts[0]) or re.search("</answer>|####[^a-zA-Z]*[0-9]", texts[0])
+    text = texts[0] if marked else min(texts, key=len)
     if answer := extract_answer(text):
         return answer
     groups = _groups(text, _spans(FORMULA, text))
@@ -102,7 +100,7 @@ def _boxes(text: str) -> list[Span]:
 
 def _spans(pattern: re.Pattern, text: str) -> list[Span]:
     """Return the span of the matched group in each match of a pattern."""
-    return [match.span(match.lastindex) for match in pattern.finditer(text)]
+    return [match.span(match.lastindex or 0) for match in pattern.finditer(text)]
 
 
 def _groups(text: str, spans: list[Span]) -> list[tuple[int, str]]:
@@ -129,7 +127,7 @@ DIGITS = "zero one two three four five six seven eight nine ten"
 BASES = {name: n for n, name in enumerate(DIGITS.split())}
 NAME = rf"(\d+|{'|'.join(BASES)})"
 BASE = re.compile(
-    rf"_ ?\{{ ?(?:base )?{NAME} ?\}}|(?:_ ?| (?:in )?base ){NAME}(?!\w)", re.IGNORECASE
+    rf"(?:_ ?(\{{ ?)?(?:base )?| (?:in )?base ){NAME}(?!\w)(?(1) ?\}})", re.IGNORECASE
 )
 CALCULATION = r"[\d.,(){}^ ]+(?:[-+*/]|\\(?:cdot|times|div))[-+*/\d.,(){}^ ]*"
 # Patterns and their replacements, applied in this order.
@@ -185,7 +183,7 @@ def plain(text: str) -> str:
 
 
 def _base(match: re.Match) -> str:
-    name = (match[1] or match[2]).lower()
+    name = match[2].lower()
     return f"_{BASES.get(name, name)}"
 
 
@@ -261,9 +259,9 @@ FACTORS = """
 """
 SCALES = dict(pair.split("=") for pair in FACTORS.split())
 SCALE = rf"(?: ?({'|'.join(SCALES)})\b)?"
-# sign, digits, power of ten, scale
+# minus sign, digits, power of ten, scale
 NUMBER = re.compile(
-    r"([+-]|(?:minus|negative) )? ?"
+    r"(?:\+|(-|(?:minus|negative) ))? ?"
     r"((?:\d+ )?\d+(?:,\d{3})* ?/ ?[1-9]\d*(?:,\d{3})*"
     r"|\d{1,3}(?:[ ,]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
     r"(?:(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{? ?|e(?=[+-]?\d))([+-]?\d{1,3}) ?\}?)?" + SCALE,
@@ -330,7 +328,7 @@ def _number(text: str) -> Fraction | None:
     terms = re.sub(r",| (?=\d{3}\b|/)|(?<=/) ", "", digits).split()  # "1,234", or 1 and 1/2
     value = sum(map(Fraction, terms)) * Fraction(10) ** int(power or 0)
     value *= Fraction(SCALES[scale.lower()] if scale else 1)
-    return value if sign in (None, "+") else -value
+    return -value if sign else value
 
 
 # --- compare ---
@@ -368,9 +366,8 @@ def compare(answer: str, reference: str) -> bool | None:
     if x is not None and y is not None:
         is_scaled = x * RATIOS.get(given.unit or "", 1) == y * RATIOS.get(wanted.unit or "", 1)
         # A decimal number with at least six places may be rounded.
-        bodies = (given.body, wanted.body)
-        places = [len(d) for body in bodies for d in re.findall(r"\.(\d{6,})\Z", body)]
-        is_rounded = places and abs(x - y) * 10 ** min(places) < 1
+        places = re.findall(r"\.(\d{6,})(?!\S)", f"{given.body} {wanted.body}")
+        is_rounded = places and abs(x - y) * 10 ** min(map(len, places)) < 1
         return bool(x == y or is_scaled or is_rounded)
     a, b = canonical(given.body), canonical(wanted.body)
     if a == b:
@@ -404,4 +401,4 @@ def without_label(reference: str) -> str:
     change.
     """
     label = CHOICE.fullmatch(measure(reference).body)
-    return label[2] if label and label[2] else reference
+    return (label and label[2]) or reference

@@ -10,7 +10,6 @@ rewards/answers.py (what counts as an answer), rewards/scorer.py, which calls th
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,8 +42,7 @@ def accuracy_reward(
 
 def is_empty(cell: Any) -> bool:
     """Return whether a value is missing: null, an empty text (as in CSV), or NaN (as in pandas)."""
-    is_nan = isinstance(cell, float) and math.isnan(cell)
-    return cell is None or is_nan or not str(cell).strip()
+    return cell is None or cell != cell or not str(cell).strip()  # only NaN differs from itself
 
 
 def same_answers(pairs: Sequence[tuple[str, str] | None]) -> list[bool | None]:

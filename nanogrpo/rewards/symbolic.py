@@ -20,7 +20,6 @@ import functools
 import logging
 import resource
 import time
-from collections.abc import Sequence
 
 from nanogrpo.rewards.answers import latex, without_label
 from nanogrpo.rewards.process import CallLost, RewardProcess
@@ -35,7 +34,7 @@ JUDGE = f"{__name__}:judge"
 Pair = tuple[str, str]
 
 
-def equal(pairs: Sequence[Pair]) -> dict[Pair, bool | None]:
+def equal(pairs: list[Pair]) -> dict[Pair, bool | None]:
     """For each pair (answer, reference), return whether the two are equal, or None if not tried.
 
     A pair that exceeds its limits counts as different. After MAX_LOST such pairs, no more pairs are
@@ -48,8 +47,7 @@ def equal(pairs: Sequence[Pair]) -> dict[Pair, bool | None]:
             break
         texts = {"completions": [latex(answer)], "solution": [latex(without_label(wanted))]}
         try:
-            rewards, *_ = _process().call(JUDGE, texts, {})
-            verdicts[answer, wanted] = rewards == [1.0]
+            verdicts[answer, wanted] = _process().call(JUDGE, texts, {})[0] == [1.0]
         except CallLost:
             verdicts[answer, wanted] = False
             lost += 1
@@ -89,7 +87,7 @@ def judge(completions: list[str], solution: list[str], **kwargs) -> list[float]:
             math_verify.parse(rf"\boxed{{{text}}}", **reading) for text in completions + solution
         )
         # The reference may be an interval, and the answer an inequality.
-        limits = {"timeout_seconds": None, "allow_set_relation_comp": True}
-        return [float(math_verify.verify(wanted, answer, **limits))]
+        options = {"timeout_seconds": None, "allow_set_relation_comp": True}
+        return [float(math_verify.verify(wanted, answer, **options))]
     except Exception:  # an answer that causes an exception is wrong
         return [0.0]
