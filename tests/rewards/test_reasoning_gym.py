@@ -3,6 +3,8 @@
 Read next: tests/data/test_gym.py (where the problems come from).
 """
 
+import builtins
+import contextlib
 import inspect
 import re
 
@@ -59,19 +61,37 @@ def test_other_prompts_get_none_and_a_missing_answer_0():
         "٣+٤",
     ],
 )
-def test_an_answer_that_is_no_arithmetic_is_not_evaluated(task, answer, tmp_path):
+@pytest.mark.parametrize("prefix", ["reasoning_gym:", ""])  # "": from a user's data
+def test_an_answer_that_is_no_arithmetic_is_not_evaluated(prefix, task, answer, tmp_path):
     (origin,) = problems(task, 1)
+    origin["source"] = prefix + origin["source"].removeprefix("reasoning_gym:")
     file = tmp_path / "made"
     text = f"<answer>{answer.replace('{file}', str(file))}</answer>"
     assert reasoning_gym_reward(completions=[text], reasoning_gym=[origin])[0] < 0.02
     assert not file.exists()
 
 
-def test_data_sets_that_evaluate_answers_are_refused():
+def test_data_sets_that_evaluate_answers_are_refused(monkeypatch):
+    """Both the source of each verifier and its calls of `eval` show whether it evaluates."""
+    evaluate = gym.EVALUATE - {"composite"} | gym.ARITHMETIC
     sources = {task: inspect.getsource(kind) for task, (kind, _) in DATASETS.items()}
     call = re.compile(r"(eval|parse_expr)\(answer")
-    evaluate = {task for task, text in sources.items() if call.search(text)}
-    assert evaluate == gym.EVALUATE - {"composite"} | gym.ARITHMETIC
+    assert {task for task, text in sources.items() if call.search(text)} == evaluate
+
+    found = set()
+    real = eval
+
+    def spy(code, *scopes):
+        found.update({task} if "zqx" in str(code) else ())
+        return real(code, *scopes)
+
+    monkeypatch.setattr(builtins, "eval", spy)  # sympy calls it, too
+    for task in {*DATASETS} - {"composite"}:
+        data = package.create_dataset(task, seed=0, size=1)
+        for answer in ("zqx", "[['zqx']]", "['zqx', 1]", "1 + zqx"):
+            with contextlib.suppress(Exception):
+                data.score_answer(answer, data[0])
+    assert found == evaluate
     for task in gym.EVALUATE:
         with pytest.raises(UserError, match=f"the verifier of {task} evaluates the answer as Pyth"):
             problems(task)

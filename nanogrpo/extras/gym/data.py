@@ -93,7 +93,7 @@ def dataset(source: str) -> Any:
         raise UserError(
             "this needs the package reasoning-gym: pip install 'nanogrpo[reasoning]'."
         ) from e
-    name, given = split_arguments(source.removeprefix(PREFIX), "--data")
+    name, given = split_arguments(source.partition(":")[2], "--data")
     if name in EVALUATE:
         raise UserError(
             f"the verifier of {name} evaluates the answer as Python code, so a completion could run"
