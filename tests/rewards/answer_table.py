@@ -563,4 +563,122 @@ WORDS = [
     (r"\boxed{x ≤ 3}", r"$x \le 3$", True),
 ]
 
-ROWS = NUMBERS + FRACTIONS + ALGEBRA + COLLECTIONS + CHOICES_AND_TEXTS + MARKS + UNITS + WORDS
+# References without delimiters, as in the public data sets: each equals itself.
+GOLDS = r"""
+    \frac{3}{2}\pi
+    \left(\frac{3}{5},\frac{8}{3}\right]
+    \frac{1}{2}\sqrt{3}
+    \frac{x}{2}+\frac{1}{2}
+    a \geq \frac{1}{4}
+    \left[\frac{1}{2},\infty\right)
+    3\frac{1}{2}\text{ hours}
+    \frac{5}{6} \pm \frac{\sqrt{13}}{6}
+    \begin{pmatrix} \frac{1}{2} & 0 \\ 0 & \frac{1}{3} \end{pmatrix}
+    -\frac{3}{4}\ln 2
+    \frac{1}{3}\log_2 5
+    \left(\frac{1}{2},\frac{\sqrt{3}}{2}\right)
+    \frac{\pi}{6}+\frac{1}{4}
+    e^{\frac{1}{2}}
+    \sqrt{\frac{3}{2}}
+    2^{\frac{1}{3}}
+    \sin\frac{1}{2}
+    \frac{7}{2}\text{ cm}
+    \frac{1}{2}\left(1+\sqrt{5}\right)
+    \left\{\frac{1}{2},\frac{2}{3}\right\}
+    x\in\left(-\infty,\frac{1}{2}\right)\cup(2,\infty)
+    y=\frac{1}{2}x+\frac{3}{4}
+    -\frac{1}{2} < x < \frac{3}{2}
+    \binom{10}{5}\left(\frac{1}{2}\right)^{10}
+    \frac{1}{4}e^{2}+\frac{1}{4}
+    \frac{1}{2} \text{ and } \frac{1}{3}
+    \frac{2}{5}\sqrt{10}\text{ units}
+    \left(-\frac{1}{2}, \frac{5}{2}\right)
+    \frac{3}{8}i
+    \cos\frac{3}{7}
+    \frac{9}{4}\pi\text{ cubic inches}
+    \arctan\frac{1}{2}
+    \dfrac{11}{3}\sqrt{2}
+    \left|\frac{1}{2}-x\right|
+    x \le -\frac{7}{4}
+    \begin{bmatrix} \frac{3}{5} \\ \frac{4}{5} \end{bmatrix}
+    \frac{1}{2}, \frac{\pi}{3}
+    k\pi+\frac{1}{6}
+    \frac{1}{2}n(n+1)
+    \frac{1}{1-x}
+    \frac{n(n+1)(2n+1)}{6}
+    \sqrt{65}
+    2\sqrt{13}
+    (-\infty,-3]\cup[3,\infty)
+    \left(-\infty, 0\right) \cup \left(0, \infty\right)
+    \text{(C)}
+    \text{Evelyn}
+    \textbf{(D)}\ 9
+    11\sqrt{2}
+    x^2-7x+12
+    p - q
+    6 - 5i
+    -2 + 7i
+    \frac{3 \pm \sqrt{17}}{4}
+    1 \pm \sqrt{19}
+    10080
+    \$32,\!348
+    5.4 \text{ cents}
+    \frac{35}{64}
+    4210_5
+    2516_8
+    (6,31,-1)
+    \left(\frac{\sqrt{3}}{2}, \frac{1}{2}\right)
+    \{-1,0,2\}
+    (0,9)\cup(9,36)
+    y = 2x + 3
+""".strip().splitlines()
+
+BARE = [(rf"\boxed{{{gold.strip()}}}", gold.strip(), True) for gold in GOLDS] + [
+    # a fraction of the reference is not the reference
+    (r"\boxed{\frac{3}{2}}", r"\frac{3}{2}\pi", False),
+    (r"\boxed{\frac{3\pi}{2}}", r"\frac{3}{2}\pi", True),
+    (r"\boxed{8/3, 3/5}", r"\left(\frac{3}{5},\frac{8}{3}\right]", False),
+    (r"\boxed{(3/5, 8/3]}", r"\left(\frac{3}{5},\frac{8}{3}\right]", True),
+    (r"\boxed{\frac12}", r"\frac{1}{2}\sqrt{3}", False),
+    (r"\boxed{\frac{\sqrt3}{2}}", r"\frac{1}{2}\sqrt{3}", True),
+    (r"\boxed{\frac12}", r"\frac{x}{2}+\frac{1}{2}", False),
+    (r"\boxed{\frac14}", r"a \geq \frac{1}{4}", False),
+    (r"\boxed{\frac12}", r"3\frac{1}{2}\text{ hours}", False),
+    (r"\boxed{3.5}", r"3\frac{1}{2}\text{ hours}", True),
+    (r"\boxed{0.5\text{ hours}}", r"\frac{1}{2} hour", True),
+    (r"\boxed{\frac13}", r"x=\frac{1}{2} or x=\frac{1}{3}", False),
+    (r"\boxed{\frac{1}{2}, \frac{1}{3}}", r"x=\frac{1}{2} or x=\frac{1}{3}", True),
+    # after the word "answer" and after ####
+    (r"The answer is 2\frac{1}{2}.", "5/2", True),
+    (r"The answer is 2\frac{1}{2}.", "1/2", False),
+    (r"The answer is \frac{3}{2}\pi.", r"\frac{3\pi}{2}", True),
+    (r"The answer is \frac{x}{2} + \frac{1}{2}.", r"\frac{1}{2}", False),
+    (r"The answer is \frac{1}{2} or \frac{1}{3}.", "1/3", False),
+    (r"The answer is $x+1.$", "1+x", True),
+    ("My first answer $2$ was wrong.\n#### \\sqrt{5}", r"\sqrt{5}", True),
+    ("My first answer $2$ was wrong.\n#### \\sqrt{5}", "2", False),
+    # notations
+    (r"\boxed{x\approx 3.14}", "3.14", True),
+    (r"\boxed{≈ 3.15}", "3.14", False),
+    (r"\boxed{0.1\overline{6}}", r"\frac16", True),
+    (r"\boxed{0.\overline{3}}", r"\frac{3}{10}", False),
+    (r"\boxed{1.5e3}", "1500", True),
+    (r"\boxed{2e^3}", "2000", False),
+    (r"\boxed{\frac\pi 2}", r"\frac{\pi}{2}", True),
+    (r"\boxed{\varnothing}", r"\emptyset", True),
+    (r"\boxed{8\pi\text{ cm}}", r"8\pi\text{ inches}", False),
+    (r"\boxed{x>3}", r"(3,\infty)", True),
+    (r"\boxed{x\ge3}", r"(3,\infty)", False),
+    (r"\boxed{0\le x\le 1}", "[0,1]", True),
+    (r"\boxed{0\le x\le 1}", "(0,1)", False),
+    # decisions: what is neither converted nor finished is wrong; a name or form is not compared
+    (r"\boxed{\$0.75}", r"75\text{ cents}", False),
+    (r"\boxed{1/2/3}", r"\frac{1}{6}", False),
+    (r"\boxed{x=5}", "y=5", True),
+    (r"\boxed{(1,2)}", r"\{1,2\}", True),
+    (r"\boxed{12}", "12 dozen", True),
+]
+
+ROWS = (
+    NUMBERS + FRACTIONS + ALGEBRA + COLLECTIONS + CHOICES_AND_TEXTS + MARKS + UNITS + WORDS + BARE
+)

@@ -137,6 +137,8 @@ def test_a_worked_solution_without_a_marked_answer_does_not_hide_the_bare_answer
     assert accuracy_reward(completions, solution=[worked] * 2) == [0.0, 1.0]
     marked = [worked + "\n#### 18"] * 2
     assert accuracy_reward(completions, solution=marked, answer=["126"] * 2) == [1.0, 0.0]
+    for unmarked in ("To answer this, note that $a=9$.", "#### Solution\nThe answer is $a=9$."):
+        assert accuracy_reward(["#### 18"], solution=[unmarked], answer=["18"]) == [1.0]
 
 
 # --- math-verify ---
