@@ -28,8 +28,8 @@ class Resample(Feature):
         """Replace the groups in which all advantages are 0, for `max_resample_times` rounds.
 
         Equal rewards would be the wrong criterion. maxrl also gives 0 if the mean reward is not
-        positive. With normalize_then_sum, the rewards of individual functions may differ although their
-        sums are equal. Groups whose advantages are still all 0 after the last round are kept.
+        positive. With normalize_then_sum, the rewards of individual functions may differ although
+        their sums are equal. Groups whose advantages are still all 0 after the last round are kept.
 
         The new prompts and their random streams depend only on (seed, step, round, index of the
         replaced group). So neither resuming nor the number of ranks changes them. Every rank must

@@ -201,11 +201,12 @@ MENU = {  # every path through the head, with every vector that is of the whole 
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     "gspo, kl": {"importance_sampling_level": "sequence", "beta": 0.1},
     "off-policy mask": {"off_policy_mask_threshold": 0.05},
-    "top entropy": {"top_entropy_quantile": 0.4},
+    # not 0.4, whose threshold is a tie: the first tokens of a group have the same entropy
+    "top entropy": {"top_entropy_quantile": 0.45},
     "entropy bonus": {"entropy_coef": 0.3},
     "entropy bonus of the top": {
         "entropy_coef": 0.3,
-        "top_entropy_quantile": 0.4,
+        "top_entropy_quantile": 0.45,
         "loss_type": "cispo",
         "epsilon_high": 2.0,
     },
