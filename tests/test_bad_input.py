@@ -225,7 +225,7 @@ MODELS = {
     },
     "weights a dangling link": (
         in_its_place("model.safetensors", "nowhere"),
-        r"base/model\.safetensors is missing or damaged",
+        r"base/model\.safetensors cannot be read",
     ),
 }
 

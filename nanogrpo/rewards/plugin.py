@@ -118,7 +118,7 @@ def bind(function: Callable, arguments: dict[str, Any], spec: str) -> Callable:
                 f"{OPTION}: {spec!r} gives the argument {min(unknown)!r}, but the function has "
                 f"only {signature}"
             )
-        return functools.partial(function, **arguments)
+        return functools.partial(function, **arguments) if arguments else function
     try:
         return function(**arguments)
     except UserError:
