@@ -181,16 +181,9 @@ class Config:
         group="Loss",
         choices=("grpo", "bnpo", "dr_grpo", "dapo"),
     )
-    epsilon: float = option(
-        0.2,
-        "clip the ratio below at 1 - epsilon",
-        ">= 0",
-        "< 1",
-    )
+    epsilon: float = option(0.2, "clip the ratio below at 1 - epsilon", ">= 0", "< 1")
     epsilon_high: float | None = option(
-        None,
-        "clip the ratio above at 1 + epsilon_high; default: epsilon",
-        ">= 0",
+        None, "clip the ratio above at 1 + epsilon_high; default: epsilon", ">= 0"
     )
     delta: float | None = option(
         None,
@@ -225,8 +218,7 @@ class Config:
         1, "minibatches (optimizer steps) that a generation is split into", "> 0"
     )
     share_prompts: bool = free_option(
-        True,
-        "pack a prompt once for all its completions; same gradient, fewer tokens",
+        True, "pack a prompt once for all its completions; same gradient, fewer tokens"
     )
     token_budget: int | None = free_option(
         None,
@@ -385,9 +377,9 @@ class Config:
 
     def validate(self) -> None:
         """Raise a UserError for the first invalid value."""
-        kinds: list[Any] = [k for k in type(self).__mro__[::-1] if "problems" in vars(k)]
+        own = [vars(k)["problems"] for k in type(self).__mro__[::-1] if "problems" in vars(k)]
         # `values` runs first, so the other checks can rely on each value's range
-        for check in (values, *(kind.problems for kind in kinds), ignored):
+        for check in (values, *own, ignored):
             for problem in check(self):
                 raise UserError(problem)
 
@@ -417,7 +409,6 @@ def values(c: Config) -> Iterator[str]:
 
 def ignored(c: Config) -> Iterator[str]:
     """Yield a message for each option that has no effect because of another option's value."""
-    defaults = {f.name: f.default for f in fields(c)}
     for f in fields(c):
         value = getattr(c, f.name)
         if "needs" not in f.metadata or value == f.default:
@@ -425,7 +416,7 @@ def ignored(c: Config) -> Iterator[str]:
         other, _, wanted = f.metadata["needs"].partition("=")
         value = " ".join(map(str, value)) if isinstance(value, tuple) else value
         current, problem = getattr(c, other), f"--{dashed(f.name)} is {value}, which has no effect"
-        if not wanted and current == defaults[other]:
+        if not wanted and current == getattr(type(c), other):
             yield f"{problem} without --{dashed(other)}: set that too."
         if wanted and current not in wanted.split("|"):
             choice = wanted.replace("|", " or ")
