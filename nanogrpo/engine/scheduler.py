@@ -39,10 +39,6 @@ class Completion:
     start: list[int]
 
     @property
-    def finished(self) -> bool:
-        return self.sample.stopped or not self.room
-
-    @property
     def room(self) -> int:
         """The number of tokens that may still be sampled."""
         return self.limit - len(self.sample.token_ids)
@@ -112,18 +108,17 @@ class Scheduler:
             c.sample.logp += values[:size]
             c.sample.versions += [version] * size
             c.sample.stopped = ids[size - 1] in stops
-        kept = [r for r, c in enumerate(self.active) if not c.finished]
+        kept = [r for r, c in enumerate(self.active) if c.room and not c.sample.stopped]
         if len(kept) < len(self.active):
             self._keep(kept)
 
     def _put_back_youngest(self) -> None:
         """Return the youngest active completion to the front of the queue."""
-        row = max(range(len(self.active)), key=lambda r: self.active[r].turn)
-        c = self.active[row]
+        c = max(self.active, key=lambda c: c.turn)
         c.start = c.sample.prompt.token_ids + c.sample.token_ids
         self.waiting.appendleft(c)
         self.put_back += 1
-        self._keep([r for r in range(len(self.active)) if r != row])
+        self._keep([r for r, other in enumerate(self.active) if other is not c])
 
     def _keep(self, kept: list[int]) -> None:
         """Keep only these rows, which are in increasing order. The last rows move into the gaps."""
