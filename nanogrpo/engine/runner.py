@@ -39,25 +39,23 @@ class Runner:
 
     def prefill(self, waiting: Iterable[Completion]) -> dict[int, Prefix]:
         """Compute the keys and values of the first waiting prompts, up to PREFILL_TOKENS tokens."""
-        prompts: dict[int, list[int]] = {}
+        prompts: list[list[int]] = []
+        tokens: list[int] = []  # [T]
         inputs: list[tuple[int, Any]] = []  # as in PackedBatch
-        room, row = PREFILL_TOKENS, 0
         for c in {id(c.start): c for c in waiting}.values():
-            ids = c.start
-            room -= len(ids)
-            if prompts and room < 0:
+            # counted with the last token of each prompt
+            if prompts and len(tokens) + len(prompts) + len(c.start) > PREFILL_TOKENS:
                 break
-            prompts[id(ids)] = ids
             if c.sample.prompt.inputs is not None:
-                inputs.append((row, c.sample.prompt.inputs))
-            row += len(ids) - 1
-        lengths = [len(ids) - 1 for ids in prompts.values()]
+                inputs.append((len(tokens), c.sample.prompt.inputs))
+            prompts.append(c.start)
+            tokens += c.start[:-1]
+        lengths = [len(ids) - 1 for ids in prompts]
         some = [n for n in lengths if n]  # a prompt of one token needs no prefill
         if not some:
             nothing = self.cache.k[:, 0, :, :0]  # [L, K, 0, E]
-            return {key: Prefix(ids, nothing, nothing) for key, ids in prompts.items()}
+            return {id(ids): Prefix(ids, nothing, nothing) for ids in prompts}
         device = self.state.device
-        tokens = torch.tensor([t for ids in prompts.values() for t in ids[:-1]], device=device)
         positions = torch.cat([torch.arange(n, device=device) for n in some])  # [T]
         cu_seqlens = torch.tensor([0, *some], device=device).cumsum(0).int()  # [N+1]
         strip = StripAttention(cu_seqlens, max(some))
@@ -68,10 +66,10 @@ class Runner:
             kept.append((k.contiguous(), v.contiguous()))  # [T, K, E] each
             return strip(layer, q, k, v)
 
-        self.model.model(tokens, positions, attend, *inputs)  # without the head
+        self.model.model(torch.tensor(tokens, device=device), positions, attend, *inputs)  # no head
         keys, values = (torch.stack(x).transpose(1, 2) for x in zip(*kept))  # [L, K, T, E] each
-        split = zip(prompts.items(), keys.split(lengths, dim=2), values.split(lengths, dim=2))
-        return {key: Prefix(ids, k, v) for (key, ids), k, v in split}
+        split = zip(prompts, keys.split(lengths, dim=2), values.split(lengths, dim=2))
+        return {id(ids): Prefix(ids, k, v) for ids, k, v in split}
 
     def decode(self, active: Sequence[Completion], params: SamplingParams) -> tuple[Tensor, Tensor]:
         """Sample up to `stride` tokens per active row. Return tokens and log-probs [steps, b]."""
