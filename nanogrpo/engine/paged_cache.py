@@ -79,10 +79,10 @@ class PagedCache:
         t = prefix.k.shape[2]
         full = t // PAGE
         each = pages_of(min(t + ahead, self.S)) - full  # pages that a row does not share
-        count = min(count, (len(self.free) - (0 if prefix.users else full)) // each)
+        first_rows = not prefix.users
+        count = min(count, (len(self.free) - full * first_rows) // each)
         if count <= 0:
             return 0
-        first_rows = not prefix.users
         if first_rows:
             prefix.pages = self._take(full)
         own = [self._take(each) for _ in range(count)]
@@ -96,7 +96,7 @@ class PagedCache:
         prefix.users += count
         self.rows += [(prefix, pages) for pages in own]
         lists = [prefix.pages + pages for pages in own]
-        self.on_host[first : first + count, : full + each] = torch.tensor(lists).int()
+        self.on_host[first : first + count, : full + each] = torch.tensor(lists)
         self.table.copy_(self.on_host)
         return count
 
@@ -112,7 +112,7 @@ class PagedCache:
             if n:
                 pages = self._take(n)
                 self.rows[row][1].extend(pages)
-                self.on_host[row, have[row] : have[row] + n] = torch.tensor(pages).int()
+                self.on_host[row, have[row] : have[row] + n] = torch.tensor(pages)
         self.table.copy_(self.on_host)
         return True
 
