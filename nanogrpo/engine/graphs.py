@@ -85,7 +85,7 @@ def join(*layers: nn.Linear) -> Callable[[Tensor], tuple[Tensor, ...]]:
     changes the joint tensor.
     """
     sizes = [len(layer.weight) for layer in layers]
-    weight = layers[0].weight.new_empty(sum(sizes), layers[0].in_features)
+    weight = torch.cat([layer.weight for layer in layers])
     bias = None if layers[0].bias is None else weight.new_empty(sum(sizes))
     for i, layer in enumerate(layers):
         layer.weight = nn.Parameter(weight.split(sizes)[i], requires_grad=False)
