@@ -101,7 +101,6 @@ class LocalEngine:
         """Free the weights, the cache and the graphs. The engine cannot be used afterwards."""
         vars(self).clear()
 
-    @torch.inference_mode()
     def sample(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
     ) -> list[Sample]:
