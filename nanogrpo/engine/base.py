@@ -45,14 +45,12 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """The version of the weights that the engine samples with; -1 before the first `load`."""
-        ...
 
     def load(self, model: nn.Module, version: int) -> None:
         """Copy the model's current weights. New samples have this `version`.
 
         The engine needs a copy, because training may change the original weights during sampling.
         """
-        ...
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
@@ -66,15 +64,12 @@ class Engine(Protocol):
         `stream(params.seed, step, prompt.id, index)`. A completion has at most prompt.max_tokens
         tokens, or params.max_tokens if the prompt has no limit.
         """
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics that this engine adds to a step's log. Every rank must call this."""
-        ...
 
     def close(self) -> None:
         """Release all resources. No method is called afterwards."""
-        ...
 
 
 def stream(seed: int, step: int, prompt: int, sample: int) -> int:
