@@ -73,8 +73,9 @@ def importance_of_both(
     engine = torch.tensor([x for s in samples for x in s.logp])  # [tokens]
     sample = torch.arange(len(samples)).repeat_interleave(torch.tensor(LENGTHS))  # [tokens]
     weight = importance.correction(trainer, engine, sample, mode, clip_max, clip_min)
-    found = mismatch.compare((trainer - engine).float())
-    return {"weight": weight, **{name: found[name] for name in figures}}, theirs
+    found = mismatch.vectors((trainer - engine).float())
+    ours = {name: getattr(found[name], name.rpartition("/")[2])().item() for name in figures}
+    return {"weight": weight, **ours}, theirs
 
 
 def difference(ours: torch.Tensor | float, theirs: torch.Tensor | float) -> float:

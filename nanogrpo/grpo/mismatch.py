@@ -1,7 +1,8 @@
 """Compare the log-probs of trainer and engine on the same tokens.
 
 In: the log-probs of M tokens at the sampling temperature, as computed by the engine that sampled
-the tokens, and by the trainer before the first update. Out: the metrics that are logged every step.
+the tokens, and by the trainer before the first update. Out: one vector for each metric that is
+logged every step.
 
 Samples come from the engine's policy μ, but are treated as samples of the trainer's policy π. Both
 policies have the same weights. Different kernels, precisions and batch shapes make the log-probs
@@ -15,14 +16,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanogrpo.distributed.world import ALONE, World
 from nanogrpo.kernels.reference.policy import LOG_RATIO_MAX
 
 
-def compare(delta: Tensor, world: World = ALONE) -> dict[str, float]:
-    """Return the metrics of M tokens, which may be divided over several ranks.
+def vectors(delta: Tensor) -> dict[str, Tensor]:
+    """Return a vector [M] float64 for each metric, which is the mean of its vector over the tokens
+    of all ranks, or the maximum if its name says so.
 
-    `delta` is [M] float32: Δ = log π − log μ. Every rank must call this function.
+    `delta` is [M] float32: Δ = log π − log μ.
 
     `sampling_logp_difference` has the mean and the maximum of |Δ|, as in TRL.
     `k3` is the mean of e^Δ − 1 − Δ, which is never negative and estimates KL(μ‖π) on tokens that
@@ -31,13 +32,9 @@ def compare(delta: Tensor, world: World = ALONE) -> dict[str, float]:
     """
     delta = delta.double()  # float64 keeps the precision of small differences
     clamped = delta.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
-    k3 = clamped.exp() - 1 - clamped
-    found = world.spreads({"gap": delta.abs(), "k3": k3, "ratio": clamped.abs().exp()})
-    if not found:  # every completion was masked
-        return {}
     return {
-        "sampling/sampling_logp_difference/mean": found["gap"].mean,
-        "sampling/sampling_logp_difference/max": found["gap"].most,
-        "sampling/k3": found["k3"].mean,
-        "sampling/ratio": found["ratio"].mean,
+        "sampling/sampling_logp_difference/mean": delta.abs(),
+        "sampling/sampling_logp_difference/max": delta.abs(),
+        "sampling/k3": clamped.exp() - 1 - clamped,
+        "sampling/ratio": clamped.abs().exp(),
     }

@@ -86,14 +86,13 @@ class Meter:
         """Return the metrics of the step over all ranks. Every rank must call this method."""
         loss = sum(world.gather(float(self.loss)))
         out = {"loss": loss / self.updates, "grad_norm": statistics.fmean(self.norms)}
-        found = world.spreads(self._vectors())
         kinds = {"min": "least", "max": "most"}
-        for name, spread in found.items():
-            out[name] = getattr(spread, kinds.get(name.rpartition("_")[2], "mean"))
+        for name, spread in world.spreads(self._vectors()).items():
+            out[name] = getattr(spread, kinds.get(name[-3:], "mean"))
         if "clip_ratio/low_mean" in out:
             both = out["clip_ratio/low_mean"] + out["clip_ratio/high_mean"]
             out["clip_ratio/region_mean"] = both
-        return out | mismatch.compare(self._joined("delta"), world)
+        return out
 
     def _joined(self, name: str) -> Tensor:
         """Return this rank's values of one metric, joined over all micro-batches."""
@@ -129,7 +128,7 @@ class Meter:
                 "clip_ratio/high_mean": view(high),
                 "clip_ratio/high_max": by_completion(high),
             }
-        return out
+        return out | mismatch.vectors(self._joined("delta"))
 
 
 def _given(samples: Sequence[Facts]) -> dict[str, list[float]]:
@@ -138,8 +137,11 @@ def _given(samples: Sequence[Facts]) -> dict[str, list[float]]:
     """
     out = {f"rewards/{name}": [s.rewards[name] for s in samples] for name in samples[0].rewards}
     out["reward"] = [s.reward for s in samples]
-    given = {name: [r for r in values if r is not None] for name, values in out.items()}
-    return {name: values for name, values in given.items() if values}
+    return {
+        name: given
+        for name, values in out.items()
+        if (given := [r for r in values if r is not None])
+    }
 
 
 def facts(samples: Sequence[Sample], world: World) -> list[Facts]:
@@ -155,7 +157,7 @@ def of_samples(samples: Sequence[Facts], std: Tensor) -> dict[str, float]:
     """
     out: dict[str, float] = {}
     lengths = [s.length for s in samples]
-    ended = [n for n, s in zip(lengths, samples) if s.stopped] or [0]
+    ended = [s.length for s in samples if s.stopped] or [0]
     for name, values in (("length", lengths), ("terminated_length", ended)):
         for how, reduce in (("min", min), ("max", max), ("mean", statistics.fmean)):
             out[f"completions/{how}_{name}"] = reduce(values)

@@ -14,9 +14,15 @@ import torch
 from nanogrpo.distributed.world import ALONE
 from nanogrpo.extras.importance import correction, measured
 from nanogrpo.extras.options import CHOICES
-from nanogrpo.grpo.mismatch import compare
+from nanogrpo.grpo import mismatch
 
 MODES = CHOICES["vllm_importance_sampling_mode"][1:]  # without "off"
+
+
+def compare(delta: torch.Tensor) -> dict[str, float]:
+    """Return the metrics, reduced as `Meter.summary` does."""
+    found = mismatch.vectors(delta).items()
+    return {name: (x.max() if name.endswith("max") else x.mean()).item() for name, x in found}
 
 
 def vectors(seed: int = 0, spread: float = 0.5):
