@@ -50,11 +50,18 @@ def flash(q: Tensor, k: Tensor, v: Tensor, at: Bounds) -> Tensor:
     """Call flash-attn 4 (CUDA, half precision, Hopper and Blackwell)."""
     from flash_attn.cute import flash_attn_varlen_func
 
-    lengths = dict(
-        cu_seqlens_q=at.cu_q, cu_seqlens_k=at.cu_k, max_seqlen_q=at.max_q, max_seqlen_k=at.max_k
+    out, *_ = flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q=at.cu_q,
+        cu_seqlens_k=at.cu_k,
+        max_seqlen_q=at.max_q,
+        max_seqlen_k=at.max_k,
+        causal=at.causal,
+        deterministic=deterministic(),
     )
-    options = dict(causal=at.causal, deterministic=deterministic())
-    return flash_attn_varlen_func(q, k, v, **lengths, **options)[0]  # without log-sum-exps
+    return out  # without log-sum-exps
 
 
 @functools.cache

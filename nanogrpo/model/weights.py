@@ -94,9 +94,9 @@ def host_weights(
     Shards are gathered one by one, so every rank must call this function. If `keep` is off, a rank
     discards each tensor immediately.
     """
-    out: dict[str, Tensor] = {}
     # if head and embedding are tied, only the embedding is yielded
-    for name, full in full_parameters(model):
-        if keep:
-            out[name] = full.to("cpu", dtype, copy=True).contiguous()
-    return out
+    return {
+        name: full.to("cpu", dtype, copy=True).contiguous()
+        for name, full in full_parameters(model)
+        if keep
+    }
