@@ -142,7 +142,7 @@ def parse(
     not have.
     """
     known, unknown = program.parse_known_args(argv)
-    given: Options = {n: tuple(v) if isinstance(v, list) else v for n, v in vars(known).items()}
+    given = vars(known)
     if unknown:
         options = [*program._option_string_actions, *(f"--{dashed(name)}" for name in names)]
         raise UserError(_unknown(unknown[0].split("=")[0], options))
@@ -150,14 +150,11 @@ def parse(
     print_config = given.pop("print_config", False)
     if profile not in (None, *profiles):
         raise UserError(f"--profile is {profile!r}: choose one of {', '.join(profiles)}.")
-    preset = profiles.get(profile, {})
-    from_file: Options = {}
-    if file is not None:
-        try:
-            from_file = read(Path(file))
-        except UserError as e:
-            raise UserError(f"--config {e}") from e
-    chosen = _over(preset, translate(_over(from_file, given)))
+    try:
+        from_file = {} if file is None else read(Path(file))
+    except UserError as e:
+        raise UserError(f"--config {e}") from e
+    chosen = _over(profiles.get(profile, {}), translate(_over(from_file, given)))
     try:
         known_names = [field.name for field in fields(kind)]
         for name in chosen.keys() - known_names:

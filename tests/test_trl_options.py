@@ -344,6 +344,8 @@ eval_strategy: no              # false for PyYAML
 vllm_importance_sampling_mode: off
 reward_weights: [1e+0, .1e1]
 report_to: wandb
+use_peft: true
+lora_target_modules: all-linear
 logging_steps: 10
 deepspeed: null
 """
@@ -368,6 +370,7 @@ def test_a_yaml_file_of_trl_is_understood(capsys, caplog, tmp_path):
         warmup_steps=0.1,
         reward_weights=(1.0, 1.0),
         report_to=("wandb",),
+        lora_r=16,
     )
     assert cfg == expected
 

@@ -249,7 +249,7 @@ def _server(given: Mapping[str, Any], out: dict[str, Any]) -> None:
         return
     if theirs and "server" not in out and given.get("vllm_mode") != "colocate":
         host, port = given.get("vllm_server_host", "127.0.0.1"), given.get("vllm_server_port", 8000)
-        _take(theirs, out, server=(f"http://{host}:{port}",))
+        _take(theirs, out, server=[f"http://{host}:{port}"])
     if settings and "server" in out:
         logger.info("%s: ignored, because --server has its own settings", _spelled(settings))
     elif settings:
@@ -303,7 +303,7 @@ def _ours(out: dict[str, Any]) -> None:
         out["chat_template_kwargs"] = rest or None
     if out.get("max_steps") == -1 and out.get("num_train_epochs"):
         del out["max_steps"]  # in TRL, -1 means that max_steps is not set
-    if out.get("lora_target_modules") == ("all-linear",):
+    if out.get("lora_target_modules") == ["all-linear"]:
         del out["lora_target_modules"]  # all of them
 
 
@@ -326,5 +326,5 @@ def _spelled(options: Mapping[str, Any]) -> str:
     for name, value in options.items():
         words.append(f"--{dashed(name)}")
         if value is not True:
-            words.append(" ".join(map(str, value)) if isinstance(value, tuple) else str(value))
+            words.append(" ".join(map(str, value)) if isinstance(value, list) else str(value))
     return " ".join(words)
