@@ -7,7 +7,7 @@ next: prompts.py, which turns records into prompts.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,14 @@ def read(source: Source, split: str = "train", features: Sequence[Feature] = ())
     missing, empty or damaged.
     """
     rows = first(feature.rows(source, split) for feature in features)
-    if rows is not None:
-        found = _numbered(source, rows)
-    elif split == "held out":
+    if rows is None and split == "held out":
         return []
-    elif isinstance(source, str):
+    if rows is None and isinstance(source, str):
         with reading(source, "write it again"):
             found = list(_json_lines(Path(source)))
     else:
-        found = _numbered(source, source)
+        rows = source if rows is None else rows
+        found = [(f"{name(source)}, row {i}", record) for i, record in enumerate(rows, start=1)]
     if not found and split != "held out":
         raise UserError(f"{name(source)} holds no prompts: put at least one record in it.")
     return found
@@ -44,10 +43,6 @@ def read(source: Source, split: str = "train", features: Sequence[Feature] = ())
 def name(source: Source) -> str:
     """Return the name of a source for messages. A list of records is called "data"."""
     return source if isinstance(source, str) else "data"
-
-
-def _numbered(source: Source, records: Iterable[dict]) -> list[Record]:
-    return [(f"{name(source)}, row {i}", record) for i, record in enumerate(records, start=1)]
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
