@@ -243,8 +243,9 @@ def from_record(
 
 def _result(answer: Any) -> Any:
     """Return the text after GSM8K's ####, or the unchanged answer if it contains no ####."""
-    has_result = isinstance(answer, str) and "####" in answer
-    return answer.rpartition("####")[2].strip() if has_result else answer
+    if isinstance(answer, str) and "####" in answer:
+        return answer.rpartition("####")[2].strip()
+    return answer
 
 
 def system_prompt(option: str) -> str:
