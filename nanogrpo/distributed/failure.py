@@ -63,18 +63,8 @@ def end(error: BaseException) -> NoReturn:
             first = store.compare_set("failed", "", mine).decode()
     if first == mine:
         print(f"error: {message}", file=sys.stderr)
-    leave(int(first.split()[0]))
-
-
-def leave(status: int) -> NoReturn:
-    """Exit immediately. An ordinary exit would destroy the process group, which waits for ranks
-    that have already ended.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        # the pipe may be closed, or a signal may interrupt the flush
-        with contextlib.suppress(OSError, RuntimeError, ValueError):
-            stream.flush()
-    os._exit(status)
+    # an ordinary exit would destroy the process group, which waits for ranks that have ended
+    os._exit(int(first.split()[0]))
 
 
 # --- stop on request ---
@@ -113,7 +103,7 @@ def stoppable() -> Iterator[threading.Event]:
                 signal.Signals(number).name,
             )
         elif time.monotonic() - first > 1.0:
-            leave(128 + number)
+            os._exit(128 + number)
 
     # Python allows signal handlers only in the main thread. `nohup` makes a process ignore SIGHUP.
     main = threading.current_thread() is threading.main_thread()

@@ -218,8 +218,10 @@ def table(inputs: Inputs, cfg: Config, main: bool = True) -> list[Row]:
         Row(f"keys and values gathered for {Tk:,} rows", key_rows * (Tk - T)),
         Row(f"logits of {rows:,} tokens", 2 * rows * c.vocab_size + 4 * head),
     ]
-    for judge in inputs.rewards.models:
-        out.append(Row(f"reward model {judge.__name__}", sum(p.nbytes for p in judge.parameters())))
+    for judge in inputs.rewards.local:
+        if isinstance(judge, nn.Module):
+            size = sum(p.nbytes for p in judge.parameters())
+            out.append(Row(f"reward model {judge.__name__}", size))
     if visual := getattr(model.model, "visual", None):  # all prompts could be pictures
         out.append(Row("pictures", T * visual.activation_bytes(2, kind)))
 

@@ -76,7 +76,6 @@ class Scorer:
                 function = load_function(function)
             found.append(function)
         self.local = [function for function in found if callable(function)]
-        self.models = [f for f in self.local if isinstance(f, torch.nn.Module)]  # need memory
         own = [name for name in found if isinstance(name, str)]
         self.process = RewardProcess(own, cfg.reward_timeout) if own else None
         # the keys are names in the logs; duplicate names get the suffixes _2, _3, …

@@ -72,11 +72,8 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
                 logger.warning("%s has no locks: do not start a second run there", folder)
 
         world.once(claim)
-        error = UserError(
-            f"--output-dir {folder} is a different folder on rank {world.rank}: "
-            "choose one that all machines share."
-        )
-        world.any(error=None if (folder / ".lock").exists() else error)
+        # a machine might have its own folder of this name
+        world.agree({f"the folder {folder}": (folder / ".lock").exists()})
         yield
 
 
