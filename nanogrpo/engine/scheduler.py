@@ -76,7 +76,11 @@ class Scheduler:
         completion is never put back into the queue, and all completions finish.
         """
         while not self.cache.reserve(c.position + min(ahead, c.room) for c in self.active):
-            self._put_back_youngest()
+            youngest = max(self.active, key=lambda c: c.turn)
+            youngest.start = youngest.sample.prompt.token_ids + youngest.sample.token_ids
+            self.waiting.appendleft(youngest)
+            self.put_back += 1
+            self._keep([r for r, c in enumerate(self.active) if c is not youngest])
         while self.waiting and len(self.active) < self.slots:
             ids, first = self.waiting[0].start, len(self.active)
             if id(ids) not in self.prefixes:
@@ -111,14 +115,6 @@ class Scheduler:
         kept = [r for r, c in enumerate(self.active) if c.room and not c.sample.stopped]
         if len(kept) < len(self.active):
             self._keep(kept)
-
-    def _put_back_youngest(self) -> None:
-        """Return the youngest active completion to the front of the queue."""
-        c = max(self.active, key=lambda c: c.turn)
-        c.start = c.sample.prompt.token_ids + c.sample.token_ids
-        self.waiting.appendleft(c)
-        self.put_back += 1
-        self._keep([r for r, other in enumerate(self.active) if other is not c])
 
     def _keep(self, kept: list[int]) -> None:
         """Keep only these rows, which are in increasing order. The last rows move into the gaps."""
