@@ -88,7 +88,7 @@ def join(*layers: nn.Linear) -> Callable[[Tensor], tuple[Tensor, ...]]:
     weight = torch.cat([layer.weight for layer in layers])
     bias = None if layers[0].bias is None else weight.new_empty(sum(sizes))
     for i, layer in enumerate(layers):
-        layer.weight = nn.Parameter(weight.split(sizes)[i], requires_grad=False)
+        layer.weight.data = weight.split(sizes)[i]
         if bias is not None:
-            layer.bias = nn.Parameter(bias.split(sizes)[i], requires_grad=False)
+            layer.bias.data = bias.split(sizes)[i]
     return lambda x: F.linear(x, weight, bias).split(sizes, dim=-1)
