@@ -29,6 +29,7 @@ from nanogrpo.grpo.loss import token_weight
 from nanogrpo.grpo.schedule import Strip, Update
 from nanogrpo.types import PackedBatch, Sample
 
+Samples = Mapping[int, Sample] | Sequence[Sample]  # by their index in the generation
 NO_ROWS = range(0)
 
 
@@ -51,26 +52,20 @@ class Strips(Sequence[PackedBatch]):
 
 def pack(
     update: Update,
-    samples: Mapping[int, Sample] | Sequence[Sample],
+    samples: Samples,
     cfg: Config,
     rank: int = 0,
     device: torch.device | str = "cpu",
 ) -> Strips:
     """Return a rank's micro-batches of an optimizer step.
 
-    `samples` maps an index in the generation to a sample. Samples that the rank does not compute
-    may be missing.
+    Samples that the rank does not compute may be missing.
     """
     strips = update.strips[rank]
     return Strips(len(strips), lambda k: _pack(strips[k], samples, update, cfg).to(device))
 
 
-def _pack(
-    strip: Strip,
-    samples: Mapping[int, Sample] | Sequence[Sample],
-    update: Update,
-    cfg: Config,
-) -> PackedBatch:
+def _pack(strip: Strip, samples: Samples, update: Update, cfg: Config) -> PackedBatch:
     """Return the tensors of a strip, on the CPU."""
     tokens: list[int] = []  # [T]
     # ranges with total lengths T and Tk
