@@ -17,7 +17,6 @@ import json
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from nanogrpo.config import Config, dashed
@@ -51,6 +50,7 @@ DEBUG: Options = {
     "eval_steps": 2,
     "save_steps": 2,
 }
+PROFILES = {"debug": DEBUG}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -129,7 +129,7 @@ def parse(
     program: argparse.ArgumentParser,
     *,
     names: Iterable[str] = (),
-    profiles: Mapping[str, Options] = MappingProxyType({"debug": DEBUG}),
+    profiles: Mapping[str, Options] = PROFILES,
     read: Callable[[Path], Options] = read_json,
     translate: Callable[[Options], Options] = lambda given: given,
 ) -> C:
