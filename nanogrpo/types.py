@@ -172,8 +172,10 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return a copy of the batch on a device. The host does not wait for the copy to a GPU."""
         cuda = torch.device(device).type == "cuda"
-        moved: dict[str, Any] = {}
-        for name, x in vars(self).items():
-            if isinstance(x, Tensor):  # only a copy from pinned memory is asynchronous
-                moved[name] = (x.pin_memory() if cuda else x).to(device, non_blocking=True)
+        moved: dict[str, Any] = {
+            # only a copy from pinned memory is asynchronous
+            name: (x.pin_memory() if cuda else x).to(device, non_blocking=True)
+            for name, x in vars(self).items()
+            if isinstance(x, Tensor)
+        }
         return dataclasses.replace(self, **moved)
