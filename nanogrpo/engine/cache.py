@@ -98,7 +98,7 @@ class KVCache:
         self.widen(span)
         self.positions, self.span = positions, span
         unseen = self.columns[:span] > positions[:, None]  # [b, span]
-        bias = torch.zeros_like(unseen, dtype=self.k.dtype).masked_fill_(unseen, float("-inf"))
+        bias = torch.where(unseen, -torch.inf, 0.0).to(self.k.dtype)
         self.bias = bias[:, None, None]  # [b, 1, 1, span]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
