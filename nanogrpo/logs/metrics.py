@@ -64,8 +64,8 @@ class Meter:
         """Add the loss and the per-token results of one micro-batch."""
         for feature in self.features:
             feature.measured(batch, out, self.updates)
-        part = {"sample": batch.sample, "entropy": out.entropy}
-        part["update"] = torch.full_like(batch.sample, self.updates)
+        update = torch.full_like(batch.sample, self.updates)
+        part = {"sample": batch.sample, "update": update, "entropy": out.entropy}
         if out.kl is not None:
             part["kl"] = out.kl
         part |= out.metrics
@@ -90,8 +90,7 @@ class Meter:
         for name, spread in world.spreads(self._vectors()).items():
             out[name] = getattr(spread, kinds.get(name[-3:], "mean"))
         if "clip_ratio/low_mean" in out:
-            both = out["clip_ratio/low_mean"] + out["clip_ratio/high_mean"]
-            out["clip_ratio/region_mean"] = both
+            out["clip_ratio/region_mean"] = out["clip_ratio/low_mean"] + out["clip_ratio/high_mean"]
         return out
 
     def _joined(self, name: str) -> Tensor:
