@@ -91,8 +91,9 @@ class Sample:
     def facts(self) -> Facts:
         written = self.model_token_indices
         lengths = len(self.prompt.token_ids), len(written), written[-1] + 1 if written else 0
-        scored = self.rewards, self.reward, self.advantage
-        return Facts(self.prompt.id, *lengths, self.stopped, *scored)
+        return Facts(
+            self.prompt.id, *lengths, self.stopped, self.rewards, self.reward, self.advantage
+        )
 
 
 class Facts(NamedTuple):
