@@ -67,7 +67,7 @@ def full_parameters(model: nn.Module, computed: bool = False) -> Iterator[tuple[
     exactly those that the model computes with. Each of these tensors is valid only until the next
     tensor is requested.
     """
-    names = {name for name, _ in parameters(model)}  # without a tied parameter's second name
+    names = dict(parameters(model))  # without a tied parameter's second name
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
         unit: Any = module if computed and hasattr(module, "unshard") else None  # an FSDPModule
