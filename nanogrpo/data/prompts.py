@@ -201,7 +201,7 @@ def from_record(
         columns.setdefault("solution", _result(answer))
     read = tokenizer.template_variables & columns.keys()
     own = {name: columns[name] for name in sorted(read) if columns[name]}
-    is_question = bool(column != "prompt" or system_prompt or own)
+    is_question = column != "prompt" or system_prompt or own
     if isinstance(text, str) and tokenizer.has_chat_template and is_question:
         text = [{"role": "user", "content": text}]
     is_chat = isinstance(text, list) and all(
