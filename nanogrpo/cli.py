@@ -8,8 +8,6 @@ file of `--config`, the file overrides the profile, and the profile overrides th
 next: config.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import functools

@@ -15,8 +15,6 @@ A record has one of these forms:
 `from_record` describes the options that change how a record is read.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

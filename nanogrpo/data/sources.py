@@ -4,8 +4,6 @@ In: a source. Out: its records (dicts) in order, each with its location for erro
 next: prompts.py, which turns records into prompts.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

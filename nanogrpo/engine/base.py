@@ -6,8 +6,6 @@ The training loop uses all engines in the same way. The engine in local.py sampl
 decoder, in this process. Read next: local.py, extras/wrapper.py (engines that wrap another engine).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ product needs all keys of a row in one place, and copying them there takes longe
 Read next: scheduler.py, which uses the cache; paged_cache.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 

@@ -15,8 +15,6 @@ layer of Qwen3-0.6B has ten kernels, of which four are matrix products:
 Read before: runner.py. Read next: kernels/triton/paged.py (attention).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ Read before: base.py (the interface). Read next: cache.py, scheduler.py (which c
 are decoded), runner.py (how they are decoded).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

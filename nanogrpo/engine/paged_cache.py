@@ -5,8 +5,6 @@ of a prompt share its full pages. Read before: cache.py. Read next: kernels/trit
 GPU reads the pages).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -8,8 +8,6 @@ sampled in `step`.
 Read next: sampler.py (how a token is sampled), graphs.py (the same on a GPU).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ another batch, which can happen in bfloat16. Read next: kernels/reference/sample
 (`sample_tokens`), runner.py, which calls this file.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from nanogrpo.engine.base import SamplingParams

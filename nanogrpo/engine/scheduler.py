@@ -12,8 +12,6 @@ completion returns to the queue. It continues later, after the tokens that it al
 next: runner.py (what a row computes).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass

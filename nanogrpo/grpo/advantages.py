@@ -6,8 +6,6 @@ formulas are those of TRL 1.16.0, and tests compare them with TRL's code; docs/e
 the papers. Adding another estimator takes a few lines (docs/fork.md). Read next: loss.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

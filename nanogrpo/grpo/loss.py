@@ -17,8 +17,6 @@ next: kernels/reference/policy.py (the loss of a token), schedule.py and packing
 weights).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -12,8 +12,6 @@ k3 of 1e-3 is normal. A mean ratio that grows past 1.02 over many steps means th
 not receive the weights. Read before: grpo/loss.py. Read next: docs/metrics.md.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from nanogrpo.kernels.reference.policy import LOG_RATIO_MAX

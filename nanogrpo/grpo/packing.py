@@ -14,8 +14,6 @@ Read next: model/decoder.py (which computes a strip), model/attention.py (how a 
 to its prompt).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

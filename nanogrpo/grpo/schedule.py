@@ -15,8 +15,6 @@ the case for most groups. The normalizer counts the tokens of these completions,
 contains them. Read next: packing.py (how a strip becomes tensors).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

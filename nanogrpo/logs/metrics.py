@@ -7,8 +7,6 @@ of means. Read next: console.py, which writes the
 metrics.
 """
 
-from __future__ import annotations
-
 import math
 import resource
 import statistics

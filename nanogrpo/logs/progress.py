@@ -10,8 +10,6 @@ Each reward function has its own column if there are several functions. Metrics 
 appear at the end of a row only if they are not 0. Read before: logs/console.py.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 import time

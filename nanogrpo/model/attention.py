@@ -16,8 +16,6 @@ are deterministic. As in torch, the backward passes are deterministic if
 engine/runner.py (which calls the decoder).
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from nanogrpo.kernels.reference.gather import Order

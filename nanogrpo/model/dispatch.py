@@ -5,8 +5,6 @@ have the same functions. The option `--kernels` sets the choice for the whole pr
 kernels/reference/policy.py.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import torch

@@ -5,8 +5,6 @@ In: queries, keys and values, and the bounds of the sequences, as for `sdpa` in 
 varlen attention, which is FlashAttention 2. Read before: attention.py.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -15,8 +15,6 @@ next: kernels/reference/policy.py (the loss), kernels/head.py (the loop over chu
 kernels/README.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ and sines. Dimensions i and i + E/2 of a head are rotated by the angle position 
 f_i = theta^(-2i/E). Read next: decoder.py, which rotates queries and keys.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ In: queries, keys and values of packed sequences, and the bounds of the sequence
 E]`. Read before: attention.py. Read next: gpu_attention.py (the same with fused kernels).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

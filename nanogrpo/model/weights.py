@@ -13,8 +13,6 @@ of these attributes:
 Read next: checkpoint.py (the files), engine/local.py (which copies the weights).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Protocol
 
