@@ -20,8 +20,6 @@ the samples), nanogrpo/grpo/advantages.py, nanogrpo/grpo/loss.py and `policy_ter
 kernels/reference/policy.py (the algorithm, down to the lines that compute the loss).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os

@@ -5,8 +5,6 @@ In: the samples of a step. Out: the same samples with rewards and advantages, th
 ranks. The algorithm itself is in grpo/. Read before: train.py. Read next: grpo/advantages.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext

@@ -14,8 +14,6 @@ In: signals and exceptions. Out: the exit status. It is 0 if the run finished or
 n. Read before: world.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -13,8 +13,6 @@ averages gradients over the ranks. `backward` below corrects this, so every trai
 it. Read next: run/optim.py (the step), run/state.py (how shards are saved).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

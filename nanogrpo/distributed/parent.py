@@ -4,8 +4,6 @@ If its parent ends, it ends too. If the reader of its output ends, it goes on wi
 Standard library only. Used by rewards/process.py and failure.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

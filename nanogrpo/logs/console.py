@@ -7,8 +7,6 @@ log is incomplete. A resumed run continues in the same file and logs no step twi
 logs/progress.py (the console), extras/plot.py, extras/dashboards.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -4,8 +4,6 @@ In: a path in the output folder. Out: the records, or the written file; on failu
 names the file. Read next: logs/console.py and extras/plot.py, which use this file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -6,8 +6,6 @@ a temporary name, flushed to disk, and then renamed, so a folder is either compl
 next: run/state.py (what else a run needs to resume).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -11,8 +11,6 @@ A worked example, with a Qwen3 folder:
     encode_prompt(messages)   [151644, 872, 198, 18, 10, 19, 28, 151645, 198, 151644, 77091, 198]
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -7,8 +7,6 @@ which they run: find the answer, normalize its notation, separate number and uni
 next: rewards/symbolic.py, which uses math-verify for all other answers.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from fractions import Fraction

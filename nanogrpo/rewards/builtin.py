@@ -7,8 +7,6 @@ understands more notations (docs/rewards.md). `format` is our own function. Read
 rewards/answers.py (what counts as an answer), rewards/scorer.py, which calls the functions.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Callable, Sequence

@@ -25,8 +25,6 @@ An `async def` function is awaited on an event loop that exists until the proces
 its own thread, because a notebook already runs another event loop in the main thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -5,8 +5,6 @@ A reward function or a data source may have arguments after its name (`split_arg
 Read next: builtin.py.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -14,8 +14,6 @@ call takes about 0.1 ms longer than the function itself. When the trainer ends f
 process ends, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

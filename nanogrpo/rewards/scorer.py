@@ -17,8 +17,6 @@ Built-in functions run in the trainer. The user's functions run in a process tha
                      the run immediately, because the function would fail in the same way again.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

@@ -13,8 +13,6 @@ signals, which work only in a main thread. It also measures wall-clock time, so 
 machine could change a verdict.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

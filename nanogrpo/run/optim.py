@@ -4,8 +4,6 @@ In: a model with gradients. Out: updated weights and the gradient norm. Read nex
 optimizer's state is saved).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

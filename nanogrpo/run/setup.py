@@ -7,8 +7,6 @@ in one sentence. train.py calls `load`, `settle`, `setup` and `closing`, in this
 state.py (checkpoints), engine/local.py (the engine).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
