@@ -172,22 +172,17 @@ class ToolCalls:
         ids = s.token_ids[start:]
         text = self.tokenizer.decode(ids[:-1] if s.stopped else ids, skip_special_tokens=False)
         message, calls = parse(self.opening + text)
-        for call in calls:
-            self._convert(call)
+        for call in calls:  # the model may have written an argument as text, such as "7" for 7
+            expected = self.arguments.get(call.name, {})
+            for name, value in call.arguments.items():
+                if isinstance(value, str):
+                    call.arguments[name] = converted(value, expected.get(name, {}))
         _conversation(s).messages.append(message)
         return calls
 
-    def _convert(self, call: Call) -> None:
-        """Convert arguments that the model has written as text, such as "7" for 7."""
-        expected = self.arguments.get(call.name, {})
-        for name, value in call.arguments.items():
-            if isinstance(value, str):
-                call.arguments[name] = converted(value, types_of(expected.get(name, {})))
-
     def _call(self, s: Sample, call: Call) -> Answer | Coroutine:
         """Make a call. For an async function, return the coroutine."""
-        environment = _conversation(s).arguments.get("environments")
-        own = methods(environment) if environment is not None else []
+        own = methods(_conversation(s).arguments.get("environments"))
         functions = {f.__name__: f for f in [*self.functions, *own]}
         if not call.name:
             return failed(f"The tool call cannot be read: write {FORM}.")
@@ -345,7 +340,7 @@ def parse(text: str) -> tuple[dict, list[Call]]:
         if written is None:
             thoughts.append(thought)
             continue
-        calls.append(read_call(written) if closed else Call("", {}))
+        calls.append(read_call(written if closed else ""))
         if not calls[-1].name:
             content.append(block[0])
     content.append(text[end:])
@@ -375,27 +370,26 @@ def read_call(text: str) -> Call:
 def types_of(schema: dict) -> list[str]:
     """Return the types that a schema allows, in the order in which transformers tries them."""
     types = schema.get("type", [])
-    types = [types] if isinstance(types, str) else types
-    return [
-        *types,
-        *itertools.chain(*map(types_of, schema.get("anyOf", []))),
-        *["null"] * ("nullable" in schema),
-    ]
+    types = [types] if isinstance(types, str) else [*types]
+    for choice in schema.get("anyOf", []):
+        types += types_of(choice)
+    return types + ["null"] * ("nullable" in schema)
 
 
-def converted(text: str, types: list[str]) -> Any:
-    """Return a text as the first of these types that it fits, as transformers and so TRL do. If it
-    fits none, return it unchanged. The tool may refuse it.
+def converted(text: str, schema: dict) -> Any:
+    """Return a text as the first type of a schema that it fits, as transformers and so TRL do. If
+    it fits none, return it unchanged. The tool may refuse it.
     """
     word = text.strip()
-    for type in types:
+    for type in types_of(schema):
         with contextlib.suppress(ValueError, LookupError, RecursionError):
             if type == "boolean":
                 return {"true": True, "1": True, "false": False, "0": False}[word.lower()]
             if type == "null":
                 return {"null": None, "None": None}[word]
-            if type == "integer" and re.fullmatch(r"[+-]?\d+(_\d+)*", word):
-                return int(text)
+            if type == "integer":
+                with contextlib.suppress(ValueError):
+                    return int(text)
             if type in ("integer", "number"):
                 number = float(text)
                 if number.is_integer() and (type == "integer" or "." not in text):
@@ -407,9 +401,9 @@ def converted(text: str, types: list[str]) -> Any:
     return text
 
 
-def failed(error: str | BaseException) -> Answer:
-    text = error if isinstance(error, str) else text_of(error) or type(error).__name__
-    return Answer(readable({"error": text}), failed=True)
+def failed(error: Any) -> Answer:
+    """error: a text, or an exception."""
+    return Answer(readable({"error": text_of(error) or type(error).__name__}), failed=True)
 
 
 def readable(result: object) -> str:
