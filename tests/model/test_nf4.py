@@ -284,7 +284,7 @@ def test_another_quantization_is_refused_in_one_sentence(stored, tmp_path, case)
     config["quantization_config"] |= OTHERS[case]
     (tmp_path / "config.json").write_text(json.dumps(config))
     wrong = next(iter(OTHERS[case].items()))
-    message = rf"quantization_config with {wrong[0]} {wrong[1]!r} is not supported; it must have"
+    message = rf"quantization_config with {wrong[0]} {wrong[1]!r} is not supported; it must be"
     with pytest.raises(UserError, match=message) as error:
         LoRA(FOUR).decoder(tmp_path)
     assert "\n" not in str(error.value)

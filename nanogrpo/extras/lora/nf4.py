@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
-from nanogrpo.errors import UserError, reading
+from nanogrpo.errors import UserError, check, reading
 from nanogrpo.extras.lora import nf4_reference
 from nanogrpo.extras.lora.nf4_reference import BLOCK, NESTED, Quantized, quantize_absmax
 from nanogrpo.kernels.linear import linear, product
@@ -222,36 +222,6 @@ KEYS = (
 )
 
 
-def assembled(
-    found: Iterable[tuple[str, Any]], matrices: set[str], where: str
-) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a checkpoint that bitsandbytes has quantized: the six tensors of each
-    matrix as one item, and all others as they are.
-
-    matrices: the names of the layers' matrices. The checkpoint must contain them quantized.
-    """
-    waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in found:
-        layer, _, key = name.partition(".weight")
-        matrix = f"{layer}.weight"
-        if matrix not in matrices:
-            yield name, tensor
-            continue
-        problem = f"holds the tensor {matrix} in a form that cannot be read"
-        with reading(where, "use the original model", problem):
-            waiting[matrix][key] = tensor[:]
-            if len(waiting[matrix]) < len(KEYS):
-                continue
-            stored = _Stored(waiting.pop(matrix))
-        yield matrix, stored
-    for matrix, parts in waiting.items():
-        key = next(key for key in KEYS if key not in parts)
-        raise UserError(
-            f"{where}: the tensor {matrix}{key} is missing, although config.json says that the "
-            "matrices are stored in 4 bits; use the original model."
-        )
-
-
 class QuantizedDecoder(Decoder):
     """A model whose checkpoint bitsandbytes has quantized."""
 
@@ -260,13 +230,29 @@ class QuantizedDecoder(Decoder):
         raw = {**raw}
         given = raw.pop("quantization_config")
         for name, needed in FOUR_BITS.items():
-            if given.get(name) != needed:
-                raise UserError(
-                    f"{where}: quantization_config with {name} {given.get(name)!r:.60} is not "
-                    f"supported; it must have {name} {needed}."
-                )
+            check(where, f"quantization_config with {name}", given.get(name), [needed])
         return cls(ModelConfig.from_dict(raw, where))
 
     def arranged(self, found: Iterable[tuple[str, Any]], where: str) -> Iterator[tuple[str, Any]]:
+        """Yield the six tensors of each four-bit matrix as one item, and all others as they are."""
         matrices = {name for name, p in parameters(self) if isinstance(p, Matrix)}
-        return assembled(found, matrices, where)
+        waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for name, tensor in found:
+            layer, _, key = name.partition(".weight")
+            matrix = f"{layer}.weight"
+            if matrix not in matrices:
+                yield name, tensor
+                continue
+            problem = f"holds the tensor {matrix} in a form that cannot be read"
+            with reading(where, "use the original model", problem):
+                waiting[matrix][key] = tensor[:]
+                if len(waiting[matrix]) < len(KEYS):
+                    continue
+                stored = _Stored(waiting.pop(matrix))
+            yield matrix, stored
+        for matrix, parts in waiting.items():
+            key = next(key for key in KEYS if key not in parts)
+            raise UserError(
+                f"{where}: the tensor {matrix}{key} is missing, although config.json says that the "
+                "matrices are stored in 4 bits; use the original model."
+            )
