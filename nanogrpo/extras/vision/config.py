@@ -80,15 +80,15 @@ class VisionModelConfig(ModelConfig):
         }
         for name, fixed in FIXED.items():
             check(where, name, given.get(name), [fixed, None])
-        names = [field.name for field in dataclasses.fields(VisionConfig)]
-        found = {name: given[name] for name in names if given.get(name) is not None}
-        vision: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
-        c = VisionConfig(**vision)
+        vision: dict[str, Any] = {}
+        for field in dataclasses.fields(VisionConfig):
+            if (value := given.get(field.name)) is not None:
+                vision[field.name] = tuple(value) if isinstance(value, list) else value
         # transformers' default of rope_theta for this model
         text = {"rope_theta": 500_000.0, **text, "model_type": "qwen3"}
         for name in ("tie_word_embeddings", "quantization_config"):
             text[name] = raw.get(name, text.get(name))
-        return cls(**vars(ModelConfig.from_dict(text, where)), vision=c)
+        return cls(**vars(ModelConfig.from_dict(text, where)), vision=VisionConfig(**vision))
 
     def to_dict(self) -> dict:
         """Return the dict of a config.json that transformers (4 and 5) and vLLM can read."""

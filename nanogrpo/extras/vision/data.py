@@ -60,7 +60,8 @@ class Reader:
         """
         given: list[Picture] = []
         for column in COLUMNS:  # the last one counts
-            if _is_set(value := columns.get(column)):
+            value = columns.get(column)
+            if not isinstance(value, str | list | None) or value:
                 values = value if isinstance(value, list) else [value]
                 given = [self.read(one, base) for one in values]
                 columns[column] = given if isinstance(value, list) else given[0]
@@ -102,10 +103,6 @@ class Reader:
                 data = path.read_bytes()
             self.files[path] = decoded(data, what)
         return self.files[path]
-
-
-def _is_set(value: Any) -> bool:
-    return bool(value) if isinstance(value, str | list | None) else True
 
 
 def _pictures(messages: list[dict]) -> list[dict]:

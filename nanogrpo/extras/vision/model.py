@@ -191,21 +191,11 @@ class VisionBody(nn.Module):
         self.visual = Encoder(cfg)
         self.language_model = body
 
-    @property
-    def embed_tokens(self) -> nn.Embedding:
-        return self.language_model.embed_tokens
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        return self.language_model.layers
-
-    @property
-    def norm(self) -> nn.Module:
-        return self.language_model.norm
-
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines for decoding, where the three axes are equal."""
-        return self.language_model.angles(positions)
+    # What other code uses of a Body. It decodes text, where the three axes of a position are equal.
+    embed_tokens = property(lambda self: self.language_model.embed_tokens)
+    layers = property(lambda self: self.language_model.layers)
+    norm = property(lambda self: self.language_model.norm)
+    angles = property(lambda self: self.language_model.angles)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, *images: tuple[int, Images]
