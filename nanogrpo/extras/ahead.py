@@ -62,7 +62,7 @@ class AheadEngine(Wrapper):
         # steps in progress, oldest first, each with a Future of its samples (on rank 0) or None
         self.requested: deque[tuple[int, Future | None]] = deque()
         # Rank 0 sends the requests of all ranks, on one thread, so the steps keep their order.
-        self.pool = ThreadPoolExecutor(1, "sample") if run.world.main else None
+        self.pool = ThreadPoolExecutor(1, "sample")
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, step: int
@@ -85,16 +85,15 @@ class AheadEngine(Wrapper):
         return samples
 
     def _request(self, step: int) -> Future | None:
-        if self.pool is None:
-            return None
         run, request = self.run, self.engine.request
+        if not run.world.main:
+            return None
         prompts = run.draw_all(run.cfg.seed, step)
         return self.pool.submit(request, prompts, run.cfg.num_generations, run.sampling, step)
 
     def close(self) -> None:
         """Drop the steps in progress, then close the engine."""
-        if self.pool is not None:
-            self.pool.shutdown(wait=False, cancel_futures=True)
+        self.pool.shutdown(wait=False, cancel_futures=True)
         super().close()
 
 
