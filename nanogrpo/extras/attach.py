@@ -84,16 +84,16 @@ def wanted(cfg: Any, given: Any) -> Iterator[Feature]:
         functions = getattr(given, "tools", ())
         others = (getattr(given, name, None) for name in ("environment_factory", "rollout"))
         yield Tools(cfg, functions, *others)  # before features that tokenize prompts
-    if "arithmetic" in (*cfg.data, *cfg.eval_data):
+    named = (*cfg.data, *cfg.eval_data)
+    if "arithmetic" in named:
         from nanogrpo.extras.arithmetic.feature import Arithmetic
 
         yield Arithmetic()
-    data = (*cfg.data, *cfg.eval_data, given.train_dataset, given.eval_dataset)
-    if not all(map(is_of_core, data)):
+    if not all(map(is_of_core, (*named, given.train_dataset, given.eval_dataset))):
         from nanogrpo.extras.data.sources import Sources
 
         yield Sources(cfg)
-    if "reasoning_gym" in " ".join((*cfg.data, *cfg.eval_data, *cfg.reward_funcs)):
+    if "reasoning_gym" in " ".join((*named, *cfg.reward_funcs)):
         from nanogrpo.extras.gym.data import Gym
 
         yield Gym(cfg)
