@@ -134,6 +134,6 @@ def show(records: Sequence[dict]) -> None:
     console.print(table)
 
 
-def plain(text: str, style: str = "") -> Text:
+def plain(text: str) -> Text:
     """Replace control characters: a model may write them, and a terminal would interpret them."""
-    return Text(CONTROL.sub("\ufffd", text), style)
+    return Text(CONTROL.sub("\ufffd", text))
