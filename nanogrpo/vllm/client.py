@@ -249,7 +249,8 @@ class VLLMEngine:
     def _put_to_sleep(self) -> None:
         for server in self.servers:
             try:
-                self.sync.sleep(server)
+                # free the memory of the weights and of the KV cache, until `send` wakes the server
+                server.post("/sleep?level=2&mode=abort")
             except ServerError as e:
                 self._lose(server, e)
 

@@ -57,8 +57,8 @@ def _shares(cfg: Config, trainers: list[str]) -> bool:
     numbers, count = [int(n) for n in cfg.vllm_gpus.split(",") if n], torch.cuda.device_count()
     if max(numbers, default=0) >= count:
         raise UserError(
-            f"--vllm-gpus {cfg.vllm_gpus}: torch sees {count} GPU{'s' * (count != 1)}, numbered "
-            "from 0: set CUDA_VISIBLE_DEVICES to the GPUs of trainer and server."
+            f"--vllm-gpus {cfg.vllm_gpus}: torch sees {count} GPUs, numbered from 0: "
+            "set CUDA_VISIBLE_DEVICES to the GPUs of trainer and server."
         )
     theirs = [device_facts(torch.device("cuda", n))["gpu"] for n in numbers] or trainers[:1]
     shared = [rank for rank, gpu in enumerate(trainers) if gpu in theirs]

@@ -76,15 +76,14 @@ class Server:
         parts = re.fullmatch(r"(https?://)?([\w.-]+|\[[\w:.%]+\]):(\d{1,5})/?", url)
         if parts is None:
             raise UserError(f"--server {url} is not an address; write it as http://127.0.0.1:8000.")
-        scheme, host, port = parts[1] or "http://", parts[2], parts[3]
+        scheme, host, port = parts.groups("http://")
         self.url, self.host, self.port = f"{scheme}{host}:{port}", host.strip("[]"), int(port)
-        secure = scheme == "https://"
-        self.kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        self.secret = secret or os.environ.get(SECRET, "")
+        secure = http.client.HTTPSConnection
+        self.kind = secure if scheme == "https://" else http.client.HTTPConnection
+        secret = secret or os.environ.get(SECRET, "")
         self.timeout = timeout  # seconds for every request except sampling
         self.sidecar = sidecar
-        secret = f"Bearer {self.secret}"
-        self.headers = {"Content-Type": "application/json", "Authorization": secret}
+        self.headers = {"Content-Type": "application/json", "Authorization": f"Bearer {secret}"}
         # State, set by client.py and sync.py:
         self.alive = False  # whether it is connected, has current weights, and gets requests
         self.answers = True  # whether it answered the last heartbeat
@@ -135,9 +134,9 @@ class Server:
         raise self._error(path, reply.status, content)
 
     def _error(self, path: str, status: int, content: Any) -> ServerError:
-        message = content.get("error") if isinstance(content, dict) else content
-        message = message.get("message") if isinstance(message, dict) else message
-        message = (str(message).strip().splitlines() or [""])[-1][:300]
+        for name in ("error", "message"):
+            content = content.get(name) if isinstance(content, dict) else content
+        message = (str(content).strip().splitlines() or [""])[-1][:300]
         if status == 401:
             problem = f"refuses the secret; {SECRET} must be the same here and there"
         elif 400 <= status < 500:

@@ -6,8 +6,8 @@ label with their version.
     every rank   gather   full parameters, cast to the servers' dtype, into the buckets of rank 0
     rank 0       send     pause → start → update ∥ broadcast → finish, with a new label → resume
 
-With sleep mode, the server has no weights and no KV cache while the trainer trains. `sleep` frees
-both. `send` allocates the weights again before the update, and the KV cache after the update.
+With sleep mode, the server has no weights and no KV cache while the trainer trains (client.py).
+`send` allocates the weights again before the update, and the KV cache after the update.
 
 All gathers end before the first send, because NCCL can deadlock if two ranks use the same two
 communicators at the same time. Sends to several servers may overlap, because their communicators
@@ -145,10 +145,6 @@ class WeightSync:
         if wake:
             server.post("/wake_up?tags=kv_cache")
         server.post("/resume")
-
-    def sleep(self, server: Server) -> None:
-        """Free the memory of a server's weights and KV cache, until `send` wakes it."""
-        server.post("/sleep?level=2&mode=abort")
 
     def close(self, servers: list[Server]) -> None:
         """Disconnect from the servers, so that they release our memory."""

@@ -162,7 +162,7 @@ def test_a_trainer_killed_in_the_middle_of_a_sync(trained, tmp_path):
     script.write_text(DIES)
     (server,) = engine.servers
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), engine.sidecar.model, server.url, server.secret]
+    command = [sys.executable, str(script), engine.sidecar.model, server.url, engine.sidecar.secret]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     assert server.get("/is_paused") == {"is_paused": True}
