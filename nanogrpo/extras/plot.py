@@ -16,10 +16,10 @@ from nanogrpo.errors import UserError
 from nanogrpo.extras.view.data import curves
 from nanogrpo.logs.files import read_records
 
-METRICS = (
-    *("reward", "rewards/*/mean", "frac_reward_zero_std", "completions/mean_length"),
-    *("completions/clipped_ratio", "entropy", "grad_norm", "kl", "clip_ratio/region_mean"),
-)
+METRICS = """
+    reward rewards/*/mean frac_reward_zero_std completions/mean_length
+    completions/clipped_ratio entropy grad_norm kl clip_ratio/region_mean
+"""
 
 
 def draw(runs: Sequence[Path], out: Path, wanted: Sequence[str]) -> None:
@@ -31,7 +31,7 @@ def draw(runs: Sequence[Path], out: Path, wanted: Sequence[str]) -> None:
     data = {str(run): curves(read_records(run / "metrics.jsonl")) for run in runs}
     curved = (item for log in data.values() for item in log.items())
     known = sorted({name for name, curve in curved if wanted or any(curve["y"])})
-    patterns = wanted or METRICS
+    patterns = wanted or METRICS.split()
     names = [name for pattern in patterns for name in fnmatch.filter(known, pattern)]
     if not names:
         raise UserError(f"no metric matches {' '.join(patterns)}: the log has {known}.")

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 # Selective checkpointing keeps the results of matrix products and attention.
 # Recomputing norms, rotation and SwiGLU takes little time and saves most of the memory.
 # These are parts of operation names. Not every installation has all of the operations.
-KEPT: tuple[str, ...] = ("aten.mm.", "aten.addmm.", "mkldnn._linear_pointwise")
-KEPT += ("_scaled_dot_product_", "varlen_attn", "flash_attn")
+KEPT = """
+    aten.mm. aten.addmm. mkldnn._linear_pointwise
+    _scaled_dot_product_ varlen_attn flash_attn
+"""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def shard(model: Any, cfg: Any) -> None:
 
 @functools.cache
 def _policy(op: Any) -> CheckpointPolicy:
-    kept = any(part in str(op) for part in KEPT)
+    kept = any(part in str(op) for part in KEPT.split())
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -20,7 +20,7 @@ from nanogrpo.logs.files import read_records
 # The kinds of blocks, named as in the page: c is a step, e an evaluation, t the tokens of a step.
 FILES = {"c": "completions_{}.jsonl", "e": "eval_{}.jsonl", "t": "tokens_{}.jsonl.gz"}
 # columns; more follow
-OWN = ("step", "prompt", "images", "completion", "reward", "advantage", "stopped")
+OWN = "step prompt images completion reward advantage stopped"
 PICTURE = re.compile(r"pictures/([0-9a-f]{16})\.webp")  # extras/vision/processor.py
 PREVIEW = 160  # characters of each prompt in the index
 
@@ -59,7 +59,7 @@ def completion(record: dict) -> dict:
         "reward": number(record["reward"]),
         "advantage": number(record["advantage"]),
         "stopped": record["stopped"],
-        "more": {name: simple(x) for name, x in record.items() if name not in OWN},
+        "more": {name: simple(x) for name, x in record.items() if name not in OWN.split()},
     }
 
 

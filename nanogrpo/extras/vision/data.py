@@ -27,7 +27,7 @@ from nanogrpo.errors import UserError, reading
 
 COLUMNS = ("image", "images")
 ORIENTATION = 0x0112  # the EXIF tag; 1: upright
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow starts programs for others
+FORMATS = "PNG, JPEG, WEBP, GIF, BMP, TIFF"  # Pillow starts programs for others
 
 
 class Picture:
@@ -140,9 +140,9 @@ def decoded(value: Any, what: str) -> Picture:
         image: Any = value
         try:
             if is_file := isinstance(value, bytes):
-                image = Image.open(io.BytesIO(value), formats=FORMATS)
+                image = Image.open(io.BytesIO(value), formats=FORMATS.split(", "))
         except UnidentifiedImageError:  # its message has an address
-            raise UserError(f"{what} is none of {', '.join(FORMATS)}: save it as PNG.") from None
+            raise UserError(f"{what} is none of {FORMATS}: save it as PNG.") from None
         image.load()
         if image.mode[0] in "IF":  # convert("RGB") would clip the values at 255
             raise ValueError("its values have more than 8 bits")
