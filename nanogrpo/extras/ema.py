@@ -49,8 +49,8 @@ class EMA(Feature):
 
     def loaded(self, model: Decoder) -> None:
         if not self.average:  # the policy is loaded first, a reference model after it
-            trained = (item for item in model.named_parameters() if item[1].requires_grad)
-            self.average = {name: p.detach().clone() for name, p in trained}
+            parameters = model.named_parameters()
+            self.average = {n: p.detach().clone() for n, p in parameters if p.requires_grad}
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"ema.{name}": x for name, x in self.average.items()}

@@ -139,11 +139,11 @@ def eight_bit(groups: list[dict[str, Any]], constants: dict) -> torch.optim.Opti
     optimizer = AdamW8bit(groups, **constants)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
-        moments = {
-            name: optimizer._new_buffer(p, signed)
-            for name, signed in (("exp_avg", True), ("exp_avg_sq", False))
+        optimizer.state[p] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": optimizer._new_buffer(p, signed=True),
+            "exp_avg_sq": optimizer._new_buffer(p, signed=False),
         }
-        optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
     if all(p.device.type == "cpu" for p in parameters):
         # torchao compiles its update, for which a CPU would need a C++ compiler
         optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)

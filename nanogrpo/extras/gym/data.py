@@ -60,7 +60,7 @@ def records(source: str, held_out: bool) -> list[dict]:
     """Return the records of a source that starts with PREFIX. The default seed is 0."""
     name, given = split_arguments(source, "--data")
     try:
-        given["seed"] = given.get("seed", 0) + (HELD_OUT if held_out else 0)
+        given["seed"] = given.get("seed", 0) + HELD_OUT * held_out
         made = ",".join(f"{key}={value!r}" for key, value in given.items())
         spec = f"{name}:{made}"
         data = dataset(spec)

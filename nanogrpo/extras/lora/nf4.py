@@ -70,12 +70,12 @@ class Linear4bit(nn.Module):
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
         self.dtype = base.weight.dtype  # which training computes in
-        if base.weight.numel() % BLOCK:
+        blocks, rest = divmod(base.weight.numel(), BLOCK)
+        if rest:
             raise UserError(
                 f"--load-in-4bit needs matrices of whole blocks of {BLOCK} weights, but one layer "
                 f"has {self.out_features} × {self.in_features} weights: leave the option out."
             )
-        blocks = base.weight.numel() // BLOCK
         for name, shape in (
             ("weight", (blocks, BLOCK // 2)),
             ("absmax", (blocks, 1)),
