@@ -104,16 +104,7 @@ class RewardModel(nn.Module):
         hidden = self.model(
             tokens, positions, StripAttention(cu_seqlens, max(map(len, texts)))
         )  # [T, D]
-        last = torch.tensor([self._last(ids) for ids in texts], device=device)  # [N]
-        return self.score(hidden[cu_seqlens[:-1] + last]).squeeze(-1).float()
-
-    def _last(self, ids: list[int]) -> int:
-        """Return the position of the last token that is not padding.
-
-        As in transformers, padding tokens at the end are skipped even if they belong to the text.
-        """
-        text = (i for i in reversed(range(len(ids))) if ids[i] != self.pad_token_id)
-        return next(text, len(ids) - 1)
+        return self.score(hidden[cu_seqlens[1:] - 1]).squeeze(-1).float()
 
     def _ids(self, text: str | list[dict]) -> list[int]:
         if not isinstance(text, str):
@@ -126,4 +117,7 @@ class RewardModel(nn.Module):
                 f"context is {context}); lower --max-completion-length or --max-prompt-length, or "
                 "use another model"
             )
+        # as in transformers, padding at the end is left out even if it belongs to the text
+        while len(ids) > 1 and ids[-1] == self.pad_token_id:
+            ids.pop()
         return ids
