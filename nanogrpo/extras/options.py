@@ -3,8 +3,8 @@
     from nanogrpo import Config   # this one
     Config(model="runs/base", data=("arithmetic",), lora_r=16).validate()
 
-Each class below has the options of one extra, and the rules for them. Read next: config.py (what an
-option is), attach.py (what the options attach).
+Each class below has the options of one extra or two, and the rules for them. Read next: config.py
+(what an option is), attach.py (what the options attach).
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ WEIGHTED = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
 
 
 @dataclass(frozen=True)
-class AheadOptions(Core):
-    """Sampling ahead of training."""
+class ImportanceOptions(Core):
+    """Sampling ahead of training, log-probs of the engine, and a correction for its gap to the
+    trainer.
+    """
 
     max_staleness: int = option(
         0,
@@ -40,11 +42,6 @@ class AheadOptions(Core):
         ">= 0",
         needs="engine=vllm",
     )
-
-
-@dataclass(frozen=True)
-class ImportanceOptions(AheadOptions):
-    """Log-probs of the engine, and a correction for its gap to the trainer."""
 
     vllm_importance_sampling_mode: str = option(
         "off",
@@ -308,7 +305,7 @@ class DataOptions(Core):
 
 @dataclass(frozen=True)
 class CompletionsOptions(Core):
-    """The completions of each step."""
+    """The completions of each step, and their tokens."""
 
     log_completions: bool = free_option(
         False,
@@ -320,11 +317,6 @@ class CompletionsOptions(Core):
         ">= 0",
     )
 
-
-@dataclass(frozen=True)
-class TokenLogOptions(Core):
-    """Tokens for nanogrpo view."""
-
     log_tokens: bool = free_option(
         False,
         "also write each token of the completions, with its probability, entropy, ratio, gap"
@@ -335,7 +327,6 @@ class TokenLogOptions(Core):
 
 @dataclass(frozen=True)
 class Config(  # the last of these comes first in `--help-all`
-    TokenLogOptions,
     CompletionsOptions,
     DashboardOptions,
     EMAOptions,
