@@ -57,7 +57,7 @@ class Entropy(Feature):
             return {}
         loss, bonus = (sum(run.world.gather(float(x))) for x in (self.loss, self.bonus))
         self.loss = self.bonus = 0.0
-        policy_loss = loss / self.cfg.updates_per_step + bonus / self.cfg.updates_per_step
+        policy_loss = (loss + bonus) / self.cfg.updates_per_step
         return {"entropy_coef": self.cfg.entropy_coef, "policy_loss": policy_loss}
 
 

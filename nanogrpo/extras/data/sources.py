@@ -26,9 +26,7 @@ from nanogrpo.types import Prompt
 
 class Sources(Feature):
     def __init__(self, cfg: Config):
-        given = cfg if isinstance(cfg, DataOptions) else DataOptions()
-        self.config = given.dataset_config
-        self.train, self.test = given.dataset_train_split, given.dataset_test_split
+        self.options = cfg if isinstance(cfg, DataOptions) else DataOptions()
 
     def encode(self, prompt: Prompt, variables: dict, *_: Any) -> None:
         """Parse the chat template's variables that are given as JSON text."""
@@ -40,11 +38,12 @@ class Sources(Feature):
         if isinstance(source, str):
             if Path(source).suffix in (".csv", ".parquet"):
                 return [] if split == "held out" else _file(Path(source))
-            splits = _load(source, self.config) if uses_hub(source) else None
+            splits = _load(source, self.options.dataset_config) if uses_hub(source) else None
         if splits is None:
             return None
-        wanted = self.train if split == "train" else self.test
-        if split == "held out" and (wanted == self.train or wanted not in splits):
+        train, test = self.options.dataset_train_split, self.options.dataset_test_split
+        wanted = train if split == "train" else test
+        if split == "held out" and (wanted == train or wanted not in splits):
             return []
         if "" in splits:  # one data set without splits
             wanted = ""

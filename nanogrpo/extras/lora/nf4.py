@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-import nanogrpo.extras.rope_scaling  # noqa: F401 (adds kinds of scaling)
 from nanogrpo.errors import UserError, check, reading
 from nanogrpo.extras.lora import nf4_reference
 from nanogrpo.extras.lora.nf4_reference import BLOCK, NESTED, Quantized, quantize_absmax

@@ -72,10 +72,10 @@ class TokenLog(Feature):
         """Keep the results of a micro-batch, without waiting for the GPU."""
         old, logp = batch.old_logp, out.logp.detach()
         ratio = torch.ones_like(logp) if old is None else (logp - old).clamp(-20, 20).exp()
-        before = None if self.cfg.old_from_engine else old
-        if before is None and update == 0:
-            before = logp
-        gap = torch.full_like(logp, math.nan) if before is None else before - batch.sampling_logp
+        before = logp if update == 0 else torch.full_like(logp, math.nan)
+        if old is not None and not self.cfg.old_from_engine:
+            before = old
+        gap = before - batch.sampling_logp
         columns = out.entropy, ratio, gap, gradient(batch, out, self.cfg)
         self.parts.append((update, batch.sample, torch.stack([x.float() for x in columns])))
 
@@ -85,7 +85,7 @@ class TokenLog(Feature):
         sizes = world.gather([(len(s.token_ids), s.advantage) for s in samples])
         first = sum(map(len, sizes[: world.rank]))  # index of this rank's first sample
         everyone = [size for part in sizes for size in part]
-        chosen = set(world.once(lambda: self._choose(step, run.cfg.max_steps, everyone)))
+        chosen = set(world.once(lambda: self._choose(step, everyone)))
         own = {
             i: (s.model_token_indices, self._drawn(i, s, run.tokenizer))
             for i, s in enumerate(samples, first)
@@ -109,7 +109,7 @@ class TokenLog(Feature):
         data = gzip.compress(text.encode(), 6, mtime=0)
         replace(self.folder / f"tokens_{step + 1:05d}.jsonl.gz", data)
 
-    def _choose(self, step: int, steps: int, everyone: Sequence[tuple[int, float]]) -> list[int]:
+    def _choose(self, step: int, everyone: Sequence[tuple[int, float]]) -> list[int]:
         """Return the samples of the groups to write. Groups with a gradient come first.
 
         After step s of S, the files may take up s/S of LIMIT bytes. So if a group is larger than
@@ -120,7 +120,7 @@ class TokenLog(Feature):
         groups = [range(i, i + n) for i in range(0, len(everyone), n)]
         groups.sort(key=lambda group: not any(everyone[i][1] for i in group))  # keeps their order
         used = sum(path.stat().st_size for path in self.folder.glob("tokens_*.gz"))
-        room = LIMIT * (step + 1) / steps - used
+        room = LIMIT * (step + 1) / self.cfg.max_steps - used
         chosen: list[int] = []
         for group in groups:
             size = BYTES * sum(everyone[i][0] for i in group)
