@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -183,7 +182,7 @@ def dppo(t: Tokens, cfg: ObjectivesOptions) -> Terms:
     return l, {"clip": high.to(torch.int8) - low.to(torch.int8)}
 
 
-TERMS: dict[str, Callable[[Tokens, ObjectivesOptions], Terms]] = {
+TERMS = {
     **dict.fromkeys(CLIPPED, clipped),
     "cispo": cispo,
     "sapo": sapo,

@@ -21,7 +21,7 @@ from nanogrpo.feature import Feature
 from nanogrpo.run import optim
 
 # Schedules that the core lacks, each with its settings. A run must set exactly one of them.
-SCHEDULES: dict[str, tuple[str, ...]] = {
+SCHEDULES = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
     "warmup_stable_decay": ("num_decay_steps",),
 }

@@ -91,7 +91,7 @@ class ImportanceOptions(Core):
 
 
 # The constants of the losses that --loss-kwargs may change, and their defaults.
-LOSS_CONSTANTS: dict[str, dict[str, float]] = {
+LOSS_CONSTANTS = {
     "sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
     "vespo": {
         "vespo_k_pos": 2.0,

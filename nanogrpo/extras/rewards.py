@@ -127,7 +127,7 @@ def get_cosine_scaled_reward(
     def cosine_scaled_reward(
         completions: list, completion_ids: list[list[int]], **kwargs
     ) -> list[float | None]:
-        rewards: list[float | None] = []
+        rewards = []
         for correct, ids in zip(accuracy_reward(completions, **kwargs), completion_ids):
             short, long = right if correct else wrong
             wave = 1.0 + math.cos(min(len(ids) / max_len, 1.0) * math.pi)  # from 2 to 0

@@ -29,7 +29,7 @@ from nanogrpo.model.rope import SCALINGS
 
 # The fields that each kind of scaling reads, named as in transformers.
 TRAINED = "original_max_position_embeddings"
-NUMBERS: dict[str, tuple[str, ...]] = {
+NUMBERS = {
     "linear": ("factor",),
     "llama3": ("factor", TRAINED, "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", TRAINED),

@@ -163,7 +163,7 @@ UNSUPPORTED = {
 }
 
 # TRL's defaults of options that are refused. The default and false are accepted and ignored.
-NEUTRAL: dict[str, Any] = {
+NEUTRAL = {
     "log_multimodal": True,
     **OF_LOSSES,
     "bnb_4bit_quant_type": "nf4",

@@ -71,7 +71,7 @@ class Layout:
 
     def __init__(self, entries: Sequence[Sequence], bucket_bytes: int = BUCKET_BYTES):
         self.entries, self.bucket_bytes = entries, bucket_bytes
-        self.slots: list[Slot] = []
+        self.slots = []
         self.sizes = [0]  # bytes of each bucket
         for name, dtype, shape in entries:
             nbytes = DTYPES[dtype].itemsize * math.prod(shape)
@@ -209,8 +209,8 @@ class SharedBuckets:
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device):
-        self.files: list[int] = []
-        self.buckets: list[Tensor] = []  # [size] uint8 each
+        self.files = []
+        self.buckets = []  # [size] uint8 each
         for size in sizes:
             if device.type == "cuda":
                 self.buckets.append(torch.zeros(size, dtype=torch.uint8, device=device))

@@ -158,7 +158,7 @@ def read(
     def sample(choice: dict) -> Sample:
         ids, reason = choice["token_ids"], choice["finish_reason"]
         logp = [x["logprob"] for x in choice["logprobs"]["content"]]
-        versions: list[int] = []
+        versions = []
         for span in choice["weight_versions"]:
             versions += [known.get(span["version"], -1)] * (span["end"] - span["start"])
         ends = [i for i, token in enumerate(ids, 1) if token in params["stop_token_ids"]]

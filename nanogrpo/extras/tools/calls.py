@@ -253,7 +253,7 @@ class ToolCalls:
             return encode(self._after_turn(answers))
         # Answers are encoded without special tokens: "<|im_end|>" in an answer must not end a turn.
         marked = [{**each, "content": f"{ANSWER}{i}x"} for i, each in enumerate(answers)]
-        ids: list[int] = []
+        ids = []
         for i, part in enumerate(re.split(rf"{ANSWER}(\d+)x", self._after_turn(marked))):
             ids += encode(contents[int(part)], special=False) if i % 2 else encode(part)
         return ids

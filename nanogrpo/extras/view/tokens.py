@@ -147,8 +147,8 @@ class TokenLog(Feature):
         def decoded(run: list[int]) -> str:
             return tokenizer.decode(before + run, skip_special_tokens=False)[cut:]
 
-        out: list[str] = []
-        run: list[int] = []  # tokens that have not given a whole character yet
+        out = []
+        run = []  # tokens that have not given a whole character yet
         for i in ids:
             if i not in self.texts:
                 self.texts[i] = decoded([i])

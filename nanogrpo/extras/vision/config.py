@@ -17,7 +17,7 @@ from nanogrpo.model.hf_config import ModelConfig
 
 # Fields that would change the computation, each with its only supported value besides null.
 # rope_parameters describes the encoder's rotary embedding.
-FIXED: dict[str, Any] = {
+FIXED = {
     "in_channels": 3,
     "hidden_act": "gelu_pytorch_tanh",
     "rope_parameters": {"rope_type": "axial", "rope_theta": 10_000},
