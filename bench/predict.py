@@ -112,7 +112,7 @@ class Layout(NamedTuple):
 
 def inputs(model: Decoder, world: World, longest_prompt: int) -> Any:
     """Return the inputs of the memory estimate."""
-    rewards = SimpleNamespace(models=[])
+    rewards = SimpleNamespace(local=[])
     return SimpleNamespace(model=model, world=world, longest_prompt=longest_prompt, rewards=rewards)
 
 

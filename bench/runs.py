@@ -263,7 +263,7 @@ def theirs(cfg: Config, sampled: list[list[Sample]] | None = None, micro: int = 
     features = [Arithmetic(), Rewards(cfg)]
     prompts, problems = load_prompts(cfg, tokenizer, shape.max_position_embeddings, features)
     # If there is no time limit, all reward functions run in this process.
-    rewards = Scorer(dataclasses.replace(cfg, reward_timeout=0.0), features=features)
+    rewards = Scorer(dataclasses.replace(cfg, reward_timeout=0.0), torch.device("cpu"), features)
     functions = rewards.local
     trainer = trl_run.trainer(cfg, prompts, functions, Path(cfg.output_dir), micro)
     clock, held_out, sampling = StepClock(), {}, []

@@ -10,6 +10,8 @@ field to `Config`. The command line, the help, the JSON file and the checks are 
 fields. Extras add their own options in a subclass. Read next: train.py.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 import numbers

@@ -54,7 +54,7 @@ class Scorer:
     def __init__(
         self,
         cfg: Config,
-        device: torch.device | str = "cpu",
+        device: torch.device,
         features: Sequence[Feature] = (),
         given: Sequence[str | Callable] = (),
     ):
@@ -66,10 +66,7 @@ class Scorer:
         found: list[Any] = []  # functions for this process, names for the reward process
         for function in given or cfg.reward_funcs:
             if isinstance(function, str):
-                function = (
-                    first(each.reward(function, torch.device(device)) for each in features)
-                    or function
-                )
+                function = first(each.reward(function, device) for each in features) or function
             if isinstance(function, str) and not (cfg.reward_timeout and is_users(function)):
                 function = load_function(function)
             found.append(function)

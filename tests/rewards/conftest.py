@@ -11,6 +11,7 @@ from typing import Any
 from nanogrpo import Config
 from nanogrpo.rewards.scorer import Scorer
 from nanogrpo.types import Prompt, Sample
+from tests.conftest import SOLO
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
 
@@ -18,7 +19,7 @@ FUNCTIONS = Path(__file__).with_name("functions.py")
 def runner(*functions: Any, timeout: float = 0.0, weights=(), features=()) -> Scorer:
     """Return the runner of these functions, which may be names."""
     cfg = Config(reward_timeout=timeout, reward_weights=tuple(weights))
-    return Scorer(cfg, features=features, given=functions)
+    return Scorer(cfg, SOLO.device, features, functions)
 
 
 def make_samples(texts=("7", "8"), prompt="3+4=", prompt_id=17, **columns) -> list[Sample]:
