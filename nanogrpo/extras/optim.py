@@ -27,7 +27,7 @@ SCHEDULES = {
 }
 
 
-LR_SCHEDULER_TYPE: str = option(
+LR_SCHEDULER_TYPE = option(
     "constant",
     "learning rate after the warmup; the schedules are those of transformers",
     choices=("constant", "constant_with_warmup", "linear", "cosine", *SCHEDULES),

@@ -102,7 +102,7 @@ LOSS_CONSTANTS = {
     "dppo_tv": {"dppo_penalty": 0.0},
     "dppo_kl": {"dppo_penalty": 0.0},
 }
-LOSS_TYPE: str = option(
+LOSS_TYPE = option(
     "dapo",
     "the loss; docs/equations.md has the formulas",
     choices=(*CLIPPED, "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl"),

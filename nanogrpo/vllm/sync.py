@@ -21,6 +21,7 @@ Read next: worker.py (the other end), client.py (the caller).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import threading
 from collections.abc import Callable
@@ -71,8 +72,8 @@ class WeightSync:
                 "limit on file sizes (ulimit -f)."
             ) from e
         self.buckets = self.shared.buckets
-        views = [self.layout.views(b, i) for i, b in enumerate(self.buckets)]
-        self.slots = {name: view for bucket in views for name, view in bucket}
+        views = map(self.layout.views, self.buckets, itertools.count())
+        self.slots = dict(itertools.chain(*views))
 
     def label(self, version: int) -> str:
         """Return the name by which servers identify a version of this trainer's weights."""

@@ -29,8 +29,13 @@ PREFIX = "reasoning_gym:"
 # so data sets with seeds that are close together share problems.
 HELD_OUT = 1_000_000_000
 EVALUATE = {
-    *("simple_integration", "intermediate_integration", "polynomial_multiplication"),
-    *("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"),
+    "simple_integration",
+    "intermediate_integration",
+    "polynomial_multiplication",
+    "string_insertion",
+    "spiral_matrix",
+    "binary_matrix",
+    "n_queens",
     "composite",  # which may contain any other
 }
 ARITHMETIC = {"countdown", "puzzle24"}

@@ -93,8 +93,7 @@ class VisionModelConfig(ModelConfig):
     def to_dict(self) -> dict:
         """Return the dict of a config.json that transformers (4 and 5) and vLLM can read."""
         vision = dataclasses.asdict(self.vision)
-        token, section = vision.pop("image_token_id"), [*vision.pop("mrope_section")]
-        vision["deepstack_visual_indexes"] = [*self.vision.deepstack_visual_indexes]
+        token, section = vision.pop("image_token_id"), vision.pop("mrope_section")
         text = super().to_dict()
         del text["architectures"]
         angles = text["rope_scaling"] or {"rope_type": "default"}
