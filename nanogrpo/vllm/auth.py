@@ -26,8 +26,16 @@ GENERATE = "/inference/v1/generate"
 ROUTES = {
     "GET": (INFO, "/health", "/is_paused", "/metrics"),
     "POST": (
-        *(GENERATE, CONNECT, "/pause", "/start_weight_update", "/update_weights"),
-        *("/finish_weight_update", "/resume", "/sleep", "/wake_up", DISCONNECT),
+        GENERATE,
+        CONNECT,
+        "/pause",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/resume",
+        "/sleep",
+        "/wake_up",
+        DISCONNECT,
     ),
 }
 
