@@ -1,10 +1,12 @@
-"""Invariants of the algorithm, whatever the code looks like: splits, stops, engine against trainer,
-repetition, learning.
+"""Invariants of the algorithm, whatever the code looks like: what is left out, samples against each
+other, repetition, learning.
 
 The last ones are runs of train.py on a task of one digit: the answer to "7=" is
 `<answer>7</answer>`, and the base model sometimes gives it. There are twelve numbered
-invariants. 3, 4 and 7 are in tests/grpo/test_loss.py, 12 is in tests/grpo/test_trl_parity.py, and
-the killed runs of 9 are in tests/run/test_state.py. Read it next.
+invariants. 1 is in tests/grpo/test_objectives.py, 3, 4 and 7 are in tests/grpo/test_loss.py, 5 is
+in tests/grpo/test_packing.py and tests/engine/test_local.py, which has 6, too. 12 is in
+tests/grpo/test_trl_parity.py, and the killed runs of 9 are in tests/run/test_state.py. Read it
+next.
 """
 
 import dataclasses
@@ -19,8 +21,6 @@ import train
 from nanogrpo import Config
 from nanogrpo.distributed import fsdp
 from nanogrpo.distributed.world import World
-from nanogrpo.engine.base import SamplingParams
-from nanogrpo.engine.local import LocalEngine
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.extras.entropy import Entropy
 from nanogrpo.extras.objectives import Objectives
@@ -69,23 +69,7 @@ def gradient(model: Decoder, samples: list[Sample], cfg: Config) -> tuple[float,
     return loss, torch.cat([p.grad.flatten() for p in model.parameters()]), len(batches)
 
 
-# --- 1: any split of a step has the same gradient ---
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["", "mask_truncated"])
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_any_micro_batches_have_the_same_gradient(loss_type, masked):
-    model, samples = tiny_model(), random_samples()
-    cfg = config(loss_type=loss_type, mask_truncated_completions=masked, beta=0.1)
-    loss, whole, n = gradient(model, samples, cfg)
-    assert n == 1
-    for budget in (1, 30, 75):
-        shuffled = random.Random(budget).sample(samples, len(samples))
-        budgeted = dataclasses.replace(cfg, token_budget=budget)
-        split_loss, split, n = gradient(model, shuffled, budgeted)
-        assert n > 1
-        assert split_loss == pytest.approx(loss, rel=1e-5)
-        assert (split - whole).norm() <= 1e-6 * whole.norm(), budget
+# --- completions without a signal ---
 
 
 EVERY_LOSS = [
@@ -158,53 +142,6 @@ def test_changing_one_sample_changes_no_bit_of_the_others():
     set_logp(model, samples, "old_logp", cfg)
     for i, (s, old) in enumerate(zip(samples, before)):
         assert torch.equal(s.old_logp, old) is (i != 5), i
-
-
-# --- 5: the stop token is trained; a truncated sample has none ---
-
-
-def test_the_stop_token_is_trained_and_a_truncated_sample_has_none():
-    model = tiny_model()
-    engine = LocalEngine(model.cfg, max_len=20, slots=8, device="cpu")
-    engine.load(model, version=0)
-    stops = list(range(0, 151, 7))  # one token in seven, so about half of the samples stop
-    params = SamplingParams(max_tokens=6, stop_token_ids=stops)
-    samples = engine.sample([Prompt(i, "", [9, i]) for i in range(4)], 8, params, step=0)
-    assert {s.stopped for s in samples} == {True, False}
-    for s in samples:
-        s.advantage = 1.0
-    for masked in (False, True):
-        cfg = config(mask_truncated_completions=masked)
-        (batch,) = packed(samples, cfg)
-        for i, s in enumerate(samples):
-            mine = batch.targets[batch.sample == i].tolist()
-            assert mine == ([] if masked and not s.stopped else s.token_ids)
-            ends = [t in stops for t in s.token_ids]
-            assert any(ends[:-1]) is False
-            assert ends[-1] is s.stopped
-            assert s.stopped or len(s.token_ids) == 6
-
-
-# --- 6: engine and trainer agree ---
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_the_engines_log_probs_equal_the_trainers(temperature):
-    model = tiny_model()
-    engine = LocalEngine(model.cfg, max_len=40, slots=8, device="cpu")
-    engine.load(model, version=0)
-    params = SamplingParams(
-        max_tokens=16, stop_token_ids=(3, 4, 5), temperature=temperature, top_k=40, top_p=0.9
-    )
-    samples = engine.sample(
-        [Prompt(i, "", [1, i, 7][: 1 + i % 3]) for i in range(5)], 4, params, step=0
-    )
-    set_logp(model, samples, "old_logp", config(temperature=temperature))
-    gap = torch.cat([(s.old_logp - torch.tensor(s.logp)).abs() for s in samples])
-    assert gap.max() < 1e-4
-    # the test would find a difference
-    set_logp(model, samples, "old_logp", config(temperature=temperature * 1.1))
-    assert torch.cat([(s.old_logp - torch.tensor(s.logp)).abs() for s in samples]).mean() > 1e-2
 
 
 # --- the task of one digit ---

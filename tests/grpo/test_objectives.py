@@ -200,6 +200,7 @@ MENU = {  # every path through the head, with every vector that is of the whole 
     **{name: {"loss_type": name} for name in CHOICES["loss_type"]},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     "gspo, kl": {"importance_sampling_level": "sequence", "beta": 0.1},
+    "truncated left out": {"mask_truncated_completions": True, "beta": 0.1},
     "off-policy mask": {"off_policy_mask_threshold": 0.05},
     # not 0.4, whose threshold is a tie: the first tokens of a group have the same entropy
     "top entropy": {"top_entropy_quantile": 0.45},
@@ -233,7 +234,7 @@ def generation(n: int = 12) -> list[Sample]:
             i % 4,
             ids,
             [-4.0 + rng.gauss(0, 0.3) for _ in ids],
-            True,
+            i % 3 != 0,
             [0] * length,
             advantage=rng.gauss(0, 1),
         )
@@ -244,7 +245,7 @@ def generation(n: int = 12) -> list[Sample]:
 
 
 def gradient_of(model: Decoder, options: dict, budget: int = 10**6) -> torch.Tensor:
-    """Of one optimizer step, flat."""
+    """Of one optimizer step, flat, after its loss."""
     cfg = Config(
         **{"num_generations": 4, "token_budget": budget, "max_completion_length": 20, **options}
     )
@@ -255,11 +256,12 @@ def gradient_of(model: Decoder, options: dict, budget: int = 10**6) -> torch.Ten
             entropies.append(model.forward_strip(batch, grpo.logp_of(batch, cfg))[1])
     prepare(batches, entropies, cfg, SOLO)
     model.zero_grad(set_to_none=True)
+    total = torch.zeros(1)
     for batch in batches:
-        model.forward_strip(
-            batch, grpo.objective(batch, cfg, [objectives.Objectives(cfg)])
-        ).loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
+        out = model.forward_strip(batch, grpo.objective(batch, cfg, [objectives.Objectives(cfg)]))
+        out.loss.backward()
+        total += out.loss.detach()
+    return torch.cat([total, *(p.grad.flatten() for p in model.parameters())])
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
