@@ -189,6 +189,7 @@ def logs(tiny_base, files, tmp_path_factory) -> dict[str, list[dict]]:
         argv = options.format(files=files).split()
         assert train.main(arguments(tiny_base, files, folder, "--max-steps", "1", *argv)) == 0
         found[run] = lines(folder)[1:]
+        assert all(math.isfinite(value) for row in found[run] for value in row.values())
     return found
 
 

@@ -64,6 +64,7 @@ def test_a_run_updates_its_reference_every_so_many_steps(files, tmp_path):
     never = f"{RUN} 3 --ref-model-sync-steps 100".split()
     assert train.main(arguments(base, files, fixed, *never)) == 0
     mixed, fixed = ([row["kl"] for row in steps(folder)] for folder in (mixed, fixed))
+    assert fixed[0] == pytest.approx(0, abs=1e-9)
     assert mixed[:2] == pytest.approx(fixed[:2], rel=1e-4, abs=1e-6)
     assert mixed[2] < 0.95 * fixed[2]  # from the third step on, the reference is closer
 
