@@ -366,6 +366,7 @@ def test_parquet_and_saved_data_sets_give_the_same_prompts_as_jsonl(tmp_path, ch
     datasets.DatasetDict(train=whole, test=whole.select([2])).save_to_disk(tmp_path / "both")
     for name in ("d.parquet", "both"):
         assert [vars(p) for p in load(str(tmp_path / name), chat)] == [vars(p) for p in lines]
+    assert len(load(str(tmp_path / "both"), chat, dataset_train_split="test")) == 1
     some = str(tmp_path / "some")
     for split in ("train", "eval"):
         assert [p.columns["solution"] for p in load(some, chat, split)] == ["5", "2"]

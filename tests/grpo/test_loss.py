@@ -1,5 +1,5 @@
 """The loss by hand: token weights, the clipped objective and its KL, each against its definition
-(invariants 3, 5, 7).
+(invariants 3, 7).
 
 test_trl_parity.py compares the same functions with TRL's code. Read next: test_objectives.py.
 """
@@ -14,7 +14,6 @@ import nanogrpo.extras.objectives  # noqa: F401 (adds its losses to DIVISORS)
 from nanogrpo import Config
 from nanogrpo.extras.options import CHOICES
 from nanogrpo.grpo import loss as grpo
-from nanogrpo.types import Prompt, Sample
 from tests.conftest import random_batch
 from tests.kernels import autograd
 
@@ -43,14 +42,6 @@ def test_weights_follow_their_definitions():
         alike = name not in ("grpo", "sapo")
         assert (max(weights) == min(weights)) == alike
         assert grpo.token_weight(0, 3, 0, cfg) > 0  # and nothing divides by zero
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_truncated_completion_is_trained_unless_masked(masked):
-    cfg = Config(mask_truncated_completions=masked)
-    for stopped in (True, False):
-        sample = Sample(Prompt(0, "", [1]), 0, [2, 3], [0.0] * 2, stopped, [0] * 2)
-        assert grpo.is_trained(sample, cfg) is (stopped or not masked)
 
 
 # --- the objective ---

@@ -234,13 +234,6 @@ def test_a_schedule_changes_with_the_step_and_the_seed():
     assert order(cfg, 0) != order(cfg, 1) != order(dataclasses.replace(cfg, seed=1), 1)
 
 
-def test_without_trained_samples_there_is_a_batch_without_targets():
-    cut = Sample(Prompt(0, "", [1]), 0, [2, 3], [0.0, 0.0], False, [0, 0])
-    for samples in ([cut, cut], []):
-        (batch,) = packed(samples, config(mask_truncated_completions=True))
-        assert (len(batch.tokens), len(batch.targets)) == (1, 0)
-
-
 def uneven(P: int, G: int = 8, prompt: int = 32, longest: int = 192, seed: int = 0) -> list[Facts]:
     """Completions of exponential lengths with a mean of about a third of the longest."""
     draws = torch.empty(P * G).exponential_(
@@ -259,17 +252,6 @@ def test_uneven_lengths_are_spread_evenly_and_cost_no_extra_tokens(world):
     costs = [[sum(p.cost for p in strip) for strip in strips] for strips in ranks]
     for slot in zip(*costs):  # ranks wait for the slowest in each micro-batch
         assert max(slot) <= 1.15 * sum(slot) / world
-
-
-def test_shared_prompts_save_the_expected_share_of_tokens():
-    """For G = 8 and prompts half as long as completions, (P + G·R) / (G·(P + R)) = 0.71 remain."""
-    sizes = [size(i // 8, 64, 128) for i in range(64)]
-
-    def computed(**options) -> int:
-        ranks = schedule.plan(list(range(64)), sizes, config(**options)).strips
-        return sum(p.tokens for p in pieces(ranks))
-
-    assert computed() <= 0.75 * computed(share_prompts=False)
 
 
 def test_a_long_prompt_with_many_completions_is_split_to_bound_its_key_rows():

@@ -24,7 +24,6 @@ from bench.trl_peer import (
     LOSSES,
     OBJECTIVES,
     REWARDS,
-    STOPPED,
     NoModel,
     Peer,
     advantages_of_both,
@@ -149,26 +148,6 @@ def test_micro_batches_of_trl_add_up_to_our_loss(loss_type):
     (gradient,) = torch.autograd.grad(out.loss, logp["now"])
     assert out.loss.item() == pytest.approx(theirs.item(), rel=1e-6)
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-12)
-
-
-def test_a_length_cut_is_judged_alike():
-    """TRL guesses from the last id, we are told: on these samples the two agree, in the lengths it
-    logs too.
-    """
-    samples = make_samples()
-    peer = Peer(
-        settings(config(mask_truncated_completions=True)),
-        samples,
-        REWARDS["plain"],
-        NoModel(),
-        logp={},
-    )
-    mask = peer.batch()["completion_mask"].bool().any(1)
-    assert (
-        mask.tolist()
-        == [grpo.is_trained(s, config(mask_truncated_completions=True)) for s in samples]
-        == STOPPED
-    )
 
 
 # ---- the whole model -----------------------------------------------------------------------------
