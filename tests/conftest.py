@@ -48,7 +48,6 @@ from nanogrpo.distributed.world import World
 from nanogrpo.extras.arithmetic import warmup
 from nanogrpo.extras.vision.model import VisionDecoder
 from nanogrpo.grpo import packing, schedule
-from nanogrpo.grpo.advantages import step_advantages
 from nanogrpo.model import checkpoint, dispatch
 from nanogrpo.model.attention import StripAttention
 from nanogrpo.model.decoder import Decoder
@@ -235,14 +234,6 @@ def set_logp(model: Decoder, samples: Sequence[Sample], name: str, cfg: Config) 
     """Set `sample.old_logp` or `sample.ref_logp` to the model's log-probs."""
     for sample, logp in zip(samples, logp_of(model, samples, cfg)):
         setattr(sample, name, logp)
-
-
-def assign_advantages(samples: Sequence[Sample], cfg: Config) -> torch.Tensor:
-    """Set `advantage` from `reward`, and return the standard deviations."""
-    values, std = step_advantages([s.reward for s in samples], cfg)
-    for sample, value in zip(samples, values):
-        sample.advantage = value
-    return std
 
 
 # --- ops ---

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from nanogrpo import Config
 from nanogrpo.extras import estimators
 from nanogrpo.grpo import advantages
-from nanogrpo.types import Prompt, Sample
-from tests.conftest import assign_advantages
 
 SCALES = ["group", "batch", "none"]
 REWARD = st.floats(-1e3, 1e3, allow_nan=False) | st.sampled_from([0.0, 0.1, 1.0, 1 / 3, None])
@@ -80,13 +78,6 @@ def test_a_worked_example():
         torch.testing.assert_close(values, centered / (std + 1e-4))
         torch.testing.assert_close(found, std, rtol=1e-7, atol=0)
     torch.testing.assert_close(advantages.group_relative(rewards, "none")[0], centered)
-
-
-def test_a_group_is_g_consecutive_samples():
-    prompt, rewards = Prompt(0, "", [1]), (1.0, 0.0, 5.0, None)
-    samples = [Sample(prompt, 0, [2], [0.0], True, [0], reward=r) for r in rewards]
-    assign_advantages(samples, Config(num_generations=2, scale_rewards="none"))
-    assert [s.advantage for s in samples] == [0.5, -0.5, 0.0, 0.0]
 
 
 def test_leave_one_out_compares_with_the_others():

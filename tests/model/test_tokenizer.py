@@ -216,38 +216,27 @@ def test_the_template_cannot_leave_its_sandbox_or_change_the_messages(tmp_path):
             ours.render(CHATS[0])
 
 
-def test_a_damaged_folder_is_reported_in_one_sentence(tmp_path):
-    def fails(match, folder):
-        with pytest.raises(UserError, match=match) as caught:
-            Tokenizer(folder)
-        assert "\n" not in str(caught.value)
+LOOPS = "".join(f"{{% for i{n} in messages %}}" for n in range(60)) + "{% endfor %}" * 60
 
-    fails(r"nowhere/tokenizer\.json cannot be read", tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    fails(r"tokenizer\.json cannot be read", tmp_path / "empty")
-    damaged = make_folder(tmp_path / "damaged")
-    (damaged / "tokenizer.json").write_text('{"version": ')
-    fails(r"damaged/tokenizer\.json cannot be read", damaged)
-    half = make_folder(tmp_path / "half")
-    (half / "tokenizer_config.json").write_text("{")
-    fails(r"half/tokenizer_config\.json is not valid JSON", half)
-    listed = make_folder(tmp_path / "listed")
-    (listed / "generation_config.json").write_text("[1]")
-    fails(r"listed/generation_config\.json holds no JSON object", listed)
-    fails(
-        "the eos_token .* is missing", make_folder(tmp_path / "endless", config={"eos_token": None})
-    )
-    other = make_folder(tmp_path / "other", config={"eos_token": "<eos>"})
-    fails("the eos_token of tokenizer_config.json, or .* not in tokenizer.json", other)
-    fails("cannot be compiled", make_folder(tmp_path / "typo", "{% if %}"))
-    deep = make_folder(tmp_path / "deep", generation={})
-    (deep / "generation_config.json").write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
-    fails(r"deep/generation_config\.json is not valid JSON", deep)
-    latin = make_folder(tmp_path / "latin")
-    (latin / "chat_template.jinja").write_bytes("{{ 'ü' }}".encode("latin-1"))
-    fails(r"the chat template of \S+latin cannot be compiled", latin)
-    loops = "".join(f"{{% for i{n} in messages %}}" for n in range(60)) + "{% endfor %}" * 60
-    fails("cannot be compiled", make_folder(tmp_path / "loops", loops))
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"config": {"eos_token": None}}, "the eos_token .* is missing"),
+        (
+            {"config": {"eos_token": "<eos>"}},
+            "the eos_token of tokenizer_config.json, or .* not in tokenizer.json",
+        ),
+        ({"generation": [1]}, r"/generation_config\.json holds no JSON object"),
+        ({"template": "{% if %}"}, r"the chat template of \S+ cannot be compiled"),
+        ({"template": LOOPS}, "cannot be compiled"),
+    ],
+)
+def test_a_folder_that_is_no_tokenizers_is_reported_in_one_sentence(tmp_path, how, message):
+    """Damage at random is in tests/test_mutations.py."""
+    with pytest.raises(UserError, match=message) as caught:
+        Tokenizer(make_folder(tmp_path, **how))
+    assert "\n" not in str(caught.value)
 
 
 def test_the_template_for_tools_is_chosen_as_in_transformers(tmp_path):
