@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 import train
 from nanogrpo.model import checkpoint
 from tests import ranks
-from tests.conftest import REWARD, arguments, steps, write_base
+from tests.conftest import arguments, steps, write_base, write_files
 from tests.engine.chat import write_calling_base
 
 STEPS = 4
@@ -153,13 +153,7 @@ def _files() -> Path:
     """Return a folder with a reward file and the data that rows may name as FILES/…"""
     folder = Path(tempfile.mkdtemp(prefix="configurations-"))
     atexit.register(shutil.rmtree, folder)
-    (folder / "reward.py").write_text(REWARD)
-    for name, prompts in {
-        "data": [f"{i}+{i}=" for i in range(12)],
-        "uneven": [f"{'1+' * i}1=" for i in range(9)],
-    }.items():
-        lines = (f'{{"prompt": "{prompt}", "answer": "1"}}\n' for prompt in prompts)
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+    write_files(folder)
     return folder
 
 

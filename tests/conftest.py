@@ -256,6 +256,12 @@ def one_sentence(capsys: pytest.CaptureFixture) -> str:
     return last.removeprefix("error: ")
 
 
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Assert that the names and the bits of these tensors are equal."""
+    assert set(a) == set(b)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
 # --- folders ---
 
 
@@ -274,6 +280,12 @@ def write_base(folder: Path, seed: int = 0, **changes) -> Path:
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint folder that all tests share. Read or copy it, but never write to it."""
     return write_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="session")
+def tied_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a tied head."""
+    return write_base(tmp_path_factory.mktemp("base") / "tied", tie_word_embeddings=True)
 
 
 @pytest.fixture
@@ -302,17 +314,22 @@ def fails_in_the_third_step(completion_ids, **kwargs):
 '''
 
 
+def write_files(folder: Path) -> None:
+    """Write a reward file and two small data sets."""
+    (folder / "reward.py").write_text(REWARD)
+    for name, prompts in {
+        "data": [f"{i}+{i}=" for i in range(12)],
+        "uneven": [f"{'1+' * i}1=" for i in range(9)],
+    }.items():
+        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+
+
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> Path:
     """A folder with a reward file and small data sets, good and bad."""
     folder = tmp_path_factory.mktemp("files")
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "data.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(12))
-    )
-    (folder / "uneven.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{'1+' * i}1="}) + "\n" for i in range(9))
-    )
+    write_files(folder)
     (folder / "empty.jsonl").write_text("\n\n")
     (folder / "broken.jsonl").write_text('{"prompt": "1="}\n{"prompt": "2="}\n{"prompt": \n')
     (folder / "long.jsonl").write_text(

@@ -24,7 +24,6 @@ from nanogrpo.errors import UserError
 from nanogrpo.model import checkpoint
 from nanogrpo.rewards.scorer import Scorer
 from nanogrpo.run import state
-from tests.conftest import write_base
 from tests.ranks import (
     DATA,
     PATIENCE,
@@ -40,11 +39,6 @@ from tests.ranks import (
 )
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    return write_base(tmp_path_factory.mktemp("base") / "tied", tie_word_embeddings=True)
-
-
 def reports(ranks: Ranks) -> list[str]:
     return re.findall("^error: .*", "\n".join(ranks.errors()), re.MULTILINE)
 
@@ -52,10 +46,12 @@ def reports(ranks: Ranks) -> list[str]:
 # --- on request -----
 
 
-def test_a_signal_to_any_rank_finishes_the_step_saves_and_ends_all_with_success(base, tmp_path):
+def test_a_signal_to_any_rank_finishes_the_step_saves_and_ends_all_with_success(
+    tied_base, tmp_path
+):
     done, saved = 1, []
     for who, number in ((1, signal.SIGTERM), (0, signal.SIGINT)):  # the second one is resumed
-        ranks = start(2, train.main, argv(base, tmp_path, "--resume"))
+        ranks = start(2, train.main, argv(tied_base, tmp_path, "--resume"))
         until(running(tmp_path, beyond=done))
         os.kill(ranks.processes[who].pid, number)
         assert ranks.ends(PATIENCE) == [0, 0], ranks.errors()
@@ -66,8 +62,8 @@ def test_a_signal_to_any_rank_finishes_the_step_saves_and_ends_all_with_success(
         assert f"{number.name}: finishing and saving this step, then" in ranks.errors()[who]
 
 
-def test_two_signals_within_a_second_count_as_one_and_one_process_saves_too(base, tmp_path):
-    ranks = start(1, train.main, argv(base, tmp_path))
+def test_two_signals_within_a_second_count_as_one_and_one_process_saves_too(tied_base, tmp_path):
+    ranks = start(1, train.main, argv(tied_base, tmp_path))
     until(running(tmp_path))
     # the stopped process receives both when it continues, within a second
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
@@ -98,9 +94,9 @@ def slow_at(options: list[str], place: str, flag: Path, heeds: bool = True) -> i
 
 
 @pytest.mark.parametrize("place", ["setup", "evaluation"])
-def test_a_signal_before_the_first_step_ends_the_run_after_it(base, tmp_path, place):
+def test_a_signal_before_the_first_step_ends_the_run_after_it(tied_base, tmp_path, place):
     output, flag = tmp_path / "run", tmp_path / "flag"
-    options = argv(base, output, "--eval-steps", "1000", "--eval-data", str(DATA))
+    options = argv(tied_base, output, "--eval-steps", "1000", "--eval-data", str(DATA))
     ranks = start(2, slow_at, options, place, flag)
     until(flag.exists)
     os.kill(ranks.processes[1].pid, signal.SIGTERM)
@@ -109,8 +105,8 @@ def test_a_signal_before_the_first_step_ends_the_run_after_it(base, tmp_path, pl
     assert [step for step in steps(output) if step >= 0] == [0]
 
 
-def test_a_second_signal_ends_at_once(base, tmp_path):
-    ranks = start(1, slow_at, argv(base, tmp_path / "run"), "setup", tmp_path / "flag", False)
+def test_a_second_signal_ends_at_once(tied_base, tmp_path):
+    ranks = start(1, slow_at, argv(tied_base, tmp_path / "run"), "setup", tmp_path / "flag", False)
     until((tmp_path / "flag").exists)
     assert insist(ranks, signal.SIGTERM) == 128 + signal.SIGTERM
 
@@ -136,7 +132,7 @@ def test_nohup_is_respected():
 
 
 @pytest.mark.parametrize("timeout", ["60", "0"])
-def test_a_console_that_goes_away_does_not_end_the_run(base, tmp_path, timeout):
+def test_a_console_that_goes_away_does_not_end_the_run(tied_base, tmp_path, timeout):
     """As with `train.py … | tee log`, where Ctrl-C ends tee. The reward functions print, too."""
     reward = tmp_path / "loud.py"
     reward.write_text(
@@ -144,7 +140,9 @@ def test_a_console_that_goes_away_does_not_end_the_run(base, tmp_path, timeout):
         "    print('x' * 100_000)\n"
         "    return [float(sum(ids) % 7) for ids in completion_ids]\n"
     )
-    options = argv(base, tmp_path / "run", "--log-completions", "--num-completions-to-print", "4")
+    options = argv(
+        tied_base, tmp_path / "run", "--log-completions", "--num-completions-to-print", "4"
+    )
     options += ["--reward-funcs", f"{reward}:loud", "--reward-timeout", timeout]
     command = [sys.executable, ROOT / "train.py", *options, "--max-steps", "4"]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -178,8 +176,8 @@ def fails_in_the_third_step(options: list[str], who: int, how: str) -> int:
 
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("how", ["mistake", "bug", "killed"])
-def test_one_failing_rank_ends_the_others_and_only_one_reports(base, tmp_path, how, who):
-    options = argv(base, tmp_path, "--save-steps", "1", "--generation-batch-size", "12")
+def test_one_failing_rank_ends_the_others_and_only_one_reports(tied_base, tmp_path, how, who):
+    options = argv(tied_base, tmp_path, "--save-steps", "1", "--generation-batch-size", "12")
     ranks = start(3, fails_in_the_third_step, options, who, how)
     ends = ranks.ends(PATIENCE)
     errors = "".join(ranks.errors())
@@ -217,8 +215,8 @@ def save_fails(options: list[str]) -> int:
     return train.main(options)
 
 
-def test_a_save_that_fails_on_one_rank_is_reported_once_and_ends_all(base, tmp_path):
-    ranks = start(2, save_fails, argv(base, tmp_path, "--save-steps", "2"))
+def test_a_save_that_fails_on_one_rank_is_reported_once_and_ends_all(tied_base, tmp_path):
+    ranks = start(2, save_fails, argv(tied_base, tmp_path, "--save-steps", "2"))
     assert ranks.ends(PATIENCE) == [2, 2], ranks.errors()
     (report,) = reports(ranks)
     assert re.fullmatch(
@@ -261,9 +259,9 @@ sys.exit(train.main(sys.argv[1:-1]))
 """
 
 
-def test_torchrun_ends_all_ranks_when_one_fails_and_one_reports(base, tmp_path):
+def test_torchrun_ends_all_ranks_when_one_fails_and_one_reports(tied_base, tmp_path):
     (tmp_path / "run.py").write_text(RUN)
-    with torchrun(str(tmp_path / "run.py"), *argv(base, tmp_path / "run"), "1") as process:
+    with torchrun(str(tmp_path / "run.py"), *argv(tied_base, tmp_path / "run"), "1") as process:
         _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert re.findall(r"^error: .*", errors, re.M) == ["error: no more of this."], errors

@@ -18,14 +18,7 @@ from nanogrpo.distributed.world import World, join
 from nanogrpo.errors import UserError
 from nanogrpo.run import output
 from nanogrpo.types import Prompt, Sample
-from tests.conftest import write_base
 from tests.ranks import PATIENCE, Ranks, argv, free_port, run, start
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    return write_base(tmp_path_factory.mktemp("base") / "tied", tie_word_embeddings=True)
-
 
 # --- not even begun ---
 
@@ -40,8 +33,8 @@ def refused(ranks: Ranks) -> str:
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_rank_without_its_peers_reports_it_within_the_timeout(base, tmp_path, listens):
-    options = argv(base, tmp_path, "--ddp-timeout", "2")
+def test_a_rank_without_its_peers_reports_it_within_the_timeout(tied_base, tmp_path, listens):
+    options = argv(tied_base, tmp_path, "--ddp-timeout", "2")
     where = {} if listens else {"MASTER_PORT": str(free_port())}
     message = refused(start(1, train.main, options, WORLD_SIZE="2", **where))
     assert re.match(
@@ -51,8 +44,8 @@ def test_a_rank_without_its_peers_reports_it_within_the_timeout(base, tmp_path, 
     )
 
 
-def test_a_step_that_the_ranks_cannot_share_evenly_is_refused(base, tmp_path):
-    ranks = start(3, train.main, argv(base, tmp_path))
+def test_a_step_that_the_ranks_cannot_share_evenly_is_refused(tied_base, tmp_path):
+    ranks = start(3, train.main, argv(tied_base, tmp_path))
     assert ranks.ends(PATIENCE) == [2, 2, 2]
     (message,) = re.findall("^error: .*", "".join(ranks.errors()), re.M)
     assert (

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nanogrpo.errors import UserError, read_json
 from nanogrpo.model import checkpoint, weights
-from tests.conftest import positions_of, random_tokens, tiny_model, write_base
+from tests.conftest import assert_same, positions_of, random_tokens, tiny_model, write_base
 from tests.model.peers import CLASSES, CONFIGS, peer, theirs_alone
 
 TOKENS = random_tokens(20)
@@ -24,11 +24,6 @@ POSITIONS, ATTEND = positions_of([20])
 
 def weights_of(model) -> dict[str, torch.Tensor]:
     return {n: t.detach().clone() for n, t in model.state_dict().items()}
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert set(a) == set(b)
-    assert all(torch.equal(a[n], b[n]) for n in a)
 
 
 # --- ours → transformers ---

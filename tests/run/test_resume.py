@@ -29,7 +29,7 @@ from nanogrpo.grpo import loss as grpo
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim, state
 from tests import configurations
-from tests.conftest import SOLO, arguments, random_batch, steps, write_base
+from tests.conftest import SOLO, arguments, assert_same, random_batch, steps, write_base
 
 
 @pytest.mark.parametrize("name", configurations.names("resumes"))
@@ -46,11 +46,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, tmp_path):
 
 
 # --- a part of a run, to damage ---
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert set(a) == set(b)
-    assert all(torch.equal(a[n], b[n]) for n in a)
 
 
 @dataclasses.dataclass

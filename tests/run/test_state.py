@@ -27,7 +27,7 @@ from nanogrpo.engine.runner import Runner
 from nanogrpo.logs import console as log
 from nanogrpo.model import checkpoint
 from nanogrpo.run import optim, state
-from tests.conftest import timeless, write_base
+from tests.conftest import timeless
 from tests.ranks import DATA, REWARD, run, start, until
 
 OPTIONS = (
@@ -36,11 +36,6 @@ OPTIONS = (
     f"--adam-epsilon 1e-5 --token-budget 60 --num-iterations 2 --beta 0.05 "
     f"--reward-funcs {REWARD}:even"
 ).split()
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
-    return write_base(tmp_path_factory.mktemp("base") / "tied", tie_word_embeddings=True)
 
 
 def argv(base: Path, output: Path, *more: str) -> list[str]:
@@ -168,11 +163,11 @@ KILLS = [
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(base, tmp_path_factory) -> dict[int, Path]:
+def uninterrupted(tied_base, tmp_path_factory) -> dict[int, Path]:
     """Uninterrupted runs on 1 and 2 ranks."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     for size in (1, 2):
-        assert run(size, train_until_killed, argv(base, folder / str(size))) == [0] * size
+        assert run(size, train_until_killed, argv(tied_base, folder / str(size))) == [0] * size
     assert len({row["loss"] for row in rows(folder / "2")}) == 8  # something happens in the run
     assert close(rows(folder / "1"), rows(folder / "2"))
     return {size: folder / str(size) for size in (1, 2)}
@@ -180,13 +175,13 @@ def uninterrupted(base, tmp_path_factory) -> dict[int, Path]:
 
 @pytest.mark.timeout(1800)  # 30 processes
 def test_a_run_killed_anywhere_and_resumed_is_the_uninterrupted_one_bit_for_bit(
-    base, uninterrupted, tmp_path
+    tied_base, uninterrupted, tmp_path
 ):
     """Twelve kills, of one rank and of both: losses, rewards, norms and the last checkpoint equal
     those of the uninterrupted run.
     """
     output, story = tmp_path / "run", []
-    options = argv(base, output, "--resume")
+    options = argv(tied_base, output, "--resume")
     for kill in KILLS:
         ends, errors = start_and_kill(2, options, kill)
         left = sorted(p.name for p in output.iterdir()) if output.exists() else []
@@ -206,13 +201,13 @@ def test_a_run_killed_anywhere_and_resumed_is_the_uninterrupted_one_bit_for_bit(
     assert [p.name for p in output.glob(".*")] == [".lock"]
 
 
-def test_two_ranks_refuse_a_checkpoint_with_a_flipped_bit(base, uninterrupted, tmp_path):
+def test_two_ranks_refuse_a_checkpoint_with_a_flipped_bit(tied_base, uninterrupted, tmp_path):
     shutil.copytree(uninterrupted[2], tmp_path / "run")
     folder = tmp_path / "run" / "checkpoint-8"
     data = bytearray((folder / "state" / "__1_0.distcp").read_bytes())
     data[len(data) // 2] ^= 8
     (folder / "state" / "__1_0.distcp").write_bytes(data)
-    ranks = start(2, train.main, argv(base, tmp_path / "run", "--resume"))
+    ranks = start(2, train.main, argv(tied_base, tmp_path / "run", "--resume"))
     assert 0 not in ranks.ends()
     errors = [line for text in ranks.errors() for line in text.splitlines() if "error: " in line]
     assert errors[0] == (
@@ -222,17 +217,17 @@ def test_two_ranks_refuse_a_checkpoint_with_a_flipped_bit(base, uninterrupted, t
     )
 
 
-def test_a_run_continues_on_any_number_of_ranks(base, uninterrupted, tmp_path):
+def test_a_run_continues_on_any_number_of_ranks(tied_base, uninterrupted, tmp_path):
     """Two steps without a process group, two on two ranks, two on four, and the rest on one. The
     ranks are killed while they sample for the next step.
     """
-    assert train.main(argv(base, tmp_path, "--max-steps", "2")) == 0
+    assert train.main(argv(tied_base, tmp_path, "--max-steps", "2")) == 0
     files = sorted(p.name for p in (tmp_path / "checkpoint-2" / "state").iterdir())
     assert files == [".metadata", "__0_0.distcp"]
     for size, step in ((2, 4), (4, 6)):
         kill, saved = ("sampling", 14, None), tmp_path / f"checkpoint-{step}"
-        ends, errors = start_and_kill(size, argv(base, tmp_path, "--resume"), kill, saved)
+        ends, errors = start_and_kill(size, argv(tied_base, tmp_path, "--resume"), kill, saved)
         assert ends == [-signal.SIGKILL] * size, errors
-    assert run(1, train_until_killed, argv(base, tmp_path, "--resume")) == [0]
+    assert run(1, train_until_killed, argv(tied_base, tmp_path, "--resume")) == [0]
     assert [row["step"] for row in rows(tmp_path)] == list(range(8))
     assert close(rows(tmp_path), rows(uninterrupted[1]))
