@@ -169,7 +169,7 @@ def next_token_probs(model: Decoder, ids: list[int]) -> Tensor:
 def score(samples: list[Sample], tokenizer: Tokenizer) -> None:
     for s in samples:
         s.text = tokenizer.decode(s.token_ids)
-    Scorer(CFG).score(samples)
+    Scorer(CFG, torch.device("cpu")).score(samples)
     names = samples[0].rewards
     show(
         "the rewards",

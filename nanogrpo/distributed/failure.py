@@ -71,9 +71,9 @@ def end(error: BaseException) -> NoReturn:
 asked = threading.Event()
 # SIGHUP: the terminal or its connection was closed. The last three come from batch systems.
 SIGNALS = (
+    signal.SIGHUP,
     signal.SIGTERM,
     signal.SIGINT,
-    signal.SIGHUP,
     signal.SIGUSR1,
     signal.SIGUSR2,
     signal.SIGXCPU,
@@ -88,11 +88,14 @@ def stoppable() -> Iterator[threading.Event]:
     A second signal exits immediately. Signals within one second count as one signal, because a
     process may get the same signal from the scheduler and from torchrun.
     """
-    first = 0.0
+    first, me = 0.0, os.getpid()
 
     def handle(number: int, _frame: object) -> None:
         nonlocal first
-        if not asked.is_set():
+        if os.getpid() != me:  # a process that the user's code forked
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not asked.is_set():
             first = time.monotonic()
             asked.set()
             logger.warning(
@@ -103,10 +106,11 @@ def stoppable() -> Iterator[threading.Event]:
         elif time.monotonic() - first > 1.0:
             os._exit(128 + number)
 
-    # Python allows signal handlers only in the main thread. `nohup` makes a process ignore SIGHUP.
+    # Python allows signal handlers only in the main thread.
     main = threading.current_thread() is threading.main_thread()
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-    before = {n: signal.signal(n, handle) for n in SIGNALS if main and n not in ignored}
+    # `nohup` makes a process ignore SIGHUP, the first of SIGNALS
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    before = {n: signal.signal(n, handle) for n in (SIGNALS[nohup:] if main else ())}
     try:
         with redirect_stdout(Console(sys.stdout)), redirect_stderr(Console(sys.stderr)):
             yield asked

@@ -27,7 +27,7 @@ class Console:
     """
 
     def __init__(self, stream: Any):
-        self.stream = stream
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115 (None: it is closed)
 
     def write(self, text: str) -> int:
         try:

@@ -165,9 +165,6 @@ class World:
         return result
 
 
-ALONE = World(0, 1, torch.device("cpu"))
-
-
 # --- joining and leaving a run ---
 
 

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 
 # Print Text objects only, because rich takes brackets in a str, as in "[/INST]", for markup.
-console = Console(stderr=True, force_jupyter=False, width=None if sys.stderr.isatty() else 120)
+console = Console(
+    stderr=True, force_jupyter=False, width=None if sys.stderr and sys.stderr.isatty() else 120
+)
 
 
 class Completions(Feature):

@@ -107,11 +107,16 @@ def plan(
     pair_cost: float = 0.0,
     all_gradients: bool = False,
 ) -> Update:
-    """Divide the samples of one update into strips.
+    """Divide the samples of one update into strips [ranks][micro-batch].
 
     Samples without a gradient are left out. If no sample has a gradient, the smallest sample is
     kept. If all samples are masked, each rank gets an empty strip. Both have a gradient of 0, so
     AdamW takes the same step as if no sample were left out.
+
+    Strips stay within the token budget and have about the same cost. All ranks have the same number
+    of strips, at least one. If there is too little work for all ranks, some strips are empty. A
+    group is split into several pieces if that makes the step cheaper: its prompt is computed
+    several times, but the work is divided more evenly.
     """
     # a masked completion is neither trained on nor computed
     facts = [f if is_trained(f, cfg) else f._replace(length=0, end=0) for f in facts]
@@ -119,23 +124,9 @@ def plan(
     trained = [i for i in computed if has_gradient(facts[i], cfg, all_gradients)]
     if computed and not trained:
         trained = [min(computed, key=lambda i: facts[i].prompt_length + facts[i].end)]
-    n_tokens = sum(facts[i].length for i in samples)
-    return Update(samples, n_tokens, _strips(trained, facts, cfg, ranks, pair_cost))
-
-
-def _strips(
-    samples: list[int], facts: Sequence[Facts], cfg: Config, ranks: int, pair_cost: float
-) -> list[list[Strip]]:
-    """Divide samples into strips [ranks][micro-batch].
-
-    Strips stay within the token budget and have about the same cost. All ranks have the same number
-    of strips, at least one. If there is too little work for all ranks, some strips are empty. A
-    group is split into several pieces if that makes the step cheaper: its prompt is computed
-    several times, but the work is divided more evenly.
-    """
     share = math.ceil(len(facts) / ranks)  # rank r drew the samples r·share to (r + 1)·share
     groups: dict[int, list[int]] = {}
-    for i in samples:
+    for i in trained:
         groups.setdefault(facts[i].prompt, []).append(i)
     best: list[Strip] = [[]] * ranks
     least = math.inf
@@ -153,7 +144,8 @@ def _strips(
                 best, least = strips, cost
         most = math.ceil(most / 2) if most > 1 else 0
     batches = [_assign(best[i : i + ranks], facts, share) for i in range(0, len(best), ranks)]
-    return [[sorted(batch[rank]) for batch in batches] for rank in range(ranks)]
+    by_rank = [[sorted(batch[rank]) for batch in batches] for rank in range(ranks)]
+    return Update(samples, sum(facts[i].length for i in samples), by_rank)
 
 
 def _piece(samples: list[int], facts: Sequence[Facts], pair_cost: float) -> Piece:

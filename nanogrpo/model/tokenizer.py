@@ -106,8 +106,7 @@ class Tokenizer:
         """Return the text of token ids. <think> and </think> are never skipped, because Qwen3
         defines them as ordinary tokens.
         """
-        with reading(f"{self._folder}/tokenizer.json", COPY, "cannot decode a completion"):
-            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def render(
         self,

@@ -54,17 +54,20 @@ class TrainerState(NamedTuple):
 @contextlib.contextmanager
 def users_code() -> Iterator[None]:
     """Run the user's code. If it forks, a child must not return into the loop: it would become a
-    second trainer. So it ends where it leaves this block.
+    second trainer. So it ends where it leaves this block, with the status of a program.
     """
-    me = os.getpid()
+    me, status = os.getpid(), 1
     try:
         yield
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else bool(error.code)
+        raise
     finally:
         if os.getpid() != me:
-            os._exit(0)
+            os._exit(status)
 
 
-@users_code()
 def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list, list]:
     """Return the B rewards of a function, (column, B values) of each log_extra call, and (name,
     value) of each log_metric call.
@@ -96,7 +99,8 @@ def call(function: Callable, arguments: dict, shared: dict) -> tuple[list, list,
 
     own = pickle.loads(pickle.dumps(arguments))  # faster than deepcopy
     try:
-        result = function(**own, **shared, log_extra=log_extra, log_metric=log_metric)
+        with users_code():
+            result = function(**own, **shared, log_extra=log_extra, log_metric=log_metric)
         if inspect.isawaitable(result):
             result = asyncio.run_coroutine_threadsafe(_await(result), own_loop()).result()
             if isinstance(result, BaseException):

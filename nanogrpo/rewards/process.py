@@ -149,9 +149,9 @@ def main(descriptor: int, trainer: int) -> None:
     only if it reports an error.
     """
     killed_with(trainer)  # ends this process even if it hangs in C code
+    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     faulthandler.enable()  # reports where a segmentation fault happened
     faulthandler.register(signal.SIGUSR1)  # traces of all threads
-    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     connection = Connection(descriptor)
     functions: dict = {}
     answer: Any

@@ -38,7 +38,6 @@ logger = logging.getLogger("nanogrpo")
 
 MAX_LOST = 3  # steps in a row
 START = TrainerState()
-CPU = torch.device("cpu")
 # Maximum absolute value of a reward; with this bound, advantages are finite in float32.
 MAX_REWARD = 1e30
 # Columns that the completions table always has (extras/completions.py).
@@ -55,7 +54,7 @@ class Scorer:
     def __init__(
         self,
         cfg: Config,
-        device: torch.device = CPU,
+        device: torch.device,
         features: Sequence[Feature] = (),
         given: Sequence[str | Callable] = (),
     ):

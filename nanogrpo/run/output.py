@@ -78,12 +78,11 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Return whether the folder contains a checkpoint, or a metrics.jsonl with more than header
-    lines. If a run failed early, its log has only header lines and can be replaced.
+    """Return whether the folder contains a checkpoint, or a metrics.jsonl with a step. If a run
+    failed early, its log has only headers and can be continued.
     """
-    metrics = folder / "metrics.jsonl"
-    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
-    logged = any(not line.startswith(b'{"run"') for line in lines)
+    log = folder / "metrics.jsonl"
+    logged = log.exists() and b'"step"' in log.read_bytes()
     return logged or bool(checkpoint.checkpoints(folder))
 
 
@@ -95,8 +94,10 @@ def clear(cfg: Config) -> None:
         return
     folder = Path(cfg.output_dir).resolve()
     found = [path for pattern in OURS.split() for path in folder.glob(pattern)]
-    # a user may have a folder of such a name
-    found += [p for p in checkpoint.checkpoints(folder) if (p / "state.json").exists()]
+    for path in checkpoint.checkpoints(folder):
+        if not (path / "state.json").exists():
+            raise UserError(f"{path} is not of a run of nanogrpo: choose another --output-dir.")
+        found.append(path)
     inputs = [path.resolve() for path in named(cfg)]
     for path in found:
         if any(path in (name, *name.parents) for name in inputs):
@@ -142,7 +143,8 @@ def origin(inputs: Inputs) -> dict[str, str]:
     files = [inputs.source / name for name in ("config.json", *FILES.split())]
     files += checkpoint.files(inputs.source) if kept or world.size > 1 else []
     hashes |= {f"{path.name} in {cfg.model}": digest(path) for path in files if path.is_file()}
-    world.agree(hashes | {f"{p}": digest(p) for p in named(cfg) if os.path.isfile(p)})
+    if world.size > 1:
+        world.agree(hashes | {f"{p}": digest(p) for p in named(cfg) if os.path.isfile(p)})
     return {n: hashes[n] for n in hashes if kept or ".safetensors in" not in n}
 
 

@@ -175,9 +175,11 @@ class Saver:
                 log_file = self.final.with_name("metrics.jsonl")
                 if log_file.exists():
                     checkpoint.flush(log_file)
+            found = checkpoint.checkpoints(self.cfg.output_dir)
+            ours = [path for path in found if (path / STATE).exists()]
             # with a limit of 0, the slice [:-0] is empty, so nothing is removed
-            for old in checkpoint.checkpoints(self.cfg.output_dir)[: -self.cfg.save_total_limit]:
-                if old.name not in self.keep and (old / STATE).exists():
+            for old in ours[: -self.cfg.save_total_limit]:
+                if old.name not in self.keep:
                     # a partly deleted checkpoint must not look complete, so it is renamed first
                     output.remove(old.rename(old.with_name(f".{old.name}.tmp")))
 
@@ -247,8 +249,7 @@ def latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] |
         saved = json.loads((folder / STATE).read_bytes())
         before, known = {**saved["config"]}, saved["origin"]
         # earlier versions stored only the hash of the prompts
-        old = isinstance(known, str)
-        known = {**origin, "the list of prompts": known} if old else dict(known)
+        known = origin | {"the list of prompts": known} if isinstance(known, str) else dict(known)
     now = fixed_options(cfg)
     for name in sorted(before.keys() | now.keys()):
         default = getattr(type(cfg), name, "the default")

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from nanogrpo.distributed.failure import asked
-from nanogrpo.distributed.world import ALONE, World
+from nanogrpo.distributed.world import World
 from nanogrpo.engine.base import SamplingParams
 from nanogrpo.errors import UserError
 from nanogrpo.model.decoder import Decoder
@@ -52,6 +52,8 @@ PAUSE = 2.0  # seconds between two attempts to reach a lost server
 # The run ends after this many attempts in a row in which no server finishes a group. More attempts
 # would rarely help: our own server takes a minute to restart, and usually fails like the old one.
 ATTEMPTS = 2
+
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 class VLLMEngine:

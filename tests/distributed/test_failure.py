@@ -121,6 +121,15 @@ def test_each_signal_is_a_request_and_its_handler_is_restored(number):
     assert [signal.getsignal(n) for n in SIGNALS] == before
 
 
+def test_a_process_that_the_users_code_forked_ends_at_a_signal():
+    with stoppable() as asked:
+        if not (child := os.fork()):
+            time.sleep(PATIENCE)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not asked.is_set()
+
+
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -132,7 +141,7 @@ def test_nohup_is_respected():
 
 
 @pytest.mark.parametrize("timeout", ["60", "0"])
-def test_a_console_that_goes_away_does_not_end_the_run(tied_base, tmp_path, timeout):
+def test_a_console_that_goes_away_or_is_closed_does_not_end_the_run(tied_base, tmp_path, timeout):
     """As with `train.py … | tee log`, where Ctrl-C ends tee. The reward functions print, too."""
     reward = tmp_path / "loud.py"
     reward.write_text(
@@ -149,8 +158,10 @@ def test_a_console_that_goes_away_does_not_end_the_run(tied_base, tmp_path, time
     assert run.stdout.read(1000)
     run.stdout.close()
     assert run.wait(PATIENCE) == 0
-    assert steps(tmp_path / "run") == list(range(4))
-    assert (tmp_path / "run/checkpoint-4/state.json").exists()
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "", *command, "--resume", "--max-steps", "5"]
+    assert subprocess.run(closed).returncode == 0
+    assert steps(tmp_path / "run") == list(range(5))
+    assert (tmp_path / "run/checkpoint-5/state.json").exists()
 
 
 # --- on failure -----

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -201,7 +202,22 @@ def test_a_child_of_the_users_code_does_not_return_into_the_loop(tokenizer, wher
         engine.sample([], 1, SamplingParams(max_tokens=9), 0)
     if os.getpid() != me:
         os._exit(1)
-    assert os.wait()[1] == 0
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [(lambda: None, 0), (lambda: sys.exit(0), 0), (lambda: sys.exit(3), 3), (lambda: 1 / 0, 1)],
+)
+def test_a_child_ends_with_the_status_of_a_program(end, status):
+    """A reward function may fork to try a program."""
+
+    def tried(completions, **kwargs):
+        if os.fork() == 0:
+            return end()
+        return [os.waitstatus_to_exitcode(os.wait()[1])]
+
+    assert rewards.call(tried, {"completions": [""]}, {})[0] == [status]
 
 
 def test_a_time_limit_leaves_no_timer_and_the_handler_that_it_found():

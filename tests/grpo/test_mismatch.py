@@ -11,10 +11,10 @@ import math
 import pytest
 import torch
 
-from nanogrpo.distributed.world import ALONE
 from nanogrpo.extras.importance import correction, measured
 from nanogrpo.extras.options import CHOICES
 from nanogrpo.grpo import mismatch
+from tests.conftest import SOLO
 
 MODES = CHOICES["vllm_importance_sampling_mode"][1:]  # without "off"
 
@@ -36,14 +36,14 @@ def test_equal_policies_have_no_gap_and_no_correction():
     logp, _, sample = vectors()
     for mode in MODES:
         assert torch.equal(correction(logp, logp, sample, mode, 3.0), torch.ones(64))
-    figures = compare(logp - logp) | measured(torch.ones(64), ALONE)
+    figures = compare(logp - logp) | measured(torch.ones(64), SOLO)
     zeros = ("sampling_logp_difference/mean", "sampling_logp_difference/max", "k3", "masked")
     ones = ("ratio", "ess", *(f"importance_sampling_ratio/{x}" for x in ("min", "mean", "max")))
     assert figures == {f"sampling/{name}": float(name in ones) for name in zeros + ones}
 
 
 def test_the_figures_of_two_tokens_computed_by_hand():
-    figures = compare(torch.tensor([0.5, -1.0])) | measured(torch.tensor([0.0, 2.0]), ALONE)
+    figures = compare(torch.tensor([0.5, -1.0])) | measured(torch.tensor([0.0, 2.0]), SOLO)
     assert figures["sampling/sampling_logp_difference/mean"] == pytest.approx(0.75)
     assert figures["sampling/sampling_logp_difference/max"] == pytest.approx(1.0)
     assert figures["sampling/k3"] == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1.0)) / 2)

@@ -68,13 +68,18 @@ def test_overwriting_removes_only_what_runs_have_written(tmp_path):
     )
     theirs = """
         metrics-2024.jsonl completions/my.py completions/notes_00001.jsonl dashboards/a.csv
-        tensorboard/a checkpoint-0/notes.txt checkpoint-3-good/state.json sub/metrics.jsonl
+        tensorboard/a checkpoint-3-good/state.json sub/metrics.jsonl
     """
     for name in (names + theirs).split():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     (tmp_path / "checkpoint-2").symlink_to(tmp_path / "elsewhere")  # moved and linked
-    output.clear(Config(output_dir=str(tmp_path), overwrite_output_dir=True))
+    (other := tmp_path / "checkpoint-0").mkdir()  # a run would write or remove such a folder
+    cfg = Config(output_dir=str(tmp_path), overwrite_output_dir=True)
+    with pytest.raises(UserError, match=rf"{other} is not of a run of nanogrpo: choose another"):
+        output.clear(cfg)
+    other.rmdir()
+    output.clear(cfg)
     left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if not p.is_dir()}
     assert left == {*theirs.split(), "elsewhere/state.json"}
 

@@ -141,14 +141,15 @@ def test_only_the_last_checkpoints_and_those_to_keep_remain(tmp_path, tiny_base)
     def left(limit: int, *keep: str) -> list[str]:
         folder = tmp_path / f"{limit} {keep}"
         run = start(folder, tiny_base, save_total_limit=limit)
+        (folder / "run/checkpoint-99").mkdir(parents=True)  # of another program
         run.saver.keep.update(keep)
         for run.step in (8, 9, 10, 11):  # as strings, 10 is before 9
             run.save()
         return sorted(int(name.split("-")[1]) for name in names(folder))
 
-    assert left(2) == [10, 11]
-    assert left(1, "checkpoint-9") == [9, 11]
-    assert left(0) == [8, 9, 10, 11]
+    assert left(2) == [10, 11, 99]
+    assert left(1, "checkpoint-9") == [9, 11, 99]
+    assert left(0) == [8, 9, 10, 11, 99]
 
 
 def test_training_continues_while_the_state_is_written(tmp_path, tiny_base, monkeypatch):

@@ -83,7 +83,10 @@ class Run:
         """
         path = self.folder / "completions" / name
         if not (path.is_file() and path.resolve().is_relative_to(self.folder.resolve())):
-            raise UserError(f"{path} is no file of this run: remove it.")
+            raise UserError(
+                f"{path} is not a file of this run, because it or its folder is a link: replace "
+                "the link by what it points to."
+            )
         return path
 
     def steps(self, kind: str) -> list[int]:
