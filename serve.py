@@ -114,7 +114,7 @@ def check_port(host: str, port: int) -> None:
         listen(host, port).close()
     except (OSError, OverflowError) as e:
         raise UserError(
-            f"--port {port} of {host} cannot be used ({e}); choose another --port."
+            f"--port {port} on {host} cannot be used ({e}); choose another --port."
         ) from e
 
 

@@ -137,7 +137,7 @@ class ObjectivesOptions(Core):
 
     @property
     def loss_constants(self) -> dict[str, float]:
-        """The constants of the loss: the defaults of its type, changed by loss_kwargs."""
+        """The constants of the loss: the defaults of its type, overridden by loss_kwargs."""
         return LOSS_CONSTANTS.get(self.loss_type, {}) | (self.loss_kwargs or {})
 
     @property

@@ -386,7 +386,7 @@ def compare(answer: str, reference: str) -> bool | None:
             return False
         return chosen[1] == label[1]
     if WORDS.fullmatch(a) and WORDS.fullmatch(b):
-        # Letters may be a product of variables, which has no order.
+        # Letters may be a product of variables, whose order does not matter.
         may_be_product = len(b) == 2 or (b.islower() and "$" in reference)
         if may_be_product and sorted(a) == sorted(b):
             return None

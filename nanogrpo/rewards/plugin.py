@@ -48,7 +48,7 @@ def load(spec: str, option: str) -> Callable:
 
 
 class _Files:
-    """Import a user's file as a module whose name is the path of the file. From this name, pickle
+    """Import a user's file as a module whose name is the path of the file. By this name, pickle
     can also find the module's classes in another process.
     """
 
