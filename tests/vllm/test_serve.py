@@ -105,7 +105,7 @@ def test_a_port_in_use_is_reported(capsys):
     with socket.create_server(("127.0.0.1", 0)) as running:
         port = running.getsockname()[1]
         assert serve.main(["--model", "m", "--port", str(port)]) == 2
-    assert f"--port {port} of 127.0.0.1 cannot be used" in capsys.readouterr().err
+    assert f"--port {port} on 127.0.0.1 cannot be used" in capsys.readouterr().err
     serve.check_port("127.0.0.1", port)
 
 
