@@ -306,7 +306,7 @@ COLUMNS = (
 
 
 def command(experiment: str, case: str) -> str:
-    """Return all options of a row, without model, seed and output folder."""
+    """Return all options of a row, except model, seed and output folder."""
     found = EXPERIMENTS[experiment]
     return f"{found.options} {found.cases[case]}".rstrip()
 

@@ -61,7 +61,7 @@ STOPPED = [True, True, True, False, False, True, True, True]
 OWN = ("kl", "entropy", "policy_loss", "entropy_coef", "cispo_clip_ratio", "vespo/phi_seq_mean")
 SOLO = World(0, 1, torch.device("cpu"))  # one process
 
-# The cases: rewards, to compare advantages, and options, to compare losses of each type.
+# The cases: rewards for comparing advantages, and options for comparing losses of each type.
 REWARDS = {
     "plain": [1.0, 0.0, 0.25, 1.0, 0.5, 2.0, -1.0, 0.0],
     "equal": [0.1, 0.1, 0.1, 0.1, 1.0, 0.0, 0.0, 0.0],

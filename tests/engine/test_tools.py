@@ -213,9 +213,9 @@ def test_a_child_ends_with_the_status_of_a_program(end, status):
     """A reward function may fork to try a program."""
 
     def tried(completions, **kwargs):
-        if os.fork() == 0:
+        if not (child := os.fork()):
             return end()
-        return [os.waitstatus_to_exitcode(os.wait()[1])]
+        return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
 
     assert rewards.call(tried, {"completions": [""]}, {})[0] == [status]
 

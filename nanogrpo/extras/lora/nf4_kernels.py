@@ -1,6 +1,6 @@
 """Kernels for 4-bit NF4 weights: quantize, dequantize, and multiply a few rows of x by a weight.
 
-In: a weight of whole blocks of 64 elements, in bf16, fp16 or fp32. Out: `Quantized`
+In: a weight whose size is a multiple of 64, in bf16, fp16 or fp32. Out: `Quantized`
 (nf4_reference.py) with two codes per byte. The other kernels compute from it the weight in bf16,
 fp16 or fp32, or its product with x [rows, in]. Four-bit weights are frozen (QLoRA, Dettmers et al.
 2023, arXiv 2305.14314), so there is no backward pass. Read next: nf4.py.

@@ -223,7 +223,7 @@ class VisionBody(nn.Module):
         features = [x[: len(at)] for x in features]
         x = text.embed_tokens(tokens).index_copy(0, at, features[0])  # [T, D]
         residual = None
-        # each frequency turns by the position on its axis: [3, T] → [E/2, T] → [T, E/2]
+        # each frequency is multiplied by the position on its axis: [3, T] → [E/2, T] → [T, E/2]
         cos, sin = text.angles(axes[torch.tensor(c.axes, device=device)].T)
         for i, layer in enumerate(text.layers, start=1):
             x, residual = layer(x, residual, cos, sin, attend)
