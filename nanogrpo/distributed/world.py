@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanogrpo.config import Config, dashed
+from nanogrpo.config import Config
 from nanogrpo.distributed import failure
 from nanogrpo.errors import UserError, first_sentence
 from nanogrpo.types import Sample
@@ -192,7 +192,7 @@ def join(cfg: Config) -> Iterator[World]:
     world = World(rank, size, device)
     _connect(cfg, world)
     try:
-        world.agree({f"--{dashed(name)}": value for name, value in vars(cfg).items()})
+        world.agree(vars(cfg))
         yield world
         if size > 1:
             # Wait for all ranks, because gloo aborts a process when its peer disconnects.

@@ -306,7 +306,7 @@ def fit(inputs: Inputs, cfg: Config) -> tuple[Config, int]:
 
 
 def choose(inputs: Inputs, cfg: Config, available: int) -> Config:
-    """Return the options with a value for each of CHOSEN that the user left open. On a GPU, these
+    """Return the options with a value for each of CHOSEN that the user did not set. On a GPU, these
     values are the first combination in SETTINGS that leaves MARGIN bytes free, or else the last.
 
     Sampling takes most of a step, and is faster if the cache holds more completions at a time. The

@@ -30,7 +30,7 @@ HeadOp = Callable[[Tensor, Tensor], Any]
 
 
 class PolicyOut(NamedTuple):
-    """The result of a loss. Only `loss` has a gradient. Tokens with weight 0 have entries 0."""
+    """The result of a loss. Only `loss` has a gradient. Entries of tokens with weight 0 are 0."""
 
     loss: Tensor  # [] float32: Σ weight · l - entropy_weight · H
     logp: Tensor  # [M] float32

@@ -78,12 +78,13 @@ def claimed(cfg: Config, world: World) -> Iterator[None]:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    """Return whether the folder contains a checkpoint, or a metrics.jsonl with a step. If a run
-    failed early, its log has only headers and can be continued.
+    """Return whether the folder contains a checkpoint, or a metrics.jsonl with more than header
+    lines. If a run failed early, its log has only header lines and can be continued.
     """
     log = folder / "metrics.jsonl"
-    logged = log.exists() and b'"step"' in log.read_bytes()
-    return logged or bool(checkpoint.checkpoints(folder))
+    lines = log.read_bytes().splitlines() if log.exists() else []
+    headers = all(line.startswith(b'{"run"') for line in lines)
+    return not headers or bool(checkpoint.checkpoints(folder))
 
 
 def clear(cfg: Config) -> None:
@@ -111,8 +112,8 @@ def clear(cfg: Config) -> None:
 
 def named(cfg: Config) -> list[Path]:
     """Return what may be a path in the values of options, such as FILE in FILE:FUNCTION."""
-    values = [v if isinstance(v, tuple) else [v] for n, v in vars(cfg).items() if n != "output_dir"]
-    texts = [text for value in values for text in value if isinstance(text, str)]
+    values = [v for name, v in vars(cfg).items() if name != "output_dir"]
+    texts = [t for v in values for t in (v if isinstance(v, tuple) else [v]) if isinstance(t, str)]
     return [Path(part) for text in texts for part in text.split(":")]
 
 

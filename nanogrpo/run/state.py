@@ -175,8 +175,8 @@ class Saver:
                 log_file = self.final.with_name("metrics.jsonl")
                 if log_file.exists():
                     checkpoint.flush(log_file)
-            found = checkpoint.checkpoints(self.cfg.output_dir)
-            ours = [path for path in found if (path / STATE).exists()]
+            folders = checkpoint.checkpoints(self.cfg.output_dir)
+            ours = [p for p in folders if (p / STATE).exists()]
             # with a limit of 0, the slice [:-0] is empty, so nothing is removed
             for old in ours[: -self.cfg.save_total_limit]:
                 if old.name not in self.keep:

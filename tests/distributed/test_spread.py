@@ -6,7 +6,8 @@ Read next: nanogrpo/distributed/world.py.
 import pytest
 import torch
 
-from nanogrpo.distributed.world import ALONE, Spread, World
+from nanogrpo.distributed.world import Spread, World
+from tests.conftest import SOLO
 
 
 def test_the_spreads_of_two_ranks_are_those_of_the_whole_vector():
@@ -30,4 +31,4 @@ def test_the_spreads_of_two_ranks_are_those_of_the_whole_vector():
 
 def test_a_mean_of_many_float32_values_keeps_its_digits():
     values = torch.full((1_000_000,), 0.1)
-    assert ALONE.spreads({"a": values})["a"].mean == pytest.approx(values[0].item(), rel=1e-12)
+    assert SOLO.spreads({"a": values})["a"].mean == pytest.approx(values[0].item(), rel=1e-12)

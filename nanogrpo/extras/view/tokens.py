@@ -148,7 +148,7 @@ class TokenLog(Feature):
             return tokenizer.decode(before + run, skip_special_tokens=False)[cut:]
 
         out = []
-        run = []  # tokens that have not given a whole character yet
+        run = []  # tokens that do not make a whole character yet
         for i in ids:
             if i not in self.texts:
                 self.texts[i] = decoded([i])

@@ -31,7 +31,7 @@ class VisionConfig:
     values of transformers.
     """
 
-    depth: int = 27  # the number of the encoder's blocks
+    depth: int = 27  # how many blocks the encoder has
     hidden_size: int = 1152
     intermediate_size: int = 4304
     num_heads: int = 16
