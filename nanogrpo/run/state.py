@@ -7,7 +7,7 @@ transformers can load:
         config.json  model*.safetensors  tokenizer.json …  weights in the base model's dtype
         state.json                                         finished steps, options, and hashes of
                                                            the prompts, of the base model's files
-                                                           and of the files in state/
+                                                           and of all files of the checkpoint
         state/__0_0.distcp  __1_0.distcp …  .metadata      float32 weights and AdamW's moments:
                                                            one file per rank
 
@@ -168,7 +168,11 @@ class Saver:
                     "step": step,
                     "config": fixed_options(self.cfg),
                     "origin": self.origin,
-                    "files": {p.name: digest(p) for p in (folder / "state").iterdir()},
+                    "files": {
+                        f"{p.relative_to(folder)}": digest(p)
+                        for p in folder.rglob("*")
+                        if p.is_file()
+                    },
                 }
                 (folder / STATE).write_text(json.dumps(row, indent=2) + "\n")
                 # Even after a power cut, the log must have every step of the last checkpoint.
@@ -226,8 +230,8 @@ class Saver:
         mine = tensors(self.model, self.optimizer, self.features)
         with _reading(folder):
             for name in sorted(saved["files"])[world.rank :: world.size]:
-                if digest(folder / "state" / name) != saved["files"][name]:
-                    raise ValueError(f"state/{name} has changed since it was written")
+                if digest(folder / name) != saved["files"][name]:
+                    raise ValueError(f"{name} has changed since it was written")
             stored = reader.read_metadata().state_dict_metadata
             if any(name.startswith("master.") and name not in mine for name in stored):
                 raise ValueError("it has more weights than the model")

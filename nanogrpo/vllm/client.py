@@ -217,7 +217,10 @@ class VLLMEngine:
         body = group.body | protocol.pictures(group.prompt, label)
         reply = server.generate(body | {"cache_salt": label})
         known = {self.sync.label(v): v for v in range(oldest, self.version + 1)}
-        return protocol.read(reply, group, known, server.url)
+        try:
+            return protocol.read(reply, group, known, server.url)
+        except (LookupError, TypeError, ValueError, AttributeError) as e:
+            raise ServerError(f"{server.url} returned a reply that cannot be read ({e!r})") from e
 
     # --- sending weights, on rank 0 ---
 

@@ -295,17 +295,17 @@ def test_a_damaged_checkpoint_is_named_and_a_run_can_continue_from_the_one_befor
     assert_same(resumed.state(), first)
 
 
-def test_a_flipped_bit_in_the_state_is_found(tmp_path, tiny_base, two_saves):
+def test_a_flipped_bit_in_any_file_is_found(tmp_path, tiny_base, two_saves):
     shutil.copytree(two_saves[0], tmp_path / "run")
-    folder, rng = tmp_path / "run" / "checkpoint-2" / "state", random.Random(0)
-    for path, _ in itertools.product(sorted(folder.iterdir()), range(10)):
+    folder, rng = tmp_path / "run" / "checkpoint-2", random.Random(0)
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "state.json"]
+    for path, _ in itertools.product(files, range(3)):
         data = path.read_bytes()
         flipped = bytearray(data)
         flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
-        message = (
-            rf"is damaged, .* \(state/{path.name} has changed since it was written\): remove it"
-        )
+        name = path.relative_to(folder)
+        message = rf"is damaged, .* \({name} has changed since it was written\): remove it"
         with pytest.raises(UserError, match=message):
             start(tmp_path, tiny_base, resume=True)
         path.write_bytes(data)

@@ -134,6 +134,7 @@ BROKEN = {
     "too short": (tokens("length", 1, 2), r"an incomplete completion .*\(length\)"),
     "tokens after a stop token": (tokens("stop", 1, 7, 2), "an incomplete completion"),
     "no version": (lambda c: c.update(weight_versions=[]), "an incomplete completion"),
+    "no object": (lambda c: c.pop("token_ids"), r"a reply that cannot be read \(KeyError"),
     "other weights": (
         lambda c: c["weight_versions"][0].update(version="default"),
         "sampled from weights that this trainer did not send",
