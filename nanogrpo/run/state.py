@@ -266,8 +266,8 @@ def latest(cfg: Config, origin: dict[str, str]) -> tuple[Path, dict[str, Any]] |
     for name in known | origin:
         if known.get(name) != origin.get(name):
             raise UserError(
-                f"--resume: {name} has changed since {folder} was written: restore it, or start "
-                f"from its weights (--model {folder}) in another folder."
+                f"--resume: {name} has changed since {folder / STATE} was written: restore it, or "
+                f"start from its weights (--model {folder}) in another folder."
             )
     return folder, saved
 

@@ -216,7 +216,9 @@ def test_resume_refuses_other_inputs(inputs, tmp_path, capsys, name, options):
     change(inputs)
     # a mistake in a reward function may be fixed
     assert train.main([*argv, "--resume"]) == (0 if name == "reward" else 2)
-    error = f"--resume: {called} has changed since {tmp_path}/run/checkpoint-1 was written: restore"
+    error = (
+        f"--resume: {called} has changed since {tmp_path}/run/checkpoint-1/state.json was written:"
+    )
     assert (error in capsys.readouterr().err) == (name != "reward")
 
 
