@@ -4,10 +4,10 @@ In: functions to time. Out: `bench/results/<name>.json`, a list of records. Each
 was measured, on which machine, with which versions, at which commit and by which command. All
 tables and plots are generated from these records.
 
-A benchmark is a module with `main(argv)` that runs as `python -m bench.<name>`. It compares several
-programs, called its sides, such as nanogrpo and TRL. It times the sides alternately in one process
-(`interleave`), so that a busy machine or a hot chip affects all of them equally. It reports medians
-and the spread. Read next: rollout_speed.py.
+A benchmark is a module with `main(argv)` that runs as `python -m bench.<name>`. A benchmark
+compares several programs, called its sides, such as nanogrpo and TRL. The sides are timed
+alternately in one process (`interleave`), so that a busy machine or a hot chip affects all sides
+equally. The tables show medians and the spread. Read next: rollout_speed.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nanogrpo.model.hf_config import ModelConfig
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SIDES = ("nanogrpo", "TRL")  # the two sides of benchmarks that compare full runs
-# In this third side, TRL trains on the completions that nanogrpo sampled with the same seed.
+# a third side: TRL trains on the completions that nanogrpo sampled with the same seed
 REPLAYED = "TRL, our completions"
 
 
@@ -142,8 +142,9 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time each side `repeats` times, in rotating order: A B C, B C A, C A B, …
 
-    So no side always runs right after the same other side. `warmup` untimed rounds come first. On a
-    GPU, each call is followed by a synchronization. A progress bar is shown on stderr.
+    The order rotates, so that a side does not run after the same other side every time. `warmup`
+    untimed rounds come first. On a GPU, each call is followed by a synchronization. A progress bar
+    is shown on stderr.
     """
     names = list(sides)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -166,8 +167,8 @@ def interleave(
 def in_process(folder: Path, argv: Sequence[object], threads: int) -> dict:
     """Run `python -m argv…` in a new process, and return the JSON in folder/found.json.
 
-    The new process writes this file, and has its own threads, allocator and peak memory. The output
-    of the process is shown only if the process fails.
+    The new process writes found.json, and has its own threads, allocator and peak memory. The
+    output of the process is shown only if the process fails.
     """
     env = {
         **os.environ,

@@ -22,8 +22,8 @@ ALL_REDUCE = 1e-5  # seconds of an all-reduce between the GPUs of a vLLM server
 
 
 class Layer(NamedTuple):
-    """The number of operations in one layer, and the bytes per token that they read and write.
-    These bytes do not include matrix products and attention.
+    """The number of operations in one layer, and the bytes per token that these operations read and
+    write. The bytes of matrix products and of attention are not included.
     """
 
     decode: int  # operations of a decode step
@@ -58,9 +58,9 @@ def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Dev
     """Return the `Device` of a GPU from the numbers in its data sheet: dense bfloat16 TFLOP/s,
     memory bandwidth in TB/s, memory size in GiB, and GB/s of its links.
 
-    Programs reach only a fraction of these speeds. The fractions in this function, and the time
-    that the host needs, were measured on an H100 on 2026-11-22, with torch 2.11 (docs/scale.md).
-    The fraction for links is an estimate.
+    Programs reach only a fraction of the speeds in a data sheet. The fractions and the host times
+    in this function were measured on an H100 on 2026-11-22, with torch 2.11 (docs/scale.md). The
+    fraction for links is an estimate.
     """
     flops, bandwidth = 0.75e12 * tflops, 0.8e12 * tb
     return Device(
@@ -81,9 +81,10 @@ def _gpu(tflops: float, tb: float, gib: int, link: float, network: float) -> Dev
     )
 
 
-# From NVIDIA's data sheets. Memory sizes are in GiB. Of the 48 GiB of an L40S, ECC takes 3 GiB.
-# Each GPU has one network adapter. On machines with H100, H200 or B200, it transfers 400 Gbit/s.
-# With A100, it transfers 200 Gbit/s, with L40S 100 Gbit/s, and with a 4090 10 Gbit/s.
+# From NVIDIA's data sheets. Memory sizes are in GiB. An L40S has 48 GiB, of which ECC takes 3 GiB.
+# Each GPU has one network adapter.
+# An adapter transfers 400 Gbit/s in machines with H100, H200 or B200.
+# An adapter transfers 200 Gbit/s with A100, 100 Gbit/s with L40S, and 10 Gbit/s with a 4090.
 GPUS = {
     "4090": _gpu(165, 1.008, 24, 32, 1.25),
     "A100-40GB": _gpu(312, 1.555, 40, 300, 25),
@@ -119,8 +120,8 @@ class Work(NamedTuple):
 
 
 def lengths(count: int, mean: float, longest: int) -> list[int]:
-    """Return lengths in 1 … longest with about this mean. Their distribution is a truncated
-    exponential, similar to that of reasoning models' completions.
+    """Return `count` lengths from 1 to `longest` with about this mean. The distribution is a
+    truncated exponential, similar to that of the completions of reasoning models.
     """
     low, high = 0.0, 1e3 * longest
     # The lengths are quantiles of the distribution, so they are not random.
@@ -129,7 +130,7 @@ def lengths(count: int, mean: float, longest: int) -> list[int]:
         scale = (low + high) / 2
         found = (scale * quantiles).round().clip(1, longest).astype(int)
         low, high = (scale, high) if found.sum() < mean * count else (low, scale)
-    # This order mixes long and short completions.
+    # The new order mixes long and short completions.
     return found[np.arange(count) * 7919 % count if count % 7919 else ...].tolist()
 
 
@@ -189,7 +190,7 @@ def train(
     tokens = kept * sum(work.prompts) + trained
     pairs = kept * sum(work.pairs)
     micro = updates * math.ceil(tokens / updates / gpus / budget)
-    # These numbers count forward passes. Frozen weights need no weight gradients.
+    # The counts below are in units of a forward pass. Frozen weights need no weight gradients.
     again = iterations * (checkpointing != "none")  # recomputations of cheap operations
     all_again = iterations * (checkpointing == "full")  # recomputations of products and attention
     forwards, gradients = iterations + scored, iterations * (1 if adapters else 2)
@@ -200,7 +201,8 @@ def train(
     moved = (forwards + again) * ops.forward_bytes + iterations * ops.backward_bytes
     compute = 2 * products / d.flops + 4 * attention / d.attention
     compute += w.layers * tokens * moved / d.bandwidth + forwards * d.loss * c.vocab_size * trained
-    # FSDP gathers the weights for each pass over a micro-batch. On one GPU, they are only cast.
+    # FSDP gathers the weights for each pass over a micro-batch.
+    # On one GPU, the weights are only cast.
     gathers = micro * (forwards + iterations) if gpus > 1 else updates * iterations * (d.item < 4)
     # Weights are cast to the dtype of the forward pass, and gradients are added up in float32.
     copied = (4 + d.item) * w.total * gathers + 10 * n * iterations * (micro - updates)
@@ -225,8 +227,8 @@ def ring(d: Device, gpus: int, per_node: int) -> float:
 
 
 def decode_step(c: ModelConfig, d: Device, gpus: int = 1) -> Callable[[float, float], float]:
-    """Return a function that predicts the seconds of a decode step. Its arguments are the number of
-    rows, and the total number of cached keys.
+    """Return a function that predicts the seconds of a decode step. The arguments of this function
+    are the number of rows and the total number of cached keys.
 
     gpus: the number of GPUs per server. Every matrix product is split over these GPUs.
     """
@@ -247,16 +249,16 @@ def decode_step(c: ModelConfig, d: Device, gpus: int = 1) -> Callable[[float, fl
 
 
 def sample(c: ModelConfig, work: Work, d: Device, slots: int, gpus: int = 1) -> float:
-    """Return how many seconds one engine takes to sample. It processes each prompt once per group,
-    and then runs decode steps with up to `slots` rows. A finished row is replaced at once. gpus:
-    see `decode_step`.
+    """Return how many seconds one engine takes to sample. The engine processes each prompt once per
+    group, and then runs decode steps with up to `slots` rows. A waiting completion replaces a
+    finished row immediately. gpus: see `decode_step`.
     """
     w, ops, E = Weights.of(c), layer(c, d), c.num_attention_heads * c.head_dim
     prompts = 2 * w.layers * w.block / d.flops + w.layers * ops.forward_bytes / d.bandwidth
     seconds = prompts * sum(work.prompts) + 4 * w.layers * E * work.pairs[0] / d.attention
     seconds, now, step = seconds / gpus, 0, decode_step(c, d, gpus)
     waiting = work.sequences[::-1]
-    # (last step of the row, current step minus the row's number of cached keys)
+    # for each row: (its last step, current step minus its number of cached keys)
     active: list[tuple[int, int]] = []
     while waiting or active:
         while waiting and len(active) < slots:

@@ -47,7 +47,8 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.model.tokenizer import Tokenizer
 
-# The value of channel 0 in every hidden state. It is so large that the norm hardly changes it.
+# The value of channel 0 in every hidden state.
+# This value is so large that, after a norm, it hardly depends on the other channels.
 STEADY = 30.0
 NO_VLLM = (
     "its client syncs weights to a server only over NCCL, which needs a CUDA device"

@@ -1,5 +1,5 @@
-"""Print the tables of docs/memory.md. They show the settings that a run chooses for each model and
-GPU.
+"""Print the tables of docs/memory.md. The tables show the settings that a run chooses for each
+model and GPU.
 
     python -m bench.fits
 

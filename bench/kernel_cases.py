@@ -27,7 +27,8 @@ from nanogrpo.model.dispatch import functions_for
 
 EPSILON, TEMPERATURE = 0.2, 0.7
 CLIP = Clip(EPSILON, EPSILON)
-# The first ROWS rows of the first sequence are compared with float64. Every side computes them.
+# The first ROWS rows of the first sequence are compared with float64.
+# Every side computes these rows.
 ROWS = 15
 
 Results = dict[str, Tensor]  # results by name

@@ -8,12 +8,12 @@ record per operation and side. A record contains the time, the peak memory, the 
 the error relative to float64, and the floor, a lower bound on the time (kernels/README.md).
 
 Each round runs all sides. Before each call, the logits are restored and the L2 cache is
-overwritten. This takes the GPU about a millisecond, which is not timed. Meanwhile, the host
-launches the first kernels, so the time of a short operation does not include waiting for the host.
-Times are measured with CUDA events. The tables show the median, the fastest and the slowest time.
-The floors follow from the speeds of a copy and of a matrix product, which are measured first. If a
-peer fails or is not installed, the table gives the reason. Read next: kernel_cases.py, which
-defines the operations and their sides.
+overwritten. Restoring and overwriting take the GPU about a millisecond, which is not timed. During
+this millisecond, the host launches the first kernels, so the time of a short operation does not
+include waiting for the host. Times are measured with CUDA events. The tables show the median, the
+fastest and the slowest time. The floors follow from the speeds of a copy and of a matrix product,
+which are measured first. If a peer fails or is not installed, the table gives the reason. Read
+next: kernel_cases.py, which defines the operations and their sides.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def errors(case: Case, results: dict[str, Tensor], truth: dict[str, Tensor]) -> 
 
 
 class Inputs:
-    """The inputs of a case. Some sides overwrite inputs, and `restore` resets them to their
+    """The inputs of a case. Some sides overwrite inputs, and `restore` resets these inputs to their
     original values.
     """
 
@@ -66,7 +66,7 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
     """
     truth = {name: value.detach() for name, value in case.truth(**case.inputs).items()}
     inputs = Inputs(case)
-    flush = torch.empty(4 * 2**30, dtype=torch.int8, device="cuda")  # many times the L2 cache
+    flush = torch.empty(4 * 2**30, dtype=torch.int8, device="cuda")  # far larger than the L2 cache
     runnable = {name: side for name, side in case.sides.items() if callable(side)}
     figures = {}
 
@@ -74,7 +74,7 @@ def measure(case: Case, budget: float) -> dict[str, tuple[common.Timing, dict]]:
         inputs.restore()
         flush.zero_()
 
-    # compiles each side and measures everything except time
+    # this loop compiles each side and measures everything except time
     for name, side in list(runnable.items()):
         prepare()
         try:
@@ -143,7 +143,7 @@ def ceilings() -> dict[str, float]:
 
 
 def check(device: str) -> int:
-    """Run every side on small shapes and print its errors. Return 1 if one of them is too large."""
+    """Run every side on small shapes and print its errors. Return 1 if an error is too large."""
     wrong, lines = 0, []
     for make in cases(device, small=True):
         case = make()

@@ -76,7 +76,7 @@ class Experiment:
 
 
 def one_generation(updates: int) -> str:
-    """Return options with which a generation is used for `updates` updates of 32 completions each.
+    """Return options that split a generation into `updates` updates of 32 completions each.
 
     All such runs make 96 updates with 3,072 completions.
     """
@@ -330,7 +330,7 @@ def run_case(base: str, options: str, seed: int) -> dict:
             raise RuntimeError(f"train.py ended with status {status}: {argv}")
         seconds = time.perf_counter() - began
         log = (Path(where) / "metrics.jsonl").read_text().splitlines()[1:]
-    torch.cuda.empty_cache()  # leaves memory to other workers on the same GPU
+    torch.cuda.empty_cache()  # leaves memory for other workers on the same GPU
     lines = [json.loads(line) for line in log]
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "eval/after" in line]
@@ -498,7 +498,7 @@ def main(argv: Sequence[str]) -> list[dict]:
 
 def measure(args: argparse.Namespace, records: list[dict], argv: Sequence[str]) -> None:
     """Do all runs that have no record yet, and add their records."""
-    wanted = {  # a dict, so that experiments share equal rows
+    wanted = {  # a dict, because several experiments may have the same row
         (command(name, case), seed): args.tiny_base if name == "tiny" else args.base
         for seed in range(args.seeds)
         for name in args.experiments or EXPERIMENTS
@@ -538,7 +538,7 @@ def measure(args: argparse.Namespace, records: list[dict], argv: Sequence[str]) 
                 common.write("objectives", records, args.out)
                 progress.advance(task)
         finally:
-            pool.shutdown(cancel_futures=True)  # Ctrl-C starts no further run
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C, no further run starts
 
 
 if __name__ == "__main__":

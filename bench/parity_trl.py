@@ -42,7 +42,7 @@ from nanogrpo.extras import importance
 from nanogrpo.extras.options import CHOICES
 from nanogrpo.grpo import mismatch
 
-MODES = [m for m in CHOICES["vllm_importance_sampling_mode"] if m != "ratio"]  # TRL has the others
+MODES = [m for m in CHOICES["vllm_importance_sampling_mode"] if m != "ratio"]  # TRL's modes
 BOUNDS = ((3.0, None), (1.5, 0.7))  # (clip_max, clip_min) of the importance weights
 
 
@@ -84,7 +84,7 @@ def difference(ours: torch.Tensor | float, theirs: torch.Tensor | float) -> floa
     return ((a - b).abs().max() / (b.abs().max() if b.any() else 1.0)).item()
 
 
-# returns (our quantities, TRL's quantities), each by name
+# returns two dicts of quantities by name: ours and TRL's
 Comparison = Callable[[], tuple[dict, dict]]
 
 

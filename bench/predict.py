@@ -69,7 +69,7 @@ class Machines(NamedTuple):
     """Machines on which servers run."""
 
     number: int
-    first: int  # index of the first GPU with a server; the GPUs before it train
+    first: int  # index of the first GPU with a server; the GPUs before this one train
     servers: int  # on each machine
 
     @property
@@ -117,7 +117,7 @@ def inputs(model: Decoder, world: World, longest_prompt: int) -> Any:
 
 
 def shape_of(name: str, four_bits: bool = False) -> Decoder:
-    """Return the model without weights, on the meta device. four_bits: whether its matrices are
+    """Return the model without weights, on the meta device. four_bits: whether the matrices are
     stored in four bits.
     """
     if name not in QWEN3:

@@ -1,4 +1,5 @@
-"""Write bench/README.md from the results. With --check, only report whether it is up to date.
+"""Write bench/README.md from the results. With --check, only report whether bench/README.md is up
+to date.
 
 In: bench/results/*.json. Out: one section per benchmark, with its question, its table, and the
 command, machine and commit of its records. A test checks that the file in the repository is up to

@@ -1,5 +1,5 @@
-"""How fast does a real language model learn word problems with nanogrpo and with TRL? Both train
-SmolLM2-135M-Instruct, as `make real` does.
+"""How fast does a real language model learn word problems with nanogrpo and with TRL? Both trainers
+train SmolLM2-135M-Instruct, as `make real` does.
 
 In: nothing. If the model or the problems are missing, examples/smollm2.py or
 examples/word_problems.py writes them. Out: results/real_model.json with one record per run, and
@@ -52,10 +52,10 @@ from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import PackedBatch, Sample
 
 OPTIONS = common.ROOT / "examples/word_problems.json"
-# These options are paths or are recorded under other names.
+# Options that are paths or are recorded under other names.
 NOT_SETTINGS = ("model", "output_dir", "max_steps", "seed")
 # With one micro-batch, TRL needs more than 24 GB.
-# With two, each has about as many tokens as one of ours.
+# With two, each micro-batch of TRL has about as many tokens as one of nanogrpo.
 TRL_MICRO = 2
 # options of --quick, which only checks that the benchmark works
 QUICK = {
@@ -97,7 +97,7 @@ def prepare(cfg: Config) -> None:
 
 def matmul_peak(c: ModelConfig, rows: int, repeats: int = 5) -> dict[str, float]:
     """Return the FLOP/s of each of the model's matrix products, for inputs with this number of
-    rows. Each is timed several times with PyTorch's own product and with oneDNN's
+    rows. Each product is timed several times with PyTorch's own function and with oneDNN's
     (kernels/linear.py), and the fastest time counts.
     """
     D, F, E = c.hidden_size, c.intermediate_size, c.head_dim
@@ -126,7 +126,7 @@ def sampling_flops(c: ModelConfig, samples: Sequence[Sample]) -> float:
     """
     prompts = {s.prompt.id: len(s.prompt.token_ids) for s in samples}
     sampled = sum(len(s.token_ids) for s in samples)
-    # The last token of a completion is never fed to the model.
+    # The last token of a completion is never an input of the model.
     tokens = sum(prompts.values()) + sampled - len(samples)
     pairs = sum(n * (n + 1) / 2 for n in prompts.values())
     for s in samples:

@@ -1,5 +1,5 @@
-"""The reward function for benchmarks in which the model does not have to learn. It has its own
-module so that the process that runs reward functions does not import torch.
+"""The reward function for benchmarks in which the model does not have to learn. The function has
+its own module so that the process that runs reward functions does not import torch.
 """
 
 

@@ -11,11 +11,11 @@ results/rollout_speed.json with two cases:
   longest row ends, and pads the other rows. Only the requested ("useful") tokens are counted.
 
 `generate` runs with its fastest settings: the default cache, inference mode, no logits processor
-(temperature 1 needs none), and prompts of equal length, which need no padding. It is measured with
-two attention implementations, and the table uses the faster one for comparison. The local engine
-also returns the log-prob of every token, which GRPO needs. `generate` does not. On a CPU, the local
-engine packs its weights for oneDNN, but transformers does not. The row "nanogrpo, unpacked"
-shows the speed without packing.
+(temperature 1 needs none), and prompts of equal length, which need no padding. `generate` is
+measured with two attention implementations, and the table compares with the faster one. The local
+engine also returns the log-prob of every token, which GRPO needs. `generate` does not. On a CPU,
+the local engine packs its weights for oneDNN, but transformers does not. The row "nanogrpo,
+unpacked" shows the speed without packing.
 
 If vLLM is installed (--vllm-python), its server is measured as well. Requests are sent over HTTP as
 in `train.py --engine vllm`, but with one request per completion. The server has the same number of
@@ -55,14 +55,14 @@ from nanogrpo.vllm.server import Sidecar
 
 
 def uneven_lengths(n: int, longest: int, seed: int = 0) -> list[int]:
-    """Return n lengths in 1 … longest with a mean of longest / 3.
+    """Return n lengths from 1 to `longest` with a mean of longest / 3.
 
-    The distribution is exponential, with longer lengths set to the maximum.
+    The distribution is exponential, and lengths above `longest` are set to `longest`.
     """
     generator = torch.Generator().manual_seed(seed)
     unit = torch.empty(n, dtype=torch.float64).exponential_(generator=generator)  # [n]
     low, high = 0.0, float(longest)
-    for _ in range(60):  # find the scale that gives the desired mean by bisection
+    for _ in range(60):  # bisection finds the scale that gives the desired mean
         scale = (low + high) / 2
         lengths = (unit * scale).ceil().clamp(1, longest)
         low, high = (low, scale) if lengths.mean() > longest / 3 else (scale, high)
@@ -87,7 +87,7 @@ def peer(model: Decoder, attention: str):
     config = Qwen3Config(**{**model.cfg.to_dict(), "attn_implementation": attention})
     theirs = Qwen3ForCausalLM(config).eval()
     theirs.load_state_dict(model.state_dict(), strict=True)
-    theirs.generation_config.eos_token_id = None  # the lengths are fixed in advance
+    theirs.generation_config.eos_token_id = None  # no token ends a completion
     theirs.generation_config.pad_token_id = 0
     return theirs
 

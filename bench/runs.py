@@ -51,7 +51,8 @@ from nanogrpo.types import Sample
 def run(side: str, cfg: Config, threads: int, micro: int = 1) -> dict:
     """Run one side in a new process and return its measurements.
 
-    micro: TRL's micro-batches per optimizer step. For nanogrpo, the token budget determines them.
+    micro: TRL's micro-batches per optimizer step. For nanogrpo, the token budget determines the
+    micro-batches.
     """
     cfg.validate()
     with tempfile.TemporaryDirectory() as where:
@@ -169,8 +170,8 @@ def series(steps: list[dict]) -> dict[str, list]:
 
 
 def first_reward(row: dict, prefix: str = "") -> float:
-    """Return the value of the first reward function in a row. Over the held-out problems, its mean
-    is the accuracy.
+    """Return the value of the first reward function in a row. Over the held-out problems, the mean
+    of this value is the accuracy.
     """
     return next(value for name, value in row.items() if name.startswith(prefix))
 
@@ -343,9 +344,10 @@ def rollout(samples: list[Sample], texts: list[str]) -> dict:
 
 def replayed(cfg: Config) -> dict:
     """Run nanogrpo, then TRL on the completions that nanogrpo sampled, with one update per
-    generation. Adds "ours", nanogrpo's held-out accuracies, to TRL's measurements. Also adds
-    "weights_apart", the distance between the two final models divided by the distance between
-    nanogrpo's final model and the base model (Euclidean norms over all weights).
+    generation. Return TRL's measurements with two additions. The first is "ours", the held-out
+    accuracies of nanogrpo. The second is "weights_apart", the distance between the two final models
+    divided by the distance between nanogrpo's final model and the base model (Euclidean norms over
+    all weights).
     """
     sampled: list[list[Sample]] = []
     folder = f"{cfg.output_dir}/ours"

@@ -1,6 +1,6 @@
-"""Do 200 random faults cause any loss? Each run of the tiny task is hit by one fault at a random
-moment, and is resumed until it is done. Its result must then equal that of the same run without a
-fault.
+"""Does training survive 200 random faults without losing or changing any result? Each run of the
+tiny task is hit by one fault at a random moment, and is resumed until it is done. The result must
+then equal that of the same run without a fault.
 
 In: --faults, --seed. Out: results/soak.json with one record, and one printed line per broken
 promise.
@@ -239,7 +239,7 @@ def suite(times: int) -> dict:
                 failures.append({"turn": turn, "output": done.stdout[-3000:]})
                 print(done.stdout[-8000:], flush=True)
     except KeyboardInterrupt:
-        turn -= 1  # this turn was not finished
+        turn -= 1  # this repetition was not finished
     finally:
         for process in busy:
             process.kill()

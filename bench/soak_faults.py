@@ -80,7 +80,7 @@ REAL = {
 class Run:
     """A run of train.py, possibly on several ranks, that can be restarted."""
 
-    # all processes must end within this many seconds after torchrun or the last rank
+    # all processes must end within this many seconds after torchrun or the last rank has ended
     patience = 30.0
 
     def __init__(self, mode: Mode, base: Path, folder: Path):
@@ -108,7 +108,7 @@ class Run:
 
     def start(self) -> None:
         self.starts += 1
-        # tests/ is not in this path: ranks would import tests/vllm instead of vLLM.
+        # tests/ is not in this path, because ranks would then import tests/vllm instead of vLLM.
         env = {"PYTHONPATH": str(ranks.ROOT), "TMPDIR": str(self.folder / "tmp")}
         env["SOAK"] = self.mark
         if self.server:
@@ -175,7 +175,8 @@ class Run:
             with contextlib.suppress(OSError):  # the process has just ended
                 marked = f"SOAK={self.mark}".encode() in (entry / "environ").read_bytes()
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                # vLLM's processes overwrite their environment, and a zombie has no command.
+                # vLLM's processes overwrite their environment.
+                # A zombie process has no command line.
                 if command and (marked or int(entry.name) in self.workers):
                     found[int(entry.name)] = command
         if self.mode.server == "own":

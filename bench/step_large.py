@@ -5,8 +5,8 @@ average a third of the longest). Out: results/step_large.json. nanogrpo runs in 
 FSDP2, float32 master weights, bfloat16 compute, fused AdamW, and strips of `token_budget` tokens. A
 strip is a packed micro-batch. TRL runs its trainer with bf16=True, its fused head, fused AdamW, and
 micro-batches with as many padded tokens as our strips, or slightly more. Both sides train all
-weights, start from the same weights, and must have the same gradient norm up to 2 %. They round to
-bfloat16 in different places, so the norms are not exactly equal.
+weights, start from the same weights, and must have the same gradient norm up to 2 %. The two sides
+round to bfloat16 in different places, so the norms are not exactly equal.
 
 The sides run one after the other, not alternately, so that the peak memory of each can be measured.
 Each side uses the first of its SETTINGS that fits into memory, and the record names this setting.
@@ -19,8 +19,8 @@ gradient checkpointing. Within a step, the program never waits for the GPU just 
 
 N is the number of weights in the matrices of the blocks. T is the number of tokens without padding.
 The prompt of each group is counted once. M is the number of trained tokens. The head has to process
-only these. `pairs` is the number of (query, visible key) pairs. Padding, copies of prompts and
-recomputation are not required and are not counted. Read next: step_sides.py.
+only the trained tokens. `pairs` is the number of (query, visible key) pairs. Padding, copies of
+prompts and recomputation are not required and are not counted. Read next: step_sides.py.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from nanogrpo.model.decoder import Decoder
 from nanogrpo.model.hf_config import ModelConfig
 from nanogrpo.types import PackedBatch, Sample
 
-# 41,000 trained tokens in three strips of about 15,000
+# 41,000 trained tokens in three strips of about 15,000 tokens each
 CASE = Case(P=15, G=8, prompt=256, longest=1024, vocab=151936)
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by a word in the device name
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # for dense bfloat16, by a word in the device name
 SLOWER = {"PCIe", "NVL", "MIG"}  # devices with one of these words in their name are slower
 Setting = tuple[str, float]  # (gradient checkpointing, micro-batch size / token budget)
 
@@ -80,7 +80,7 @@ def micro_batches(samples: list[Sample], tokens: float) -> int:
 SETTINGS = {
     "nanogrpo": (ours, [("none", 1.0), ("selective", 1.0), ("full", 1.0)]),
     "TRL": (theirs, [("none", 1.0), ("none", 0.5), ("full", 1.0)]),
-    # Checkpointing is slower but needs less memory. It is TRL's default.
+    # Checkpointing is slower but needs less memory. TRL uses checkpointing by default.
     "nanogrpo, checkpointing": (ours, [("full", 1.0)]),
     "TRL, checkpointing": (theirs, [("full", 1.0)]),
 }
@@ -119,7 +119,7 @@ def peak_flops(device: str | None) -> float | None:
 
 
 def write_model(shape: ModelConfig, folder: Path, device: str) -> None:
-    """Write random bfloat16 weights. They are created on the device, which is faster."""
+    """Write random bfloat16 weights. The weights are created on the device, which is faster."""
     tokenizer = warmup.write_tokenizer(folder)
     torch.manual_seed(0)
     with torch.device(device):

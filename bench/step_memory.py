@@ -8,8 +8,8 @@ memory in use after the imports.
 The most important case is a small model with Qwen's vocabulary, where the logits dominate.
 
 TRL's settings are in trl_run.py. TRL runs once with the whole generation as one micro-batch, as
-nanogrpo does. It runs again with four micro-batches, which need less memory and take the same time.
-Read next: step_time.py.
+nanogrpo does. TRL then runs again with four micro-batches, which need less memory and take the same
+time. Read next: step_time.py.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Case:
     G: int  # completions per prompt
     prompt: int  # tokens
     longest: int  # maximum number of tokens per completion
-    # if True, all completions have `longest` tokens; if False, a third of it on average
+    # if True, all completions have `longest` tokens; if False, a third of `longest` on average
     even: bool = False
     vocab: int = 104  # number of ids; only the first 104 have a token in the tokenizer
 
@@ -91,7 +91,7 @@ def strips(samples: list[Sample], cfg: Config, pair_cost: float) -> Sequence[Pac
 
 
 class Ours:
-    """nanogrpo's side. Weights are wrapped with FSDP2 as in a run, and a step is the inner loop of
+    """nanogrpo's side. The model is wrapped with FSDP2 as in a run, and a step is the inner loop of
     train.py.
     """
 
@@ -143,7 +143,7 @@ class Trl:
         output = Path(tempfile.mkdtemp())
         self.trainer = trl_run.trainer(cfg, prompts, [share_of_even], output, micro)
         self.trainer.create_optimizer()
-        # Trainer.train would enable checkpointing, but it is not called here.
+        # `Trainer.train`, which would enable checkpointing, is not called here.
         if checkpointing:
             self.trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.micro = self.trainer.current_gradient_accumulation_steps = micro

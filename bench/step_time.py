@@ -6,8 +6,8 @@ completions. Out: results/step_time.json, and docs/img/step_time.png, which plot
 the number of tokens, the group size G and the vocabulary size. A step includes everything from the
 samples to the new weights: packing or padding, forward pass, loss, backward pass, clipping and
 AdamW. Steps are on-policy and in float32. The sides start from the same weights. Before anything is
-timed, their gradient norms must agree to 1e-3, so no side can be faster by computing something
-else.
+timed, the gradient norms of the sides must agree to 1e-3, so that no side is faster because it
+computes something else.
 
 TRL's settings are in trl_run.py. Cases that are not run keep their earlier results. In the tables,
 "tokens/s" counts completion tokens, and "computed tokens" counts all tokens that the decoder

@@ -31,7 +31,7 @@ class Bench:
     notes: Callable[[list[dict]], list[str]] = lambda records: []
 
 
-# The quantities that training uses. All others are metrics.
+# The quantities that training uses. All other quantities are metrics.
 QUANTITIES = ("advantages", "loss", "gradient", "entropy gradient", "weight")
 
 
@@ -417,7 +417,8 @@ def lines_of(name: str, records: list[dict]) -> Lines:
     bench = BENCHES[name]
     lines = bench.lines(records)
     for cells in bench.wanted:
-        # Only beginnings are compared: a case may end with its shape, as in "forward N=… V=…".
+        # Compare only the beginning of a cell.
+        # A case may end with its shape, as in "forward N=… V=…".
         filled = (
             all(f"{have} ".startswith(f"{want} ") for have, want in zip(line, cells))
             for line in lines

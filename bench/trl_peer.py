@@ -6,8 +6,8 @@ log-probs.
     batch = peer.batch()
     (loss,) = peer.losses(batch)
 
-`Peer` is a `GRPOTrainer` without dataset or optimizer. It has only the attributes that its methods
-read. `advantages_of_both` and `losses_of_both` compute one case with TRL's code and with
+`Peer` is a `GRPOTrainer` without dataset or optimizer. A `Peer` has only the attributes that its
+methods read. `advantages_of_both` and `losses_of_both` compute one case with TRL's code and with
 nanogrpo's. tests/grpo/test_trl_parity.py checks that the results are equal, and parity_trl.py
 tabulates the differences. Read next: parity_trl.py.
 """
@@ -172,7 +172,9 @@ def settings(cfg: Config, accumulation: int = 1, off_policy: bool = False) -> tr
 
 
 class NoModel(torch.nn.Module):
-    """A stand-in for the model, without weights. TRL reads only whether it is in training mode."""
+    """A stand-in for the model, without weights. TRL reads only whether the model is in training
+    mode.
+    """
 
     is_gradient_checkpointing = False
 
@@ -236,7 +238,8 @@ class Peer(trl.GRPOTrainer):
         """Return TRL's batch, with padded ids, masks, advantages, log-probs and the normalizer."""
         prompts = [{"prompt": s.prompt.text} for s in self.samples]
         batch = self._generate_and_score_completions(prompts)
-        # TRL divides the number of tokens by the number of updates. Here, one update has all.
+        # TRL divides the number of tokens by the number of updates.
+        # Here, one update has all tokens.
         updates = self.args.steps_per_generation // self.args.gradient_accumulation_steps
         batch["num_items_in_batch"] *= updates
         return batch
@@ -369,7 +372,7 @@ def our_loss(
     samples: list[Sample], logp: dict[str, torch.Tensor], cfg: Config, off_policy: bool
 ) -> PolicyOut:
     """Return the result of `objectives.loss`, which supports all options. The fused head supports
-    only those of the clipped loss. Tests compare both losses.
+    only the options of the clipped loss. Tests compare both losses.
     """
     batch, index = our_batch(samples, logp, cfg, off_policy)
     return objectives.loss(logp["now"][index], logp["entropy"][index], batch, cfg)

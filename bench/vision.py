@@ -29,7 +29,7 @@ SIDES = ("pictures", "noise")
 
 
 def options(side: str, seed: int, base: Path, steps: int) -> Config:
-    """Return the options of a run. Its data are in a folder next to the base model."""
+    """Return the options of a run. The data of each side are in a folder next to the base model."""
     cfg = Config(**json.loads(OPTIONS.read_text()))
     folder = base.resolve().parent / side
     return dataclasses.replace(
